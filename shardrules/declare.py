@@ -1,0 +1,112 @@
+"""A declaration that is bound to a function object, not to a name.
+
+Kernel bodies are nearly all called ``kernel``, so a decorator must bind to the object. The
+declared function stays what it was, for ``inspect``, ``functools.partial``, ``jax.jit`` and
+``defvjp`` alike; only calling it as an op (on arrays) does more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from shardrules.errors import RegistrationError
+
+__all__ = ["Binding", "Declared", "binding_of", "caller_place", "declare"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """A rule, and the source place that declared it."""
+
+    rule: Any
+    where: str
+
+
+def caller_place() -> str:
+    """Return ``file:line`` of the nearest frame outside this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module != "shardrules" and not module.startswith("shardrules."):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "<unknown>"
+
+
+class Declared:
+    """A function with a rule; calls go to ``shardrules.hooks``, everything else to the function.
+
+    Args:
+      target: the kernel body or op.
+      binding: its rule and where it was declared.
+    """
+
+    def __init__(self, target: Callable, binding: Binding):
+        # __dict__ is not copied: a custom_vjp object still gets its fwd and bwd later, and
+        # attributes are read through __getattr__ instead.
+        functools.update_wrapper(self, target, updated=())
+        self.__shardrules__ = binding
+
+    def __call__(self, *args, **kwargs):
+        # By name, when called: this module and the rules run where no JAX is installed.
+        hooks = importlib.import_module("shardrules.hooks")
+        return hooks.call_declared(self, *args, **kwargs)
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else functools.partial(self, instance)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__") or "__wrapped__" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+    def __repr__(self) -> str:
+        return f"{self.__shardrules__.rule}({self.__wrapped__!r})"
+
+
+def binding_of(function: Any) -> Binding | None:
+    """Return the binding of a function object, looking through ``partial`` and ``wraps``.
+
+    Args:
+      function: anything that was given as a kernel.
+    """
+    seen = set()
+    while function is not None and id(function) not in seen:
+        seen.add(id(function))
+        if isinstance(function, Declared):
+            return function.__shardrules__
+        if isinstance(function, functools.partial):
+            function = function.func
+        else:
+            function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def declare(target: Callable, rule: Any) -> Callable:
+    """Bind ``rule`` to the function object ``target``.
+
+    Args:
+      target: a kernel body or an op.
+      rule: a shardrules.rules.Rule.
+
+    Raises:
+      RegistrationError: if target is not callable, or carries another rule already.
+    """
+    where = caller_place()
+    if not callable(target):
+        raise RegistrationError(
+            f"{rule!r} declares functions, and {target!r} is not callable; write it above a "
+            f"kernel's def, or register a name: shardrules.register('name', {rule!r})",
+            target=target, rule=rule)
+    known = binding_of(target)
+    if known is not None and known.rule is not rule:
+        raise RegistrationError(
+            f"{target!r} is declared twice, with rules that differ:\n"
+            f"  {known.rule!r} at {known.where}\n  {rule!r} at {where}\nkeep one of them",
+            target=target, places=(known.where, where))
+    return target if known is not None else Declared(target, Binding(rule, where))

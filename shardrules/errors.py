@@ -1,0 +1,98 @@
+"""The exceptions of shardrules: one small tree, each also a builtin's subclass.
+
+Every message says what failed, with which values, which rule was broken and what to type next;
+the values are attributes too, so that a caller never has to read them out of the text.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AotError",
+    "CollectiveAssertionError",
+    "CotangentError",
+    "HloError",
+    "HloSyntaxError",
+    "NotInstalledError",
+    "RegistrationError",
+    "RuleError",
+    "ShardrulesError",
+    "UnknownKernelError",
+    "UnsupportedJaxError",
+]
+
+
+class ShardrulesError(Exception):
+    """Base of everything that shardrules raises on purpose.
+
+    Args:
+      message: the whole text for the user.
+      **data: the values behind the text; each becomes an attribute.
+    """
+
+    def __init__(self, message: str, **data):
+        super().__init__(message)
+        self.message = message
+        for key, value in data.items():
+            setattr(self, key, value)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class RegistrationError(ShardrulesError, ValueError):
+    """A declaration that can't be recorded: a duplicate, a bad name, not a rule."""
+
+
+class RuleError(ShardrulesError, ValueError):
+    """A rule whose answer can't be used: wrong count, unknown axis, contradicted annotation."""
+
+
+class UnknownKernelError(ShardrulesError, LookupError):
+    """An opaque call inside shard_map that has neither a rule nor a proof."""
+
+
+class CotangentError(ShardrulesError, ValueError):
+    """A custom_vjp whose bwd returns a cotangent that can't be given its primal's type safely."""
+
+
+class UnsupportedJaxError(ShardrulesError, RuntimeError):
+    """A JAX whose internals are not the ones that the hooks were written for."""
+
+
+class NotInstalledError(ShardrulesError, RuntimeError):
+    """A program that needs the hooks was traced without ``shardrules.install()``."""
+
+
+class AotError(ShardrulesError, RuntimeError):
+    """A compiler for an absent accelerator that is missing, or a topology that it doesn't know."""
+
+
+class HloError(ShardrulesError, ValueError):
+    """HLO that was read but that the request does not fit (a mesh of another size, say)."""
+
+
+class HloSyntaxError(HloError):
+    """Text that is not HLO, with the place where reading stopped.
+
+    Args:
+      message: what was expected there.
+      line: 1-based line number.
+      column: 1-based column number.
+      text_line: that line of the text.
+    """
+
+    _CLIP = 120  # characters of the line that are shown around the caret
+
+    def __init__(self, message: str, *, line: int, column: int, text_line: str):
+        text_line = text_line.rstrip("\r\n")
+        start = max(0, min(column - 1 - self._CLIP // 2, len(text_line) - self._CLIP))
+        shown = text_line[start:start + self._CLIP]
+        caret = column - 1 - start
+        prefix = "..." if start else ""
+        text = (f"{message}\n  line {line}, column {column}:\n"
+                f"    {prefix}{shown}\n    {' ' * (len(prefix) + caret)}^")
+        super().__init__(text, reason=message, line=line, column=column, text_line=text_line)
+
+
+class CollectiveAssertionError(ShardrulesError, AssertionError):
+    """A compiled program whose collectives are not the expected ones."""

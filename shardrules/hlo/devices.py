@@ -1,0 +1,496 @@
+"""Device groups, shardings, meshes, and the relation "devices i and j hold the same value".
+
+A device is a position, ``replica * num_partitions + partition``: what HLO calls a flattened id. A
+relation is an equivalence of devices, kept as an array that gives each device the lowest device of
+its class, and interned: equal relations have equal small ids, so that comparing and combining them
+costs a dictionary look-up however many devices there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Mapping, Sequence
+
+import numpy as np
+
+from shardrules import errors
+
+EQUAL = 0  # the relation in which all devices hold the same value
+DISTINCT = 1  # the relation in which every device holds its own
+
+
+class Relations:
+    """The interned relations over a number of devices."""
+
+    def __init__(self, device_count: int):
+        self.device_count = device_count
+        self._ids: dict[bytes, int] = {}
+        self._arrays: list[np.ndarray] = []
+        self._refined: dict[tuple[int, int], int] = {}
+        self._constant: dict[tuple[int, int], bool] = {}
+        self.intern(np.zeros(device_count, np.int64))
+        self.intern(np.arange(device_count))
+        if device_count == 1:  # one device: equal and distinct are the same array
+            self._arrays.append(self._arrays[0])
+
+    def intern(self, labels: np.ndarray) -> int:
+        """Give the id of the relation in which devices with equal labels are equal."""
+        _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+        canonical = np.ascontiguousarray(first[inverse.reshape(-1)], dtype=np.int32)
+        key = canonical.tobytes()
+        known = self._ids.get(key)
+        if known is None:
+            known = self._ids[key] = len(self._arrays)
+            self._arrays.append(canonical)
+        return known
+
+    def labels(self, relation: int) -> np.ndarray:
+        """Give each device's class, by its lowest member."""
+        return self._arrays[relation]
+
+    def refine(self, a: int, b: int) -> int:
+        """Combine: devices are equal if they are so under both."""
+        if a == b or b == EQUAL:
+            return a
+        if a == EQUAL:
+            return b
+        if a == DISTINCT or b == DISTINCT:
+            return DISTINCT
+        key = (a, b) if a < b else (b, a)
+        known = self._refined.get(key)
+        if known is None:
+            joined = (self._arrays[a].astype(np.int64) * self.device_count + self._arrays[b])
+            known = self._refined[key] = self.intern(joined)
+        return known
+
+    def refines(self, fine: int, coarse: int) -> bool:
+        """Tell whether devices that are equal under ``fine`` are so under ``coarse``."""
+        return self.refine(fine, coarse) == fine
+
+    def merged(self, relation: int, groups: np.ndarray) -> int:
+        """Coarsen: devices of one row of ``groups`` become equal too."""
+        labels = self._arrays[relation].copy()
+        parent = list(range(self.device_count))
+
+        def find(x: int) -> int:
+            while parent[x] != x:
+                parent[x] = parent[parent[x]]
+                x = parent[x]
+            return x
+        for device, label in enumerate(labels.tolist()):
+            parent[find(device)] = find(label)
+        for row in groups.tolist():
+            for member in row[1:]:
+                parent[find(member)] = find(row[0])
+        return self.intern(np.array([find(d) for d in range(self.device_count)]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Groups:
+    """The device groups of one collective, as flattened device ids.
+
+    Attributes:
+      rows: one tuple per group, in the order in which the collective takes its members.
+      relation: the relation in which the members of a group are equal; devices of no group are
+        each their own.
+      complete: every device is in exactly one group.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    relation: int
+    complete: bool
+
+    @property
+    def size(self) -> int:
+        """Count the members of the largest group."""
+        return max((len(r) for r in self.rows), default=0)
+
+
+_NUMBERS = re.compile(r"\d+")
+_IOTA = re.compile(r"\[([\d,\s]*)\]\s*<=\s*\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?")
+_LIST = re.compile(r"\{\s*(?:\{[\d,\s]*\}\s*,?\s*)*\}")
+_INNER = re.compile(r"\{([\d,\s]*)\}")
+_MESH = re.compile(r"mesh\[([^\]]*?)(?:,\s*(device_ids=\(.*?\)\)?))?\]")
+_AXIS = re.compile(r"'((?:[^'\\]|\\.)*)'\s*=\s*(\d+)")
+_DEVICE_IDS = re.compile(
+    r"device_ids=\(\s*(?:\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?|([\d,\s]*))\s*\)")
+_AXIS_REF = re.compile(r"'((?:[^'\\]|\\.)*)'(?::\((\d+)\)(\d+))?")
+_MAX_DEVICES = 1 << 20
+
+
+class NotationError(ValueError):
+    """A group list, a mesh or a sharding in a notation that this module doesn't read."""
+
+
+def _ints(text: str) -> list[int]:
+    values = [int(n) for n in _NUMBERS.findall(text) if len(n) < 10]
+    if len(values) != len(_NUMBERS.findall(text)):
+        raise NotationError(f"a number in {text[:60]!r} is too large")
+    return values
+
+
+def iota_tiles(text: str) -> np.ndarray:
+    """Read ``[4,2]<=[2,4]T(1,0)``: numbers counted up, reshaped, transposed, reshaped."""
+    found = _IOTA.match(text)
+    if not found:
+        raise NotationError(f"expected [..]<=[..], got {text[:60]!r}")
+    tiles, shape = _ints(found[1]), _ints(found[2])
+    total = int(np.prod(shape, dtype=np.float64)) if shape else 1
+    if total > _MAX_DEVICES or int(np.prod(tiles, dtype=np.float64)) != total:
+        raise NotationError(f"{text[:60]!r}: the two lists of sizes don't hold as many devices")
+    array = np.arange(total).reshape(shape or [1])
+    if found[3]:
+        order = _ints(found[3])
+        if sorted(order) != list(range(len(shape))):
+            raise NotationError(f"{text[:60]!r}: T(...) does not order {len(shape)} dimensions")
+        array = array.transpose(order)
+    return array.reshape(tiles)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TextMesh:
+    """A mesh as the text writes it: axes in order, and the device at each position."""
+
+    axes: tuple[tuple[str, int], ...]
+    devices: np.ndarray
+
+    @property
+    def is_row_major(self) -> bool:
+        """Tell whether position and device id are the same."""
+        return bool((self.devices.reshape(-1) == np.arange(self.devices.size)).all())
+
+
+def read_mesh(text: str) -> tuple[TextMesh, int]:
+    """Read ``mesh['data'=4,'model'=2]``, with device ids inside or after; give also its end."""
+    found = _MESH.match(text)
+    if not found:
+        raise NotationError(f"expected mesh['axis'=size,...], got {text[:60]!r}")
+    axes = tuple((name, int(size)) for name, size in _AXIS.findall(found[1]) if len(size) < 10)
+    leftover = _AXIS.sub("", found[1]).replace(",", "").strip()
+    if leftover:
+        raise NotationError(f"can't read {leftover[:40]!r} in {found[0][:60]!r}")
+    end = found.end()
+    sizes = [size for _, size in axes]
+    total = 1
+    for size in sizes:
+        total *= size
+    if total > _MAX_DEVICES or total < 1:
+        raise NotationError(f"{found[0][:60]!r} has {total} devices")
+    ids = found[2]
+    if ids is None:
+        after = re.match(r"\s*,\s*(?=device_ids=)", text[end:])
+        if after:
+            outside = _DEVICE_IDS.match(text, end + after.end())
+            if not outside:
+                raise NotationError(f"can't read the device ids in {text[:80]!r}")
+            ids, end = outside[0], outside.end()
+    devices = np.arange(total)
+    if ids is not None:
+        parts = _DEVICE_IDS.match(ids)
+        if not parts:
+            raise NotationError(f"can't read {ids[:60]!r}")
+        if parts[3] is not None:
+            devices = np.array(_ints(parts[3]), dtype=np.int64)
+        else:
+            shape = _ints(parts[1])
+            order = f"T({parts[2]})" if parts[2] else ""
+            devices = iota_tiles(f"[{total}]<=[{','.join(map(str, shape))}]{order}")
+    if sorted(devices.reshape(-1).tolist()) != list(range(total)):
+        raise NotationError(f"the device ids in {text[:80]!r} are not 0 to {total - 1}, each once")
+    return TextMesh(axes, devices.reshape(sizes)), end
+
+
+def _axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndarray:
+    """Group a mesh's devices over axes and sub-axes, ``'a':(2)2`` being the factor of size 2 that
+    has 2 before it."""
+    names = [name for name, _ in mesh.axes]
+    sizes: list[int] = []
+    slots: dict[tuple[int, int, int], int] = {}
+    cuts: dict[int, set[int]] = {}
+    wanted: list[tuple[int, int, int]] = []
+    for name, pre, size in refs:
+        if name not in names:
+            raise NotationError(f"axis {name!r} is not in the mesh of {', '.join(names)}")
+        axis = names.index(name)
+        full = mesh.axes[axis][1]
+        before, width = (int(pre[:9]), int(size[:9])) if pre else (1, full)
+        if before < 1 or width < 1 or full % (before * width):
+            raise NotationError(f"sub-axis ({before}){width} does not divide axis {name!r} of "
+                                f"size {full}")
+        wanted.append((axis, before, width))
+        cuts.setdefault(axis, set()).update((before, before * width))
+    for axis, (_, full) in enumerate(mesh.axes):
+        edges = sorted(cuts.get(axis, set()) | {1, full})
+        for low, high in zip(edges, edges[1:]):
+            if high % low:
+                raise NotationError("sub-axes that don't nest")
+            slots[(axis, low, high // low)] = len(sizes)
+            sizes.append(high // low)
+    grouped = []
+    for axis, before, width in wanted:
+        if width == 1:
+            continue
+        if (axis, before, width) not in slots:
+            raise NotationError("sub-axes that overlap")
+        grouped.append(slots[(axis, before, width)])
+    if len(set(grouped)) != len(grouped):
+        raise NotationError("an axis is named twice")
+    rest = [i for i in range(len(sizes)) if i not in grouped]
+    width = 1
+    for i in grouped:
+        width *= sizes[i]
+    return mesh.devices.reshape(sizes).transpose(rest + grouped).reshape(-1, width)
+
+
+def read_groups(text: str) -> tuple[list[list[int]], TextMesh | None]:
+    """Read a ``replica_groups`` value into lists of ids, and the mesh if it names one."""
+    text = text.strip()
+    if text.startswith("mesh"):
+        mesh, end = read_mesh(text)
+        rest = text[end:].strip().lstrip(",").strip()
+        if not (rest.startswith("{") and rest.endswith("}")):
+            raise NotationError(f"expected {{'axis',...}} after the mesh in {text[:80]!r}")
+        return _axis_groups(mesh, _AXIS_REF.findall(rest)).tolist(), mesh
+    if text.startswith("["):
+        found = _IOTA.fullmatch(text)
+        tiles = iota_tiles(text)
+        if not found or tiles.ndim != 2:
+            raise NotationError(f"expected [groups,members]<=[...], got {text[:60]!r}")
+        return tiles.tolist(), None
+    if not _LIST.fullmatch(text):
+        raise NotationError(f"expected {{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh[...] {{...}}, got "
+                            f"{text[:60]!r}")
+    rows = [_ints(m[1]) for m in _INNER.finditer(text, 1)]
+    return [r for r in rows if r], None
+
+
+def flatten_groups(rows: list[list[int]], mode: str, partitions: int,
+                   replicas: int) -> list[list[int]]:
+    """Turn the ids of a collective's groups into flattened device ids.
+
+    Args:
+      mode: which ids the groups hold, by XLA's GetCollectiveOpGroupMode: ``"cross_replica"``,
+        ``"cross_partition"``, ``"cross_replica_and_partition"`` or ``"flattened"``.
+    """
+    total = partitions * replicas
+    limit = {"cross_partition": partitions, "flattened": total}.get(mode, replicas)
+    used: set[int] = set()
+    for row in rows:
+        for member in row:
+            if member >= limit:
+                raise NotationError(f"id {member} is beyond the {limit} that the module has")
+            if member in used:
+                raise NotationError(f"id {member} stands in two places")
+            used.add(member)
+    if not rows:
+        rows = [list(range(limit))]
+    if mode == "flattened":
+        return rows
+    if mode == "cross_partition":
+        return [[r * partitions + p for p in row] for r in range(replicas) for row in rows]
+    if mode == "cross_replica":
+        return [[r * partitions + p for r in row] for row in rows for p in range(partitions)]
+    return [[r * partitions + p for r in row for p in range(partitions)] for row in rows]
+
+
+# -- shardings -----------------------------------------------------------------------------------
+
+_TILED = re.compile(
+    r"devices=(\[[\d,\s]*\])\s*(<=\s*\[[\d,\s]*\]\s*(?:T\([\d,\s]*\))?|[\d,\s]+)"
+    r"\s*(last_tile_dim_replicate|last_tile_dims=\{([^}]*)\})?\s*"
+    r"(?:shard_(?:as|like)\s+\d+)?\s*")
+_METADATA = re.compile(r"metadata=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\})*\}")
+
+
+def split_tuple_sharding(text: str) -> list[str]:
+    """Split ``{{replicated}, {devices=...}}`` into its leaves; one leaf gives itself."""
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL).strip()
+    if not text.startswith("{"):
+        text = "{" + text + "}"
+    inner = text[1:-1].strip()
+    if not inner.startswith("{"):
+        return [text]
+    leaves = []
+    depth = 0
+    start = 0
+    for position, letter in enumerate(inner):
+        if letter == "{":
+            if not depth:
+                start = position
+            depth += 1
+        elif letter == "}":
+            depth -= 1
+            if not depth:
+                leaves.append(inner[start:position + 1])
+    return leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """A sharding, as far as equality of shards goes.
+
+    Attributes:
+      text: as given.
+      tiles: for each partition the number of the tile that it holds; None where every device must
+        be taken to hold its own (maximal, manual, unreduced, unknown).
+      mesh: the mesh that the notation names, if it does.
+      why: what the sharding says, for reasons.
+    """
+
+    text: str
+    tiles: tuple[int, ...] | None
+    mesh: TextMesh | None = None
+    why: str = ""
+
+
+def read_sharding(text: str, partitions: int) -> Sharding:
+    """Read one leaf's sharding.
+
+    Raises:
+      NotationError: it is for another number of devices, or in a notation that isn't known.
+    """
+    inner = _METADATA.sub("", text.strip())
+    if inner.startswith("{") and inner.endswith("}"):
+        inner = inner[1:-1]
+    inner = inner.strip().rstrip(",").strip()
+    bare = re.sub(r"\s*shard_(?:as|like)\s+\d+\s*$", "", inner)
+    if bare == "replicated":
+        return Sharding(text, (0,) * partitions, why="replicated")
+    if bare.startswith("mesh["):
+        return _read_named(text, bare, partitions)
+    if bare.startswith("devices="):
+        found = _TILED.fullmatch(bare)
+        if not found:
+            raise NotationError(f"can't read the sharding {text[:80]!r}")
+        if found[2].startswith("<="):
+            tiles = iota_tiles(found[1] + found[2])
+        else:
+            sizes, ids = _ints(found[1]), _ints(found[2])
+            if int(np.prod(sizes, dtype=np.float64)) != len(ids):
+                raise NotationError(f"the sharding {text[:80]!r} lists {len(ids)} devices")
+            tiles = np.array(ids, dtype=np.int64).reshape(sizes)
+        if sorted(tiles.reshape(-1).tolist()) != list(range(partitions)):
+            raise NotationError(f"the sharding {text[:80]!r} is for {tiles.size} devices, the "
+                                f"module has {partitions} partitions")
+        kinds = []
+        if found[3] == "last_tile_dim_replicate":
+            kinds = ["replicated"]
+        elif found[3]:
+            kinds = [k.strip() for k in found[4].split(",") if k.strip()]
+        if len(kinds) > tiles.ndim:
+            raise NotationError(f"the sharding {text[:80]!r} has too few dimensions")
+        if any(k != "replicated" for k in kinds):
+            # `{unreduced, replicated}` read as replicated would call a needed psum redundant.
+            return Sharding(text, None, why=f"sharded as {text}")
+        copies = int(np.prod(tiles.shape[tiles.ndim - len(kinds):], dtype=np.int64))
+        flat = tiles.reshape(-1, copies)
+        numbers = np.empty(partitions, np.int64)
+        numbers[flat.reshape(-1)] = np.repeat(np.arange(flat.shape[0]), copies)
+        return Sharding(text, tuple(numbers.tolist()), why=f"sharded as {text}")
+    if bare.startswith(("maximal", "manual", "unknown", "unreduced")):
+        return Sharding(text, None, why=f"{bare.split()[0].split('_mesh')[0]} ({text})")
+    raise NotationError(f"can't read the sharding {text[:80]!r}")
+
+
+def _read_named(text: str, inner: str, partitions: int) -> Sharding:
+    mesh, end = read_mesh(inner)
+    rest = inner[end:].strip().lstrip(",").strip()
+    if rest == "replicated":
+        return Sharding(text, (0,) * partitions, mesh, "replicated")
+    if mesh.devices.size != partitions:
+        raise NotationError(f"the sharding {text[:80]!r} is for {mesh.devices.size} devices, the "
+                            f"module has {partitions} partitions")
+    if not rest.startswith("["):
+        return Sharding(text, None, mesh, f"sharded as {text}")
+    depth = rest.find("]")
+    dims, tail = rest[:depth + 1], rest[depth + 1:]
+    leftover = re.sub(r"replicated=\{[^}]*\}", "", tail).replace(",", "").strip()
+    if leftover or "?" in dims:  # unreduced=, manual=, an open dimension
+        return Sharding(text, None, mesh, f"sharded as {text}")
+    refs = _AXIS_REF.findall(dims)
+    used = _axis_groups(mesh, refs)  # rows: replicas of the whole array; columns: its tiles
+    numbers = np.empty(partitions, np.int64)
+    numbers[used.reshape(-1)] = np.tile(np.arange(used.shape[1]), used.shape[0])
+    return Sharding(text, tuple(numbers.tolist()), mesh, f"sharded as {text}")
+
+
+# -- the caller's mesh ---------------------------------------------------------------------------
+
+
+class Mesh:
+    """A mesh over flattened device ids: names the axes of groups and relations."""
+
+    def __init__(self, axes: Mapping[str, int] | Sequence[tuple[str, int]],
+                 relations: Relations):
+        self.axes = tuple(dict(axes).items())
+        self._relations = relations
+        self._ids = np.arange(relations.device_count).reshape([s for _, s in self.axes])
+        self._names: dict[int, tuple[str, ...] | None] = {}
+        self._over: dict[tuple[str, ...], int] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """List the axis names in order."""
+        return tuple(name for name, _ in self.axes)
+
+    def lines(self, names: Sequence[str]) -> np.ndarray:
+        """Give the groups along some axes, one per row, members in row-major order."""
+        order = [i for i, (n, _) in enumerate(self.axes) if n not in names]
+        grouped = [self.names.index(n) for n in self.names if n in names]
+        size = 1
+        for i in grouped:
+            size *= self.axes[i][1]
+        return self._ids.transpose(order + grouped).reshape(-1, size)
+
+    def relation(self, names: Sequence[str]) -> int:
+        """Give the relation in which devices along these axes are equal."""
+        key = tuple(n for n in self.names if n in names)
+        known = self._over.get(key)
+        if known is None:
+            rows = self.lines(key)
+            labels = np.empty(self._relations.device_count, np.int64)
+            labels[rows.reshape(-1)] = np.repeat(np.arange(rows.shape[0]), rows.shape[1])
+            known = self._over[key] = self._relations.intern(labels)
+        return known
+
+    def varying(self, relation: int) -> tuple[str, ...]:
+        """List the axes over which a value with this relation may vary."""
+        labels = self._relations.labels(relation)[self._ids]
+        return tuple(name for i, (name, _) in enumerate(self.axes)
+                     if (labels != labels.take([0], axis=i)).any())
+
+    def axes_of(self, groups: Groups) -> tuple[str, ...] | None:
+        """Name the axes whose lines are exactly these groups; None where there are no such."""
+        if not groups.complete:
+            return None
+        if groups.relation not in self._names:
+            labels = self._relations.labels(groups.relation)[self._ids]
+            names = tuple(name for i, (name, size) in enumerate(self.axes) if size > 1
+                          and (labels == labels.take([0], axis=i)).all())
+            exact = self.relation(names) == groups.relation
+            self._names[groups.relation] = names if exact else None
+        return self._names[groups.relation]
+
+
+def make_mesh(axes: Mapping[str, int], relations: Relations, module_name: str,
+              partitions: int) -> Mesh:
+    """Check a caller's mesh against the module.
+
+    Raises:
+      HloError: its size is not the number of devices.
+    """
+    size = 1
+    for name, length in dict(axes).items():
+        if not isinstance(length, (int, np.integer)) or length < 1:
+            raise errors.HloError(f"mesh axis {name!r} has size {length!r}; sizes are positive "
+                                  "integers, mesh={'data': 4, 'model': 2}.")
+        size *= int(length)
+    if size != relations.device_count:
+        shown = ", ".join(f"{n}={s}" for n, s in dict(axes).items())
+        raise errors.HloError(
+            f"the mesh ({shown}) has {size} devices, but module {module_name!r} was compiled for "
+            f"{relations.device_count} ({partitions} partitions x "
+            f"{relations.device_count // partitions} replicas); pass the mesh that the program "
+            "was compiled for.", mesh=dict(axes), device_count=relations.device_count)
+    return Mesh(axes, relations)

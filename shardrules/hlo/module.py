@@ -1,0 +1,378 @@
+"""What a compiled HLO module holds, as frozen data; made by ``parser.parse``.
+
+An ``Instruction`` keeps offsets into the text instead of parsed attributes: most attributes
+(layouts, backend configs) are never looked at, and reading them all would cost more than the proof.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Iterator, NamedTuple
+
+from shardrules import errors
+
+# Sizes in bits, by the names in XLA's primitive_util. `token` and `opaque` hold no data.
+_ELEMENT_BITS = {
+    "pred": 8, "s1": 1, "u1": 1, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16,
+    "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64, "f4e2m1fn": 4, "f8e8m0fnu": 8,
+    "f8e5m2": 8, "f8e4m3": 8, "f8e4m3fn": 8, "f8e4m3b11fnuz": 8, "f8e5m2fnuz": 8,
+    "f8e4m3fnuz": 8, "f8e3m4": 8, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64,
+    "c128": 128, "token": 0, "opaque": 0,
+}
+
+
+class Shape(NamedTuple):
+    """An array's or a tuple's shape.
+
+    Attributes:
+      element_type: XLA's name (``"f32"``), or ``"tuple"``.
+      dimensions: sizes of an array's dimensions; a bounded dynamic one counts its bound.
+      layout: the text between the layout's braces, ``""`` where none was printed.
+      elements: a tuple's shapes, None for an array.
+    """
+
+    element_type: str
+    dimensions: tuple[int, ...] = ()
+    layout: str = ""
+    elements: tuple[Shape, ...] | None = None
+
+    @property
+    def is_tuple(self) -> bool:
+        """Tell a tuple from an array."""
+        return self.elements is not None
+
+    @property
+    def element_count(self) -> int:
+        """Count an array's elements."""
+        count = 1
+        for size in self.dimensions:
+            count *= size
+        return count
+
+    @property
+    def bits(self) -> int:
+        """Give the element type's size in bits; raises HloError for a type that isn't known."""
+        try:
+            return _ELEMENT_BITS[self.element_type]
+        except KeyError:
+            raise errors.HloError(
+                f"element type {self.element_type!r} has no known size; known are "
+                f"{', '.join(_ELEMENT_BITS)}.", element_type=self.element_type) from None
+
+    def leaves(self) -> list[Shape]:
+        """List the arrays of a tuple, depth first; an array lists itself."""
+        found: list[Shape] = []
+        stack = [self]
+        while stack:
+            shape = stack.pop()
+            if shape.elements is None:
+                found.append(shape)
+            else:
+                stack.extend(reversed(shape.elements))
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Count the bytes of all leaves, without padding."""
+        return sum((leaf.element_count * leaf.bits + 7) // 8 for leaf in self.leaves())
+
+    @property
+    def is_row_major(self) -> bool:
+        """Tell whether elements lie in memory in row-major order, without tiles."""
+        order, _, tiles = self.layout.partition(":")
+        if re.sub(r"[SE]\(\d+\)", "", tiles):
+            return False
+        rank = len(self.dimensions)
+        return not order or order == ",".join(str(i) for i in reversed(range(rank)))
+
+    def __str__(self) -> str:
+        if self.elements is not None:
+            return "(" + ", ".join(str(e) for e in self.elements) + ")"
+        return f"{self.element_type}[{','.join(str(d) for d in self.dimensions)}]"
+
+
+class Frame(NamedTuple):
+    """A place in the user's source."""
+
+    file: str
+    line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{where} ({self.function})" if self.function else where
+
+
+class Metadata(NamedTuple):
+    """What ``metadata={...}`` says: the JAX op's name and the stack, innermost frame first."""
+
+    op_name: str = ""
+    frames: tuple[Frame, ...] = ()
+
+
+class Instruction(NamedTuple):
+    """One instruction.
+
+    Attributes:
+      name: without ``%``.
+      opcode: as printed; unknown ones are kept.
+      shape: of the result.
+      operands: positions of the operands in the computation's ``instructions``.
+      calls: names of the computations that it calls, in the order of its attributes.
+      text: the whole module's text.
+      start: offset of the instruction.
+      inner: offsets of the text between the parentheses (a literal, a parameter's number).
+      attributes_start: offset of the first attribute.
+      end: offset of the instruction's end.
+    """
+
+    name: str
+    opcode: str
+    shape: Shape
+    operands: tuple[int, ...]
+    calls: tuple[str, ...]
+    text: str
+    start: int
+    inner: tuple[int, int]
+    attributes_start: int
+    end: int
+
+    def attributes(self) -> Iterator[tuple[str, int, int]]:
+        """Yield each attribute's key and the offsets of its value in the text.
+
+        Raises HloSyntaxError where something between the attributes is not ``key=value``.
+        """
+        return iter_attributes(self.text, self.attributes_start, self.end)
+
+    def attribute(self, key: str) -> str | None:
+        """Give the text of one attribute's value, None where it is absent."""
+        for name, start, end in self.attributes():
+            if name == key:
+                return self.text[start:end]
+        return None
+
+    @property
+    def literal(self) -> str:
+        """Give the text between the parentheses."""
+        return self.text[self.inner[0]:self.inner[1]]
+
+    def __repr__(self) -> str:  # The default would print the module's whole text.
+        return f"<{self.name} = {self.shape} {self.opcode}>"
+
+
+class Computation(NamedTuple):
+    """One computation: its instructions in an order in which operands come first."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    root: int
+    is_entry: bool
+
+    @property
+    def parameters(self) -> list[Instruction]:
+        """List the parameters by their numbers."""
+        found = [i for i in self.instructions if i.opcode == "parameter"]
+        return sorted(found, key=lambda i: int(i.literal))
+
+    def users(self) -> list[list[int]]:
+        """List, for each instruction, the positions of those that use it, each once."""
+        users: list[list[int]] = [[] for _ in self.instructions]
+        for position, instruction in enumerate(self.instructions):
+            for operand in dict.fromkeys(instruction.operands):
+                users[operand].append(position)
+        return users
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Module:
+    """A parsed module.
+
+    Attributes:
+      name: the module's name.
+      text: what was parsed.
+      source: where the text came from, for messages.
+      computations: by name, in the order of the text.
+      entry: the entry computation.
+      num_partitions, replica_count: from the header; None where it doesn't say.
+      header: the header's other attributes as text.
+      frames: the stack-frame tables.
+    """
+
+    name: str
+    text: str
+    source: str
+    computations: dict[str, Computation]
+    entry: Computation
+    num_partitions: int | None
+    replica_count: int | None
+    header: dict[str, str]
+    frames: FrameTable
+
+    def metadata(self, instruction: Instruction) -> Metadata:
+        """Read an instruction's metadata; empty where there is none."""
+        value = instruction.attribute("metadata")
+        if not value:
+            return Metadata()
+        return self.frames.metadata(value)
+
+    def __repr__(self) -> str:
+        return f"<Module {self.name}: {len(self.computations)} computations>"
+
+
+class FrameTable:
+    """The FileNames, FunctionNames, FileLocations and StackFrames tables, looked up lazily."""
+
+    _LOCATION = re.compile(r"(\w+)=(\d+)")
+    _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+    _SOURCE_FILE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"')
+    _SOURCE_LINE = re.compile(r"source_line=(\d+)")
+    _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
+
+    def __init__(self, tables: dict[str, dict[int, str]]):
+        self._tables = tables
+        # XLA prints the parent's id plus one: with 0 for "no parent" the outermost frame, which
+        # stands first, would otherwise name itself as its parent (seen from JAX 0.8 to 0.10).
+        first = self._fields("StackFrames", 1)
+        self._shift = 1 if first.get("parent_frame_id") == 1 else 0
+        self._cache: dict[int, tuple[Frame, ...]] = {}
+
+    def _fields(self, table: str, key: int) -> dict[str, int]:
+        row = self._tables.get(table, {}).get(key, "")
+        return {name: int(value) for name, value in self._LOCATION.findall(row)}
+
+    def _string(self, table: str, key: int) -> str:
+        return _unquote(self._tables.get(table, {}).get(key, ""))
+
+    def frames(self, frame_id: int) -> tuple[Frame, ...]:
+        """Follow a stack_frame_id to the frames, innermost first."""
+        if frame_id in self._cache:
+            return self._cache[frame_id]
+        found: list[Frame] = []
+        seen: set[int] = set()
+        current = frame_id
+        while current > 0 and current not in seen:
+            seen.add(current)
+            row = self._fields("StackFrames", current)
+            location = self._fields("FileLocations", row.get("file_location_id", 0))
+            if not location:
+                break
+            found.append(Frame(self._string("FileNames", location.get("file_name_id", 0)),
+                               location.get("line", 0),
+                               self._string("FunctionNames",
+                                            location.get("function_name_id", 0))))
+            current = row.get("parent_frame_id", 0) - self._shift
+        self._cache[frame_id] = tuple(found)
+        return self._cache[frame_id]
+
+    def metadata(self, text: str) -> Metadata:
+        """Read the inside of ``metadata={...}``."""
+        op_name = self._OP_NAME.search(text)
+        frames: tuple[Frame, ...] = ()
+        frame_id = self._FRAME_ID.search(text)
+        source_file = self._SOURCE_FILE.search(text)
+        if frame_id:
+            frames = self.frames(int(frame_id[1][:9]))
+        if not frames and source_file:  # the notation before stack-frame tables
+            line = self._SOURCE_LINE.search(text)
+            frames = (Frame(_unescape(source_file[1]), int(line[1][:9]) if line else 0),)
+        return Metadata(_unescape(op_name[1]) if op_name else "", frames)
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text) if "\\" in text else text
+
+
+def _unquote(text: str) -> str:
+    text = text.strip()
+    if len(text) >= 2 and text[0] == text[-1] == '"':
+        text = text[1:-1]
+    return _unescape(text)
+
+
+def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
+    """Make the error for a place in the text."""
+    offset = min(offset, len(text))
+    line = text.count("\n", 0, offset) + 1
+    start = text.rfind("\n", 0, offset) + 1
+    stop = text.find("\n", offset)
+    return errors.HloSyntaxError(message, line=line, column=offset - start + 1,
+                                 text_line=text[start:stop if stop >= 0 else len(text)])
+
+
+_KEY = re.compile(r"(?:[\s,]|/\*.*?\*/|//[^\n]*)*([\w\-]+)=\s*", re.DOTALL)
+_SIMPLE = re.compile(r'\{[^{}"]*\}|"(?:[^"\\]|\\.)*"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$)')
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[{}()\[\],"]')
+_BLANK = re.compile(r"(?:[\s,]|/\*.*?\*/|//[^\n]*)*", re.DOTALL)
+_CLOSING = {"{": "}", "(": ")", "[": "]"}
+
+
+def match_bracket(text: str, start: int, end: int) -> int:
+    """Find the end of the bracket that opens at ``start``; HloSyntaxError where it never closes.
+
+    Angle brackets don't count, and neither does anything inside quotes.
+    """
+    expected: list[str] = []
+    position = start
+    while True:
+        found = _BRACKET.search(text, position, end)
+        if not found:
+            raise syntax_error(text, start, f"this {text[start]!r} is never closed")
+        token = found[0]
+        position = found.end()
+        if token in _CLOSING:
+            expected.append(_CLOSING[token])
+        elif token in "})]":
+            if not expected or expected.pop() != token:
+                raise syntax_error(text, found.start(), f"{token!r} closes nothing")
+            if not expected:
+                return position
+        elif token == '"':
+            raise syntax_error(text, found.start(), "this quote is never closed")
+
+
+def iter_attributes(text: str, start: int, end: int) -> Iterator[tuple[str, int, int]]:
+    """Yield ``(key, value_start, value_end)`` for ``key=value, key=value``."""
+    position = start
+    while True:
+        key = _KEY.match(text, position, end)
+        if not key:
+            blank = _BLANK.match(text, position, end)
+            if blank.end() >= end:
+                return
+            raise syntax_error(text, blank.end(), "expected an attribute, 'key=value'")
+        value = key.end()
+        simple = _SIMPLE.match(text, value, end)
+        if simple and (simple.end() >= end or text[simple.end()] in ",\n \t"
+                       and text[value] != "m"):
+            yield key[1], value, simple.end()
+            position = simple.end()
+            continue
+        # A value such as [4,2]<=[8]T(1,0) or mesh['a'=4], device_ids=(...) {'a'}: it ends at a
+        # comma outside of brackets that is not the mesh notation's own.
+        position = value
+        while True:
+            found = _BRACKET.search(text, position, end)
+            if not found:
+                position = end
+                break
+            if found[0] == ",":
+                position = found.start()
+                if text.startswith("mesh[", value) and re.match(
+                        r",\s*(device_ids=|\{')", text[position:position + 40]):
+                    position += 1
+                    continue
+                break
+            if found[0] in _CLOSING:
+                position = match_bracket(text, found.start(), end)
+                if found[0] == "{" and found.start() == value:
+                    break
+            elif found[0] in "})]":
+                raise syntax_error(text, found.start(), f"{found[0]!r} closes nothing")
+            elif found[0] == '"':
+                raise syntax_error(text, found.start(), "this quote is never closed")
+            else:
+                position = found.end()
+        if position <= value:
+            raise syntax_error(text, value, f"attribute {key[1]!r} has no value")
+        yield key[1], value, position

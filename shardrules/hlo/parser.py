@@ -1,0 +1,507 @@
+"""Reads HLO text into a ``Module``.
+
+A line that looks like what XLA prints is read by one regular expression; whatever it doesn't fit
+(nested tuples, literals over several lines, comments) goes through a scanner that counts brackets.
+Nothing is skipped in silence: what neither of them reads is an ``HloSyntaxError`` with its place.
+"""
+
+from __future__ import annotations
+
+import re
+
+from shardrules.hlo import module as hm
+
+_SHAPE = (r"\w+\[[^\]\n{}()]*\](?:\{[^{}\n]*\})?"
+          r"|\([^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)")
+_LINE = re.compile(
+    r"[ \t]*(ROOT )?%?([\w.\-]+) = (" + _SHAPE + r") ([a-z][\w\-]*)"
+    r"\(([^()\n]*)\)(?:, [^\n]*)?\n")
+_SLOW_HEAD = re.compile(r"\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
+_OPCODE = re.compile(r"\s*([A-Za-z][\w\-]*)\s*\(")
+_HEADER = re.compile(r"[ \t]*(ENTRY\s+)?%?([\w.\-]+)(?=[\s({])[^\n]*\{[ \t]*\n")
+_FOOTER = re.compile(r"[ \t]*\}([^\n]*)(?:\n|$)")
+_SKIP = re.compile(r"(?:\s|/\*.*?\*/|//[^\n]*)*", re.DOTALL)
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+_TABLE = re.compile(r"([A-Z]\w*)[ \t]*\n")
+_ROW = re.compile(r'(\d+)[ \t]+([^\n]*)\n')
+_ARRAY = re.compile(r"(\w+)\[([^\]\n]*)\]")
+_DIMENSIONS = re.compile(r"\s*(?:(?:<=)?\d+|\?)\s*(?:,\s*(?:(?:<=)?\d+|\?)\s*)*")
+_MODULE = re.compile(r"HloModule\s+(\"[^\"\n]*\"|[^\s,]+)")
+
+# Opcodes whose attributes name computations. Others can't call any.
+_CALLERS = frozenset(
+    "fusion call while conditional async-start async-update async-done custom-call map reduce "
+    "reduce-window scatter select-and-scatter sort all-reduce all-reduce-start reduce-scatter "
+    "reduce-scatter-start scan custom-call-start topk composite".split())
+_CALL_KEYS = frozenset(
+    "calls to_apply body condition branch_computations true_computation false_computation "
+    "called_computations select scatter".split())
+_FAST_CALLS = re.compile(r", (?:kind=\w+, )?(?:calls|to_apply)=%?([\w.\-]+)(?=[,\n])")
+_NAME = re.compile(r"%?([\w.\-]+)")
+
+
+class _Parser:
+
+    def __init__(self, text: str):
+        self.text = text
+        self.shapes: dict[str, hm.Shape] = {}
+        self.names: dict[str, str] = {}
+
+    def error(self, offset: int, message: str):
+        return hm.syntax_error(self.text, offset, message)
+
+    # -- shapes -------------------------------------------------------------------------------
+
+    def shape_at(self, position: int) -> tuple[hm.Shape, int]:
+        """Read a shape; iterative, so that no nesting exhausts the stack."""
+        text = self.text
+        stack: list[list[hm.Shape]] = []
+        while True:
+            position = _SKIP.match(text, position).end()
+            done: hm.Shape | None = None
+            if text.startswith("(", position):
+                stack.append([])
+                position = _SKIP.match(text, position + 1).end()
+                if text.startswith(")", position):
+                    done = hm.Shape("tuple", elements=tuple(stack.pop()))
+                    position += 1
+                else:
+                    continue
+            elif text.startswith("b(", position):  # a buffer: its array with a marker around it
+                end = hm.match_bracket(text, position + 1, len(text))
+                done, stop = self._array_at(position + 2)
+                if _SKIP.match(text, stop).end() != end - 1:
+                    raise self.error(stop, "expected ')' after the buffer's shape")
+                position = end
+            else:
+                done, position = self._array_at(position)
+            while stack:
+                stack[-1].append(done)
+                position = _SKIP.match(text, position).end()
+                if text.startswith(",", position):
+                    position += 1
+                    done = None
+                    break
+                if not text.startswith(")", position):
+                    raise self.error(position, "expected ',' or ')' in a tuple's shape")
+                position += 1
+                done = hm.Shape("tuple", elements=tuple(stack.pop()))
+            if done is not None:
+                return done, position
+
+    def _array_at(self, position: int) -> tuple[hm.Shape, int]:
+        text = self.text
+        found = _ARRAY.match(text, position)
+        if not found:
+            raise self.error(position, "expected a shape such as f32[8,128]{1,0}")
+        dimensions: tuple[int, ...] = ()
+        sizes = found[2].strip()
+        if sizes:
+            if not _DIMENSIONS.fullmatch(sizes):
+                raise self.error(found.start(2), "expected sizes such as 8,128 or <=8")
+            # '?' is an unbounded dynamic size; nothing that XLA compiles still holds one.
+            parts = [p.strip().lstrip("<=") for p in sizes.split(",")]
+            if any(len(p) > 18 for p in parts):
+                raise self.error(found.start(2), "a size of this many digits is no size")
+            dimensions = tuple(0 if p == "?" else int(p) for p in parts)
+        end = found.end()
+        layout = ""
+        if text.startswith("{", end):
+            stop = hm.match_bracket(text, end, len(text))
+            layout = text[end + 1:stop - 1]
+            end = stop
+        return hm.Shape(found[1], dimensions, layout), end
+
+    def shape(self, text: str, offset: int) -> hm.Shape:
+        """Read a shape once per distinct text."""
+        known = self.shapes.get(text)
+        if known is None:
+            known, end = self.shape_at(offset)
+            if end != offset + len(text):
+                raise self.error(end, "expected an opcode after the shape")
+            self.shapes[text] = known
+        return known
+
+    # -- instructions -------------------------------------------------------------------------
+
+    def calls(self, start: int, end: int) -> tuple[str, ...]:
+        fast = _FAST_CALLS.match(self.text, start, end + 1)
+        if fast:
+            return (fast[1],)
+        found: list[str] = []
+        for key, value, stop in hm.iter_attributes(self.text, start, end):
+            if key in _CALL_KEYS:
+                if self.text[value] == "{":
+                    value, stop = value + 1, stop - 1
+                for name in _COMMENT.sub("", self.text[value:stop]).split(","):
+                    name = name.strip().lstrip("%")
+                    if name:
+                        found.append(name)
+            elif key in ("metadata", "backend_config"):
+                break  # always printed last
+        return tuple(found)
+
+    def slow(self, position: int):
+        """Read one instruction of any form; gives the fields of ``_LINE`` with offsets."""
+        text = self.text
+        start = _SKIP.match(text, position).end()
+        head = _SLOW_HEAD.match(text, start)
+        if not head:
+            raise self.error(start, "expected an instruction, '%name = shape opcode(operands)', "
+                                    "or '}'")
+        shape, end = self.shape_at(head.end())
+        opcode = _OPCODE.match(text, end)
+        if not opcode:
+            raise self.error(_SKIP.match(text, end).end(), "expected an opcode and '('")
+        opening = opcode.end() - 1
+        if opcode[1] == "constant":
+            closing = self._literal_end(opening)
+        else:
+            closing = hm.match_bracket(text, opening, len(text))
+        stop = self._attributes_end(closing)
+        return (bool(head[1]), head[2], shape, opcode[1], (opening + 1, closing - 1), closing,
+                start, stop)
+
+    _PAREN = re.compile(r'"(?:[^"\\]|\\.)*"|[()"]')
+
+    def _literal_end(self, opening: int) -> int:
+        depth = 0
+        position = opening
+        while True:
+            found = self._PAREN.search(self.text, position)
+            if not found or found[0] == '"':
+                raise self.error(opening, "this '(' is never closed")
+            position = found.end()
+            if found[0] == "(":
+                depth += 1
+            elif found[0] == ")":
+                depth -= 1
+                if not depth:
+                    return position
+
+    def _attributes_end(self, position: int) -> int:
+        """Find the newline that ends an instruction: the first one outside of brackets."""
+        text = self.text
+        while True:
+            newline = text.find("\n", position)
+            if newline < 0:
+                newline = len(text)
+            found = hm._BRACKET.search(text, position, newline)
+            if not found:
+                return newline
+            if found[0] in "{([":
+                position = hm.match_bracket(text, found.start(), len(text))
+            elif found[0] in "})]":
+                raise self.error(found.start(), f"{found[0]!r} closes nothing")
+            elif found[0] == '"':
+                # a quoted string that runs over the line's end
+                quoted = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL).match(text, found.start())
+                if not quoted:
+                    raise self.error(found.start(), "this quote is never closed")
+                position = quoted.end()
+            else:
+                position = found.end()
+
+    def computation(self, name: str, is_entry: bool, header: int,
+                    position: int) -> tuple[hm.Computation, int]:
+        """Read instructions up to the closing brace."""
+        text = self.text
+        match = _LINE.match
+        intern = self.names.setdefault
+        shapes = self.shapes
+        index: dict[str, int] = {}
+        instructions: list[hm.Instruction] = []
+        late: list[tuple[int, list[str]]] = []
+        root = -1
+        make = tuple.__new__
+        Instruction = hm.Instruction
+        while True:
+            line = match(text, position)
+            if line:
+                is_root, label, shape_text, opcode, inside = line.groups()
+                shape = shapes.get(shape_text)
+                if shape is None:
+                    shape = self.shape(shape_text, line.start(3))
+                inner = line.span(5)
+                attributes = inner[1] + 1
+                start = position
+                end = line.end() - 1
+                position = end + 1
+            else:
+                begin = _SKIP.match(text, position).end()
+                footer = _FOOTER.match(text, begin)
+                if footer:
+                    position = footer.end()
+                    break
+                if begin >= len(text):
+                    raise self.error(len(text), f"the text ends inside computation {name!r}: "
+                                                "'}' is missing")
+                is_root, label, shape, opcode, inner, attributes, start, end = self.slow(begin)
+                inside = _COMMENT.sub("", text[inner[0]:inner[1]])
+                position = min(end + 1, len(text))
+            if label in index:
+                raise self.error(start, f"instruction {label!r} is defined twice in "
+                                        f"computation {name!r}")
+            opcode = intern(opcode, opcode)
+            operands: tuple[int, ...] = ()
+            if opcode == "parameter":
+                if not inside.strip().isdigit() or len(inside) > 9:
+                    raise self.error(inner[0], "expected the parameter's number")
+            elif opcode != "constant" and inside:
+                labels = self.operand_names(inside, inner)
+                try:
+                    operands = tuple([index[o] for o in labels])
+                except KeyError:
+                    late.append((len(instructions), labels))
+            calls: tuple[str, ...] = ()
+            if opcode in _CALLERS:
+                calls = self.calls(attributes, end)
+            if is_root:
+                if root >= 0:
+                    raise self.error(start, f"computation {name!r} has a second ROOT")
+                root = len(instructions)
+            index[label] = len(instructions)
+            instructions.append(make(Instruction, (
+                label, opcode, shape, operands, calls, text, start, inner, attributes, end)))
+        if not instructions:
+            raise self.error(header, f"computation {name!r} holds no instruction")
+        if late:
+            instructions, root = self._order(name, instructions, late, index, root)
+        # XLA takes the last instruction where none is marked.
+        root = len(instructions) - 1 if root < 0 else root
+        self._check_parameters(name, instructions)
+        return hm.Computation(name, tuple(instructions), root, is_entry), position
+
+    def operand_names(self, inside: str, span: tuple[int, int]) -> list[str]:
+        """Read operand names, with or without '%', shapes and comments."""
+        if "/" in inside:
+            inside = _COMMENT.sub("", inside)
+        if inside[:1] == "%" and " " not in inside.replace(", ", ","):
+            return inside[1:].split(", %")
+        if "(" in inside or "\n" in inside or "{" in inside or "[" in inside:
+            return self._slow_operands(span)
+        names = []
+        for part in inside.split(","):
+            words = part.split()
+            if not words:
+                raise self.error(span[0], "expected operands, '%name, %name'")
+            names.append(words[-1].lstrip("%"))
+        return names
+
+    def _slow_operands(self, span: tuple[int, int]) -> list[str]:
+        text = self.text
+        names: list[str] = []
+        position = _SKIP.match(text, span[0]).end()
+        while position < span[1]:
+            name = _NAME.match(text, position)
+            if text[position] == "(" or _ARRAY.match(text, position) or text.startswith(
+                    "b(", position):
+                _, position = self.shape_at(position)
+                position = _SKIP.match(text, position).end()
+                name = _NAME.match(text, position)
+            if not name:
+                raise self.error(position, "expected an operand's name")
+            names.append(name[1])
+            position = _SKIP.match(text, name.end()).end()
+            if position < span[1]:
+                if text[position] != ",":
+                    raise self.error(position, "expected ',' between operands")
+                position = _SKIP.match(text, position + 1).end()
+        return names
+
+    def _order(self, name, instructions, late, index, root):
+        """Put operands before their users, for text that was written by hand."""
+        edges = [list(i.operands) for i in instructions]
+        for position, labels in late:
+            for label in labels:
+                if label not in index:
+                    raise self.error(
+                        instructions[position].start,
+                        f"operand {label!r} of {instructions[position].name!r} is not defined in "
+                        f"computation {name!r}")
+            edges[position] = [index[label] for label in labels]
+        order: list[int] = []
+        state = [0] * len(instructions)
+        for first in range(len(instructions)):
+            stack = [(first, 0)]
+            while stack:
+                node, child = stack.pop()
+                if child == 0:
+                    if state[node]:
+                        continue
+                    state[node] = 1
+                if child < len(edges[node]):
+                    stack.append((node, child + 1))
+                    target = edges[node][child]
+                    if state[target] == 1:
+                        raise self.error(instructions[node].start,
+                                         f"{instructions[node].name!r} depends on itself")
+                    if not state[target]:
+                        stack.append((target, 0))
+                else:
+                    state[node] = 2
+                    order.append(node)
+        place = {old: new for new, old in enumerate(order)}
+        ordered = [instructions[old]._replace(operands=tuple(place[o] for o in edges[old]))
+                   for old in order]
+        return ordered, place[root if root >= 0 else len(instructions) - 1]
+
+    def _check_parameters(self, name: str, instructions) -> None:
+        numbers: dict[int, int] = {}
+        for i in instructions:
+            if i.opcode == "parameter":
+                number = int(i.literal)
+                if number in numbers:
+                    raise self.error(i.start, f"computation {name!r} has two parameters {number}")
+                numbers[number] = i.start
+        for number, start in numbers.items():
+            if number >= len(numbers):
+                raise self.error(start, f"parameter {number} of computation {name!r}: it has "
+                                        f"only {len(numbers)} parameters")
+
+    # -- the module ---------------------------------------------------------------------------
+
+    def module(self, source: str) -> hm.Module:
+        """Read the whole text."""
+        text = self.text
+        position = _SKIP.match(text, 0).end()
+        if position >= len(text):
+            raise self.error(0, f"{source} is empty: expected HLO text, which begins with "
+                                "'HloModule NAME'; pass what compiled.as_text() returns")
+        head = _MODULE.match(text, position)
+        if not head:
+            hint = ""
+            if re.compile(r"#|module\b|func\.").match(text, position):
+                hint = " (this looks like StableHLO: compile it first)"
+            raise self.error(position, f"{source} is not HLO text: expected 'HloModule NAME', as "
+                                       f"compiled.as_text() prints it{hint}")
+        stop = self._attributes_end(head.end())
+        header: dict[str, str] = {}
+        for key, value, end in hm.iter_attributes(text, head.end(), stop):
+            header[key] = text[value:end]
+        tables: dict[str, dict[int, str]] = {}
+        computations: dict[str, hm.Computation] = {}
+        starts: dict[str, int] = {}
+        entry: hm.Computation | None = None
+        position = stop
+        while True:
+            position = _SKIP.match(text, position).end()
+            if position >= len(text):
+                break
+            table = _TABLE.match(text, position)
+            if table:
+                position = table.end()
+                rows = tables.setdefault(table[1], {})
+                while True:
+                    row = _ROW.match(text, position)
+                    if not row:
+                        break
+                    rows[int(row[1][:9])] = row[2]
+                    position = row.end()
+                continue
+            if text.startswith("HloModule", position):
+                raise self.error(position, "a second module begins here; pass one module at a "
+                                           "time")
+            found = _HEADER.match(text, position)
+            if not found:
+                found = self._long_header(position)
+            name = found[2]
+            if name in computations:
+                raise self.error(position, f"computation {name!r} is defined twice")
+            if found[1] and entry is not None:
+                raise self.error(position, "a second ENTRY computation")
+            starts[name] = position
+            computation, position = self.computation(name, bool(found[1]), position,
+                                                     self._body_start(found))
+            computations[name] = computation
+            if found[1]:
+                entry = computation
+        if entry is None:
+            raise self.error(len(text), f"{source} has no ENTRY computation: is the text cut?")
+        self._check_calls(computations)
+        return hm.Module(head[1].strip('"'), text, source, computations, entry,
+                         self._count(header, "num_partitions"),
+                         self._count(header, "replica_count"), header, hm.FrameTable(tables))
+
+    def _body_start(self, found) -> int:
+        return found.end()
+
+    _LONG = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
+
+    def _long_header(self, position: int):
+        """Read a header over several lines, or one whose body begins on its line."""
+        text = self.text
+        name = self._LONG.match(text, position)
+        if not name:
+            raise self.error(position, "expected a computation, '%name (parameters) -> shape {', "
+                                       "a table or the end")
+        at = name.end()
+        if text.startswith("(", at):
+            at = _SKIP.match(text, hm.match_bracket(text, at, len(text))).end()
+            if not text.startswith("->", at):
+                raise self.error(at, "expected '->' after the computation's parameters")
+            _, at = self.shape_at(at + 2)
+            at = _SKIP.match(text, at).end()
+        if not text.startswith("{", at):
+            raise self.error(at, "expected '{' before the computation's instructions")
+        opened = re.compile(r"(?P<e>ENTRY\s+)?%?(?P<n>[\w.\-]+)[\s\S]{%d}" % (
+            at + 1 - name.end(2))).match(text, position, at + 1)
+        return opened
+
+    def _count(self, header: dict[str, str], key: str) -> int | None:
+        value = header.get(key)
+        if value is None:
+            return None
+        if not re.fullmatch(r"\d{1,9}", value) or not int(value):
+            raise self.error(self.text.find(value), f"{key} is {value!r}, not a positive count")
+        return int(value)
+
+    def _check_calls(self, computations: dict[str, hm.Computation]) -> None:
+        callees: dict[str, list[str]] = {}
+        for computation in computations.values():
+            found = callees[computation.name] = []
+            for instruction in computation.instructions:
+                for name in instruction.calls:
+                    if name not in computations:
+                        raise self.error(instruction.start, f"{instruction.name!r} calls "
+                                         f"computation {name!r}, which is not in the text")
+                    found.append(name)
+        state: dict[str, int] = {}
+        for first in computations:
+            stack = [(first, 0)]
+            while stack:
+                node, child = stack.pop()
+                if child == 0:
+                    if node in state:
+                        continue
+                    state[node] = 1
+                if child < len(callees[node]):
+                    stack.append((node, child + 1))
+                    target = callees[node][child]
+                    if state.get(target) == 1:
+                        start = computations[node].instructions[0].start
+                        raise self.error(start, f"computation {node!r} calls itself through "
+                                                f"{target!r}")
+                    if target not in state:
+                        stack.append((target, 0))
+                else:
+                    state[node] = 2
+
+
+def parse(text: str, *, name: str = "<text>") -> hm.Module:
+    """Read HLO text.
+
+    Args:
+      text: one module, as ``compiled.as_text()`` or ``--xla_dump_to`` gives it.
+      name: where the text comes from, for messages.
+
+    Raises:
+      HloSyntaxError: the text is not HLO, is empty or is cut; it shows line and column.
+      TypeError: text is not a str.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"parse takes HLO text as a str, not {type(text).__name__}; read a file "
+                        "first, or pass compiled.as_text().")
+    if "\r" in text:
+        text = text.replace("\r\n", "\n")
+    return _Parser(text).module(name)

@@ -1,0 +1,139 @@
+"""Plug the registry into JAX: ``install()`` returns a handle that takes everything back.
+
+This folder is the only one that names ``jax._src`` or a JAX version.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from shardrules.declare import Binding, Declared
+from shardrules.errors import ShardrulesError
+from shardrules.hooks import compat
+from shardrules.hooks.custom_vjp import CustomVjpHooks
+from shardrules.hooks.lowering import LoweringHooks
+from shardrules.hooks.pallas_call import PallasHooks
+from shardrules.hooks.patching import Patches
+from shardrules.hooks.state import POLICIES, Scope, State
+from shardrules.registry import default
+
+__all__ = ["Handle", "install", "installed", "touched"]
+
+_lock = threading.RLock()
+_state = State(default)
+_patches = Patches()
+_holders = 0  # handles and running ops that need JAX patched
+_hooks: list[Any] = []
+
+
+class Handle:
+    """What ``install`` returns; a context manager. ``uninstall`` may be called any number of times.
+
+    Args:
+      policy: what happens to an opaque call without rule or proof.
+    """
+
+    def __init__(self, policy: str):
+        self.policy = policy
+        self._installed = True
+
+    def uninstall(self) -> None:
+        """Put JAX back as it was; other handles stay."""
+        with _lock:
+            if self._installed:
+                self._installed = False
+                _state.remove(self)
+                _release()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.uninstall()
+
+    def __repr__(self) -> str:
+        return f"<shardrules hooks, {'installed' if self._installed else 'uninstalled'}>"
+
+
+def install(*, unknown: str = "error") -> Handle:
+    """Make shard_map's check follow the registry. For applications to call, once.
+
+    Args:
+      unknown: what happens to an opaque call under the check that has neither a rule nor a proof:
+        ``error``; ``warn`` and ``varying`` take its outputs to vary over every manual mesh axis,
+        the former with a warning.
+
+    Returns:
+      A handle; ``handle.uninstall()``, or leaving ``with install():``, puts JAX back as it was.
+
+    Raises:
+      UnsupportedJaxError: if this JAX's internals are not known; nothing was changed.
+      ShardrulesError: if ``unknown`` is not one of the three.
+    """
+    if unknown not in POLICIES:
+        raise ShardrulesError(
+            f"install(unknown={unknown!r}) is not known; it is one of "
+            f"{', '.join(map(repr, POLICIES))}", policy=unknown)
+    with _lock:
+        _hold()
+        handle = Handle(unknown)
+        _state.push(handle, unknown)
+    return handle
+
+
+def installed() -> bool:
+    """Return whether the hooks act in this thread, here."""
+    return _state.scope.active
+
+
+def touched() -> tuple[tuple[Any, Any], ...]:
+    """Return each attribute and table entry of JAX that is replaced now."""
+    return _patches.touched()
+
+
+def _hold() -> None:
+    """Patch JAX, unless somebody holds it patched already."""
+    global _holders
+    with _lock:
+        if not _holders:
+            jax = compat.load()
+            if not _hooks:
+                _state.use_trace_key(jax.make_user_context())
+                pallas = PallasHooks(jax, _state)
+                _hooks.extend([pallas, CustomVjpHooks(jax, _state, pallas.kernel_of),
+                               LoweringHooks(jax, _state, pallas.kernel_of)])
+            for hook in _hooks:
+                hook.install(_patches)
+        _holders += 1
+
+
+def _release() -> None:
+    global _holders
+    with _lock:
+        _holders -= 1
+        if not _holders:
+            _patches.undo()
+
+
+def call_declared(declared: Declared, *args, **kwargs):
+    """Call a declared function: a kernel body as it is, an op under its rule.
+
+    Args:
+      declared: what ``@no_communication`` returned.
+      *args, **kwargs: refs, for a kernel body that is being traced; else the op's arguments.
+    """
+    import jax
+    binding: Binding = declared.__shardrules__
+    function = declared.__wrapped__
+    symbols = compat.load()
+    leaves = jax.tree_util.tree_leaves((args, kwargs))
+    if any(isinstance(getattr(leaf, "aval", None), symbols.AbstractRef) for leaf in leaves):
+        return function(*args, **kwargs)
+    scope = _state.scope
+    _hold()
+    try:
+        with _state.enter(Scope(True, scope.policy, binding)):
+            return function(*args, **kwargs)
+    finally:
+        _release()

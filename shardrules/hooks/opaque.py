@@ -1,0 +1,112 @@
+"""Which rule an opaque call obeys, and what follows for its types. Shared by every primitive."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+from shardrules.declare import Binding
+from shardrules.errors import RuleError, UnknownKernelError
+from shardrules.hooks.compat import Jax
+from shardrules.hooks.state import Scope, State
+from shardrules.registry import Registration
+from shardrules.rules import AxisType, Effect, Resolution, Rule, RuleContext
+
+__all__ = ["Call", "find_rule", "resolve", "types_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One opaque call, named for messages.
+
+    Args:
+      primitive: the primitive's name, ``pallas_call``.
+      name: the kernel name.
+      place: where the kernel is defined, ``file:line``, or empty.
+      binding: the rule bound to its function object, or None.
+    """
+
+    primitive: str
+    name: str
+    place: str = ""
+    binding: Binding | None = None
+
+    def __str__(self) -> str:
+        return f"{self.primitive} kernel {self.name!r}" + (
+            f" (defined at {self.place})" if self.place else "")
+
+
+def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
+    """Return the declaration that a call obeys, or None.
+
+    A rule bound to the kernel's function object comes first, then that of the declared op around
+    it, then the name in the registry.
+    """
+    for binding in (call.binding, scope.binding):
+        if binding is not None:
+            return Registration(call.name, binding.rule, binding.where)
+    return state.registry.find(call.name)
+
+
+def types_of(jax: Jax, avals: Any) -> tuple[AxisType, ...]:
+    """Return each aval's axis type."""
+    return tuple(map(jax.axis_type, avals))
+
+
+def _everywhere(context: RuleContext):
+    everywhere = AxisType(frozenset(context.mesh_axes))
+    return [everywhere] * len(context.inputs), [everywhere] * context.output_count
+
+
+_UNKNOWN = Rule("varying", _everywhere, Effect("unknown"))
+
+
+def resolve(jax: Jax, state: State, scope: Scope, call: Call, found: Registration | None,
+            inputs: tuple[AxisType, ...], output_count: int) -> Resolution:
+    """Apply the rule of one call where it stands.
+
+    Args:
+      jax: the symbols.
+      state: for the registry's names, in messages.
+      scope: its policy decides about a call without a rule.
+      call: the call.
+      found: what ``find_rule`` answered.
+      inputs: the operands' axis types.
+      output_count: how many outputs the call has.
+
+    Raises:
+      UnknownKernelError: if there is no rule and the policy is ``error``.
+      RuleError: if the rule's answer can't be used.
+    """
+    named = frozenset().union(*(t.axes for t in inputs))
+    axes = jax.manual_axes()
+    axes += tuple(sorted(named - set(axes), key=str))  # vmap axes can vary too
+    context = RuleContext(call.name, inputs, output_count, axes)
+    if found is not None:
+        try:
+            return found.rule.resolve(context)
+        except RuleError as error:
+            raise RuleError(f"{error}\n  {call}; rule declared at {found.where}",
+                            **{k: v for k, v in vars(error).items() if k != "message"}) from None
+    if scope.policy == "error":
+        raise _unknown(call, context, state)
+    if scope.policy == "warn":
+        warnings.warn(f"{call} has no rule; its outputs are taken to vary over all of "
+                      f"{{{', '.join(axes)}}}", stacklevel=2)
+    return _UNKNOWN.resolve(context)
+
+
+def _unknown(call: Call, context: RuleContext, state: State) -> UnknownKernelError:
+    inputs = "\n".join(f"    input {i}: {t}" for i, t in enumerate(context.inputs))
+    names = ", ".join(map(repr, state.registry.names())) or "none"
+    return UnknownKernelError(
+        f"no rule for {call}: shard_map(check_vma=True) over manual axes "
+        f"{{{', '.join(context.mesh_axes)}}} can't tell over which of them its outputs vary\n"
+        f"{inputs or '    no inputs'}\n"
+        "If the kernel reads no other device and no device id, write "
+        "@shardrules.no_communication above its def, or\n"
+        f"    shardrules.register({call.name!r}, shardrules.no_communication)\n"
+        f"If it communicates, register a function of a shardrules.RuleContext. "
+        f"Names with a rule: {names}.",
+        kernel=call.name, inputs=context.inputs, mesh_axes=context.mesh_axes)

@@ -1,0 +1,188 @@
+"""pallas_call under shard_map's check, from JAX 0.10: types from rules, at every bind.
+
+Three seams. The kernel tracer is where a kernel's function object and its jaxpr meet, so the rule
+that is bound to the object can be found again from the jaxpr, in whatever transformed call it
+turns up. ``bind`` casts the inputs (the rewrite). The abstract eval gives the outputs their types
+(the check), each time anew: what was true when traced may be too invariant after batching.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from typing import Any
+
+from shardrules.declare import binding_of
+from shardrules.errors import RuleError
+from shardrules.hooks.compat import Jax
+from shardrules.hooks.opaque import Call, find_rule, resolve, types_of
+from shardrules.hooks.patching import Patches
+from shardrules.hooks.state import Scope, State
+from shardrules.registry import Registration
+from shardrules.rules import AxisType
+
+__all__ = ["PallasHooks"]
+
+
+@dataclasses.dataclass
+class _Kernel:
+    """What is known of one kernel jaxpr.
+
+    Args:
+      call: its name, place and binding.
+      annotations: for each output, the axis type that the user wrote on out_shape, or None.
+      found: the declaration it obeys; settled when it is first bound.
+      scope: the scope in which that was.
+    """
+
+    call: Call
+    annotations: tuple[AxisType | None, ...] = ()
+    found: Registration | None = None
+    scope: Scope | None = None
+
+
+class PallasHooks:
+    """The hooks of ``pallas_call``.
+
+    Args:
+      jax: the symbols.
+      state: registry and scopes.
+    """
+
+    def __init__(self, jax: Jax, state: State):
+        self.jax = jax
+        self.state = state
+        # Keyed by the kernel's jaxpr, which is one object through eval, partial eval and dce.
+        self._kernels: weakref.WeakKeyDictionary[Any, _Kernel] = weakref.WeakKeyDictionary()
+        self._local = threading.local()
+
+    def install(self, patches: Patches) -> None:
+        """Replace the three seams."""
+        jax = self.jax
+        self._bind = jax.pallas_call_p.bind
+        self._abstract_eval = jax.pallas_call_p.abstract_eval
+        patches.attribute(jax.pallas_core, "_convert_out_shape_to_aval", self._convert_out_shape)
+        patches.attribute(jax.pallas_call_module, "_trace_kernel_to_jaxpr", self._trace_kernel)
+        patches.attribute(jax.pallas_call_p, "bind", self.bind)
+        patches.attribute(jax.pallas_call_p, "abstract_eval", self.abstract_eval)
+
+    # Where function object and jaxpr meet.
+
+    def _convert_out_shape(self, out_shape):
+        """Take an output without annotation; note the annotation of one that has it."""
+        if self.state.scope.active and self.jax.checking():
+            annotation = getattr(out_shape, "manual_axis_type", None)
+            self._noted().append(None if annotation is None else AxisType(
+                annotation.varying, annotation.unreduced, annotation.reduced))
+            if hasattr(out_shape, "manual_axis_type") and annotation is None:
+                out_shape = out_shape.update(manual_axis_type=self.jax.ManualAxisType())
+        return self.jax.convert_out_shape(out_shape)
+
+    def _noted(self) -> list[AxisType | None]:
+        if not hasattr(self._local, "noted"):
+            self._local.noted = []
+        return self._local.noted
+
+    def _trace_kernel(self, fun, debug_info, grid_mapping, *args, **kwargs):
+        noted = self._noted()
+        # out_shape's leaves were converted just before, in order; older ones are left over from
+        # calls that failed in between.
+        annotations = tuple(noted[len(noted) - grid_mapping.num_outputs:])
+        noted.clear()
+        traced = self.jax.trace_kernel(fun, debug_info, grid_mapping, *args, **kwargs)
+        jaxpr = traced[0]
+        self._kernels[jaxpr] = dataclasses.replace(
+            self._describe(jaxpr), annotations=annotations)
+        self._kernels[jaxpr].call = dataclasses.replace(
+            self._kernels[jaxpr].call, binding=binding_of(fun))
+        return traced
+
+    @staticmethod
+    def _describe(jaxpr: Any, name: str | None = None) -> _Kernel:
+        _, _, place = jaxpr.debug_info.func_src_info.partition(" at ")
+        return _Kernel(Call("pallas_call", name or jaxpr.debug_info.func_name, place))
+
+    # Rewrite and check.
+
+    def kernel_of(self, params: dict[str, Any]) -> _Kernel:
+        """Return what is known of the kernel of a bind or an equation."""
+        jaxpr = params["jaxpr"]
+        kernel = self._kernels.get(jaxpr)
+        if kernel is None:
+            # A jaxpr that a transformation made: its name stays, and so does the rule of the
+            # bind that is being transformed. Its outputs are others, so no annotation carries on.
+            kernel = self._describe(jaxpr, params.get("name"))
+            outer = getattr(self._local, "outer", None)
+            if outer is not None and outer.call.name == kernel.call.name:
+                kernel = dataclasses.replace(outer, annotations=())
+            self._kernels[jaxpr] = kernel
+        if kernel.scope is None:
+            kernel.scope = self.state.scope
+            if params.get("name"):
+                kernel.call = dataclasses.replace(kernel.call, name=params["name"])
+        if kernel.found is None:
+            kernel.found = find_rule(kernel.call, kernel.scope, self.state)
+        return kernel
+
+    def bind(self, *args, **params):
+        """Cast the inputs as the rule says, then bind."""
+        if not self.state.scope.active:
+            return self._bind(*args, **params)
+        first = params["jaxpr"] not in self._kernels or (
+            self._kernels[params["jaxpr"]].scope is None)
+        kernel = self.kernel_of(params)
+        if self.jax.checking():
+            avals = [self.jax.typeof(x) for x in args]
+            resolution = self._resolve(kernel, avals, len(params["out_avals"]))
+            if first:
+                self._check_annotations(kernel, resolution.outputs)
+            args = [x if isinstance(aval, self.jax.AbstractRef) else self.jax.cast(x, want)
+                    for x, aval, want in zip(args, avals, resolution.inputs)]
+            # Written into the call too, so that a jaxpr that outlives the hooks keeps its types.
+            params["out_avals"] = self._typed(kernel, params["out_avals"], resolution.outputs)
+        with self._transforming(kernel):
+            return self._bind(*args, **params)
+
+    def abstract_eval(self, *avals, **params):
+        """Give the outputs the types that the rule says for these operands."""
+        outputs, effects = self._abstract_eval(*avals, **params)
+        if not (self.state.scope.active and self.jax.checking()):
+            return outputs, effects
+        kernel = self.kernel_of(params)
+        resolution = self._resolve(kernel, avals, len(outputs))
+        return self._typed(kernel, outputs, resolution.outputs), effects
+
+    def _resolve(self, kernel: _Kernel, avals, output_count: int):
+        scope = kernel.scope if kernel.scope.active else self.state.scope
+        return resolve(self.jax, self.state, scope, kernel.call, kernel.found,
+                       types_of(self.jax, avals), output_count)
+
+    def _typed(self, kernel: _Kernel, avals, types):
+        annotations = kernel.annotations or (None,) * len(avals)
+        return tuple(
+            self.jax.with_axis_type(
+                aval, one if note is None else one.vary(*(note.varying - one.axes)))
+            for aval, one, note in zip(avals, types, annotations))
+
+    def _check_annotations(self, kernel: _Kernel, types) -> None:
+        """Refuse an annotation that is less varying than the rule's answer; more is only wider."""
+        for i, (note, one) in enumerate(zip(kernel.annotations, types)):
+            if note is None or (one.varying <= note.varying and one.unreduced == note.unreduced):
+                continue
+            raise RuleError(
+                f"output {i} of {kernel.call} is annotated '{note}' on its out_shape, but the "
+                f"rule {kernel.found.rule!r} (declared at {kernel.found.where}) makes it "
+                f"'{one}'. Remove the annotation (the rule is enough), or register a rule that "
+                "says which axes the kernel makes invariant.",
+                kernel=kernel.call.name, rule=kernel.found.rule, annotation=note, answer=one)
+
+    @contextlib.contextmanager
+    def _transforming(self, kernel: _Kernel):
+        before = getattr(self._local, "outer", None)
+        self._local.outer = kernel
+        try:
+            yield
+        finally:
+            self._local.outer = before

@@ -1,0 +1,104 @@
+"""Which hooks are active where: handles, op scopes, and the part of JAX's trace key that is ours."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from typing import Any
+
+from shardrules.declare import Binding
+from shardrules.registry import Registry
+
+__all__ = ["Scope", "State", "POLICIES"]
+
+POLICIES = ("error", "warn", "varying")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What a trace runs under, and what its backward pass, traced later, runs under too.
+
+    Args:
+      active: whether the hooks act.
+      policy: what happens to an opaque call without rule or proof.
+      binding: the rule of the innermost op declared by ``@no_communication``, or None.
+    """
+
+    active: bool = False
+    policy: str = "error"
+    binding: Binding | None = None
+
+
+class State:
+    """The active scope of every thread.
+
+    Args:
+      registry: the declarations that the hooks ask.
+    """
+
+    def __init__(self, registry: Registry):
+        self.registry = registry
+        self.lock = threading.RLock()
+        self._policies: list[tuple[object, str]] = []  # one for each installed handle
+        self._local = threading.local()
+        self._trace_key = None
+
+    # Handles.
+
+    def push(self, handle: object, policy: str) -> None:
+        """Activate the hooks in every thread."""
+        with self.lock:
+            self._policies.append((handle, policy))
+            self.refresh()
+
+    def remove(self, handle: object) -> bool:
+        """Take back what ``push`` did; return whether any handle is left."""
+        with self.lock:
+            self._policies = [entry for entry in self._policies if entry[0] is not handle]
+            self.refresh()
+            return bool(self._policies)
+
+    # Scopes.
+
+    @property
+    def scope(self) -> Scope:
+        """The scope of this thread, here."""
+        local = getattr(self._local, "scope", None)
+        if local is not None:
+            return local
+        policies = self._policies
+        return Scope(True, policies[-1][1]) if policies else Scope()
+
+    @contextlib.contextmanager
+    def enter(self, scope: Scope):
+        """Run this thread under ``scope``; JAX's caches are kept apart for it."""
+        before = getattr(self._local, "scope", None)
+        self._local.scope = scope
+        try:
+            if self._trace_key is None:
+                yield
+            else:
+                with self._trace_key(self._key(scope)):
+                    yield
+        finally:
+            self._local.scope = before
+
+    # JAX's trace key.
+
+    def use_trace_key(self, context: Any) -> None:
+        """Keep a ``jax.make_user_context()`` in step with the registry and the scopes."""
+        self._trace_key = context
+        self.registry.listen(self.refresh)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Tell JAX that what was traced under another registry or policy is stale."""
+        if self._trace_key is not None:
+            policies = self._policies
+            scope = Scope(True, policies[-1][1]) if policies else Scope()
+            self._trace_key.set_global(self._key(scope))
+
+    def _key(self, scope: Scope):
+        # None while nothing is installed: JAX's caches are then what they were without us.
+        return (scope, self.registry.version) if scope.active else None

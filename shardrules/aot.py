@@ -1,0 +1,123 @@
+"""Devices of accelerators that are not here, to compile for.
+
+A topology description needs the platform's compiler and no hardware: libtpu holds the one for
+TPUs, JAX's CUDA plugin the one for GPUs (none of NVIDIA's own libraries is needed to compile).
+Both run in one process. What comes out is the real compiler's HLO, kernels and all.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import re
+from typing import Any
+
+from shardrules.errors import AotError
+
+__all__ = ["gpu", "gpu_names", "missing_plugin", "tpu"]
+
+_TARGETS = pathlib.Path(__file__).with_name("targets")
+_DEVICES_PER_HOST = 8  # an HGX or DGX board of the GPUs described here
+
+
+def tpu(topology_name: str) -> tuple[Any, ...]:
+    """Return the devices of an absent TPU slice, for a ``jax.sharding.Mesh``.
+
+    Args:
+      topology_name: generation and chips, as libtpu names them: ``v5e:2x4``, ``v5p:2x2x2``.
+
+    Raises:
+      AotError: if libtpu is not installed (the message holds the pip command), or does not know
+        the topology.
+    """
+    if not isinstance(topology_name, str) or not re.fullmatch(
+            r"\w+:\d+(x\d+)*", topology_name.strip()):
+        raise AotError(f"{topology_name!r} is no TPU topology; one looks like 'v5e:2x4' or "
+                       "'v5p:2x2x2'", topology=topology_name)
+    _require("tpu")
+    # Without the first, libtpu asks a metadata server that only Cloud TPU machines have; without
+    # the second, it refuses to load beside another process that has it.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    return _describe("tpu", topology_name.strip())
+
+
+def gpu(name: str, device_count: int) -> tuple[Any, ...]:
+    """Return the devices of absent GPUs, for a ``jax.sharding.Mesh``.
+
+    Args:
+      name: a GPU that shardrules ships a description of (see ``gpu_names``), or the path of a
+        file with XLA's description of another one.
+      device_count: how many; more than 8 are spread over hosts of 8.
+
+    Raises:
+      AotError: if JAX's CUDA plugin is not installed (the message holds the pip command), or the
+        GPU or the count is not known.
+    """
+    path = _TARGETS / f"{name}.txtpb"
+    if not path.is_file():
+        path = pathlib.Path(name)
+    if not path.is_file():
+        raise AotError(f"no description of a GPU called {name!r}; there is one of "
+                       f"{', '.join(gpu_names())}, or pass the path of a file with XLA's",
+                       name=name)
+    if not isinstance(device_count, int) or device_count < 1 or (
+            device_count > _DEVICES_PER_HOST and device_count % _DEVICES_PER_HOST):
+        raise AotError(f"{device_count!r} GPUs can't be laid out: give 1 to {_DEVICES_PER_HOST}, "
+                       f"or a multiple of {_DEVICES_PER_HOST}", device_count=device_count)
+    _require("gpu")
+    host_count = -(-device_count // _DEVICES_PER_HOST)
+    return _describe("cuda", "", target_config=path.read_text(),
+                     topology=f"1x{host_count}x{device_count // host_count}")
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Return the GPUs that shardrules ships a description of."""
+    return tuple(sorted(path.stem for path in _TARGETS.glob("*.txtpb")))
+
+
+def missing_plugin(platform: str) -> str | None:
+    """Return the pip command that installs a platform's compiler, or None where it is installed.
+
+    Args:
+      platform: ``tpu`` or ``gpu``.
+    """
+    if platform == "tpu":
+        return None if importlib.util.find_spec("libtpu") else f"pip install '{_libtpu()}'"
+    if any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
+        return None
+    version = importlib.metadata.version("jax")
+    return (f"pip install --no-deps jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}")
+
+
+def _libtpu() -> str:
+    """Return the libtpu requirement that the installed JAX names in its ``tpu`` extra."""
+    for requirement in importlib.metadata.requires("jax") or ():
+        wanted, _, marker = requirement.partition(";")
+        if wanted.strip().startswith("libtpu") and "tpu" in marker:
+            return wanted.strip().replace(" ", "")
+    return "libtpu"
+
+
+def _require(platform: str) -> None:
+    command = missing_plugin(platform)
+    if command is not None:
+        compiler = {"tpu": "libtpu", "gpu": "JAX's CUDA plugin"}[platform]
+        raise AotError(f"{compiler} is not installed, and compiling for {platform.upper()} needs "
+                       f"it; JAX {importlib.metadata.version('jax')} takes\n    {command}",
+                       platform=platform, command=command)
+
+
+def _describe(platform: str, topology_name: str, **options) -> tuple[Any, ...]:
+    from jax.experimental import topologies
+    try:
+        description = topologies.get_topology_desc(
+            platform=platform, topology_name=topology_name, **options)
+    except Exception as error:  # the plugins raise whatever their C API reports
+        shown = topology_name or options.get("topology")
+        raise AotError(f"the {platform} compiler has no topology {shown!r}: "
+                       f"{str(error).splitlines()[0]}", platform=platform,
+                       topology=shown) from error
+    return tuple(description.devices)

@@ -5,6 +5,7 @@ This folder is the only one that names ``jax._src`` or a JAX version.
 
 from __future__ import annotations
 
+import pathlib
 import threading
 from typing import Any
 
@@ -23,7 +24,8 @@ __all__ = ["Handle", "install", "installed", "touched"]
 _lock = threading.RLock()
 _state = State(default)
 _patches = Patches()
-_holders = 0  # handles and running ops that need JAX patched
+_holders = 0  # who needs JAX patched: each handle, and the ops together
+_held_for_ops = False
 _hooks: list[Any] = []
 
 
@@ -99,6 +101,7 @@ def _hold() -> None:
         if not _holders:
             jax = compat.load()
             if not _hooks:
+                _hide_frames()
                 _state.use_trace_key(jax.make_user_context())
                 pallas = PallasHooks(jax, _state)
                 _hooks.extend([pallas, CustomVjpHooks(jax, _state, pallas.kernel_of),
@@ -106,6 +109,24 @@ def _hold() -> None:
             for hook in _hooks:
                 hook.install(_patches)
         _holders += 1
+
+
+def _hold_for_ops() -> None:
+    """Patch JAX for good, once an op is called: its bwd is traced, and all lowered, later.
+
+    Passive wherever no handle is installed and no declared op is running.
+    """
+    global _held_for_ops
+    with _lock:
+        if not _held_for_ops:
+            _hold()
+            _held_for_ops = True
+
+
+def _hide_frames() -> None:
+    """Let the source line of a cast or psum be the user's, not the one in this package."""
+    from jax.extend import source_info_util
+    source_info_util.register_exclusion(str(pathlib.Path(__file__).parents[1]))
 
 
 def _release() -> None:
@@ -130,10 +151,6 @@ def call_declared(declared: Declared, *args, **kwargs):
     leaves = jax.tree_util.tree_leaves((args, kwargs))
     if any(isinstance(getattr(leaf, "aval", None), symbols.AbstractRef) for leaf in leaves):
         return function(*args, **kwargs)
-    scope = _state.scope
-    _hold()
-    try:
-        with _state.enter(Scope(True, scope.policy, binding)):
-            return function(*args, **kwargs)
-    finally:
-        _release()
+    _hold_for_ops()
+    with _state.enter(Scope(True, _state.scope.policy, binding)):
+        return function(*args, **kwargs)

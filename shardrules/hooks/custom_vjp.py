@@ -53,7 +53,7 @@ class CustomVjpHooks:
         scope = self.state.scope
         if scope.active:
             bwd = self.jax.transformation(self._run_bwd)(
-                bwd, scope, in_tree, tuple(in_avals))
+                bwd, scope, bwd.debug_info.func_name, in_tree, tuple(in_avals))
         return self.jax.flatten_bwd(bwd, in_tree, in_avals, *rest)
 
     def _scoped(self, fun):
@@ -68,14 +68,14 @@ class CustomVjpHooks:
 
     # bwd is traced when the scope that its forward ran under has closed.
 
-    def _run_bwd(self, bwd, scope, in_tree, in_avals, *args):
+    def _run_bwd(self, bwd, scope, name, in_tree, in_avals, *args):
         with self.state.enter(scope):
             cotangents = bwd(*args)
             if not self.jax.checking():
                 return cotangents
-            return self._match(bwd, args, in_tree, in_avals, cotangents)
+            return self._match(_Share(self, bwd, name, args), in_tree, in_avals, cotangents)
 
-    def _match(self, bwd, args, in_tree, in_avals, cotangents):
+    def _match(self, share, in_tree, in_avals, cotangents):
         """Give each cotangent its primal's type; what can't be matched is left to JAX's errors."""
         import jax
         tree = jax.tree_util
@@ -84,12 +84,9 @@ class CustomVjpHooks:
         is_none = lambda x: x is None  # noqa: E731
         primals = tree.tree_unflatten(in_tree, range(len(in_avals)))
         try:
-            grouped = tree.tree_map(lambda ct, primal: (ct, primal), cotangents, primals,
-                                    is_leaf=is_none)
+            tree.tree_map(lambda ct, primal: None, cotangents, primals, is_leaf=is_none)
         except (ValueError, TypeError):
             return cotangents
-        del grouped
-        share = _Share(self, bwd, args)
 
         def one(path, ct, index):
             if ct is None or isinstance(ct, self.jax.SymbolicZero):
@@ -113,9 +110,10 @@ class CustomVjpHooks:
 class _Share:
     """Whether a bwd's cotangent can be anything but one device's share of it."""
 
-    def __init__(self, hooks: CustomVjpHooks, bwd, args):
+    def __init__(self, hooks: CustomVjpHooks, bwd, name: str, args):
         self.hooks = hooks
         self.bwd = bwd
+        self.name = name
         self.args = args
         self._traced = None
 
@@ -134,7 +132,7 @@ class _Share:
             from jax.tree_util import keystr
             names = ", ".join(map(repr, sorted(axes)))
             raise CotangentError(
-                f"the bwd of {self.bwd.debug_info.func_name!r} returns a cotangent at "
+                f"the bwd {self.name!r} returns a cotangent at "
                 f"output{keystr(path)} that is {have}, for a primal that asks for {want}. One "
                 f"psum over {{{names}}} is missing if it is this device's share, and none if it "
                 f"is the full sum already; which of them can't be told, because bwd holds {what}. "

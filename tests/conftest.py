@@ -1,0 +1,76 @@
+"""Eight CPU devices, and the compilers for absent accelerators where they are installed."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join([
+    os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]).strip()
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+from shardrules import aot, registry  # noqa: E402
+
+AXES = ("data", "model")
+
+
+def _mesh(devices):
+    import jax
+    return jax.sharding.Mesh(np.array(devices).reshape(4, 2), AXES)
+
+
+def _accelerator(platform, devices):
+    command = aot.missing_plugin(platform)
+    if command is not None:
+        # .ci/run fails when a test for an accelerator was skipped.
+        pytest.skip(f"no compiler for {platform}: {command}")
+    return _mesh(devices())
+
+
+@pytest.fixture(scope="session")
+def cpu_mesh():
+    """Eight CPU devices as (4 data, 2 model)."""
+    import jax
+    return _mesh(jax.devices())
+
+
+@pytest.fixture(scope="session")
+def tpu_mesh():
+    """TPU v5e:2x4 as (4 data, 2 model); compiles only."""
+    return _accelerator("tpu", lambda: aot.tpu("v5e:2x4"))
+
+
+@pytest.fixture(scope="session")
+def gpu_mesh():
+    """8xH100 as (4 data, 2 model); compiles only."""
+    return _accelerator("gpu", lambda: aot.gpu("h100", 8))
+
+
+PLATFORMS = [pytest.param("cpu"), pytest.param("tpu", marks=pytest.mark.tpu),
+             pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=PLATFORMS)
+def platform(request):
+    """Each platform's name and mesh."""
+    return request.param, request.getfixturevalue(f"{request.param}_mesh")
+
+
+@pytest.fixture
+def hooks():
+    """The hooks, installed for one test."""
+    import shardrules
+    with shardrules.install() as handle:
+        yield handle
+
+
+@pytest.fixture(autouse=True)
+def fresh_registry(monkeypatch):
+    """The default registry as it is on import, whatever the test registers."""
+    entries = dict(registry.default._by_name)
+    yield registry.default
+    registry.default._by_name.clear()
+    registry.default._by_name.update(entries)
+    registry.default._version += 1
+    for listener in list(registry.default._listeners):
+        listener()

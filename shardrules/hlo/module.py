@@ -197,6 +197,7 @@ class Module:
       num_partitions, replica_count: from the header; None where it doesn't say.
       header: the header's other attributes as text.
       frames: the stack-frame tables.
+      order: names of the computations, callees before callers.
     """
 
     name: str
@@ -208,6 +209,7 @@ class Module:
     replica_count: int | None
     header: dict[str, str]
     frames: FrameTable
+    order: tuple[str, ...]
 
     def metadata(self, instruction: Instruction) -> Metadata:
         """Read an instruction's metadata; empty where there is none."""

@@ -418,10 +418,10 @@ class _Parser:
                 entry = computation
         if entry is None:
             raise self.error(len(text), f"{source} has no ENTRY computation: is the text cut?")
-        self._check_calls(computations)
+        order = self._check_calls(computations)
         return hm.Module(head[1].strip('"'), text, source, computations, entry,
                          self._count(header, "num_partitions"),
-                         self._count(header, "replica_count"), header, hm.FrameTable(tables))
+                         self._count(header, "replica_count"), header, hm.FrameTable(tables), order)
 
     def _body_start(self, found) -> int:
         return found.end()
@@ -456,7 +456,9 @@ class _Parser:
             raise self.error(self.text.find(value), f"{key} is {value!r}, not a positive count")
         return int(value)
 
-    def _check_calls(self, computations: dict[str, hm.Computation]) -> None:
+    def _check_calls(self, computations: dict[str, hm.Computation]) -> tuple[str, ...]:
+        """Check that calls have targets and no cycles; give an order with callees first."""
+        order: list[str] = []
         callees: dict[str, list[str]] = {}
         for computation in computations.values():
             found = callees[computation.name] = []
@@ -486,6 +488,8 @@ class _Parser:
                         stack.append((target, 0))
                 else:
                     state[node] = 2
+                    order.append(node)
+        return tuple(order)
 
 
 def parse(text: str, *, name: str = "<text>") -> hm.Module:

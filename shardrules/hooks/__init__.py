@@ -102,7 +102,7 @@ def _hold() -> None:
             jax = compat.load()
             if not _hooks:
                 _hide_frames()
-                _state.use_trace_key(jax.make_user_context())
+                _state.use_trace_key(jax.trace_key())
                 pallas = PallasHooks(jax, _state)
                 _hooks.extend([pallas, CustomVjpHooks(jax, _state, pallas.kernel_of),
                                LoweringHooks(jax, _state, pallas.kernel_of)])

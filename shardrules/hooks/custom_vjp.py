@@ -38,10 +38,9 @@ class CustomVjpHooks:
 
     def install(self, patches: Patches) -> None:
         """Replace the three functions that flatten a custom_vjp's parts."""
-        owner = self.jax.custom_derivatives
-        patches.attribute(owner, "_flatten_fun_nokwargs", self._flatten_primal)
-        patches.attribute(owner, "_flatten_fwd", self._flatten_fwd)
-        patches.attribute(owner, "_flatten_bwd", self._flatten_bwd)
+        patches.attribute(*self.jax.owner("flatten_primal"), self._flatten_primal)
+        patches.attribute(*self.jax.owner("flatten_fwd"), self._flatten_fwd)
+        patches.attribute(*self.jax.owner("flatten_bwd"), self._flatten_bwd)
 
     def _flatten_primal(self, fun, *rest):
         return self.jax.flatten_primal(self._scoped(fun), *rest)
@@ -51,7 +50,9 @@ class CustomVjpHooks:
 
     def _flatten_bwd(self, bwd, in_tree, in_avals, *rest):
         scope = self.state.scope
-        if scope.active:
+        if scope.active and not self.jax.typed:
+            bwd = self._scoped(bwd)  # types are matched where replication sets are known
+        elif scope.active:
             bwd = self.jax.transformation(self._run_bwd)(
                 bwd, scope, bwd.debug_info.func_name, in_tree, tuple(in_avals))
         return self.jax.flatten_bwd(bwd, in_tree, in_avals, *rest)
@@ -60,11 +61,7 @@ class CustomVjpHooks:
         scope = self.state.scope
         if not scope.active:
             return fun
-        return self.jax.transformation(self._run_scoped)(fun, scope)
-
-    def _run_scoped(self, fun, scope, *args, **kwargs):
-        with self.state.enter(scope):
-            return fun(*args, **kwargs)
+        return self.jax.scoped(fun, self.state.enter, scope)
 
     # bwd is traced when the scope that its forward ran under has closed.
 
@@ -98,7 +95,7 @@ class CustomVjpHooks:
     def _cotangent(self, path, ct, primal, share):
         import jax
         have = self.jax.axis_type(self.jax.typeof(ct))
-        want = self.jax.axis_type(primal.to_ct_aval())
+        want = self.jax.cotangent_type(primal)
         extra = have.varying - want.varying - want.unreduced
         if extra:
             share.check(path, extra, have, want)

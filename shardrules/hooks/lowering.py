@@ -34,9 +34,9 @@ class LoweringHooks:
     def install(self, patches: Patches) -> None:
         """Replace the lowering rule."""
         entry = self.jax.lowerings[self.jax.pallas_call_p]
-        self._lower = entry.rule
+        self._lower = self.jax.lowering_rule(entry)
         patches.entry(self.jax.lowerings, self.jax.pallas_call_p,
-                      self.jax.LoweringRuleEntry(self.lower, entry.inline))
+                      self.jax.lowering_entry(entry, self.lower))
 
     def lower(self, ctx, *operands, **params):
         """Lower one call; interpret what is to be interpreted without types, tag the rest."""

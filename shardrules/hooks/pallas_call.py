@@ -1,4 +1,4 @@
-"""pallas_call under shard_map's check, from JAX 0.10: types from rules, at every bind.
+"""pallas_call under shard_map's check, where avals carry it: types from rules, at every bind.
 
 Three seams. The kernel tracer is where a kernel's function object and its jaxpr meet, so the rule
 that is bound to the object can be found again from the jaxpr, in whatever transformed call it
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import weakref
 from typing import Any
@@ -24,6 +25,12 @@ from shardrules.registry import Registration
 from shardrules.rules import AxisType
 
 __all__ = ["PallasHooks"]
+
+
+def _module_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None) or ""
 
 
 @dataclasses.dataclass
@@ -63,21 +70,19 @@ class PallasHooks:
         jax = self.jax
         self._bind = jax.pallas_call_p.bind
         self._abstract_eval = jax.pallas_call_p.abstract_eval
-        patches.attribute(jax.pallas_core, "_convert_out_shape_to_aval", self._convert_out_shape)
-        patches.attribute(jax.pallas_call_module, "_trace_kernel_to_jaxpr", self._trace_kernel)
+        patches.attribute(*jax.owner("trace_kernel"), self._trace_kernel)
         patches.attribute(jax.pallas_call_p, "bind", self.bind)
-        patches.attribute(jax.pallas_call_p, "abstract_eval", self.abstract_eval)
+        if jax.typed:
+            patches.attribute(*jax.owner("convert_out_shape"), self._convert_out_shape)
+            patches.attribute(jax.pallas_call_p, "abstract_eval", self.abstract_eval)
 
     # Where function object and jaxpr meet.
 
     def _convert_out_shape(self, out_shape):
         """Take an output without annotation; note the annotation of one that has it."""
         if self.state.scope.active and self.jax.checking():
-            annotation = getattr(out_shape, "manual_axis_type", None)
-            self._noted().append(None if annotation is None else AxisType(
-                annotation.varying, annotation.unreduced, annotation.reduced))
-            if hasattr(out_shape, "manual_axis_type") and annotation is None:
-                out_shape = out_shape.update(manual_axis_type=self.jax.ManualAxisType())
+            annotation, out_shape = self.jax.annotation(out_shape)
+            self._noted().append(annotation)
         return self.jax.convert_out_shape(out_shape)
 
     def _noted(self) -> list[AxisType | None]:
@@ -85,24 +90,24 @@ class PallasHooks:
             self._local.noted = []
         return self._local.noted
 
-    def _trace_kernel(self, fun, debug_info, grid_mapping, *args, **kwargs):
+    def _trace_kernel(self, fun, *args, **kwargs):
+        annotations: tuple[AxisType | None, ...] = ()
         noted = self._noted()
-        # out_shape's leaves were converted just before, in order; older ones are left over from
-        # calls that failed in between.
-        annotations = tuple(noted[len(noted) - grid_mapping.num_outputs:])
-        noted.clear()
-        traced = self.jax.trace_kernel(fun, debug_info, grid_mapping, *args, **kwargs)
-        jaxpr = traced[0]
+        if noted:
+            # out_shape's leaves were converted just before, in order; older ones are left over
+            # from calls that failed in between.
+            grid_mapping = args[1]
+            annotations = tuple(noted[len(noted) - grid_mapping.num_outputs:])
+            noted.clear()
+        jaxpr, traced = self.jax.kernel_jaxpr(self.jax.trace_kernel(fun, *args, **kwargs))
         self._kernels[jaxpr] = dataclasses.replace(
-            self._describe(jaxpr), annotations=annotations)
+            self._describe(jaxpr, {}), annotations=annotations)
         self._kernels[jaxpr].call = dataclasses.replace(
-            self._kernels[jaxpr].call, binding=binding_of(fun))
+            self._kernels[jaxpr].call, binding=binding_of(fun), module=_module_of(fun))
         return traced
 
-    @staticmethod
-    def _describe(jaxpr: Any, name: str | None = None) -> _Kernel:
-        _, _, place = jaxpr.debug_info.func_src_info.partition(" at ")
-        return _Kernel(Call("pallas_call", name or jaxpr.debug_info.func_name, place))
+    def _describe(self, jaxpr: Any, params: dict[str, Any]) -> _Kernel:
+        return _Kernel(Call("pallas_call", *self.jax.describe_kernel(jaxpr, params)))
 
     # Rewrite and check.
 
@@ -113,15 +118,15 @@ class PallasHooks:
         if kernel is None:
             # A jaxpr that a transformation made: its name stays, and so does the rule of the
             # bind that is being transformed. Its outputs are others, so no annotation carries on.
-            kernel = self._describe(jaxpr, params.get("name"))
+            kernel = self._describe(jaxpr, params)
             outer = getattr(self._local, "outer", None)
             if outer is not None and outer.call.name == kernel.call.name:
                 kernel = dataclasses.replace(outer, annotations=())
             self._kernels[jaxpr] = kernel
         if kernel.scope is None:
             kernel.scope = self.state.scope
-            if params.get("name"):
-                kernel.call = dataclasses.replace(kernel.call, name=params["name"])
+            name, _ = self.jax.describe_kernel(jaxpr, params)
+            kernel.call = dataclasses.replace(kernel.call, name=name)
         if kernel.found is None:
             kernel.found = find_rule(kernel.call, kernel.scope, self.state)
         return kernel

@@ -11,19 +11,23 @@ import importlib as _importlib
 # The version is written here and nowhere else; setup.cfg reads it from this file.
 __version__ = "0.1.0.dev0"
 
+_RULES = ("all_gather", "all_gather_invariant", "all_reduce", "all_to_all", "linear",
+          "no_communication", "outputs", "per_device", "permute", "reduce_scatter", "unreduced")
 _HOME = {
-    "AxisType": "rules",
-    "Effect": "rules",
-    "Rule": "rules",
-    "RuleContext": "rules",
-    "no_communication": "rules",
+    **dict.fromkeys(_RULES, "ruletable"),
+    "AxisType": "axistypes",
+    "Effect": "axistypes",
+    "RuleContext": "axistypes",
+    "Rule": "ruletable",
     "Registration": "registry",
     "Registry": "registry",
     "register": "registry",
+    "rules": "registry",
     "install": "hooks",
     "ShardrulesError": "errors",
 }
-_MODULES = ("aot", "errors", "hlo", "hooks", "pallas", "registry", "report", "rules", "testing")
+_MODULES = ("aot", "errors", "hlo", "hooks", "pallas", "registry", "report", "ruletable",
+            "testing")
 
 __all__ = [*_HOME, "__version__"]
 

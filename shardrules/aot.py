@@ -121,3 +121,15 @@ def _describe(platform: str, topology_name: str, **options) -> tuple[Any, ...]:
                        f"{str(error).splitlines()[0]}", platform=platform,
                        topology=shown) from error
     return tuple(description.devices)
+
+
+def _main() -> None:
+    """Print the pip command of each compiler that is missing, one a line."""
+    for platform in ("tpu", "gpu"):
+        command = missing_plugin(platform)
+        if command is not None:
+            print(command)
+
+
+if __name__ == "__main__":
+    _main()

@@ -92,7 +92,7 @@ def declare(target: Callable, rule: Any) -> Callable:
 
     Args:
       target: a kernel body or an op.
-      rule: a shardrules.rules.Rule.
+      rule: a shardrules.Rule.
 
     Raises:
       RegistrationError: if target is not callable, or carries another rule already.

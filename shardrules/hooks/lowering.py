@@ -10,7 +10,7 @@ from shardrules.hooks.patching import Patches
 from shardrules.hooks.state import Scope, State
 from shardrules.errors import ShardrulesError
 from shardrules.registry import normalise
-from shardrules.rules import AxisType, Effect, format_effects
+from shardrules.axistypes import AxisType, Effect, format_effects
 
 __all__ = ["LoweringHooks"]
 

@@ -11,7 +11,8 @@ from shardrules.errors import RuleError, UnknownKernelError
 from shardrules.hooks.compat import Jax
 from shardrules.hooks.state import Scope, State
 from shardrules.registry import Registration
-from shardrules.rules import AxisType, Effect, Resolution, Rule, RuleContext
+from shardrules.axistypes import AxisType, Effect, Resolution, RuleContext
+from shardrules.ruletable import Rule
 
 __all__ = ["Call", "find_rule", "resolve", "types_of"]
 
@@ -24,12 +25,14 @@ class Call:
       primitive: the primitive's name, ``pallas_call``.
       name: the kernel name.
       place: where the kernel is defined, ``file:line``, or empty.
+      module: the module of its function, or empty.
       binding: the rule bound to its function object, or None.
     """
 
     primitive: str
     name: str
     place: str = ""
+    module: str = ""
     binding: Binding | None = None
 
     def __str__(self) -> str:
@@ -46,7 +49,8 @@ def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
     for binding in (call.binding, scope.binding):
         if binding is not None:
             return Registration(call.name, binding.rule, binding.where)
-    return state.registry.find(call.name)
+    with state.registry.overlaid(scope.overlays):
+        return state.registry.find(call.name, call.module, call.place)
 
 
 def types_of(jax: Jax, avals: Any) -> tuple[AxisType, ...]:
@@ -59,7 +63,7 @@ def _everywhere(context: RuleContext):
     return [everywhere] * len(context.inputs), [everywhere] * context.output_count
 
 
-_UNKNOWN = Rule("varying", _everywhere, Effect("unknown"))
+_UNKNOWN = Rule("varying", _everywhere, lambda count: (Effect("unknown"),) * count)
 
 
 def resolve(jax: Jax, state: State, scope: Scope, call: Call, found: Registration | None,

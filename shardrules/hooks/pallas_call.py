@@ -22,7 +22,7 @@ from shardrules.hooks.opaque import Call, find_rule, resolve, types_of
 from shardrules.hooks.patching import Patches
 from shardrules.hooks.state import Scope, State
 from shardrules.registry import Registration
-from shardrules.rules import AxisType
+from shardrules.axistypes import AxisType
 
 __all__ = ["PallasHooks"]
 

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 from shardrules.declare import Binding
-from shardrules.registry import Registry
+from shardrules.registry import Overlay, Registry
 
 __all__ = ["Scope", "State", "POLICIES"]
 
@@ -23,11 +23,13 @@ class Scope:
       active: whether the hooks act.
       policy: what happens to an opaque call without rule or proof.
       binding: the rule of the innermost op declared by ``@no_communication``, or None.
+      overlays: the registry's scopes, outermost first.
     """
 
     active: bool = False
     policy: str = "error"
     binding: Binding | None = None
+    overlays: tuple[Overlay, ...] = ()
 
 
 class State:
@@ -64,9 +66,11 @@ class State:
     @property
     def scope(self) -> Scope:
         """The scope of this thread, here."""
-        local = getattr(self._local, "scope", None)
-        if local is not None:
-            return local
+        base = getattr(self._local, "scope", None) or self._installed()
+        overlays = self.registry.overlays
+        return dataclasses.replace(base, overlays=overlays) if overlays else base
+
+    def _installed(self) -> Scope:
         policies = self._policies
         return Scope(True, policies[-1][1]) if policies else Scope()
 
@@ -74,15 +78,18 @@ class State:
     def enter(self, scope: Scope):
         """Run this thread under ``scope``; JAX's caches are kept apart for it."""
         before = getattr(self._local, "scope", None)
-        self._local.scope = scope
+        self._local.scope = dataclasses.replace(scope, overlays=())
         try:
-            if self._trace_key is None:
+            with self.registry.overlaid(scope.overlays), self._keyed():
                 yield
-            else:
-                with self._trace_key(self._key(scope)):
-                    yield
         finally:
             self._local.scope = before
+
+    def _keyed(self):
+        """Return a context manager that makes this thread's scope part of JAX's trace key."""
+        if self._trace_key is None:
+            return contextlib.nullcontext()
+        return self._trace_key(self._key(self.scope))
 
     # JAX's trace key.
 
@@ -90,14 +97,13 @@ class State:
         """Keep a ``jax.make_user_context()`` in step with the registry and the scopes."""
         self._trace_key = context
         self.registry.listen(self.refresh)
+        self.registry.guard(self._keyed)
         self.refresh()
 
     def refresh(self) -> None:
         """Tell JAX that what was traced under another registry or policy is stale."""
         if self._trace_key is not None:
-            policies = self._policies
-            scope = Scope(True, policies[-1][1]) if policies else Scope()
-            self._trace_key.set_global(self._key(scope))
+            self._trace_key.set_global(self._key(self._installed()))
 
     def _key(self, scope: Scope):
         # None while nothing is installed: JAX's caches are then what they were without us.

@@ -1,0 +1,159 @@
+"""What a rule speaks of: axis types, effects, one call's context and its resolution.
+
+Pure Python: nothing here imports jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+from shardrules.errors import RuleError
+
+__all__ = ["AxisType", "Effect", "Resolution", "RuleContext", "format_effects",
+           "parse_effects", "show_axes"]
+
+
+def show_axes(axes: Iterable[str]) -> str:
+    """Write axes for a message: sets sorted, sequences in their order."""
+    ordered = sorted(axes, key=str) if isinstance(axes, (set, frozenset)) else axes
+    return "{" + ", ".join(map(str, ordered)) + "}"
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisType:
+    """How one value relates to the manual mesh axes, as JAX's types on avals say it.
+
+    Args:
+      varying: axes along which devices may hold different data.
+      unreduced: axes over which the value is a partial sum that is still to be reduced.
+      reduced: axes over which the value is reduced, and its cotangent ``unreduced``.
+
+    Raises:
+      RuleError: if an axis stands in more than one of the three.
+    """
+
+    varying: frozenset[str] = frozenset()
+    unreduced: frozenset[str] = frozenset()
+    reduced: frozenset[str] = frozenset()
+
+    def __post_init__(self):
+        for field in ("varying", "unreduced", "reduced"):
+            value = getattr(self, field)
+            object.__setattr__(
+                self, field, frozenset([value] if isinstance(value, str) else value))
+        twice = ((self.varying & self.unreduced) | (self.varying & self.reduced)
+                 | (self.unreduced & self.reduced))
+        if twice:
+            raise RuleError(
+                f"an axis type can name each mesh axis once, but {show_axes(twice)} stands in "
+                f"more than one of varying={show_axes(self.varying)}, "
+                f"unreduced={show_axes(self.unreduced)}, reduced={show_axes(self.reduced)}",
+                axes=twice)
+
+    def vary(self, *axes: str) -> AxisType:
+        """Return this type, varying over ``axes`` too."""
+        return AxisType(self.varying | set(axes), self.unreduced - set(axes),
+                        self.reduced - set(axes))
+
+    def drop(self, *axes: str) -> AxisType:
+        """Return this type, invariant over ``axes``."""
+        gone = frozenset(axes)
+        return AxisType(self.varying - gone, self.unreduced - gone, self.reduced - gone)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Every mesh axis that the type names."""
+        return self.varying | self.unreduced | self.reduced
+
+    def __str__(self) -> str:
+        parts = [f"varying over {show_axes(self.varying)}"] if self.varying else []
+        parts += [f"unreduced over {show_axes(self.unreduced)}"] if self.unreduced else []
+        parts += [f"reduced over {show_axes(self.reduced)}"] if self.reduced else []
+        return ", ".join(parts) or "invariant"
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """What one output of an opaque call is a function of, across devices.
+
+    Args:
+      kind: ``local``: of this device's operands alone; ``join``: of the operands of all devices
+        along ``axes``, in their order, the same function on each of them; ``exchange``: as
+        ``join``, and of the device's own position along ``axes``; ``typed``: declared to be equal
+        on devices that differ only along axes that are not in ``axes``; ``unknown``: of anything.
+      axes: mesh axes, in the rule's order.
+    """
+
+    kind: str
+    axes: tuple[str, ...] = ()
+
+    KINDS = ("local", "join", "exchange", "typed", "unknown")
+
+    def __post_init__(self):
+        if self.kind not in self.KINDS:
+            raise RuleError(f"{self.kind!r} is no kind of effect; the kinds are "
+                            f"{', '.join(self.KINDS)}", kind=self.kind)
+
+    def __str__(self) -> str:
+        return self.kind if self.kind in ("local", "unknown") else (
+            f"{self.kind}({','.join(self.axes)})")
+
+
+def format_effects(effects: Iterable[Effect]) -> str:
+    """Write effects as a tag's text: ``local;join(model)``, one for each output."""
+    return ";".join(map(str, effects))
+
+
+_EFFECT = re.compile(r"(local|unknown)|(join|exchange|typed)\(([^()]*)\)")
+
+
+def parse_effects(text: str) -> tuple[Effect, ...]:
+    """Read the text that ``format_effects`` writes.
+
+    Raises:
+      RuleError: if the text is not of that form.
+    """
+    if not text:
+        return ()
+    effects = []
+    for part in text.split(";"):
+        match = _EFFECT.fullmatch(part)
+        if match is None:
+            raise RuleError(f"{part!r} in the tag {text!r} is no effect; one looks like 'local', "
+                            "'join(model)' or 'typed(data,model)'", text=text)
+        effects.append(Effect(match[1]) if match[1] else
+                       Effect(match[2], tuple(a for a in match[3].split(",") if a)))
+    return tuple(effects)
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleContext:
+    """What a rule is told about one opaque call.
+
+    Args:
+      name: the kernel name.
+      inputs: each input's axis type; closed-over refs count as inputs.
+      output_count: how many outputs the call has.
+      mesh_axes: the manual mesh axes here, in the mesh's order.
+    """
+
+    name: str
+    inputs: tuple[AxisType, ...]
+    output_count: int
+    mesh_axes: tuple[str, ...]
+
+    @property
+    def union(self) -> AxisType:
+        """Varying over every axis over which some input varies (U in the rule table)."""
+        return AxisType(frozenset().union(*(t.varying for t in self.inputs)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolution:
+    """A rule's answer for one call: input types to cast to, output types, effects."""
+
+    inputs: tuple[AxisType, ...]
+    outputs: tuple[AxisType, ...]
+    effects: tuple[Effect, ...]

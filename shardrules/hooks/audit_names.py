@@ -1,0 +1,109 @@
+"""The auditor's door to JAX's private names, apart from the hooks' own (``compat``).
+
+Where JAX defines a primitive says which primitive it is: a user's own may be called ``add`` too.
+What a JAX lacks is never met there, so nothing here asks for a version, and ``install`` does not
+depend on any of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import Any
+
+from shardrules.errors import UnsupportedJaxError
+
+__all__ = ["AUDIT_MODULES", "AUDIT_SYMBOLS", "AuditNames", "load_audit"]
+
+# key -> (module, attribute, what for); read in JAX 0.4.28 to 0.12.
+AUDIT_SYMBOLS = {
+    "AbstractRef": ("jax._src.state", "AbstractRef", "tells a kernel's refs from its values"),
+    "Literal": ("jax._src.core", "Literal", "tells a jaxpr's constants from its variables"),
+    "Primitive": ("jax._src.core", "Primitive", "finds primitives in the modules below"),
+    "user_frame": ("jax._src.source_info_util", "user_frame",
+                   "the line of the kernel that an equation comes from"),
+}
+
+# (family, module). Read only where something else has imported them: who holds a primitive has.
+# A module may also hold primitives that it imports; the first family wins.
+AUDIT_MODULES = tuple(
+    (family, f"jax._src.{module}") for family, modules in (
+        ("parallel", "lax.parallel"),
+        ("debug", "debugging"),
+        ("callback", "callback ffi tpu_custom_call custom_partitioning"),
+        ("jax", "lax.lax lax.slicing lax.special lax.convolution lax.control_flow.loops "
+                "lax.control_flow.conditionals lax.windowed_reductions ad_util ad_checkpoint core "
+                "pjit custom_derivatives prng random random.prng random.core random.threefry2x32 "
+                "random.threefry4x32 random.philox2x32 random.philox4x32"),
+        ("state", "state.primitives state.discharge state.types state.indexing"),
+        ("pallas", "pallas.primitives pallas.core pallas.einshape"),
+        ("tpu", "pallas.mosaic.primitives pallas.mosaic.pipeline"),
+        ("sc", "pallas.mosaic.sc_primitives"),
+        ("mgpu", "pallas.mosaic_gpu.primitives pallas.mosaic_gpu.core "
+                 "pallas.mosaic_gpu.lowering"),
+        ("triton", "pallas.triton.primitives"),
+    ) for module in modules.split())
+
+
+class AuditNames:
+    """What the auditor knows of JAX.
+
+    Args:
+      symbols: those of ``AUDIT_SYMBOLS``, by key.
+    """
+
+    def __init__(self, symbols: dict[str, Any]):
+        self.__dict__.update(symbols)
+        self._scanned: set[str] = set()
+        self._primitives: dict[Any, str] = {}
+        self._families = {module: family for family, module in AUDIT_MODULES}
+
+    def primitive(self, primitive: Any) -> str | None:
+        """Return ``family:name``, or None for a primitive that JAX's own modules don't hold."""
+        if primitive not in self._primitives:
+            for family, name in AUDIT_MODULES:
+                module = sys.modules.get(name)
+                if module is None or name in self._scanned:
+                    continue
+                self._scanned.add(name)
+                for value in list(vars(module).values()):
+                    if isinstance(value, self.Primitive):
+                        self._primitives.setdefault(value, f"{family}:{value.name}")
+        return self._primitives.get(primitive)
+
+    def view(self, cls: type) -> str | None:
+        """Return ``family:ClassName`` of a view of a ref; None for a class of somebody else."""
+        family = self._families.get(cls.__module__)
+        return None if family is None else f"{family}:{cls.__name__}"
+
+    def place(self, eqn: Any) -> str:
+        """Return ``file:line`` of the user's code that an equation comes from."""
+        info = eqn.source_info
+        try:
+            frame = self.user_frame(info.traceback)
+        except (AttributeError, TypeError):
+            frame = self.user_frame(info)  # to JAX 0.6 it took the source info
+        return "unknown place" if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
+@functools.lru_cache(maxsize=1)
+def load_audit() -> AuditNames:
+    """Look up what the auditor needs of the JAX that is installed.
+
+    Raises:
+      UnsupportedJaxError: if one is missing.
+    """
+    import jax
+    symbols = {}
+    for key, (module, attribute, reason) in AUDIT_SYMBOLS.items():
+        try:
+            symbols[key] = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedJaxError(
+                f"shardrules can't audit kernels on JAX {jax.__version__}: {module}:{attribute} "
+                f"is missing. It is used for: {reason}. Declare your kernels instead "
+                "(shardrules.no_communication), or install a JAX that the README's table of "
+                "versions lists.", version=jax.__version__, symbol=f"{module}:{attribute}",
+            ) from error
+    return AuditNames(symbols)

@@ -9,6 +9,8 @@ from shardrules import errors
 from shardrules import axistypes
 from shardrules.hlo import states as hs
 from shardrules.hlo.module import Instruction, Metadata, Module
+# Not `from shardrules import rules`: the package has a function of that name.
+from shardrules.rules import Effect, format_effects, parse_effects
 
 LOCAL = "a function of its operands on each device"
 
@@ -193,12 +195,12 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
                               None, hs.Blocker(f"{shown} has a rule that says 'unknown'", kernel,
                                                target, where))
     if target in UNINITIALISED:
-        return Resolution((rules.Effect("local"),) * outputs,
+        return Resolution((axistypes.Effect("local"),) * outputs,
                           hs.Support(repr(target), "table", "built in", UNINITIALISED[target]),
                           None, None)
     own = OWN_TARGETS.get(target)
     if own is None:
         own = next((why for p, why in _OWN_PREFIXES.items() if target.startswith(p)), None)
     if own is not None:
-        return Resolution((rules.Effect("local"),) * outputs, None, None, None)
+        return Resolution((axistypes.Effect("local"),) * outputs, None, None, None)
     return unknown("has no rule")

@@ -259,10 +259,11 @@ class FrameTable:
             location = self._fields("FileLocations", row.get("file_location_id", 0))
             if not location:
                 break
-            found.append(Frame(self._string("FileNames", location.get("file_name_id", 0)),
-                               location.get("line", 0),
-                               self._string("FunctionNames",
-                                            location.get("function_name_id", 0))))
+            frame = Frame(self._string("FileNames", location.get("file_name_id", 0)),
+                          location.get("line", 0),
+                          self._string("FunctionNames", location.get("function_name_id", 0)))
+            if frame not in found[-1:]:  # columns differ, which a Frame doesn't hold
+                found.append(frame)
             current = row.get("parent_frame_id", 0) - self._shift
         self._cache[frame_id] = tuple(found)
         return self._cache[frame_id]
@@ -314,7 +315,7 @@ def match_bracket(text: str, start: int, end: int) -> int:
 
     Angle brackets don't count, and neither does anything inside quotes.
     """
-    expected: list[str] = []
+    open_at: list[int] = []
     position = start
     while True:
         found = _BRACKET.search(text, position, end)
@@ -323,11 +324,12 @@ def match_bracket(text: str, start: int, end: int) -> int:
         token = found[0]
         position = found.end()
         if token in _CLOSING:
-            expected.append(_CLOSING[token])
+            open_at.append(found.start())
         elif token in "})]":
-            if not expected or expected.pop() != token:
-                raise syntax_error(text, found.start(), f"{token!r} closes nothing")
-            if not expected:
+            opening = open_at.pop()
+            if _CLOSING[text[opening]] != token:
+                raise syntax_error(text, opening, f"this {text[opening]!r} is never closed")
+            if not open_at:
                 return position
         elif token == '"':
             raise syntax_error(text, found.start(), "this quote is never closed")

@@ -191,7 +191,9 @@ class _Parser:
                 return newline
             if found[0] in "{([":
                 position = hm.match_bracket(text, found.start(), len(text))
-            elif found[0] in "})]":
+            elif found[0] == "}":  # a computation that ends on this line
+                return found.start()
+            elif found[0] in ")]":
                 raise self.error(found.start(), f"{found[0]!r} closes nothing")
             elif found[0] == '"':
                 # a quoted string that runs over the line's end
@@ -238,7 +240,7 @@ class _Parser:
                                                 "'}' is missing")
                 is_root, label, shape, opcode, inner, attributes, start, end = self.slow(begin)
                 inside = _COMMENT.sub("", text[inner[0]:inner[1]])
-                position = min(end + 1, len(text))
+                position = end
             if label in index:
                 raise self.error(start, f"instruction {label!r} is defined twice in "
                                         f"computation {name!r}")
@@ -402,19 +404,15 @@ class _Parser:
             if text.startswith("HloModule", position):
                 raise self.error(position, "a second module begins here; pass one module at a "
                                            "time")
-            found = _HEADER.match(text, position)
-            if not found:
-                found = self._long_header(position)
-            name = found[2]
+            is_entry, name, body = self.header(position)
             if name in computations:
                 raise self.error(position, f"computation {name!r} is defined twice")
-            if found[1] and entry is not None:
+            if is_entry and entry is not None:
                 raise self.error(position, "a second ENTRY computation")
             starts[name] = position
-            computation, position = self.computation(name, bool(found[1]), position,
-                                                     self._body_start(found))
+            computation, position = self.computation(name, is_entry, position, body)
             computations[name] = computation
-            if found[1]:
+            if is_entry:
                 entry = computation
         if entry is None:
             raise self.error(len(text), f"{source} has no ENTRY computation: is the text cut?")
@@ -423,13 +421,14 @@ class _Parser:
                          self._count(header, "num_partitions"),
                          self._count(header, "replica_count"), header, hm.FrameTable(tables), order)
 
-    def _body_start(self, found) -> int:
-        return found.end()
-
     _LONG = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
 
-    def _long_header(self, position: int):
-        """Read a header over several lines, or one whose body begins on its line."""
+    def header(self, position: int) -> tuple[bool, str, int]:
+        """Read a computation's header: is it ENTRY, its name, where its body begins."""
+        found = _HEADER.match(self.text, position)
+        if found:
+            return bool(found[1]), found[2], found.end()
+        # A header over several lines, or one whose body begins on its line.
         text = self.text
         name = self._LONG.match(text, position)
         if not name:
@@ -444,9 +443,7 @@ class _Parser:
             at = _SKIP.match(text, at).end()
         if not text.startswith("{", at):
             raise self.error(at, "expected '{' before the computation's instructions")
-        opened = re.compile(r"(?P<e>ENTRY\s+)?%?(?P<n>[\w.\-]+)[\s\S]{%d}" % (
-            at + 1 - name.end(2))).match(text, position, at + 1)
-        return opened
+        return bool(name[1]), name[2], at + 1
 
     def _count(self, header: dict[str, str], key: str) -> int | None:
         value = header.get(key)

@@ -167,7 +167,7 @@ class Proof:
                             computation, instruction, [values[o] for o in instruction.operands])
                         break
                 else:
-                    if opcode == "concatenate":
+                    if opcode == "concatenate" or opcode == "pad":
                         state = self._general(
                             computation, instruction, [values[o] for o in instruction.operands])
                     elif opcode == "iota":

@@ -17,6 +17,7 @@ from shardrules.hlo import parser
 from shardrules.hlo import replication
 from shardrules.hlo import states as hs
 from shardrules.hlo.ranges import Ranged
+import shardrules.registry as rule_registry
 
 VERDICTS = ("redundant", "overwide", "unproven", "needed")
 
@@ -178,8 +179,7 @@ def judge(module: hm.Module | str, *, registry: Any = None,
     if isinstance(module, str):
         module = parser.parse(module)
     if registry is None:
-        from shardrules import registry as default_registry
-        registry = default_registry.default
+        registry = rule_registry.default
     size = None
     if mesh is not None:
         size = 1

@@ -6,11 +6,10 @@ import re
 from typing import Any
 
 from shardrules import errors
+from shardrules.axistypes import Effect, format_effects, parse_effects
 from shardrules import axistypes
 from shardrules.hlo import states as hs
 from shardrules.hlo.module import Instruction, Metadata, Module
-# Not `from shardrules import rules`: the package has a function of that name.
-from shardrules.rules import Effect, format_effects, parse_effects
 
 LOCAL = "a function of its operands on each device"
 

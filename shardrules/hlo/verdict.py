@@ -8,6 +8,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from shardrules import errors
+from shardrules import registry as rule_registry
 from shardrules.hlo import collectives as hc
 from shardrules.hlo import devices as hd
 from shardrules.hlo import inputs
@@ -17,7 +18,6 @@ from shardrules.hlo import parser
 from shardrules.hlo import replication
 from shardrules.hlo import states as hs
 from shardrules.hlo.ranges import Ranged
-import shardrules.registry as rule_registry
 
 VERDICTS = ("redundant", "overwide", "unproven", "needed")
 

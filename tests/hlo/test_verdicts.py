@@ -6,8 +6,8 @@ import pytest
 
 from shardrules import errors
 from shardrules import hlo
-from shardrules.declare import no_communication
 from shardrules.registry import Registry
+from shardrules.ruletable import no_communication
 
 from . import text as T
 

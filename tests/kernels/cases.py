@@ -1,0 +1,10 @@
+"""All kernel cases, one for each row of the table of measurements."""
+
+from __future__ import annotations
+
+from kernels import mosaic_gpu, tpu, tpu_pl_kernel, triton
+from kernels.case import Case
+
+ALL: tuple[Case, ...] = tpu.CASES + tpu_pl_kernel.CASES + triton.CASES + mosaic_gpu.CASES
+BY_NAME = {case.name: case for case in ALL}
+assert len(BY_NAME) == len(ALL)

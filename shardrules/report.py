@@ -22,11 +22,8 @@ def over(verdict: Verdict) -> str:
 
 def source(verdict: Verdict) -> str:
     """Return ``file:line`` and function of a collective, or its op_name, or nothing."""
-    collective = verdict.collective
-    if collective.source_file:
-        where = f"{collective.source_file}:{collective.source_line}"
-        return f"{where} ({collective.function})" if collective.function else where
-    return collective.op_name or ""
+    frame = verdict.collective.source
+    return str(frame) if frame is not None else verdict.collective.op_name
 
 
 def advice(verdict: Verdict) -> str:
@@ -36,9 +33,14 @@ def advice(verdict: Verdict) -> str:
                 "rule for each kernel: the backward pass then reduces over just the axes that "
                 "it needs")
     if verdict.verdict == "unproven":
-        names = ", ".join(sorted({str(blocker.name) for blocker in verdict.blockers}))
-        return (f"declare what stands before it ({names}): @shardrules.no_communication on the "
-                "kernel, or shardrules.register(name, rule)")
+        names = [b.kernel for b in verdict.blockers if b.kernel]
+        if names:
+            return ("if the kernel reads no other device and no device id, declare that: "
+                    "@shardrules.no_communication above its def, or "
+                    f"shardrules.register({names[0]!r}, shardrules.no_communication)")
+        if any(b.target for b in verdict.blockers):
+            return ("trace the program after shardrules.install(), with a rule for the kernel: "
+                    "its custom call then says in the compiled text what it does")
     return ""
 
 
@@ -47,8 +49,7 @@ def describe(verdict: Verdict) -> str:
     collective = verdict.collective
     part = ""
     if verdict.range is not None:
-        start, stop = verdict.range
-        part = f", elements {start}:{stop} of its operand"
+        part = f", elements {verdict.range.start}:{verdict.range.stop} of its operand"
     lines = [f"{verdict.verdict}: {collective.kind} over {over(verdict)}, {verdict.bytes} B"
              f"{part}, {collective.phase} phase ({collective.name})"]
     where = source(verdict)

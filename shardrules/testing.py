@@ -115,7 +115,7 @@ def _matching(module: hlo.Module, shardings: Any) -> list[str] | None:
     """Return shardings for the entry's parameters, if they are those of this module."""
     if shardings is None:
         return None
-    shapes = [tuple(parameter.shape.dimensions) for parameter in module.parameters]
+    shapes = [tuple(parameter.shape.dimensions) for parameter in module.entry.parameters]
     if [tuple(shape) for shape, _ in shardings] != shapes:
         return None
     return [sharding for _, sharding in shardings]

@@ -189,8 +189,8 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
                                "hold; compile it with shardrules installed")
             if len(effects) != outputs:
                 return unknown(f"has a rule for {len(effects)} outputs, but {outputs} outputs")
-            detail = f"{axistypes.format_effects(effects)}, declared at {found.where}"
-            return Resolution(tuple(effects), hs.Support(repr(name), "rule", "declared", detail),
+            detail = f"{axistypes.format_effects(effects)}, {found.status} at {found.where}"
+            return Resolution(tuple(effects), hs.Support(repr(name), "rule", found.status, detail),
                               None, hs.Blocker(f"{shown} has a rule that says 'unknown'", kernel,
                                                target, where))
     if target in UNINITIALISED:

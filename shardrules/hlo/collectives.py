@@ -230,7 +230,9 @@ class Transfer:
         old, rules = self.states[state], self.states[guard]
         proven = self.relation(channel, how, old.proven)
         hoped = self.relation(channel, how, old.hoped)
-        causes = [(self.relation(channel, how, r), c) for r, c in old.causes]
+        # An exchange makes every position differ; what the operands add shows as in a join.
+        plain = "join" if how == "exchange" else how
+        causes = [(self.relation(channel, plain, r), c) for r, c in old.causes]
         if how == "exchange":
             causes.append((hoped, hs.Cause(what, "gives each position its own piece")))
         elif how == "permute":

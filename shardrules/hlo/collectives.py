@@ -234,7 +234,8 @@ class Transfer:
         plain = "join" if how == "exchange" else how
         causes = [(self.relation(channel, plain, r), c) for r, c in old.causes]
         if how == "exchange":
-            causes.append((hoped, hs.Cause(what, "gives each position its own piece")))
+            cause = hs.Cause(what, "gives each position its own piece")
+            causes += [(self.relation(channel, how, hd.EQUAL), cause), (hoped, cause)]
         elif how == "permute":
             causes.append((hoped, hs.Cause(what, "moves data between devices")))
         elif old.causes:

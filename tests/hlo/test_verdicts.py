@@ -275,3 +275,34 @@ def test_kernel_names_in_every_notation():
                           T.all_reduce("%k")])
         (verdict,) = hlo.judge(T.module(body), mesh=T.MESH).verdicts
         assert verdict.blockers[0].kernel == name, config
+
+
+def packed_program(mesh):
+    """f(u, v, w) = (sin u, v*w) with the check off; gradients of all three."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+    split = P("data", None)
+    both = jax.shard_map(lambda u, v, w: (jnp.sin(u), v * w), mesh=mesh,
+                         in_specs=(split, split, P()), out_specs=(split, split), check_vma=False)
+
+    def loss(u, v, w):
+        a, b = both(u, v, w)
+        return (a ** 2).sum() + (b ** 2).sum()
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+            for shape, spec in (((32, 128), split), ((32, 128), split), ((128,), P()))]
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args).compile().as_text()
+
+
+def test_packed_reductions_as_the_compiler_makes_them(platform):
+    name, mesh = platform
+    text = packed_program(mesh)
+    judgement = hlo.judge(text, mesh=T.MESH)
+    found = sorted((v.verdict, v.collective.axes, v.bytes, v.needed_axes)
+                   for v in judgement.verdicts)
+    assert found == [("overwide", ("data", "model"), 512, ("data",)),
+                     ("redundant", ("model",), 4096, None), ("redundant", ("model",), 4096, None)]
+    flat = [v.range for v in judgement.redundant]
+    assert all(flat) if name == "gpu" else not any(flat)
+    assert {v.collective.phase for v in judgement.verdicts} == {"backward"}

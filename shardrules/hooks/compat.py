@@ -3,7 +3,7 @@
 Nothing else in shardrules names ``jax._src`` or asks which JAX this is. ``load`` finds every
 symbol and checks its parameters before anything is touched, so the hooks are installed whole or
 not at all. JAX has had two forms of shard_map's check: replication sets kept beside the values,
-with two tables of rules (to 0.6.0), and types on avals (from 0.6.1). What follows asks for
+with two tables of rules (to 0.5.3), and types on avals (from 0.6.0). What follows asks for
 capabilities; the version itself is asked only whether anyone has run the hooks on it.
 """
 
@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import os
+import threading
 from typing import Any
 
 from shardrules.errors import RuleError, UnsupportedJaxError
@@ -56,6 +57,7 @@ _AVAL = "avals that carry axis types"
 _OUT_SHAPE = "raises on an output without annotation"
 _WRAP = "wraps a custom_vjp's functions without losing their debug info"
 _KERNEL = "the one place where kernel function and jaxpr meet"
+_CHECK = "whether shard_map's check is on where we are"
 _STALE = "puts the registry's version into jit's trace key"
 
 SYMBOLS = (
@@ -76,6 +78,8 @@ SYMBOLS = (
            "a custom_vjp's bwd: its cotangents are checked against the primals' types here"),
     Symbol("SymbolicZero", "jax._src.ad_util:SymbolicZero", "0.4.28-0.12", ("aval",),
            "cotangents that are known to be zero keep their form"),
+    Symbol("Zero", "jax._src.ad_util:Zero", "0.4.28-0.12", ("aval",),
+           "the cotangent of an argument for which bwd returned None"),
     Symbol("dce_jaxpr", "jax._src.interpreters.partial_eval:dce_jaxpr", "0.4.28-0.12",
            ("jaxpr", "used_outputs", "instantiate"),
            "the part of a bwd that one cotangent depends on"),
@@ -94,41 +98,48 @@ SYMBOLS = (
            optional=True),
 )
 
-# From JAX 0.6.1: an aval says over which axes its value varies.
+# From JAX 0.6.0: an aval says over which axes its value varies.
 TYPE_SYMBOLS = (
-    Symbol("check_vma", "jax._src.config:_check_vma", "0.6.2-0.12", (),
-           "whether shard_map's check is on where we are"),
+    Symbol("check_vma", "jax._src.config:_check_vma", "0.6.2-0.12", (), _CHECK),
+    Symbol("check_vma", "jax._src.config:_check_rep", "0.6.0", (), _CHECK),
     Symbol("ShapedArray", "jax._src.core:ShapedArray", "0.10-0.12",
            ("shape", "dtype", "sharding", "manual_axis_type"), _AVAL),
-    Symbol("ShapedArray", "jax._src.core:ShapedArray", "0.6.2-0.9",
+    Symbol("ShapedArray", "jax._src.core:ShapedArray", "0.6.0-0.9",
            ("shape", "dtype", "sharding", "vma"), _AVAL),
     Symbol("ManualAxisType", "jax._src.core:ManualAxisType", "0.10-0.12",
            ("varying", "unreduced", "reduced"), "JAX's own form of AxisType", optional=True),
-    Symbol("current_mesh_sharding", "jax._src.core:get_cur_mesh_sharding", "0.6.2-0.12", (),
+    Symbol("current_mesh_sharding", "jax._src.core:get_cur_mesh_sharding", "0.6.0-0.12", (),
            "an aval without a mesh can't carry an axis type"),
-    Symbol("abstract_mesh", "jax._src.mesh:get_abstract_mesh", "0.6.2-0.12", (),
+    Symbol("abstract_mesh", "jax._src.mesh:get_abstract_mesh", "0.6.0-0.12", (),
            "which mesh axes are manual where we are"),
     Symbol("convert_out_shape", "jax._src.pallas.core:_convert_out_shape_to_aval", "0.9-0.12",
            ("out_shape",), _OUT_SHAPE),
-    Symbol("convert_out_shape", f"{_PALLAS}:_convert_out_shape_to_aval", "0.6.2-0.8",
+    Symbol("convert_out_shape", f"{_PALLAS}:_convert_out_shape_to_aval", "0.6.0-0.8",
            ("out_shape",), _OUT_SHAPE),
     Symbol("pcast", "jax.lax:pcast", "0.8-0.12", ("axis_name", "to"), "casts an operand"),
-    Symbol("pcast", "jax.lax:pvary", "0.6.2-0.7", ("axis_name",), "casts an operand"),
+    Symbol("pcast", "jax.lax:pvary", "0.6.0-0.7", ("axis_name",), "casts an operand"),
 )
 
-# To JAX 0.6.0: sets of axes over which a value is replicated, kept beside the values.
+# To JAX 0.5.3: sets of axes over which a value is replicated, kept beside the values.
 SET_SYMBOLS = (
-    Symbol("check_rules", f"{_SHARD_MAP}:_check_rules", "0.4.28-0.6.0", (),
+    Symbol("check_rules", f"{_SHARD_MAP}:_check_rules", "0.4.28-0.5.3", (),
            "from the inputs' replication sets to the outputs'"),
-    Symbol("rewrite_rules", f"{_SHARD_MAP}:_rewrite_rules", "0.4.28-0.6.0", (),
+    Symbol("rewrite_rules", f"{_SHARD_MAP}:_rewrite_rules", "0.4.28-0.5.3", (),
            "from the inputs' replication sets to casts"),
-    Symbol("rule_missing", f"{_SHARD_MAP}:_rule_missing", "0.4.28-0.6.0", ("prim",),
+    Symbol("rule_missing", f"{_SHARD_MAP}:_rule_missing", "0.4.28-0.5.3", ("prim",),
            "what is done about a primitive that neither table holds"),
-    Symbol("rewrite_bwd", f"{_SHARD_MAP}:_rewrite_bwd", "0.4.28-0.6.0",
+    Symbol("rewrite_bwd", f"{_SHARD_MAP}:_rewrite_bwd", "0.4.28-0.5.3",
            ("bwd", "mesh", "in_reps", "reps_dst"), "a custom_vjp's bwd under the check"),
-    Symbol("match_replication", f"{_SHARD_MAP}:_match_replication", "0.4.28-0.6.0",
+    Symbol("match_replication", f"{_SHARD_MAP}:_match_replication", "0.4.28-0.5.3",
            ("src", "dst", "x"), "sums a cotangent that varies where its primal doesn't"),
-    Symbol("broadcast", f"{_SHARD_MAP}:pvary", "0.6.0", ("x", "axis_name"), "casts an operand"),
+    Symbol("ffi_call_p", "jax._src.ffi:ffi_call_p", "0.5.3", (), "an opaque primitive",
+           optional=True),
+    Symbol("ffi_call_p", "jax._src.extend.ffi:ffi_call_p", "0.4.35", (), "an opaque primitive",
+           optional=True),
+    Symbol("pure_callback_p", "jax._src.callback:pure_callback_p", "0.4.28-0.5.3", (),
+           "an opaque primitive"),
+    Symbol("io_callback_p", "jax._src.callback:io_callback_p", "0.4.28-0.5.3", (),
+           "an opaque primitive"),
     Symbol("broadcast", f"{_SHARD_MAP}:pbroadcast", "0.4.28-0.5.3", ("x", "axis_name"),
            "casts an operand"),
 )
@@ -150,6 +161,7 @@ class Jax:
         self.version = version
         self.typed = typed
         self._owners = owners
+        self._here = threading.local()
 
     def owner(self, key: str) -> tuple[Any, str]:
         """Return where a symbol lives: the module, and the attribute's name there."""
@@ -218,6 +230,8 @@ class Jax:
             if mat is not None:
                 return AxisType(mat.varying, mat.unreduced, mat.reduced), out_shape
             return None, out_shape.update(manual_axis_type=self.ManualAxisType())
+        if not hasattr(out_shape, "vma"):
+            return None, out_shape  # JAX 0.6.0: nothing to write it in
         if out_shape.vma is not None:
             return AxisType(out_shape.vma), out_shape
         return None, out_shape.update(vma=frozenset())
@@ -225,15 +239,25 @@ class Jax:
     def manual_axes(self) -> tuple[str, ...]:
         """Return the manual mesh axes here, in the mesh's order; empty outside shard_map.
 
-        Empty, too, where axis types are no part of avals.
+        Where axis types are no part of avals, what ``over_axes`` says.
         """
         if not self.typed:
-            return ()
+            return getattr(self._here, "axes", ())
         mesh = self.abstract_mesh()
         if mesh is None or mesh.empty:
             return ()
         manual = frozenset(mesh.manual_axes)
         return tuple(a for a in mesh.axis_names if a in manual)
+
+    @contextlib.contextmanager
+    def over_axes(self, axes: tuple[str, ...]):
+        """Let ``manual_axes`` answer ``axes``, where no aval's mesh can tell."""
+        before = getattr(self._here, "axes", ())
+        self._here.axes = axes
+        try:
+            yield
+        finally:
+            self._here.axes = before
 
     def checking(self) -> bool:
         """Whether we are inside a shard_map that tracks how values vary, by types."""
@@ -505,6 +529,14 @@ def _find(version: str, symbols: tuple[Symbol, ...]) -> tuple[dict, dict]:
     return found, owners
 
 
+def _types_on_avals() -> bool:
+    """Whether this JAX's avals carry axis types; JAX 0.6.0 can be told that they shall not."""
+    if not any(not _look(s)[2] for s in TYPE_SYMBOLS if s.key == "check_vma"):
+        return False
+    switch, _, missing = _look(Symbol("", "jax._src.config:varying_axes_in_types", "0.6.0", (), ""))
+    return bool(missing) or bool(switch.value)
+
+
 @functools.lru_cache(maxsize=1)
 def load() -> Jax:
     """Look up every private symbol of the JAX that is installed.
@@ -515,7 +547,7 @@ def load() -> Jax:
     """
     import jax
     version = jax.__version__
-    typed = not _look(TYPE_SYMBOLS[0])[2]
+    typed = _types_on_avals()
     found, owners = _find(version, SYMBOLS + (TYPE_SYMBOLS if typed else SET_SYMBOLS))
     strange = check_version(version)
     if strange and os.environ.get(ANYWAY, "") not in ("1", "true", "yes"):

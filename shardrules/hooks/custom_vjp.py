@@ -193,7 +193,7 @@ class _Share:
 
 
 # Equations that name mesh axes and move nothing along them.
-_CASTS = frozenset({"pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast_p",
+_CASTS = frozenset({"pbroadcast", "pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast_p",
                     "axis_index"})
 
 

@@ -99,7 +99,9 @@ class PallasHooks:
             grid_mapping = args[1]
             annotations = tuple(noted[len(noted) - grid_mapping.num_outputs:])
             noted.clear()
-        jaxpr, traced = self.jax.kernel_jaxpr(self.jax.trace_kernel(fun, *args, **kwargs))
+        with self.jax.unchecked():  # as JAX itself does, but for 0.6.0
+            traced = self.jax.trace_kernel(fun, *args, **kwargs)
+        jaxpr, traced = self.jax.kernel_jaxpr(traced)
         self._kernels[jaxpr] = dataclasses.replace(
             self._describe(jaxpr, {}), annotations=annotations)
         self._kernels[jaxpr].call = dataclasses.replace(

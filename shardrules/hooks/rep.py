@@ -1,0 +1,246 @@
+"""Replication sets, the form of shard_map's check to JAX 0.5.3 (``check_rep=True``).
+
+There, a value's axis type is not on its aval: a tracer of shard_map's own carries the set of mesh
+axes over which the value is replicated, the complement of those over which it varies. Two tables
+hold, for each primitive, how the sets pass through it (*check*) and which casts its operands need
+(*rewrite*). JAX fills a table with ``setdefault``, which drops a second rule silently; so one entry
+for each opaque primitive goes in, and it asks the registry each time.
+
+A custom_vjp's bwd is matched to its primals here too. JAX sums every cotangent that varies over an
+axis over which its primal doesn't, also one that bwd has made whole already: 0.4.35 and 0.5.3 give
+144 for 36. So it is asked first what bwd does, as where types are on avals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from typing import Any
+
+from shardrules.axistypes import AxisType, Resolution
+from shardrules.errors import RuleError
+from shardrules.hooks.compat import Jax
+from shardrules.hooks.custom_vjp import CustomVjpHooks, _Share
+from shardrules.hooks.opaque import Call, find_rule, resolve
+from shardrules.hooks.pallas_call import PallasHooks
+from shardrules.hooks.patching import Patches
+from shardrules.hooks.state import Scope, State
+from shardrules.registry import Registration
+
+__all__ = ["RepHooks"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settled:
+    """Which declaration one call obeys, and the scope in which that was found."""
+
+    call: Call
+    found: Registration | None
+    scope: Scope
+
+
+@dataclasses.dataclass
+class _Bwd:
+    """One run of a custom_vjp's bwd: cotangents are matched in order once it has returned."""
+
+    share: _Share
+    axes: frozenset[str]
+    returned: bool = False
+    matched: int = 0
+
+
+class RepHooks:
+    """The hooks of ``jax.experimental.shard_map``'s tables.
+
+    Args:
+      jax: the symbols.
+      state: registry and scopes.
+      pallas: knows each kernel.
+      custom_vjp: knows what communicates in a bwd.
+    """
+
+    def __init__(self, jax: Jax, state: State, pallas: PallasHooks, custom_vjp: CustomVjpHooks):
+        self.jax = jax
+        self.state = state
+        self.pallas = pallas
+        self.custom_vjp = custom_vjp
+        self._local = threading.local()
+        # The rewrite runs in the scope of the trace, the check at its end, outside every op.
+        self._settled: dict[tuple[str, str], _Settled] = {}
+
+    def install(self, patches: Patches) -> None:
+        """Put the entries in, and replace what is done where there is none."""
+        jax = self.jax
+        for primitive in (jax.pallas_call_p, jax.ffi_call_p, jax.pure_callback_p,
+                          jax.io_callback_p):
+            if primitive is not None:
+                missing = functools.partial(jax.rule_missing, primitive)
+                check = jax.check_rules.get(primitive, missing)
+                rewrite = jax.rewrite_rules.get(primitive, missing)
+                patches.entry(jax.check_rules, primitive,
+                              functools.partial(self.check, primitive, check))
+                patches.entry(jax.rewrite_rules, primitive,
+                              functools.partial(self.rewrite, primitive, rewrite))
+        patches.attribute(*jax.owner("rule_missing"), self._missing)
+        patches.attribute(*jax.owner("rewrite_bwd"), self._rewrite_bwd)
+        patches.attribute(*jax.owner("match_replication"), self._match_replication)
+
+    # The two tables.
+
+    def rewrite(self, primitive, original, mesh, in_rep, /, *args, **params):
+        """Cast the operands as the rule says, bind, and say how the outputs are replicated."""
+        settled = self._settle(primitive, params)
+        if not settled.scope.active or self._users(primitive, original, settled):
+            return original(mesh, in_rep, *args, **params)
+        avals = [self.jax.typeof(x) for x in args]
+        resolution = self._resolve(settled, primitive, mesh, in_rep, avals, params)
+        cast = [self._cast(x, aval, mesh, rep, want)
+                for x, aval, rep, want in zip(args, avals, in_rep, resolution.inputs)]
+        results = primitive.bind(*cast, **params)
+        reps = [_rep(mesh, one) for one in resolution.outputs]
+        return (results if primitive.multiple_results else [results]), reps
+
+    def check(self, primitive, original, mesh, /, *in_rep, **params):
+        """Say how the outputs are replicated."""
+        settled = self._settle(primitive, params, again=True)
+        if not settled.scope.active or self._users(primitive, original, settled):
+            return original(mesh, *in_rep, **params)
+        resolution = self._resolve(settled, primitive, mesh, in_rep, None, params)
+        reps = [_rep(mesh, one) for one in resolution.outputs]
+        return reps if primitive.multiple_results else reps[0]
+
+    def _missing(self, primitive, /, *args, **params):
+        """Stand in for a primitive that no table holds, as a user's own."""
+        original = functools.partial(self.jax.rule_missing, primitive)
+        # Called as the rule that is missing: the check gets one set (None for a constant) for
+        # each operand, the rewrite all of them in one sequence, then the operands.
+        if len(args) > 1 and isinstance(args[1], (list, tuple)):
+            return self.rewrite(primitive, original, *args, **params)
+        return self.check(primitive, original, *args, **params)
+
+    def _users(self, primitive, original, settled: _Settled) -> bool:
+        """Whether the user put a rule of their own for pallas_call in before, and it applies."""
+        return (settled.found is None and primitive is self.jax.pallas_call_p
+                and getattr(original, "func", None) is not self.jax.rule_missing)
+
+    def _settle(self, primitive, params, again: bool = False) -> _Settled:
+        if primitive is self.jax.pallas_call_p:
+            kernel = self.pallas.kernel_of(params)
+            scope = kernel.scope if kernel.scope.active else self.state.scope
+            return _Settled(kernel.call, kernel.found, scope)
+        call = Call(primitive.name, _name(primitive, params))
+        key = call.primitive, call.name
+        scope = self.state.scope
+        found = find_rule(call, scope, self.state)
+        if again and found is None and key in self._settled:
+            return self._settled[key]
+        settled = _Settled(call, found, scope)
+        if scope.active:
+            self._settled[key] = settled
+        return settled
+
+    def _resolve(self, settled: _Settled, primitive, mesh, in_rep, avals, params) -> Resolution:
+        types = tuple(_type(mesh, rep) for rep in in_rep)
+        with self.jax.over_axes(tuple(mesh.axis_names)):
+            resolution = resolve(self.jax, self.state, settled.scope, settled.call, settled.found,
+                                 types, self._output_count(primitive, avals, params))
+        partial = [t for t in resolution.outputs if t.unreduced or t.reduced]
+        if partial:
+            raise RuleError(
+                f"the rule {settled.found.rule!r} of {settled.call} makes an output "
+                f"'{partial[0]}', but JAX {self.jax.version} knows only varying and invariant "
+                "values; reduce inside the kernel, or use JAX 0.9 or newer",
+                kernel=settled.call.name, rule=settled.found.rule)
+        return resolution
+
+    def _output_count(self, primitive, avals, params) -> int:
+        for key in ("out_avals", "out_shapes", "result_avals"):
+            if key in params:
+                return len(params[key])
+        if not primitive.multiple_results:
+            return 1
+        if avals is None:
+            avals = params["avals"]
+        outputs, _ = primitive.abstract_eval(*avals, **params)
+        return len(outputs)
+
+    def _cast(self, value, aval, mesh, rep, want: AxisType):
+        extra = want.varying - _type(mesh, rep).varying
+        if not extra or isinstance(aval, self.jax.AbstractRef):
+            return value
+        return self.jax.broadcast(value, tuple(a for a in mesh.axis_names if a in extra))
+
+    # A custom_vjp's cotangents.
+
+    def _rewrite_bwd(self, bwd, mesh, in_reps, reps_dst):
+        if not self.state.scope.active:
+            return self.jax.rewrite_bwd(bwd, mesh, in_reps, reps_dst)
+        name = self.jax.function_name(bwd)
+        call = getattr(bwd, "call_wrapped", bwd)
+
+        def noted(*args):
+            results = call(*args)
+            self._running[-1].returned = True
+            return results
+
+        rewritten = self.jax.rewrite_bwd(self.jax.wrapped(noted, bwd), mesh, in_reps, reps_dst)
+        matched = getattr(rewritten, "call_wrapped", rewritten)
+
+        def run(*args):
+            share = _Share(self.custom_vjp, lambda *a: tuple(call(*a)), name, args)
+            with self._run(_Bwd(share, frozenset(mesh.axis_names))):
+                return matched(*args)
+
+        return self.jax.wrapped(run, rewritten)
+
+    def _match_replication(self, src, dst, x):
+        """Sum a cotangent that varies where its primal doesn't, if it can't be whole already."""
+        running = self._running
+        if not running or not running[-1].returned:  # a custom_jvp's tangents
+            return self.jax.match_replication(src, dst, x)
+        bwd = running[-1]
+        index, bwd.matched = bwd.matched, bwd.matched + 1
+        if isinstance(x, self.jax.Zero):
+            return x  # bwd returned None for it; JAX to 0.5.3 would take it for an array
+        extra = frozenset(dst) - frozenset(src)
+        if extra:
+            from jax.tree_util import SequenceKey
+            bwd.share.check((SequenceKey(index),), extra, AxisType(bwd.axes - frozenset(src)),
+                            AxisType(bwd.axes - frozenset(dst)))
+        return self.jax.match_replication(src, dst, x)
+
+    @property
+    def _running(self) -> list[_Bwd]:
+        if not hasattr(self._local, "running"):
+            self._local.running = []
+        return self._local.running
+
+    @contextlib.contextmanager
+    def _run(self, bwd: _Bwd):
+        self._running.append(bwd)
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+
+def _type(mesh, rep) -> AxisType:
+    """Return the axis type of a replication set; None stands for a constant."""
+    return AxisType() if rep is None else AxisType(frozenset(mesh.axis_names) - frozenset(rep))
+
+
+def _rep(mesh, axis_type: AxisType) -> set[str]:
+    return set(mesh.axis_names) - axis_type.varying
+
+
+def _name(primitive, params) -> str:
+    """Return the FFI target, the callback's name, or the primitive's."""
+    if "target_name" in params:
+        return params["target_name"]
+    callback = params.get("callback")
+    if callback is not None:
+        function = getattr(callback, "callback_func", callback)
+        return getattr(function, "__name__", primitive.name)
+    return primitive.name

@@ -84,7 +84,7 @@ def cell(kernel, options, mesh, check):
         lowered = f.lower(argument)
     except (ValueError, TypeError, NotImplementedError) as error:
         first = str(error).splitlines()[0]
-        return f"{type(error).__name__}:\n" + "\n".join(textwrap.wrap(first[:110] + "...", 40))
+        return f"{type(error).__name__}:\n" + "\n".join(textwrap.wrap(first, 44))
     judgement = testing.judge(lowered)
     backward = [v for v in judgement.verdicts if v.collective.phase != "forward"]
     lines = []

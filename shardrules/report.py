@@ -57,7 +57,8 @@ def describe(verdict: Verdict) -> str:
         lines.append(f"at {where}")
     lines.append(f"because {verdict.reason}")
     if verdict.rests_on:
-        lines.append("resting on: " + "; ".join(map(str, verdict.rests_on)))
+        lines.append("resting on: " + "; ".join(
+            s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on))
     hint = advice(verdict)
     if hint:
         lines.append(f"to do: {hint}")

@@ -1,0 +1,158 @@
+"""The house: who may import whom, and where JAX's private names may stand."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import shardrules
+from shardrules import errors
+
+PACKAGE = pathlib.Path(shardrules.__file__).parent
+
+# From each part of the package to the parts that it may import (README, for contributors).
+ARROWS = {
+    "errors": set(),
+    "axistypes": {"errors"},
+    "declare": {"errors"},
+    "ruletable": {"errors", "axistypes", "declare"},
+    "registry": {"errors", "declare", "ruletable"},
+    "hooks": {"errors", "axistypes", "declare", "ruletable", "registry", "hooks"},
+    "pallas": {"errors", "axistypes", "declare", "ruletable", "registry", "hooks.compat",
+               "hooks.audit_names", "pallas"},
+    "hlo": {"errors", "axistypes", "ruletable", "registry", "hlo"},
+    "aot": {"errors"},
+    "report": {"errors", "hlo", "report"},
+    "testing": {"errors", "registry", "hlo", "report", "hooks", "testing"},
+    "__main__": {"errors", "registry", "hlo", "report"},
+    "__init__": set(),
+}
+NO_JAX = {"errors", "axistypes", "declare", "ruletable", "registry", "hlo", "report", "__init__",
+          "__main__"}
+
+
+def imports(source):
+    """Yield each module that a source file imports, ``from x import y`` as x.y too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(path):
+    """The name in ARROWS of a file of the package."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def wrong_arrows(part, source):
+    """The imports of a source file that its part may not have."""
+    allowed = ARROWS[part]
+    for name in imports(source):
+        pieces = name.split(".")
+        if pieces[0] == "jax" and part in NO_JAX:
+            yield f"{part} -> {name}"
+        if pieces[0] != "shardrules" or len(pieces) == 1:
+            continue
+        if (pieces[1] not in allowed and ".".join(pieces[1:3]) not in allowed
+                and not (pieces[1] == "hooks" and len(pieces) == 2 and "hooks.compat" in allowed)):
+            yield f"{part} -> {name}"
+
+
+def private_names(source):
+    """The lines that name JAX's internals or read its version."""
+    for number, line in enumerate(source.splitlines(), 1):
+        if any(word in line for word in ("jax._src", "jaxlib.", "jax.__version__",
+                                         "__version_info__")):
+            yield f"{number}: {line.strip()}"
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    assert list(wrong_arrows(part_of(path), path.read_text())) == []
+
+
+@pytest.mark.parametrize("part, source", [
+    ("hlo", "import jax"),
+    ("hlo", "def f():\n    from jax import numpy"),
+    ("hlo", "from shardrules import hooks"),
+    ("hlo", "from shardrules.hooks import compat"),
+    ("registry", "from shardrules.hooks import install"),
+    ("hooks", "from shardrules import pallas"),
+    ("hooks", "import shardrules.testing"),
+    ("pallas", "from shardrules.hooks import vma"),
+    ("aot", "from shardrules import registry"),
+    ("report", "from shardrules import testing"),
+])
+def test_the_test_of_arrows_can_fail(part, source):
+    assert list(wrong_arrows(part, source))
+
+
+# The docstrings of these copy a fact from JAX and say from where; a test compares the two.
+CITED = {"registry.py": "jax._src.interpreters.mlir.sanitize_name"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_jax_internals_stand_in_hooks_alone(path):
+    if part_of(path) == "hooks":
+        return
+    cited = CITED.get(path.name, "\0")
+    assert [line for line in private_names(path.read_text()) if cited not in line] == []
+
+
+def test_the_test_of_internals_can_fail():
+    assert list(private_names("import jax\nif jax.__version__ > '0.4': pass"))
+    assert list(private_names("from jax._src import core"))
+
+
+def test_importing_needs_no_jax():
+    code = textwrap.dedent('''
+        import sys
+        sys.modules["jax"] = None  # an import of it raises
+        import shardrules
+        from shardrules import hlo, report
+        shardrules.register("k", shardrules.no_communication)
+        assert shardrules.no_communication(print)
+        assert not [name for name in sys.modules if name.startswith("jax.")]
+    ''')
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_all_there():
+    for name in shardrules.__all__:
+        assert getattr(shardrules, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'; its public names are"):
+        shardrules.nothing
+
+
+def test_every_error_is_a_builtin_too():
+    for name in errors.__all__:
+        error = getattr(errors, name)
+        assert issubclass(error, errors.ShardrulesError)
+        assert name == "ShardrulesError" or any(
+            base.__module__ == "builtins" and base is not Exception and issubclass(base, Exception)
+            for base in error.__mro__[1:-2])
+
+
+def test_normalised_names_are_those_of_jax():
+    from jax._src.interpreters import mlir
+
+    from shardrules.registry import normalise
+    for name in ("foo bar/1", "a.b-c", "é ", "x" * 99, "jit(f)/kernel<4>"):
+        assert normalise(name) == mlir.sanitize_name(name)
+
+
+def test_the_readme_shows_the_example_that_is_there():
+    root = pathlib.Path(__file__).parent.parent
+    readme = (root / "README.md").read_text()
+    example = (root / "examples" / "quickstart.py").read_text()
+    assert f"```python\n{example}```" in readme

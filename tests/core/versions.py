@@ -8,17 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
-
-
-def mesh_of(**sizes: int) -> Mesh:
-    """Return a mesh of the first devices: ``mesh_of(data=4, model=2)``."""
-    count = int(np.prod(list(sizes.values())))
-    devices = np.array(jax.devices()[:count]).reshape(*sizes.values())
-    return Mesh(devices, tuple(sizes))
 
 
 @functools.lru_cache(maxsize=None)
@@ -35,7 +27,8 @@ def shard_map(f, *, mesh, in_specs, out_specs, check: bool = True):
     function, name = _shard_map()
     return function(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **{name: check})
 
-
-def has_types() -> bool:
-    """Whether this JAX tracks the check by types on avals rather than by replication sets."""
-    return _shard_map()[1] == "check_vma"
+def block(shape, index_map):
+    """Return BlockSpec's two arguments in this JAX's order."""
+    from jax.experimental import pallas as pl
+    names = list(inspect.signature(pl.BlockSpec).parameters)
+    return (shape, index_map) if names.index("block_shape") == 0 else (index_map, shape)

@@ -77,14 +77,14 @@ class AuditNames:
         family = self._families.get(cls.__module__)
         return None if family is None else f"{family}:{cls.__name__}"
 
-    def place(self, eqn: Any) -> str:
-        """Return ``file:line`` of the user's code that an equation comes from."""
+    def place(self, eqn: Any) -> str | None:
+        """Return ``file:line`` of the user's code that an equation comes from, if it says."""
         info = eqn.source_info
         try:
             frame = self.user_frame(info.traceback)
         except (AttributeError, TypeError):
             frame = self.user_frame(info)  # to JAX 0.6 it took the source info
-        return "unknown place" if frame is None else f"{frame.file_name}:{frame.start_line}"
+        return None if frame is None else f"{frame.file_name}:{frame.start_line}"
 
 
 @functools.lru_cache(maxsize=1)

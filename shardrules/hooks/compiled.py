@@ -43,7 +43,9 @@ def parameter_shardings(compiled: Any) -> list[tuple[tuple[int, ...], str]] | No
         return None
     if len(shardings) != len(infos):
         return None
-    kept = [(tuple(info.shape), sharding) for info, sharding in zip(infos, shardings)
+    # An argument's shape stands on its aval in JAX 0.4.28.
+    kept = [(tuple(getattr(info, "aval", info).shape), sharding)
+            for info, sharding in zip(infos, shardings)
             if sharding is not None]
     return [(sharding.shard_shape(shape), str(sharding._to_xla_hlo_sharding(len(shape))))
             for shape, sharding in kept]

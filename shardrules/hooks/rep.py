@@ -22,7 +22,7 @@ from typing import Any
 from shardrules.axistypes import AxisType, Resolution
 from shardrules.errors import RuleError
 from shardrules.hooks.compat import Jax
-from shardrules.hooks.custom_vjp import CustomVjpHooks, _Share
+from shardrules.hooks.custom_vjp import CustomVjpHooks, _inner_jaxprs, _Share
 from shardrules.hooks.opaque import Call, find_rule, resolve
 from shardrules.hooks.pallas_call import PallasHooks
 from shardrules.hooks.patching import Patches
@@ -114,6 +114,8 @@ class RepHooks:
     def _missing(self, primitive, /, *args, **params):
         """Stand in for a primitive that no table holds, as a user's own."""
         original = functools.partial(self.jax.rule_missing, primitive)
+        if next(_inner_jaxprs(params), None) is not None:
+            return original(*args, **params)  # not opaque: to 0.4.35, JAX has no rule for cond
         # Called as the rule that is missing: the check gets one set (None for a constant) for
         # each operand, the rewrite all of them in one sequence, then the operands.
         if len(args) > 1 and isinstance(args[1], (list, tuple)):

@@ -11,6 +11,9 @@ import importlib
 import inspect
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 
 @functools.lru_cache(maxsize=None)
@@ -27,8 +30,21 @@ def shard_map(f, *, mesh, in_specs, out_specs, check: bool = True):
     function, name = _shard_map()
     return function(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **{name: check})
 
+
 def block(shape, index_map):
     """Return BlockSpec's two arguments in this JAX's order."""
     from jax.experimental import pallas as pl
     names = list(inspect.signature(pl.BlockSpec).parameters)
     return (shape, index_map) if names.index("block_shape") == 0 else (index_map, shape)
+
+
+def has_rule_for_cond() -> bool:
+    """Whether shard_map's check knows ``lax.cond`` on this JAX, with no kernel anywhere."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("one",))
+    f = shard_map(lambda x: jax.lax.cond(x[0] > 0, lambda: x, lambda: -x), mesh=mesh,
+                  in_specs=P(), out_specs=P())
+    try:
+        jax.eval_shape(f, jax.ShapeDtypeStruct((1,), "float32"))
+    except NotImplementedError:
+        return False
+    return True

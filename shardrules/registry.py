@@ -34,6 +34,7 @@ class Registration:
       where: ``file:line`` of the declaration.
       status: ``declared`` (somebody says so) or ``audited`` (the kernel's own jaxpr proves it).
       library: the distribution that ships it, or empty for the user's own.
+      target: the primitive object that it is for alone, or None.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Registration:
     where: str
     status: str = "declared"
     library: str = ""
+    target: Any = None
 
     @property
     def is_pattern(self) -> bool:
@@ -86,7 +88,7 @@ class Registry:
 
     def __init__(self, entry_points: str | None = None):
         self._lock = threading.RLock()
-        self._entries: dict[tuple[str, str], Registration] = {}
+        self._entries: dict[tuple[str, str, Any], Registration] = {}
         self._listeners: list[Callable[[], None]] = []
         self._guards: list[Callable[[], contextlib.AbstractContextManager]] = []
         self._local = threading.local()
@@ -102,13 +104,13 @@ class Registry:
 
     # Declaring.
 
-    def register(self, name: str, rule: Any, *, replace: bool = False) -> Registration:
+    def register(self, name: Any, rule: Any, *, replace: bool = False) -> Registration:
         """Declare the rule of every kernel called ``name``.
 
         Args:
           name: a Pallas kernel's ``name=`` or function name, an FFI target, a primitive's name;
-            ``module:name``, with the module of the kernel's function; or a pattern of ``*``,
-            ``?`` and ``[...]``.
+            ``module:name``, with the module of the kernel's function; a pattern of ``*``, ``?``
+            and ``[...]``; or a primitive itself.
           rule: a shardrules rule, or a function from a RuleContext to one AxisType per output.
           replace: take the place of an earlier declaration of the same name.
 
@@ -123,17 +125,20 @@ class Registry:
 
     @staticmethod
     def _entry(name: Any, rule: Any, where: str, library: str = "") -> Registration:
+        target = None
+        if hasattr(name, "bind") and isinstance(getattr(name, "name", None), str):
+            target, name = name, name.name  # a jax primitive
         if not isinstance(name, str) or not name.strip():
             raise RegistrationError(
                 f"a kernel name is a non-empty string, not {name!r}; to bind a rule to a function "
                 "object, write @shardrules.no_communication above its def", name=name)
-        return Registration(name.strip(), as_rule(rule), where, library=library)
+        return Registration(name.strip(), as_rule(rule), where, library=library, target=target)
 
     def _add(self, entry: Registration, replace: bool) -> Registration:
         # A library's rule and the user's for the same name stand side by side: find() prefers
         # the user's.
         key = (entry.name if entry.is_pattern or ":" in entry.name else normalise(entry.name),
-               entry.library)
+               entry.library, entry.target)
         with self._lock:
             known = self._entries.get(key)
             if known is not None and not replace:
@@ -216,7 +221,8 @@ class Registry:
 
     # Asking.
 
-    def find(self, name: str, module: str = "", function: str = "") -> Registration | None:
+    def find(self, name: str, module: str = "", function: str = "",
+             target: Any = None) -> Registration | None:
         """Return the declaration for a kernel, or None.
 
         The innermost scope that matches wins. Then an exact name wins over a pattern, and the
@@ -226,6 +232,7 @@ class Registry:
           name: the kernel name, as written or as compiled.
           module: the module of the kernel's function, where it is known.
           function: what tells its function from others of the same name (``file:line``), if known.
+          target: the primitive, where it is known.
 
         Raises:
           RegistrationError: if two declarations that match disagree and neither wins, or a bare
@@ -234,11 +241,14 @@ class Registry:
         self.load_libraries()
         compiled = normalise(name)
         for overlay in reversed(self.overlays):
-            matching = [e for e in overlay.entries if e.matches(compiled, module)]
+            matching = [e for e in overlay.entries
+                        if e.target in (None, target) and e.matches(compiled, module)]
             if matching:
                 return self._best(name, matching)
         with self._lock:
-            exact = [e for key, e in self._entries.items() if key[0] == compiled]
+            exact = [e for key, e in self._entries.items()
+                     if key[0] == compiled and e.target in (None, target)]
+            exact = [e for e in exact if e.target is not None] or exact
             matching = exact + [e for e in self._entries.values()
                                 if (e.is_pattern or ":" in e.name)
                                 and e.matches(compiled, module)]
@@ -326,7 +336,7 @@ class Registry:
 default = Registry(ENTRY_POINTS)
 
 
-def register(name: str, rule: Any, *, replace: bool = False) -> Registration:
+def register(name: Any, rule: Any, *, replace: bool = False) -> Registration:
     """Declare the rule of every kernel called ``name``; see ``Registry.register``."""
     return default.register(name, rule, replace=replace)
 

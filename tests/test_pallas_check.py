@@ -185,8 +185,7 @@ def test_annotation_is_checked_against_the_rule(cpu_mesh, hooks):
                     P("data", "model")) == {"data", "model"}
     with pytest.raises(errors.RuleError) as caught:
         out_type(annotated(), cpu_mesh, P("data"), shapes)
-    assert ("is annotated 'invariant' on its out_shape, but the rule no_communication "
-            in str(caught.value))
+    assert "is annotated 'invariant', but the rule no_communication " in str(caught.value)
     assert "makes it 'varying over {data}'. Remove the annotation" in str(caught.value)
 
 

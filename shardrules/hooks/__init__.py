@@ -16,6 +16,7 @@ from shardrules.hooks.custom_vjp import CustomVjpHooks
 from shardrules.hooks.lowering import LoweringHooks
 from shardrules.hooks.pallas_call import PallasHooks
 from shardrules.hooks.patching import Patches
+from shardrules.hooks.primitives import PrimitiveHooks
 from shardrules.hooks.rep import RepHooks
 from shardrules.hooks.state import POLICIES, Scope, State
 from shardrules.registry import default
@@ -104,9 +105,10 @@ def _hold() -> None:
             if not _hooks:
                 _hide_frames()
                 _state.use_trace_key(jax.trace_key())
-                pallas = PallasHooks(jax, _state)
+                lowering = LoweringHooks(jax, _state)
+                pallas = PallasHooks(jax, _state, lowering)
                 custom_vjp = CustomVjpHooks(jax, _state, pallas.kernel_of)
-                _hooks.extend([pallas, custom_vjp, LoweringHooks(jax, _state, pallas.kernel_of)])
+                _hooks.extend([pallas, custom_vjp, PrimitiveHooks(jax, _state, lowering)])
                 if not jax.typed:
                     _hooks.append(RepHooks(jax, _state, pallas, custom_vjp))
             for hook in _hooks:

@@ -89,6 +89,9 @@ SYMBOLS = (
     Symbol("trace_kernel", f"{_PALLAS}:_trace_to_jaxpr", "0.4.28", ("fun", "grid_spec"), _KERNEL),
     Symbol("lowerings", "jax._src.interpreters.mlir:_lowerings", "0.4.28-0.12", (),
            "the table of lowering rules"),
+    Symbol("platform_lowerings", "jax._src.interpreters.mlir:_platform_specific_lowerings",
+           "0.4.28-0.12", (), "the tables for one platform each", optional=True),
+    Symbol("Primitive", "jax._src.core:Primitive", "0.4.28-0.12", (), "users' primitives"),
     Symbol("LoweringRuleEntry", "jax._src.interpreters.mlir:LoweringRuleEntry", "0.7.2-0.12",
            ("rule", "inline"), "an entry of that table, where it isn't the rule itself",
            optional=True),
@@ -118,6 +121,16 @@ TYPE_SYMBOLS = (
            ("out_shape",), _OUT_SHAPE),
     Symbol("pcast", "jax.lax:pcast", "0.8-0.12", ("axis_name", "to"), "casts an operand"),
     Symbol("pcast", "jax.lax:pvary", "0.6.0-0.7", ("axis_name",), "casts an operand"),
+    Symbol("ffi_call_p", "jax._src.ffi:ffi_call_p", "0.6.0-0.12", (), "an opaque primitive",
+           optional=True),
+    Symbol("result_avals", "jax._src.ffi:_result_avals", "0.6.0-0.12", (),
+           "fails on an annotated result (JAX 0.8.3 to 0.12)", optional=True),
+    Symbol("pure_callback_p", "jax._src.callback:pure_callback_p", "0.6.0-0.12", (),
+           "an opaque primitive"),
+    Symbol("io_callback_p", "jax._src.callback:io_callback_p", "0.6.0-0.12", (),
+           "an opaque primitive"),
+    Symbol("tpu_custom_call_p", "jax._src.tpu_custom_call:tpu_custom_call_p", "0.6.0-0.12", (),
+           "an opaque primitive", optional=True),
 )
 
 # To JAX 0.5.3: sets of axes over which a value is replicated, kept beside the values.
@@ -235,6 +248,27 @@ class Jax:
         if out_shape.vma is not None:
             return AxisType(out_shape.vma), out_shape
         return None, out_shape.update(vma=frozenset())
+
+    def unannotated(self, result: Any) -> tuple[AxisType | None, Any]:
+        """Return what the user wrote on a result of ffi_call, and the result without it.
+
+        Args:
+          result: one of ffi_call's ``result_shape_dtypes``.
+        """
+        import jax
+        if not isinstance(result, jax.ShapeDtypeStruct):
+            return None, result
+        field = "manual_axis_type" if self.ManualAxisType is not None else "vma"
+        written = getattr(result, field, None)
+        if written is None:
+            return None, result
+        note = (AxisType(written.varying, written.unreduced, written.reduced)
+                if self.ManualAxisType is not None else AxisType(written))
+        return note, result.update(**{field: None})
+
+    def can_cast(self, aval: Any) -> bool:
+        """Whether a value of this aval can be cast: an array, that is, not a ref or a token."""
+        return isinstance(aval, self.ShapedArray)
 
     def manual_axes(self) -> tuple[str, ...]:
         """Return the manual mesh axes here, in the mesh's order; empty outside shard_map.

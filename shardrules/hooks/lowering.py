@@ -8,7 +8,6 @@ from shardrules.hooks.compat import Jax
 from shardrules.hooks.opaque import find_rule, resolve, types_of
 from shardrules.hooks.patching import Patches
 from shardrules.hooks.state import Scope, State
-from shardrules.errors import ShardrulesError
 from shardrules.registry import normalise
 from shardrules.axistypes import AxisType, Effect, format_effects
 
@@ -18,38 +17,43 @@ _ATTRIBUTES = "mhlo.frontend_attributes"  # what XLA prints as frontend_attribut
 
 
 class LoweringHooks:
-    """The hook on the lowering rule of ``pallas_call``.
+    """The hooks on the lowering rules of opaque primitives.
 
     Args:
       jax: the symbols.
       state: registry and scopes.
-      kernel_of: from a pallas_call's params to what is known of its kernel.
     """
 
-    def __init__(self, jax: Jax, state: State, kernel_of):
+    def __init__(self, jax: Jax, state: State):
         self.jax = jax
         self.state = state
-        self.kernel_of = kernel_of
 
-    def install(self, patches: Patches) -> None:
-        """Replace the lowering rule."""
-        entry = self.jax.lowerings[self.jax.pallas_call_p]
-        self._lower = self.jax.lowering_rule(entry)
-        patches.entry(self.jax.lowerings, self.jax.pallas_call_p,
-                      self.jax.lowering_entry(entry, self.lower))
+    def wrap(self, patches: Patches, table: dict, primitive: Any, known_of) -> None:
+        """Replace one primitive's lowering rule in one of JAX's tables.
 
-    def lower(self, ctx, *operands, **params):
-        """Lower one call; interpret what is to be interpreted without types, tag the rest."""
-        kernel = self.kernel_of(params)
-        if not (kernel.scope.active or self.state.scope.active):
-            return self._lower(ctx, *operands, **params)
-        if params["interpret"]:
-            return self._interpret(ctx, *operands, **params)
-        results = self._lower(ctx, *operands, **params)
-        self._tag(ctx, kernel, operands, results)
-        return results
+        Args:
+          patches: what to undo.
+          table: from primitives to lowering rules.
+          primitive: the primitive.
+          known_of: from an equation's params to a Known, or to None for what is left alone.
+        """
+        entry = table[primitive]
+        original = self.jax.lowering_rule(entry)
 
-    def _interpret(self, ctx, *operands, **params):
+        def lower(ctx, *operands, **params):
+            """Lower one call; interpret what is to be interpreted without types, tag the rest."""
+            known = known_of(params)
+            if known is None or not known.active(self.state):
+                return original(ctx, *operands, **params)
+            if params.get("interpret"):
+                return self._interpret(original, ctx, *operands, **params)
+            results = original(ctx, *operands, **params)
+            self._tag(ctx, known, operands, results)
+            return results
+
+        patches.entry(table, primitive, self.jax.lowering_entry(entry, lower))
+
+    def _interpret(self, original, ctx, *operands, **params):
         """Interpret without types: the interpreter's loops mix inputs that vary differently.
 
         JAX 0.10.2 traces the interpreter with the operands' types and fails on its while_loop's
@@ -59,7 +63,7 @@ class LoweringHooks:
             self.jax.with_axis_type(a, AxisType()) for a in avals]
         plain = ctx.replace(avals_in=stripped(ctx.avals_in), avals_out=stripped(ctx.avals_out))
         with self.jax.unchecked():
-            results = self._lower(plain, *operands, **params)
+            results = original(plain, *operands, **params)
         if plain.tokens_out is not None:
             ctx.set_tokens_out(plain.tokens_out)
         return results

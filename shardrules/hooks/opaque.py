@@ -14,7 +14,7 @@ from shardrules.registry import Registration
 from shardrules.axistypes import AxisType, Effect, Resolution, RuleContext
 from shardrules.ruletable import Rule
 
-__all__ = ["Call", "find_rule", "resolve", "types_of"]
+__all__ = ["Call", "Known", "check_annotations", "find_rule", "resolve", "typed", "types_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Call:
       place: where the kernel is defined, ``file:line``, or empty.
       module: the module of its function, or empty.
       binding: the rule bound to its function object, or None.
+      target: the primitive, where a rule may be registered for the object.
+      aliases: further names to ask for, the primitive's last.
     """
 
     primitive: str
@@ -34,10 +36,64 @@ class Call:
     place: str = ""
     module: str = ""
     binding: Binding | None = None
+    target: Any = None
+    aliases: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.primitive} kernel {self.name!r}" + (
+        kernel = "" if self.name == self.primitive else f" kernel {self.name!r}"
+        return f"{self.primitive}{kernel}" + (
             f" (defined at {self.place})" if self.place else "")
+
+
+@dataclasses.dataclass
+class Known:
+    """What is known of one opaque call, wherever transformations carry it.
+
+    Args:
+      call: its name, place and binding.
+      annotations: for each output, the axis type that the user wrote, or None.
+      found: the declaration it obeys; settled when it is first bound.
+      scope: the scope in which that was.
+    """
+
+    call: Call
+    annotations: tuple[AxisType | None, ...] = ()
+    found: Registration | None = None
+    scope: Scope | None = None
+
+    def active(self, state: State) -> bool:
+        """Whether the hooks act on it: here, or because they did when it was bound."""
+        return state.scope.active or (self.scope is not None and self.scope.active)
+
+    def governing(self, state: State) -> Scope:
+        """The scope whose policy and rules it obeys."""
+        return self.scope if self.scope is not None and self.scope.active else state.scope
+
+
+def check_annotations(known: Known, types: tuple[AxisType, ...]) -> None:
+    """Refuse an annotation that is less varying than the rule's answer; more is only wider.
+
+    Raises:
+      RuleError: showing the annotation and the rule.
+    """
+    for i, (note, one) in enumerate(zip(known.annotations, types)):
+        if note is None or (one.varying <= note.varying and one.unreduced == note.unreduced):
+            continue
+        said = (f"rule {known.found.rule!r} (declared at {known.found.where})" if known.found
+                else "policy for calls without a rule")
+        raise RuleError(
+            f"output {i} of {known.call} is annotated '{note}', but the {said} makes it '{one}'. "
+            "Remove the annotation (the rule is enough), or register a rule that says which axes "
+            "the kernel makes invariant.",
+            kernel=known.call.name, annotation=note, answer=one)
+
+
+def typed(jax: Jax, known: Known, avals: Any, types: tuple[AxisType, ...]) -> tuple[Any, ...]:
+    """Return avals with their types; an annotation that is wider widens them."""
+    notes = known.annotations or (None,) * len(types)
+    return tuple(
+        jax.with_axis_type(aval, one if note is None else one.vary(*(note.varying - one.axes)))
+        for aval, one, note in zip(avals, types, notes))
 
 
 def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
@@ -50,7 +106,11 @@ def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
         if binding is not None:
             return Registration(call.name, binding.rule, binding.where)
     with state.registry.overlaid(scope.overlays):
-        return state.registry.find(call.name, call.module, call.place)
+        for name in (call.name, *call.aliases):
+            found = state.registry.find(name, call.module, call.place, call.target)
+            if found is not None:
+                return found
+    return None
 
 
 def types_of(jax: Jax, avals: Any) -> tuple[AxisType, ...]:

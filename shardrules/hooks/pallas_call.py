@@ -18,7 +18,16 @@ from typing import Any
 from shardrules.declare import binding_of
 from shardrules.errors import RuleError
 from shardrules.hooks.compat import Jax
-from shardrules.hooks.opaque import Call, find_rule, resolve, types_of
+from shardrules.hooks.lowering import LoweringHooks
+from shardrules.hooks.opaque import (
+    Call,
+    Known,
+    check_annotations,
+    find_rule,
+    resolve,
+    typed,
+    types_of,
+)
 from shardrules.hooks.patching import Patches
 from shardrules.hooks.state import Scope, State
 from shardrules.registry import Registration
@@ -33,45 +42,31 @@ def _module_of(function: Any) -> str:
     return getattr(function, "__module__", None) or ""
 
 
-@dataclasses.dataclass
-class _Kernel:
-    """What is known of one kernel jaxpr.
-
-    Args:
-      call: its name, place and binding.
-      annotations: for each output, the axis type that the user wrote on out_shape, or None.
-      found: the declaration it obeys; settled when it is first bound.
-      scope: the scope in which that was.
-    """
-
-    call: Call
-    annotations: tuple[AxisType | None, ...] = ()
-    found: Registration | None = None
-    scope: Scope | None = None
-
-
 class PallasHooks:
     """The hooks of ``pallas_call``.
 
     Args:
       jax: the symbols.
       state: registry and scopes.
+      lowering: interprets, and tags what kernels lower to.
     """
 
-    def __init__(self, jax: Jax, state: State):
+    def __init__(self, jax: Jax, state: State, lowering: LoweringHooks):
         self.jax = jax
         self.state = state
+        self.lowering = lowering
         # Keyed by the kernel's jaxpr, which is one object through eval, partial eval and dce.
-        self._kernels: weakref.WeakKeyDictionary[Any, _Kernel] = weakref.WeakKeyDictionary()
+        self._kernels: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()
         self._local = threading.local()
 
     def install(self, patches: Patches) -> None:
-        """Replace the three seams."""
+        """Replace the three seams, and the lowering rule."""
         jax = self.jax
         self._bind = jax.pallas_call_p.bind
         self._abstract_eval = jax.pallas_call_p.abstract_eval
         patches.attribute(*jax.owner("trace_kernel"), self._trace_kernel)
         patches.attribute(jax.pallas_call_p, "bind", self.bind)
+        self.lowering.wrap(patches, jax.lowerings, jax.pallas_call_p, self.kernel_of)
         if jax.typed:
             patches.attribute(*jax.owner("convert_out_shape"), self._convert_out_shape)
             patches.attribute(jax.pallas_call_p, "abstract_eval", self.abstract_eval)
@@ -108,12 +103,12 @@ class PallasHooks:
             self._kernels[jaxpr].call, binding=binding_of(fun), module=_module_of(fun))
         return traced
 
-    def _describe(self, jaxpr: Any, params: dict[str, Any]) -> _Kernel:
-        return _Kernel(Call("pallas_call", *self.jax.describe_kernel(jaxpr, params)))
+    def _describe(self, jaxpr: Any, params: dict[str, Any]) -> Known:
+        return Known(Call("pallas_call", *self.jax.describe_kernel(jaxpr, params)))
 
     # Rewrite and check.
 
-    def kernel_of(self, params: dict[str, Any]) -> _Kernel:
+    def kernel_of(self, params: dict[str, Any]) -> Known:
         """Return what is known of the kernel of a bind or an equation."""
         jaxpr = params["jaxpr"]
         kernel = self._kernels.get(jaxpr)
@@ -133,9 +128,13 @@ class PallasHooks:
             kernel.found = find_rule(kernel.call, kernel.scope, self.state)
         return kernel
 
+    def _acts(self, params: dict[str, Any]) -> bool:
+        known = self._kernels.get(params["jaxpr"])
+        return self.state.scope.active or (known is not None and known.active(self.state))
+
     def bind(self, *args, **params):
         """Cast the inputs as the rule says, then bind."""
-        if not self.state.scope.active:
+        if not self._acts(params):
             return self._bind(*args, **params)
         first = params["jaxpr"] not in self._kernels or (
             self._kernels[params["jaxpr"]].scope is None)
@@ -144,49 +143,30 @@ class PallasHooks:
             avals = [self.jax.typeof(x) for x in args]
             resolution = self._resolve(kernel, avals, len(params["out_avals"]))
             if first:
-                self._check_annotations(kernel, resolution.outputs)
+                check_annotations(kernel, resolution.outputs)
             args = [x if isinstance(aval, self.jax.AbstractRef) else self.jax.cast(x, want)
                     for x, aval, want in zip(args, avals, resolution.inputs)]
             # Written into the call too, so that a jaxpr that outlives the hooks keeps its types.
-            params["out_avals"] = self._typed(kernel, params["out_avals"], resolution.outputs)
+            params["out_avals"] = typed(self.jax, kernel, params["out_avals"],
+                                        resolution.outputs)
         with self._transforming(kernel):
             return self._bind(*args, **params)
 
     def abstract_eval(self, *avals, **params):
         """Give the outputs the types that the rule says for these operands."""
         outputs, effects = self._abstract_eval(*avals, **params)
-        if not (self.state.scope.active and self.jax.checking()):
+        if not (self._acts(params) and self.jax.checking()):
             return outputs, effects
         kernel = self.kernel_of(params)
         resolution = self._resolve(kernel, avals, len(outputs))
-        return self._typed(kernel, outputs, resolution.outputs), effects
+        return typed(self.jax, kernel, outputs, resolution.outputs), effects
 
-    def _resolve(self, kernel: _Kernel, avals, output_count: int):
-        scope = kernel.scope if kernel.scope.active else self.state.scope
-        return resolve(self.jax, self.state, scope, kernel.call, kernel.found,
-                       types_of(self.jax, avals), output_count)
-
-    def _typed(self, kernel: _Kernel, avals, types):
-        annotations = kernel.annotations or (None,) * len(avals)
-        return tuple(
-            self.jax.with_axis_type(
-                aval, one if note is None else one.vary(*(note.varying - one.axes)))
-            for aval, one, note in zip(avals, types, annotations))
-
-    def _check_annotations(self, kernel: _Kernel, types) -> None:
-        """Refuse an annotation that is less varying than the rule's answer; more is only wider."""
-        for i, (note, one) in enumerate(zip(kernel.annotations, types)):
-            if note is None or (one.varying <= note.varying and one.unreduced == note.unreduced):
-                continue
-            raise RuleError(
-                f"output {i} of {kernel.call} is annotated '{note}' on its out_shape, but the "
-                f"rule {kernel.found.rule!r} (declared at {kernel.found.where}) makes it "
-                f"'{one}'. Remove the annotation (the rule is enough), or register a rule that "
-                "says which axes the kernel makes invariant.",
-                kernel=kernel.call.name, rule=kernel.found.rule, annotation=note, answer=one)
+    def _resolve(self, kernel: Known, avals, output_count: int):
+        return resolve(self.jax, self.state, kernel.governing(self.state), kernel.call,
+                       kernel.found, types_of(self.jax, avals), output_count)
 
     @contextlib.contextmanager
-    def _transforming(self, kernel: _Kernel):
+    def _transforming(self, kernel: Known):
         before = getattr(self._local, "outer", None)
         self._local.outer = kernel
         try:

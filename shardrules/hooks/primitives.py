@@ -96,13 +96,12 @@ class PrimitiveHooks:
         self.jax = jax
         self.state = state
         self.lowering = lowering
+        self._kinds: dict[Any, _Kind] = {}
         self._local = threading.local()
 
     def install(self, patches: Patches) -> None:
         """Adopt JAX's opaque primitives, users' primitives, and those that are made later."""
         jax = self.jax
-        if not jax.typed:
-            return  # to JAX 0.5.3 the check is a table of rules: hooks/rep.py
         for key, names, results in (("ffi_call_p", _called("target_name"), "result_avals"),
                                     ("pure_callback_p", _callback, "result_avals"),
                                     ("io_callback_p", _callback, "result_avals"),
@@ -110,7 +109,7 @@ class PrimitiveHooks:
             primitive = getattr(jax, key)
             if primitive is not None:
                 self._adopt(patches, _Kind(primitive, names, results))
-        if jax.result_avals is not None:
+        if jax.typed and jax.result_avals is not None:
             patches.attribute(*jax.owner("result_avals"), self._result_avals)
         for primitive in self._users_primitives():
             self._adopt(patches, _Kind(primitive, _users, own=True))
@@ -137,6 +136,13 @@ class PrimitiveHooks:
 
     def _adopt(self, patches: Patches, kind: _Kind) -> None:
         primitive = kind.primitive
+        self._kinds[primitive] = kind
+        for table in (self.jax.lowerings, *(self.jax.platform_lowerings or {}).values()):
+            if primitive in table:
+                self.lowering.wrap(patches, table, primitive,
+                                   lambda params: self._known(kind, params))
+        if not self.jax.typed:
+            return  # to JAX 0.5.3 the check is a table of rules: hooks/rep.py
         bind = primitive.bind
 
         def bound(*args, **params):
@@ -147,15 +153,26 @@ class PrimitiveHooks:
             return self._bind(kind, bind, args, params)
 
         patches.attribute(primitive, "bind", bound)
-        for table in (self.jax.lowerings, *(self.jax.platform_lowerings or {}).values()):
-            if primitive in table:
-                self.lowering.wrap(patches, table, primitive,
-                                   lambda params: self._known(kind, params))
 
     # What is known of a call.
 
+    def known(self, primitive: Any, params: dict[str, Any]) -> Known:
+        """Return what is known of a call of any opaque primitive but pallas_call."""
+        return self._known(self._kinds.get(primitive) or _Kind(primitive, _users, own=True), params)
+
+    def carrying(self, known: Known, params: dict[str, Any]) -> dict[str, Any]:
+        """Return params that carry what is known to wherever the call is looked at next."""
+        kind = self._kinds.get(known.call.target)
+        if kind is None or kind.results not in params:
+            return params
+        settled = _Settled(params[kind.results])
+        settled.known = known
+        return {**params, kind.results: settled}
+
     def _result_avals(self, results):
         """Take annotated results; JAX 0.8.3 to 0.12 fail on an assertion."""
+        if not self.state.scope.active:
+            return self.jax.result_avals(results)
         notes, plain = [], []
         for result in results:
             note, result = self.jax.unannotated(result)

@@ -108,9 +108,10 @@ def _hold() -> None:
                 lowering = LoweringHooks(jax, _state)
                 pallas = PallasHooks(jax, _state, lowering)
                 custom_vjp = CustomVjpHooks(jax, _state, pallas.kernel_of)
-                _hooks.extend([pallas, custom_vjp, PrimitiveHooks(jax, _state, lowering)])
+                primitives = PrimitiveHooks(jax, _state, lowering)
+                _hooks.extend([pallas, custom_vjp, primitives])
                 if not jax.typed:
-                    _hooks.append(RepHooks(jax, _state, pallas, custom_vjp))
+                    _hooks.append(RepHooks(jax, _state, pallas, primitives, custom_vjp))
             for hook in _hooks:
                 hook.install(_patches)
         _holders += 1

@@ -58,6 +58,7 @@ _OUT_SHAPE = "raises on an output without annotation"
 _WRAP = "wraps a custom_vjp's functions without losing their debug info"
 _KERNEL = "the one place where kernel function and jaxpr meet"
 _CHECK = "whether shard_map's check is on where we are"
+_OPAQUE = "an opaque primitive"
 _STALE = "puts the registry's version into jit's trace key"
 
 SYMBOLS = (
@@ -87,6 +88,12 @@ SYMBOLS = (
     Symbol("trace_kernel", f"{_PALLAS}:_trace_kernel_to_jaxpr", "0.4.35-0.12",
            ("fun", "grid_mapping"), _KERNEL),
     Symbol("trace_kernel", f"{_PALLAS}:_trace_to_jaxpr", "0.4.28", ("fun", "grid_spec"), _KERNEL),
+    Symbol("ffi_call_p", "jax._src.ffi:ffi_call_p", "0.5.3-0.12", (), _OPAQUE, optional=True),
+    Symbol("ffi_call_p", "jax._src.extend.ffi:ffi_call_p", "0.4.35", (), _OPAQUE, optional=True),
+    Symbol("pure_callback_p", "jax._src.callback:pure_callback_p", "0.4.28-0.12", (), _OPAQUE),
+    Symbol("io_callback_p", "jax._src.callback:io_callback_p", "0.4.28-0.12", (), _OPAQUE),
+    Symbol("tpu_custom_call_p", "jax._src.tpu_custom_call:tpu_custom_call_p", "0.4.28-0.12", (),
+           _OPAQUE, optional=True),
     Symbol("lowerings", "jax._src.interpreters.mlir:_lowerings", "0.4.28-0.12", (),
            "the table of lowering rules"),
     Symbol("platform_lowerings", "jax._src.interpreters.mlir:_platform_specific_lowerings",
@@ -121,16 +128,8 @@ TYPE_SYMBOLS = (
            ("out_shape",), _OUT_SHAPE),
     Symbol("pcast", "jax.lax:pcast", "0.8-0.12", ("axis_name", "to"), "casts an operand"),
     Symbol("pcast", "jax.lax:pvary", "0.6.0-0.7", ("axis_name",), "casts an operand"),
-    Symbol("ffi_call_p", "jax._src.ffi:ffi_call_p", "0.6.0-0.12", (), "an opaque primitive",
-           optional=True),
     Symbol("result_avals", "jax._src.ffi:_result_avals", "0.6.0-0.12", (),
            "fails on an annotated result (JAX 0.8.3 to 0.12)", optional=True),
-    Symbol("pure_callback_p", "jax._src.callback:pure_callback_p", "0.6.0-0.12", (),
-           "an opaque primitive"),
-    Symbol("io_callback_p", "jax._src.callback:io_callback_p", "0.6.0-0.12", (),
-           "an opaque primitive"),
-    Symbol("tpu_custom_call_p", "jax._src.tpu_custom_call:tpu_custom_call_p", "0.6.0-0.12", (),
-           "an opaque primitive", optional=True),
 )
 
 # To JAX 0.5.3: sets of axes over which a value is replicated, kept beside the values.
@@ -145,14 +144,6 @@ SET_SYMBOLS = (
            ("bwd", "mesh", "in_reps", "reps_dst"), "a custom_vjp's bwd under the check"),
     Symbol("match_replication", f"{_SHARD_MAP}:_match_replication", "0.4.28-0.5.3",
            ("src", "dst", "x"), "sums a cotangent that varies where its primal doesn't"),
-    Symbol("ffi_call_p", "jax._src.ffi:ffi_call_p", "0.5.3", (), "an opaque primitive",
-           optional=True),
-    Symbol("ffi_call_p", "jax._src.extend.ffi:ffi_call_p", "0.4.35", (), "an opaque primitive",
-           optional=True),
-    Symbol("pure_callback_p", "jax._src.callback:pure_callback_p", "0.4.28-0.5.3", (),
-           "an opaque primitive"),
-    Symbol("io_callback_p", "jax._src.callback:io_callback_p", "0.4.28-0.5.3", (),
-           "an opaque primitive"),
     Symbol("broadcast", f"{_SHARD_MAP}:pbroadcast", "0.4.28-0.5.3", ("x", "axis_name"),
            "casts an operand"),
 )

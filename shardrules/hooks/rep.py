@@ -23,22 +23,13 @@ from shardrules.axistypes import AxisType, Resolution
 from shardrules.errors import RuleError
 from shardrules.hooks.compat import Jax
 from shardrules.hooks.custom_vjp import CustomVjpHooks, _inner_jaxprs, _Share
-from shardrules.hooks.opaque import Call, find_rule, resolve
+from shardrules.hooks.opaque import Known, resolve
 from shardrules.hooks.pallas_call import PallasHooks
 from shardrules.hooks.patching import Patches
-from shardrules.hooks.state import Scope, State
-from shardrules.registry import Registration
+from shardrules.hooks.primitives import PrimitiveHooks
+from shardrules.hooks.state import State
 
 __all__ = ["RepHooks"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Settled:
-    """Which declaration one call obeys, and the scope in which that was found."""
-
-    call: Call
-    found: Registration | None
-    scope: Scope
 
 
 @dataclasses.dataclass
@@ -58,23 +49,27 @@ class RepHooks:
       jax: the symbols.
       state: registry and scopes.
       pallas: knows each kernel.
+      primitives: knows each call of another opaque primitive.
       custom_vjp: knows what communicates in a bwd.
     """
 
-    def __init__(self, jax: Jax, state: State, pallas: PallasHooks, custom_vjp: CustomVjpHooks):
+    def __init__(self, jax: Jax, state: State, pallas: PallasHooks, primitives: PrimitiveHooks,
+                 custom_vjp: CustomVjpHooks):
         self.jax = jax
         self.state = state
         self.pallas = pallas
+        self.primitives = primitives
         self.custom_vjp = custom_vjp
         self._local = threading.local()
-        # The rewrite runs in the scope of the trace, the check at its end, outside every op.
-        self._settled: dict[tuple[str, str], _Settled] = {}
+        # A user's primitive carries nothing from the rewrite, which runs in the scope of the trace,
+        # to the check, which runs at its end, outside every op.
+        self._rewritten: dict[tuple[str, str], Known] = {}
 
     def install(self, patches: Patches) -> None:
         """Put the entries in, and replace what is done where there is none."""
         jax = self.jax
         for primitive in (jax.pallas_call_p, jax.ffi_call_p, jax.pure_callback_p,
-                          jax.io_callback_p):
+                          jax.io_callback_p, jax.tpu_custom_call_p):
             if primitive is not None:
                 missing = functools.partial(jax.rule_missing, primitive)
                 check = jax.check_rules.get(primitive, missing)
@@ -91,23 +86,26 @@ class RepHooks:
 
     def rewrite(self, primitive, original, mesh, in_rep, /, *args, **params):
         """Cast the operands as the rule says, bind, and say how the outputs are replicated."""
-        settled = self._settle(primitive, params)
-        if not settled.scope.active or self._users(primitive, original, settled):
+        known = self._known(primitive, params)
+        if self._leaves(primitive, original, known):
             return original(mesh, in_rep, *args, **params)
         avals = [self.jax.typeof(x) for x in args]
-        resolution = self._resolve(settled, primitive, mesh, in_rep, avals, params)
+        resolution = self._resolve(known, primitive, mesh, in_rep, avals, params)
+        self._rewritten[primitive.name, known.call.name] = known
         cast = [self._cast(x, aval, mesh, rep, want)
                 for x, aval, rep, want in zip(args, avals, in_rep, resolution.inputs)]
-        results = primitive.bind(*cast, **params)
+        results = primitive.bind(*cast, **self.primitives.carrying(known, params))
         reps = [_rep(mesh, one) for one in resolution.outputs]
         return (results if primitive.multiple_results else [results]), reps
 
     def check(self, primitive, original, mesh, /, *in_rep, **params):
         """Say how the outputs are replicated."""
-        settled = self._settle(primitive, params, again=True)
-        if not settled.scope.active or self._users(primitive, original, settled):
+        known = self._known(primitive, params)
+        if known.found is None:
+            known = self._rewritten.get((primitive.name, known.call.name), known)
+        if self._leaves(primitive, original, known):
             return original(mesh, *in_rep, **params)
-        resolution = self._resolve(settled, primitive, mesh, in_rep, None, params)
+        resolution = self._resolve(known, primitive, mesh, in_rep, None, params)
         reps = [_rep(mesh, one) for one in resolution.outputs]
         return reps if primitive.multiple_results else reps[0]
 
@@ -122,39 +120,31 @@ class RepHooks:
             return self.rewrite(primitive, original, *args, **params)
         return self.check(primitive, original, *args, **params)
 
-    def _users(self, primitive, original, settled: _Settled) -> bool:
-        """Whether the user put a rule of their own for pallas_call in before, and it applies."""
-        return (settled.found is None and primitive is self.jax.pallas_call_p
+    def _known(self, primitive, params) -> Known:
+        if primitive is self.jax.pallas_call_p:
+            return self.pallas.kernel_of(params)
+        return self.primitives.known(primitive, params)
+
+    def _leaves(self, primitive, original, known: Known) -> bool:
+        """Whether JAX's table decides: outside our scopes, or by a user's own entry for Pallas."""
+        if not known.active(self.state):
+            return True
+        return (known.found is None and primitive is self.jax.pallas_call_p
                 and getattr(original, "func", None) is not self.jax.rule_missing)
 
-    def _settle(self, primitive, params, again: bool = False) -> _Settled:
-        if primitive is self.jax.pallas_call_p:
-            kernel = self.pallas.kernel_of(params)
-            scope = kernel.scope if kernel.scope.active else self.state.scope
-            return _Settled(kernel.call, kernel.found, scope)
-        call = Call(primitive.name, _name(primitive, params))
-        key = call.primitive, call.name
-        scope = self.state.scope
-        found = find_rule(call, scope, self.state)
-        if again and found is None and key in self._settled:
-            return self._settled[key]
-        settled = _Settled(call, found, scope)
-        if scope.active:
-            self._settled[key] = settled
-        return settled
-
-    def _resolve(self, settled: _Settled, primitive, mesh, in_rep, avals, params) -> Resolution:
+    def _resolve(self, known: Known, primitive, mesh, in_rep, avals, params) -> Resolution:
         types = tuple(_type(mesh, rep) for rep in in_rep)
+        count = self._output_count(primitive, avals, params)
         with self.jax.over_axes(tuple(mesh.axis_names)):
-            resolution = resolve(self.jax, self.state, settled.scope, settled.call, settled.found,
-                                 types, self._output_count(primitive, avals, params))
+            resolution = resolve(self.jax, self.state, known.governing(self.state), known.call,
+                                 known.found, types, count)
         partial = [t for t in resolution.outputs if t.unreduced or t.reduced]
         if partial:
             raise RuleError(
-                f"the rule {settled.found.rule!r} of {settled.call} makes an output "
+                f"the rule {known.found.rule!r} of {known.call} makes an output "
                 f"'{partial[0]}', but JAX {self.jax.version} knows only varying and invariant "
                 "values; reduce inside the kernel, or use JAX 0.9 or newer",
-                kernel=settled.call.name, rule=settled.found.rule)
+                kernel=known.call.name, rule=known.found.rule)
         return resolution
 
     def _output_count(self, primitive, avals, params) -> int:
@@ -235,14 +225,3 @@ def _type(mesh, rep) -> AxisType:
 
 def _rep(mesh, axis_type: AxisType) -> set[str]:
     return set(mesh.axis_names) - axis_type.varying
-
-
-def _name(primitive, params) -> str:
-    """Return the FFI target, the callback's name, or the primitive's."""
-    if "target_name" in params:
-        return params["target_name"]
-    callback = params.get("callback")
-    if callback is not None:
-        function = getattr(callback, "callback_func", callback)
-        return getattr(function, "__name__", primitive.name)
-    return primitive.name

@@ -48,3 +48,26 @@ def has_rule_for_cond() -> bool:
     except NotImplementedError:
         return False
     return True
+
+
+def _ffi():
+    """Return the module with ffi_call, None on a JAX that has none: it moved."""
+    for name in ("jax.ffi", "jax.extend.ffi"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return None
+
+
+def has_ffi_call() -> bool:
+    """Whether this JAX has ffi_call."""
+    return _ffi() is not None
+
+
+def ffi_call(target, result, x):
+    """Call an FFI target; to JAX 0.4.36 the operands are passed with the rest."""
+    function = _ffi().ffi_call
+    if "args" in inspect.signature(function).parameters:
+        return function(target, result, x)
+    return function(target, result)(x)

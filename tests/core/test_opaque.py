@@ -1,0 +1,95 @@
+"""FFI calls, callbacks and users' primitives under shard_map's check, by the same registry."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from core import versions
+from core.test_check import DATA, varies_as, trace
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules import errors
+
+X = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+
+def called_back(x):
+    return np.asarray(x) * 2
+
+
+def pure_call(x):
+    return jax.pure_callback(called_back, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def io_call(x):
+    from jax.experimental import io_callback
+    return io_callback(called_back, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def ffi_call(x):
+    return versions.ffi_call("called_back", jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@functools.lru_cache(maxsize=None)
+def make_primitive():
+    primitive = Primitive("called_back")
+    primitive.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+    primitive.def_impl(lambda x: x * 2)
+    mlir.register_lowering(
+        primitive, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
+    return primitive
+
+
+def own_primitive(x):
+    return make_primitive().bind(x)
+
+
+CALLS = [pure_call, io_call, own_primitive]
+if versions.has_ffi_call():
+    CALLS.append(ffi_call)
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call is not pure_call])
+def test_opaque_call_without_rule_is_refused(call, hooks, cpu_mesh):
+    with pytest.raises(errors.UnknownKernelError, match="no rule for .*called_back"):
+        trace(call, cpu_mesh, DATA, DATA, X)
+
+
+def test_pure_callback_obeys_its_own_contract(hooks, cpu_mesh):
+    assert varies_as(pure_call, cpu_mesh, DATA, X) == {"data"}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_outputs_of_an_opaque_call_vary_as_its_rule_says(call, hooks, cpu_mesh):
+    with sr.rules({"called_back": sr.no_communication}):
+        assert varies_as(call, cpu_mesh, DATA, X) == {"data"}
+    with sr.rules({"called_back": sr.all_gather_invariant("data")}):
+        assert varies_as(call, cpu_mesh, DATA, X) == set()
+    with sr.rules({"called_back": sr.per_device("model")}):
+        assert varies_as(call, cpu_mesh, DATA, X) == {"data", "model"}
+
+
+@pytest.mark.parametrize("call", [pure_call, own_primitive])
+def test_opaque_call_runs_under_the_check(call, hooks, cpu_mesh):
+    sr.register("called_back", sr.no_communication)
+    f = versions.shard_map(call, mesh=cpu_mesh, in_specs=DATA, out_specs=DATA)
+    x = np.arange(8 * 128, dtype=np.float32).reshape(8, 128)
+    np.testing.assert_array_equal(jax.jit(f)(x), 2 * x)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_declared_op_covers_opaque_calls_in_it(call, hooks, cpu_mesh):
+    assert varies_as(sr.no_communication(lambda x: call(x)), cpu_mesh, P("data"), X) == {"data"}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_outside_the_check_nothing_is_asked(call, hooks, cpu_mesh):
+    f = versions.shard_map(call, mesh=cpu_mesh, in_specs=DATA, out_specs=DATA, check=False)
+    assert jax.eval_shape(f, X).shape == X.shape

@@ -117,7 +117,7 @@ def _atomic(walk, eqn, scope, events):
             kind = eqn.params["atomic_type"]
             root.atomics.append((eqn, str(getattr(kind, "name", kind)).lower(), _used(scope, eqn)))
             if not root.ready:
-                walk.read(eqn, scope, events, ref, region=SOME)
+                events.append(Read(root, SOME, eqn, scope))
             walk.store(eqn, scope, events, ref, region=SOME)
 
 
@@ -134,6 +134,20 @@ def _run_scoped(walk, eqn, scope, events):
         inner.refs[var] = root
         events.append(Fresh(root))
     events += walk.walk(inner)
+
+
+@_for("pallas:get_global")
+def _get_global(walk, eqn, scope, events):
+    walk.block(eqn, "it lives on from one run of the kernel to the next")
+    scope.refs[eqn.outvars[0]] = walk.new_root(
+        "a global ref", eqn.outvars[0].aval, ready=True, foreign=True)
+
+
+@_for("tpu:get_barrier_semaphore")
+def _get_barrier_semaphore(walk, eqn, scope, events):
+    walk.block(eqn, "devices meet at a barrier semaphore")
+    scope.refs[eqn.outvars[0]] = walk.new_root(
+        "a barrier semaphore", eqn.outvars[0].aval, ready=True, foreign=True)
 
 
 @_for("state:run_state")
@@ -438,12 +452,12 @@ def _wgmma(walk, eqn, scope, events):
         walk.read(eqn, scope, events, accumulator, region=SOME)
 
 
-@_for("mgpu:wgmma_accumulator_deref_p")
+@_for("mgpu:wgmma_accumulator_deref", "mgpu:wgmma_accumulator_deref_p")
 def _wgmma_deref(walk, eqn, scope, events):
     walk.read(eqn, scope, events, eqn.invars[0], region=WHOLE)
 
 
-@_for("mgpu:wgmma_accumulator_store_p")
+@_for("mgpu:wgmma_accumulator_store", "mgpu:wgmma_accumulator_store_p")
 def _wgmma_store(walk, eqn, scope, events):
     walk.store(eqn, scope, events, eqn.invars[0], region=WHOLE)
 

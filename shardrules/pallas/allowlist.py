@@ -2,7 +2,7 @@
 
 A primitive is named ``family:name``: the family is the part of JAX that defines it, so that a
 user's own primitive called ``add`` is not mistaken for JAX's. What stands in none of these tables
-is not proven.
+is not proven. A name may have two forms (``debug_barrier_p``: JAX 0.10, ``debug_barrier``: 0.12).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ PURE = (
         trace_value unpack_elementwise""")
     | _family("mgpu", """
         _copysign async_prefetch commit_group commit_smem commit_tmem griddepcontrol_wait
-        layout_cast print_layout set_max_registers_p wait_load_tmem wait_smem_to_gmem
+        layout_cast print_layout set_max_registers set_max_registers_p wait_load_tmem wait_smem_to_gmem
         wgmma_wait""")
-    | _family("triton", "debug_barrier_p max_contiguous")
+    | _family("triton", "debug_barrier debug_barrier_p max_contiguous")
     # It formats its operands and gives nothing back. debug_callback runs the user's Python.
     | _family("debug", "debug_print")
 )
@@ -59,6 +59,7 @@ REFUSED = {
     "jax:rng_uniform": ("its state lives outside of the kernel", False),
     "mgpu:async_store_smem": ("it writes another block's shared memory", False),
     "mgpu:barrier_test": ("its answer depends on timing", False),
+    "mgpu:inline_mgpu": ("inline code can read a clock or an SM's id", False),
     "mgpu:inline_mgpu_p": ("inline code can read a clock or an SM's id", False),
     "mgpu:mgpu_atomic_store": ("the order in which it happens is not fixed", False),
     "mgpu:multimem_load_reduce": ("it reads the memory of other devices", True),
@@ -67,10 +68,9 @@ REFUSED = {
     "mgpu:semaphore_signal_multicast": ("it signals semaphores of other devices", True),
     "mgpu:semaphore_signal_parallel": ("it can signal semaphores of other devices", False),
     "mgpu:try_cluster_cancel": ("its answer depends on timing", False),
-    "pallas:get_global": ("it lives on from one run of the kernel to the next", False),
     "pallas:semaphore_read": ("its answer depends on timing", False),
-    "tpu:get_barrier_semaphore": ("devices meet at a barrier semaphore", False),
     "triton:atomic_cas": ("what it finds depends on which program comes first", False),
+    "triton:elementwise_inline_asm": ("inline code can read a clock or an SM's id", False),
     "triton:elementwise_inline_asm_p": ("inline code can read a clock or an SM's id", False),
 }
 

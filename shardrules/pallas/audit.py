@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+from shardrules.errors import UnsupportedJaxError
 from shardrules.hooks.audit_names import AuditNames, load_audit
 from shardrules.pallas.actions import mesh_axes
 from shardrules.pallas.events import SOME, WHOLE, Blocker, Root, Scope, Walk
@@ -96,7 +97,7 @@ def audit(kernel_jaxpr: Any, *, grid_mapping: Any = None, platform_hint: str | N
     else:
         signature = _Signature(grid_mapping.num_index_operands + grid_mapping.num_inputs,
                                grid_mapping.num_outputs, dict(aliases or {}))
-        scratch = len(grid_mapping.scratch_avals)
+        scratch = grid_mapping.num_scratch_operands
         if len(kernel_jaxpr.invars) != signature.inputs + signature.outputs + scratch:
             return Audit(False, (Blocker(
                 "pallas_call", f"the kernel takes {len(kernel_jaxpr.invars)} refs, but its grid "
@@ -308,8 +309,12 @@ class _Proof:
         after = first.run(self.events, {})
         runners = [first]
         ends = [after]
-        if axes:
-            for ids in (self.grid.ids(()), self.grid.ids(axes, last=True)):
+        # A pass that left nothing out has seen every path of the later iterations too.
+        if first.left_out:
+            passes = [self.grid.ids(())]
+            if any(root.output is not None and root not in after for root in group):
+                passes.append(self.grid.ids(axes, last=True))
+            for ids in passes:
                 later = Runner(self.walk, ids, set(group))
                 ends.append(later.run(self.events, dict(settled(after))))
                 runners.append(later)
@@ -490,7 +495,14 @@ def _cached(jaxpr: Any, key: tuple, compute) -> Audit:
     for other, answer in known:
         if _same(key, other):
             return answer
-    answer = compute()
+    try:
+        answer = compute()
+    except UnsupportedJaxError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a jaxpr of a form never met is not proven
+        answer = Audit(False, (Blocker(
+            "the kernel", f"the audit can't read its jaxpr ({type(error).__name__}: {error}); "
+            "please report it", _place_of(jaxpr)),))
     known.append((key, answer))
     return answer
 

@@ -168,7 +168,6 @@ class Walk:
         self.threads = False
         self._conditions: tuple = ()
         self._left = _MOST_EQUATIONS
-        self._trees: dict[Any, list] = {}
 
     # Messages.
 
@@ -228,13 +227,11 @@ class Walk:
 
     def new_root(self, label: str, aval: Any, **kwargs) -> Root:
         """Return a new buffer of a ref's type."""
-        dtype = str(getattr(aval, "dtype", ""))
-        sync = "sem" in dtype or "barrier" in dtype.lower()
-        kwargs.setdefault("ready", False)
+        is_float, sync = _kind(getattr(aval, "dtype", None))
         if type(aval).__name__ == "WGMMAAbstractAccumulatorRef":
             kwargs["ready"] = True  # Mosaic GPU allocates it as zeros (JAX 0.10.2)
-        root = Root(label, shape=getattr(aval, "shape", ()), sync=sync,
-                    is_float="float" in dtype, **kwargs)
+        root = Root(label, shape=getattr(aval, "shape", ()), sync=sync, is_float=is_float,
+                    **kwargs)
         self.roots.append(root)
         return root
 
@@ -249,9 +246,11 @@ class Walk:
         """Check every view in a params tree; block what leaves this device or is not known."""
         if tree is None:
             return True
-        problems = self._trees.get(tree)
+        problems = _TREES.get(tree)
         if problems is None:
-            problems = self._trees[tree] = list(self._strange_views(tree))
+            if len(_TREES) > 10_000:
+                _TREES.clear()
+            problems = _TREES[tree] = list(self._strange_views(tree))
         for name, remote in problems:
             if remote:
                 self.block(eqn, f"{name} is a view of another device's memory", True)
@@ -363,6 +362,14 @@ def _PURE(walk, eqn, scope, events):  # noqa: N802 - a mark; never called
 
 
 _ACTIONS: dict[Any, Any] = {}
+_TREES: dict[Any, list] = {}  # what is strange about the views in a params tree
+
+
+@functools.lru_cache(maxsize=None)
+def _kind(dtype: Any) -> tuple[bool, bool]:
+    """Return whether a ref's dtype is floating point, and whether it is a semaphore's."""
+    name = str(dtype).lower()
+    return "float" in name, "sem" in name or "barrier" in name
 
 
 def _action_of(names: AuditNames, primitive: Any):

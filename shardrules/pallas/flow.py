@@ -252,6 +252,7 @@ class Runner:
         self.unstored: dict[Root, Read] = {}  # read with no store before it
         self.in_part: dict[Root, Read] = {}  # read with stores to some of it before it
         self.endless: dict[Root, Wait] = {}  # waited for, and started nowhere
+        self.left_out = False  # whether a branch was not taken because its condition is known
 
     def run(self, events: list, state: State) -> State:
         """Run ``events`` from ``state``; return the state after them."""
@@ -302,6 +303,7 @@ class Runner:
     def _branch(self, event: Branch, state: State) -> State:
         which = self.values.of(event.scope, event.predicate)
         if which is not None:
+            self.left_out = True
             which = min(max(which, 0), len(event.branches) - 1)
             return self.run(event.branches[which], state)
         return _meet([self.run(branch, dict(state)) for branch in event.branches])
@@ -311,6 +313,7 @@ class Runner:
         if not isinstance(runs, bool):
             runs = self.values.of(*runs)
             if runs == 0:
+                self.left_out = True
                 return state
         found = [dict(d) for d in (self.unstored, self.in_part, self.endless)]
         after = self.run(event.events, dict(state))

@@ -1,0 +1,414 @@
+"""The audit of a Pallas kernel's own jaxpr: what it proves, what it refuses and why."""
+
+import functools
+import gc
+import importlib
+import re
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+import audit_kernels as k
+from kernels import build, cases
+from kernels.case import Fails
+from shardrules import aot, errors, pallas
+from shardrules.hooks import audit_names
+from shardrules.pallas import actions, allowlist, events
+
+audit_module = importlib.import_module("shardrules.pallas.audit")
+KERNELS = ("pallas_call", "core_map", "mpmd_map")
+
+
+def jaxprs_in(value):
+    if hasattr(value, "eqns"):
+        yield value
+    elif hasattr(value, "jaxpr"):
+        yield from jaxprs_in(value.jaxpr)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from jaxprs_in(part)
+
+
+def kernels_in(jaxpr):
+    """The equations of a jaxpr that call kernels."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in KERNELS:
+            yield eqn
+        else:
+            for value in eqn.params.values():
+                for inner in jaxprs_in(value):
+                    yield from kernels_in(inner)
+
+
+def audited(run, mesh=None, **hints):
+    """The audit of the one kernel that a function of no arguments calls."""
+    if mesh is not None:
+        run = jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
+    (eqn,) = kernels_in(jax.make_jaxpr(run)().jaxpr)
+    return pallas.audit_call(eqn.primitive.name, eqn.params, len(eqn.invars))
+
+
+SCRATCH = dict(scratch_shapes=[k.VMEM])
+COPY = dict(in_specs=[k.ANYWHERE], scratch_shapes=[k.VMEM, k.DMA])
+COUNTED = dict(in_specs=[k.IN_SMEM, pl.BlockSpec()])
+INTO = dict(compiler_params=k.TRITON, input_output_aliases={1: 0}, out=k.COUNTS)
+with_counts = functools.partial(k.call, **COUNTED)
+counted_scratch = functools.partial(with_counts, scratch_shapes=[k.VMEM])
+two_steps_counted = functools.partial(
+    k.call, grid=(2,), in_specs=[k.IN_SMEM, pl.BlockSpec(k.ROWS, lambda i: (i, 0))],
+    out_specs=pl.BlockSpec(k.ROWS, lambda i: (i, 0)), out=jax.ShapeDtypeStruct((16, 128), "float32"))
+TALL = jax.ShapeDtypeStruct((32, 128), jnp.float32)
+
+# name -> (function that calls the kernel, the primitive named, what is said of it, whether it
+# contradicts no_communication)
+REFUSED = {
+    "remote copy": (
+        k.call(k.remote_copy, in_specs=[k.ANYWHERE], out_specs=k.ANYWHERE,
+               scratch_shapes=[k.DMA, k.DMA]),
+        "dma_start", "it copies to or from another device", True),
+    "remote signal": (
+        k.call(k.remote_signal, scratch_shapes=[pltpu.SemaphoreType.REGULAR]),
+        "semaphore_signal", "it signals a semaphore of another device", True),
+    "barrier semaphore": (
+        k.call(k.barrier_semaphore), "get_barrier_semaphore",
+        "devices meet at a barrier semaphore", False),
+    "semaphore read": (
+        k.call(k.semaphore_read, scratch_shapes=[pltpu.SemaphoreType.REGULAR]),
+        "semaphore_read", "its answer depends on timing", False),
+    "wait for a copy that nobody starts": (
+        k.call(k.wait_for_nothing, **COPY), "dma_wait",
+        r"no copy that this kernel starts ends at the semaphore that it waits on \(scratch 1\)",
+        False),
+    "read before wait": (
+        k.call(k.read_before_wait, **COPY), "get", "scratch 0 is read before", False),
+    "wait for another": (
+        k.call(k.wait_for_another, in_specs=[k.ANYWHERE],
+               scratch_shapes=[k.VMEM, k.VMEM, pltpu.SemaphoreType.DMA((2,))]),
+        "get", "scratch 1 is read before", False),
+    "axis_index": (
+        k.call(k.device_place), "axis_index",
+        "it asks where this device stands along mesh axis data", True),
+    "axis_index in an index map": (
+        k.call(k.device_place_in_index_map, grid=(1,), in_specs=[pl.BlockSpec(
+            k.ROWS, lambda i: (jax.lax.axis_index("data") * 0, 0))]),
+        "axis_index", "it asks where this device stands along mesh axis data", True),
+    "psum": (k.call(k.psum), "psum", "it is a collective over a mesh axis", True),
+    "ppermute": (k.call(k.ppermute), "ppermute", "it is a collective over a mesh axis", True),
+    "pure_callback": (
+        k.call(k.pure_callback), "pure_callback", "it calls out of the kernel", False),
+    "io_callback": (k.call(k.io_callback), "io_callback", "it calls out of the kernel", False),
+    "debug_callback": (
+        k.call(k.debug_callback), "debug_callback", "it calls out of the kernel", False),
+    "ffi_call": (k.call(k.ffi_call), "ffi_call", "it calls out of the kernel", False),
+    "a user's primitive": (
+        k.call(k.own_primitive), "add", "it is not on the audit's allow list", False),
+    "random bits without a seed": (
+        k.call(k.bits_without_seed), "prng_random_bits",
+        "random bits are drawn before a seed is set on every path", False),
+    "a seed on one path": (
+        with_counts(k.seed_on_one_path, k.COUNTS, k.X), "prng_random_bits",
+        "random bits are drawn before a seed is set on every path", False),
+    "rng_uniform": (
+        k.call(k.rng_uniform), "rng_uniform", "its state lives outside of the kernel", False),
+    "empty": (
+        k.call(k.empty), "empty", "its elements hold whatever the memory held before", False),
+    "inline asm": (
+        k.call(k.inline_asm, compiler_params=k.TRITON), "elementwise_inline_asm_p",
+        "inline code can read a clock or an SM's id", False),
+    "float atomics": (
+        k.call(k.float_atomic, k.X, k.X, **{**INTO, "out": k.X}), "atomic_rmw",
+        "atomic operations on floating-point numbers come in no fixed order", False),
+    "an atomic's old value": (
+        k.call(k.atomic_with_old_value, k.COUNTS, k.COUNTS, **INTO), "atomic_rmw",
+        "the old value that it gives back depends on which program comes first", False),
+    "atomics of two kinds": (
+        k.call(k.atomics_of_two_kinds, k.COUNTS, k.COUNTS, **INTO), "atomic_rmw",
+        "also read or stored to in other ways", False),
+    "atomic_cas": (
+        k.call(k.atomic_cas, k.COUNTS, compiler_params=k.TRITON,
+               out=jax.ShapeDtypeStruct((), jnp.int32)), "atomic_cas",
+        "what it finds depends on which program comes first", False),
+    "atomics on what nobody stored": (
+        k.call(k.integer_atomic, k.COUNTS, k.COUNTS, compiler_params=k.TRITON, out=k.COUNTS),
+        "atomic_rmw", "output 0 is read before anything is stored there", False),
+    "volatile load": (
+        k.call(k.volatile_load, compiler_params=k.TRITON), "masked_load",
+        "a volatile load may find what another program has stored", False),
+    "scratch never stored": (
+        k.call(k.scratch_never_stored, **SCRATCH), "get",
+        "scratch 0 is read before anything is stored there on every path$", False),
+    "scratch stored on one path": (
+        counted_scratch(k.scratch_stored_on_one_path, k.COUNTS, k.X), "get",
+        r"the nearest store, at .*audit_kernels.py:\d+, may not have run", False),
+    "scratch stored in a loop that may not run": (
+        counted_scratch(k.scratch_stored_in_a_loop, k.COUNTS, k.X), "get",
+        "scratch 0 is read before", False),
+    "scratch stored in a later step": (
+        k.two_steps(k.scratch_stored_too_late, **SCRATCH), "get", "scratch 0 is read before",
+        False),
+    "scratch that no step stores": (
+        k.two_steps(k.scratch_never_stored, **SCRATCH), "get", "scratch 0 is read before", False),
+    "scratch stored in another program of a GPU": (
+        k.two_steps(k.summed_from_the_first_step, compiler_params=k.TRITON), "get",
+        "output 0 is read before", False),
+    "scratch stored by a core that may be another": (
+        k.two_steps(k.summed_in_scratch, scratch_shapes=[k.VMEM],
+                    compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",))),
+        "get", "scratch 0 is read before", False),
+    "another part of scratch stored": (
+        k.call(k.another_row_stored, **SCRATCH), "get", "scratch 0 is read before", False),
+    "kept elements that are used": (
+        k.call(functools.partial(k.kept_and_used, None), **SCRATCH), "get",
+        "scratch 0 is read before", False),
+    "kept elements that move": (
+        k.call(k.kept_elsewhere, **SCRATCH), "get", "scratch 0 is read before", False),
+    "output added to": (
+        k.call(k.output_added_to), "get", "output 0 is read before", False),
+    "output set in the first step, a new block in each": (
+        k.two_steps(k.summed_from_the_first_step, over=lambda i: (i, 0)), "get",
+        "output 0 is read before", False),
+    "output never stored": (
+        k.call(k.output_never_stored), "output 0", "no store reaches it", False),
+    "output half stored": (
+        k.call(k.output_half_stored), "output 0",
+        "1 stores reach it, and they leave elements out", False),
+    "output stored if data says so": (
+        k.call(k.output_stored_if_data_says_so), "swap",
+        "output 0 is stored only under a condition that depends on floating-point data", False),
+    "output stored if a loop over data says so": (
+        k.call(k.output_stored_if_a_loop_over_data_says_so), "swap",
+        "output 0 is stored only under a condition that depends on floating-point data", False),
+    "output stored under a false condition": (
+        k.two_steps(k.output_stored_never), "output 0",
+        "no store reaches it: the conditions of all of them are false", False),
+    "Mosaic: read before wait": (
+        k.mosaic(k.smem_without_wait, scratch=(k.SMEM, k.BARRIER)), "get",
+        "is read before anything is stored there", False),
+    "Mosaic: wait for oneself": (
+        k.mosaic(k.smem_after_own_arrival, scratch=(k.SMEM, k.BARRIER)), "get",
+        "is read before anything is stored there", False),
+    "Mosaic: copies that add": (
+        k.mosaic(k.reducing_copy, scratch=(k.SMEM, k.BARRIER)), "copy_smem_to_gmem",
+        "copies that reduce come in no fixed order", False),
+    "Mosaic: another device's memory": (
+        k.mosaic(k.peer), "get", "PeerMemRef is a view of another device's memory", True),
+    "Mosaic: inline code": (
+        k.mosaic(k.inline_mgpu), "inline_mgpu_p", "inline code can read a clock", False),
+    "Mosaic: global semaphore": (
+        k.mosaic(k.global_semaphore), "get_global",
+        "it lives on from one run of the kernel to the next", False),
+    "Mosaic: barrier_test": (
+        k.mosaic(k.barrier_test, scratch=(k.BARRIER,)), "barrier_test",
+        "its answer depends on timing", False),
+    **{f"psum inside {how}": (
+        k.call(k.inside(k.psum, how)), "psum", "it is a collective over a mesh axis", True)
+       for how in ("jitted", "branched", "scanned", "looped", "scoped")},
+}
+
+# name -> (function that calls the kernel, a part of each assumption but the coverage of outputs)
+PROVEN = {
+    "copy": (k.call(k.copy), []),
+    "no inputs": (lambda: pl.pallas_call(k.constant, out_shape=k.X, compiler_params=k.TPU)(), []),
+    "local copy": (k.call(k.local_copy, **COPY), ["copies are waited for"]),
+    "local copies in turn": (
+        k.call(k.local_copies_in_turn, TALL, in_specs=[k.ANYWHERE], scratch_shapes=[
+            pltpu.VMEM((2, *k.ROWS), jnp.float32), pltpu.SemaphoreType.DMA((2,))]),
+        ["the stores to scratch 0 cover what is read of it", "copies are waited for"]),
+    "local signal": (
+        k.call(k.local_signal, scratch_shapes=[pltpu.SemaphoreType.REGULAR]),
+        ["barriers order", "at the same time"]),
+    "a place that nobody uses": (k.call(k.unused_place), []),
+    "seeded bits": (two_steps_counted(k.seeded_bits, k.COUNTS, TALL), []),
+    "seeded once": (two_steps_counted(k.seeded_once, k.COUNTS, TALL), []),
+    "integer atomics": (
+        k.call(k.integer_atomic, k.COUNTS, k.COUNTS, **INTO), ["at the same time"]),
+    "stored on both paths of a branch": (
+        counted_scratch(k.scratch_chosen, k.COUNTS, k.X), []),
+    "stored in a loop that runs": (k.call(k.scratch_stored_in_a_loop_that_runs, **SCRATCH), []),
+    "stored in a loop's first round": (
+        counted_scratch(k.stored_in_the_first_round, k.COUNTS, k.X), []),
+    "dropped in a loop's first round": (
+        counted_scratch(k.dropped_in_the_first_round, k.COUNTS, k.X), []),
+    "summed in scratch": (k.two_steps(k.summed_in_scratch, **SCRATCH), []),
+    "summed in the output": (k.two_steps(k.summed_from_the_first_step), []),
+    "summed in the output, platform not known": (
+        k.two_steps(k.summed_from_the_first_step, compiler_params=None),
+        ["run one after the other", "at the same time"]),
+    "kept by a mask": (k.call(k.kept_by_a_mask), []),
+    "rows stored one by one": (k.call(k.rows_stored_one_by_one, **SCRATCH), []),
+    "output stored if a count says so": (
+        with_counts(k.output_stored_if_a_count_says_so, k.COUNTS, k.X),
+        [r"the condition of the store to output 0 at .*audit_kernels.py:\d+ holds"]),
+    "printed": (k.call(k.printed), []),
+    "nested jaxprs": (k.call(k.nested), []),
+    "an overhanging block": (
+        lambda: pl.pallas_call(
+            k.copy, out_shape=k.X, compiler_params=k.TPU, grid=(2,),
+            in_specs=[pl.BlockSpec(k.ROWS, lambda i: (i, 0))],
+            out_specs=pl.BlockSpec(k.ROWS, lambda i: (i, 0)))(jnp.zeros((12, 128))),
+        ["beyond the edge"]),
+    "Mosaic: copies": (
+        k.mosaic(k.smem_copy, scratch=(k.SMEM, k.BARRIER)),
+        ["the stores to", "copies are waited for", "at the same time"]),
+    "Mosaic: handed over": (
+        k.mosaic(k.handed_over, scratch=(k.SMEM, k.BARRIER), num_threads=2, thread_name="wg"),
+        ["the stores to", "the condition of the store to output 0", "copies are waited for",
+         "at the same time"]),
+    **{f"copy inside {how}": (k.call(k.inside(k.copy, how)), [])
+       for how in ("jitted", "branched", "scanned", "looped", "scoped")},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_known_to_be_harmless_is_not_proven(name, cpu_mesh):
+    run, primitive, message, contradicts = REFUSED[name]
+    found = audited(run, cpu_mesh)
+    assert not found.proven and not found.assumptions
+    said = [b for b in found.blockers if b.primitive == primitive and re.search(message, b.reason)]
+    assert said, str(found)
+    assert re.search(r"(audit_kernels|test_audit|core)\.py:\d+$", said[0].source), said[0].source
+    assert found.contradicts_no_communication == contradicts
+
+
+@pytest.mark.parametrize("name", PROVEN)
+def test_its_neighbours_are_proven(name, cpu_mesh):
+    run, assumed = PROVEN[name]
+    found = audited(run, cpu_mesh)
+    assert found.proven, str(found)
+    first, *others = found.assumptions
+    assert first == "the grid and the stores cover every element of every output"
+    assert len(others) == len(assumed), others
+    for pattern, text in zip(assumed, others):
+        assert re.search(pattern, text)
+
+
+def test_a_refusal_names_the_line(cpu_mesh):
+    (blocker,) = audited(k.call(k.psum), cpu_mesh).blockers
+    line = k.psum.__code__.co_firstlineno + 1
+    assert blocker.source == f"{k.__file__}:{line}"
+    assert str(blocker) == f"psum at {k.__file__}:{line}: it is a collective over a mesh axis"
+    assert blocker.axes == ("data",)
+
+
+def test_the_audit_prints():
+    assert str(audited(k.call(k.copy))) == (
+        "proven, assuming that the grid and the stores cover every element of every output")
+    assert re.fullmatch(r"not proven:\n  output 0 at .*audit_kernels.py:\d+: no store reaches it",
+                        str(audited(k.call(k.output_never_stored))))
+
+
+# Kernels of JAX's own operations: which of those that do not communicate are not proven, and why.
+NOT_PROVEN = {
+    # Rows of the output that belong to no sequence are whatever the accumulator held.
+    "ragged_paged_attention": "get",
+    # It takes its next tile when the scheduler has one for it.
+    "blackwell_matmul": "try_cluster_cancel",
+}
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id=case.name, marks=getattr(pytest.mark, case.platform))
+    for case in cases.ALL if not isinstance(case.expected.unchecked, Fails)])
+def test_kernels_of_real_operations(case, request):
+    request.getfixturevalue(f"{case.platform}_mesh")
+    # Only traced: `build.devices` keeps GPUs apart that must not be compiled for in one process.
+    on = aot.tpu(case.target) if case.platform == "tpu" else aot.gpu(case.target, 8)
+    f, args = build.build(case, check_vma=False, mesh=build.mesh_for(case, on))
+    found = [(e, pallas.audit_call(e.primitive.name, e.params, len(e.invars)))
+             for e in kernels_in(f.trace(*args).jaxpr.jaxpr)]
+    assert found
+    for eqn, one in found:
+        if case.communicates is not None or case.name.startswith("all_gather"):
+            assert not one.proven and one.contradicts_no_communication, str(one)
+        elif case.name in NOT_PROVEN:
+            assert NOT_PROVEN[case.name] in {b.primitive for b in one.blockers}, str(one)
+            assert not one.contradicts_no_communication
+        else:
+            assert one.proven, f"{eqn.params.get('name')}: {one}"
+
+
+def test_axes_of_cores_are_the_kernels_own():
+    """An axis of a mesh of cores is not one of the mesh of devices, whatever it is called."""
+    jaxpr = jax.make_jaxpr(
+        lambda: jax.lax.axis_index("core"), axis_env=[("core", 2)])().jaxpr
+    assert pallas.audit(jaxpr, local_axes=["core"]).proven
+    assert not pallas.audit(jaxpr).proven
+
+
+def test_an_audit_is_kept_for_as_long_as_the_jaxpr_lives():
+    (eqn,) = kernels_in(jax.make_jaxpr(k.call(k.copy))().jaxpr)
+    jaxpr, mapping = eqn.params["jaxpr"], eqn.params["grid_mapping"]
+    one = pallas.prove("pallas_call", jaxpr, mapping)
+    assert pallas.prove("pallas_call", jaxpr, mapping) is one
+    assert pallas.prove("pallas_call", jaxpr, mapping, platform_hint="gpu") is not one
+    alive = weakref.ref(jaxpr)
+    del eqn, jaxpr, mapping
+    jax.clear_caches()
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_grid_mapping_of_another_kernel_is_not_proven():
+    (one,) = kernels_in(jax.make_jaxpr(k.call(k.copy))().jaxpr)
+    (other,) = kernels_in(jax.make_jaxpr(k.call(k.rows_stored_one_by_one, **SCRATCH))().jaxpr)
+    found = pallas.audit(one.params["jaxpr"], grid_mapping=other.params["grid_mapping"])
+    assert "takes 2 refs, but its grid mapping holds 1 operands, 1 outputs and 1 scratch" in (
+        found.blockers[0].reason)
+
+
+def test_a_jaxpr_that_breaks_the_audit_is_not_proven(monkeypatch):
+    def fail(*args):
+        raise KeyError("tree")
+    monkeypatch.setattr(events.Walk, "walk", fail)
+    found = audited(k.call(k.copy))
+    assert not found.proven
+    assert re.search(r"the audit can't read its jaxpr \(KeyError: 'tree'\)",
+                     found.blockers[0].reason)
+
+
+def test_the_work_is_bounded(monkeypatch):
+    monkeypatch.setattr(events, "_MOST_EQUATIONS", 3)
+    (blocker,) = audited(k.call(k.nested)).blockers
+    assert "more than 3 equations" in blocker.reason
+
+
+def test_only_kernels_are_audited():
+    with pytest.raises(ValueError, match="reads pallas_call, mpmd_map and core_map, not 'scan'"):
+        pallas.audit_call("scan", {}, 0)
+
+
+def test_a_missing_name_of_jax_is_said(monkeypatch):
+    monkeypatch.setitem(audit_names.AUDIT_SYMBOLS, "AbstractRef",
+                        ("jax._src.state", "NoSuchRef", "tells a kernel's refs from its values"))
+    audit_names.load_audit.cache_clear()
+    try:
+        with pytest.raises(errors.UnsupportedJaxError, match=(
+                r"can't audit kernels on JAX .*: jax._src.state:NoSuchRef is missing")):
+            audit_names.load_audit()
+    finally:
+        audit_names.load_audit.cache_clear()
+
+
+def test_every_name_on_the_lists_is_a_primitive_of_jax():
+    """A misspelt name would never be met; those of other versions are listed."""
+    for _, module in audit_names.AUDIT_MODULES:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            assert module in ("jax._src.prng",)
+    names = audit_names.load_audit()
+    names.primitive(None)
+    known = set(names._primitives.values())
+    other_versions = {
+        "jax:copy_p", "jax:checkpoint", "jax:custom_vjp_call_jaxpr", "jax:pjit",
+        "mgpu:set_max_registers", "mgpu:inline_mgpu", "mgpu:wgmma_accumulator_deref",
+        "mgpu:wgmma_accumulator_store", "triton:debug_barrier", "triton:elementwise_inline_asm"}
+    listed = {*allowlist.PURE, *actions.BY_NAME, *allowlist.REFUSED}
+    assert {n for n in listed - known if not n.endswith("*")} == other_versions
+    assert not allowlist.PURE & set(actions.BY_NAME)
+    assert not allowlist.PURE & set(allowlist.REFUSED)

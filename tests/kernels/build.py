@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +89,20 @@ def _tpu_interpreter() -> Iterator[None]:
         yield
 
 
+def _enough_threads(device_count: int) -> None:
+    """Refuse to hang: TPU interpret mode waits in callbacks on all devices at once.
+
+    XLA's CPU client has a thread for each core, or for each device if those are more, and the
+    callbacks of a waiting device need others.
+    """
+    threads = int(os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or os.cpu_count() or 1)
+    if threads < 2 * device_count:
+        raise RuntimeError(
+            f"TPU interpret mode on {device_count} devices hangs with {threads} threads; set the "
+            f"environment variable PJRT_NPROC={4 * device_count} before JAX starts"
+        )
+
+
 def _traced_in(f: Callable[..., Any], context: Callable[[], Any]) -> Callable[..., Any]:
     """Wrap `f` so that its trace, and that of its derivative, runs inside `context()`."""
 
@@ -128,9 +143,7 @@ def build(
       case: the case.
       check_vma: passed on to `jax.shard_map`.
       mesh: a mesh with the case's axes; that of its target unless given.
-      interpret: run the kernels on CPU, as `case.interpret` says. "tpu" takes callbacks on all
-        devices at once, which JAX's CPU client has no threads for on a small machine, and hangs:
-        set the environment variable `PJRT_NPROC` to 32 before JAX starts.
+      interpret: run the kernels on CPU, as `case.interpret` says.
       wrap_local: applied to the local function, for a rule line that the case needs.
 
     Returns:
@@ -138,10 +151,13 @@ def build(
 
     Raises:
       ValueError: `interpret` is set for a case that can't be interpreted.
+      RuntimeError: it is set for one that would hang, see `_enough_threads`.
     """
     if interpret and case.interpret is None:
         raise ValueError(f"{case.name} has no interpret mode; leave out interpret=True")
     mesh = mesh_for(case) if mesh is None else mesh
+    if interpret and case.interpret == "tpu":
+        _enough_threads(mesh.size)
     given = _args(case, interpret)
     f = wrap_local(local(case, mesh, interpret))
     if case.wrap:

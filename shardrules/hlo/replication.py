@@ -16,6 +16,7 @@ from shardrules.hlo import collectives as hc
 from shardrules.hlo import customcalls
 from shardrules.hlo import devices as hd
 from shardrules.hlo import exact
+from shardrules.hlo import loops
 from shardrules.hlo import module as hm
 from shardrules.hlo import ranges
 from shardrules.hlo import states as hs
@@ -48,6 +49,7 @@ _SOURCES = {"rng": "draws its own random numbers on each device",
             "infeed": "reads each device's own infeed"}
 
 _INDEX = re.compile(r", index=(\d{1,9})(?=[,\n]|$)")
+_MAX_STEPS = 12  # iterations of a loop that are followed one by one
 _MAX_DEPTH = 150  # nested calls; each takes a few of Python's frames
 
 
@@ -98,6 +100,7 @@ class Proof:
         self._cache: dict[Any, Any] = {}
         self._literals: dict[Any, Any] = {}
         self._meshes: dict[Any, Any] = {}
+        self._trip_counts: dict[tuple[str, int], int | None] = {}
         self._depth = 0
         # Called again and again with ever new arguments, text that was made to do so would take
         # exponential time; real modules stay below 3 evaluations for each instruction.
@@ -383,6 +386,7 @@ class Proof:
           which: one number for each device; beyond the options it means the last one.
         """
         numbers = which.array.reshape(-1).astype(np.int64)
+        count = self.relations.device_count
         numbers = np.where((numbers < 0) | (numbers >= len(options)), len(options) - 1, numbers)
         used = np.unique(numbers).tolist()
         if len(used) == 1:
@@ -394,12 +398,19 @@ class Proof:
                        else (self.collapse(t),) * width for t in taken]
             index = Exact(which.state, np.searchsorted(used, numbers), False)
             return tuple([self.choose(index, list(c)) for c in zip(*columns)])
-        # Options of one state are not one value: constants 1 and 2 both have state 0.
-        if isinstance(taken[0], Exact) and all(t == taken[0] for t in taken):
-            return taken[0]
+        if all(isinstance(t, Exact) and t.splat == taken[0].splat
+               and t.array.dtype == taken[0].array.dtype
+               and t.array.shape[1:] == taken[0].array.shape[1:] for t in taken) and (
+                   count * taken[0].array[0].size <= 8 * ranges.MAX_ELEMENTS):
+            rows = np.empty((count,) + taken[0].array.shape[1:], taken[0].array.dtype)
+            numbers = np.broadcast_to(numbers, (count,))
+            for number, option in zip(used, taken):
+                here = numbers == number
+                rows[here] = np.broadcast_to(option.array, rows.shape)[here]
+            return self._exact(rows, taken[0].splat, [*taken, which])
         states = [self.collapse(t) for t in taken]
+        # Options of one state are not one value: constants 1 and 2 both have state 0.
         merged = self.states[self.states.refine(self._all(states), which.state)]
-        count = self.relations.device_count
         proven = np.empty(count, np.int64)
         hoped = np.empty(count, np.int64)
         for number, state in zip(used, states):
@@ -611,20 +622,80 @@ class Proof:
         if condition is None or body is None or len(operands) != 1:
             return self._blocked(hs.Blocker(f"while {instruction.name!r} without a condition or "
                                             "a body"), operands)
+        trips = self._trip_counts.get((computation.name, position), -1)
+        if trips == -1:
+            trips = self._trip_counts[computation.name, position] = loops.trip_count(
+                self.module, computation, instruction)
+        if trips is not None:
+            found = self._unrolled(condition, body, operands[0], guard, trips)
+            if found is not None:
+                return found
+        else:
+            found = self._stepped(condition, body, operands[0], guard)
+            if found is not None:
+                return found
         carry = operands[0]
         inner = guard
         for step in range(64):
             before = inner
             predicate = self.collapse(self.evaluate(condition, (carry,), inner))
-            inner = self.states.refine(inner, predicate)
-            out = self.join(carry, self.evaluate(body, (carry,), inner))
-            if out == carry and inner == before:
+            if trips is None:
+                inner = self.states.refine(inner, predicate)
+            out = self.evaluate(body, (carry,), inner)
+            joined = self.join(carry, out)
+            if joined == carry and inner == before:
+                if trips is not None:  # what a loop gives that is known to run is what body gives
+                    return out if trips else operands[0]
                 return self._diverged(carry, predicate)
-            carry = out
+            carry = joined
             if step >= 32:  # a chain of carries: take them all together
                 carry = self.with_state(carry, self.collapse(carry))
         return self._blocked(hs.Blocker(f"while {instruction.name!r} reached no fixpoint"),
                              operands)
+
+    def _unrolled(self, condition, body, carry: Any, guard: int, trips: int) -> Any:
+        """Follow a loop of known trip count until its carry's states repeat; None if too long.
+
+        What a carry starts as doesn't matter after the iteration that replaces it: a carry that
+        starts sharded and is summed in each iteration comes out equal.
+        """
+        history = [carry]
+        seen = {carry: 0}
+        for step in range(1, min(trips, _MAX_STEPS) + 1):
+            self.evaluate(condition, (carry,), guard)  # for the collectives in it
+            carry = self._forget(carry, self.evaluate(body, (carry,), guard))
+            if carry in seen:
+                start = seen[carry]
+                return history[start + (trips - start) % (step - start)]
+            seen[carry] = step
+            history.append(carry)
+        if trips > _MAX_STEPS:
+            return None
+        self.evaluate(condition, (carry,), guard)  # it runs once more than the body
+        return carry
+
+    def _stepped(self, condition, body, carry: Any, guard: int) -> Any:
+        """Follow a loop whose predicate is known on every device; None where it isn't."""
+        for _ in range(_MAX_STEPS + 1):
+            predicate = self.evaluate(condition, (carry,), guard)
+            if not isinstance(predicate, Exact) or predicate.array[0].size != 1:
+                return None
+            running = predicate.array.reshape(-1)
+            if not running.any():
+                return carry
+            guard = self.states.refine(guard, predicate.state)
+            following = self.evaluate(body, (carry,), guard)
+            carry = self.choose(Exact(predicate.state, running.astype(np.int64), False),
+                                [carry, following])
+        return None
+
+    def _forget(self, before: Any, after: Any) -> Any:
+        """Replace numbers that an iteration changes, as a counter, by their states."""
+        if isinstance(after, Exact) and after != before:
+            return after.state
+        if isinstance(after, tuple) and isinstance(before, tuple) and len(before) == len(after):
+            return tuple([self._forget(x, y) for x, y in zip(before, after)])
+        return after
 
     def _diverged(self, value: Any, predicate: int) -> Any:
         """Refine what a loop or branch gives by its predicate; known numbers stay known."""

@@ -2,7 +2,8 @@
 
 Every value of a program is returned from every device. Where the verifier says that two devices
 hold the same value they must do so bit for bit, on each of three random draws of the inputs. Of
-the pairs of devices that agree on all draws, the share that is also proven is the proof's reach.
+the pairs of devices whose floats agree on all draws, the share that is also proven is the proof's
+reach.
 
     python -m tests.hlo.oracle 2000 [first_seed]
 """
@@ -67,7 +68,8 @@ class Generator:
         for spec in self.specs:
             count = int(np.prod([self.mesh[a] for a in spec], dtype=int))
             arrays.append(rng.standard_normal(SIZE * count).astype(np.float32))
-        return arrays + [np.int32(rng.integers(0, 100))]
+        # Near the axis indices that it is compared with, or most comparisons would agree by chance.
+        return arrays + [np.int32(rng.integers(-3, 9))]
 
     def arguments(self):
         """List the arguments' specs."""
@@ -136,14 +138,14 @@ class Generator:
         elif kind == 1:
             out, varying = i.array // self.random.choice([2, 3]), i.varying
         elif kind == 2:
-            out, varying = i.array % self.random.choice([2, 3, 4]), i.varying
+            out, varying = i.array % self.random.choice([2, 3, 7]), i.varying
         elif kind == 3:
             out, varying = i.array * self.random.choice([0, 1, 2, 5]), i.varying
         elif kind == 4:
             table = jnp.array([self.random.randrange(3) for _ in range(8)], jnp.int32)
             out, varying = table[jnp.clip(i.array, 0, 7)], i.varying
         elif kind == 5:
-            out = (x.array[0] * 10).astype(jnp.int32) % 7
+            out = (x.array[0] * 1000).astype(jnp.int32) % 101
             varying = x.varying
         else:
             out = jnp.where(i.array > j.array, i.array, j.array - 1)
@@ -262,7 +264,7 @@ class Generator:
         everything = frozenset(self.mesh)
         inside = free - which.varying
         runs = [self.inner(operands, everything, inside, depth, (floats, ints))
-                for _ in range(self.random.randint(2, 3))]
+                for _ in range(self.random.randint(2, 5))]
         out = lax.switch(which.array % len(runs), runs, *[o.array for o in operands])
         self.extend(floats, ints, out, everything)
 
@@ -311,13 +313,15 @@ def run_program(seed: int) -> Outcome:
     assert len(judgement.outputs) == len(draws[0])
     for number, output in enumerate(judgement.outputs):
         rows = [[d[number][device].tobytes() for device in range(8)] for d in draws]
+        # Small integers agree by chance on three draws, floats hardly ever.
+        counted = draws[0][number].dtype == np.float32
         label = {d: n for n, c in enumerate(output.classes) for d in c}
         for i in range(8):
             for j in range(i):
                 same = all(r[i] == r[j] for r in rows)
-                outcome.equal_count += same
+                outcome.equal_count += same and counted
                 if label[i] == label[j]:
-                    outcome.proven_count += same
+                    outcome.proven_count += same and counted
                     if not same:
                         outcome.wrong.append((seed, number, j, i))
     return outcome

@@ -68,8 +68,7 @@ def semaphore_read(x, o, semaphore):
     o[...] = x[...] + pl.semaphore_read(semaphore)
 
 
-def given_semaphore(x, semaphore, o):
-    pl.semaphore_wait(semaphore, 1)
+def semaphore_handed_out(x, o, semaphore):
     o[...] = x[...]
 
 
@@ -324,17 +323,6 @@ def integer_atomic(counts, into, o):
     plt.atomic_add(o, (0,), counts[0])
 
 
-def scratch_stored_on_both_paths(counts, x, o, scratch):
-    @pl.when(counts[0] > 0)
-    def _():
-        scratch[...] = x[...]
-
-    @pl.when(counts[0] <= 0)
-    def _():
-        scratch[...] = -x[...]
-    o[...] = x[...]
-
-
 def scratch_chosen(counts, x, o, scratch):
     def store(value):
         scratch[...] = value
@@ -379,6 +367,16 @@ def summed_in_scratch(x, o, scratch):
     @at(1)
     def _():
         o[...] = scratch[...]
+
+
+def masked_load(x, o):
+    mask = lax.broadcasted_iota(jnp.int32, ROWS, 0) < 4
+    o[...] = plt.load(x, mask=mask)
+
+
+def masked_load_with_other(x, o):
+    mask = lax.broadcasted_iota(jnp.int32, ROWS, 0) < 4
+    o[...] = plt.load(x, mask=mask, other=0.0)
 
 
 def kept_by_a_mask(x, o):

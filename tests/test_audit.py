@@ -80,6 +80,13 @@ REFUSED = {
     "semaphore read": (
         k.call(k.semaphore_read, scratch_shapes=[pltpu.SemaphoreType.REGULAR]),
         "semaphore_read", "its answer depends on timing", False),
+    "a semaphore as output": (
+        lambda: pl.pallas_call(
+            k.semaphore_handed_out, compiler_params=k.TPU,
+            out_shape=(k.X, pltpu.SemaphoreType.REGULAR(())),
+            out_specs=(pl.BlockSpec(), pl.BlockSpec(memory_space=pltpu.SEMAPHORE)),
+            )(jnp.zeros(k.ROWS))[0],
+        "output 1", "it gives a semaphore back, which others can signal", False),
     "wait for a copy that nobody starts": (
         k.call(k.wait_for_nothing, **COPY), "dma_wait",
         r"no copy that this kernel starts ends at the semaphore that it waits on \(scratch 1\)",
@@ -239,6 +246,10 @@ PROVEN = {
     "summed in the output, platform not known": (
         k.two_steps(k.summed_from_the_first_step, compiler_params=None),
         ["run one after the other", "at the same time"]),
+    "masked load": (
+        k.call(k.masked_load, compiler_params=k.TRITON), ["at the same time", "without other="]),
+    "masked load with other": (
+        k.call(k.masked_load_with_other, compiler_params=k.TRITON), ["at the same time"]),
     "kept by a mask": (k.call(k.kept_by_a_mask), []),
     "rows stored one by one": (k.call(k.rows_stored_one_by_one, **SCRATCH), []),
     "output stored if a count says so": (
@@ -330,6 +341,23 @@ def test_kernels_of_real_operations(case, request):
             assert not one.contradicts_no_communication
         else:
             assert one.proven, f"{eqn.params.get('name')}: {one}"
+
+
+def test_where_cores_start_is_assumed_where_it_is_not_known():
+    """A step that is the first along an outer axis of the grid need not be a core's first."""
+    def kernel(x, o, scratch):
+        @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
+        def _():
+            scratch[...] = jnp.zeros(k.ROWS)
+        scratch[...] += x[...]
+        o[...] = scratch[...]
+    run = k.call(kernel, grid=(2, 2), **SCRATCH)
+    (eqn,) = kernels_in(jax.make_jaxpr(run)().jaxpr)
+    jaxpr, mapping = eqn.params["jaxpr"], eqn.params["grid_mapping"]
+    ask = functools.partial(pallas.audit, jaxpr, grid_mapping=mapping, platform_hint="tpu")
+    assert any("each core starts in the grid's first iteration" in a for a in ask().assumptions)
+    assert len(ask(parallel_axes=()).assumptions) == 1
+    assert not ask(parallel_axes=(0,)).proven
 
 
 def test_axes_of_cores_are_the_kernels_own():

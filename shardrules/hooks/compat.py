@@ -16,6 +16,7 @@ import importlib
 import inspect
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from shardrules.errors import RuleError, UnsupportedJaxError
@@ -51,12 +52,16 @@ class Symbol:
 
 
 _PALLAS = "jax._src.pallas.pallas_call"
+_MESH = "jax._src.pallas"
+_STATE = "jax._src.state"
 _VJP = "jax._src.custom_derivatives"
 _SHARD_MAP = "jax.experimental.shard_map"
+_CONTROL = "jax._src.lax.control_flow"
 _AVAL = "avals that carry axis types"
 _OUT_SHAPE = "raises on an output without annotation"
 _WRAP = "wraps a custom_vjp's functions without losing their debug info"
 _KERNEL = "the one place where kernel function and jaxpr meet"
+_REF = "a ref that is written must vary where what is written does"
 _CHECK = "whether shard_map's check is on where we are"
 _OPAQUE = "an opaque primitive"
 _STALE = "puts the registry's version into jit's trace key"
@@ -126,8 +131,41 @@ TYPE_SYMBOLS = (
            ("out_shape",), _OUT_SHAPE),
     Symbol("convert_out_shape", f"{_PALLAS}:_convert_out_shape_to_aval", "0.6.0-0.8",
            ("out_shape",), _OUT_SHAPE),
+    Symbol("trace_to_jaxpr", "jax._src.interpreters.partial_eval:trace_to_jaxpr", "0.8-0.12",
+           ("fun", "in_avals", "debug_info"), "a loop's body, before its carry's types are compared",
+           optional=True),
+    Symbol("promote_carry", f"{_CONTROL}.loops:_promote_weak_typed_input", "0.8-0.12",
+           ("in_val", "in_aval", "out_aval"), "an initial carry, once its body was traced",
+           optional=True),
+    Symbol("merge_branches", f"{_CONTROL}.conditionals:_merge_common_consts", "0.8-0.12",
+           ("jaxprs", "all_consts"), "all branches of a cond or switch, once traced",
+           optional=True),
+    Symbol("check_branches", f"{_CONTROL}.conditionals:_check_branch_outputs", "0.8-0.12",
+           ("out_avals1", "out_avals2"), "raises on branches whose types differ", optional=True),
     Symbol("pcast", "jax.lax:pcast", "0.8-0.12", ("axis_name", "to"), "casts an operand"),
     Symbol("pcast", "jax.lax:pvary", "0.6.0-0.7", ("axis_name",), "casts an operand"),
+    Symbol("mpmd_map_p", f"{_MESH}.mpmd:mpmd_map_p", "0.9.2-0.12", (), "what pl.kernel binds",
+           optional=True),
+    Symbol("mpmd_map", f"{_MESH}.mpmd:_mpmd_map", "0.10-0.12", ("meshes_and_fns", "out_types"),
+           "plgpu.kernel calls it with the check switched off", optional=True),
+    Symbol("mpmd_tracing", f"{_MESH}.mpmd:pe", "0.10-0.12", (), _KERNEL, optional=True),
+    Symbol("core_map_p", f"{_MESH}.core:core_map_p", "0.6.0-0.12", (), "what core_map binds",
+           optional=True),
+    Symbol("core_map_tracing", f"{_MESH}.core:pe", "0.6.0-0.12", (), _KERNEL, optional=True),
+    Symbol("custom_vmap", "jax._src.custom_batching:custom_vmap", "0.6.0-0.12", ("fun",),
+           "stands around plgpu.kernel where the check is still on"),
+    Symbol("custom_vmap_p", "jax._src.custom_batching:custom_vmap_p", "0.6.0-0.12", (),
+           "keeps the output types of its first trace"),
+    Symbol("run_state_p", f"{_STATE}.discharge:run_state_p", "0.6.0-0.12", (), _REF),
+    Symbol("trace_run_state", f"{_STATE}.discharge:initial_style_jaxpr", "0.8-0.12",
+           ("fun", "in_tree", "in_avals", "dbg"), _REF, optional=True),
+    Symbol("get_p", f"{_STATE}.primitives:get_p", "0.6.0-0.12", (), _REF),
+    Symbol("swap_p", f"{_STATE}.primitives:swap_p", "0.6.0-0.12", (), _REF),
+    Symbol("addupdate_p", f"{_STATE}.primitives:addupdate_p", "0.6.0-0.12", (), _REF),
+    Symbol("WriteEffect", f"{_STATE}.types:WriteEffect", "0.6.0-0.12", (), _REF),
+    Symbol("AccumEffect", f"{_STATE}.types:AccumEffect", "0.6.0-0.12", (), _REF),
+    Symbol("cond_p", f"{_CONTROL}.conditionals:cond_p", "0.6.0-0.12", (), _REF),
+    Symbol("while_p", f"{_CONTROL}.loops:while_p", "0.6.0-0.12", (), _REF),
     Symbol("result_avals", "jax._src.ffi:_result_avals", "0.6.0-0.12", (),
            "fails on an annotated result (JAX 0.8.3 to 0.12)", optional=True),
 )
@@ -315,6 +353,30 @@ class Jax:
         raise RuleError(
             f"JAX {self.version} has no cast to {to} over {{{', '.join(order)}}}; rules that make "
             "a value unreduced need JAX 0.8 or newer", axes=axes)
+
+    def cast_outputs(self, jaxpr: Any, types: Sequence[AxisType]) -> Any:
+        """Return a jaxpr whose outputs have these axis types, by casts at its end.
+
+        Args:
+          jaxpr: one with or without its constants.
+          types: for each output, one that varies over the same axes or over more.
+        """
+        import jax
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        closed = inner is not jaxpr
+        wide = [i for i, (var, want) in enumerate(zip(inner.outvars, types))
+                if self.axis_type(var.aval) != want]
+        if not wide:
+            return jaxpr
+        outvars = list(inner.outvars)
+        casts = jax.make_jaxpr(lambda *xs: [self.cast(x, types[i]) for x, i in zip(xs, wide)])(
+            *(outvars[i].aval for i in wide)).jaxpr
+        known = dict(zip(casts.invars, (outvars[i] for i in wide)))
+        eqns = [eqn.replace(invars=[known.get(v, v) for v in eqn.invars]) for eqn in casts.eqns]
+        for i, var in zip(wide, casts.outvars):
+            outvars[i] = var
+        inner = inner.replace(eqns=[*inner.eqns, *eqns], outvars=outvars)
+        return jaxpr.replace(jaxpr=inner) if closed else inner
 
     # Kernels.
 

@@ -1,0 +1,158 @@
+"""install(): all of it or nothing, on a JAX that it knows or not at all."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import jax
+import pytest
+
+from shardrules import errors
+from shardrules.hooks import compat, versions
+
+NEWER = ("0.13.0.dev1", "0.13.0rc1", "0.13.0", "0.13.0.dev20261201+cuda", "1.0")
+KNOWN = ("0.4.28", "0.4.36", "0.6.1", "0.9.0", "0.12.0rc1", "0.12.0", "0.12.0.1", "0.12.1.dev3",
+         jax.__version__)
+OLDER = ("0.4.27", "0.4.28.dev5", "0.4.28rc1", "0.3.25")
+
+
+def run_alone(code, **environment):
+    """Run code in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], text=True,
+                          capture_output=True, cwd=pathlib.Path(__file__).parents[2],
+                          env={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("version", KNOWN)
+def test_versions_in_the_range_are_known(version):
+    assert compat.check_version(version) == ""
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_newer_versions_and_their_pre_releases_are_not(version):
+    assert compat.check_version(version) == "it is newer than 0.12, the newest that was tested"
+
+
+@pytest.mark.parametrize("version", OLDER)
+def test_older_versions_and_pre_releases_of_the_oldest_are_not(version):
+    assert compat.check_version(version) == "it is older than 0.4.28"
+
+
+@pytest.mark.parametrize("version", ["", "main", "0.12.0-gabcdef", "0..1", "0.12.x"])
+def test_what_is_no_version_is_refused(version):
+    assert "is no version; one looks like '0.12.0'" in compat.check_version(version)
+
+
+def test_versions_sort_as_package_installers_sort_them():
+    in_order = ["0.4.28", "0.9.2", "0.10.2", "0.12.0.dev1", "0.12.0a1.dev1", "0.12.0a1", "0.12.0b1",
+                "0.12.0rc1", "0.12.0rc2", "0.12.0", "0.12.0.post1.dev1", "0.12.0.post1", "0.12.0.1",
+                "0.13.0.dev1", "0.13.0.dev2", "0.13.0", "1.0"]
+    shuffled = sorted(in_order, key=lambda v: v[::-1])
+    assert shuffled != in_order
+    assert sorted(shuffled, key=versions.order) == in_order
+    assert versions.order("0.12") == versions.order("0.12.0.0") == versions.order("v0.12.0+cuda")
+    assert versions.release("0.13.0.dev1") == (0, 13)
+
+
+def fresh_load(monkeypatch, version=None):
+    if version is not None:
+        monkeypatch.setattr(jax, "__version__", version)
+    return compat.load.__wrapped__()
+
+
+def test_unknown_version_is_named_with_what_to_do(monkeypatch):
+    monkeypatch.delenv(compat.ANYWAY, raising=False)
+    with pytest.raises(errors.UnsupportedJaxError) as caught:
+        fresh_load(monkeypatch, "0.13.0.dev1")
+    message = str(caught.value)
+    assert message.startswith("shardrules has no hooks for JAX 0.13.0.dev1: it is newer than 0.12")
+    assert "set SHARDRULES_ALLOW_UNTESTED_JAX=1 in the environment" in message
+    assert "Nothing was changed." in message
+    assert "Install a JAX that the README's table of versions lists" in message
+    assert caught.value.version == "0.13.0.dev1"
+    monkeypatch.setenv(compat.ANYWAY, "1")
+    assert fresh_load(monkeypatch).version == "0.13.0.dev1"
+
+
+@pytest.mark.parametrize("key", ["flatten_bwd", "trace_kernel", "pallas_call_p"])
+def test_missing_symbol_is_named_with_what_it_is_for(key, monkeypatch):
+    module, name = compat.load().owner(key)
+    monkeypatch.delattr(module, name)
+    with pytest.raises(errors.UnsupportedJaxError) as caught:
+        fresh_load(monkeypatch)
+    assert f"has no hooks for JAX {jax.__version__}: jax._src." in str(caught.value)
+    assert " is missing. It is used for: " in str(caught.value)
+    assert caught.value.symbol in [s.path for s in compat.SYMBOLS if s.key == key]
+
+
+def test_changed_parameters_are_named(monkeypatch):
+    def dce_jaxpr(program, wanted):
+        raise AssertionError("never called")
+
+    monkeypatch.setattr(*compat.load().owner("dce_jaxpr"), dce_jaxpr)
+    # The parameters are checked on an untested JAX too.
+    monkeypatch.setenv(compat.ANYWAY, "1")
+    with pytest.raises(errors.UnsupportedJaxError) as caught:
+        fresh_load(monkeypatch, "0.13.0")
+    assert ("dce_jaxpr no longer takes jaxpr, used_outputs, instantiate (it takes program, wanted)"
+            in str(caught.value))
+
+
+def test_each_symbol_that_this_jax_has_is_checked_once():
+    """One key has alternatives, or one entry; the table holds no entry that is never looked at."""
+    for group in (compat.SYMBOLS, compat.TYPE_SYMBOLS, compat.SET_SYMBOLS):
+        paths = [(s.key, s.path, s.parameters) for s in group]
+        assert len(set(paths)) == len(paths)
+        assert all(s.reason and s.versions for s in group)
+
+
+def test_install_on_an_unknown_jax_touches_nothing():
+    run_alone('''
+        import jax
+        jax.__version__ = "0.13.0"
+        import shardrules
+        from shardrules import hooks
+        for start in (shardrules.install, lambda: shardrules.no_communication(lambda x: x)(1.0)):
+            try:
+                start()
+            except shardrules.errors.UnsupportedJaxError as error:
+                assert "0.13.0" in str(error)
+            else:
+                raise SystemExit("was not refused")
+            assert not hooks.touched() and not hooks.installed()
+    ''', SHARDRULES_ALLOW_UNTESTED_JAX="")
+
+
+def test_uninstalling_leaves_jax_as_it_was():
+    run_alone('''
+        import jax
+        import shardrules
+        from shardrules import hooks
+        missing = object()
+        def value(owner, name):
+            return (owner if isinstance(owner, dict) else vars(owner)).get(name, missing)
+        handle = shardrules.install()
+        touched = hooks.touched()
+        during = [value(*one) for one in touched]
+        handle.uninstall()
+        assert not hooks.touched() and not hooks.installed()
+        before = [value(*one) for one in touched]
+        assert len(touched) >= 8
+        assert all(a is not b for a, b in zip(before, during)), touched
+        assert all("shardrules" not in (getattr(v, "__module__", None) or "") for v in before)
+    ''')
+
+
+def test_importing_and_declaring_change_nothing_and_need_no_jax():
+    run_alone('''
+        import sys
+        import shardrules
+        shardrules.register("my_kernel", shardrules.no_communication)
+        shardrules.no_communication(lambda x_ref, o_ref: None)
+        assert "jax" not in sys.modules
+    ''')

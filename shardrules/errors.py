@@ -13,6 +13,7 @@ __all__ = [
     "HloError",
     "HloSyntaxError",
     "NotInstalledError",
+    "RefError",
     "RegistrationError",
     "RuleError",
     "ShardrulesError",
@@ -53,6 +54,10 @@ class UnknownKernelError(ShardrulesError, LookupError):
 
 class CotangentError(ShardrulesError, ValueError):
     """A custom_vjp whose bwd returns a cotangent that can't be given its primal's type safely."""
+
+
+class RefError(ShardrulesError, ValueError):
+    """A ref that would be called equal on devices where what is written to it differs."""
 
 
 class UnsupportedJaxError(ShardrulesError, RuntimeError):

@@ -12,6 +12,7 @@ from typing import Any
 from shardrules.declare import Binding, Declared
 from shardrules.errors import ShardrulesError
 from shardrules.hooks import compat
+from shardrules.hooks.control import ControlHooks
 from shardrules.hooks.custom_vjp import CustomVjpHooks
 from shardrules.hooks.lowering import LoweringHooks
 from shardrules.hooks.pallas_call import PallasHooks
@@ -109,7 +110,7 @@ def _hold() -> None:
                 pallas = PallasHooks(jax, _state, lowering)
                 custom_vjp = CustomVjpHooks(jax, _state, pallas.kernel_of)
                 primitives = PrimitiveHooks(jax, _state, lowering)
-                _hooks.extend([pallas, custom_vjp, primitives])
+                _hooks.extend([pallas, custom_vjp, primitives, ControlHooks(jax, _state)])
                 if not jax.typed:
                     _hooks.append(RepHooks(jax, _state, pallas, primitives, custom_vjp))
             for hook in _hooks:

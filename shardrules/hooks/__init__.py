@@ -15,6 +15,7 @@ from shardrules.hooks import compat
 from shardrules.hooks.control import ControlHooks
 from shardrules.hooks.custom_vjp import CustomVjpHooks
 from shardrules.hooks.lowering import LoweringHooks
+from shardrules.hooks.opaque import Known
 from shardrules.hooks.pallas_call import PallasHooks
 from shardrules.hooks.patching import Patches
 from shardrules.hooks.primitives import PrimitiveHooks
@@ -97,6 +98,21 @@ def touched() -> tuple[tuple[Any, Any], ...]:
     return _patches.touched()
 
 
+def known_of(primitive: Any, params: dict[str, Any]) -> Known | None:
+    """Return what is known of an equation's opaque call; None where it is none.
+
+    Args:
+      primitive: the equation's primitive.
+      params: its parameters.
+    """
+    for hook in _hooks:
+        if hasattr(hook, "known_of"):
+            known = hook.known_of(primitive, params)
+            if known is not None:
+                return known
+    return None
+
+
 def _hold() -> None:
     """Patch JAX, unless somebody holds it patched already."""
     global _holders
@@ -108,7 +124,7 @@ def _hold() -> None:
                 _state.use_trace_key(jax.trace_key())
                 lowering = LoweringHooks(jax, _state)
                 pallas = PallasHooks(jax, _state, lowering)
-                custom_vjp = CustomVjpHooks(jax, _state, pallas.kernel_of)
+                custom_vjp = CustomVjpHooks(jax, _state, known_of)
                 primitives = PrimitiveHooks(jax, _state, lowering)
                 _hooks.extend([pallas, custom_vjp, primitives, ControlHooks(jax, _state)])
                 if not jax.typed:

@@ -9,17 +9,18 @@ only where bwd's jaxpr shows that it can't have.
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from shardrules.errors import CotangentError
 from shardrules.hooks.compat import Jax
-from shardrules.hooks.opaque import Call, find_rule
 from shardrules.hooks.patching import Patches
 from shardrules.hooks.state import State
 from shardrules.axistypes import AxisType, Effect
 
-__all__ = ["CustomVjpHooks"]
+__all__ = ["Bwd", "CustomVjpHooks", "Parts", "inner_jaxprs"]
 
 
 class CustomVjpHooks:
@@ -28,13 +29,16 @@ class CustomVjpHooks:
     Args:
       jax: the symbols.
       state: registry and scopes.
-      kernel_of: from a pallas_call's params to what is known of its kernel.
+      known_of: from an equation's primitive and params to what is known of the opaque call, or
+        None where it is none.
     """
 
-    def __init__(self, jax: Jax, state: State, kernel_of):
+    def __init__(self, jax: Jax, state: State, known_of):
         self.jax = jax
         self.state = state
-        self.kernel_of = kernel_of
+        self.opaque = known_of
+        # From what JAX hands on from fwd to bwd (a function that returns their trees) to fwd.
+        self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
         """Replace the three functions that flatten a custom_vjp's parts."""
@@ -46,15 +50,20 @@ class CustomVjpHooks:
         return self.jax.flatten_primal(self._scoped(fun), *rest)
 
     def _flatten_fwd(self, fwd, *rest):
-        return self.jax.flatten_fwd(self._scoped(fwd), *rest)
+        scoped = self._scoped(fwd)
+        flat, trees = self.jax.flatten_fwd(scoped, *rest)
+        if self.state.scope.active and self.jax.typed:
+            self._forwards[trees] = scoped
+        return flat, trees
 
     def _flatten_bwd(self, bwd, in_tree, in_avals, *rest):
         scope = self.state.scope
         if scope.active and not self.jax.typed:
             bwd = self._scoped(bwd)  # types are matched where replication sets are known
         elif scope.active:
-            bwd = self.jax.transformation(self._run_bwd)(
-                bwd, scope, bwd.debug_info.func_name, in_tree, tuple(in_avals))
+            parts = Parts(bwd.debug_info.func_name, self._forwards.get(rest[0]), in_tree,
+                           tuple(in_avals))
+            bwd = self.jax.transformation(self._run_bwd)(bwd, scope, parts)
         return self.jax.flatten_bwd(bwd, in_tree, in_avals, *rest)
 
     def _scoped(self, fun):
@@ -65,77 +74,179 @@ class CustomVjpHooks:
 
     # bwd is traced when the scope that its forward ran under has closed.
 
-    def _run_bwd(self, bwd, scope, name, in_tree, in_avals, *args):
+    def _run_bwd(self, bwd, scope, parts, *args):
         with self.state.enter(scope):
             cotangents = bwd(*args)
             if not self.jax.checking():
                 return cotangents
-            return self._match(_Share(self, bwd, name, args), in_tree, in_avals, cotangents)
+            return self._match(Bwd(self, bwd, parts, args), parts, cotangents)
 
-    def _match(self, share, in_tree, in_avals, cotangents):
+    def _match(self, bwd, parts, cotangents):
         """Give each cotangent its primal's type; what can't be matched is left to JAX's errors."""
         import jax
         tree = jax.tree_util
         if isinstance(cotangents, list):
             cotangents = tuple(cotangents)
         is_none = lambda x: x is None  # noqa: E731
-        primals = tree.tree_unflatten(in_tree, range(len(in_avals)))
+        primals = tree.tree_unflatten(parts.in_tree, range(len(parts.in_avals)))
         try:
             tree.tree_map(lambda ct, primal: None, cotangents, primals, is_leaf=is_none)
         except (ValueError, TypeError):
             return cotangents
 
         def one(path, ct, index):
-            if ct is None or isinstance(ct, self.jax.SymbolicZero):
+            primal = parts.in_avals[index]
+            if ct is None or getattr(ct, "dtype", None) == jax.dtypes.float0:
                 return ct
-            return self._cotangent(path, ct, in_avals[index], share)
+            if isinstance(ct, self.jax.SymbolicZero):  # zero varies over whatever it has to
+                return self.jax.SymbolicZero(
+                    self.jax.with_axis_type(ct.aval, self.jax.cotangent_type(primal)))
+            return self._cotangent(path, ct, primal, bwd)
 
         return tree.tree_map_with_path(one, cotangents, primals, is_leaf=is_none)
 
-    def _cotangent(self, path, ct, primal, share):
+    def _cotangent(self, path, ct, primal, bwd):
         import jax
         have = self.jax.axis_type(self.jax.typeof(ct))
         want = self.jax.cotangent_type(primal)
+        bwd.check_dropped(path, have, want)
         extra = have.varying - want.varying - want.unreduced
         if extra:
-            share.check(path, extra, have, want)
+            bwd.check_share(path, extra, have, want)
             order = tuple(a for a in self.jax.manual_axes() if a in extra)
             ct = jax.lax.psum(ct, order)
         return self.jax.cast(ct, want)
 
 
-class _Share:
-    """Whether a bwd's cotangent can be anything but one device's share of it."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """What a bwd belongs to.
 
-    def __init__(self, hooks: CustomVjpHooks, bwd, name: str, args):
+    Args:
+      name: the bwd's, for messages.
+      fwd: the custom_vjp's fwd, as JAX wraps it.
+      in_tree: the pytree of the primal inputs.
+      in_avals: their avals.
+    """
+
+    name: str
+    fwd: Any
+    in_tree: Any
+    in_avals: tuple[Any, ...]
+
+
+class Bwd:
+    """One bwd that has run: what its jaxpr says about the cotangents it returned.
+
+    Args:
+      hooks: the hooks.
+      bwd: the function.
+      parts: what it belongs to.
+      args: what it was called with: residuals, and the outputs' cotangents.
+    """
+
+    def __init__(self, hooks: CustomVjpHooks, bwd, parts: Parts, args):
         self.hooks = hooks
         self.bwd = bwd
-        self.name = name
+        self.parts = parts
         self.args = args
         self._traced = None
 
-    def check(self, path, axes: frozenset[str], have: AxisType, want: AxisType) -> None:
+    def check_share(self, path, axes: frozenset[str], have: AxisType, want: AxisType) -> None:
         """Raise unless nothing that this cotangent depends on communicates over ``axes``.
 
         Raises:
           CotangentError: naming the operation, and both right ways to write the bwd.
         """
-        jaxpr, paths = self._trace()
-        used = [p == path for p in paths]
-        if not any(used):  # a bwd that returns another structure each time it is called
-            used = [True] * len(paths)
-        sliced, _ = self.hooks.jax.dce_jaxpr(jaxpr, used, instantiate=True)
-        for what in self._communicates(sliced, axes):
+        for what in self._communicates(self._sliced(path), axes):
             from jax.tree_util import keystr
             names = ", ".join(map(repr, sorted(axes)))
             raise CotangentError(
-                f"the bwd {self.name!r} returns a cotangent at "
+                f"the bwd {self.parts.name!r} returns a cotangent at "
                 f"output{keystr(path)} that is {have}, for a primal that asks for {want}. One "
                 f"psum over {{{names}}} is missing if it is this device's share, and none if it "
                 f"is the full sum already; which of them can't be told, because bwd holds {what}. "
                 f"If it is a share, return jax.lax.psum(ct, ({names},)) from bwd. If it is summed "
-                "already, make the collective the last step, so that its result is invariant.",
+                f"already, return shardrules.already_summed(ct, {names}).",
                 path=path, axes=axes, have=have, want=want)
+
+    def check_dropped(self, path, have: AxisType, want: AxisType) -> None:
+        """Raise if this cotangent is summed over an axis that the forward made outputs invariant on.
+
+        Cotangents of outputs that are invariant over an axis arrive summed over it; a bwd that is
+        right with the check off (psum, psum_scatter) then gives N times the gradient.
+
+        Raises:
+          CotangentError: naming the reduction, and both right forms.
+        """
+        arriving = frozenset().union(*(t.varying | t.unreduced for t in self._arriving()))
+        dropped = (want.varying | want.unreduced) - arriving
+        if not dropped:
+            return
+        reductions = list(self._communicates(self._sliced(path), dropped, reductions=True))
+        if not reductions:
+            return
+        # JAX accepts a bwd that varies as its primal does. It may be right where no kernel
+        # dropped the axis (a forward that is more than one reduction); where one did, it is not.
+        kernel = self._dropping(dropped)
+        if kernel is None and dropped <= have.varying:
+            return
+        from jax.tree_util import keystr
+        names = ", ".join(map(repr, sorted(dropped)))
+        raise CotangentError(
+            f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} that it "
+            f"reduces over {{{names}}} (by {reductions[0]}), but the forward's outputs are "
+            f"invariant over {{{names}}}{f' (by {kernel})' if kernel else ''}, so the cotangent "
+            "that bwd receives is the sum over them already, and would be counted once for each "
+            "device. After an all-reduce, pass it on:\n    return (ct,)\nafter an all-gather, "
+            f"take this device's slice:\n    i = jax.lax.axis_index({sorted(dropped)[0]!r})\n"
+            "    return (jax.lax.dynamic_slice_in_dim(ct, i * n, n),)",
+            path=path, axes=dropped, have=have, want=want)
+
+    def _arriving(self):
+        """Return the axis types of the outputs' cotangents."""
+        import jax
+        zero = self.hooks.jax.SymbolicZero
+        for leaf in jax.tree_util.tree_leaves(self.args[-1]):
+            aval = leaf.aval if isinstance(leaf, zero) else self.hooks.jax.typeof(leaf)
+            yield self.hooks.jax.axis_type(aval)
+
+    def _dropping(self, axes: frozenset[str]) -> str | None:
+        """Describe an opaque call of the forward whose rule makes outputs invariant over ``axes``.
+
+        The forward is traced once more; where that fails (it closes over values of a trace that
+        has ended), the answer is that it may.
+        """
+        if self.parts.fwd is None:
+            return None
+        import jax
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.parts.in_avals]
+
+        def run(*flat):
+            flat = [self.hooks.jax.cast(x, self.hooks.jax.axis_type(a))
+                    for x, a in zip(flat, self.parts.in_avals)]
+            return self.parts.fwd.call_wrapped(
+                *jax.tree_util.tree_unflatten(self.parts.in_tree, flat))
+
+        try:
+            jaxpr = jax.make_jaxpr(run)(*structs).jaxpr
+        except Exception:  # whatever a second trace runs into, the first one did not
+            return "a forward that can't be traced again"
+        for equation in _equations(jaxpr):
+            known = self.hooks.opaque(equation.primitive, equation.params)
+            if known is not None and known.found is not None and known.found.rule.drops:
+                named = frozenset(known.found.rule.named_axes)
+                if not named or named & axes:
+                    return f"{known.call}, whose rule is {known.found.rule!r}"
+        return None
+
+    def _sliced(self, path):
+        """Return the jaxpr of what one cotangent depends on."""
+        jaxpr, paths = self._trace()
+        used = [p == path for p in paths]
+        if not any(used):  # a bwd that returns another structure each time it is called
+            used = [True] * len(paths)
+        return self.hooks.jax.dce_jaxpr(jaxpr, used, instantiate=True)[0]
 
     def _trace(self):
         """Trace bwd once more, to look at it only."""
@@ -164,37 +275,47 @@ class _Share:
             self._traced = closed.jaxpr, list(paths)
         return self._traced
 
-    def _communicates(self, jaxpr, axes: frozenset[str]) -> Iterator[str]:
-        """Yield a description of each equation that may move data along ``axes``."""
-        for equation in jaxpr.eqns:
+    def _communicates(self, jaxpr, axes: frozenset[str], *,
+                      reductions: bool = False) -> Iterator[str]:
+        """Yield a description of each equation that may move data along ``axes``.
+
+        Args:
+          jaxpr: where to look, inner jaxprs included.
+          axes: mesh axes.
+          reductions: only what sums over them.
+        """
+        for equation in _equations(jaxpr):
             name = equation.primitive.name
-            if name == "pallas_call":
-                yield from self._opaque(equation, axes)
+            known = self.hooks.opaque(equation.primitive, equation.params)
+            if known is not None:
+                yield from self._opaque(known, len(equation.outvars), axes, reductions)
                 continue
             over = _named_axes(equation.params) & axes
-            if over and name not in _CASTS:
+            if over and name not in _CASTS and (
+                    not reductions or any(word in name for word in _REDUCTIONS)):
                 yield f"{name} over {{{', '.join(sorted(over))}}}"
-            for inner in _inner_jaxprs(equation.params):
-                yield from self._communicates(inner, axes)
 
-    def _opaque(self, equation, axes: frozenset[str]) -> Iterator[str]:
-        hooks = self.hooks
-        kernel = hooks.kernel_of(equation.params)
-        found = find_rule(kernel.call, kernel.scope or hooks.state.scope, hooks.state)
-        if found is None:
-            yield f"{kernel.call}, which has no rule"
+    def _opaque(self, known, output_count: int, axes: frozenset[str],
+                reductions: bool) -> Iterator[str]:
+        if known.found is None:
+            yield f"{known.call}, which has no rule"
             return
-        effects = found.rule.effects(len(equation.outvars)) or (Effect("unknown"),)
-        for effect in effects:
+        rule = known.found.rule
+        if reductions and not any(word in rule.name for word in ("all_reduce", "reduce_scatter")):
+            return
+        for effect in rule.effects(output_count) or (Effect("unknown"),):
             if effect.kind in ("unknown", "typed"):
-                yield f"{kernel.call}, whose rule {found.rule!r} does not say what it communicates"
+                yield f"{known.call}, whose rule {rule!r} does not say what it communicates"
             elif set(effect.axes) & axes:
-                yield f"{kernel.call}, whose rule is {found.rule!r}"
+                yield f"{known.call}, whose rule is {rule!r}"
 
+
+# Parts of the names of JAX's primitives that sum over mesh axes.
+_REDUCTIONS = ("psum", "reduce_scatter")
 
 # Equations that name mesh axes and move nothing along them.
-_CASTS = frozenset({"pbroadcast", "pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast_p",
-                    "axis_index"})
+_CASTS = frozenset({"pbroadcast", "pvary", "pcast", "preduced", "vary_unreduced_cast",
+                    "reduced_vary_cast_p", "axis_index"})
 
 
 def _named_axes(params: dict[str, Any]) -> frozenset[str]:
@@ -207,7 +328,20 @@ def _named_axes(params: dict[str, Any]) -> frozenset[str]:
     return frozenset(named)
 
 
-def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield a jaxpr's equations, and those of the jaxprs inside; a kernel's own are not opened."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name not in _KERNELS:
+            for inner in inner_jaxprs(equation.params):
+                yield from _equations(inner)
+
+
+# Primitives whose jaxpr is a kernel's: their rule speaks for it.
+_KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
+
+
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """Yield the jaxprs that stand in an equation's parameters."""
     for value in params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):

@@ -64,7 +64,9 @@ class PallasHooks:
         jax = self.jax
         self._bind = jax.pallas_call_p.bind
         self._abstract_eval = jax.pallas_call_p.abstract_eval
-        patches.attribute(*jax.owner("trace_kernel"), self._trace_kernel)
+        # With the signature of JAX's own, which compat checks.
+        trace = functools.wraps(jax.trace_kernel)(lambda *a, **k: self._trace_kernel(*a, **k))
+        patches.attribute(*jax.owner("trace_kernel"), trace)
         patches.attribute(jax.pallas_call_p, "bind", self.bind)
         self.lowering.wrap(patches, jax.lowerings, jax.pallas_call_p, self.kernel_of)
         if jax.typed:
@@ -107,6 +109,10 @@ class PallasHooks:
         return Known(Call("pallas_call", *self.jax.describe_kernel(jaxpr, params)))
 
     # Rewrite and check.
+
+    def known_of(self, primitive: Any, params: dict[str, Any]) -> Known | None:
+        """Return what is known of an equation's kernel; None for another primitive's."""
+        return self.kernel_of(params) if primitive is self.jax.pallas_call_p else None
 
     def kernel_of(self, params: dict[str, Any]) -> Known:
         """Return what is known of the kernel of a bind or an equation."""

@@ -98,6 +98,12 @@ class PrimitiveHooks:
         self.lowering = lowering
         self._kinds: dict[Any, _Kind] = {}
         self._local = threading.local()
+        self._kinds: dict[Any, _Kind] = {}
+
+    def known_of(self, primitive: Any, params: dict[str, Any]) -> Known | None:
+        """Return what is known of an equation's opaque call; None for what is no such call."""
+        kind = self._kinds.get(primitive)
+        return None if kind is None else self._known(kind, params)
 
     def install(self, patches: Patches) -> None:
         """Adopt JAX's opaque primitives, users' primitives, and those that are made later."""

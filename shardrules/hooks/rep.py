@@ -22,7 +22,7 @@ from typing import Any
 from shardrules.axistypes import AxisType, Resolution
 from shardrules.errors import RuleError
 from shardrules.hooks.compat import Jax
-from shardrules.hooks.custom_vjp import CustomVjpHooks, _inner_jaxprs, _Share
+from shardrules.hooks.custom_vjp import Bwd, CustomVjpHooks, Parts, inner_jaxprs
 from shardrules.hooks.opaque import Known, resolve
 from shardrules.hooks.pallas_call import PallasHooks
 from shardrules.hooks.patching import Patches
@@ -36,7 +36,7 @@ __all__ = ["RepHooks"]
 class _Bwd:
     """One run of a custom_vjp's bwd: cotangents are matched in order once it has returned."""
 
-    share: _Share
+    share: Bwd
     axes: frozenset[str]
     returned: bool = False
     matched: int = 0
@@ -112,7 +112,7 @@ class RepHooks:
     def _missing(self, primitive, /, *args, **params):
         """Stand in for a primitive that no table holds, as a user's own."""
         original = functools.partial(self.jax.rule_missing, primitive)
-        if next(_inner_jaxprs(params), None) is not None:
+        if next(inner_jaxprs(params), None) is not None:
             return original(*args, **params)  # not opaque: to 0.4.35, JAX has no rule for cond
         # Called as the rule that is missing: the check gets one set (None for a constant) for
         # each operand, the rewrite all of them in one sequence, then the operands.
@@ -181,7 +181,8 @@ class RepHooks:
         matched = getattr(rewritten, "call_wrapped", rewritten)
 
         def run(*args):
-            share = _Share(self.custom_vjp, lambda *a: tuple(call(*a)), name, args)
+            parts = Parts(name, None, None, ())
+            share = Bwd(self.custom_vjp, lambda *a: tuple(call(*a)), parts, args)
             with self._run(_Bwd(share, frozenset(mesh.axis_names))):
                 return matched(*args)
 
@@ -199,8 +200,9 @@ class RepHooks:
         extra = frozenset(dst) - frozenset(src)
         if extra:
             from jax.tree_util import SequenceKey
-            bwd.share.check((SequenceKey(index),), extra, AxisType(bwd.axes - frozenset(src)),
-                            AxisType(bwd.axes - frozenset(dst)))
+            bwd.share.check_share((SequenceKey(index),), extra,
+                                  AxisType(bwd.axes - frozenset(src)),
+                                  AxisType(bwd.axes - frozenset(dst)))
         return self.jax.match_replication(src, dst, x)
 
     @property

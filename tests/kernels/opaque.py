@@ -141,16 +141,16 @@ def raw_mosaic_double(x):
 
 @functools.lru_cache(maxsize=None)
 def _register_ffi():
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="shardrules_ffi_"))
-    source, library = folder / "double.cc", folder / "double.so"
-    source.write_text(_FFI_SOURCE)
-    subprocess.run(
-        ["g++", "-shared", "-fPIC", "-std=c++17", "-I", jax.ffi.include_dir(), str(source),
-         "-o", str(library)],
-        check=True,
-        capture_output=True,
-    )
-    handler = ctypes.CDLL(str(library)).ShardrulesTestDouble
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = pathlib.Path(folder, "double.cc"), pathlib.Path(folder, "double.so")
+        source.write_text(_FFI_SOURCE)
+        subprocess.run(
+            ["g++", "-shared", "-fPIC", "-std=c++17", "-I", jax.ffi.include_dir(), str(source),
+             "-o", str(library)],
+            check=True,
+            capture_output=True,
+        )
+        handler = ctypes.CDLL(str(library)).ShardrulesTestDouble
     jax.ffi.register_ffi_target(FFI_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
 
 

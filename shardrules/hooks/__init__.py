@@ -15,10 +15,12 @@ from shardrules.hooks import compat
 from shardrules.hooks.control import ControlHooks
 from shardrules.hooks.custom_vjp import CustomVjpHooks
 from shardrules.hooks.lowering import LoweringHooks
+from shardrules.hooks.mesh_kernels import MeshKernelHooks
 from shardrules.hooks.opaque import Known
 from shardrules.hooks.pallas_call import PallasHooks
 from shardrules.hooks.patching import Patches
 from shardrules.hooks.primitives import PrimitiveHooks
+from shardrules.hooks.refs import RefHooks
 from shardrules.hooks.rep import RepHooks
 from shardrules.hooks.state import POLICIES, Scope, State
 from shardrules.registry import default
@@ -127,6 +129,8 @@ def _hold() -> None:
                 custom_vjp = CustomVjpHooks(jax, _state, known_of)
                 primitives = PrimitiveHooks(jax, _state, lowering)
                 _hooks.extend([pallas, custom_vjp, primitives, ControlHooks(jax, _state)])
+                _hooks.extend([MeshKernelHooks(jax, _state, pallas._noted),
+                               RefHooks(jax, _state)])
                 if not jax.typed:
                     _hooks.append(RepHooks(jax, _state, pallas, primitives, custom_vjp))
             for hook in _hooks:

@@ -1,0 +1,200 @@
+"""Refs under shard_map's check: what is read from one varies as all that was written to it.
+
+A ref's type is that of its first value and never changes, and JAX 0.10.2 compares it with nothing:
+a ref from zeros stays invariant whatever is stored in it. A ref of ``run_state`` can be made again
+from a value that was cast, so there the types grow to their fixpoint and user code stays as it is.
+A ref of ``jax.new_ref`` is made before anyone knows what will be stored, so there a store of what
+varies more is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shardrules.axistypes import AxisType, show_axes
+from shardrules.errors import RefError
+from shardrules.hooks.compat import Jax
+from shardrules.hooks.opaque import types_of
+from shardrules.hooks.patching import Patches
+from shardrules.hooks.state import State
+
+__all__ = ["RefHooks", "check_written", "written"]
+
+
+def written(jax: Jax, effects: Iterable[Any]) -> set[Any]:
+    """Return the inputs that effects write or add to: positions after an abstract eval.
+
+    Args:
+      jax: the symbols.
+      effects: of a jaxpr (then the inputs are its variables, from JAX 0.10), or of a call.
+    """
+    return {effect.input if hasattr(effect, "input") else effect.input_index
+            for effect in effects if isinstance(effect, (jax.WriteEffect, jax.AccumEffect))}
+
+
+def check_written(jax: Jax, what: str, ref: Any, value: AxisType) -> None:
+    """Refuse that ``value`` goes into a ref that is less varying, or not unreduced as it is.
+
+    Args:
+      jax: the symbols.
+      what: what writes, and where it gets its type, for the message.
+      ref: the ref's aval.
+      value: the axis type of what is written.
+
+    Raises:
+      RefError: with both types, and how to make the ref.
+    """
+    have = jax.axis_type(ref)
+    extra = value.varying - have.varying
+    if not extra and value.unreduced == have.unreduced:
+        return
+    if extra:
+        names = ", ".join(map(repr, sorted(extra, key=str)))
+        remedy = ("A ref keeps the type of its first value: make it from one that varies over "
+                  f"{show_axes(extra)} too, jax.new_ref(shardrules.vary(x, {names})).")
+    else:
+        remedy = ("Partial sums go only into a ref of partial sums over the same axes: reduce "
+                  "the value first with jax.lax.psum.")
+    raise RefError(
+        f"{what} is {value}, and the ref that it is written to (shape {tuple(ref.shape)}) is "
+        f"{have}. What is read from the ref afterwards would have the ref's type, which is wrong. "
+        f"{remedy}", ref=ref, have=have, value=value)
+
+
+class RefHooks:
+    """The hooks of ``new_ref``'s reads and writes, of ``run_state``, and of branches that write.
+
+    Args:
+      jax: the symbols.
+      state: registry and scopes.
+    """
+
+    def __init__(self, jax: Jax, state: State):
+        self.jax = jax
+        self.state = state
+
+    def install(self, patches: Patches) -> None:
+        """Replace binds and abstract evals."""
+        jax = self.jax
+        if not jax.typed:
+            return  # to JAX 0.5.3 shard_map knows no refs
+        for primitive, check in ((jax.get_p, self._read), (jax.swap_p, self._store),
+                                 (jax.addupdate_p, self._store), (jax.cond_p, self._branches),
+                                 (jax.while_p, self._loop)):
+            patches.attribute(primitive, "abstract_eval",
+                              functools.partial(self._eval, primitive.abstract_eval, check))
+        for primitive in (jax.swap_p, jax.addupdate_p):
+            patches.attribute(primitive, "bind",
+                              functools.partial(self._bind_store, primitive.bind))
+        patches.attribute(jax.run_state_p, "bind",
+                          functools.partial(self._bind_run_state, jax.run_state_p.bind))
+        if jax.trace_run_state is not None:
+            patches.attribute(*jax.owner("trace_run_state"), self._trace_run_state)
+
+    @property
+    def _acts(self) -> bool:
+        # The check is off inside of kernels: asked first, so that tracing one costs next to nothing.
+        return self.jax.checking() and self.state.scope.active
+
+    # Reads and writes.
+
+    def _eval(self, evaluate, check, *avals, **params):
+        answer = evaluate(*avals, **params)
+        return check(answer, avals, params) if self._acts else answer
+
+    def _read(self, answer, avals, params):
+        """What an index picks varies as the index does, too."""
+        out, effects = answer
+        have = self.jax.axis_type(out)
+        index = _union(types_of(self.jax, avals[1:]))
+        return self.jax.with_axis_type(out, have.vary(*(index - have.varying))), effects
+
+    def _store(self, answer, avals, params):
+        ref, value, *indices = avals
+        have = self.jax.axis_type(value)
+        index = _union(types_of(self.jax, indices))
+        check_written(self.jax, "a value", ref, have)
+        check_written(self.jax, "the index of a store", ref, self.jax.axis_type(ref).vary(*index))
+        return answer
+
+    def _bind_store(self, bind, ref, value, *indices, **params):
+        """Cast a stored value to the ref's type, so that its cotangent is reduced again."""
+        if self._acts:
+            aval = self.jax.typeof(value)
+            if self.jax.can_cast(aval):
+                want, have = self.jax.axis_type(self.jax.typeof(ref)), self.jax.axis_type(aval)
+                if have.varying < want.varying and not have.unreduced:
+                    value = self.jax.cast(value, AxisType(want.varying))
+        return bind(ref, value, *indices, **params)
+
+    # A branch is taken, or a loop runs on, where a predicate says so.
+
+    def _branches(self, answer, avals, params):
+        self._controlled(answer[1], avals, self.jax.axis_type(avals[0]), "a cond or switch")
+        return answer
+
+    def _loop(self, answer, avals, params):
+        predicate = params["cond_jaxpr"].out_avals[0]
+        self._controlled(answer[1], avals, self.jax.axis_type(predicate), "a while_loop")
+        return answer
+
+    def _controlled(self, effects, avals, predicate: AxisType, what: str) -> None:
+        for position in sorted(written(self.jax, effects)):
+            ref = avals[position]
+            check_written(self.jax, f"the predicate of {what} that writes",
+                          ref, self.jax.axis_type(ref).vary(*predicate.varying))
+
+    # run_state: its refs can be made again, from values that were cast.
+
+    def _trace_run_state(self, fun, in_tree, in_avals, dbg):
+        """Trace a run_state's body with its refs' types at their fixpoint."""
+        trace = self.jax.trace_run_state
+        if not self._acts:
+            return trace(fun, in_tree, in_avals, dbg)
+        avals = list(in_avals)
+        while True:
+            try:
+                return trace(fun, in_tree, avals, dbg)
+            except RefError as error:
+                wider = self._widened(avals, error)
+                if wider is None:
+                    raise
+                avals = wider
+
+    def _widened(self, avals: Sequence[Any], error: RefError) -> list[Any] | None:
+        """Return avals in which the ref that was too narrow is not; None if it is another's."""
+        extra = error.value.varying - error.have.varying
+        same = [i for i, aval in enumerate(avals) if aval is error.ref]
+        # A trace inside of this one (of a jit, a scan) may know the ref by an equal aval only.
+        same = same or [i for i, aval in enumerate(avals) if aval == error.ref]
+        if not extra or not same:
+            return None
+        avals = list(avals)
+        for i in same:
+            avals[i] = self._wider(avals[i], extra)
+        return avals
+
+    def _wider(self, ref: Any, extra: frozenset[str]) -> Any:
+        inner = ref.inner_aval
+        return ref.update(inner_aval=self.jax.with_axis_type(
+            inner, self.jax.axis_type(inner).vary(*extra)))
+
+    def _bind_run_state(self, bind, *args, **params):
+        """Cast the initial values to the types that the body's refs have grown to."""
+        if self._acts:
+            avals = [v.aval for v, initial in zip(params["jaxpr"].invars,
+                                                  params["is_initialized"]) if initial]
+            args = [self._initial(x, aval) for x, aval in zip(args, avals)]
+        return bind(*args, **params)
+
+    def _initial(self, value: Any, ref: Any) -> Any:
+        aval = self.jax.typeof(value)
+        want = self.jax.axis_type(ref)
+        check_written(self.jax, "an initial value", ref, self.jax.axis_type(aval))
+        return self.jax.cast(value, want) if self.jax.can_cast(aval) else value
+
+
+def _union(types: Iterable[AxisType]) -> frozenset[str]:
+    return frozenset().union(*(t.varying for t in types))

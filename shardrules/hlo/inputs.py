@@ -13,6 +13,7 @@ from shardrules.hlo import devices as hd
 from shardrules.hlo import module as hm
 from shardrules.hlo import states as hs
 
+MAX_DEVICES = 1 << 20
 _TAG_MESH = re.compile(r'shardrules\.mesh\s*=\s*(?:"([^"]*)"|([^}"]*?)(?=,\s*[\w.]+=[^,]*"|\}|$))')
 _TEXT_MESH = re.compile(r"(?:replica_groups=|sharding=\{)(?=mesh\[')")
 
@@ -23,8 +24,18 @@ def device_counts(module: hm.Module, mesh_size: int | None) -> tuple[int, int]:
     A header without either (dumps of old versions) leaves them to the mesh, else to the largest
     device that a group or sharding names.
     """
-    if module.num_partitions is not None or module.replica_count is not None:
-        return module.num_partitions or 1, module.replica_count or 1
+    found, replicas = module.num_partitions or 1, module.replica_count or 1
+    if module.num_partitions is None and module.replica_count is None:
+        found, replicas = _counts_in_text(module, mesh_size)
+    if found * replicas > MAX_DEVICES:
+        raise errors.HloError(
+            f"module {module.name!r} is for {found * replicas} devices, more than the "
+            f"{MAX_DEVICES} that this verifier takes; is the text damaged?",
+            device_count=found * replicas)
+    return found, replicas
+
+
+def _counts_in_text(module: hm.Module, mesh_size: int | None) -> tuple[int, int]:
     found = mesh_size or 1
     replicas = 1
     if mesh_size is None:
@@ -52,9 +63,6 @@ def device_counts(module: hm.Module, mesh_size: int | None) -> tuple[int, int]:
                     replicas = max(replicas, count)
                 else:
                     found = max(found, count)
-    if found * replicas > 1 << 20:
-        raise errors.HloError(f"module {module.name!r} names device {found * replicas - 1}, more "
-                              "than this verifier takes; is the text damaged?")
     return found, replicas
 
 

@@ -136,7 +136,8 @@ class _Induction:
             return None if number is None else ("constant", number)
         if instruction.opcode == "get-tuple-element" and computation.instructions[
                 instruction.operands[0]].opcode == "parameter":
-            return ("element", int(instruction.attribute("index") or -1))
+            index = re.fullmatch(r"\d{1,9}", instruction.attribute("index") or "")
+            return ("element", int(index[0])) if index else None
         if instruction.opcode == "parameter":
             return ("parameter", int(instruction.literal))
         return None

@@ -225,7 +225,7 @@ class Module:
 class FrameTable:
     """The FileNames, FunctionNames, FileLocations and StackFrames tables, looked up lazily."""
 
-    _LOCATION = re.compile(r"(\w+)=(\d+)")
+    _LOCATION = re.compile(r"(\w+)=(\d{1,18})")
     _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
     _SOURCE_FILE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"')
     _SOURCE_LINE = re.compile(r"source_line=(\d+)")

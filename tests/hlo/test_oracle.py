@@ -1,0 +1,93 @@
+"""The proof against random programs that run; and the oracle against faults put into the proof."""
+
+import numpy as np
+import pytest
+
+from shardrules.hlo import collectives
+from shardrules.hlo import devices
+from shardrules.hlo import replication
+
+from . import oracle
+
+FIRST, COUNT = 0, 40
+
+
+@pytest.fixture(scope="module")
+def outcome():
+    return oracle.run(COUNT, FIRST)
+
+
+def test_no_claim_of_equality_is_wrong(outcome):
+    wrong, _ = outcome
+    assert not wrong
+
+
+def test_most_of_what_is_equal_is_proven(outcome):
+    _, share = outcome
+    assert share > 0.85  # of 40 programs; the oracle's own run asks for 95% of many
+
+
+@pytest.mark.full
+def test_many_programs():
+    wrong, share = oracle.run(50_000, 100_000)
+    assert not wrong and share >= 0.95
+
+
+def drop_a_join(monkeypatch):
+    """Take what an all-reduce gives to be equal everywhere, not in its groups."""
+    original = collectives.Transfer.relation
+
+    def relation(self, channel, how, number):
+        return devices.EQUAL if how == "join" else original(self, channel, how, number)
+    monkeypatch.setattr(collectives.Transfer, "relation", relation)
+
+
+def swap_groups(monkeypatch):
+    """Read groups with the first members of two groups exchanged."""
+    original = devices.read_groups
+
+    def read(text):
+        rows, mesh = original(text)
+        if len(rows) > 1:
+            rows = [list(r) for r in rows]
+            rows[0][0], rows[1][0] = rows[1][0], rows[0][0]
+        return rows, mesh
+    monkeypatch.setattr(devices, "read_groups", read)
+
+
+def ignore_guards(monkeypatch):
+    """Take branches and loops for equal whatever their predicates are."""
+    monkeypatch.setattr(replication.Proof, "with_state", lambda self, value, state: value)
+    monkeypatch.setattr(replication.Proof, "_diverged", lambda self, value, predicate: value)
+    monkeypatch.setattr(replication.Proof, "choose", lambda self, which, options: options[0])
+
+
+def forget_positions(monkeypatch):
+    """Take what reduce-scatter and all-to-all give for equal on all members."""
+    monkeypatch.setattr(collectives, "result_how", lambda kind: "join")
+
+
+def first_iteration_only(monkeypatch):
+    """Judge a loop's result by its first iteration."""
+    monkeypatch.setattr(
+        replication.Proof, "_unrolled",
+        lambda self, condition, body, carry, guard, trips: self.evaluate(body, (carry,), guard))
+
+
+def floor_for_truncation(monkeypatch):
+    """Evaluate integers wrongly: partition-id one off."""
+    original = replication.Proof._device_number
+
+    def number(self, ids, what):
+        return original(self, (ids + 1) % np.uint32(len(ids)) // np.uint32(2), what)
+    monkeypatch.setattr(replication.Proof, "_device_number", number)
+
+
+@pytest.mark.parametrize("fault", [drop_a_join, swap_groups, ignore_guards, forget_positions,
+                                   first_iteration_only, floor_for_truncation])
+def test_the_oracle_catches_faults(fault, monkeypatch):
+    fault(monkeypatch)
+    for seed in range(FIRST, FIRST + 150):
+        if oracle.run_program(seed).wrong:
+            return
+    pytest.fail(f"{fault.__name__} stood undetected for 150 programs")

@@ -641,5 +641,5 @@ def load() -> Jax:
         raise _unsupported(
             version, f"{strange}. The {len(found)} private names that they use are there "
             f"and take what they took, so they may work: set {ANYWAY}=1 in the environment, and "
-            "compare your gradients.", symbol="jax.__version__")
+            "compare your gradients.", symbol=None)
     return Jax(version, found, owners, typed)

@@ -24,6 +24,8 @@ _HOME = {
     "register": "registry",
     "rules": "registry",
     "install": "hooks",
+    "already_summed": "hooks.casts",
+    "vary": "hooks.casts",
     "ShardrulesError": "errors",
 }
 _MODULES = ("aot", "errors", "hlo", "hooks", "pallas", "registry", "report", "ruletable",

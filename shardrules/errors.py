@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "AotError",
+    "AxisError",
     "CollectiveAssertionError",
     "CotangentError",
     "HloError",
@@ -50,6 +51,10 @@ class RuleError(ShardrulesError, ValueError):
 
 class UnknownKernelError(ShardrulesError, LookupError):
     """An opaque call inside shard_map that has neither a rule nor a proof."""
+
+
+class AxisError(ShardrulesError, ValueError):
+    """A mesh axis that is not one here, or over which a value can't be cast."""
 
 
 class CotangentError(ShardrulesError, ValueError):

@@ -285,7 +285,7 @@ class PrimitiveHooks:
 
 
 def _is_jax(module: str) -> bool:
-    return module.partition(".")[0] in ("jax", "jaxlib")
+    return module.partition(".")[0] in ("jax", "jaxlib", "shardrules")
 
 
 def _module(primitive: Any) -> str:

@@ -10,9 +10,22 @@ from typing import Any
 from shardrules.declare import Binding
 from shardrules.registry import Overlay, Registry
 
-__all__ = ["Scope", "State", "POLICIES"]
+__all__ = ["Claims", "Scope", "State", "POLICIES"]
 
 POLICIES = ("error", "warn", "varying")
+
+
+@dataclasses.dataclass(eq=False)
+class Claims:
+    """The claims of ``already_summed`` that are being compared; equal to itself alone.
+
+    Args:
+      made: the source place and axes of each.
+      wrong: those of the claims that two devices contradict.
+    """
+
+    made: set[tuple[str, tuple[str, ...]]] = dataclasses.field(default_factory=set)
+    wrong: set[tuple[str, tuple[str, ...]]] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +37,14 @@ class Scope:
       policy: what happens to an opaque call without rule or proof.
       binding: the rule of the innermost op declared by ``@no_communication``, or None.
       overlays: the registry's scopes, outermost first.
+      claims: where the claims of ``already_summed`` are compared, or None.
     """
 
     active: bool = False
     policy: str = "error"
     binding: Binding | None = None
     overlays: tuple[Overlay, ...] = ()
+    claims: Claims | None = None
 
 
 class State:
@@ -107,4 +122,5 @@ class State:
 
     def _key(self, scope: Scope):
         # None while nothing is installed: JAX's caches are then what they were without us.
-        return (scope, self.registry.version) if scope.active else None
+        traced = scope.active or scope.claims is not None
+        return (scope, self.registry.version) if traced else None

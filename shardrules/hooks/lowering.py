@@ -73,7 +73,8 @@ class LoweringHooks:
         if not calls:
             return
         mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-        found = find_rule(kernel.call, kernel.scope or Scope(), self.state)
+        # A proof is found once, by the kernel's jaxpr, which is not at hand here.
+        found = kernel.found or find_rule(kernel.call, kernel.scope or Scope(), self.state)
         tag = {"shardrules.kernel": normalise(kernel.call.name)}
         if found is not None:
             tag["shardrules.effects"] = format_effects(self._effects(ctx, kernel, found))

@@ -86,11 +86,13 @@ class _Layout:
         leaves the operand as it is (a ref that was discharged and is read only).
       overwritten: for each returned array the operand that it overwrites, or None.
       refs: the operands that are refs and are written; their answers come last.
+      operand_count: how many operands there are.
     """
 
     answers: tuple[int | None, ...]
     overwritten: tuple[int | None, ...]
     refs: tuple[int, ...]
+    operand_count: int
 
     @property
     def count(self) -> int:
@@ -170,7 +172,8 @@ class MeshKernelHooks:
         if primitive is self.jax.mpmd_map_p:
             self.lowering.wrap(
                 patches, self.jax.lowerings, primitive,
-                lambda params: self._known(kind, params) if self._acts(kind, params) else None)
+                lambda params: (self._proven(kind, params, self._known(kind, params))
+                                if self._acts(kind, params) else None))
         module = getattr(self.jax, tracing)
         if module is not None:
             patches.attribute(*self.jax.owner(tracing), _Instead(module, {
@@ -290,10 +293,22 @@ class MeshKernelHooks:
             known.found = find_rule(known.call, known.scope, self.state)
         return known
 
+    def _proven(self, kind: _Kind, params: dict[str, Any], known: _Kernel) -> _Kernel:
+        """Look for a proof where there is no declaration.
+
+        Not as soon as a kernel is bound: Mosaic GPU binds a core_map inside of kernels, too.
+        """
+        if known.found is None and known.layout is not None:
+            known.found = self.state.registry.prove(
+                kind.primitive.name, params, known.layout.operand_count)
+        return known
+
     def _described(self, kind: _Kind, jaxprs, params) -> _Kernel:
         functions = [self._origin(jaxpr)[1] for jaxpr in jaxprs]
         name, place = self.jax.describe_kernel(jaxprs[0], params)
         inner = _innermost(functions[0])
+        if name == "anonymous":  # what plgpu.kernel calls a partial (JAX 0.10.2)
+            name = getattr(inner, "__name__", name)
         code = getattr(inner, "__code__", None)
         call = Call(kind.primitive.name, name,
                     f"{code.co_filename}:{code.co_firstlineno}" if code else place,
@@ -317,7 +332,8 @@ class MeshKernelHooks:
             count += answered
         refs = tuple(at for at, aval in enumerate(avals)
                      if isinstance(aval, self.jax.AbstractRef) and at in stored)
-        return _Layout(tuple(answers), tuple(aliases.get(i) for i in range(len(answers))), refs)
+        return _Layout(tuple(answers), tuple(map(aliases.get, range(len(answers)))), refs,
+                       len(avals))
 
     # Rewrite and check.
 
@@ -330,7 +346,7 @@ class MeshKernelHooks:
         avals = [self.jax.typeof(x) for x in args]
         layout = known.layout = self._layout(kind, params, avals)
         if self.jax.checking() and layout.count:
-            resolution, types = self._resolve(known, layout, avals)
+            resolution, types = self._resolve(self._proven(kind, params, known), layout, avals)
             if first:
                 check_annotations(known, tuple(types))
             args = [self.jax.cast(x, want)
@@ -347,10 +363,10 @@ class MeshKernelHooks:
         if not (self._acts(kind, params) and self.jax.checking()):
             return outputs, effects
         known = self._known(kind, params)
-        layout = self._layout(kind, params, avals)
+        layout = known.layout = self._layout(kind, params, avals)
         if not layout.count:
             return outputs, effects
-        resolution, types = self._resolve(known, layout, avals)
+        resolution, types = self._resolve(self._proven(kind, params, known), layout, avals)
         for at, answer in zip(layout.refs, resolution.outputs[len(resolution.outputs)
                                                               - len(layout.refs):]):
             rule = "" if known.found is None else f", by the rule {known.found.rule!r},"

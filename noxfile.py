@@ -1,0 +1,94 @@
+"""The core suite on every JAX that is supported, each in an environment of its own.
+
+    nox                          all versions, then whether each was exercised
+    nox -s "core(0.4.28)"        one of them
+    nox -s compile               TPU and GPU compilation with the newest JAX
+    nox -R                       again, in the environments as they are
+"""
+
+import functools
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import nox
+
+ROOT = pathlib.Path(__file__).parent
+sys.path.insert(0, str(ROOT / "tests"))
+from core import matrix  # noqa: E402
+
+nox.options.default_venv_backend = "venv"
+nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["core", "exercised"]
+
+OUT = ROOT / "build" / "matrix"
+NEWEST = list(matrix.VERSIONS)[-1]
+
+
+@functools.lru_cache(maxsize=None)
+def interpreter(version):
+    """Return the path of a Python; pyenv has shims on PATH also for those that are not active."""
+    names = [shutil.which(f"python{version}")]
+    names += sorted(map(str, pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+                        .glob(f"versions/{version}.*/bin/python{version}")), reverse=True)
+    for name in filter(None, names):
+        if subprocess.run([name, "-c", ""], capture_output=True).returncode == 0:
+            return name
+    return version  # nox says that it is missing
+
+
+def wheel(session):
+    """Return the package as pip installs it, built once for all sessions of a run."""
+    if not _built:
+        folder = OUT / "wheel"
+        shutil.rmtree(folder, ignore_errors=True)
+        session.run("pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT))
+        _built.append(str(next(folder.glob("*.whl"))))
+    return _built[0]
+
+
+_built = []
+
+
+def install(session, jax):
+    """Install a JAX, what the tests need, and the package."""
+    session.install("-q", f"jax=={jax}", f"jaxlib=={jax}", *matrix.VERSIONS[jax][1], "absl-py",
+                    "pytest")
+    session.install("-q", "--no-deps", "--force-reinstall", wheel(session))
+
+
+def run_recorded(session, jax, folder, *arguments):
+    """Run pytest, and write down that this JAX was exercised."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{jax}.json").unlink(missing_ok=True)
+    report = str(folder / f"{jax}.xml")
+    session.run("pytest", "-q", f"--junitxml={report}", *arguments)
+    session.run("python", "tests/core/matrix.py", "record", str(folder), jax, report)
+
+
+@nox.session
+@nox.parametrize("python,jax", [nox.param(interpreter(python), jax, id=jax)
+                                for jax, (python, _) in matrix.VERSIONS.items()])
+def core(session, jax):
+    """Run the core suite with one JAX."""
+    install(session, jax)
+    run_recorded(session, jax, OUT, "tests/core", *session.posargs)
+
+
+@nox.session(python=False)
+def exercised(session):
+    """Fail if one of the versions was not exercised."""
+    session.run(sys.executable, "tests/core/matrix.py", "check", str(OUT), *matrix.VERSIONS)
+
+
+@nox.session(name="compile", python=interpreter(matrix.VERSIONS[NEWEST][0]))
+def compile_(session):
+    """Run every test that compiles for TPU and GPU with the newest JAX."""
+    install(session, NEWEST)
+    plugins = session.run("python", "-m", "shardrules.aot", silent=True)
+    for line in plugins.splitlines():
+        if line.startswith("pip install "):
+            session.run(*line.split())
+    run_recorded(session, NEWEST, OUT / "compile", "tests", "-m", "tpu or gpu", *session.posargs)

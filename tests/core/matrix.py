@@ -1,0 +1,94 @@
+"""The JAX versions that are tested, and whether each that was asked for was exercised.
+
+    python tests/core/matrix.py record FOLDER VERSION REPORT.xml    in the environment of VERSION
+    python tests/core/matrix.py check FOLDER VERSION...
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import xml.etree.ElementTree as tree
+
+# From each JAX to its Python and to what else pip must be told.
+VERSIONS = {
+    "0.4.28": ("3.11", ("numpy<2", "scipy<1.14")),
+    "0.4.35": ("3.11", ()),
+    "0.5.3": ("3.11", ()),
+    "0.6.0": ("3.11", ()),
+    "0.6.2": ("3.11", ()),
+    "0.7.2": ("3.11", ()),
+    "0.8.3": ("3.11", ()),
+    "0.9.2": ("3.11", ()),
+    "0.10.2": ("3.11", ()),
+    "0.11.2": ("3.12", ()),
+    "0.12.0.1": ("3.12", ()),
+}
+
+
+def read_report(path):
+    """Return (tests that ran and passed, what keeps the run from counting)."""
+    cases = list(tree.parse(path).iter("testcase"))
+    bad = [f"{case.get('classname')}::{case.get('name')}: {child.tag}" for case in cases
+           for child in case if child.tag in ("skipped", "failure", "error")]
+    return len(cases) - len(bad), bad
+
+
+def record(folder, version, report):
+    """Write down that a version's suite ran here; return what is wrong, empty if nothing is.
+
+    Args:
+      folder: where the result goes.
+      version: the JAX that was asked for.
+      report: pytest's --junitxml.
+    """
+    import jax
+    if jax.__version__ != version:
+        return f"JAX {version} was asked for, but this environment has {jax.__version__}"
+    passed, bad = read_report(report)
+    if bad or not passed:
+        return f"JAX {version}: {passed} tests passed; {'; '.join(bad) or 'none ran'}"
+    result = {"jax": jax.__version__, "python": sys.version.split()[0], "passed": passed}
+    (pathlib.Path(folder) / f"{version}.json").write_text(json.dumps(result))
+    return ""
+
+
+def check(folder, versions):
+    """Return a line for each version that was not exercised, or not by as many tests as others.
+
+    Args:
+      folder: where ``record`` wrote.
+      versions: what was asked for.
+    """
+    results, wrong = {}, []
+    for version in versions:
+        path = pathlib.Path(folder) / f"{version}.json"
+        if not path.exists():
+            wrong.append(f"JAX {version} was asked for and not exercised")
+            continue
+        results[version] = json.loads(path.read_text())
+        if results[version]["jax"] != version:
+            wrong.append(f"JAX {version}: the result is of JAX {results[version]['jax']}")
+    most = max((result["passed"] for result in results.values()), default=0)
+    for version, result in results.items():
+        # A version may lack a feature (0.4.28 has no ffi_call), but not a tenth of the suite.
+        if result["passed"] < 0.9 * most:
+            wrong.append(f"JAX {version}: only {result['passed']} of {most} tests passed there")
+    return wrong
+
+
+def main(arguments):
+    if len(arguments) == 4 and arguments[0] == "record":
+        wrong = list(filter(None, [record(*arguments[1:])]))
+    elif len(arguments) > 2 and arguments[0] == "check":
+        wrong = check(arguments[1], arguments[2:])
+    else:
+        wrong = [__doc__]
+    if wrong:
+        sys.exit("\n".join(wrong))
+    print(f"{arguments[0]}: {' '.join(arguments[2:3] if arguments[0] == 'record' else arguments[2:])}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,66 @@
+"""The check that every JAX that was asked for was exercised can fail."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+from core import matrix
+
+PASSED = '<testsuites><testsuite><testcase classname="a" name="b"/></testsuite></testsuites>'
+
+
+def report(folder, text):
+    path = folder / "report.xml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_this_jax_is_one_of_the_matrix():
+    assert jax.__version__ in matrix.VERSIONS
+
+
+def test_recorded_version_counts(tmp_path):
+    assert matrix.record(tmp_path, jax.__version__, report(tmp_path, PASSED)) == ""
+    assert json.loads((tmp_path / f"{jax.__version__}.json").read_text())["passed"] == 1
+    assert matrix.check(tmp_path, [jax.__version__]) == []
+
+
+def test_version_that_was_not_run_is_named(tmp_path):
+    matrix.record(tmp_path, jax.__version__, report(tmp_path, PASSED))
+    assert matrix.check(tmp_path, [jax.__version__, "0.3.1"]) == [
+        "JAX 0.3.1 was asked for and not exercised"]
+    assert matrix.check(tmp_path / "nowhere", ["0.3.1"])
+
+
+def test_other_jax_than_asked_for_is_refused(tmp_path):
+    assert "JAX 0.3.1 was asked for, but this environment has" in matrix.record(
+        tmp_path, "0.3.1", report(tmp_path, PASSED))
+    assert not list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.parametrize("text, message", [
+    ("<testsuites/>", "none ran"),
+    (PASSED.replace("/></testsuite>", "><skipped/></testcase></testsuite>"), "a::b: skipped"),
+    (PASSED.replace("/></testsuite>", "><failure/></testcase></testsuite>"), "a::b: failure"),
+])
+def test_run_with_a_skip_or_without_tests_does_not_count(text, message, tmp_path):
+    assert message in matrix.record(tmp_path, jax.__version__, report(tmp_path, text))
+    assert matrix.check(tmp_path, [jax.__version__]) == [
+        f"JAX {jax.__version__} was asked for and not exercised"]
+
+
+def test_version_that_ran_a_part_only_is_named(tmp_path):
+    for version, passed in (("0.1", 100), ("0.2", 89), ("0.3", 95)):
+        (tmp_path / f"{version}.json").write_text(
+            json.dumps({"jax": version, "passed": passed}))
+    assert matrix.check(tmp_path, ["0.1", "0.2", "0.3"]) == [
+        "JAX 0.2: only 89 of 100 tests passed there"]
+
+
+def test_main_exits_with_what_is_wrong(tmp_path):
+    with pytest.raises(SystemExit, match="JAX 0.3.1 was asked for and not exercised"):
+        matrix.main(["check", str(tmp_path), "0.3.1"])
+    with pytest.raises(SystemExit, match="python tests/core/matrix.py record"):
+        matrix.main(["check"])

@@ -358,7 +358,7 @@ class Collective:
     @property
     def group_size(self) -> int:
         """Count the members of the largest group."""
-        return max((len(g) for g in self.groups), default=0)
+        return max(map(len, self.groups), default=0)
 
     def over(self) -> str:
         """Say over what it runs, for people."""

@@ -428,6 +428,7 @@ class Mesh:
         self._ids = np.arange(relations.device_count).reshape([s for _, s in self.axes])
         self._names: dict[int, tuple[str, ...] | None] = {}
         self._over: dict[tuple[str, ...], int] = {}
+        self._varying: dict[int, tuple[str, ...]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -456,9 +457,12 @@ class Mesh:
 
     def varying(self, relation: int) -> tuple[str, ...]:
         """List the axes over which a value with this relation may vary."""
-        labels = self._relations.labels(relation)[self._ids]
-        return tuple(name for i, (name, _) in enumerate(self.axes)
-                     if (labels != labels.take([0], axis=i)).any())
+        if relation not in self._varying:
+            labels = self._relations.labels(relation)[self._ids]
+            self._varying[relation] = tuple(
+                name for i, (name, _) in enumerate(self.axes)
+                if (labels != labels.take([0], axis=i)).any())
+        return self._varying[relation]
 
     def axes_of(self, groups: Groups) -> tuple[str, ...] | None:
         """Name the axes whose lines are exactly these groups; None where there are no such."""

@@ -192,9 +192,11 @@ def judge(module: hm.Module | str, *, registry: Any = None,
     axes = dict(mesh) if mesh is not None else inputs.find_mesh(module, relations.device_count)
     if named is None and axes is not None:
         named = hd.Mesh(axes, relations)
-    values = inputs.parameter_values(module, states, partitions, replicas, parameter_shardings)
-    proof = replication.Proof(module, partitions, replicas, registry, values, states, axes)
-    return _Judge(module, proof, named).judgement()
+    with parser.uncollected():
+        values = inputs.parameter_values(module, states, partitions, replicas,
+                                         parameter_shardings)
+        proof = replication.Proof(module, partitions, replicas, registry, values, states, axes)
+        return _Judge(module, proof, named).judgement()
 
 
 class _Judge:
@@ -206,6 +208,7 @@ class _Judge:
         self.relations = proof.relations
         self.mesh = mesh
         self.runs = loops.executions(module)
+        self._widths: dict[tuple[int, int], int | None] = {}
 
     def judgement(self) -> Judgement:
         verdicts: list[Verdict] = []
@@ -351,6 +354,17 @@ class _Judge:
                 spare = ",".join(a for a in collective.axes if a not in varying)
                 return (f"its operand is proven equal over {spare}; needed over "
                         f"{','.join(needed)}", needed)
+        key = (id(channel.groups), proven)
+        if key not in self._widths:
+            self._widths[key] = self._subgroups(channel, proven)
+        width = self._widths[key]
+        if width is None or width < 2:
+            return None
+        return (f"its operand is proven equal in subgroups of {width} devices within each group "
+                f"of {collective.group_size}", None)
+
+    def _subgroups(self, channel, proven) -> int | None:
+        """Give the size of the equal subgroups that every group falls into, if they have one."""
         labels = self.relations.labels(proven)
         width = None
         for row in channel.groups.rows:
@@ -362,10 +376,7 @@ class _Judge:
             if len(sizes) != 1 or width not in (None, *sizes):
                 return None
             width = sizes.pop()
-        if width is None or width < 2:
-            return None
-        return (f"its operand is proven equal in subgroups of {width} devices within each group "
-                f"of {collective.group_size}", None)
+        return width
 
 
 def _members(collective: hc.Collective) -> str:

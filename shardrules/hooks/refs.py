@@ -34,21 +34,24 @@ def written(jax: Jax, effects: Iterable[Any]) -> set[Any]:
             for effect in effects if isinstance(effect, (jax.WriteEffect, jax.AccumEffect))}
 
 
-def check_written(jax: Jax, what: str, ref: Any, value: AxisType) -> None:
+def check_written(jax: Jax, what: str, ref: Any, value: AxisType, *,
+                  which: str = "that it is written to", stored: bool = True) -> None:
     """Refuse that ``value`` goes into a ref that is less varying, or not unreduced as it is.
 
     Args:
       jax: the symbols.
-      what: what writes, and where it gets its type, for the message.
+      what: what has that type, for the message.
       ref: the ref's aval.
-      value: the axis type of what is written.
+      value: the axis type of what is written, or of what decides about it.
+      which: which ref, for the message.
+      stored: whether the value itself is stored; an index or a predicate isn't.
 
     Raises:
       RefError: with both types, and how to make the ref.
     """
     have = jax.axis_type(ref)
     extra = value.varying - have.varying
-    if not extra and value.unreduced == have.unreduced:
+    if not extra and (not stored or value.unreduced == have.unreduced):
         return
     if extra:
         names = ", ".join(map(repr, sorted(extra, key=str)))
@@ -58,9 +61,8 @@ def check_written(jax: Jax, what: str, ref: Any, value: AxisType) -> None:
         remedy = ("Partial sums go only into a ref of partial sums over the same axes: reduce "
                   "the value first with jax.lax.psum.")
     raise RefError(
-        f"{what} is {value}, and the ref that it is written to (shape {tuple(ref.shape)}) is "
-        f"{have}. What is read from the ref afterwards would have the ref's type, which is wrong. "
-        f"{remedy}", ref=ref, have=have, value=value)
+        f"{what} is {value}, but the ref {which} (shape {tuple(ref.shape)}) is {have}, and so "
+        f"would be what is read from it afterwards. {remedy}", ref=ref, have=have, value=value)
 
 
 class RefHooks:
@@ -116,7 +118,8 @@ class RefHooks:
         have = self.jax.axis_type(value)
         index = _union(types_of(self.jax, indices))
         check_written(self.jax, "a value", ref, have)
-        check_written(self.jax, "the index of a store", ref, self.jax.axis_type(ref).vary(*index))
+        check_written(self.jax, "an index", ref, AxisType(index), which="that it stores to",
+                      stored=False)
         return answer
 
     def _bind_store(self, bind, ref, value, *indices, **params):
@@ -132,19 +135,19 @@ class RefHooks:
     # A branch is taken, or a loop runs on, where a predicate says so.
 
     def _branches(self, answer, avals, params):
-        self._controlled(answer[1], avals, self.jax.axis_type(avals[0]), "a cond or switch")
+        self._controlled(answer[1], avals, self.jax.axis_type(avals[0]),
+                         "the predicate of a cond or switch", "that a branch writes")
         return answer
 
     def _loop(self, answer, avals, params):
         predicate = params["cond_jaxpr"].out_avals[0]
-        self._controlled(answer[1], avals, self.jax.axis_type(predicate), "a while_loop")
+        self._controlled(answer[1], avals, self.jax.axis_type(predicate),
+                         "the condition of a while_loop", "that its body writes")
         return answer
 
-    def _controlled(self, effects, avals, predicate: AxisType, what: str) -> None:
+    def _controlled(self, effects, avals, decides: AxisType, what: str, which: str) -> None:
         for position in sorted(written(self.jax, effects)):
-            ref = avals[position]
-            check_written(self.jax, f"the predicate of {what} that writes",
-                          ref, self.jax.axis_type(ref).vary(*predicate.varying))
+            check_written(self.jax, what, avals[position], decides, which=which, stored=False)
 
     # run_state: its refs can be made again, from values that were cast.
 

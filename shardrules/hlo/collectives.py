@@ -64,12 +64,10 @@ class Channel:
 def make_groups(rows: list[list[int]], relations: hd.Relations) -> hd.Groups:
     """Make groups of flattened ids."""
     labels = np.arange(relations.device_count)
-    count = 0
-    for row in rows:
-        count += len(row)
-        labels[row] = min(row)
+    members = [m for row in rows for m in row]
+    labels[members] = [row[0] for row in rows for _ in row]
     return hd.Groups(tuple(tuple(r) for r in rows), relations.intern(labels),
-                     count == relations.device_count)
+                     len(members) == relations.device_count)
 
 
 def read_channel(module: hm.Module, instruction: hm.Instruction, kind: str,
@@ -199,8 +197,20 @@ class Transfer:
         elif how == "first":
             for row in rows:
                 found[list(row)] = labels[row[0]]
-        elif rows:
+        elif groups.matrix is not None:
+            seen = labels[groups.matrix]
+            if how == "join" and not channel.ordered:
+                seen = np.sort(seen, axis=1)
             classes: dict[Any, int] = {}
+            numbers = np.array([[classes.setdefault(row.tobytes(), len(classes))]
+                                for row in np.ascontiguousarray(seen)])
+            if how == "join":
+                found[groups.matrix] = numbers
+            else:
+                width = groups.matrix.shape[1]
+                found[groups.matrix] = numbers * width + np.arange(width) + 4 * count
+        elif rows:
+            classes = {}
             for row in rows:
                 seen = labels[list(row)]
                 if how == "join" and not channel.ordered:

@@ -9,6 +9,7 @@ costs a dictionary look-up however many devices there are.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Mapping, Sequence
 
@@ -100,6 +101,13 @@ class Groups:
     rows: tuple[tuple[int, ...], ...]
     relation: int
     complete: bool
+
+    @functools.cached_property
+    def matrix(self) -> np.ndarray | None:
+        """Give the rows as an array, None where they are of unequal lengths."""
+        if len({len(row) for row in self.rows}) != 1:
+            return None
+        return np.array(self.rows, np.int64)
 
     @property
     def size(self) -> int:

@@ -39,6 +39,7 @@ __all__ = ["MeshKernelHooks"]
 # A user's kernel never lives there: JAX's own functions around one do, and hold it in a closure.
 _PALLAS = "jax._src.pallas."
 _MOSAIC_GPU = "jax._src.pallas.mosaic_gpu.core"
+_PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a partial and under vmap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +203,7 @@ class MeshKernelHooks:
         return lowered
 
     def _source(self, function: Any) -> _Source:
-        while _innermost(function).__module__.startswith(_PALLAS):
+        while _module(function).startswith(_PALLAS):
             held = dict(_held(_innermost(function)))
             for value in held.values():
                 if hasattr(value, "eqns") and value in self._sources:
@@ -224,8 +225,8 @@ class MeshKernelHooks:
     def _mpmd_map(self, meshes_and_fns, /, out_types=(), **kwargs):
         """Make the kernel, with the check on again where plgpu.kernel switched it off."""
         jax = self.jax
-        again = (getattr(self._local, "checked", False) and not jax.checking() and any(
-            getattr(_innermost(fn), "__module__", None) == _MOSAIC_GPU for _, fn in meshes_and_fns))
+        again = (getattr(self._local, "checked", False) and not jax.checking()
+                 and all(_module(function) == _MOSAIC_GPU for _, function in meshes_and_fns))
         checked = functools.partial(jax.check_vma, True) if again else contextlib.nullcontext
         noted = self.noted()
         before = len(noted)
@@ -307,13 +308,12 @@ class MeshKernelHooks:
         functions = [self._origin(jaxpr)[1] for jaxpr in jaxprs]
         name, place = self.jax.describe_kernel(jaxprs[0], params)
         inner = _innermost(functions[0])
-        if name == "anonymous":  # what plgpu.kernel calls a partial (JAX 0.10.2)
+        if name in _PLACEHOLDERS:
             name = getattr(inner, "__name__", name)
         code = getattr(inner, "__code__", None)
         call = Call(kind.primitive.name, name,
                     f"{code.co_filename}:{code.co_firstlineno}" if code else place,
-                    getattr(inner, "__module__", None) or "",
-                    _binding(name, functions), kind.primitive)
+                    _module(inner), _binding(name, functions), kind.primitive)
         notes = getattr(self._local, "notes", ())
         if len(notes) != len(kind.out_avals(params)):
             notes = ()
@@ -414,9 +414,17 @@ class _Instead:
 
 
 def _innermost(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
+    """Return the function with a source line: inside of partial, wraps and a declaration."""
+    seen: set[int] = set()
+    while id(function) not in seen:
+        seen.add(id(function))
+        function = (function.func if isinstance(function, functools.partial)
+                    else getattr(function, "__wrapped__", function))
     return function
+
+
+def _module(function: Any) -> str:
+    return getattr(_innermost(function), "__module__", None) or ""
 
 
 def _held(function: Any) -> Iterator[tuple[str, Any]]:

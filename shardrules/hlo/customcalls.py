@@ -17,6 +17,7 @@ LOCAL = "a function of its operands on each device"
 # wrong entry here is a wrong proof: an entry needs a reason that holds for every use of the target.
 OWN_TARGETS: dict[str, str] = {
     "AssumeGatherIndicesInBound": "passes its operand on (TPU: a promise about gather indices)",
+    "GatherScatterIndicesBitpacked": "packs gather or scatter indices (TPU)",
     "ConcatBitcast": "places its operands side by side in one buffer (TPU)",
     "MoveToHost": "copies its operand to host memory",
     "MoveToDevice": "copies its operand to device memory",
@@ -49,6 +50,10 @@ _OWN_PREFIXES: dict[str, str] = {
 # Its contents are whatever lay there, so it is equal only because nothing reads them.
 UNINITIALISED = {
     "AllocateBuffer": "an uninitialised buffer: assumed to be overwritten before it is read"}
+
+# A TPU collective that is spread over fusions: a start, perhaps steps, a done, each of which holds
+# the collective again, under one `chain_id`. Only the done's is what the program computes with.
+ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 # Targets under which many kernels run: the target alone says nothing.
 SHARED_TARGETS = frozenset((

@@ -771,7 +771,34 @@ class Proof:
             return result
         return Started(operands[0] if len(operands) == 1 else tuple(operands), result)
 
+    def _spread(self, computation, instruction, operands) -> Any:
+        """Evaluate the ends of a TPU collective that is spread over fusions; None for others."""
+        target = (instruction.attribute("custom_call_target") or "").strip('"')
+        if target not in (customcalls.ASYNC_START, customcalls.ASYNC_DONE):
+            return None
+        inner = [(o, v) for o, v in zip(instruction.operands, operands)
+                 if computation.instructions[o].opcode in hc.KINDS]
+        if len(inner) != 1:
+            return None
+        if target == customcalls.ASYNC_DONE:
+            return inner[0][1]
+        # What is under way is for the done alone: the operand goes through, the rest is closed.
+        collective = computation.instructions[inner[0][0]]
+        record = self.records.get((computation.name, inner[0][0]))
+        elements = instruction.shape.elements
+        if record is None or not elements or len(collective.operands) != 1 or (
+                elements[0].dimensions != computation.instructions[
+                    collective.operands[0]].shape.dimensions):
+            return None
+        unfinished = self._blocked(hs.Blocker(
+            f"the unfinished result of {collective.opcode} {collective.name!r}"), operands)
+        return (record.operands[0],) + (unfinished,) * (len(elements) - 1)
+
     def _custom_call(self, computation, position, instruction, operands, guard):
+        if operands:
+            spread = self._spread(computation, instruction, operands)
+            if spread is not None:
+                return spread
         where = (computation.name, position)
         found = self.opaque.get(where)
         if found is None:

@@ -10,6 +10,7 @@ import numpy as np
 from shardrules import errors
 from shardrules import registry as rule_registry
 from shardrules.hlo import collectives as hc
+from shardrules.hlo import customcalls
 from shardrules.hlo import devices as hd
 from shardrules.hlo import inputs
 from shardrules.hlo import loops
@@ -212,15 +213,45 @@ class _Judge:
 
     def judgement(self) -> Judgement:
         verdicts: list[Verdict] = []
+        steps = self._steps()
         for computation in self.module.computations.values():
             for position, instruction in enumerate(computation.instructions):
-                if instruction.opcode in hc.OPCODES:
+                if instruction.opcode in hc.OPCODES and (computation.name, position) not in steps:
                     verdicts += self._instruction(computation, position)
         outputs = self._outputs()
         opaque = dict.fromkeys(r.blocker for r in self.proof.opaque.values() if r.effects is None)
         return Judgement(self.module, tuple(verdicts), outputs,
                          dict(self.mesh.axes) if self.mesh else None, self.proof.partitions,
                          self.proof.replicas, tuple(opaque))
+
+    def _steps(self) -> set[tuple[str, int]]:
+        """Find the instructions that are steps of a collective whose done stands elsewhere.
+
+        TPU's compiler spreads a collective over fusions (see customcalls.ASYNC_DONE); counting
+        each of them would count its bytes several times.
+        """
+        steps: dict[str, list[tuple[str, int]]] = {}
+        done: set[str] = set()
+        if customcalls.ASYNC_DONE not in self.module.text:
+            return set()
+        for computation in self.module.computations.values():
+            ends = False
+            chains = []
+            for position, instruction in enumerate(computation.instructions):
+                if instruction.opcode == "custom-call":
+                    target = instruction.attribute("custom_call_target") or ""
+                    ends = ends or target.strip('"') == customcalls.ASYNC_DONE
+                elif instruction.opcode in hc.KINDS:
+                    chain = customcalls.frontend_attributes(
+                        instruction.attribute("frontend_attributes")).get("chain_id")
+                    if chain is not None:
+                        chains.append((chain, position))
+            for chain, position in chains:
+                if ends:
+                    done.add(chain)
+                else:
+                    steps.setdefault(chain, []).append((computation.name, position))
+        return {where for chain in done for where in steps.get(chain, ())}
 
     def _outputs(self) -> tuple[Output, ...]:
         found: list[Output] = []

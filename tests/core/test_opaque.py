@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core import versions
+from core import kernels, versions
 from core.test_check import DATA, varies_as, trace
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules import errors
+from shardrules import errors, hlo, registry, testing
 
 X = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 
@@ -93,3 +94,54 @@ def test_declared_op_covers_opaque_calls_in_it(call, hooks, cpu_mesh):
 def test_outside_the_check_nothing_is_asked(call, hooks, cpu_mesh):
     f = versions.shard_map(call, mesh=cpu_mesh, in_specs=DATA, out_specs=DATA, check=False)
     assert jax.eval_shape(f, X).shape == X.shape
+
+
+if versions.has_ffi_call():
+
+    def cholesky(a):
+        """LAPACK's, by FFI: a target that every jaxlib for CPUs brings."""
+        n = a.shape[0]
+        results = jax.ShapeDtypeStruct((n, n), a.dtype), jax.ShapeDtypeStruct((), jnp.int32)
+        return versions.ffi_call("lapack_spotrf_ffi", results, a, uplo=np.uint8(ord("L")))[0]
+
+    @pytest.fixture(scope="module")
+    def lapack():
+        """What the target calls is loaded when JAX first needs it."""
+        jnp.linalg.cholesky(jnp.eye(2)).block_until_ready()
+
+    def test_ffi_call_runs_under_the_check(lapack, hooks, cpu_mesh):
+        sr.register("lapack_spotrf_ffi", sr.no_communication)
+        a = np.stack([np.eye(4, dtype=np.float32) * (i + 1) ** 2 for i in range(4)])
+        f = versions.shard_map(lambda a: cholesky(a[0])[None], mesh=cpu_mesh,
+                               in_specs=P("data"), out_specs=P("data"))
+        np.testing.assert_allclose(jax.jit(f)(a), np.sqrt(a))
+
+    @pytest.mark.parametrize("check, expected", [
+        (True, [("needed", None)]),
+        # Only the kernel's tag says that what it gathered is equal along model.
+        (False, [("overwide", ("data",))])])
+    def test_user_program_gets_the_same_verdicts(check, expected, lapack, hooks, cpu_mesh):
+        """A kernel with a replicated weight, a local FFI call and one that communicates."""
+        sr.register("lapack_spotrf_ffi", sr.all_gather_invariant("model"))
+        scale = kernels.make_scale(sr.no_communication(kernels.scale_kernel),
+                                   sr.no_communication(kernels.sum_rows_kernel))
+
+        def f(x, w):
+            gathered = cholesky(jax.lax.stop_gradient(x))
+            return scale(gathered, w)
+
+        mapped = versions.shard_map(f, mesh=cpu_mesh, in_specs=(P("data", "model"), P()),
+                                    out_specs=P("data", None), check=check)
+        gradient = jax.jit(jax.grad(lambda w, x: (mapped(x, w) ** 2).sum()))
+        x = jax.ShapeDtypeStruct((32, 16), jnp.float32,
+                                 sharding=NamedSharding(cpu_mesh, P("data", "model")))
+        w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(cpu_mesh, P()))
+        judgement = testing.judge(gradient, w, x)
+        assert [(v.verdict, v.needed_axes) for v in judgement.verdicts] == expected
+        assert judgement.opaque == ()
+        # Without tag and rule it is LAPACK's own, which reads one device alone: nothing is proven.
+        text = gradient.lower(w, x).compile().as_text()
+        untagged = text.replace("shardrules.effects", "nothing.effects")
+        assert untagged != text
+        alone = hlo.judge(untagged, registry=registry.Registry())
+        assert not alone.overwide and not alone.redundant and len(alone.verdicts) == 1

@@ -65,12 +65,12 @@ def has_ffi_call() -> bool:
     return _ffi() is not None
 
 
-def ffi_call(target, result, x):
+def ffi_call(target, result, x, **attributes):
     """Call an FFI target; to JAX 0.4.36 the operands are passed with the rest."""
     function = _ffi().ffi_call
     if "args" in inspect.signature(function).parameters:
-        return function(target, result, x)
-    return function(target, result)(x)
+        return function(target, result, x, **attributes)
+    return function(target, result)(x, **attributes)
 
 
 def takes_none_as_cotangent() -> bool:

@@ -365,11 +365,29 @@ class Proof:
             if any(isinstance(o, Ranged) for o in operands):
                 return self._elementwise_ranges(computation, instruction, operands)
             return self._all(operands)
+        if opcode in ("dynamic-slice", "dynamic-update-slice"):
+            operands = self._clamped(computation, instruction, operands)
         if opcode in _RANGED:
             found = self._ranges(computation, instruction, operands)
             if found is not None:
                 return found
         return self._all(operands)
+
+    def _clamped(self, computation, instruction, operands) -> list[Any]:
+        """Replace known index operands by what they are clamped to."""
+        first = 1 if instruction.opcode == "dynamic-slice" else 2
+        shapes = [computation.instructions[o].shape for o in instruction.operands]
+        full = shapes[0].dimensions
+        block = instruction.shape.dimensions if first == 1 else shapes[1].dimensions
+        if len(operands) != first + len(full) or len(block) != len(full):
+            return operands
+        found = list(operands[:first])
+        for index, whole, size in zip(operands[first:], full, block):
+            if isinstance(index, Exact) and index.array[0].size == 1 and 0 <= whole - size < 2**31:
+                rows = np.clip(index.array.astype(np.int64), 0, whole - size)
+                index = self._exact(rows, index.splat, [index])
+            found.append(index)
+        return found
 
     def _select(self, computation, instruction, operands) -> Any:
         """Choose device by device where the predicate is one known number on each."""
@@ -646,7 +664,7 @@ class Proof:
             if joined == carry and inner == before:
                 if trips is not None:  # what a loop gives that is known to run is what body gives
                     return out if trips else operands[0]
-                return self._diverged(carry, predicate)
+                return self._keep(body, carry, self._diverged(carry, predicate))
             carry = joined
             if step >= 32:  # a chain of carries: take them all together
                 carry = self.with_state(carry, self.collapse(carry))
@@ -684,10 +702,18 @@ class Proof:
             if not running.any():
                 return carry
             guard = self.states.refine(guard, predicate.state)
-            following = self.evaluate(body, (carry,), guard)
-            carry = self.choose(Exact(predicate.state, running.astype(np.int64), False),
-                                [carry, following])
+            following = self._keep(body, carry, self.evaluate(body, (carry,), guard))
+            chosen = self.choose(Exact(predicate.state, running.astype(np.int64), False),
+                                 [carry, following])
+            carry = self._keep(body, carry, chosen)
         return None
+
+    def _keep(self, body: hm.Computation, carry: Any, out: Any) -> Any:
+        """Put back the elements that a loop's body passes on: they stay, whoever leaves when."""
+        if not isinstance(carry, tuple) or not isinstance(out, tuple) or len(carry) != len(out):
+            return out
+        return tuple([c if _passed(body, k) == k else o
+                      for k, (c, o) in enumerate(zip(carry, out))])
 
     def _forget(self, before: Any, after: Any) -> Any:
         """Replace numbers that an iteration changes, as a counter, by their states."""
@@ -721,11 +747,33 @@ class Proof:
             numbers = which.array.reshape(-1)
             if shape.element_type == "pred":
                 numbers = np.where(numbers, 0, 1)
-            return self.choose(Exact(which.state, np.asarray(numbers), False), results)
-        found = results[0]
-        for result in results[1:]:
-            found = self.join(found, result)
-        return self.with_state(found, state)
+            found = self.choose(Exact(which.state, np.asarray(numbers), False), results)
+        else:
+            found = results[0]
+            for result in results[1:]:
+                found = self.join(found, result)
+            found = self.with_state(found, state)
+        if not isinstance(found, tuple):
+            return found
+        return tuple([self._same_passed(computation, instruction, branches, operands, k, value)
+                      for k, value in enumerate(found)])
+
+    def _same_passed(self, computation, instruction, branches, operands, index, value) -> Any:
+        """Give the element that all branches pass on, if it is one and the same."""
+        origins = set()
+        passed = None
+        for branch, operand, given in zip(branches, instruction.operands[1:], operands[1:]):
+            element = _passed(branch, index)
+            packed = computation.instructions[operand]
+            if element is None or packed.opcode != "tuple" or not isinstance(given, tuple) or (
+                    element >= len(given)):
+                return value
+            origin = packed.operands[element]
+            while computation.instructions[origin].opcode == "copy":
+                origin = computation.instructions[origin].operands[0]
+            origins.add(origin)
+            passed = given[element]
+        return passed if len(origins) == 1 else value
 
     # -- calls to the outside -----------------------------------------------------------------
 
@@ -860,3 +908,19 @@ class Proof:
                 for r in range(self.replicas) for row in rows]
         return hc.Channel("custom-call", hc.make_groups(rows, self.relations), None, True, None,
                           "")
+
+
+def _passed(computation: hm.Computation, index: int) -> int | None:
+    """Give the parameter's element that a computation returns unchanged as element ``index``."""
+    root = computation.instructions[computation.root]
+    if root.opcode != "tuple" or index >= len(root.operands):
+        return None
+    instruction = computation.instructions[root.operands[index]]
+    while instruction.opcode == "copy" and instruction.operands:
+        instruction = computation.instructions[instruction.operands[0]]
+    if instruction.opcode != "get-tuple-element" or len(instruction.operands) != 1:
+        return None
+    if computation.instructions[instruction.operands[0]].opcode != "parameter":
+        return None
+    found = _INDEX.match(instruction.text, instruction.attributes_start, instruction.end)
+    return int(found[1]) if found else None

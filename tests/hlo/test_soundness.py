@@ -253,6 +253,46 @@ def test_select_of_equal_constants_is_not_equal():
     assert found == "needed"
 
 
+def test_slices_at_clamped_indices():
+    """Indices 0 to 7 into 8 elements, 5 at a time: 3 to 7 are all clamped to 3."""
+    lines = [T.parameter("{replicated}"), "%id = u32[] partition-id()",
+             "%s = f32[5] dynamic-slice(%x, %id), dynamic_slice_sizes={5}"]
+    assert last(*lines, T.all_reduce("%s", "{{3,4},{5,6}}", "f32[5]")) == "redundant"
+    assert last(*lines, T.all_reduce("%s", "{{2,3},{5,6}}", "f32[5]")) == "needed"
+
+
+PASSING = """%left (p: (f32[8], f32[8])) -> (f32[8], f32[8]) {
+  %p = (f32[8], f32[8]) parameter(0)
+  %a = f32[8] get-tuple-element(%p), index=0
+  %b = f32[8] get-tuple-element(%p), index=1
+  ROOT %t = (f32[8], f32[8]) tuple(%a, %b)
+}
+
+%right (q: (f32[8], f32[8])) -> (f32[8], f32[8]) {
+  %q = (f32[8], f32[8]) parameter(0)
+  %c = f32[8] get-tuple-element(%q), index=1
+  %d = f32[8] get-tuple-element(%q), index=0
+  ROOT %u = (f32[8], f32[8]) tuple(%c, %d)
+}
+
+"""
+
+
+def test_what_all_branches_pass_on_does_not_depend_on_the_predicate():
+    lines = [T.parameter("{replicated}", name="x", number=0),
+             T.parameter("{replicated}", name="y", number=1),
+             T.parameter(T.MODEL, "s32[]", "which", 2),
+             "%one = (f32[8], f32[8]) tuple(%x, %y)", "%two = (f32[8], f32[8]) tuple(%SECOND, %x)",
+             "%c = (f32[8], f32[8]) conditional(%which, %one, %two), "
+             "branch_computations={%left, %right}",
+             "%g = f32[8] get-tuple-element(%c), index=0", T.all_reduce("%g")]
+    # left gives x, y; right gives x, SECOND
+    assert last(*[line.replace("SECOND", "y") for line in lines], before=PASSING) == "redundant"
+    swapped = [line.replace("SECOND", "x").replace("%c), index=0", "%c), index=1")
+               for line in lines]  # left gives y there, right x
+    assert last(*swapped, before=PASSING) == "needed"
+
+
 LOOP = """%body (c: (f32[8], f32[8], s32[])) -> (f32[8], f32[8], s32[]) {
   %c = (f32[8], f32[8], s32[]) parameter(0)
   %u = f32[8] get-tuple-element(%c), index=0

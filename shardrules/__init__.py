@@ -25,6 +25,8 @@ _HOME = {
     "rules": "registry",
     "install": "hooks",
     "already_summed": "hooks.casts",
+    "explain": "hooks.explain",
+    "scan_calls": "hooks.explain",
     "vary": "hooks.casts",
     "ShardrulesError": "errors",
 }

@@ -5,6 +5,7 @@ This folder is the only one that names ``jax._src`` or a JAX version.
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import threading
 from typing import Any
@@ -22,7 +23,7 @@ from shardrules.hooks.patching import Patches
 from shardrules.hooks.primitives import PrimitiveHooks
 from shardrules.hooks.refs import RefHooks
 from shardrules.hooks.rep import RepHooks
-from shardrules.hooks.state import POLICIES, Scope, State
+from shardrules.hooks.state import POLICIES, State
 from shardrules.registry import default
 
 __all__ = ["Handle", "install", "installed", "touched"]
@@ -179,5 +180,5 @@ def call_declared(declared: Declared, *args, **kwargs):
     if any(isinstance(getattr(leaf, "aval", None), symbols.AbstractRef) for leaf in leaves):
         return function(*args, **kwargs)
     _hold_for_ops()
-    with _state.enter(Scope(True, _state.scope.policy, binding)):
+    with _state.enter(dataclasses.replace(_state.scope, active=True, binding=binding)):
         return function(*args, **kwargs)

@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import os
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -108,6 +109,10 @@ SYMBOLS = (
            ("rule", "inline"), "an entry of that table, where it isn't the rule itself",
            optional=True),
     Symbol("ir", "jax._src.lib.mlir:ir", "0.4.28-0.12", (), "writes the tag on the lowered call"),
+    Symbol("summarize", "jax._src.source_info_util:summarize", "0.4.28-0.12", ("source_info",),
+           "the user's line behind an equation"),
+    Symbol("current_source", "jax._src.source_info_util:current", "0.4.28-0.12", (),
+           "the user's line behind what the hooks put in"),
     Symbol("make_user_context", "jax:make_user_context", "0.7.2-0.12", (), _STALE, optional=True),
     Symbol("config", "jax._src.config", "0.4.28-0.6.2", (), f"{_STALE}, before there was a way to",
            optional=True),
@@ -411,6 +416,13 @@ class Jax:
             jaxpr = jaxpr.replace()
             traced = (*traced[:index], jaxpr, *traced[index + 1:])
         return jaxpr, traced
+
+    def source_line(self, source_info: Any) -> str:
+        """Return the user's line behind an equation, ``file:line``; empty if JAX keeps none."""
+        text = self.summarize(source_info)
+        # As "file:line:column (function)"; no column to JAX 0.4.
+        match = re.match(r"(.+?):(\d+)(:\d+)?( \(|$)", text)
+        return f"{match[1]}:{match[2]}" if match else ""
 
     # Functions of a custom_vjp.
 

@@ -129,7 +129,7 @@ class ControlHooks:
 
 
 def _join(jax: Jax, a: Any, b: Any, carry: bool = False) -> AxisType | None:
-    """Return the least type to which two avals can be cast; None if more than axes keeps them apart.
+    """Return the least type to which two avals can be cast; None if they differ in more.
 
     Args:
       jax: the symbols.

@@ -17,7 +17,7 @@ from typing import Any
 from shardrules.errors import CotangentError
 from shardrules.hooks.compat import Jax
 from shardrules.hooks.patching import Patches
-from shardrules.hooks.state import State
+from shardrules.hooks.state import COLLECT, State
 from shardrules.axistypes import AxisType, Effect
 
 __all__ = ["Bwd", "CustomVjpHooks", "Parts", "inner_jaxprs"]
@@ -115,6 +115,9 @@ class CustomVjpHooks:
             bwd.check_share(path, extra, have, want)
             order = tuple(a for a in self.jax.manual_axes() if a in extra)
             ct = jax.lax.psum(ct, order)
+            self.state.note_sum(order, ct, self.jax.source_line(self.jax.current_source()),
+                                f"bwd {bwd.parts.name!r} returns one device's share at "
+                                f"output{jax.tree_util.keystr(path)}")
         return self.jax.cast(ct, want)
 
 
@@ -298,7 +301,8 @@ class Bwd:
     def _opaque(self, known, output_count: int, axes: frozenset[str],
                 reductions: bool) -> Iterator[str]:
         if known.found is None:
-            yield f"{known.call}, which has no rule"
+            if self.hooks.state.scope.policy != COLLECT:
+                yield f"{known.call}, which has no rule"
             return
         rule = known.found.rule
         if reductions and not any(word in rule.name for word in ("all_reduce", "reduce_scatter")):

@@ -9,10 +9,10 @@ from typing import Any
 from shardrules.declare import Binding
 from shardrules.errors import RuleError, UnknownKernelError
 from shardrules.hooks.compat import Jax
-from shardrules.hooks.state import Scope, State
+from shardrules.hooks.state import COLLECT, Scope, State
 from shardrules.registry import Registration
 from shardrules.axistypes import AxisType, Effect, Resolution, RuleContext
-from shardrules.ruletable import Rule
+from shardrules.ruletable import Rule, no_communication
 
 __all__ = ["Call", "Known", "check_annotations", "find_rule", "resolve", "typed", "types_of"]
 
@@ -155,6 +155,9 @@ def resolve(jax: Jax, state: State, scope: Scope, call: Call, found: Registratio
                             **{k: v for k, v in vars(error).items() if k != "message"}) from None
     if scope.policy == "error":
         raise _unknown(call, context, state)
+    if scope.policy == COLLECT:
+        scope.notes.unknown.append((call, inputs))
+        return no_communication.resolve(context)
     if scope.policy == "warn":
         warnings.warn(f"{call} has no rule; its outputs are taken to vary over all of "
                       f"{{{', '.join(axes)}}}", stacklevel=2)

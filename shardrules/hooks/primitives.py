@@ -28,7 +28,7 @@ from shardrules.hooks.opaque import (
     types_of,
 )
 from shardrules.hooks.patching import Patches
-from shardrules.hooks.state import State
+from shardrules.hooks.state import COLLECT, State
 
 __all__ = ["PrimitiveHooks"]
 
@@ -268,7 +268,7 @@ class PrimitiveHooks:
 
         A user's primitive may know about axis types. Its inputs are then its own to cast.
         """
-        return kind.own and known.governing(self.state).policy == "error"
+        return kind.own and known.governing(self.state).policy in ("error", COLLECT)
 
     def _resolve(self, known: Known, avals, output_count: int):
         return resolve(self.jax, self.state, known.governing(self.state), known.call, known.found,

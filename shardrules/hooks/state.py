@@ -10,9 +10,10 @@ from typing import Any
 from shardrules.declare import Binding
 from shardrules.registry import Overlay, Registry
 
-__all__ = ["Claims", "Scope", "State", "POLICIES"]
+__all__ = ["COLLECT", "Claims", "Notes", "NotedSum", "Scope", "State", "POLICIES"]
 
 POLICIES = ("error", "warn", "varying")
+COLLECT = "collect"  # internal: note the call, take it for one that does not communicate
 
 
 @dataclasses.dataclass(eq=False)
@@ -29,6 +30,38 @@ class Claims:
 
 
 @dataclasses.dataclass(frozen=True)
+class NotedSum:
+    """A psum that the hooks put in.
+
+    Args:
+      axes: the mesh axes, sorted.
+      shape: the local shape of what is summed.
+      dtype: its dtype.
+      at: the source line behind it, or empty.
+      why: what asked for it.
+    """
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    at: str
+    why: str
+
+
+@dataclasses.dataclass(eq=False)
+class Notes:
+    """What the hooks note while a program is traced to look at it only; equal to itself alone.
+
+    Args:
+      unknown: each call without rule or proof, with its operands' axis types.
+      sums: each psum that was put in.
+    """
+
+    unknown: list[tuple[Any, tuple[Any, ...]]] = dataclasses.field(default_factory=list)
+    sums: list[NotedSum] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
 class Scope:
     """What a trace runs under, and what its backward pass, traced later, runs under too.
 
@@ -38,6 +71,7 @@ class Scope:
       binding: the rule of the innermost op declared by ``@no_communication``, or None.
       overlays: the registry's scopes, outermost first.
       claims: where the claims of ``already_summed`` are compared, or None.
+      notes: where the hooks take notes of a trace that is for looking at only, or None.
     """
 
     active: bool = False
@@ -45,6 +79,7 @@ class Scope:
     binding: Binding | None = None
     overlays: tuple[Overlay, ...] = ()
     claims: Claims | None = None
+    notes: Notes | None = None
 
 
 class State:
@@ -105,6 +140,12 @@ class State:
         if self._trace_key is None:
             return contextlib.nullcontext()
         return self._trace_key(self._key(self.scope))
+
+    def note_sum(self, axes: tuple[str, ...], value: Any, at: str, why: str) -> None:
+        """Note a psum of ``value`` that the hooks put in, if anybody looks."""
+        notes = self.scope.notes
+        if notes is not None:
+            notes.sums.append(NotedSum(tuple(sorted(axes)), value.shape, value.dtype, at, why))
 
     # JAX's trace key.
 

@@ -92,7 +92,7 @@ class LoweringHooks:
         count = len(ctx.avals_out)
         types = types_of(self.jax, ctx.avals_in)
         if not any(t.axes for t in types):  # the check is off: only what needs no types is known
-            return found.rule.effects(count) or (Effect("unknown"),) * count
+            return kernel.effects or found.rule.effects(count) or (Effect("unknown"),) * count
         return resolve(self.jax, self.state, kernel.scope, kernel.call, found, types,
                        count).effects
 

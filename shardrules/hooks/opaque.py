@@ -54,12 +54,14 @@ class Known:
       annotations: for each output, the axis type that the user wrote, or None.
       found: the declaration it obeys; settled when it is first bound.
       scope: the scope in which that was.
+      effects: what the call does, where avals carry no types to tell it when it is lowered.
     """
 
     call: Call
     annotations: tuple[AxisType | None, ...] = ()
     found: Registration | None = None
     scope: Scope | None = None
+    effects: tuple[Effect, ...] | None = None
 
     def active(self, state: State) -> bool:
         """Whether the hooks act on it: here, or because they did when it was bound."""

@@ -19,7 +19,7 @@ import functools
 import threading
 from typing import Any
 
-from shardrules.axistypes import AxisType, Resolution
+from shardrules.axistypes import AxisType, Effect, Resolution
 from shardrules.errors import RuleError
 from shardrules.hooks.compat import Jax
 from shardrules.hooks.custom_vjp import Bwd, CustomVjpHooks, Parts, inner_jaxprs
@@ -91,6 +91,7 @@ class RepHooks:
             return original(mesh, in_rep, *args, **params)
         avals = [self.jax.typeof(x) for x in args]
         resolution = self._resolve(known, primitive, mesh, in_rep, avals, params)
+        known.effects = _weaker(known.effects, resolution.effects)
         self._rewritten[primitive.name, known.call.name] = known
         cast = [self._cast(x, aval, mesh, rep, want)
                 for x, aval, rep, want in zip(args, avals, in_rep, resolution.inputs)]
@@ -223,6 +224,20 @@ class RepHooks:
 def _type(mesh, rep) -> AxisType:
     """Return the axis type of a replication set; None stands for a constant."""
     return AxisType() if rep is None else AxisType(frozenset(mesh.axis_names) - frozenset(rep))
+
+
+def _weaker(known: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
+    """Return what holds for a call that was rewritten before, for other replication sets.
+
+    Only ``typed(axes)`` depends on them: equal on devices that differ only along other axes.
+    """
+    if known is None or len(known) != len(effects):
+        return effects
+    return tuple(
+        one if one == other else
+        Effect("typed", tuple(dict.fromkeys((*one.axes, *other.axes))))
+        if one.kind == other.kind == "typed" else Effect("unknown")
+        for one, other in zip(known, effects))
 
 
 def _rep(mesh, axis_type: AxisType) -> set[str]:

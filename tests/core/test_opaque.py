@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,20 @@ if versions.has_ffi_call():
         f = versions.shard_map(lambda a: cholesky(a[0])[None], mesh=cpu_mesh,
                                in_specs=P("data"), out_specs=P("data"))
         np.testing.assert_allclose(jax.jit(f)(a), np.sqrt(a))
+
+    @pytest.mark.parametrize("rule, tags", [
+        (sr.no_communication, {"local;local"}),
+        (sr.all_reduce("model"), {"join(model);join(model)"}),
+        (lambda ctx: [ctx.union, ctx.union], {"typed(data,model);typed(data,model)"}),
+        (lambda ctx: [ctx.union.drop("model"), ctx.union], {"typed(data);typed(data,model)"}),
+    ])
+    def test_compiled_call_carries_the_effects_of_its_rule(rule, tags, lapack, hooks, cpu_mesh):
+        sr.register("lapack_spotrf_ffi", rule)
+        spec = P("data", "model")
+        f = versions.shard_map(cholesky, mesh=cpu_mesh, in_specs=spec, out_specs=spec)
+        x = jax.ShapeDtypeStruct((32, 16), jnp.float32, sharding=NamedSharding(cpu_mesh, spec))
+        text = jax.jit(f).lower(x).compile().as_text()
+        assert set(re.findall(r'shardrules\.effects="([^"]*)"', text)) == tags
 
     @pytest.mark.parametrize("check, expected", [
         (True, [("needed", None)]),

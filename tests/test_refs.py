@@ -1,0 +1,274 @@
+"""Refs under shard_map's check: what is read varies as what was written, or the store is refused."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules import errors
+
+X = np.arange(32, dtype=np.float32).reshape(8, 4)  # split over data: blocks of (2, 4)
+BLOCK = (2, 4)
+
+
+def varying(x):
+    return set(jax.typeof(x).manual_axis_type.varying)
+
+
+def types(op, mesh, *shapes, specs=P("data")):
+    """The axes over which each result of op varies, as shard_map's trace sees them."""
+    seen = []
+
+    def spy(*args):
+        out = op(*args)
+        seen.append([varying(leaf) for leaf in jax.tree.leaves(out)])
+        return ()
+
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes or (X.shape,)]
+    jax.eval_shape(jax.shard_map(spy, mesh=mesh, in_specs=specs, out_specs=()), *args)
+    return seen[-1]
+
+
+def first(x):
+    """A scalar of the block, as an index."""
+    return x[0, 0].astype(jnp.int32)
+
+
+# --- jax.new_ref ------------------------------------------------------------------------------
+
+
+def stored(x, ref):
+    ref[...] = x
+
+
+def added(x, ref):
+    jax.ref.addupdate(ref, ..., x)
+
+
+def stored_in_jit(x, ref):
+    jax.jit(lambda x: stored(x, ref))(x)
+
+
+def stored_in_loop(x, ref):
+    jax.lax.fori_loop(0, 2, lambda i, _: stored(x, ref), None)
+
+
+def stored_by_index(x, ref):
+    ref[first(x)] = jnp.ones(4)
+
+
+def stored_in_branch(x, ref):
+    jax.lax.cond(x[0, 0] > 0, lambda: stored(jnp.ones(BLOCK), ref), lambda: None)
+
+
+def stored_in_while(x, ref):
+    def body(i):
+        stored(jnp.ones(BLOCK), ref)
+        return i + 1
+
+    jax.lax.while_loop(lambda i: i < x[0, 0], body, jnp.float32(0))
+
+
+def stored_in_run_state(x, ref):
+    pl.run_state(lambda refs: stored(refs[0][...], ref))((x,))
+
+
+STORES = [
+    (stored, "a value", "that it is written to"),
+    (added, "a value", "that it is written to"),
+    (stored_in_jit, "a value", "that it is written to"),
+    (stored_in_loop, "a value", "that it is written to"),
+    (stored_in_run_state, "a value", "that it is written to"),
+    (stored_by_index, "an index", "that it stores to"),
+    (stored_in_branch, "the predicate of a cond or switch", "that a branch writes"),
+    (stored_in_while, "the condition of a while_loop", "that its body writes"),
+]
+
+
+@pytest.mark.parametrize("store, what, which", STORES, ids=lambda s: getattr(s, "__name__", None))
+def test_a_store_that_varies_more_than_its_ref_is_refused(cpu_mesh, hooks, store, what, which):
+    def op(x):
+        ref = jax.new_ref(jnp.zeros(BLOCK))
+        store(x, ref)
+        return ref[...]
+
+    with pytest.raises(errors.RefError) as caught:
+        types(op, cpu_mesh)
+    assert str(caught.value) == (
+        f"{what} is varying over {{data}}, but the ref {which} (shape (2, 4)) is invariant, and "
+        "so would be what is read from it afterwards. A ref keeps the type of its first value: "
+        "make it from one that varies over {data} too, jax.new_ref(shardrules.vary(x, 'data')).")
+
+
+@pytest.mark.parametrize("store", [s for s, *_ in STORES], ids=lambda s: s.__name__)
+def test_the_advice_works_and_plain_jax_gets_it_wrong(cpu_mesh, store):
+    def op(start):
+        def run(x):
+            ref = jax.new_ref(start(jnp.zeros(BLOCK)))
+            store(x, ref)
+            return jax.ref.freeze(ref)
+        return run
+
+    assert types(op(lambda zeros: zeros), cpu_mesh) == [set()]  # JAX alone: wrong
+    with sr.install():
+        assert types(op(lambda zeros: sr.vary(zeros, "data")), cpu_mesh) == [{"data"}]
+
+
+def test_the_check_alone_turns_the_hooks_of_refs_on(cpu_mesh, hooks):
+    def op(x):
+        ref = jax.new_ref(jnp.zeros(BLOCK))
+        ref[...] = x
+        return ref[...]
+
+    f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    np.testing.assert_array_equal(jax.jit(f)(X), X)
+
+
+def test_reading_at_an_index_that_varies_gives_what_varies(cpu_mesh):
+    def op(x):
+        return jax.new_ref(jnp.arange(64.0))[first(x)]
+
+    assert types(op, cpu_mesh) == [set()]  # JAX alone: wrong
+    with sr.install():
+        assert types(op, cpu_mesh) == [{"data"}]
+        f = jax.shard_map(lambda x: op(x)[None], mesh=cpu_mesh, in_specs=P("data"),
+                          out_specs=P("data"))
+        np.testing.assert_array_equal(jax.jit(f)(X), X[::2, 0])
+
+
+def test_the_cotangent_of_an_invariant_value_in_a_varying_ref_is_summed(cpu_mesh):
+    """JAX alone returns each device's share, and then refuses its type."""
+    def op(x, w):
+        ref = jax.new_ref(x)
+        ref[...] = ref[...] * w
+        ref[0] = w[0]
+        return ref[...]
+
+    def reference(x, w):
+        x = x.reshape(4, 2, 4) * w
+        return (x.at[:, 0].set(w[0]) ** 2).sum()
+
+    f = jax.shard_map(op, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    grad = jax.grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1))
+    w = np.arange(1, 9, dtype=np.float32).reshape(BLOCK)
+    with pytest.raises(ValueError, match="Expected cotangent type"):
+        jax.jit(grad)(X, w)
+    with sr.install():
+        got = jax.jit(grad)(X, w)
+    for g, want in zip(got, jax.grad(reference, argnums=(0, 1))(jnp.asarray(X), w)):
+        np.testing.assert_allclose(g, want, rtol=1e-5)
+
+
+def test_partial_sums_do_not_go_into_a_ref_of_whole_values(cpu_mesh, hooks):
+    def op(x):
+        ref = jax.new_ref(jnp.zeros(BLOCK))
+        ref[...] = jax.lax.pcast(x, "data", to="unreduced")
+        return ref[...]
+
+    with pytest.raises(errors.RefError) as caught:
+        types(op, cpu_mesh)
+    assert str(caught.value) == (
+        "a value is unreduced over {data}, but the ref that it is written to (shape (2, 4)) is "
+        "invariant, and so would be what is read from it afterwards. Partial sums go only into a "
+        "ref of partial sums over the same axes: reduce the value first with jax.lax.psum.")
+
+
+@pytest.mark.parametrize("how", ["invariant", "varying"])
+def test_gradients_that_jax_accumulates_in_refs_are_what_they_were(cpu_mesh, how):
+    """The cotangent of what a loop's body closes over is a ref of JAX's own."""
+    def op(x, w):
+        w = w if how == "invariant" else jax.lax.pcast(w, "data", to=how)
+        c, _ = jax.lax.scan(lambda c, i: (c * w + i, None), x, jnp.arange(3.0))
+        return c
+
+    f = jax.shard_map(op, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    w = np.arange(1, 5, dtype=np.float32) / 4
+    grad = jax.grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1))
+    plain = jax.jit(grad)(X, w)
+    with sr.install():
+        for got, want in zip(jax.jit(grad)(X, w), plain):
+            np.testing.assert_array_equal(got, want)
+
+
+# --- run_state --------------------------------------------------------------------------------
+
+
+def copies(refs):
+    source, target = refs
+    target[...] = source[...]
+
+
+def copies_by_turns(refs):
+    source, target, last = refs
+
+    def body(i, _):
+        last[...] = target[...]
+        target[...] = source[...]
+
+    jax.lax.fori_loop(0, 3, body, None)
+
+
+def copies_in_jit(refs):
+    jax.jit(lambda: copies(refs))()
+
+
+def copies_in_branch(refs):
+    source, target = refs
+    jax.lax.cond(source[0, 0] > 0, lambda: stored(jnp.ones(BLOCK), target), lambda: None)
+
+
+def copies_in_run_state(refs):
+    source, target = refs
+
+    def inner(refs):
+        copies((source, refs[0]))
+        copies((refs[0], target))
+
+    pl.run_state(inner)((jnp.zeros(BLOCK),))
+
+
+@pytest.mark.parametrize("body", [copies, copies_by_turns, copies_in_jit, copies_in_branch,
+                                  copies_in_run_state], ids=lambda b: b.__name__)
+def test_refs_of_run_state_grow_to_their_fixpoint(cpu_mesh, body):
+    zeros = 2 if body is copies_by_turns else 1
+
+    def op(x):
+        return pl.run_state(body)((x, *[jnp.zeros(BLOCK)] * zeros))
+
+    assert types(op, cpu_mesh) == [{"data"}] + [set()] * zeros  # JAX alone: wrong
+    f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"),
+                      check_vma=False)
+    want = jax.jit(f)(X)
+    with sr.install():
+        assert types(op, cpu_mesh) == [{"data"}] * (1 + zeros)
+        f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))
+        for got, one in zip(jax.jit(f)(X), want):
+            np.testing.assert_array_equal(got, one)
+
+
+def test_refs_of_run_state_that_nothing_varying_reaches_stay_as_they_are(cpu_mesh, hooks):
+    def op(x, w):
+        def body(refs):
+            x, w, out, count = refs
+            out[...] = x[...] * w[...]
+            count[...] += 1
+
+        return pl.run_state(body)((x, w, jnp.zeros(BLOCK), jnp.float32(0)))
+
+    assert types(op, cpu_mesh, X.shape, BLOCK, specs=(P("data"), P())) == [
+        {"data"}, set(), {"data"}, set()]
+
+
+def test_a_run_state_whose_result_varies_is_refused_as_replicated(cpu_mesh, hooks):
+    def op(x):
+        return pl.run_state(copies)((x, jnp.zeros(BLOCK)))[1]
+
+    f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
+    with pytest.raises(ValueError, match=re.escape("only varying across mesh axes {} and not "
+                                                   "{data}")):
+        jax.eval_shape(f, X)

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from shardrules import errors
-from shardrules.axistypes import Effect, format_effects, parse_effects
 from shardrules import axistypes
 from shardrules.hlo import states as hs
 from shardrules.hlo.module import Instruction, Metadata, Module

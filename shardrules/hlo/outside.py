@@ -1,0 +1,169 @@
+"""What crosses devices or leaves the program in the proof: collectives and custom calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shardrules.hlo import collectives as hc
+from shardrules.hlo import customcalls
+from shardrules.hlo import module as hm
+from shardrules.hlo import states as hs
+from shardrules.hlo.ranges import Ranged, Started
+from shardrules.hlo.values import Values
+
+
+class Record:
+    """What the proof saw at one collective, over all callers.
+
+    Attributes:
+      operands: each operand's value.
+      guard: the state of the predicates under which it runs.
+      channel: how it connects devices.
+    """
+
+    __slots__ = ("operands", "guard", "channel")
+
+    def __init__(self, operands, guard, channel):
+        self.operands = operands
+        self.guard = guard
+        self.channel = channel
+
+
+class Outside(Values):
+    """The part of the proof that evaluates collectives and custom calls."""
+
+    module: hm.Module
+
+    def _collective(self, computation, position, instruction, operands, guard):
+        opcode = instruction.opcode
+        kind = hc.OPCODES[opcode]
+        where = (computation.name, position)
+        channel = self._channels.get(where)
+        if channel is None:
+            channel = self._channels[where] = hc.read_channel(
+                self.module, instruction, kind, self.relations, self.partitions, self.replicas,
+                self._cache)
+        record = self.records.get(where)
+        if record is None:
+            self.records[where] = Record(list(operands), guard, channel)
+        else:
+            record.operands = [self.join(a, b) for a, b in zip(record.operands, operands)]
+            record.guard = self.states.refine(record.guard, guard)
+        how = hc.result_how(kind)
+        what = f"{kind} {instruction.name!r}"
+
+        def apply(state: int) -> int:
+            return self.transfer.state(channel, how, state, guard, what)
+
+        if kind == "ragged-all-to-all" or kind == "all-to-all" and len(operands) > 1:
+            # A member's piece k may come from any operand of member k.
+            result: Any = apply(self._all(operands))
+        elif len(operands) == 1 or kind == "collective-permute" and len(operands) == 4:
+            value = operands[0]
+            if len(operands) == 4:  # a permute that updates a slice of its second operand
+                result = apply(self._all(operands))
+            elif isinstance(value, Ranged) and kind in ("all-reduce", "collective-permute",
+                                                        "collective-broadcast"):
+                result = Ranged(tuple((s, apply(p)) for s, p in value.cuts))
+            else:
+                result = apply(self.collapse(value))
+        else:
+            result = tuple([
+                Ranged(tuple((s, apply(p)) for s, p in v.cuts))
+                if isinstance(v, Ranged) and kind == "all-reduce" else apply(self.collapse(v))
+                for v in operands])
+        if not opcode.endswith("-start") or kind == "all-reduce":
+            return result
+        return Started(operands[0] if len(operands) == 1 else tuple(operands), result)
+
+    def _spread(self, computation, instruction, operands) -> Any:
+        """Evaluate the ends of a TPU collective that is spread over fusions; None for others."""
+        target = (instruction.attribute("custom_call_target") or "").strip('"')
+        if target not in (customcalls.ASYNC_START, customcalls.ASYNC_DONE):
+            return None
+        inner = [(o, v) for o, v in zip(instruction.operands, operands)
+                 if computation.instructions[o].opcode in hc.KINDS]
+        if len(inner) != 1:
+            return None
+        if target == customcalls.ASYNC_DONE:
+            return inner[0][1]
+        # What is under way is for the done alone: the operand goes through, the rest is closed.
+        collective = computation.instructions[inner[0][0]]
+        record = self.records.get((computation.name, inner[0][0]))
+        elements = instruction.shape.elements
+        if record is None or not elements or len(collective.operands) != 1 or (
+                elements[0].dimensions != computation.instructions[
+                    collective.operands[0]].shape.dimensions):
+            return None
+        unfinished = self._blocked(hs.Blocker(
+            f"the unfinished result of {collective.opcode} {collective.name!r}"), operands)
+        return (record.operands[0],) + (unfinished,) * (len(elements) - 1)
+
+    def _custom_call(self, computation, position, instruction, operands, guard):
+        if operands:
+            spread = self._spread(computation, instruction, operands)
+            if spread is not None:
+                return spread
+        where = (computation.name, position)
+        found = self.opaque.get(where)
+        if found is None:
+            found = self.opaque[where] = customcalls.resolve(self.module, instruction,
+                                                             self.registry)
+        if found.effects is None:
+            return self._blocked(found.blocker, operands)
+        state = self._all(operands)
+        if found.support is not None:
+            state = self.states.refine(state, self.states.intern(hs.State(
+                supports=(found.support,))))
+        parts = [self._effect(e, state, found, guard, instruction) for e in found.effects]
+        if instruction.shape.elements is None:
+            return parts[0] if parts else state
+        return tuple(parts)
+
+    def _effect(self, effect, state: int, found, guard: int, instruction) -> int:
+        if effect.kind == "local":
+            return state
+        if effect.kind == "unknown":
+            return self.states.blocked(found.blocker, state)
+        size = 1
+        for length in (found.mesh or {}).values():
+            size *= length
+        sizes = found.mesh
+        if sizes is None:  # a rule: its axes are names that only the module's mesh explains
+            sizes = self.default_mesh
+            size = int(np.prod(list(sizes.values()))) if sizes else 0
+        if sizes is None or size != self.partitions or not set(effect.axes) <= set(sizes):
+            return self.states.blocked(found.blocker._replace(
+                what=f"{found.blocker.what.split(' is tagged')[0].split(' has a rule')[0]} "
+                     f"communicates over {','.join(effect.axes)}, in no mesh known to fit "
+                     f"{self.partitions} partitions"), state)
+        key = (effect.kind, effect.axes, tuple(sizes.items()))
+        channel = self._meshes.get(key)
+        if channel is None:
+            channel = self._meshes[key] = self._mesh_channel(effect, sizes)
+        if effect.kind == "typed":
+            old = self.states[state]
+            relation = channel.groups.relation
+            return self.states.intern(hs.State(
+                relation, relation, self.states.causes(
+                    [*old.causes, (relation, hs.Cause(found.support.what, "is declared to vary"))]
+                    if relation else ()), old.blockers, old.supports))
+        return self.transfer.state(channel, "join" if effect.kind == "join" else "exchange",
+                                   state, guard, found.support.what)
+
+    def _mesh_channel(self, effect, sizes: dict[str, int]) -> hc.Channel:
+        names = list(sizes)
+        ids = np.arange(self.partitions).reshape([sizes[n] for n in names])
+        # A typed output is equal along the axes that it does not name.
+        along = [n for n in names if (n in effect.axes) != (effect.kind == "typed")]
+        rest = [i for i, n in enumerate(names) if n not in along]
+        order = ([names.index(n) for n in along] if effect.kind == "typed"
+                 else [names.index(n) for n in effect.axes])
+        width = int(np.prod([sizes[names[i]] for i in order], dtype=np.int64)) if order else 1
+        rows = ids.transpose(rest + order).reshape(-1, width).tolist()
+        rows = [[r * self.partitions + d for d in row]
+                for r in range(self.replicas) for row in rows]
+        return hc.Channel("custom-call", hc.make_groups(rows, self.relations), None, True, None,
+                          "")

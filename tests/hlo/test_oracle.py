@@ -9,7 +9,7 @@ from shardrules.hlo import replication
 
 from . import oracle
 
-FIRST, COUNT = 0, 40
+FIRST, COUNT = 0, 30
 
 
 @pytest.fixture(scope="module")
@@ -18,18 +18,18 @@ def outcome():
 
 
 def test_no_claim_of_equality_is_wrong(outcome):
-    wrong, _ = outcome
+    wrong, _, _ = outcome
     assert not wrong
 
 
 def test_most_of_what_is_equal_is_proven(outcome):
-    _, share = outcome
-    assert share > 0.85  # of 40 programs; the oracle's own run asks for 95% of many
+    _, share, _ = outcome
+    assert share > 0.85  # of 30 programs; the oracle's own run asks for 95% of many
 
 
 @pytest.mark.full
 def test_many_programs():
-    wrong, share = oracle.run(50_000, 100_000)
+    wrong, share, _ = oracle.run(50_000, 100_000)
     assert not wrong and share >= 0.95
 
 

@@ -76,13 +76,15 @@ class LoweringHooks:
         # A proof is found once, by the kernel's jaxpr, which is not at hand here.
         found = kernel.found or find_rule(kernel.call, kernel.scope or Scope(), self.state)
         tag = {"shardrules.kernel": normalise(kernel.call.name)}
+        effects = None if found is None else self._effects(ctx, kernel, found)
         if found is not None:
-            tag["shardrules.effects"] = format_effects(self._effects(ctx, kernel, found))
             tag["shardrules.status"] = found.status
         if mesh is not None and not mesh.empty:
             tag["shardrules.mesh"] = ",".join(f"{a}={n}" for a, n in mesh.shape.items())
         ir = self.jax.ir
         for call in calls:
+            if effects is not None:
+                tag["shardrules.effects"] = format_effects(_placed(effects, call, results))
             attributes = {name: ir.StringAttr.get(text) for name, text in tag.items()}
             if _ATTRIBUTES in call.attributes:
                 attributes |= {a.name: a.attr for a in call.attributes[_ATTRIBUTES]}
@@ -120,6 +122,19 @@ def _custom_calls(operands: Any, results: Any) -> list[Any]:
             for block in region:
                 todo.extend(block.operations[len(block.operations) - 1].operands)
     return calls
+
+
+def _placed(effects: tuple[Effect, ...], call: Any, results: Any) -> tuple[Effect, ...]:
+    """Give each result of a custom call its effect.
+
+    Mosaic GPU returns a kernel's scratch in global memory, too (JAX 0.10.2): that is no output.
+    """
+    own = list(call.results)
+    at = {own.index(value): effect for effect, value in zip(effects, _flat(results))
+          if value in own}
+    if len(at) != len(effects):
+        return effects
+    return tuple(at.get(i, Effect("unknown")) for i in range(len(own)))
 
 
 def _flat(values: Any):

@@ -107,6 +107,18 @@ class RepHooks:
         if self._leaves(primitive, original, known):
             return original(mesh, *in_rep, **params)
         resolution = self._resolve(known, primitive, mesh, in_rep, None, params)
+        for i, (rep, want) in enumerate(zip(in_rep, resolution.inputs)):
+            lost = want.varying - _type(mesh, rep).varying
+            if rep is not None and lost:
+                # vmap with spmd_axis_name over shard_map, say: its axis comes in after the casts,
+                # and the input's gradient would lack the psum that is a cast's transpose.
+                names = ", ".join(sorted(lost))
+                raise RuleError(
+                    f"input {i} of {known.call} is invariant over {{{names}}}, over which another "
+                    f"input came to vary after shard_map's casts were put in. JAX "
+                    f"{self.jax.version} can't cast it then: map the input over that axis too, "
+                    "move the vmap into shard_map, or use JAX 0.6 or newer",
+                    kernel=known.call.name, axes=lost)
         reps = [_rep(mesh, one) for one in resolution.outputs]
         return reps if primitive.multiple_results else reps[0]
 

@@ -88,3 +88,17 @@ def takes_none_as_cotangent() -> bool:
     except ValueError:
         return False
     return True
+
+
+def maps_psum_over_a_mesh_axis() -> bool:
+    """Whether vmap with spmd_axis_name goes over shard_map's psum, with no kernel anywhere.
+
+    JAX 0.8.3 passes its own primitive a parameter that it does not have.
+    """
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("one", "two"))
+    f = shard_map(lambda x: jax.lax.psum(x, "two"), mesh=mesh, in_specs=P("two"), out_specs=P())
+    try:
+        jax.eval_shape(jax.vmap(f, spmd_axis_name="one"), jax.ShapeDtypeStruct((2, 2), "float32"))
+    except TypeError:
+        return False
+    return True

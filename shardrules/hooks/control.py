@@ -74,9 +74,7 @@ class ControlHooks:
             if wider == types:
                 break
             types = wider
-            in_avals = in_avals.update([
-                *map(self.jax.with_axis_type, in_avals.vals[:count], types),
-                *in_avals.vals[count:]])
+            in_avals = _retyped(self.jax, in_avals, types)
             jaxpr, out_avals = trace(fun, in_avals, debug_info, *rest, **kwargs)
         return self._cast_outputs(jaxpr, out_avals, types)
 
@@ -94,8 +92,7 @@ class ControlHooks:
         want = [*types, *have[len(types):]]
         if want == have:
             return jaxpr, out_avals
-        return (self.jax.cast_outputs(jaxpr, want),
-                out_avals.update(map(self.jax.with_axis_type, out_avals.vals, want)))
+        return self.jax.cast_outputs(jaxpr, want), _retyped(self.jax, out_avals, types)
 
     def _promote(self, value, in_aval, out_aval):
         """Cast an initial carry to the type that its body was traced to return."""
@@ -123,9 +120,14 @@ class ControlHooks:
             types = _joined(self.jax, [out_avals1.vals, out_avals2.vals])
             if types is not None:
                 out_avals1, out_avals2 = (
-                    each.update(map(self.jax.with_axis_type, each.vals, types))
-                    for each in (out_avals1, out_avals2))
+                    _retyped(self.jax, each, types) for each in (out_avals1, out_avals2))
         return self.jax.check_branches(api_name, name1, name2, f1, f2, out_avals1, out_avals2)
+
+
+def _retyped(jax: Jax, avals: Any, types: Sequence[AxisType]) -> Any:
+    """Return a FlatTree of avals, the first of them with these axis types."""
+    new = iter([*map(jax.with_axis_type, avals.vals, types), *avals.vals[len(types):]])
+    return avals.map(lambda _: next(new))
 
 
 def _join(jax: Jax, a: Any, b: Any, carry: bool = False) -> AxisType | None:

@@ -186,7 +186,7 @@ class _Walk:
     def program(self, closed: Any) -> None:
         """Read a whole program."""
         self.unknown = {(call.primitive, call.name, call.place) for call, _ in self.notes.unknown}
-        self._read(closed.jaxpr, _Place())
+        self._read(_open(closed), _Place())
 
     def _read(self, jaxpr: Any, place: _Place, outcome: str = "a result") -> None:
         from shardrules import hooks
@@ -252,7 +252,7 @@ class _Walk:
         name = eqn.primitive.name
         if name in _LOOPS and _carries(eqn, i):
             return f"an initial carry of {_LOOPS[name]}, to vary as its body returns it"
-        inner = getattr(eqn.params.get("jaxpr"), "jaxpr", None)
+        inner = _open(eqn.params.get("jaxpr"))
         if inner is not None and len(inner.invars) == len(eqn.invars):
             return self._reason(_uses(inner).get(inner.invars[i], ()), "a result")
         return f"operand {i} of {name}, by JAX or the program"
@@ -263,7 +263,7 @@ class _Walk:
         JAX types a cond's and a while_loop's results by their branches and body alone (0.10.2).
         """
         name = eqn.primitive.name
-        chooser = eqn.invars[0] if name == "cond" else eqn.params["cond_jaxpr"].jaxpr.outvars[0]
+        chooser = eqn.invars[0] if name == "cond" else _open(eqn.params["cond_jaxpr"]).outvars[0]
         over = self.jax.axis_type(chooser.aval).varying
         for i, var in enumerate(eqn.outvars):
             missing = over - self.jax.axis_type(var.aval).varying
@@ -304,16 +304,26 @@ def _carries(eqn: Any, i: int) -> bool:
     params = eqn.params
     if eqn.primitive.name == "while":
         return i >= params["cond_nconsts"] + params["body_nconsts"]
-    return 0 <= i - params["num_consts"] < params["num_carry"]
+    if "ft_in" in params:  # from JAX 0.11: pytrees of the constants, the carry and the rest
+        constants, carry, _ = map(len, params["ft_in"].unpack())
+    else:
+        constants, carry = params["num_consts"], params["num_carry"]
+    return 0 <= i - constants < carry
 
 
 def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """Yield the jaxprs that stand in an equation's parameters."""
     for value in params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
-            one = getattr(one, "jaxpr", one)
-            if hasattr(one, "eqns") and hasattr(one, "invars"):
-                yield one
+            inner = _open(one)
+            if inner is not None:
+                yield inner
+
+
+def _open(value: Any) -> Any:
+    """Return a jaxpr without its constants; None for what is no jaxpr."""
+    value = getattr(value, "jaxpr", value)
+    return value if hasattr(value, "eqns") and hasattr(value, "invars") else None
 
 
 def _described(eqn: Any) -> tuple[tuple[str, ...], str, int]:

@@ -339,9 +339,9 @@ def rule_of(case):
     return sr.no_communication if rule is None else getattr(sr, rule.rule)(*rule.axes)
 
 
-def judged(case, check_vma=True):
+def compiled(case, check_vma=True):
     f, args = build.build(case, check_vma=check_vma, wrap_local=rule_of(case))
-    return testing.judge(f.lower(*args).compile())
+    return f.lower(*args).compile()
 
 
 def bytes_by_axes(judgement):
@@ -354,7 +354,11 @@ def bytes_by_axes(judgement):
 
 
 def assert_only_what_is_needed(case):
-    judgement = judged(case)
+    program = compiled(case)
+    kernels = [line for line in program.as_text().splitlines() if re.search(
+        'custom_call_target="(mosaic_gpu|tpu_custom_call)', line)]
+    assert kernels and all("shardrules.effects=" in line for line in kernels)
+    judgement = testing.judge(program)
     assert bytes_by_axes(judgement) == dict(case.expected.needed)
     assert {v.verdict for v in judgement.verdicts} <= {"needed"}
 
@@ -407,7 +411,7 @@ def test_a_wrong_spec_is_refused(hooks, compilers, case):
 @pytest.mark.parametrize("case", by_platform(
     BY_NAME[n] for n in ("core_map_run_state_zeros", "hopper_matmul_user_vjp")))
 def test_without_the_check_the_verifier_sees_what_is_defensive(hooks, compilers, case):
-    judgement = judged(case, check_vma=False)
+    judgement = testing.judge(compiled(case, check_vma=False))
     assert bytes_by_axes(judgement) == dict(case.expected.unchecked)
     assert {(v.verdict, v.collective.axes) for v in judgement.verdicts} <= {
         ("redundant", ("model",)), ("overwide", ("data", "model"))}
@@ -424,8 +428,7 @@ TAGS = [("pl_kernel", "_double_share", "local"), ("core_map_run_state_zeros", "_
     pytest.param(BY_NAME[name], *rest, marks=getattr(pytest.mark, BY_NAME[name].platform), id=name)
     for name, *rest in TAGS])
 def test_compiled_calls_are_tagged(hooks, compilers, case, kernel, effects):
-    f, args = build.build(case, check_vma=True, wrap_local=rule_of(case))
-    text = f.lower(*args).compile().as_text()
+    text = compiled(case).as_text()
     calls = [line for line in text.splitlines()
              if "shardrules.kernel=" in line and "custom-call(" in line]
     assert calls

@@ -9,6 +9,7 @@
 import functools
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -90,5 +91,5 @@ def compile_(session):
     plugins = session.run("python", "-m", "shardrules.aot", silent=True)
     for line in plugins.splitlines():
         if line.startswith("pip install "):
-            session.run(*line.split())
+            session.run(*shlex.split(line))
     run_recorded(session, NEWEST, OUT / "compile", "tests", "-m", "tpu or gpu", *session.posargs)

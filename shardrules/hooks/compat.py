@@ -1,8 +1,8 @@
-"""The one door to JAX's private names: each looked up once, checked, with its range and reason.
+"""The one door to JAX's internals: every private name is looked up once, and checked.
 
-Nothing else in shardrules names ``jax._src`` or asks which JAX this is. ``load`` finds every
-symbol and checks its parameters before anything is touched, so the hooks are installed whole or
-not at all. JAX has had two forms of shard_map's check: replication sets kept beside the values,
+Nothing else in shardrules asks which JAX this is. ``load`` finds every symbol of ``symbols.py``
+and checks its parameters before anything is touched, so the hooks are installed whole or not at
+all. JAX has had two forms of shard_map's check: replication sets kept beside the values,
 with two tables of rules (to 0.5.3), and types on avals (from 0.6.0). What follows asks for
 capabilities; the version itself is asked only whether anyone has run the hooks on it.
 """
@@ -10,9 +10,7 @@ capabilities; the version itself is asked only whether anyone has run the hooks 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import importlib
 import inspect
 import os
 import re
@@ -20,176 +18,26 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.errors import RuleError, UnsupportedJaxError
-from shardrules.hooks import versions
 from shardrules.axistypes import AxisType
+from shardrules.errors import RuleError
+from shardrules.hooks import versions
+from shardrules.hooks.symbols import (
+    SET_SYMBOLS,
+    SYMBOLS,
+    TYPE_SYMBOLS,
+    Symbol,
+    find,
+    is_cached,
+    look,
+    unsupported,
+)
+from shardrules.hooks.trace_key import ContextKey, MeshKey
 
-__all__ = ["Jax", "Symbol", "SYMBOLS", "TYPE_SYMBOLS", "SET_SYMBOLS", "load", "check_version"]
+__all__ = ["Jax", "check_version", "load"]
 
 OLDEST = "0.4.28"  # the JAX that the first report was written on
 NEWEST = (0, 12)  # the last release series that the test matrix runs
 ANYWAY = "SHARDRULES_ALLOW_UNTESTED_JAX"
-
-
-@dataclasses.dataclass(frozen=True)
-class Symbol:
-    """One private name of JAX. Several with one key are alternatives, the first that fits wins.
-
-    Args:
-      key: what this package calls it.
-      path: ``module:attribute``.
-      versions: the JAX versions that were read for it.
-      parameters: parameter names that the hooks pass or read; checked before use.
-      reason: what it is needed for.
-      optional: whether None will do where it is missing.
-    """
-
-    key: str
-    path: str
-    versions: str
-    parameters: tuple[str, ...]
-    reason: str
-    optional: bool = False
-
-
-_PALLAS = "jax._src.pallas.pallas_call"
-_MESH = "jax._src.pallas"
-_STATE = "jax._src.state"
-_VJP = "jax._src.custom_derivatives"
-_SHARD_MAP = "jax.experimental.shard_map"
-_CONTROL = "jax._src.lax.control_flow"
-_AVAL = "avals that carry axis types"
-_OUT_SHAPE = "raises on an output without annotation"
-_WRAP = "wraps a custom_vjp's functions without losing their debug info"
-_KERNEL = "the one place where kernel function and jaxpr meet"
-_REF = "a ref that is written must vary where what is written does"
-_CHECK = "whether shard_map's check is on where we are"
-_OPAQUE = "an opaque primitive"
-_STALE = "puts the registry's version into jit's trace key"
-
-SYMBOLS = (
-    Symbol("typeof", "jax._src.core:typeof", "0.6.0-0.12", (), "the aval of a tracer"),
-    Symbol("typeof", "jax._src.core:get_aval", "0.4.28-0.5.3", (), "the aval of a tracer"),
-    Symbol("AbstractRef", "jax._src.state:AbstractRef", "0.4.28-0.12", ("inner_aval",),
-           "refs count as inputs and can't be cast"),
-    Symbol("transformation", "jax._src.linear_util:transformation2", "0.5.3-0.12",
-           ("gen", "fun"), _WRAP, optional=True),
-    Symbol("generator", "jax._src.linear_util:transformation", "0.4.28-0.12", ("gen", "fun"),
-           _WRAP),
-    Symbol("wrap_init", "jax._src.linear_util:wrap_init", "0.4.28-0.12", ("f",), _WRAP),
-    Symbol("flatten_primal", f"{_VJP}:_flatten_fun_nokwargs", "0.4.28-0.12", (),
-           "a custom_vjp's primal function, on its way to the primitive"),
-    Symbol("flatten_fwd", f"{_VJP}:_flatten_fwd", "0.4.28-0.12", (),
-           "a custom_vjp's fwd, on its way to the primitive"),
-    Symbol("flatten_bwd", f"{_VJP}:_flatten_bwd", "0.4.28-0.12", (),
-           "a custom_vjp's bwd: its cotangents are checked against the primals' types here"),
-    Symbol("SymbolicZero", "jax._src.ad_util:SymbolicZero", "0.4.28-0.12", ("aval",),
-           "cotangents that are known to be zero keep their form"),
-    Symbol("Zero", "jax._src.ad_util:Zero", "0.4.28-0.12", ("aval",),
-           "the cotangent of an argument for which bwd returned None"),
-    Symbol("dce_jaxpr", "jax._src.interpreters.partial_eval:dce_jaxpr", "0.4.28-0.12",
-           ("jaxpr", "used_outputs", "instantiate"),
-           "the part of a bwd that one cotangent depends on"),
-    Symbol("pallas_call_p", f"{_PALLAS}:pallas_call_p", "0.4.28-0.12", (), "the primitive"),
-    Symbol("trace_kernel", f"{_PALLAS}:_trace_kernel_to_jaxpr", "0.4.35-0.12",
-           ("fun", "grid_mapping"), _KERNEL),
-    Symbol("trace_kernel", f"{_PALLAS}:_trace_to_jaxpr", "0.4.28", ("fun", "grid_spec"), _KERNEL),
-    Symbol("ffi_call_p", "jax._src.ffi:ffi_call_p", "0.5.3-0.12", (), _OPAQUE, optional=True),
-    Symbol("ffi_call_p", "jax._src.extend.ffi:ffi_call_p", "0.4.35", (), _OPAQUE, optional=True),
-    Symbol("pure_callback_p", "jax._src.callback:pure_callback_p", "0.4.28-0.12", (), _OPAQUE),
-    Symbol("io_callback_p", "jax._src.callback:io_callback_p", "0.4.28-0.12", (), _OPAQUE),
-    Symbol("tpu_custom_call_p", "jax._src.tpu_custom_call:tpu_custom_call_p", "0.4.28-0.12", (),
-           _OPAQUE, optional=True),
-    Symbol("lowerings", "jax._src.interpreters.mlir:_lowerings", "0.4.28-0.12", (),
-           "the table of lowering rules"),
-    Symbol("platform_lowerings", "jax._src.interpreters.mlir:_platform_specific_lowerings",
-           "0.4.28-0.12", (), "the tables for one platform each", optional=True),
-    Symbol("Primitive", "jax._src.core:Primitive", "0.4.28-0.12", (), "users' primitives"),
-    Symbol("LoweringRuleEntry", "jax._src.interpreters.mlir:LoweringRuleEntry", "0.7.2-0.12",
-           ("rule", "inline"), "an entry of that table, where it isn't the rule itself",
-           optional=True),
-    Symbol("ir", "jax._src.lib.mlir:ir", "0.4.28-0.12", (), "writes the tag on the lowered call"),
-    Symbol("summarize", "jax._src.source_info_util:summarize", "0.4.28-0.12", ("source_info",),
-           "the user's line behind an equation"),
-    Symbol("current_source", "jax._src.source_info_util:current", "0.4.28-0.12", (),
-           "the user's line behind what the hooks put in"),
-    Symbol("make_user_context", "jax:make_user_context", "0.7.2-0.12", (), _STALE, optional=True),
-    Symbol("config", "jax._src.config", "0.4.28-0.6.2", (), f"{_STALE}, before there was a way to",
-           optional=True),
-)
-
-# From JAX 0.6.0: an aval says over which axes its value varies.
-TYPE_SYMBOLS = (
-    Symbol("check_vma", "jax._src.config:_check_vma", "0.6.2-0.12", (), _CHECK),
-    Symbol("check_vma", "jax._src.config:_check_rep", "0.6.0", (), _CHECK),
-    Symbol("ShapedArray", "jax._src.core:ShapedArray", "0.10-0.12",
-           ("shape", "dtype", "sharding", "manual_axis_type"), _AVAL),
-    Symbol("ShapedArray", "jax._src.core:ShapedArray", "0.6.0-0.9",
-           ("shape", "dtype", "sharding", "vma"), _AVAL),
-    Symbol("ManualAxisType", "jax._src.core:ManualAxisType", "0.10-0.12",
-           ("varying", "unreduced", "reduced"), "JAX's own form of AxisType", optional=True),
-    Symbol("current_mesh_sharding", "jax._src.core:get_cur_mesh_sharding", "0.6.0-0.12", (),
-           "an aval without a mesh can't carry an axis type"),
-    Symbol("abstract_mesh", "jax._src.mesh:get_abstract_mesh", "0.6.0-0.12", (),
-           "which mesh axes are manual where we are"),
-    Symbol("convert_out_shape", "jax._src.pallas.core:_convert_out_shape_to_aval", "0.9-0.12",
-           ("out_shape",), _OUT_SHAPE),
-    Symbol("convert_out_shape", f"{_PALLAS}:_convert_out_shape_to_aval", "0.6.0-0.8",
-           ("out_shape",), _OUT_SHAPE),
-    Symbol("trace_to_jaxpr", "jax._src.interpreters.partial_eval:trace_to_jaxpr", "0.8-0.12",
-           ("fun", "in_avals", "debug_info"), "a loop's body, before its carry's types are compared",
-           optional=True),
-    Symbol("promote_carry", f"{_CONTROL}.loops:_promote_weak_typed_input", "0.8-0.12",
-           ("in_val", "in_aval", "out_aval"), "an initial carry, once its body was traced",
-           optional=True),
-    Symbol("merge_branches", f"{_CONTROL}.conditionals:_merge_common_consts", "0.8-0.12",
-           ("jaxprs", "all_consts"), "all branches of a cond or switch, once traced",
-           optional=True),
-    Symbol("check_branches", f"{_CONTROL}.conditionals:_check_branch_outputs", "0.8-0.12",
-           ("out_avals1", "out_avals2"), "raises on branches whose types differ", optional=True),
-    Symbol("pcast", "jax.lax:pcast", "0.8-0.12", ("axis_name", "to"), "casts an operand"),
-    Symbol("pcast", "jax.lax:pvary", "0.6.0-0.7", ("axis_name",), "casts an operand"),
-    Symbol("mpmd_map_p", f"{_MESH}.mpmd:mpmd_map_p", "0.9.2-0.12", (), "what pl.kernel binds",
-           optional=True),
-    Symbol("mpmd_map", f"{_MESH}.mpmd:_mpmd_map", "0.10-0.12", ("meshes_and_fns", "out_types"),
-           "plgpu.kernel calls it with the check switched off", optional=True),
-    Symbol("mpmd_tracing", f"{_MESH}.mpmd:pe", "0.10-0.12", (), _KERNEL, optional=True),
-    Symbol("core_map_p", f"{_MESH}.core:core_map_p", "0.6.0-0.12", (), "what core_map binds",
-           optional=True),
-    Symbol("core_map_tracing", f"{_MESH}.core:pe", "0.6.0-0.12", (), _KERNEL, optional=True),
-    Symbol("custom_vmap", "jax._src.custom_batching:custom_vmap", "0.6.0-0.12", ("fun",),
-           "stands around plgpu.kernel where the check is still on"),
-    Symbol("custom_vmap_p", "jax._src.custom_batching:custom_vmap_p", "0.6.0-0.12", (),
-           "keeps the output types of its first trace"),
-    Symbol("run_state_p", f"{_STATE}.discharge:run_state_p", "0.6.0-0.12", (), _REF),
-    Symbol("trace_run_state", f"{_STATE}.discharge:initial_style_jaxpr", "0.8-0.12",
-           ("fun", "in_tree", "in_avals", "dbg"), _REF, optional=True),
-    Symbol("get_p", f"{_STATE}.primitives:get_p", "0.6.0-0.12", (), _REF),
-    Symbol("swap_p", f"{_STATE}.primitives:swap_p", "0.6.0-0.12", (), _REF),
-    Symbol("addupdate_p", f"{_STATE}.primitives:addupdate_p", "0.6.0-0.12", (), _REF),
-    Symbol("WriteEffect", f"{_STATE}.types:WriteEffect", "0.6.0-0.12", (), _REF),
-    Symbol("AccumEffect", f"{_STATE}.types:AccumEffect", "0.6.0-0.12", (), _REF),
-    Symbol("cond_p", f"{_CONTROL}.conditionals:cond_p", "0.6.0-0.12", (), _REF),
-    Symbol("while_p", f"{_CONTROL}.loops:while_p", "0.6.0-0.12", (), _REF),
-    Symbol("result_avals", "jax._src.ffi:_result_avals", "0.6.0-0.12", (),
-           "fails on an annotated result (JAX 0.8.3 to 0.12)", optional=True),
-)
-
-# To JAX 0.5.3: sets of axes over which a value is replicated, kept beside the values.
-SET_SYMBOLS = (
-    Symbol("check_rules", f"{_SHARD_MAP}:_check_rules", "0.4.28-0.5.3", (),
-           "from the inputs' replication sets to the outputs'"),
-    Symbol("rewrite_rules", f"{_SHARD_MAP}:_rewrite_rules", "0.4.28-0.5.3", (),
-           "from the inputs' replication sets to casts"),
-    Symbol("rule_missing", f"{_SHARD_MAP}:_rule_missing", "0.4.28-0.5.3", ("prim",),
-           "what is done about a primitive that neither table holds"),
-    Symbol("rewrite_bwd", f"{_SHARD_MAP}:_rewrite_bwd", "0.4.28-0.5.3",
-           ("bwd", "mesh", "in_reps", "reps_dst"), "a custom_vjp's bwd under the check"),
-    Symbol("match_replication", f"{_SHARD_MAP}:_match_replication", "0.4.28-0.5.3",
-           ("src", "dst", "x"), "sums a cotangent that varies where its primal doesn't"),
-    Symbol("broadcast", f"{_SHARD_MAP}:pbroadcast", "0.4.28-0.5.3", ("x", "axis_name"),
-           "casts an operand"),
-)
 
 
 class Jax:
@@ -412,7 +260,7 @@ class Jax:
         """
         index = next(i for i, part in enumerate(traced) if hasattr(part, "eqns"))
         jaxpr = traced[index]
-        if _cached(self.trace_kernel):
+        if is_cached(self.trace_kernel):
             jaxpr = jaxpr.replace()
             traced = (*traced[:index], jaxpr, *traced[index + 1:])
         return jaxpr, traced
@@ -466,9 +314,9 @@ class Jax:
         From JAX 0.7.2 that is ``jax.make_user_context()``.
         """
         if self.make_user_context is None:
-            return _MeshKey(self.config)
+            return MeshKey(self.config)
         context = self.make_user_context()
-        return context if hasattr(context, "set_global") else _ContextKey(context)
+        return context if hasattr(context, "set_global") else ContextKey(context)
 
 
 def _run_scoped(fun, enter, scope, *args, **kwargs):
@@ -481,100 +329,6 @@ def _yield_scoped(enter, scope, *args, **kwargs):
     with enter(scope):
         result = yield args, kwargs
     yield result
-
-
-class _ContextKey:
-    """A user context that has no way to set it for all threads (JAX 0.7.2 to 0.9)."""
-
-    def __init__(self, context: Any):
-        self._context = context
-
-    def set_global(self, value: Any) -> None:
-        """Set what threads have in their trace key that set nothing themselves."""
-        self._context._obj.set_global(value)
-
-    def __call__(self, value: Any):
-        return self._context(value)
-
-
-class _Mark(tuple):
-    """Our entry among the meshes that are part of the trace key."""
-
-
-class _MeshKey:
-    """jit's trace key before ``jax.make_user_context`` (JAX to 0.7.1).
-
-    The list of meshes entered by ``with mesh:`` is in the key, and nothing else reads it from
-    there, so one thread's scope can stand in it too. A change for all threads clears the caches.
-
-    Args:
-      config: jax's config module.
-    """
-
-    def __init__(self, config: Any):
-        self._config = config
-        self._value = None
-
-    def set_global(self, value: Any) -> None:
-        """Forget every trace, if the value is another one."""
-        if value != self._value:
-            import jax
-            self._value = value
-            jax.clear_caches()
-
-    @contextlib.contextmanager
-    def __call__(self, value: Any):
-        before = self._read()
-        self._write((*(m for m in before if not isinstance(m, _Mark)), _Mark((value,))))
-        try:
-            yield
-        finally:
-            self._write(before)
-
-    def _read(self) -> tuple:
-        state = getattr(self._config, "mesh_context_manager", None)
-        if state is not None:
-            return tuple(state.value or ())
-        # JAX to 0.4.35 keeps it in a tuple of the thread's.
-        context = self._config.jax_jit.thread_local_state().extra_jit_context
-        return tuple(getattr(context, "mesh_context_manager", None) or ())
-
-    def _write(self, meshes: tuple) -> None:
-        state = getattr(self._config, "mesh_context_manager", None)
-        if state is not None:
-            state.set_local(meshes)
-        else:
-            self._config.update_thread_local_jit_state(mesh_context_manager=meshes)
-
-
-# Finding them.
-
-
-def _cached(function: Any) -> bool:
-    return hasattr(function, "cache_info")
-
-
-def _look(symbol: Symbol) -> tuple[Any, tuple[Any, str], str]:
-    """Return a symbol, its owner, and what is wrong with it (empty if nothing is)."""
-    module, _, attribute = symbol.path.partition(":")
-    try:
-        owner = importlib.import_module(module)
-        found = getattr(owner, attribute) if attribute else owner
-    except (ImportError, AttributeError):
-        return None, (None, ""), "is missing"
-    if symbol.parameters:
-        try:
-            have = tuple(inspect.signature(found).parameters)
-        except (TypeError, ValueError):
-            if _cached(found):  # one of JAX's C++ caches around a function: it tells no names
-                return found, (owner, attribute), ""
-            have = ()
-        lost = [p for p in symbol.parameters
-                if p not in have and p not in getattr(found, "__slots__", ())]
-        if lost:
-            return None, (owner, attribute), (
-                f"no longer takes {', '.join(lost)} (it takes {', '.join(have) or 'nothing'})")
-    return found, (owner, attribute), ""
 
 
 def check_version(version: str) -> str:
@@ -593,46 +347,11 @@ def check_version(version: str) -> str:
         return f"it is newer than {'.'.join(map(str, NEWEST))}, the newest that was tested"
     return ""
 
-
-def _unsupported(version: str, what: str, **data: Any) -> UnsupportedJaxError:
-    return UnsupportedJaxError(
-        f"shardrules has no hooks for JAX {version}: {what} Nothing was changed. Install a JAX "
-        "that the README's table of versions lists, or a newer shardrules.",
-        version=version, **data)
-
-
-def _find(version: str, symbols: tuple[Symbol, ...]) -> tuple[dict, dict]:
-    """Look up a group of symbols.
-
-    Raises:
-      UnsupportedJaxError: if one is missing or has other parameters.
-    """
-    found: dict[str, Any] = {}
-    owners: dict[str, tuple[Any, str]] = {}
-    wrong: dict[str, tuple[Symbol, str]] = {}
-    for symbol in symbols:
-        if found.get(symbol.key) is not None:
-            continue
-        value, owner, problem = _look(symbol)
-        if not problem:
-            found[symbol.key], owners[symbol.key] = value, owner
-            wrong.pop(symbol.key, None)
-        elif symbol.optional:
-            found.setdefault(symbol.key, None)
-        else:
-            wrong.setdefault(symbol.key, (symbol, problem))
-    for symbol, problem in wrong.values():
-        raise _unsupported(
-            version, f"{symbol.path} {problem}. It is used for: {symbol.reason} (read in JAX "
-            f"{symbol.versions}).", symbol=symbol.path)
-    return found, owners
-
-
 def _types_on_avals() -> bool:
     """Whether this JAX's avals carry axis types; JAX 0.6.0 can be told that they shall not."""
-    if not any(not _look(s)[2] for s in TYPE_SYMBOLS if s.key == "check_vma"):
+    if not any(not look(s)[2] for s in TYPE_SYMBOLS if s.key == "check_vma"):
         return False
-    switch, _, missing = _look(Symbol("", "jax._src.config:varying_axes_in_types", "0.6.0", (), ""))
+    switch, _, missing = look(Symbol("", "jax._src.config:varying_axes_in_types", "0.6.0", (), ""))
     return bool(missing) or bool(switch.value)
 
 
@@ -647,10 +366,10 @@ def load() -> Jax:
     import jax
     version = jax.__version__
     typed = _types_on_avals()
-    found, owners = _find(version, SYMBOLS + (TYPE_SYMBOLS if typed else SET_SYMBOLS))
+    found, owners = find(version, SYMBOLS + (TYPE_SYMBOLS if typed else SET_SYMBOLS))
     strange = check_version(version)
     if strange and os.environ.get(ANYWAY, "") not in ("1", "true", "yes"):
-        raise _unsupported(
+        raise unsupported(
             version, f"{strange}. The {len(found)} private names that they use are there "
             f"and take what they took, so they may work: set {ANYWAY}=1 in the environment, and "
             "compare your gradients.", symbol=None)

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from shardrules import errors
-from shardrules.hooks import compat, versions
+from shardrules.hooks import compat, symbols, versions
 
 NEWER = ("0.13.0.dev1", "0.13.0rc1", "0.13.0", "0.13.0.dev20261201+cuda", "1.0")
 KNOWN = ("0.4.28", "0.4.36", "0.6.1", "0.9.0", "0.12.0rc1", "0.12.0", "0.12.0.1", "0.12.1.dev3",
@@ -70,7 +70,7 @@ def refusal(change, **environment):
         import jax
         import shardrules
         from shardrules import hooks
-        from shardrules.hooks import compat
+        from shardrules.hooks import symbols
         CHANGE
         for start in (shardrules.install, lambda: shardrules.no_communication(lambda x: x)(1.0)):
             try:
@@ -106,14 +106,14 @@ def test_untested_version_is_tried_when_asked_to():
 
 def owner_of(key):
     """Code for the module that holds a symbol, and its name there."""
-    paths = [s.path for s in compat.SYMBOLS if s.key == key]
-    return (f"next(owner for s in compat.SYMBOLS if s.path in {paths} "
-            "for _, owner, wrong in [compat._look(s)] if not wrong)")
+    paths = [s.path for s in symbols.SYMBOLS if s.key == key]
+    return (f"next(owner for s in symbols.SYMBOLS if s.path in {paths} "
+            "for _, owner, wrong in [symbols.look(s)] if not wrong)")
 
 
 @pytest.mark.parametrize("key", ["flatten_bwd", "trace_kernel", "pallas_call_p"])
 def test_missing_symbol_is_named_with_what_it_is_for(key):
-    path, reason = next((s.path, s.reason) for s in compat.SYMBOLS if s.key == key)
+    path, reason = next((s.path, s.reason) for s in symbols.SYMBOLS if s.key == key)
     message = refusal(f"delattr(*{owner_of(key)})")
     assert message.startswith(f"shardrules has no hooks for JAX {jax.__version__}: {path} is "
                               f"missing. It is used for: {reason} (read in JAX ")
@@ -128,7 +128,7 @@ def test_changed_parameters_are_named_on_an_untested_jax_too():
 
 def test_each_symbol_that_this_jax_has_is_checked_once():
     """One key has alternatives, or one entry; the table holds no entry that is never looked at."""
-    for group in (compat.SYMBOLS, compat.TYPE_SYMBOLS, compat.SET_SYMBOLS):
+    for group in (symbols.SYMBOLS, symbols.TYPE_SYMBOLS, symbols.SET_SYMBOLS):
         paths = [(s.key, s.path, s.parameters) for s in group]
         assert len(set(paths)) == len(paths)
         assert all(s.reason and s.versions for s in group)

@@ -1,4 +1,4 @@
-"""custom_vjp under shard_map's check: each cotangent gets the psum that is missing, and no other."""
+"""custom_vjp under the check: each cotangent gets the psum that is missing, and no other."""
 
 from __future__ import annotations
 

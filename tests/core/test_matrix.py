@@ -54,9 +54,18 @@ def test_run_with_a_skip_or_without_tests_does_not_count(text, message, tmp_path
 def test_version_that_ran_a_part_only_is_named(tmp_path):
     for version, passed in (("0.1", 100), ("0.2", 89), ("0.3", 95)):
         (tmp_path / f"{version}.json").write_text(
-            json.dumps({"jax": version, "passed": passed}))
+            json.dumps({"jax": version, "passed": passed, "files": matrix.fingerprint()}))
     assert matrix.check(tmp_path, ["0.1", "0.2", "0.3"]) == [
         "JAX 0.2: only 89 of 100 tests passed there"]
+
+
+def test_result_of_other_files_is_named(tmp_path, monkeypatch):
+    matrix.record(tmp_path, jax.__version__, report(tmp_path, PASSED))
+    (tmp_path / "shardrules").mkdir()
+    (tmp_path / "shardrules" / "changed.py").write_text("")
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    assert matrix.check(tmp_path, [jax.__version__]) == [
+        f"JAX {jax.__version__}: the result is of other files than these; run it again"]
 
 
 def test_main_exits_with_what_is_wrong(tmp_path):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -63,3 +68,22 @@ def test_without_rule_plain_jax_refuses_the_program(cpu_mesh):
     gradient, x = program(kernels.make_copy(kernels.copy_kernel), cpu_mesh)
     with pytest.raises((ValueError, TypeError, NotImplementedError)):
         gradient(x)
+
+
+def test_the_example_prints_no_collective_where_shardrules_is_used():
+    """The same file on every JAX, as a user runs it."""
+    root = pathlib.Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = str(pathlib.Path(sr.__file__).parents[1])
+    done = subprocess.run([sys.executable, root / "examples" / "issue_21855.py"], text=True,
+                          capture_output=True, cwd=root, env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines()
+            if line.count("|") == 4]
+    header, *rows = rows
+    assert header[-1] in ("check_vma=True, shardrules", "check_rep=True, shardrules")
+    platforms = {row[0]: row for row in rows if row[0]}
+    assert "CPU" in platforms
+    assert {row[-1] for row in platforms.values()} == {"0 collectives"}
+    assert platforms["CPU"][1].startswith("all-reduce over {model}, 512 B")
+    assert "On 8 CPU devices the gradient equals the single-device one." in done.stdout

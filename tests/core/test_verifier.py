@@ -24,8 +24,8 @@ def compiled(f, mesh, specs, out_spec, check=True):
 @pytest.mark.parametrize("axis", ["data", "model"])
 def test_psum_of_what_varies_is_needed_and_of_what_does_not_is_redundant(axis, cpu_mesh):
     psum = lambda x: jax.lax.psum(x * x, axis)  # noqa: E731
-    for spec, expected in [(P("data", "model"), "needed"), (P("model" if axis == "data" else "data"),
-                                                            "redundant")]:
+    other = P("model" if axis == "data" else "data")
+    for spec, expected in [(P("data", "model"), "needed"), (other, "redundant")]:
         out = P(*(None if a == axis else a for a in spec))
         [verdict] = testing.judge(compiled(psum, cpu_mesh, (spec,), out, check=False)).verdicts
         assert verdict.verdict == expected

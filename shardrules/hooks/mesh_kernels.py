@@ -177,11 +177,11 @@ class MeshKernelHooks:
                                 if self._acts(kind, params) else None))
         module = getattr(self.jax, tracing)
         if module is not None:
+            noting = {"trace_to_jaxpr_dynamic": self._trace, "trace_to_jaxpr": self._trace,
+                      "lower_jaxpr2": self._lower}
             patches.attribute(*self.jax.owner(tracing), _Instead(module, {
-                "trace_to_jaxpr_dynamic": functools.partial(
-                    self._trace, module.trace_to_jaxpr_dynamic),
-                "lower_jaxpr2": functools.partial(
-                    self._lower, getattr(module, "lower_jaxpr2", None))}))
+                name: functools.partial(noted, getattr(module, name))
+                for name, noted in noting.items() if hasattr(module, name)}))
 
     def known_of(self, primitive: Any, params: dict[str, Any]) -> Known | None:
         """Return what is known of an equation's kernel; None if it is no mesh kernel."""
@@ -193,19 +193,24 @@ class MeshKernelHooks:
     def _trace(self, trace, fun, *args, **kwargs):
         """Trace as JAX does, and note of what the jaxpr is."""
         traced = trace(fun, *args, **kwargs)
-        self._sources[traced[0]] = self._source(fun.f)
+        # JAX to 0.10 traces a WrappedFun, 0.11 the function itself.
+        self._note(traced[0], self._source(getattr(fun, "f", fun)))
         return traced
 
     def _lower(self, lower, closed, *args, **kwargs):
         """Lower a kernel's types as JAX does, and note of what the new jaxpr is."""
         lowered = lower(closed, *args, **kwargs)
-        self._sources[lowered.jaxpr] = _Source(jaxpr=closed.jaxpr)
+        self._note(lowered, _Source(jaxpr=getattr(closed, "jaxpr", closed)))
         return lowered
+
+    def _note(self, jaxpr: Any, source: _Source) -> None:
+        self._sources[getattr(jaxpr, "jaxpr", jaxpr)] = source
 
     def _source(self, function: Any) -> _Source:
         while _module(function).startswith(_PALLAS):
             held = dict(_held(_innermost(function)))
             for value in held.values():
+                value = getattr(value, "jaxpr", value)  # JAX 0.11 keeps it closed
                 if hasattr(value, "eqns") and value in self._sources:
                     return _Source(jaxpr=value)
             if not callable(held.get("body")):
@@ -359,9 +364,10 @@ class MeshKernelHooks:
 
     def _evaluate(self, kind: _Kind, *avals, **params):
         """Give outputs the types that the rule says, and hold written refs to them."""
-        outputs, effects = kind.evaluate(*avals, **params)
         if not (self._acts(kind, params) and self.jax.checking()):
-            return outputs, effects
+            return kind.evaluate(*avals, **params)
+        # JAX 0.11 and 0.12 refuse every ref that varies; what is written to one is checked here.
+        outputs, effects = kind.evaluate(*map(self._plain, avals), **params)
         known = self._known(kind, params)
         layout = known.layout = self._layout(kind, params, avals)
         if not layout.count:
@@ -372,6 +378,11 @@ class MeshKernelHooks:
             rule = "" if known.found is None else f", by the rule {known.found.rule!r},"
             check_written(self.jax, f"what {known.call} stores{rule}", avals[at], answer)
         return list(typed(self.jax, known, outputs, tuple(types))), effects
+
+    def _plain(self, aval: Any) -> Any:
+        if isinstance(aval, self.jax.AbstractRef):
+            return aval.update(inner_aval=self._plain(aval.inner_aval))
+        return self.jax.with_axis_type(aval, AxisType())
 
     def _resolve(self, known: _Kernel, layout: _Layout, avals: Sequence[Any]):
         inputs = types_of(self.jax, avals)

@@ -82,11 +82,13 @@ class RefHooks:
         jax = self.jax
         if not jax.typed:
             return  # to JAX 0.5.3 shard_map knows no refs
-        for primitive, check in ((jax.get_p, self._read), (jax.swap_p, self._store),
-                                 (jax.addupdate_p, self._store), (jax.cond_p, self._branches),
+        for primitive, check in ((jax.swap_p, self._store), (jax.addupdate_p, self._store)):
+            patches.attribute(primitive, "abstract_eval",
+                              functools.partial(self._first, check, primitive.abstract_eval))
+        for primitive, check in ((jax.get_p, self._read), (jax.cond_p, self._branches),
                                  (jax.while_p, self._loop)):
             patches.attribute(primitive, "abstract_eval",
-                              functools.partial(self._eval, primitive.abstract_eval, check))
+                              functools.partial(self._then, check, primitive.abstract_eval))
         for primitive in (jax.swap_p, jax.addupdate_p):
             patches.attribute(primitive, "bind",
                               functools.partial(self._bind_store, primitive.bind))
@@ -102,7 +104,12 @@ class RefHooks:
 
     # Reads and writes.
 
-    def _eval(self, evaluate, check, *avals, **params):
+    def _first(self, check, evaluate, *avals, **params):
+        if self._acts:
+            check(avals)
+        return evaluate(*avals, **params)
+
+    def _then(self, check, evaluate, *avals, **params):
         answer = evaluate(*avals, **params)
         return check(answer, avals, params) if self._acts else answer
 
@@ -113,14 +120,12 @@ class RefHooks:
         index = _union(types_of(self.jax, avals[1:]))
         return self.jax.with_axis_type(out, have.vary(*(index - have.varying))), effects
 
-    def _store(self, answer, avals, params):
+    def _store(self, avals) -> None:
+        """Refuse a store before JAX does (0.12), whose error run_state could not grow by."""
         ref, value, *indices = avals
-        have = self.jax.axis_type(value)
-        index = _union(types_of(self.jax, indices))
-        check_written(self.jax, "a value", ref, have)
-        check_written(self.jax, "an index", ref, AxisType(index), which="that it stores to",
-                      stored=False)
-        return answer
+        check_written(self.jax, "a value", ref, self.jax.axis_type(value))
+        check_written(self.jax, "an index", ref, AxisType(_union(types_of(self.jax, indices))),
+                      which="that it stores to", stored=False)
 
     def _bind_store(self, bind, ref, value, *indices, **params):
         """Cast a stored value to the ref's type, so that its cotangent is reduced again."""

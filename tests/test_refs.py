@@ -272,3 +272,15 @@ def test_a_run_state_whose_result_varies_is_refused_as_replicated(cpu_mesh, hook
     with pytest.raises(ValueError, match=re.escape("only varying across mesh axes {} and not "
                                                    "{data}")):
         jax.eval_shape(f, X)
+
+
+def test_a_run_state_that_is_replayed_with_other_types_has_those(cpu_mesh, hooks):
+    def op(x):
+        closed = jax.make_jaxpr(lambda x: pl.run_state(copies)(
+            (x, jnp.zeros(BLOCK))))(jnp.zeros(BLOCK))  # invariant
+        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, x)
+
+    assert types(op, cpu_mesh) == [{"data"}] * 2
+    f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))
+    for one in jax.jit(f)(X):
+        np.testing.assert_array_equal(one, X)

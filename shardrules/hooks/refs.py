@@ -191,17 +191,29 @@ class RefHooks:
 
     def _bind_run_state(self, bind, *args, **params):
         """Cast the initial values to the types that the body's refs have grown to."""
-        if self._acts:
-            avals = [v.aval for v, initial in zip(params["jaxpr"].invars,
-                                                  params["is_initialized"]) if initial]
-            args = [self._initial(x, aval) for x, aval in zip(args, avals)]
+        if self._acts and all(params["is_initialized"]):
+            jaxpr = params["jaxpr"]
+            avals = [variable.aval for variable in jaxpr.invars]
+            extra = [types.varying - self.jax.axis_type(ref).varying for types, ref in zip(
+                types_of(self.jax, map(self.jax.typeof, args)), avals)]
+            if any(extra) and self.jax.trace_run_state is not None:
+                params["jaxpr"] = self._replayed(jaxpr, list(map(self._wider, avals, extra)))
+                avals = [variable.aval for variable in params["jaxpr"].invars]
+            args = [self.jax.cast(x, self.jax.axis_type(ref))
+                    if self.jax.can_cast(self.jax.typeof(x)) else x for x, ref in zip(args, avals)]
         return bind(*args, **params)
 
-    def _initial(self, value: Any, ref: Any) -> Any:
-        aval = self.jax.typeof(value)
-        want = self.jax.axis_type(ref)
-        check_written(self.jax, "an initial value", ref, self.jax.axis_type(aval))
-        return self.jax.cast(value, want) if self.jax.can_cast(aval) else value
+    def _replayed(self, jaxpr: Any, avals: Sequence[Any]) -> Any:
+        """Trace a body again, where it is replayed with values that vary more."""
+        import jax
+        tree = jax.tree_util.tree_structure(list(avals))
+        body = functools.partial(_call_jaxpr, jaxpr)
+        return self._trace_run_state(body, tree, avals, jaxpr.debug_info)[0]
+
+
+def _call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> None:
+    import jax
+    jax.core.eval_jaxpr(jaxpr, (), *values)
 
 
 def _union(types: Iterable[AxisType]) -> frozenset[str]:

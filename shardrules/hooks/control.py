@@ -11,6 +11,7 @@ accepts are left as they are.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -36,15 +37,20 @@ class ControlHooks:
         self.state = state
 
     def install(self, patches: Patches) -> None:
-        """Replace the four functions, where this JAX has them."""
+        """Replace the functions in which this JAX traces bodies and branches and compares them."""
         jax = self.jax
-        if not jax.typed or None in (jax.trace_to_jaxpr, jax.promote_carry, jax.merge_branches,
-                                     jax.check_branches):
+        if not jax.typed:
             return
-        patches.attribute(*jax.owner("trace_to_jaxpr"), self._trace)
-        patches.attribute(*jax.owner("promote_carry"), self._promote)
-        patches.attribute(*jax.owner("merge_branches"), self._merge_branches)
-        patches.attribute(*jax.owner("check_branches"), self._check_branches)
+        hooks = {"trace_to_jaxpr": self._trace, "promote_carry": self._promote,
+                 "merge_branches": self._merge_branches, "check_branches": self._check_branches}
+        if any(getattr(jax, key) is None for key in hooks):
+            hooks = {"trace_body": functools.partial(self._trace_body, jax.trace_body),
+                     "trace_scan_body": functools.partial(self._trace_body, jax.trace_scan_body),
+                     "promote_carries": self._promote_carries,
+                     "trace_branches": self._trace_branches}
+        for key, hook in hooks.items():
+            if getattr(jax, key) is not None:
+                patches.attribute(*jax.owner(key), hook)
 
     @property
     def _acts(self) -> bool:
@@ -54,45 +60,63 @@ class ControlHooks:
 
     def _trace(self, fun, in_avals, debug_info, *rest, **kwargs):
         """Trace a loop's body with the carry at its fixpoint; everything else as JAX does."""
-        trace = self.jax.trace_to_jaxpr
-        traced = trace(fun, in_avals, debug_info, *rest, **kwargs)
-        # scan() and while_loop() trace through a local function of this name (JAX 0.8 to 0.12);
-        # their transformations, which call with jaxprs whose types agree already, do not.
-        if (sys._getframe(1).f_code.co_name != "_create_jaxpr"
-                or debug_info.traced_for == "while_cond" or not self._acts):
+        traced = self.jax.trace_to_jaxpr(fun, in_avals, debug_info, *rest, **kwargs)
+        if not (_from_loop(sys._getframe(1), debug_info) and self._acts):
             return traced
-        count = len(in_avals.unpack()[0].unpack()[0])  # the carry's leaves, which come first
-        jaxpr, out_avals = traced
-        if not self._same_carry(in_avals, out_avals):
+        operands = in_avals.unpack()[0]
+        count = _carry_count(operands.tree, traced[1].tree)
+
+        def again(types):
+            return self.jax.trace_to_jaxpr(fun, _retyped(self.jax, in_avals, types), debug_info,
+                                           *rest, **kwargs)
+
+        types, (jaxpr, out_avals) = self._fixpoint(
+            in_avals.vals[:count], traced, lambda traced: traced[1].vals, again)
+        return self._cast(jaxpr, types), _retyped(self.jax, out_avals, types)
+
+    def _trace_body(self, trace, fun, in_tree, in_avals, debug_info):
+        """As ``_trace``, with the functions that JAX to 0.7 traces a body with."""
+        traced = trace(fun, in_tree, in_avals, debug_info)
+        if not (_from_loop(sys._getframe(1), debug_info) and self._acts):
             return traced
-        types = [self.jax.axis_type(aval) for aval in in_avals.vals[:count]]
+        count = _carry_count(in_tree, traced[2])
+
+        def again(types):
+            avals = (*map(self.jax.with_axis_type, in_avals, types), *in_avals[count:])
+            return trace(fun, in_tree, avals, debug_info)
+
+        types, (jaxpr, *others) = self._fixpoint(
+            in_avals[:count], traced, lambda traced: traced[0].out_avals, again)
+        return self._cast(jaxpr, types), *others
+
+    def _fixpoint(self, carry, traced, results, again):
+        """Trace a body until its carry is as varying as what it returns.
+
+        Args:
+          carry: the avals with which it was traced.
+          traced: what tracing returned.
+          results: from that to the avals of what the body returns, the carry first.
+          again: from the carry's axis types to what tracing returns for them.
+
+        Returns:
+          The carry's types, none where JAX is to refuse it, and what tracing returned.
+        """
+        jax, first = self.jax, traced
+        types = [jax.axis_type(aval) for aval in carry]
         while True:
-            wider = [_join(self.jax, a, b, carry=True)
-                     for a, b in zip(in_avals.vals[:count], out_avals.vals)]
-            if None in wider:
-                return traced
-            if wider == types:
-                break
-            types = wider
-            in_avals = _retyped(self.jax, in_avals, types)
-            jaxpr, out_avals = trace(fun, in_avals, debug_info, *rest, **kwargs)
-        return self._cast_outputs(jaxpr, out_avals, types)
+            joined = [_join(jax, a, b, carry=True) for a, b in zip(carry, results(traced))]
+            if None in joined:
+                return [], first
+            if joined == types:
+                return types, traced
+            types = joined
+            carry = [*map(jax.with_axis_type, carry, types)]
+            traced = again(types)
 
-    @staticmethod
-    def _same_carry(in_avals, out_avals) -> bool:
-        """Whether carry and result are pytrees of one structure; if not, JAX says so better."""
-        parts = in_avals.unpack()[0].unpack()
-        if len(parts) == 1:  # while_loop: the body takes and returns the carry alone
-            return parts[0].tree == out_avals.tree
-        results = out_avals.unpack()
-        return len(results) == 2 and parts[0].tree == results[0].tree
-
-    def _cast_outputs(self, jaxpr, out_avals, types: Sequence[AxisType]):
-        have = [self.jax.axis_type(aval) for aval in out_avals.vals]
-        want = [*types, *have[len(types):]]
-        if want == have:
-            return jaxpr, out_avals
-        return self.jax.cast_outputs(jaxpr, want), _retyped(self.jax, out_avals, types)
+    def _cast(self, jaxpr, types: Sequence[AxisType]):
+        """Cast a body's first outputs, those it carries."""
+        have = [self.jax.axis_type(aval) for aval in jaxpr.out_avals]
+        return self.jax.cast_outputs(jaxpr, [*types, *have[len(types):]])
 
     def _promote(self, value, in_aval, out_aval):
         """Cast an initial carry to the type that its body was traced to return."""
@@ -104,7 +128,26 @@ class ControlHooks:
             return value, changed
         return self.jax.cast(value, joined), True
 
+    def _promote_carries(self, values, in_avals, out_avals):
+        """As ``_promote``, where JAX to 0.7 does it for all of a carry at once."""
+        values, changed = self.jax.promote_carries(values, in_avals, out_avals)
+        if not self._acts or not len(values) == len(in_avals) == len(out_avals):
+            return values, changed
+        joined = [_join(self.jax, a, b, carry=True) for a, b in zip(in_avals, out_avals)]
+        if None in joined or joined == [self.jax.axis_type(a) for a in in_avals]:
+            return values, changed
+        return [*map(self.jax.cast, values, joined)], True
+
     # Branches.
+
+    def _trace_branches(self, *args):
+        """Cast each branch to the join over all branches, where JAX to 0.7 traces them."""
+        jaxprs, *others = self.jax.trace_branches(*args)
+        if self._acts:
+            types = _joined(self.jax, [jaxpr.out_avals for jaxpr in jaxprs])
+            if types is not None:
+                jaxprs = [self.jax.cast_outputs(jaxpr, types) for jaxpr in jaxprs]
+        return jaxprs, *others
 
     def _merge_branches(self, jaxprs, all_consts):
         """Cast each branch's outputs to the join over all branches."""
@@ -122,6 +165,30 @@ class ControlHooks:
                 out_avals1, out_avals2 = (
                     _retyped(self.jax, each, types) for each in (out_avals1, out_avals2))
         return self.jax.check_branches(api_name, name1, name2, f1, f2, out_avals1, out_avals2)
+
+
+def _from_loop(frame: Any, debug_info: Any) -> bool:
+    """Whether a function is traced as the body of a loop.
+
+    scan() and while_loop() trace through a local function of this name (JAX 0.6 to 0.12); their
+    transformations, which trace what agrees already, do not.
+    """
+    return frame.f_code.co_name == "_create_jaxpr" and debug_info.traced_for != "while_cond"
+
+
+def _carry_count(operands: Any, results: Any) -> int:
+    """Return how many leaves a carry has; 0 where the body returns another pytree.
+
+    Args:
+      operands: the body's, as a treedef: (carry, slice), or the carry alone for a while_loop.
+      results: its results: (carry, slice), or the carry.
+    """
+    parts = operands.children()
+    if len(parts) == 2:
+        if len(results.children()) != 2:
+            return 0
+        results = results.children()[0]
+    return parts[0].num_leaves if parts[0] == results else 0
 
 
 def _retyped(jax: Jax, avals: Any, types: Sequence[AxisType]) -> Any:

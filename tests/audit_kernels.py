@@ -222,6 +222,21 @@ def kept_elsewhere(x, o, scratch):
     o[...] = x[...]
 
 
+def kept_by_itself(x, o, scratch):
+    scratch[...] = lax.select(scratch[...], x[...] > 0, x[...] < 0)
+    o[...] = x[...]
+
+
+def read_in_a_later_round(counts, x, o, scratch):
+    def body(i):
+        @pl.when(i == 1)
+        def _():
+            o[...] = scratch[...]
+        return i + 1
+    o[...] = x[...]
+    lax.while_loop(lambda i: i < counts[0], body, 0)
+
+
 def output_added_to(x, o):
     o[...] += x[...]
 
@@ -294,6 +309,16 @@ def local_copies_in_turn(x, o, buffer, semaphores):
         copied(i).wait()
         return total + buffer[lax.rem(i, 2)]
     o[...] = lax.fori_loop(0, 4, body, jnp.zeros(ROWS))
+
+
+def updated_in_place(x, o, buffer, semaphore):
+    def copied(source, target):
+        copy = pltpu.make_async_copy(source, target, semaphore)
+        copy.start()
+        copy.wait()
+    copied(o, buffer)
+    buffer[...] = buffer[...] * 2
+    copied(buffer, o)
 
 
 def local_signal(x, o, semaphore):
@@ -490,6 +515,32 @@ def handed_over(x, o, smem, barrier):
     def _():
         plgpu.barrier_wait(barrier)
         o[...] = smem[...]
+
+
+def not_handed_over(x, o, smem, barrier):
+    """The thread that stores does not arrive at the barrier; the one that reads does."""
+    def reads():
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+        o[...] = smem[...]
+
+    def stores():
+        smem[...] = x[...]
+    lax.cond(lax.axis_index("wg") == 1, reads, stores)
+
+
+def handed_over_in_the_next_round(x, o, smem, barrier):
+    def body(i, carry):
+        @pl.when(i > 0)
+        def _():
+            plgpu.barrier_arrive(barrier)
+        smem[...] = x[...]
+        return carry
+
+    def reads():
+        plgpu.barrier_wait(barrier)
+        o[...] = smem[...]
+    lax.cond(lax.axis_index("wg") == 1, reads, lambda: lax.fori_loop(0, 2, body, None))
 
 
 def reducing_copy(x, o, smem, barrier):

@@ -62,6 +62,7 @@ counted_scratch = functools.partial(with_counts, scratch_shapes=[k.VMEM])
 two_steps_counted = functools.partial(
     k.call, grid=(2,), in_specs=[k.IN_SMEM, pl.BlockSpec(k.ROWS, lambda i: (i, 0))],
     out_specs=pl.BlockSpec(k.ROWS, lambda i: (i, 0)), out=jax.ShapeDtypeStruct((16, 128), "float32"))
+THREADS = dict(num_threads=2, thread_name="wg")
 TALL = jax.ShapeDtypeStruct((32, 128), jnp.float32)
 
 # name -> (function that calls the kernel, the primitive named, what is said of it, whether it
@@ -174,6 +175,15 @@ REFUSED = {
         "scratch 0 is read before", False),
     "kept elements that move": (
         k.call(k.kept_elsewhere, **SCRATCH), "get", "scratch 0 is read before", False),
+    "kept elements that choose": (
+        k.call(k.kept_by_itself, scratch_shapes=[pltpu.VMEM(k.ROWS, jnp.bool_)]), "get",
+        "scratch 0 is read before", False),
+    "read in a loop's later round": (
+        counted_scratch(k.read_in_a_later_round, k.COUNTS, k.X), "get",
+        "scratch 0 is read before", False),
+    "aliased block added to on TPU": (
+        k.call(k.output_added_to, input_output_aliases={0: 0}), "get",
+        "output 0 is read before", False),
     "output added to": (
         k.call(k.output_added_to), "get", "output 0 is read before", False),
     "output set in the first step, a new block in each": (
@@ -195,6 +205,9 @@ REFUSED = {
         "no store reaches it: the conditions of all of them are false", False),
     "Mosaic: read before wait": (
         k.mosaic(k.smem_without_wait, scratch=(k.SMEM, k.BARRIER)), "get",
+        "is read before anything is stored there", False),
+    "Mosaic: not handed over": (
+        k.mosaic(k.not_handed_over, scratch=(k.SMEM, k.BARRIER), **THREADS), "get",
         "is read before anything is stored there", False),
     "Mosaic: wait for oneself": (
         k.mosaic(k.smem_after_own_arrival, scratch=(k.SMEM, k.BARRIER)), "get",
@@ -226,6 +239,13 @@ PROVEN = {
         k.call(k.local_copies_in_turn, TALL, in_specs=[k.ANYWHERE], scratch_shapes=[
             pltpu.VMEM((2, *k.ROWS), jnp.float32), pltpu.SemaphoreType.DMA((2,))]),
         ["the stores to scratch 0 cover what is read of it", "copies are waited for"]),
+    "updated in place": (
+        k.call(k.updated_in_place, in_specs=[k.ANYWHERE], out_specs=k.ANYWHERE,
+               scratch_shapes=[k.VMEM, k.DMA], input_output_aliases={0: 0}),
+        ["copies are waited for"]),
+    "aliased block added to on a GPU": (
+        k.call(k.output_added_to, input_output_aliases={0: 0}, compiler_params=k.TRITON),
+        ["at the same time"]),
     "local signal": (
         k.call(k.local_signal, scratch_shapes=[pltpu.SemaphoreType.REGULAR]),
         ["barriers order", "at the same time"]),
@@ -267,7 +287,11 @@ PROVEN = {
         k.mosaic(k.smem_copy, scratch=(k.SMEM, k.BARRIER)),
         ["the stores to", "copies are waited for", "at the same time"]),
     "Mosaic: handed over": (
-        k.mosaic(k.handed_over, scratch=(k.SMEM, k.BARRIER), num_threads=2, thread_name="wg"),
+        k.mosaic(k.handed_over, scratch=(k.SMEM, k.BARRIER), **THREADS),
+        ["the stores to", "the condition of the store to output 0", "copies are waited for",
+         "at the same time"]),
+    "Mosaic: handed over in the next round": (
+        k.mosaic(k.handed_over_in_the_next_round, scratch=(k.SMEM, k.BARRIER), **THREADS),
         ["the stores to", "the condition of the store to output 0", "copies are waited for",
          "at the same time"]),
     **{f"copy inside {how}": (k.call(k.inside(k.copy, how)), [])
@@ -341,6 +365,27 @@ def test_kernels_of_real_operations(case, request):
             assert not one.contradicts_no_communication
         else:
             assert one.proven, f"{eqn.params.get('name')}: {one}"
+
+
+def test_a_semaphore_from_outside_is_not_the_kernels_own():
+    def start(x, o, semaphore):
+        o[...] = x[...]
+
+    def wait(x, semaphore, o):
+        pl.semaphore_wait(semaphore, 1)
+        o[...] = x[...]
+    space = pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
+
+    def run():
+        x, semaphore = pl.pallas_call(
+            start, compiler_params=k.TPU, out_specs=(pl.BlockSpec(), space),
+            out_shape=(k.X, pltpu.SemaphoreType.REGULAR(())))(jnp.zeros(k.ROWS))
+        return pl.pallas_call(wait, compiler_params=k.TPU, out_shape=k.X,
+                              in_specs=[pl.BlockSpec(), space])(x, semaphore)
+    _, eqn = kernels_in(jax.make_jaxpr(run)().jaxpr)
+    (blocker,) = pallas.audit_call("pallas_call", eqn.params, len(eqn.invars)).blockers
+    assert blocker.primitive == "semaphore_wait"
+    assert blocker.reason == "operand 1 is a semaphore that others can signal too"
 
 
 def test_where_cores_start_is_assumed_where_it_is_not_known():

@@ -271,7 +271,7 @@ def _axis_index(walk, eqn, scope, events):
     name = eqn.params["axis_name"]
     names = name if isinstance(name, (tuple, list)) else (name,)
     strange = [n for n in names if n not in walk.local_axes]
-    if strange and _used(scope, eqn):
+    if strange:
         axes = ", ".join(map(str, strange))
         walk.block(eqn, f"it asks where this device stands along mesh axis {axes}", True, strange)
 

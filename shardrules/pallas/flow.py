@@ -119,11 +119,9 @@ class Values:
             return self._floats(*scope.bound[atom], seen)
         eqn = scope.defs.get(atom)
         if eqn is None:
-            return False  # a loop's carry: its loop looks at all that it reads
+            return False  # a loop's carry: what it becomes is among its body's results
         if any(self._floats(inner, out, seen) for inner in scope.inner.get(id(eqn), ())
                for out in inner.jaxpr.outvars):
-            return True
-        if eqn.primitive.name in ("while", "scan") and self._reads_floats(scope, eqn, seen):
             return True
         # What a nested jaxpr does with a ref was seen above.
         return any(self._floats(scope, a, seen) for a in eqn.invars
@@ -131,14 +129,6 @@ class Values:
 
     def _is_ref(self, atom) -> bool:
         return isinstance(atom.aval, self.walk.names.AbstractRef)
-
-    def _reads_floats(self, scope, eqn, seen) -> bool:
-        """Whether a loop that computes a value reads floating-point data in any way."""
-        return any(
-            inner.refs[a].is_float
-            for inner in scope.inner.get(id(eqn), ())
-            for e in inner.jaxpr.eqns for a in e.invars
-            if not isinstance(a, self.walk.names.Literal) and a in inner.refs)
 
 
 _CALLS = ("jit", "pjit", "closed_call", "call", "custom_jvp_call")

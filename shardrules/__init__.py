@@ -30,8 +30,8 @@ _HOME = {
     "vary": "hooks.casts",
     "ShardrulesError": "errors",
 }
-_MODULES = ("aot", "errors", "hlo", "hooks", "pallas", "registry", "report", "ruletable",
-            "testing")
+_MODULES = ("accounts", "aot", "budget", "errors", "findings", "hlo", "hooks", "pallas",
+            "registry", "report", "ruletable", "testing")
 
 __all__ = [*_HOME, "__version__"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "AotError",
+    "BudgetError",
     "AxisError",
     "CollectiveAssertionError",
     "CotangentError",
@@ -16,6 +17,7 @@ __all__ = [
     "NotInstalledError",
     "RefError",
     "RegistrationError",
+    "ReplicationAssertionError",
     "RuleError",
     "ShardrulesError",
     "UnknownKernelError",
@@ -104,5 +106,13 @@ class HloSyntaxError(HloError):
         super().__init__(text, reason=message, line=line, column=column, text_line=text_line)
 
 
+class BudgetError(ShardrulesError, ValueError):
+    """A budget file that can't be read."""
+
+
 class CollectiveAssertionError(ShardrulesError, AssertionError):
     """A compiled program whose collectives are not the expected ones."""
+
+
+class ReplicationAssertionError(ShardrulesError, AssertionError):
+    """Arrays that are called replicated and differ, or are not proven not to."""

@@ -7,122 +7,62 @@ with shardings, also of accelerators that are not here), a ``Lowered``, a ``Comp
 from __future__ import annotations
 
 import collections
+import inspect
 import os
 import pathlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardrules import hlo, report
-from shardrules.errors import CollectiveAssertionError, HloError, NotInstalledError, ShardrulesError
+from shardrules import accounts, budget as budgets, findings, hlo, program as programs, report
+from shardrules import updates
+from shardrules.errors import CollectiveAssertionError, ShardrulesError
+from shardrules.expectations import at_most, exactly, pick
+from shardrules.program import judge
 from shardrules.registry import Registry
+from shardrules.replicated import assert_outputs_replicated, check_replicated_inputs
 
-__all__ = ["assert_collectives", "assert_no_defensive_psum", "judge"]
+__all__ = ["account", "assert_budget", "assert_collectives", "assert_no_defensive_psum",
+           "assert_outputs_replicated", "at_most", "check_replicated_inputs", "exactly", "judge"]
 
-_PHASES = ("forward", "backward", "recompute", "mixed", "unknown")
+_LEVELS = ("compiled", "logical")
 
 
-def judge(program: Any, *args, registry: Registry | None = None,
-          mesh: Mapping[str, int] | None = None, **kwargs) -> hlo.Judgement:
-    """Compile a program if need be, and judge each of its collectives.
+def account(program: Any, *args, level: str = "compiled", registry: Registry | None = None,
+            mesh: Mapping[str, int] | None = None, **kwargs) -> accounts.Account:
+    """Return what a program's collectives move, by kind, axes, phase and source line.
 
     Args:
-      program: a function (jitted or not) of ``*args, **kwargs``, a jax.stages.Lowered or
-        Compiled, HLO text, or the path of a file with HLO text.
-      *args: what the function is called with; arrays or ShapeDtypeStructs with shardings.
+      program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
+      *args: what the function is called with.
+      level: ``"compiled"`` for the program that runs on this platform, ``"logical"`` for what the
+        source asks for in shard_map, before XLA's passes: the same on every platform.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
 
-    Returns:
-      The verdicts.
-
     Raises:
-      HloSyntaxError: if text is not HLO.
-      HloError: if the mesh does not fit the program.
-      NotInstalledError: if the function needs the hooks and they are not installed.
-      ShardrulesError: if ``program`` is none of the above.
+      ShardrulesError: the level is unknown, the program is compiled already (for a logical
+        account), or as ``judge``.
     """
-    text, name, compiled = _program(program, args, kwargs)
-    shardings = None
-    if compiled is not None:
-        from shardrules.hooks import compiled as known
-        if mesh is None:
-            try:
-                mesh = known.mesh_shape((compiled.input_shardings, compiled.output_shardings))
-            except (AttributeError, NotImplementedError):
-                mesh = None
-        shardings = known.parameter_shardings(compiled)
-    module = hlo.parse(text, name=name)
-    return hlo.judge(module, registry=registry, mesh=mesh,
-                     parameter_shardings=_matching(module, shardings))
+    return _judged(program, args, kwargs, level, registry, mesh)[1]
 
 
-def _program(program: Any, args: tuple, kwargs: dict) -> tuple[str, str, Any]:
-    """Return a program's text, its name for messages, and the Compiled if there is one."""
-    if isinstance(program, str) and ("\n" in program or not os.path.exists(program)):
-        return _alone(program, args, kwargs), "<text>", None
-    if isinstance(program, (str, pathlib.Path)):
-        path = _alone(pathlib.Path(program), args, kwargs)
-        try:
-            return path.read_text(), str(path), None
-        except OSError as error:
-            raise ShardrulesError(f"can't read {path}: {error.strerror}", path=path) from error
-    if hasattr(program, "as_text") and hasattr(program, "compile"):
-        program = _alone(program, args, kwargs).compile()
-    if hasattr(program, "as_text"):
-        compiled = _alone(program, args, kwargs)
-        text = compiled.as_text()
-        if not text:
-            raise ShardrulesError("this executable holds no HLO text; pass the jax.stages.Compiled "
-                                  "that f.lower(...).compile() returned", program=program)
-        return text, "<compiled>", compiled
-    if callable(program):
-        import jax
-        jitted = program if hasattr(program, "lower") else jax.jit(program)
-        compiled = _lower(jitted, args, kwargs).compile()
-        return compiled.as_text(), getattr(program, "__name__", "<function>"), compiled
-    raise ShardrulesError(
-        f"{type(program).__name__} is no program; pass a function with its arguments, a "
-        "jax.stages.Lowered or Compiled, HLO text, or the path of a file with it",
-        program=program)
-
-
-def _alone(program: Any, args: tuple, kwargs: dict) -> Any:
-    if args or kwargs:
-        raise ShardrulesError(
-            f"{len(args) + len(kwargs)} arguments were given with a program that is lowered "
-            "already; pass them with a function only", program=program)
-    return program
-
-
-def _lower(jitted: Any, args: tuple, kwargs: dict) -> Any:
-    from shardrules import hooks
-    try:
-        return jitted.lower(*args, **kwargs)
-    except (ValueError, NotImplementedError) as error:
-        # JAX's words for a kernel whose output type nobody gave: from 0.10, 0.6.1 on, and before.
-        if not hooks.installed() and re.search(
-                r"manual_axis_type.*must not be|`vma` on .*must not be|No replication rule for",
-                str(error), re.DOTALL):
-            raise NotInstalledError(
-                "the program runs a kernel inside shard_map with the check on, and the hooks of "
-                "shardrules are not installed; call shardrules.install() before tracing it.\n"
-                f"JAX says: {str(error).splitlines()[0]}") from error
-        raise
-
-
-def _matching(module: hlo.Module, shardings: Any) -> list[str] | None:
-    """Return shardings for the entry's parameters, if they are those of this module."""
-    if shardings is None:
-        return None
-    shapes = [tuple(parameter.shape.dimensions) for parameter in module.entry.parameters]
-    if [tuple(shape) for shape, _ in shardings] != shapes:
-        return None
-    return [sharding for _, sharding in shardings]
+def _judged(program: Any, args: tuple, kwargs: dict, level: str, registry: Registry | None,
+            mesh: Mapping[str, int] | None) -> tuple[hlo.Judgement, accounts.Account, Any]:
+    """Return a judgement, its account, and the Compiled if there is one."""
+    if level not in _LEVELS:
+        raise ShardrulesError(f"level={level!r} is unknown; there are {' and '.join(_LEVELS)}",
+                              level=level)
+    if level == "logical":
+        judgement = programs.judge_logical(program, args, kwargs, mesh)
+        return judgement, accounts.of(judgement, level), None
+    found = programs.read(program, args, kwargs)
+    judgement = programs.judged(found, registry, mesh)
+    return judgement, accounts.of(judgement), found.compiled
 
 
 def assert_no_defensive_psum(program: Any, *args, registry: Registry | None = None,
-                             mesh: Mapping[str, int] | None = None, **kwargs) -> hlo.Judgement:
+                             mesh: Mapping[str, int] | None = None, strict: bool = False,
+                             allow: Mapping[str, str] | None = None, **kwargs) -> hlo.Judgement:
     """Assert that every collective of a program is needed, as far as it can be proven.
 
     Fails on each collective that is *redundant*, *overwide* or *unproven*.
@@ -132,6 +72,9 @@ def assert_no_defensive_psum(program: Any, *args, registry: Registry | None = No
       *args: what the function is called with.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
+      strict: also fail on verdicts that rest on a rule which is declared and not audited.
+      allow: known findings, from ``"redundant all-reduce(model) at model.py"`` to the reason; one
+        that matches nothing fails too.
 
     Returns:
       The verdicts, for further checks.
@@ -141,30 +84,102 @@ def assert_no_defensive_psum(program: Any, *args, registry: Registry | None = No
         and what to do.
       ShardrulesError: as ``judge``.
     """
+    allowances = findings.Allowances(allow)
     judgement = judge(program, *args, registry=registry, mesh=mesh, **kwargs)
-    bad = [v for v in judgement.verdicts if v.verdict != "needed"]
+    bad, _, unused = allowances.split(findings.find(judgement, strict))
     if bad:
-        counts = collections.Counter(v.verdict for v in bad)
-        kinds = ", ".join(f"{counts[k]} {k}" for k in ("redundant", "overwide", "unproven")
-                          if counts[k])
+        counts = collections.Counter(f.kind for f in bad)
+        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(
+            counts.items(), key=lambda c: _ORDER.index(c[0])))
         raise CollectiveAssertionError(
             f"{len(bad)} of {len(judgement.verdicts)} collectives are not shown to be needed "
-            f"({kinds}):\n" + "\n".join(map(report.describe, bad)),
-            verdicts=tuple(bad), judgement=judgement)
+            f"({kinds}):\n" + "\n".join(map(_describe, bad)),
+            verdicts=tuple(f.verdict for f in bad), judgement=judgement)
+    _no_unused(unused, judgement)
     return judgement
 
 
-def assert_collectives(program: Any, *args, expect: Mapping[str, Any],
-                       registry: Registry | None = None,
-                       mesh: Mapping[str, int] | None = None, **kwargs) -> hlo.Judgement:
-    """Assert that a program holds exactly the expected collectives.
+_ORDER = ("redundant", "overwide", "unproven", "may hang", "declared")
+
+
+def _describe(finding: findings.Finding) -> str:
+    text = report.describe(finding.verdict)
+    return text + f"\n    strict: {finding.advice}" if finding.kind == "declared" else text
+
+
+def _no_unused(unused: list[str], judgement: hlo.Judgement) -> None:
+    if unused:
+        raise CollectiveAssertionError(
+            "these allowances match no finding any more; remove them:\n  " + "\n  ".join(unused),
+            verdicts=(), judgement=judgement)
+
+
+def assert_collectives(program: Any, *args, expect: Any, registry: Registry | None = None,
+                       mesh: Mapping[str, int] | None = None, level: str = "compiled",
+                       platform: str | None = None, **kwargs) -> hlo.Judgement:
+    """Assert that a program holds just the expected collectives.
+
+    A collective in a loop of 32 trips counts 32 times; combined all-reduces count range by range.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
       *args: what the function is called with.
       expect: from ``"all-reduce(data)"`` (axes in any order; ``"backward all-reduce(data)"`` for
-        one phase) to a count, or to ``{"count": 1, "bytes": 512}``. Combined all-reduces count
-        range by range. ``{}`` stands for none.
+        one phase) to a count, or to some of ``{"count": 1, "bytes": 512, "wire_bytes": 768,
+        "sites": 1}``; ``exactly`` or ``at_most`` of such a mapping; or one of these for each
+        platform, ``{"cpu": ..., "tpu": ..., "gpu": ...}``. ``{}`` stands for none.
+      registry: rules for custom calls that carry no tag; the default registry if None.
+      mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
+      level: ``"compiled"`` or ``"logical"``, as for ``account``.
+      platform: the program's, where expectations differ and text does not say.
+
+    Returns:
+      The verdicts, for further checks.
+
+    Raises:
+      CollectiveAssertionError: showing what was expected, what there is, and each difference.
+      ShardrulesError: if an expectation can't be read, or as ``account``.
+    """
+    if not isinstance(expect, Mapping) or not set(expect) & {"cpu", "gpu", "tpu"}:
+        pick(expect, platform)  # before anything is compiled
+    judgement, held, compiled = _judged(program, args, kwargs, level, registry, mesh)
+    if platform is None and compiled is not None:
+        from shardrules.hooks import compiled as known
+        platform = known.platform(compiled)
+    wanted = pick(expect, platform)
+    verdicts = {id(e): v for e, v in zip(held, judgement.verdicts)}
+    wrong = []
+    for line, entries in wanted.differences(held):
+        wrong.append(f"  {line}")
+        wrong += [report.describe(verdicts[id(e)]) if level == "compiled" else
+                  f"    {e.what}, {e.bytes} B{' at ' + e.source if e.source else ''}"
+                  for e in entries]
+    if wrong:
+        holds = report.summary(judgement) if level == "compiled" else str(held)
+        raise CollectiveAssertionError(
+            "the collectives are not the expected ones:\n" + "\n".join(wrong)
+            + "\nthe program holds:\n  " + holds.replace("\n", "\n  "),
+            expect=expect, judgement=judgement)
+    return judgement
+
+
+def assert_budget(program: Any, *args_then_path, level: str = "compiled", strict: bool = False,
+                  registry: Registry | None = None, mesh: Mapping[str, int] | None = None,
+                  **kwargs) -> hlo.Judgement:
+    """Assert that a program's collectives are those of a checked-in file.
+
+    ``assert_budget(compiled, "budgets/train.toml")``, or with the function's arguments between the
+    two. Findings (redundant, overwide and unproven collectives) fail unless the file allows them
+    by an ``[[allow]]`` with a reason. ``pytest --update-budgets`` rewrites the file and keeps its
+    allowances.
+
+    Args:
+      program: a function, a Lowered, a Compiled, HLO text or a path.
+      *args_then_path: what the function is called with, then the budget's path, relative to the
+        file that calls this.
+      level: ``"compiled"`` or ``"logical"``, as for ``account``; a logical budget holds for all
+        platforms and has no findings.
+      strict: verdicts that rest on rules which are declared and not audited are findings too.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
 
@@ -172,50 +187,46 @@ def assert_collectives(program: Any, *args, expect: Mapping[str, Any],
       The verdicts, for further checks.
 
     Raises:
-      CollectiveAssertionError: showing what was expected, what there is, and each difference.
-      ShardrulesError: if an expectation can't be read, or as ``judge``.
+      CollectiveAssertionError: with the differences (``+`` came, ``-`` went, ``~`` grew or
+        shrank), or the findings that nothing allows.
+      BudgetError: the file can't be read.
+      ShardrulesError: no path was given, or as ``account``.
     """
-    wanted = {key: _expectation(key, value) for key, value in expect.items()}
-    judgement = judge(program, *args, registry=registry, mesh=mesh, **kwargs)
-    phases = {phase for phase, _, _ in (want[0] for want in wanted.values()) if phase}
-    found: dict[tuple, list[hlo.Verdict]] = {}
-    for verdict in judgement.verdicts:
-        collective = verdict.collective
-        phase = collective.phase if collective.phase in phases else ""
-        axes = None if collective.axes is None else frozenset(collective.axes)
-        found.setdefault((phase, collective.kind, axes), []).append(verdict)
-    wrong = []
-    for text, (key, count, bytes_) in wanted.items():
-        have = found.pop(key, [])
-        total = sum(v.bytes for v in have)
-        if len(have) != count or (bytes_ is not None and total != bytes_):
-            size = "" if bytes_ is None else f", {bytes_} B"
-            wrong.append(f"  {text}: expected {count}{size}, found {len(have)}, {total} B")
-            wrong += [report.describe(v) for v in have]
-    for unexpected in found.values():
-        wrong += ["  not expected:"] + [report.describe(v) for v in unexpected]
-    if wrong:
+    if not args_then_path or not isinstance(args_then_path[-1], (str, os.PathLike)):
+        raise ShardrulesError("assert_budget takes the budget's path last: "
+                              "assert_budget(compiled, 'budgets/train.toml')")
+    *args, given = args_then_path
+    caller = inspect.stack()[1].filename
+    path = pathlib.Path(caller).parent / given if os.path.exists(caller) else pathlib.Path(given)
+    judgement, held, _ = _judged(program, tuple(args), kwargs, level, registry, mesh)
+    now = budgets.of(held, budgets.root_of(path))
+    if updates.wanted:
+        now.allow = budgets.load(path).allow if path.exists() else {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(budgets.dump(now), encoding="utf-8")
+        updates.written.append(str(given))
+        before = now
+    elif not path.exists():
         raise CollectiveAssertionError(
-            "the collectives are not the expected ones:\n" + "\n".join(wrong)
-            + "\nthe program holds:\n  "
-            + report.summary(judgement).replace("\n", "\n  "),
-            expect=dict(expect), judgement=judgement)
+            f"there is no budget {given}; write it with pytest --update-budgets. It would hold\n"
+            + budgets.dump(now), judgement=judgement, path=path)
+    else:
+        before = budgets.load(path)
+    lines = before.differences(now)
+    if lines:
+        raise CollectiveAssertionError(
+            f"the collectives are not those of the budget {given} (- budget, + program):\n  "
+            + "\n  ".join(lines) + "\nif that is meant: pytest --update-budgets",
+            differences=tuple(lines), judgement=judgement, path=path)
+    if level == "logical":
+        return judgement
+    bad, _, unused = findings.Allowances(before.allow).split(findings.find(judgement, strict))
+    if bad:
+        names = dict.fromkeys(f"{f.verdict.verdict} {f.entry.what}" for f in bad)
+        raise CollectiveAssertionError(
+            f"{len(bad)} collectives are not shown to be needed:\n"
+            + "\n".join(map(_describe, bad)) + f"\nif they may stay, say why in {given}:\n"
+            + "\n".join(f'[[allow]]\nwhat = "{name}"\nreason = "..."' for name in names),
+            verdicts=tuple(f.verdict for f in bad), judgement=judgement, path=path)
+    _no_unused(unused, judgement)
     return judgement
-
-
-def _expectation(key: str, value: Any) -> tuple[tuple, int, int | None]:
-    """Read one expectation: ((phase, kind, axes), count, bytes)."""
-    match = re.fullmatch(r"(?:(\w+) )?([a-z-]+)\(([^()]*)\)", key) if isinstance(key, str) else None
-    if match is None or (match[1] and match[1] not in _PHASES):
-        raise ShardrulesError(
-            f"{key!r} names no collectives; write the kind and its mesh axes, such as "
-            f"'all-reduce(data)' or 'backward all-gather(data, model)'; phases are "
-            f"{', '.join(_PHASES)}", key=key)
-    count, bytes_ = value, None
-    if isinstance(value, Mapping) and set(value) <= {"count", "bytes"} and "count" in value:
-        count, bytes_ = value["count"], value.get("bytes")
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ShardrulesError(f"{value!r} for {key!r} is no expectation; give a count, or "
-                              "{'count': 1, 'bytes': 512}", key=key, value=value)
-    axes = frozenset(axis.strip() for axis in match[3].split(",") if axis.strip())
-    return (match[1] or "", match[2], axes), count, bytes_

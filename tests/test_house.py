@@ -25,13 +25,22 @@ ARROWS = {
                "hooks.audit_names", "pallas"},
     "hlo": {"errors", "axistypes", "ruletable", "registry", "hlo"},
     "aot": {"errors"},
-    "report": {"errors", "hlo", "report"},
-    "testing": {"errors", "registry", "hlo", "report", "hooks", "testing"},
-    "__main__": {"errors", "registry", "hlo", "report"},
+    "accounts": {"errors", "hlo"},
+    "findings": {"errors", "hlo", "accounts"},
+    "budget": {"errors", "accounts"},
+    "report": {"errors", "hlo", "accounts", "findings", "report"},
+    "program": {"errors", "registry", "hlo", "hooks"},
+    "expectations": {"errors", "accounts"},
+    "replicated": {"errors", "registry", "hlo", "hooks", "program"},
+    "updates": set(),
+    "testing": {"errors", "registry", "hlo", "accounts", "findings", "budget", "report", "program",
+                "expectations", "replicated", "updates", "hooks"},
+    "pytest_plugin": {"updates"},
+    "__main__": {"errors", "hlo", "accounts", "findings", "report", "program"},
     "__init__": set(),
 }
-NO_JAX = {"errors", "axistypes", "declare", "ruletable", "registry", "hlo", "report", "__init__",
-          "__main__"}
+NO_JAX = {"errors", "axistypes", "declare", "ruletable", "registry", "hlo", "accounts", "findings",
+          "budget", "report", "expectations", "updates", "pytest_plugin", "__init__", "__main__"}
 
 
 def imports(source):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["mesh_shape", "parameter_shardings"]
+__all__ = ["mesh_of_lowered", "mesh_shape", "output_shardings", "parameter_shardings", "platform",
+           "unoptimized_text"]
 
 
 def mesh_shape(tree: Any) -> dict[str, int] | None:
@@ -49,3 +50,65 @@ def parameter_shardings(compiled: Any) -> list[tuple[tuple[int, ...], str]] | No
             if sharding is not None]
     return [(sharding.shard_shape(shape), str(sharding._to_xla_hlo_sharding(len(shape))))
             for shape, sharding in kept]
+
+
+def output_shardings(compiled: Any, ranks: list[int]) -> list[tuple[str, str, Any]] | None:
+    """Return path, HLO sharding and JAX sharding of each array that a compiled program returns.
+
+    Args:
+      compiled: a jax.stages.Compiled.
+      ranks: the number of dimensions of each array, in order.
+
+    Returns:
+      One entry for each array, or None if the program does not say.
+    """
+    import jax
+    try:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(compiled.output_shardings)
+    except (AttributeError, NotImplementedError):
+        return None
+    if len(leaves) != len(ranks):
+        return None
+    return [(jax.tree_util.keystr(path), str(sharding._to_xla_hlo_sharding(rank)), sharding)
+            for (path, sharding), rank in zip(leaves, ranks)]
+
+
+def platform(compiled: Any) -> str | None:
+    """Return ``cpu``, ``tpu`` or ``gpu``, or None if a compiled program does not say."""
+    import jax
+    try:
+        leaves = jax.tree_util.tree_leaves((compiled.input_shardings, compiled.output_shardings))
+    except (AttributeError, NotImplementedError):
+        return None
+    found = {device.platform for leaf in leaves for device in leaf.device_set}
+    if len(found) != 1:
+        return None
+    name = found.pop()
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
+def unoptimized_text(lowered: Any) -> str:
+    """Return the HLO of a lowered program before any of XLA's passes, with source lines.
+
+    Args:
+      lowered: a jax.stages.Lowered.
+    """
+    try:
+        return lowered.as_text(dialect="hlo", debug_info=True)
+    except TypeError:  # debug_info is new in JAX 0.4.36; before, the locations were printed
+        return lowered.as_text(dialect="hlo")
+
+
+def mesh_of_lowered(lowered: Any, arguments: Any) -> dict[str, int] | None:
+    """Return the axis sizes of the one mesh of a lowered program, else None.
+
+    Args:
+      lowered: a jax.stages.Lowered.
+      arguments: a pytree of what it was lowered with, for the shardings that these carry.
+    """
+    found = mesh_shape(arguments)
+    if found is not None:
+        return found
+    # What a Lowered was given stands on no public attribute; compiling gives it back.
+    compiled = lowered.compile()
+    return mesh_shape((compiled.input_shardings, compiled.output_shardings))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from shardrules.accounts import CONVENTION
+from shardrules.findings import Hint, advice
 from shardrules.hlo import Judgement, Verdict
+from shardrules.report.content import Content
 
-__all__ = ["advice", "describe", "table"]
+__all__ = ["advice", "describe", "describe_hint", "over", "plain", "source", "summary", "table"]
 
 
 def over(verdict: Verdict) -> str:
@@ -24,24 +27,6 @@ def source(verdict: Verdict) -> str:
     """Return ``file:line`` and function of a collective, or its op_name, or nothing."""
     frame = verdict.collective.source
     return str(frame) if frame is not None else verdict.collective.op_name
-
-
-def advice(verdict: Verdict) -> str:
-    """Say the one change that removes a finding, or that would let it be judged."""
-    if verdict.verdict in ("redundant", "overwide"):
-        return ("trace it under jax.shard_map(check_vma=True), with shardrules.install() and a "
-                "rule for each kernel: the backward pass then reduces over just the axes that "
-                "it needs")
-    if verdict.verdict == "unproven":
-        names = [b.kernel for b in verdict.blockers if b.kernel]
-        if names:
-            return ("if the kernel reads no other device and no device id, declare that: "
-                    "@shardrules.no_communication above its def, or "
-                    f"shardrules.register({names[0]!r}, shardrules.no_communication)")
-        if any(b.target for b in verdict.blockers):
-            return ("trace the program after shardrules.install(), with a rule for the kernel: "
-                    "its custom call then says in the compiled text what it does")
-    return ""
 
 
 def describe(verdict: Verdict) -> str:
@@ -73,13 +58,15 @@ def table(rows: Sequence[Sequence[Any]]) -> str:
     """
     split = [[str(cell).split("\n") for cell in row] for row in rows]
     widths = [max(len(line) for row in split for line in row[i]) for i in range(len(rows[0]))]
+    several = any(len(cell) > 1 for row in split for cell in row)
     rule = "-+-".join("-" * width for width in widths)
     lines = []
     for number, row in enumerate(split):
         for i in range(max(map(len, row))):
             cells = [cell[i] if i < len(cell) else "" for cell in row]
             lines.append(" | ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip())
-        if number == 0 or number < len(rows) - 1:
+        # Rows of one line each need no rule between them.
+        if number == 0 or (several and number < len(rows) - 1):
             lines.append(rule)
     return "\n".join(lines)
 
@@ -89,3 +76,31 @@ def summary(judgement: Judgement, verdicts: Iterable[Verdict] | None = None) -> 
     shown = judgement.verdicts if verdicts is None else verdicts
     return "\n".join(f"{v.collective.kind} over {over(v)}, {v.bytes} B: {v.verdict}"
                      for v in shown) or "no collectives"
+
+
+def describe_hint(hint: Hint) -> str:
+    """Return one hint as an indented block."""
+    where = f"\n    at {hint.entry.source}" if hint.entry.source else ""
+    return (f"  {hint.kind}: {hint.entry.what}, {hint.entry.bytes} B{where}\n"
+            f"    to do: {hint.advice}")
+
+
+def plain(content: Content) -> str:
+    """Return a whole report as text."""
+    lines = [content.headline, ""]
+    rows = [["collective", "verdict", "runs", "bytes", "wire bytes", "source"]]
+    rows += [[r["collective"], r["verdict"], "?" if r["runs"] is None else r["runs"], r["bytes"],
+              r["wire_bytes"], r["source"]] for r in content.rows]
+    if content.rows:
+        lines += [table(rows), "", f"({CONVENTION}; of one run)", ""]
+    for title, blocks in (
+            ("findings", [describe(f.verdict) if f.kind != "declared" else
+                          describe(f.verdict) + f"\n    strict: {f.advice}"
+                          for f in content.findings]),
+            ("allowed", [describe(f.verdict) + f"\n    allowed: {reason}"
+                         for f, reason in content.allowed]),
+            ("allowances that match nothing", [f"  {what}" for what in content.unused]),
+            ("could be cheaper", [describe_hint(h) for h in content.hints])):
+        if blocks:
+            lines += [f"{title}:", *blocks, ""]
+    return "\n".join(lines).rstrip() + "\n"

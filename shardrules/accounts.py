@@ -1,0 +1,313 @@
+"""Accounts: what a program's collectives move, by kind, axes, phase and source line.
+
+Wire bytes are what one device sends, by ring algorithms, with S the operand's bytes on one device
+and n the size of a group (NCCL-tests, PERFORMANCE.md, gives the same factors as "bus bandwidth"):
+
+- all-reduce: 2 (n-1)/n S; reduce-scatter, all-to-all: (n-1)/n S; all-gather: (n-1) S;
+- collective-permute: S, 0 where each device sends to itself; collective-broadcast: S;
+- ragged-all-to-all: (n-1)/n S, as if every piece were full.
+
+The *compiled* account is of the program that runs. The *logical* one is of the program before any
+of XLA's passes: the collectives that the source asks for, in the types that it asks for. It agrees
+on all platforms, and does not hold what the partitioner adds for sharded arrays outside shard_map.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from shardrules import hlo
+from shardrules.errors import ShardrulesError
+
+__all__ = ["Account", "Change", "CONVENTION", "Entry", "PHASES", "Selector", "Totals", "compare",
+           "of", "wire_bytes"]
+
+PHASES = ("forward", "backward", "recompute", "mixed", "unknown")
+CONVENTION = ("bytes are a device's operands; wire bytes are what a device sends by ring "
+              "algorithms: all-reduce 2(n-1)/n, reduce-scatter and all-to-all (n-1)/n, "
+              "all-gather n-1, permute and broadcast 1 times the operand")
+
+
+def wire_bytes(kind: str, operand_bytes: int, group_size: int, moves: bool = True) -> int:
+    """Count the bytes that one device sends for one collective, rounded up.
+
+    Args:
+      kind: ``"all-reduce"`` and so on.
+      operand_bytes: the operand's bytes on one device.
+      group_size: devices in a group.
+      moves: for a permute, whether any device sends to another.
+    """
+    n = max(group_size, 1)
+    if kind in ("collective-permute", "collective-broadcast"):
+        return operand_bytes if moves and n > 1 else 0
+    if kind == "all-gather":
+        return (n - 1) * operand_bytes
+    return -(-(2 if kind == "all-reduce" else 1) * (n - 1) * operand_bytes // n)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One collective, one operand of a combined one, or one range of a flat one.
+
+    Attributes:
+      kind: ``"all-reduce"`` and so on.
+      axes: mesh axes in order, None where they aren't known.
+      over: the axes, or how many groups of how many devices, for people.
+      phase: one of PHASES.
+      element_type: XLA's name, ``"bf16"``.
+      bytes, wire_bytes: of one run, on one device.
+      runs: how often one execution of the program runs it; None where a loop's count isn't known.
+      loop_depth: how many while loops stand around it.
+      file, line, function: where the source asks for it; empty where the text doesn't say.
+      verdict, reason: the verifier's; empty in a logical account.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    over: str
+    phase: str
+    element_type: str
+    bytes: int
+    wire_bytes: int
+    runs: int | None
+    loop_depth: int
+    file: str
+    line: int
+    function: str
+    verdict: str
+    reason: str
+
+    @property
+    def what(self) -> str:
+        """Name phase, kind and axes as expectations do."""
+        return f"{self.phase} {self.kind}({self.over})"
+
+    @property
+    def source(self) -> str:
+        """Give ``file:line (function)``."""
+        return str(hlo.Frame(self.file, self.line, self.function)) if self.file else ""
+
+
+class Totals(NamedTuple):
+    """Sums over entries.
+
+    Attributes:
+      sites: places in the program.
+      count, bytes, wire_bytes: over all runs of one execution, without the sites of unknown runs.
+      unknown: sites in loops whose trip count isn't known.
+    """
+
+    sites: int = 0
+    count: int = 0
+    bytes: int = 0
+    wire_bytes: int = 0
+    unknown: int = 0
+
+    def plus(self, entry: Entry) -> Totals:
+        """Add an entry."""
+        if entry.runs is None:
+            return self._replace(sites=self.sites + 1, unknown=self.unknown + 1)
+        return Totals(self.sites + 1, self.count + entry.runs,
+                      self.bytes + entry.runs * entry.bytes,
+                      self.wire_bytes + entry.runs * entry.wire_bytes, self.unknown)
+
+    def __str__(self) -> str:
+        text = f"{self.count}, {self.bytes} B"
+        return text + (f" and {self.unknown} in loops of unknown length" if self.unknown else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """All entries of a program, in the order of its text.
+
+    Attributes:
+      level: ``"compiled"`` or ``"logical"``.
+      entries: one for each verdict.
+      mesh: axis sizes in order, None where no mesh is known.
+      device_count: devices that the program is for.
+    """
+
+    level: str
+    entries: tuple[Entry, ...]
+    mesh: dict[str, int] | None
+    device_count: int
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def by(self, *fields: str) -> dict[tuple, Totals]:
+        """Sum up by fields of Entry, in the order of first appearance."""
+        found: dict[tuple, Totals] = {}
+        for entry in self.entries:
+            key = tuple(getattr(entry, field) for field in fields)
+            found[key] = found.get(key, Totals()).plus(entry)
+        return found
+
+    @property
+    def total(self) -> Totals:
+        """Sum up everything."""
+        return self.by().get((), Totals())
+
+    def __str__(self) -> str:
+        return "\n".join(f"{what}: {totals}" for (what,), totals in self.by("what").items()
+                         ) or "no collectives"
+
+
+def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
+    """Make the account of a judged module.
+
+    Args:
+      judgement: what ``hlo.judge`` returned.
+      level: ``"compiled"``, or ``"logical"`` for a module before any of XLA's passes, of which
+        the verdicts say nothing.
+    """
+    entries = []
+    for verdict in judgement.verdicts:
+        collective = verdict.collective
+        if collective.axes is not None:
+            over = ", ".join(collective.axes)
+        else:
+            over = f"{len(collective.groups)} groups of {collective.group_size}"
+        moves = collective.pairs is None or any(s != t for s, t in collective.pairs)
+        frame = collective.source or hlo.Frame("", 0)
+        compiled = level == "compiled"
+        entries.append(Entry(
+            collective.kind, collective.axes, over, collective.phase, collective.element_type,
+            verdict.bytes,
+            wire_bytes(collective.kind, verdict.bytes, collective.group_size, moves),
+            collective.trip_count, collective.loop_depth, frame.file, frame.line, frame.function,
+            verdict.verdict if compiled else "", verdict.reason if compiled else ""))
+    return Account(level, tuple(entries), judgement.mesh,
+                   judgement.partitions * judgement.replicas)
+
+
+# -- what names collectives -----------------------------------------------------------------------
+
+
+_SELECTOR = re.compile(r"(?:(redundant|overwide|unproven|needed) )?(?:(\w+) )?([a-z-]+)\(([^()]*)\)"
+                       r"(?: at (\S+?)(?::(\d+))?)?")
+
+
+class Selector(NamedTuple):
+    """Which collectives an expectation or an allowance is about; empty fields match all.
+
+    Attributes:
+      verdict, phase, kind: as in Entry.
+      axes: mesh axes; None, written ``?``, where they aren't known.
+      file: the end of the source file's path.
+      line: 1-based, 0 for any.
+    """
+
+    verdict: str
+    phase: str
+    kind: str
+    axes: frozenset[str] | None
+    file: str
+    line: int
+
+    @classmethod
+    def read(cls, text: Any) -> Selector:
+        """Read ``"redundant backward all-reduce(data, model) at model.py:12"``.
+
+        Raises:
+          ShardrulesError: it is not of that form.
+        """
+        found = _SELECTOR.fullmatch(text) if isinstance(text, str) else None
+        if found is None or (found[2] and found[2] not in PHASES):
+            raise ShardrulesError(
+                f"{text!r} names no collectives; write the kind and its mesh axes, such as "
+                f"'all-reduce(data)' or 'backward all-gather(data, model)'; phases are "
+                f"{', '.join(PHASES)}", key=text)
+        axes = frozenset(a.strip() for a in found[4].split(",") if a.strip())
+        return cls(found[1] or "", found[2] or "", found[3],
+                   None if axes == {"?"} else axes, found[5] or "", int(found[6] or 0))
+
+    def matches(self, entry: Entry) -> bool:
+        """Tell whether an entry is meant."""
+        return (self.verdict in ("", entry.verdict) and self.phase in ("", entry.phase)
+                and self.kind == entry.kind
+                and self.axes == (None if entry.axes is None else frozenset(entry.axes))
+                and (not self.file or ("/" + entry.file).endswith("/" + self.file))
+                and self.line in (0, entry.line))
+
+
+# -- two accounts ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A difference between two accounts.
+
+    Attributes:
+      status: ``came``, ``went``, ``grew``, ``shrank``, or ``moved``: other sites, or loops of
+        unknown length, but the same count and bytes.
+      what: phase, kind, axes, element type and source.
+      before, after: sums.
+    """
+
+    status: str
+    what: str
+    before: Totals
+    after: Totals
+
+    def __str__(self) -> str:
+        if self.status == "came":
+            return f"+ {self.what}: {self.after}"
+        if self.status == "went":
+            return f"- {self.what}: {self.before}"
+        if self.status == "moved":
+            return (f"~ {self.what}: {self.before} at {self.before.sites} sites before, "
+                    f"{self.after} at {self.after.sites} sites now")
+        return f"~ {self.what}: {self.status} from {self.before} to {self.after}"
+
+
+def relative_file(file: str, root: str) -> str:
+    """Shorten a source path so that it is the same on every machine.
+
+    Below ``root`` it is relative to that; below ``site-packages`` to that; else only its name.
+    """
+    path = file.replace("\\", "/")
+    if not path.startswith("/") and not re.match(r"[A-Za-z]:/", path):
+        return path
+    base = os.path.abspath(root).replace("\\", "/").rstrip("/") + "/"
+    for marker in ("/site-packages/", "/dist-packages/"):
+        if marker in path:
+            return path.rpartition(marker)[2]
+    if path.startswith(base):
+        return path[len(base):]
+    return path.rpartition("/")[2]
+
+
+def grouped(entries: Iterable[Entry], root: str = ".") -> dict[tuple[str, str, str], Totals]:
+    """Sum entries up by what lasts across recompiles: what, element type, source function."""
+    found: dict[tuple[str, str, str], Totals] = {}
+    for entry in entries:
+        source = relative_file(entry.file, root) if entry.file else ""
+        if source and entry.function:
+            source += f" ({entry.function})"
+        key = (entry.what, entry.element_type, source)
+        found[key] = found.get(key, Totals()).plus(entry)
+    return found
+
+
+def compare(before: dict[tuple[str, str, str], Totals],
+            after: dict[tuple[str, str, str], Totals]) -> list[Change]:
+    """List the differences between two results of ``grouped``, the costliest first."""
+    changes = []
+    for key in dict.fromkeys([*before, *after]):
+        a, b = before.get(key), after.get(key)
+        if a == b:
+            continue
+        what = f"{key[0]} {key[1]}" + (f" at {key[2]}" if key[2] else "")
+        if a is None or b is None:
+            status = "came" if a is None else "went"
+        elif (b.count, b.bytes) == (a.count, a.bytes):
+            status = "moved"
+        else:
+            status = "grew" if (b.bytes, b.count) > (a.bytes, a.count) else "shrank"
+        changes.append(Change(status, what, a or Totals(), b or Totals()))
+    return sorted(changes, key=lambda c: (-abs(c.after.wire_bytes - c.before.wire_bytes), c.what))

@@ -1,0 +1,248 @@
+"""Takes a program in whichever form there is, and gives its HLO, judged."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from shardrules import hlo
+from shardrules.errors import HloSyntaxError, NotInstalledError, ShardrulesError
+from shardrules.registry import Registry
+
+__all__ = ["Program", "judge", "judge_logical", "read", "read_text"]
+
+_STABLEHLO = re.compile(r"\s*(?:#\w+ = [^\n]*\n\s*)*module\b[^\n]*(?:@|attributes|\{)")
+
+
+class Program(NamedTuple):
+    """What was found in whatever was given.
+
+    Attributes:
+      text: compiled HLO.
+      name: for messages.
+      compiled: the jax.stages.Compiled, None if there is none.
+    """
+
+    text: str
+    name: str
+    compiled: Any
+
+
+def judge(program: Any, *args, registry: Registry | None = None,
+          mesh: Mapping[str, int] | None = None, **kwargs) -> hlo.Judgement:
+    """Compile a program if need be, and judge each of its collectives.
+
+    Args:
+      program: a function (jitted or not) of ``*args, **kwargs``, a jax.stages.Lowered or
+        Compiled (a deserialized one too), a jax.export.Exported with its arguments, HLO text, or
+        the path of a file with HLO text.
+      *args: what the function is called with; arrays or ShapeDtypeStructs with shardings.
+      registry: rules for custom calls that carry no tag; the default registry if None.
+      mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
+
+    Returns:
+      The verdicts.
+
+    Raises:
+      HloSyntaxError: if text is not HLO.
+      HloError: if the mesh does not fit the program.
+      NotInstalledError: if the function needs the hooks and they are not installed.
+      ShardrulesError: if ``program`` is none of the above, or holds no HLO.
+    """
+    return judged(read(program, args, kwargs), registry, mesh)
+
+
+def judged(program: Program, registry: Registry | None = None,
+           mesh: Mapping[str, int] | None = None) -> hlo.Judgement:
+    """Judge what ``read`` found."""
+    shardings = None
+    if program.compiled is not None:
+        from shardrules.hooks import compiled as known
+        if mesh is None:
+            mesh = _mesh_of(program.compiled)
+        shardings = known.parameter_shardings(program.compiled)
+    module = hlo.parse(program.text, name=program.name)
+    return hlo.judge(module, registry=registry, mesh=mesh,
+                     parameter_shardings=_matching(module, shardings))
+
+
+def judge_logical(program: Any, args: tuple, kwargs: dict,
+                  mesh: Mapping[str, int] | None = None) -> hlo.Judgement:
+    """Read a program as it is before any of XLA's passes; its verdicts mean nothing.
+
+    Args:
+      program: a function of ``*args, **kwargs``, a jax.stages.Lowered, or such HLO as text.
+
+    Raises:
+      ShardrulesError: the program is compiled already.
+    """
+    if isinstance(program, (str, pathlib.Path)):
+        found = read(program, args, kwargs)
+        return hlo.judge(hlo.parse(found.text, name=found.name), mesh=mesh)
+    if hasattr(program, "as_text") and hasattr(program, "compile"):
+        lowered = _alone(program, args, kwargs)
+    elif _is_exported(program) or (callable(program) and not hasattr(program, "as_text")):
+        lowered = lower(program, args, kwargs)
+    else:
+        raise ShardrulesError(
+            f"{type(program).__name__} does not hold the program as it was before XLA's passes, "
+            "which the logical account is of; pass the function with its arguments, or the "
+            "jax.stages.Lowered", program=program)
+    from shardrules.hooks import compiled as known
+    text = known.unoptimized_text(lowered)
+    if mesh is None:
+        mesh = _shardy_mesh(text) or known.mesh_of_lowered(lowered, (args, kwargs))
+    return hlo.judge(hlo.parse(text, name="<lowered>"), mesh=mesh)
+
+
+def _shardy_mesh(text: str) -> dict[str, int] | None:
+    """Read the one mesh in row-major order that the header of HLO from Shardy names."""
+    header = text.split("\n", 1)[0]
+    found = {m for m in re.findall(r"#sdy\.mesh<\[(.*?)\](.*?)>", header) if m[0]}
+    if len(found) != 1:
+        return None
+    ((axes, rest),) = found
+    return None if rest else {n: int(s) for n, s in re.findall(r'"([^"]+)"=(\d{1,9})', axes)}
+
+
+def read_text(text: str, name: str) -> str:
+    """Return HLO text as it is, and refuse StableHLO with what to pass instead.
+
+    Raises:
+      HloSyntaxError: it is StableHLO.
+    """
+    if _STABLEHLO.match(text[:4096]) and not text.lstrip().startswith("HloModule"):
+        raise HloSyntaxError(
+            f"{name} is StableHLO or another MLIR module, which no compiler has partitioned yet; "
+            "pass f.lower(...).compile().as_text()", line=1, column=1,
+            text_line=text.split("\n", 1)[0])
+    return text
+
+
+def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Program:
+    """Find compiled HLO in a program.
+
+    Raises:
+      HloSyntaxError: it is StableHLO text.
+      ShardrulesError: it is no program, or holds no HLO; the message says what to pass instead.
+    """
+    kwargs = dict(kwargs or {})
+    if isinstance(program, str) and ("\n" in program or not os.path.exists(program)):
+        return Program(read_text(_alone(program, args, kwargs), "<text>"), "<text>", None)
+    if isinstance(program, (str, pathlib.Path)):
+        path = _alone(pathlib.Path(program), args, kwargs)
+        try:
+            return Program(read_text(path.read_text(), str(path)), str(path), None)
+        except OSError as error:
+            raise ShardrulesError(f"can't read {path}: {error.strerror}", path=path) from error
+        except UnicodeDecodeError as error:
+            raise ShardrulesError(
+                f"{path} is not text (byte {error.start}): a serialized program can't be read "
+                "from a file; write compiled.as_text() to it", path=path) from error
+    if isinstance(program, (bytes, bytearray, memoryview)):
+        raise ShardrulesError(
+            f"{type(program).__name__} is serialized, and no text of HLO; for "
+            "jax.export.Exported.serialize() pass jax.export.deserialize(data) with its "
+            "arguments, for jax.experimental.serialize_executable what deserialize_and_load "
+            "returns", program=program)
+    if hasattr(program, "as_text") and hasattr(program, "compile"):
+        program = _alone(program, args, kwargs).compile()
+    if hasattr(program, "as_text"):
+        compiled = _alone(program, args, kwargs)
+        return Program(_text_of(compiled), "<compiled>", compiled)
+    if hasattr(program, "hlo_modules"):  # a loaded executable below JAX's stages
+        modules = _alone(program, args, kwargs).hlo_modules()
+        if len(modules) != 1:
+            raise ShardrulesError(f"this executable holds {len(modules)} HLO modules; pass the "
+                                  "text of one, module.to_string()", program=program)
+        return Program(modules[0].to_string(), "<executable>", None)
+    for text_of in ("as_hlo_text", "to_string"):  # an XlaComputation, an HloModule
+        if hasattr(program, text_of) and not callable(program):
+            return Program(str(getattr(_alone(program, args, kwargs), text_of)()), "<module>",
+                           None)
+    if _is_exported(program) or callable(program):
+        compiled = lower(program, args, kwargs).compile()
+        return Program(compiled.as_text(), getattr(program, "__name__", "<function>"), compiled)
+    raise ShardrulesError(
+        f"{type(program).__name__} is no program; pass a function with its arguments, a "
+        "jax.stages.Lowered or Compiled, HLO text, or the path of a file with it",
+        program=program)
+
+
+def _text_of(compiled: Any) -> str:
+    try:
+        text = compiled.as_text()
+    except Exception as error:  # whatever the backend's C API reports
+        raise ShardrulesError(
+            f"this executable does not give its HLO ({str(error).splitlines()[0]}); pass the "
+            "jax.stages.Compiled that f.lower(...).compile() returned, or its text",
+            program=compiled) from error
+    if not text:
+        raise ShardrulesError("this executable holds no HLO text; pass the jax.stages.Compiled "
+                              "that f.lower(...).compile() returned", program=compiled)
+    return text
+
+
+def _is_exported(program: Any) -> bool:
+    return hasattr(program, "mlir_module_serialized") and hasattr(program, "call")
+
+
+def _alone(program: Any, args: tuple, kwargs: dict) -> Any:
+    if args or kwargs:
+        raise ShardrulesError(
+            f"{len(args) + len(kwargs)} arguments were given with a program that is lowered "
+            "already; pass them with a function only", program=program)
+    return program
+
+
+def lower(program: Any, args: tuple, kwargs: dict) -> Any:
+    """Lower a function, or an exported one, with its arguments.
+
+    Raises:
+      NotInstalledError: it needs the hooks and they are not installed.
+      ShardrulesError: an exported program without arguments.
+    """
+    import jax
+    if _is_exported(program):
+        if not args and not kwargs and program.in_avals:
+            raise ShardrulesError(
+                f"the exported program {program.fun_name!r} holds StableHLO for "
+                f"{program.nr_devices} devices and no HLO; pass its {len(program.in_avals)} "
+                "arguments too, as arrays or ShapeDtypeStructs with shardings, and it is "
+                "compiled for their devices", program=program)
+        return jax.jit(program.call).lower(*args, **kwargs)
+    from shardrules import hooks
+    jitted = program if hasattr(program, "lower") else jax.jit(program)
+    try:
+        return jitted.lower(*args, **kwargs)
+    except (ValueError, NotImplementedError) as error:
+        # JAX's words for a kernel whose output type nobody gave: from 0.10, 0.6.1 on, and before.
+        if not hooks.installed() and re.search(
+                r"manual_axis_type.*must not be|`vma` on .*must not be|No replication rule for",
+                str(error), re.DOTALL):
+            raise NotInstalledError(
+                "the program runs a kernel inside shard_map with the check on, and the hooks of "
+                "shardrules are not installed; call shardrules.install() before tracing it.\n"
+                f"JAX says: {str(error).splitlines()[0]}") from error
+        raise
+
+
+def _mesh_of(compiled: Any) -> dict[str, int] | None:
+    from shardrules.hooks import compiled as known
+    try:
+        return known.mesh_shape((compiled.input_shardings, compiled.output_shardings))
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _matching(module: hlo.Module, shardings: Any) -> list[str] | None:
+    """Return shardings for the entry's parameters, if they are those of this module."""
+    if shardings is None:
+        return None
+    shapes = [tuple(parameter.shape.dimensions) for parameter in module.entry.parameters]
+    if [tuple(shape) for shape, _ in shardings] != shapes:
+        return None
+    return [sharding for _, sharding in shardings]

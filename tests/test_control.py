@@ -2,6 +2,7 @@
 
 import functools
 import re
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -284,3 +285,15 @@ def test_without_the_check_nothing_is_cast(cpu_mesh, hooks):
         functools.partial(scan_from_zeros, multiply), mesh=cpu_mesh, in_specs=(P("data"), P()),
         out_specs=P("data"), check_vma=False))(x, w)
     assert "pvary" not in [e.primitive.name for e in equations(jaxpr)]
+
+
+def test_tracebacks_are_the_users(hooks):
+    """Each jit traces through a hook; JAX hides its own frames, and so are the hook's."""
+    @jax.jit
+    def f(x):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        jax.jit(lambda x: f(x))(1.0)
+    files = [entry.filename for entry in traceback.extract_tb(caught.value.__traceback__)]
+    assert not [file for file in files if "/shardrules/hooks/" in file]

@@ -152,9 +152,11 @@ def _hold_for_ops() -> None:
 
 
 def _hide_frames() -> None:
-    """Let the source line of a cast or psum be the user's, not the one in this package."""
+    """Leave this package's frames out of source lines, and of tracebacks that JAX filters."""
     from jax.extend import source_info_util
-    source_info_util.register_exclusion(str(pathlib.Path(__file__).parents[1]))
+    folder = str(pathlib.Path(__file__).parents[1])
+    source_info_util.register_exclusion(folder)
+    compat.load().exclude_from_tracebacks(folder)
 
 
 def _release() -> None:

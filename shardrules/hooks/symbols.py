@@ -94,6 +94,8 @@ SYMBOLS = (
            ("rule", "inline"), "an entry of that table, where it isn't the rule itself",
            optional=True),
     Symbol("ir", "jax._src.lib.mlir:ir", "0.4.28-0.12", (), "writes the tag on the lowered call"),
+    Symbol("exclude_from_tracebacks", "jax._src.traceback_util:register_exclusion",
+           "0.4.28-0.12", ("path",), "the hooks stand between JAX's frames, which it hides"),
     Symbol("summarize", "jax._src.source_info_util:summarize", "0.4.28-0.12", ("source_info",),
            "the user's line behind an equation"),
     Symbol("current_source", "jax._src.source_info_util:current", "0.4.28-0.12", (),

@@ -114,6 +114,19 @@ while_loop at <return chosen + jax.lax.while_loop(lambda c: c < x[0], lambda c: 
         f"warning: {text}" for text in explanation.warnings))
 
 
+def test_explain_shows_claims(cpu_mesh):
+    def f(x):
+        total = jax.lax.all_gather(x, "data").sum(0)
+        return sr.already_summed(total, "data")
+
+    mapped = jax.shard_map(f, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
+    explanation = sr.explain(mapped, jnp.ones(8))
+    assert pinned(explanation) == (
+        "claim: float32[2] at <return sr.already_summed(total, \"data\")> is summed over {data} "
+        "already")
+    assert len(explanation.claims) == 1
+
+
 def test_explain_where_there_is_nothing():
     assert str(sr.explain(lambda x: x + 1, 1.0)) == (
         "no opaque call, cast or psum inside a shard_map")

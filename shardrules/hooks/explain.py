@@ -51,7 +51,8 @@ def explain(f: Callable, *args, **kwargs) -> Explanation:
         walk = _Walk(notes)
         walk.program(_traced(f, args, kwargs))
     return Explanation(tuple(_counted(walk.calls)), tuple(_counted(walk.casts)),
-                       tuple(_counted(walk.sums)), tuple(dict.fromkeys(walk.warnings)))
+                       tuple(_counted(walk.sums)), tuple(dict.fromkeys(walk.claims)),
+                       tuple(dict.fromkeys(walk.warnings)))
 
 
 def scan_calls(f: Callable, *args, **kwargs) -> MissingRules:
@@ -181,6 +182,7 @@ class _Walk:
         self.calls: list[ExplainedCall] = []
         self.casts: list[ExplainedCast] = []
         self.sums: list[ExplainedSum] = []
+        self.claims: list[str] = []
         self.warnings: list[str] = []
 
     def program(self, closed: Any) -> None:
@@ -206,6 +208,10 @@ class _Walk:
                 self._cast(eqn, here, uses.get(eqn.outvars[0], ()), outcome)
             elif place.checked and name in _SUMS:
                 self._sum(eqn, here)
+            elif place.checked and name == "already_summed":
+                axes, value, _ = _described(eqn)
+                self.claims.append(f"{value} at {short(here.at)} is summed over {show_axes(axes)} "
+                                   "already")
             elif place.checked and name in ("cond", "while"):
                 self._chosen(eqn, here)
             inside = here

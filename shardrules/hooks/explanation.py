@@ -105,12 +105,14 @@ class Explanation:
       calls: the opaque calls inside shard_map, in the program's order.
       casts: the casts inside shard_map with the check on.
       sums: the psums there.
+      claims: what ``already_summed`` says, which nothing proves.
       warnings: where JAX's own check types a value less varying than it is.
     """
 
     calls: tuple[ExplainedCall, ...]
     casts: tuple[ExplainedCast, ...]
     sums: tuple[ExplainedSum, ...]
+    claims: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -129,7 +131,9 @@ class Explanation:
                          short(one.at), f"{one.value}, {one.bytes} B",
                          one.why + _advice(one)))
         tables = [_table(rows) for rows in (calls, casts, sums) if len(rows) > 1]
-        tables += ["\n".join(f"warning: {text}" for text in self.warnings)] * bool(self.warnings)
+        for kind, texts in (("claim", self.claims), ("warning", self.warnings)):
+            if texts:
+                tables.append("\n".join(f"{kind}: {text}" for text in texts))
         return "\n\n".join(tables) or "no opaque call, cast or psum inside a shard_map"
 
 

@@ -61,7 +61,8 @@ with_counts = functools.partial(k.call, **COUNTED)
 counted_scratch = functools.partial(with_counts, scratch_shapes=[k.VMEM])
 two_steps_counted = functools.partial(
     k.call, grid=(2,), in_specs=[k.IN_SMEM, pl.BlockSpec(k.ROWS, lambda i: (i, 0))],
-    out_specs=pl.BlockSpec(k.ROWS, lambda i: (i, 0)), out=jax.ShapeDtypeStruct((16, 128), "float32"))
+    out_specs=pl.BlockSpec(k.ROWS, lambda i: (i, 0)),
+    out=jax.ShapeDtypeStruct((16, 128), jnp.float32))
 THREADS = dict(num_threads=2, thread_name="wg")
 TALL = jax.ShapeDtypeStruct((32, 128), jnp.float32)
 
@@ -426,6 +427,19 @@ def test_an_audit_is_kept_for_as_long_as_the_jaxpr_lives():
     assert alive() is None
 
 
+def test_a_kept_audit_is_of_the_same_compiler_parameters():
+    (eqn,) = kernels_in(jax.make_jaxpr(k.two_steps(k.summed_in_scratch, **SCRATCH))().jaxpr)
+
+    def ask(compiler_params):
+        params = {**eqn.params, "compiler_params": compiler_params}
+        return pallas.audit_call("pallas_call", params, len(eqn.invars)).proven
+    parallel = pltpu.CompilerParams(dimension_semantics=("parallel",))
+    assert ask(k.TPU) and not ask(parallel) and not ask(k.TRITON)
+    # As they were to JAX 0.8.
+    assert ask({"mosaic_tpu": k.TPU}) and not ask({"mosaic_tpu": parallel})
+    assert not ask({"mosaic": {"dimension_semantics": ("parallel",)}})
+
+
 def test_a_grid_mapping_of_another_kernel_is_not_proven():
     (one,) = kernels_in(jax.make_jaxpr(k.call(k.copy))().jaxpr)
     (other,) = kernels_in(jax.make_jaxpr(k.call(k.rows_stored_one_by_one, **SCRATCH))().jaxpr)
@@ -480,7 +494,8 @@ def test_every_name_on_the_lists_is_a_primitive_of_jax():
     other_versions = {
         "jax:copy_p", "jax:checkpoint", "jax:custom_vjp_call_jaxpr", "jax:pjit",
         "mgpu:set_max_registers", "mgpu:inline_mgpu", "mgpu:wgmma_accumulator_deref",
-        "mgpu:wgmma_accumulator_store", "triton:debug_barrier", "triton:elementwise_inline_asm"}
+        "mgpu:wgmma_accumulator_store", "tpu:repeat", "triton:debug_barrier",
+        "triton:elementwise_inline_asm"}
     listed = {*allowlist.PURE, *actions.BY_NAME, *allowlist.REFUSED}
     assert {n for n in listed - known if not n.endswith("*")} == other_versions
     assert not allowlist.PURE & set(actions.BY_NAME)

@@ -211,11 +211,14 @@ def _cond(walk, eqn, scope, events):
 @_for("jax:scan")
 def _scan(walk, eqn, scope, events):
     params = eqn.params
-    count = params["num_consts"]
+    if "num_consts" in params:
+        count, carried = params["num_consts"], params["num_carry"]
+    else:  # from JAX 0.11: a flat tree of consts, carry and what is scanned over
+        count, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())
     atoms = [*eqn.invars[:count],
              *(a if _is_ref(walk, a) else None for a in eqn.invars[count:])]
     body = walk.nested(eqn, scope, params["jaxpr"], atoms)
-    for i in range(count, count + params["num_carry"]):
+    for i in range(count, count + carried):
         body.first[body.jaxpr.invars[i]] = (scope, eqn.invars[i])
     inside = _loop_body(walk, body)
     if inside:

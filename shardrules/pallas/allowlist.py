@@ -38,7 +38,7 @@ PURE = (
     # add_dependency orders; trace_value writes to the profiler's trace; stochastic_round takes its
     # random bits as an operand.
     | _family("tpu", """
-        add_dependency bitcast pack_elementwise prng_join prng_split roll stochastic_round
+        add_dependency bitcast pack_elementwise prng_join prng_split repeat roll stochastic_round
         trace_value unpack_elementwise""")
     | _family("mgpu", """
         _copysign async_prefetch commit_group commit_smem commit_tmem griddepcontrol_wait

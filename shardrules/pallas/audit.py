@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardrules.errors import UnsupportedJaxError
@@ -216,7 +216,8 @@ class _Grid:
 
 
 def _overhangs(block: Any) -> bool:
-    for part, size in zip(block.block_shape, block.array_aval.shape):
+    array = getattr(block, "array_aval", None) or block.array_shape_dtype  # before JAX 0.8
+    for part, size in zip(block.block_shape, array.shape):
         part = getattr(part, "block_size", part)
         if isinstance(part, int) and isinstance(size, int) and part and size % part:
             return True
@@ -406,23 +407,25 @@ def _answer(walk: Walk, assumed: list) -> Audit:
 # --- calls -----------------------------------------------------------------------------------
 
 
-def _platform_from(compiler_params: Any) -> str | None:
-    module = type(compiler_params).__module__
-    for part, platform in (("mosaic_gpu", "mosaic_gpu"), ("triton", "triton"), ("mosaic", "tpu")):
-        if part in module:
-            return platform
-    if isinstance(compiler_params, dict):  # before JAX 0.4.36
-        for key, platform in (("mosaic_gpu", "mosaic_gpu"), ("triton", "triton"),
-                              ("mosaic", "tpu")):
-            if key in compiler_params:
-                return platform
-    return None
+_PLATFORMS = (("mosaic_gpu", "mosaic_gpu"), ("triton", "triton"), ("mosaic", "tpu"))
 
 
-def _parallel_axes(compiler_params: Any, platform: str | None) -> tuple[int, ...] | None:
+def _platform_from(params: Any) -> tuple[str | None, Any]:
+    """Return the platform that compiler parameters, or a mesh, are for, and the parameters."""
+    if isinstance(params, Mapping):  # to JAX 0.8: by the name of the backend
+        if len(params) != 1:
+            return None, None
+        ((name, params),) = params.items()
+    else:
+        name = type(params).__module__
+    return next((platform for part, platform in _PLATFORMS if part in name), None), params
+
+
+def _parallel_axes(params: Any, platform: str | None) -> tuple[int, ...] | None:
     if platform != "tpu":
         return None
-    semantics = getattr(compiler_params, "dimension_semantics", None) or ()
+    semantics = (params.get("dimension_semantics") if isinstance(params, Mapping)
+                 else getattr(params, "dimension_semantics", None)) or ()
     return tuple(i for i, one in enumerate(semantics) if "parallel" in str(one).lower())
 
 
@@ -438,24 +441,29 @@ def audit_call(name: str, params: dict[str, Any], operand_count: int) -> Audit:
       ValueError: for another primitive.
     """
     if name == "pallas_call":
-        platform = _platform_from(params.get("compiler_params"))
-        key = (params["grid_mapping"], platform, operand_count)
+        platform, compiler_params = _platform_from(params.get("compiler_params"))
+        parallel = _parallel_axes(compiler_params, platform)
+        aliases = {out: source for source, out in params.get("input_output_aliases", ())}
+        mesh = params.get("mesh")
+        axes = () if mesh is None else mesh_axes(mesh)
+        key = (params["grid_mapping"], platform, parallel, tuple(sorted(aliases.items())), axes)
         return _cached(params["jaxpr"], key, lambda: audit(
             params["jaxpr"], grid_mapping=params["grid_mapping"], platform_hint=platform,
-            aliases={out: source for source, out in params.get("input_output_aliases", ())},
-            local_axes=mesh_axes(params["mesh"]) if params.get("mesh") is not None else (),
-            parallel_axes=_parallel_axes(params.get("compiler_params"), platform)))
+            aliases=aliases, local_axes=axes, parallel_axes=parallel))
     if name == "mpmd_map":
         axes = tuple(a for mesh in params["meshes"] for a in mesh_axes(mesh))
         aliases = {o: i for i, o in dict(params["input_output_aliases"]).items()}
-        audits = [_cached(jaxpr, (axes, operand_count), lambda jaxpr=jaxpr: audit(
-            jaxpr, platform_hint=_platform_from(params["meshes"][0]), inputs=operand_count,
+        platform, _ = _platform_from(params["meshes"][0])
+        key = (axes, platform, operand_count, tuple(sorted(aliases.items())))
+        audits = [_cached(jaxpr, key, lambda jaxpr=jaxpr: audit(
+            jaxpr, platform_hint=platform, inputs=operand_count,
             outputs=len(params["out_avals"]), aliases=aliases, local_axes=axes))
             for jaxpr in params["jaxprs"]]
     elif name == "core_map":
         axes = mesh_axes(params["mesh"])
-        audits = [_cached(params["jaxpr"], axes, lambda: audit(
-            params["jaxpr"], platform_hint=_platform_from(params["mesh"]), local_axes=axes))]
+        platform, _ = _platform_from(params["mesh"])
+        audits = [_cached(params["jaxpr"], (axes, platform), lambda: audit(
+            params["jaxpr"], platform_hint=platform, local_axes=axes))]
     else:
         raise ValueError(f"the audit reads pallas_call, mpmd_map and core_map, not {name!r}; "
                          "pass the primitive of a Pallas kernel")

@@ -38,12 +38,12 @@ PURE = (
     # add_dependency orders; trace_value writes to the profiler's trace; stochastic_round takes its
     # random bits as an operand.
     | _family("tpu", """
-        add_dependency bitcast pack_elementwise prng_join prng_split repeat roll stochastic_round
-        trace_value unpack_elementwise""")
+        add_dependency bitcast pack_elementwise prng_join prng_split repeat roll
+        stochastic_round trace_value unpack_elementwise""")
     | _family("mgpu", """
         _copysign async_prefetch commit_group commit_smem commit_tmem griddepcontrol_wait
-        layout_cast print_layout set_max_registers set_max_registers_p wait_load_tmem wait_smem_to_gmem
-        wgmma_wait""")
+        layout_cast print_layout set_max_registers set_max_registers_p wait_load_tmem
+        wait_smem_to_gmem wgmma_wait""")
     | _family("triton", "debug_barrier debug_barrier_p max_contiguous")
     # It formats its operands and gives nothing back. debug_callback runs the user's Python.
     | _family("debug", "debug_print")

@@ -1,4 +1,4 @@
-"""Refs under shard_map's check: what is read varies as what was written, or the store is refused."""
+"""Refs under shard_map's check: reads vary as writes did, or the store is refused."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Kernels over a mesh of cores under shard_map's check: pl.kernel, plgpu.kernel, core_map, mpmd_map.
+"""Kernels on a mesh of cores under shard_map's check: pl.kernel, plgpu.kernel, core_map.
 
 They come down to two primitives. ``mpmd_map`` takes arrays and refs and returns arrays;
 ``core_map`` takes refs alone and becomes an ``mpmd_map`` when refs are discharged. The seams are

@@ -274,11 +274,11 @@ class Jax:
 
     # Functions of a custom_vjp.
 
-    def scoped(self, fun: Any, enter: Any, scope: Any) -> Any:
-        """Wrap a WrappedFun so that it runs inside ``enter(scope)``."""
+    def scoped(self, fun: Any, enter: Any, scope: Any, see: Any = None) -> Any:
+        """Wrap a WrappedFun so that it runs inside ``enter(scope)``, after ``see(*args)``."""
         if self.transformation is not None:
-            return self.transformation(_run_scoped)(fun, enter, scope)
-        return self.generator(_yield_scoped)(fun, enter, scope)
+            return self.transformation(_run_scoped)(fun, enter, scope, see)
+        return self.generator(_yield_scoped)(fun, enter, scope, see)
 
     def wrapped(self, function: Any, like: Any) -> Any:
         """Return ``function`` in the form that ``like`` has: a WrappedFun, or a plain callable."""
@@ -319,14 +319,18 @@ class Jax:
         return context if hasattr(context, "set_global") else ContextKey(context)
 
 
-def _run_scoped(fun, enter, scope, *args, **kwargs):
+def _run_scoped(fun, enter, scope, see, *args, **kwargs):
     with enter(scope):
+        if see is not None:
+            see(*args)
         return fun(*args, **kwargs)
 
 
-def _yield_scoped(enter, scope, *args, **kwargs):
+def _yield_scoped(enter, scope, see, *args, **kwargs):
     # JAX to 0.4.36 writes its transformations as generators.
     with enter(scope):
+        if see is not None:
+            see(*args)
         result = yield args, kwargs
     yield result
 

@@ -10,6 +10,7 @@ only where bwd's jaxpr shows that it can't have.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -40,6 +41,9 @@ class CustomVjpHooks:
         # From what JAX hands on from fwd to bwd (a function that returns their trees) to fwd.
         self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
+    def see(self, parts: Parts, *args) -> None:
+        """Note that a bwd runs with ``args``, where types are not on avals."""
+
     def install(self, patches: Patches) -> None:
         """Replace the three functions that flatten a custom_vjp's parts."""
         patches.attribute(*self.jax.owner("flatten_primal"), self._flatten_primal)
@@ -52,18 +56,20 @@ class CustomVjpHooks:
     def _flatten_fwd(self, fwd, *rest):
         scoped = self._scoped(fwd)
         flat, trees = self.jax.flatten_fwd(scoped, *rest)
-        if self.state.scope.active and self.jax.typed:
+        if self.state.scope.active:
             self._forwards[trees] = scoped
         return flat, trees
 
     def _flatten_bwd(self, bwd, in_tree, in_avals, *rest):
         scope = self.state.scope
-        if scope.active and not self.jax.typed:
-            bwd = self._scoped(bwd)  # types are matched where replication sets are known
-        elif scope.active:
-            parts = Parts(bwd.debug_info.func_name, self._forwards.get(rest[0]), in_tree,
-                           tuple(in_avals))
-            bwd = self.jax.transformation(self._run_bwd)(bwd, scope, parts)
+        if scope.active:
+            parts = Parts(self.jax.function_name(bwd), self._forwards.get(rest[0]), in_tree,
+                          tuple(in_avals))
+            if self.jax.typed:
+                bwd = self.jax.transformation(self._run_bwd)(bwd, scope, parts)
+            else:  # matched where replication sets are known: hooks/rep.py
+                bwd = self.jax.scoped(bwd, self.state.enter, scope,
+                                      functools.partial(self.see, parts))
         return self.jax.flatten_bwd(bwd, in_tree, in_avals, *rest)
 
     def _scoped(self, fun):

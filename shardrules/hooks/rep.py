@@ -33,13 +33,37 @@ __all__ = ["RepHooks"]
 
 
 @dataclasses.dataclass
-class _Bwd:
-    """One run of a custom_vjp's bwd: cotangents are matched in order once it has returned."""
+class _Run:
+    """One run of a custom_vjp's bwd: cotangents are matched in order once it has returned.
 
-    share: Bwd
+    Args:
+      call: bwd, from and to flat lists.
+      args: its arguments.
+      axes: the mesh's.
+      parts: what it belongs to.
+      arriving: the axis types of its outputs' cotangents.
+      returned: whether it has.
+      matched: how many cotangents were.
+    """
+
+    call: Any
+    args: tuple[Any, ...]
     axes: frozenset[str]
+    parts: Parts
+    arriving: tuple[AxisType, ...] = ()
     returned: bool = False
     matched: int = 0
+
+
+class _Bwd(Bwd):
+    """A bwd whose cotangents' types are known from replication sets."""
+
+    def __init__(self, hooks: CustomVjpHooks, run: _Run):
+        super().__init__(hooks, lambda *args: tuple(run.call(*args)), run.parts, run.args)
+        self.run = run
+
+    def _arriving(self):
+        return self.run.arriving
 
 
 class RepHooks:
@@ -81,6 +105,7 @@ class RepHooks:
         patches.attribute(*jax.owner("rule_missing"), self._missing)
         patches.attribute(*jax.owner("rewrite_bwd"), self._rewrite_bwd)
         patches.attribute(*jax.owner("match_replication"), self._match_replication)
+        patches.attribute(self.custom_vjp, "see", self._see)
 
     # The two tables.
 
@@ -182,8 +207,8 @@ class RepHooks:
     def _rewrite_bwd(self, bwd, mesh, in_reps, reps_dst):
         if not self.state.scope.active:
             return self.jax.rewrite_bwd(bwd, mesh, in_reps, reps_dst)
-        name = self.jax.function_name(bwd)
         call = getattr(bwd, "call_wrapped", bwd)
+        parts = Parts(self.jax.function_name(bwd), None, None, ())
 
         def noted(*args):
             results = call(*args)
@@ -194,39 +219,49 @@ class RepHooks:
         matched = getattr(rewritten, "call_wrapped", rewritten)
 
         def run(*args):
-            parts = Parts(name, None, None, ())
-            share = Bwd(self.custom_vjp, lambda *a: tuple(call(*a)), parts, args)
-            with self._run(_Bwd(share, frozenset(mesh.axis_names))):
+            with self._run(_Run(call, args, frozenset(mesh.axis_names), parts)):
                 return matched(*args)
 
         return self.jax.wrapped(run, rewritten)
+
+    def _see(self, parts: Parts, *args) -> None:
+        """Note what a bwd belongs to, and how its outputs' cotangents arrive."""
+        running = self._running
+        if running and not running[-1].returned:
+            import jax
+            run = running[-1]
+            run.parts = parts
+            run.arriving = tuple(
+                AxisType(run.axes - frozenset(leaf.rep)) if hasattr(leaf, "rep") else AxisType()
+                for leaf in jax.tree_util.tree_leaves(args[-1]))
 
     def _match_replication(self, src, dst, x):
         """Sum a cotangent that varies where its primal doesn't, if it can't be whole already."""
         running = self._running
         if not running or not running[-1].returned:  # a custom_jvp's tangents
             return self.jax.match_replication(src, dst, x)
-        bwd = running[-1]
-        index, bwd.matched = bwd.matched, bwd.matched + 1
+        run = running[-1]
+        index, run.matched = run.matched, run.matched + 1
         if isinstance(x, self.jax.Zero):
-            return x  # bwd returned None for it; JAX to 0.5.3 would take it for an array
-        extra = frozenset(dst) - frozenset(src)
-        if extra:
-            from jax.tree_util import SequenceKey
-            bwd.share.check_share((SequenceKey(index),), extra,
-                                  AxisType(bwd.axes - frozenset(src)),
-                                  AxisType(bwd.axes - frozenset(dst)))
+            return x  # bwd returned None for it
+        from jax.tree_util import SequenceKey
+        path = (SequenceKey(index),)
+        have, want = (AxisType(run.axes - frozenset(rep)) for rep in (src, dst))
+        bwd = _Bwd(self.custom_vjp, run)
+        bwd.check_dropped(path, have, want)
+        if have.varying - want.varying:
+            bwd.check_share(path, have.varying - want.varying, have, want)
         return self.jax.match_replication(src, dst, x)
 
     @property
-    def _running(self) -> list[_Bwd]:
+    def _running(self) -> list[_Run]:
         if not hasattr(self._local, "running"):
             self._local.running = []
         return self._local.running
 
     @contextlib.contextmanager
-    def _run(self, bwd: _Bwd):
-        self._running.append(bwd)
+    def _run(self, run: _Run):
+        self._running.append(run)
         try:
             yield
         finally:

@@ -34,6 +34,11 @@ def sum_rows_kernel(g_ref, x_ref, o_ref):
     o_ref[...] = jnp.sum(g_ref[...] * x_ref[...], axis=0)
 
 
+def gather_kernel(x_ref, o_ref):
+    """Stands in for an all-gather along columns of two devices: the shapes are right."""
+    o_ref[...] = jnp.concatenate([x_ref[...], x_ref[...]], axis=1)
+
+
 def call(kernel, shape, *args, **kwargs):
     """Call a kernel without a grid."""
     return pl.pallas_call(

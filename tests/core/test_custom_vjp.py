@@ -201,3 +201,35 @@ def test_vmap_over_a_mesh_axis_never_gives_a_wrong_gradient(cpu_mesh):
     want = jax.grad(lambda x, w: ((x * w) ** 2).sum(), (0, 1))(x, w)
     for one, other in zip(have, want):
         np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def gather_with(bwd, mesh):
+    """The gradient of a kernel that gathers over model, given its bwd."""
+    sr.register("gather_kernel", sr.all_gather_invariant("model"))
+
+    @jax.custom_vjp
+    def gather(x):
+        return kernels.call(kernels.gather_kernel, (x.shape[0], 2 * x.shape[1]), x)
+
+    gather.defvjp(lambda x: (gather(x), ()), lambda _, g: (bwd(g, g.shape[1] // 2),))
+    f = versions.shard_map(gather, mesh=mesh, in_specs=P("data", "model"), out_specs=DATA)
+    return jax.grad(lambda x: (f(x) ** 2).sum())
+
+
+@pytest.mark.parametrize("bwd", [
+    lambda g, n: jax.lax.psum(g, "model")[:, :n],
+    lambda g, n: jax.lax.psum_scatter(g, "model", scatter_dimension=1, tiled=True)])
+def test_bwd_that_reduces_over_an_axis_that_its_forward_dropped_is_refused(bwd, cpu_mesh):
+    """Right with the check off; under it the cotangent arrives summed: N times the gradient."""
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    with pytest.raises(errors.CotangentError, match="the forward's outputs are invariant over "
+                                                    "{'model'}"):
+        jax.eval_shape(gather_with(bwd, cpu_mesh), x)
+
+
+def test_bwd_may_slice_what_arrives_summed(cpu_mesh):
+    def bwd(g, n):
+        return jax.lax.dynamic_slice_in_dim(g, jax.lax.axis_index("model") * n, n, 1)
+
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    assert jax.eval_shape(gather_with(bwd, cpu_mesh), x).shape == x.shape

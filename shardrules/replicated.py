@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrules import hlo, program as programs
+from shardrules import findings, hlo, program as programs
 from shardrules.errors import ReplicationAssertionError, ShardrulesError
 from shardrules.hlo import devices as hd
 from shardrules.registry import Registry
@@ -21,7 +21,7 @@ _SHOWN = 8  # device groups that a message lists
 def assert_outputs_replicated(program: Any, *args, registry: Registry | None = None,
                               mesh: Mapping[str, int] | None = None,
                               output_shardings: Sequence[str] | None = None,
-                              **kwargs) -> hlo.Judgement:
+                              strict: bool = False, **kwargs) -> hlo.Judgement:
     """Assert that each output is proven equal on the devices on which its sharding says so.
 
     A missing psum, or out_specs that leave out an axis over which the result varies, passes
@@ -34,6 +34,7 @@ def assert_outputs_replicated(program: Any, *args, registry: Registry | None = N
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
       output_shardings: for text, which does not hold them: each output's HLO sharding, such as
         ``"{replicated}"``, in order.
+      strict: also fail where the proof rests on a rule which is declared and not audited.
 
     Returns:
       The verdicts, for further checks.
@@ -64,7 +65,7 @@ def assert_outputs_replicated(program: Any, *args, registry: Registry | None = N
                               f"{len(outputs)} arrays; give one for each", count=count)
     wrong = []
     for output, (path, text) in zip(outputs, promised):
-        wrong += _broken(judgement, output, path, text)
+        wrong += _broken(judgement, output, path, text, strict)
     if wrong:
         raise ReplicationAssertionError(
             f"{len(wrong)} of {len(outputs)} outputs are not proven equal where their shardings "
@@ -77,7 +78,8 @@ def _place(path: tuple[int, ...]) -> str:
     return "".join(f"[{index}]" for index in path)
 
 
-def _broken(judgement: hlo.Judgement, output: hlo.Output, path: str, text: str) -> list[str]:
+def _broken(judgement: hlo.Judgement, output: hlo.Output, path: str, text: str,
+            strict: bool) -> list[str]:
     """Say what is not proven of one output, if anything."""
     name = f"output {path}" if path else "the output"
     try:
@@ -91,8 +93,13 @@ def _broken(judgement: hlo.Judgement, output: hlo.Output, path: str, text: str) 
     for device in range(judgement.partitions * judgement.replicas):
         members[tiles[device % judgement.partitions]].append(device)
     groups = [group for group in members.values() if len(group) > 1]
-    if not groups or output.equal_in(groups):
+    if not groups:
         return []
+    if output.equal_in(groups):
+        weak = [s.what for s in findings.unaudited(output.supports)] if strict else []
+        return [f"  {name}, {output.shape}: proven equal, but the proof rests on what is only "
+                f"declared of {', '.join(weak)}\n    to do: let the audit prove it, or leave out "
+                "strict=True"] if weak else []
     axes = None
     if judgement.mesh:
         spread = np.array([tiles[d % judgement.partitions] for d in range(

@@ -31,7 +31,7 @@ ARROWS = {
     "report": {"errors", "hlo", "accounts", "findings", "report"},
     "program": {"errors", "registry", "hlo", "hooks"},
     "expectations": {"errors", "accounts"},
-    "replicated": {"errors", "registry", "hlo", "hooks", "program"},
+    "replicated": {"errors", "registry", "hlo", "hooks", "program", "findings"},
     "updates": set(),
     "testing": {"errors", "registry", "hlo", "accounts", "findings", "budget", "report", "program",
                 "expectations", "replicated", "updates", "hooks"},

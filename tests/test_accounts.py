@@ -168,8 +168,7 @@ LOOP = """%body (s: (s32[], f32[8], f32[8])) -> (s32[], f32[8], f32[8]) {{
   %x.in = f32[8] get-tuple-element(%s), index=1
   %w.in = f32[8] get-tuple-element(%s), index=2
   %twice = f32[8] add(%w.in, %w.in)
-  %r = f32[8] all-reduce({operand}), channel_id=1, replica_groups={groups},
-    use_global_device_ids=true, to_apply=%add, metadata={{op_name="jit(f)/psum" source_file="model.py" source_line=7}}
+  {reduction}
   %y = f32[8] add(%x.in, %r)
   ROOT %out = (s32[], f32[8], f32[8]) tuple(%next, %y, %w.in)
 }}
@@ -190,7 +189,9 @@ def loop(operand="%twice", limit="constant(32)"):
         "%zero = s32[] constant(0)", "%start = (s32[], f32[8], f32[8]) tuple(%zero, %x, %w)",
         "%while = (s32[], f32[8], f32[8]) while(%start), condition=%condition, body=%body",
         "ROOT %result = f32[8] get-tuple-element(%while), index=1"])
-    return T.module(entry, LOOP.format(operand=operand, limit=limit, groups=T.OVER_DATA))
+    reduction = T.all_reduce(operand, T.OVER_DATA, extra=', metadata={op_name="jit(f)/psum" '
+                             'source_file="model.py" source_line=7}')
+    return T.module(entry, LOOP.format(reduction=reduction, limit=limit))
 
 
 def test_a_gather_that_a_loop_repeats_is_named():

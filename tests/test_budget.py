@@ -159,7 +159,7 @@ def test_the_file_is_toml(folder):
 
 @pytest.mark.parametrize("text, message", [
     ("", "line 1: version is None, and this shardrules reads 1"),
-    (TEXT.replace("version = 1", "version = 2"), "line 1: version is 2, and this shardrules reads 1"),
+    (TEXT.replace("version = 1", "version = 2"), "line 1: version is 2, and this shardrules "),
     (TEXT.replace("sites = 1", "sites = 1.5"), "line 12: expected key = \"text\" or key = 123, got "
                                                "'sites = 1.5'"),
     (TEXT.replace("[[collective]]", "[[collectives]]"), "line 8: [[collectives]] is none of"),

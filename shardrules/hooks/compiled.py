@@ -90,12 +90,14 @@ def platform(compiled: Any) -> str | None:
 def unoptimized_text(lowered: Any) -> str:
     """Return the HLO of a lowered program before any of XLA's passes, with source lines.
 
+    Before JAX 0.4.36 it holds neither these nor the op_names that tell the phase.
+
     Args:
       lowered: a jax.stages.Lowered.
     """
     try:
         return lowered.as_text(dialect="hlo", debug_info=True)
-    except TypeError:  # debug_info is new in JAX 0.4.36; before, the locations were printed
+    except TypeError:  # debug_info is new in JAX 0.4.36
         return lowered.as_text(dialect="hlo")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import importlib
 import importlib.metadata
 import re
 import threading
@@ -84,9 +85,11 @@ class Registry:
 
     Args:
       entry_points: the entry-point group in which libraries ship their rules, or None.
+      provers: modules that add a prover to the default registry when they are imported; by name,
+        because they need JAX and this module doesn't.
     """
 
-    def __init__(self, entry_points: str | None = None):
+    def __init__(self, entry_points: str | None = None, provers: tuple[str, ...] = ()):
         self._lock = threading.RLock()
         self._entries: dict[tuple[str, str, Any], Registration] = {}
         self._listeners: list[Callable[[], None]] = []
@@ -94,7 +97,8 @@ class Registry:
         self._local = threading.local()
         self._version = 0
         self._entry_points = entry_points
-        self._provers: list[Callable[..., Registration | None]] = []
+        self._provers: list[Callable[[str, dict[str, Any], int], Any]] = []
+        self._prover_modules = provers
         self._functions: dict[tuple[str, str], str] = {}
 
     @property
@@ -298,21 +302,32 @@ class Registry:
                 f"  {function}\ndeclare the one that is meant, as 'module:name' or by decorating "
                 "its def", name=entry.name, places=(first, function))
 
-    def add_prover(self, prover: Callable[..., Registration | None]) -> None:
-        """Ask ``prover`` about kernels without a declaration, from now on.
+    def add_prover(self, prover: Callable[[str, dict[str, Any], int], Any]) -> None:
+        """Ask ``prover`` about kernels, from now on.
 
         Args:
-          prover: from whatever the hooks know of a kernel to a registration with the status
-            ``audited``, or None.
+          prover: from a primitive's name, an equation's parameters and its operand count to an
+            audit (``proven``, ``contradicts_no_communication``, and a text), or None where it
+            can't read such a call.
         """
         with self._lock:
             if prover not in self._provers:
                 self._provers.append(prover)
 
-    def prove(self, *kernel: Any) -> Registration | None:
-        """Return the first proof that a prover finds for a kernel, or None."""
+    def audit(self, primitive: str, params: dict[str, Any], operand_count: int) -> Any:
+        """Return what the first prover that can read a call says about its kernel, or None.
+
+        Args:
+          primitive: the primitive's name.
+          params: the equation's parameters.
+          operand_count: how many operands it takes.
+        """
+        with self._lock:
+            modules, self._prover_modules = self._prover_modules, ()
+        for module in modules:
+            importlib.import_module(module)  # it adds its prover
         for prover in self._provers:
-            found = prover(*kernel)
+            found = prover(primitive, params, operand_count)
             if found is not None:
                 return found
         return None
@@ -343,7 +358,7 @@ class Registry:
             self._guards.append(guard)
 
 
-default = Registry(ENTRY_POINTS)
+default = Registry(ENTRY_POINTS, ("shardrules.pallas",))
 # Not a guess: the callback is a pure function of its arguments, or the program is undefined.
 default.ship("pure_callback", no_communication, "jax", "jax.pure_callback's contract")
 

@@ -6,6 +6,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]).strip()
 
+# Kernels in TPU interpret mode wait for each other, in as many threads as there are devices; with
+# fewer threads than that, XLA's CPU client hangs.
+os.environ.setdefault("PJRT_NPROC", "32")
+
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
@@ -74,6 +78,14 @@ def hooks():
     """The hooks, installed for one test."""
     import shardrules
     with shardrules.install() as handle:
+        yield handle
+
+
+@pytest.fixture
+def declared_only():
+    """The hooks, installed for one test; kernels are not proven, declarations alone count."""
+    import shardrules
+    with shardrules.install(prove=False) as handle:
         yield handle
 
 

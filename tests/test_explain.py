@@ -135,9 +135,9 @@ def test_explain_where_there_is_nothing():
 # scan_calls.
 
 
-def test_scan_calls_goes_on_after_the_first(cpu_mesh):
+def test_scan_calls_goes_on_after_the_first(cpu_mesh, declared_only):
     program = Shapes(cpu_mesh)
-    with pytest.raises(errors.UnknownKernelError), sr.install():
+    with pytest.raises(errors.UnknownKernelError):
         program.f.lower(*program.args)
     missing = sr.scan_calls(program.f, *program.args)
     assert pinned(missing) == """\
@@ -179,7 +179,7 @@ def test_what_scan_calls_says_is_enough(cpu_mesh, hooks):
     assert str(missing) == "every opaque call inside shard_map has a rule (3)"
 
 
-def test_scan_calls_finds_what_the_check_being_off_hides(cpu_mesh, hooks):
+def test_scan_calls_finds_what_the_check_being_off_hides(cpu_mesh, declared_only):
     program = programs.copy_gradient("cpu", cpu_mesh, check_vma=False)
     (call,) = sr.scan_calls(program[0], *program[1]).calls
     assert (call.kernel, call.checked, call.inputs) == ("copy_kernel", False, ())
@@ -201,7 +201,7 @@ def test_scan_calls_of_other_primitives(cpu_mesh):
     assert call.lines == ("shardrules.register('my_target', shardrules.no_communication)",)
 
 
-def test_scan_calls_reports_what_it_found_before_an_error(cpu_mesh):
+def test_scan_calls_reports_what_it_found_before_an_error(cpu_mesh, declared_only):
     def f(x):
         programs.copy_op("cpu")(x)
         raise ZeroDivisionError("the model is not finished")
@@ -218,7 +218,7 @@ def test_scan_calls_reports_what_it_found_before_an_error(cpu_mesh):
 
 
 @pytest.mark.parametrize("look", [sr.explain, sr.scan_calls])
-def test_looking_leaves_no_trace_behind(cpu_mesh, hooks, look):
+def test_looking_leaves_no_trace_behind(cpu_mesh, declared_only, look):
     """Nothing that was traced to look at it is ever compiled: the unknown kernel is one still."""
     program = Shapes(cpu_mesh)
     look(program.f, *program.args)

@@ -97,7 +97,7 @@ def test_output_varies_over_the_union_of_the_inputs(cpu_mesh, hooks):
                     P("data", "model")) == {"data", "model"}
 
 
-def test_unknown_kernel_is_an_error_that_says_what_to_type(cpu_mesh, hooks):
+def test_unknown_kernel_is_an_error_that_says_what_to_type(cpu_mesh, declared_only):
     f, args = programs.copy_gradient("cpu", cpu_mesh)
     with pytest.raises(errors.UnknownKernelError) as caught:
         f.lower(*args)
@@ -109,16 +109,55 @@ def test_unknown_kernel_is_an_error_that_says_what_to_type(cpu_mesh, hooks):
     assert caught.value.kernel == "copy_kernel"
 
 
+def test_a_kernel_that_its_own_jaxpr_proves_needs_no_declaration(cpu_mesh, hooks):
+    f, args = programs.scale_gradient("cpu", cpu_mesh)
+    x, w = programs.random_like(args)
+    want = jax.grad(lambda x, w: ((x * w) ** 2).sum(), argnums=(0, 1))(
+        jax.device_get(x), jax.device_get(w))
+    for got, one in zip(f(x, w), want):
+        np.testing.assert_allclose(got, one, rtol=1e-5)
+
+
+def test_a_kernel_that_reads_its_place_is_not_proven(cpu_mesh, hooks):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + jax.lax.axis_index("model")
+
+    op = programs.copy_op("cpu", kernel=kernel)
+    with pytest.raises(errors.UnknownKernelError) as caught:
+        out_type(op, cpu_mesh, P("data"), [programs.SHAPE])
+    assert "Its own jaxpr is not proven:\n" in str(caught.value)
+    assert "axis_index" in str(caught.value) and "test_pallas_check.py" in str(caught.value)
+
+
+def test_a_declaration_that_the_jaxpr_contradicts_is_refused(cpu_mesh, hooks):
+    @sr.no_communication
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + jax.lax.axis_index("model")
+
+    op = programs.copy_op("cpu", kernel=kernel)
+    loss = programs.loss_of(op, cpu_mesh, P("data", None))
+    with pytest.raises(errors.RuleError) as caught:
+        jax.jit(loss).lower(jnp.ones(programs.SHAPE))
+    text = str(caught.value)
+    assert "is declared no_communication at " in text
+    assert "but its own jaxpr shows otherwise:" in text and "axis_index" in text
+    assert "Declare what it does: shardrules.all_gather, " in text
+    sr.register("kernel", sr.per_device("model"))
+    undeclared = programs.copy_op("cpu", kernel=kernel.__wrapped__)
+    assert out_type(undeclared, cpu_mesh, P("data"), [programs.SHAPE],
+                    P("data", "model")) == {"data", "model"}
+
+
 def test_policy_varying_and_warn(cpu_mesh):
     op = programs.copy_op("cpu")
-    with sr.install(unknown="varying"):
+    with sr.install(unknown="varying", prove=False):
         assert out_type(op, cpu_mesh, P("data"), [programs.SHAPE],
                         P("data", "model")) == {"data", "model"}
-    with sr.install(unknown="warn"), pytest.warns(UserWarning, match="copy_kernel.*has no rule"):
+    with sr.install(unknown="warn", prove=False), pytest.warns(UserWarning, match="copy_kernel.*has no rule"):
         out_type(op, cpu_mesh, P("data"), [programs.SHAPE], P("data", "model"))
 
 
-def test_rule_registered_after_a_trace_takes_effect(cpu_mesh, hooks):
+def test_rule_registered_after_a_trace_takes_effect(cpu_mesh, declared_only):
     f, args = programs.copy_gradient("cpu", cpu_mesh)
     with pytest.raises(errors.UnknownKernelError):
         f.lower(*args)
@@ -244,7 +283,7 @@ def test_declaration_is_found_through_partial_and_wraps(cpu_mesh, hooks):
         np.testing.assert_allclose(run(x), 3 * x)
 
 
-def test_declaration_binds_to_the_object_not_to_its_name(cpu_mesh, hooks):
+def test_declaration_binds_to_the_object_not_to_its_name(cpu_mesh, declared_only):
     def make():
         def kernel(x_ref, o_ref):
             o_ref[...] = x_ref[...]
@@ -367,7 +406,7 @@ def test_lowered_call_is_tagged_and_interpreted_code_is_not(tpu_mesh, cpu_mesh, 
         calls = [line for line in text.splitlines() if "@tpu_custom_call(" in line]
         assert len(calls) == 2
         for tag in ('shardrules.kernel = "copy_kernel"', 'shardrules.effects = "local"',
-                    'shardrules.status = "declared"', 'shardrules.mesh = "data=4,model=2"'):
+                    'shardrules.status = "audited"', 'shardrules.mesh = "data=4,model=2"'):
             assert all(tag in line for line in calls), tag
     f, args = programs.copy_gradient("cpu", cpu_mesh, kernel=kernel)
     assert "shardrules." not in f.lower(*args).as_text()

@@ -23,7 +23,7 @@ from shardrules.hooks.patching import Patches
 from shardrules.hooks.primitives import PrimitiveHooks
 from shardrules.hooks.refs import RefHooks
 from shardrules.hooks.rep import RepHooks
-from shardrules.hooks.state import POLICIES, State
+from shardrules.hooks.state import POLICIES, Scope, State
 from shardrules.registry import default
 
 __all__ = ["Handle", "install", "installed", "touched"]
@@ -37,14 +37,9 @@ _hooks: list[Any] = []
 
 
 class Handle:
-    """What ``install`` returns; a context manager. ``uninstall`` may be called any number of times.
+    """What ``install`` returns; a context manager. ``uninstall`` may be called repeatedly."""
 
-    Args:
-      policy: what happens to an opaque call without rule or proof.
-    """
-
-    def __init__(self, policy: str):
-        self.policy = policy
+    def __init__(self):
         self._installed = True
 
     def uninstall(self) -> None:
@@ -65,13 +60,15 @@ class Handle:
         return f"<shardrules hooks, {'installed' if self._installed else 'uninstalled'}>"
 
 
-def install(*, unknown: str = "error") -> Handle:
+def install(*, unknown: str = "error", prove: bool = True) -> Handle:
     """Make shard_map's check follow the registry. For applications to call, once.
 
     Args:
       unknown: what happens to an opaque call under the check that has neither a rule nor a proof:
         ``error``; ``warn`` and ``varying`` take its outputs to vary over every manual mesh axis,
         the former with a warning.
+      prove: whether a kernel that nobody declares may be proven not to communicate by its own
+        jaxpr; with False, declarations alone count.
 
     Returns:
       A handle; ``handle.uninstall()``, or leaving ``with install():``, puts JAX back as it was.
@@ -86,8 +83,8 @@ def install(*, unknown: str = "error") -> Handle:
             f"{', '.join(map(repr, POLICIES))}", policy=unknown)
     with _lock:
         _hold()
-        handle = Handle(unknown)
-        _state.push(handle, unknown)
+        handle = Handle()
+        _state.push(handle, Scope(True, unknown, prove=prove))
     return handle
 
 

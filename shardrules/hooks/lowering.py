@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardrules.hooks.compat import Jax
-from shardrules.hooks.opaque import find_rule, resolve, types_of
+from shardrules.hooks.opaque import confirm, find_rule, resolve, types_of
 from shardrules.hooks.patching import Patches
 from shardrules.hooks.state import Scope, State
 from shardrules.registry import normalise
@@ -45,6 +45,8 @@ class LoweringHooks:
             known = known_of(params)
             if known is None or not known.active(self.state):
                 return original(ctx, *operands, **params)
+            count = len(operands) if known.operand_count is None else known.operand_count
+            confirm(known, self.state, params, count)
             if params.get("interpret"):
                 return self._interpret(original, ctx, *operands, **params)
             results = original(ctx, *operands, **params)

@@ -26,6 +26,7 @@ from shardrules.hooks.opaque import (
     Known,
     check_annotations,
     find_rule,
+    prove,
     resolve,
     typed,
     types_of,
@@ -306,9 +307,9 @@ class MeshKernelHooks:
 
         Not as soon as a kernel is bound: Mosaic GPU binds a core_map inside of kernels, too.
         """
-        if known.found is None and known.layout is not None:
-            known.found = self.state.registry.prove(
-                kind.primitive.name, params, known.layout.operand_count)
+        if known.layout is not None:
+            known.operand_count = known.layout.operand_count
+            prove(known, self.state, params, known.operand_count)
         return known
 
     def _described(self, kind: _Kind, jaxprs, params) -> _Kernel:

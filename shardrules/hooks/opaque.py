@@ -14,7 +14,8 @@ from shardrules.registry import Registration
 from shardrules.axistypes import AxisType, Effect, Resolution, RuleContext
 from shardrules.ruletable import Rule, no_communication
 
-__all__ = ["Call", "Known", "check_annotations", "find_rule", "resolve", "typed", "types_of"]
+__all__ = ["Call", "Known", "check_annotations", "confirm", "find_rule", "prove", "resolve",
+           "typed", "types_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Known:
       found: the declaration it obeys; settled when it is first bound.
       scope: the scope in which that was.
       effects: what the call does, where avals carry no types to tell it when it is lowered.
+      audit: what its kernel's jaxpr says, once it was asked.
+      operand_count: how many operands the audit is to take, if not as many as are lowered.
     """
 
     call: Call
@@ -62,6 +65,8 @@ class Known:
     found: Registration | None = None
     scope: Scope | None = None
     effects: tuple[Effect, ...] | None = None
+    audit: Any = None
+    operand_count: int | None = None
 
     def active(self, state: State) -> bool:
         """Whether the hooks act on it: here, or because they did when it was bound."""
@@ -115,6 +120,54 @@ def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
     return None
 
 
+def prove(known: Known, state: State, params: dict[str, Any], operand_count: int) -> None:
+    """Settle a call without a declaration by its kernel's own jaxpr, where that proves it.
+
+    Args:
+      known: the call; ``found`` and ``audit`` are set.
+      state: for the registry's provers.
+      params: the equation's parameters.
+      operand_count: how many operands it takes.
+    """
+    if known.found is None and known.audit is None and known.governing(state).prove:
+        known.audit = state.registry.audit(known.call.primitive, params, operand_count)
+        if known.audit is not None and known.audit.proven:
+            known.found = Registration(known.call.name, no_communication,
+                                       known.call.place or "its own jaxpr", "audited")
+
+
+def confirm(known: Known, state: State, params: dict[str, Any], operand_count: int) -> None:
+    """Hold a declaration that a call doesn't communicate against its kernel's own jaxpr.
+
+    What the jaxpr proves is marked audited; what it merely can't confirm stands, as declared. Not
+    done when a call is bound but when it is lowered: tracing is not to wait for it.
+
+    Args:
+      known: the call; the status of ``found`` may change.
+      state: for the registry's provers.
+      params: the equation's parameters.
+      operand_count: how many operands it takes.
+
+    Raises:
+      RuleError: if the jaxpr shows that the kernel communicates.
+    """
+    found = known.found
+    if found is None or found.status == "audited" or found.rule != no_communication:
+        return
+    if known.audit is None:
+        known.audit = state.registry.audit(known.call.primitive, params, operand_count)
+    if known.audit is None:
+        return
+    if known.audit.contradicts_no_communication:
+        raise RuleError(
+            f"{known.call} is declared {found.rule!r} at {found.where}, but its own jaxpr shows "
+            f"otherwise:\n  {str(known.audit).replace(chr(10), chr(10) + '  ')}\nDeclare what it "
+            "does: shardrules.all_gather, all_reduce, permute, per_device, ... with its mesh axes.",
+            kernel=known.call.name, rule=found.rule, audit=known.audit)
+    if known.audit.proven:
+        known.found = dataclasses.replace(found, status="audited")
+
+
 def types_of(jax: Jax, avals: Any) -> tuple[AxisType, ...]:
     """Return each aval's axis type."""
     return tuple(map(jax.axis_type, avals))
@@ -129,7 +182,7 @@ _UNKNOWN = Rule("varying", _everywhere, lambda count: (Effect("unknown"),) * cou
 
 
 def resolve(jax: Jax, state: State, scope: Scope, call: Call, found: Registration | None,
-            inputs: tuple[AxisType, ...], output_count: int) -> Resolution:
+            inputs: tuple[AxisType, ...], output_count: int, audit: Any = None) -> Resolution:
     """Apply the rule of one call where it stands.
 
     Args:
@@ -140,6 +193,7 @@ def resolve(jax: Jax, state: State, scope: Scope, call: Call, found: Registratio
       found: what ``find_rule`` answered.
       inputs: the operands' axis types.
       output_count: how many outputs the call has.
+      audit: what the kernel's jaxpr said, for the message where there is no rule.
 
     Raises:
       UnknownKernelError: if there is no rule and the policy is ``error``.
@@ -156,7 +210,7 @@ def resolve(jax: Jax, state: State, scope: Scope, call: Call, found: Registratio
             raise RuleError(f"{error}\n  {call}; rule declared at {found.where}",
                             **{k: v for k, v in vars(error).items() if k != "message"}) from None
     if scope.policy == "error":
-        raise _unknown(call, context, state)
+        raise _unknown(call, context, state, audit)
     if scope.policy == COLLECT:
         scope.notes.unknown.append((call, inputs))
         return no_communication.resolve(context)
@@ -166,16 +220,18 @@ def resolve(jax: Jax, state: State, scope: Scope, call: Call, found: Registratio
     return _UNKNOWN.resolve(context)
 
 
-def _unknown(call: Call, context: RuleContext, state: State) -> UnknownKernelError:
+def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> UnknownKernelError:
     inputs = "\n".join(f"    input {i}: {t}" for i, t in enumerate(context.inputs))
     names = ", ".join(map(repr, state.registry.names())) or "none"
+    why = "" if audit is None else (
+        f"Its own jaxpr is {str(audit).replace(chr(10), chr(10) + '  ')}\n")
     return UnknownKernelError(
         f"no rule for {call}: shard_map(check_vma=True) over manual axes "
         f"{{{', '.join(context.mesh_axes)}}} can't tell over which of them its outputs vary\n"
-        f"{inputs or '    no inputs'}\n"
+        f"{inputs or '    no inputs'}\n{why}"
         "If the kernel reads no other device and no device id, write "
         "@shardrules.no_communication above its def, or\n"
         f"    shardrules.register({call.name!r}, shardrules.no_communication)\n"
         f"If it communicates, register a function of a shardrules.RuleContext. "
         f"Names with a rule: {names}.",
-        kernel=call.name, inputs=context.inputs, mesh_axes=context.mesh_axes)
+        kernel=call.name, inputs=context.inputs, mesh_axes=context.mesh_axes, audit=audit)

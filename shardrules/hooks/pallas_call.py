@@ -24,6 +24,7 @@ from shardrules.hooks.opaque import (
     Known,
     check_annotations,
     find_rule,
+    prove,
     resolve,
     typed,
     types_of,
@@ -132,6 +133,8 @@ class PallasHooks:
             kernel.call = dataclasses.replace(kernel.call, name=name)
         if kernel.found is None:
             kernel.found = find_rule(kernel.call, kernel.scope, self.state)
+        if kernel.active(self.state):
+            prove(kernel, self.state, params, 0)
         return kernel
 
     def _acts(self, params: dict[str, Any]) -> bool:
@@ -169,7 +172,7 @@ class PallasHooks:
 
     def _resolve(self, kernel: Known, avals, output_count: int):
         return resolve(self.jax, self.state, kernel.governing(self.state), kernel.call,
-                       kernel.found, types_of(self.jax, avals), output_count)
+                       kernel.found, types_of(self.jax, avals), output_count, kernel.audit)
 
     @contextlib.contextmanager
     def _transforming(self, kernel: Known):

@@ -72,6 +72,7 @@ class Scope:
       overlays: the registry's scopes, outermost first.
       claims: where the claims of ``already_summed`` are compared, or None.
       notes: where the hooks take notes of a trace that is for looking at only, or None.
+      prove: whether a kernel's own jaxpr may prove what nobody declares.
     """
 
     active: bool = False
@@ -80,6 +81,7 @@ class Scope:
     overlays: tuple[Overlay, ...] = ()
     claims: Claims | None = None
     notes: Notes | None = None
+    prove: bool = True
 
 
 class State:
@@ -92,37 +94,37 @@ class State:
     def __init__(self, registry: Registry):
         self.registry = registry
         self.lock = threading.RLock()
-        self._policies: list[tuple[object, str]] = []  # one for each installed handle
+        self._installed: list[tuple[object, Scope]] = []  # one for each installed handle
         self._local = threading.local()
         self._trace_key = None
 
     # Handles.
 
-    def push(self, handle: object, policy: str) -> None:
+    def push(self, handle: object, scope: Scope) -> None:
         """Activate the hooks in every thread."""
         with self.lock:
-            self._policies.append((handle, policy))
+            self._installed.append((handle, scope))
             self.refresh()
 
     def remove(self, handle: object) -> bool:
         """Take back what ``push`` did; return whether any handle is left."""
         with self.lock:
-            self._policies = [entry for entry in self._policies if entry[0] is not handle]
+            self._installed = [entry for entry in self._installed if entry[0] is not handle]
             self.refresh()
-            return bool(self._policies)
+            return bool(self._installed)
 
     # Scopes.
 
     @property
     def scope(self) -> Scope:
         """The scope of this thread, here."""
-        base = getattr(self._local, "scope", None) or self._installed()
+        base = getattr(self._local, "scope", None) or self._everywhere()
         overlays = self.registry.overlays
         return dataclasses.replace(base, overlays=overlays) if overlays else base
 
-    def _installed(self) -> Scope:
-        policies = self._policies
-        return Scope(True, policies[-1][1]) if policies else Scope()
+    def _everywhere(self) -> Scope:
+        installed = self._installed
+        return installed[-1][1] if installed else Scope()
 
     @contextlib.contextmanager
     def enter(self, scope: Scope):
@@ -159,7 +161,7 @@ class State:
     def refresh(self) -> None:
         """Tell JAX that what was traced under another registry or policy is stale."""
         if self._trace_key is not None:
-            self._trace_key.set_global(self._key(self._installed()))
+            self._trace_key.set_global(self._key(self._everywhere()))
 
     def _key(self, scope: Scope):
         # None while nothing is installed: JAX's caches are then what they were without us.

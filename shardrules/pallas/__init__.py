@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from shardrules.errors import UnsupportedJaxError
 from shardrules.pallas.audit import Audit, audit, audit_call, prove
 from shardrules.pallas.events import Blocker
+from shardrules.registry import default
 
 __all__ = ["Audit", "Blocker", "audit", "audit_call", "prove"]
+
+_READABLE = ("pallas_call", "mpmd_map", "core_map")
+
+
+def _prover(primitive: str, params: dict[str, Any], operand_count: int) -> Audit | None:
+    if primitive not in _READABLE:
+        return None
+    try:
+        return audit_call(primitive, params, operand_count)
+    except UnsupportedJaxError:  # its kernels are then declared, and never proven
+        return None
+
+
+default.add_prover(_prover)

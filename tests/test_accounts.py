@@ -168,6 +168,7 @@ LOOP = """%body (s: (s32[], f32[8], f32[8])) -> (s32[], f32[8], f32[8]) {{
   %x.in = f32[8] get-tuple-element(%s), index=1
   %w.in = f32[8] get-tuple-element(%s), index=2
   %twice = f32[8] add(%w.in, %w.in)
+  %mixed = f32[8] add(%twice, %x.in)
   {reduction}
   %y = f32[8] add(%x.in, %r)
   ROOT %out = (s32[], f32[8], f32[8]) tuple(%next, %y, %w.in)
@@ -201,7 +202,8 @@ def test_a_gather_that_a_loop_repeats_is_named():
     assert hint.advice == (
         "its operand is the same on every trip of the loop: run it before the loop, and 1024 B "
         "become 32 B (the result then stays in memory)")
-    assert findings.hints(testing.judge(loop("%x.in"), mesh=T.MESH)) == []
+    for changing in ("%x.in", "%mixed"):
+        assert findings.hints(testing.judge(loop(changing), mesh=T.MESH)) == []
 
 
 def test_a_loop_of_unknown_length_is_said():
@@ -223,6 +225,7 @@ def test_reduce_before_you_psum(cpu_mesh):
         return jax.lax.psum(x, "data").sum(0)
     args = programs.structs(cpu_mesh, ((8, 128), P("data")))
     for fun, expected in ((f, 1), (lambda x: jax.lax.psum(x.sum(0), "data"), 0),
+                          (lambda x: jax.lax.psum(x, "data").max(0), 0),
                           (lambda x: (lambda y: y.sum(0) + y[0])(jax.lax.psum(x, "data")), 0)):
         g = jax.shard_map(fun, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
         found = findings.hints(testing.judge(jax.jit(g), *args))

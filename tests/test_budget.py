@@ -118,6 +118,17 @@ def test_findings_need_a_reason_in_the_file(folder, updating):
         testing.assert_budget(TWO, path, mesh=MESH)
 
 
+def test_a_logical_budget_has_no_findings(folder, updating):
+    path = folder / "logical.toml"
+    redundant = module((T.OVER_MODEL, "f32[8]"), sharding=T.DATA)
+    testing.assert_budget(redundant, path, mesh=MESH, level="logical")
+    assert 'level = "logical"\n' in path.read_text()
+    updates.wanted = False
+    testing.assert_budget(redundant, path, mesh=MESH, level="logical")
+    with pytest.raises(errors.CollectiveAssertionError, match="level is compiled, was logical"):
+        testing.assert_budget(redundant, path, mesh=MESH)
+
+
 def test_paths_are_relative_to_the_project(tmp_path):
     root = str(tmp_path)
     assert accounts.relative_file(f"{root}/pkg/model.py", root) == "pkg/model.py"

@@ -146,7 +146,7 @@ def test_shards_that_differ_are_named(cpu_mesh, spec, devices, axes, classes):
         testing.check_replicated_inputs(w=bad)
 
 
-@pytest.mark.parametrize("one, other", [(0.0, -0.0), (np.nan, 1.0)])
+@pytest.mark.parametrize("one, other", [(0.0, -0.0), (np.nan, 0.0), (np.nan, 1.0)])
 def test_bits_are_compared(cpu_mesh, one, other):
     bad = array(cpu_mesh, P(), changed(5, to=other), np.full((4,), one, np.float32))
     with pytest.raises(errors.ReplicationAssertionError, match="1 of 4 elements"):

@@ -62,7 +62,7 @@ def judged(program: Program, registry: Registry | None = None,
     if program.compiled is not None:
         from shardrules.hooks import compiled as known
         if mesh is None:
-            mesh = _mesh_of(program.compiled)
+            mesh = known.mesh_of(program.compiled)
         shardings = known.parameter_shardings(program.compiled)
     module = hlo.parse(program.text, name=program.name)
     return hlo.judge(module, registry=registry, mesh=mesh,
@@ -228,14 +228,6 @@ def lower(program: Any, args: tuple, kwargs: dict) -> Any:
                 "shardrules are not installed; call shardrules.install() before tracing it.\n"
                 f"JAX says: {str(error).splitlines()[0]}") from error
         raise
-
-
-def _mesh_of(compiled: Any) -> dict[str, int] | None:
-    from shardrules.hooks import compiled as known
-    try:
-        return known.mesh_shape((compiled.input_shardings, compiled.output_shardings))
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def _matching(module: hlo.Module, shardings: Any) -> list[str] | None:

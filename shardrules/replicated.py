@@ -46,14 +46,13 @@ def assert_outputs_replicated(program: Any, *args, registry: Registry | None = N
     found = programs.read(program, args, kwargs)
     judgement = programs.judged(found, registry, mesh)
     outputs = judgement.outputs
-    promised: list[tuple[str, str]] | None = None
+    promised: list[tuple[str, str] | None] | None = None
     if output_shardings is not None:
         promised = [(_place(o.path), str(s)) for o, s in zip(outputs, output_shardings)]
         count = len(output_shardings)
     elif found.compiled is not None:
         from shardrules.hooks import compiled as known
-        told = known.output_shardings(found.compiled, [len(o.shape.dimensions) for o in outputs])
-        promised = None if told is None else [(path, text) for path, text, _ in told]
+        promised = known.output_shardings(found.compiled, [str(o.shape) for o in outputs])
         count = len(outputs)
     if promised is None:
         raise ShardrulesError(
@@ -64,8 +63,9 @@ def assert_outputs_replicated(program: Any, *args, registry: Registry | None = N
         raise ShardrulesError(f"output_shardings has {count} entries, but the program returns "
                               f"{len(outputs)} arrays; give one for each", count=count)
     wrong = []
-    for output, (path, text) in zip(outputs, promised):
-        wrong += _broken(judgement, output, path, text, strict)
+    for output, promise in zip(outputs, promised):
+        if promise is not None:
+            wrong += _broken(judgement, output, *promise, strict)
     if wrong:
         raise ReplicationAssertionError(
             f"{len(wrong)} of {len(outputs)} outputs are not proven equal where their shardings "
@@ -119,7 +119,8 @@ def _broken(judgement: hlo.Judgement, output: hlo.Output, path: str, text: str,
     if output.blockers:
         names = [b.kernel for b in output.blockers if b.kernel]
         advice = (f"shardrules.register({names[0]!r}, shardrules.no_communication), if that holds"
-                  if names else "give the call a rule")
+                  if names else "give the call a rule" if any(b.target for b in output.blockers)
+                  else "pass the jax.stages.Compiled, or give its arguments shardings")
     return [f"{first}\n    because {output.reason}\n    to do: {advice}"]
 
 

@@ -54,6 +54,26 @@ def test_an_output_that_varies_over_one_of_two_axes(cpu_mesh):
     testing.assert_outputs_replicated(g, *args)
 
 
+def test_tokens_of_ordered_effects_are_no_outputs():
+    from jax.experimental import io_callback
+
+    def f(x):
+        io_callback(lambda _: None, None, x, ordered=True)
+        return x + 1
+    judgement = testing.assert_outputs_replicated(jax.jit(f), jnp.ones(3))
+    assert [str(o.shape) for o in judgement.outputs] == ["token[]", "f32[3]"]
+
+
+def test_outputs_of_every_form_are_matched(cpu_mesh):
+    """Forwarded, dropped and constant ones; keys, whose data has one more dimension."""
+    x, y = programs.structs(cpu_mesh, ((8, 16), P()), ((8, 16), P("data")))
+    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=x.sharding)
+    for f, args, count in ((lambda x, y: (x, y + 1, x), (x, y), 3), (lambda x: None, (x,), 0),
+                           (lambda x, y: y.sum(), (x, y), 1), (jax.random.split, (key,), 1),
+                           (lambda x: (jnp.ones(3), x.shape[0]), (x,), 2)):
+        assert len(testing.assert_outputs_replicated(jax.jit(f), *args).outputs) == count
+
+
 def entry(*lines):
     return T.module("\n".join([T.parameter(T.DATA), *lines]))
 
@@ -88,6 +108,11 @@ def test_an_opaque_call_in_the_way_is_named():
     assert "because custom call 'mine' has no rule" in str(caught.value)
     assert ("to do: shardrules.register('mine', shardrules.no_communication), if that holds"
             ) in str(caught.value)
+    unknown = T.module("%x = f32[8] parameter(0)\nROOT %y = f32[8] add(%x, %x)")
+    with pytest.raises(errors.ReplicationAssertionError) as caught:
+        testing.assert_outputs_replicated(unknown, output_shardings=["{replicated}"])
+    assert "to do: pass the jax.stages.Compiled, or give its arguments shardings" in str(
+        caught.value)
     tagged = call + (', frontend_attributes={shardrules.kernel="mine",shardrules.effects="local",'
                      'shardrules.status="declared"}')
     text = entry(tagged).replace(T.DATA, "{replicated}")

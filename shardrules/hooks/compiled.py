@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["mesh_of_lowered", "mesh_shape", "output_shardings", "parameter_shardings", "platform",
+__all__ = ["mesh_of", "mesh_of_lowered", "mesh_shape", "output_shardings", "parameter_shardings", "platform",
            "unoptimized_text"]
 
 
@@ -37,49 +37,50 @@ def parameter_shardings(compiled: Any) -> list[tuple[tuple[int, ...], str]] | No
     """
     import jax
     is_none = lambda x: x is None  # noqa: E731
-    try:
-        shardings = jax.tree_util.tree_leaves(compiled.input_shardings, is_leaf=is_none)
-        infos = jax.tree_util.tree_leaves(compiled.args_info)
-    except (AttributeError, NotImplementedError):
-        return None
+    shardings = jax.tree_util.tree_leaves(_told(compiled, "input_shardings"), is_leaf=is_none)
+    infos = jax.tree_util.tree_leaves(_told(compiled, "args_info"))
     if len(shardings) != len(infos):
         return None
     # An argument's shape stands on its aval in JAX 0.4.28.
-    kept = [(tuple(getattr(info, "aval", info).shape), sharding)
+    kept = [(_array_shape(getattr(info, "aval", info)), sharding)
             for info, sharding in zip(infos, shardings)
             if sharding is not None]
     return [(sharding.shard_shape(shape), str(sharding._to_xla_hlo_sharding(len(shape))))
             for shape, sharding in kept]
 
 
-def output_shardings(compiled: Any, ranks: list[int]) -> list[tuple[str, str, Any]] | None:
-    """Return path, HLO sharding and JAX sharding of each array that a compiled program returns.
+def output_shardings(compiled: Any, shapes: list[str]) -> list[tuple[str, str] | None] | None:
+    """Return path and HLO sharding of each array that a compiled program returns.
+
+    The tokens of ordered effects stand before a program's own outputs and have no sharding.
 
     Args:
       compiled: a jax.stages.Compiled.
-      ranks: the number of dimensions of each array, in order.
+      shapes: each array's shape on one device as HLO prints it, ``"f32[8,16]"``.
 
     Returns:
-      One entry for each array, or None if the program does not say.
+      One entry for each array, None for a token; or None if the program does not say.
     """
     import jax
-    try:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(compiled.output_shardings)
-    except (AttributeError, NotImplementedError):
+    told = _told(compiled, "output_shardings")
+    if told is None and shapes:
         return None
-    if len(leaves) != len(ranks):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(told)
+    tokens = len(shapes) - len(leaves)
+    if tokens < 0 or any(shape != "token[]" for shape in shapes[:tokens]):
         return None
-    return [(jax.tree_util.keystr(path), str(sharding._to_xla_hlo_sharding(rank)), sharding)
-            for (path, sharding), rank in zip(leaves, ranks)]
+    ranks = [len(shape.partition("[")[2].strip("]").split(",")) if "[]" not in shape else 0
+             for shape in shapes[tokens:]]
+    return [None] * tokens + [
+        (jax.tree_util.keystr(path), str(sharding._to_xla_hlo_sharding(rank)))
+        for (path, sharding), rank in zip(leaves, ranks)]
 
 
 def platform(compiled: Any) -> str | None:
     """Return ``cpu``, ``tpu`` or ``gpu``, or None if a compiled program does not say."""
     import jax
-    try:
-        leaves = jax.tree_util.tree_leaves((compiled.input_shardings, compiled.output_shardings))
-    except (AttributeError, NotImplementedError):
-        return None
+    leaves = jax.tree_util.tree_leaves(
+        [_told(compiled, name) for name in ("input_shardings", "output_shardings")])
     found = {device.platform for leaf in leaves for device in leaf.device_set}
     if len(found) != 1:
         return None
@@ -112,5 +113,28 @@ def mesh_of_lowered(lowered: Any, arguments: Any) -> dict[str, int] | None:
     if found is not None:
         return found
     # What a Lowered was given stands on no public attribute; compiling gives it back.
-    compiled = lowered.compile()
-    return mesh_shape((compiled.input_shardings, compiled.output_shardings))
+    return mesh_of(lowered.compile())
+
+
+def mesh_of(compiled: Any) -> dict[str, int] | None:
+    """Return the axis sizes of the one mesh of a compiled program, else None."""
+    return mesh_shape([_told(compiled, name) for name in ("input_shardings", "output_shardings")])
+
+
+def _told(compiled: Any, name: str) -> Any:
+    """Return an attribute of a compiled program, None where it can't give it.
+
+    JAX 0.4.28 raises ValueError for the input_shardings of a program with a pruned argument.
+    """
+    try:
+        return getattr(compiled, name)
+    except (AttributeError, NotImplementedError, ValueError):
+        return None
+
+
+def _array_shape(aval: Any) -> tuple[int, ...]:
+    """Return the shape of the array that holds an argument: a key's data has more dimensions."""
+    import jax
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return tuple(aval.shape)

@@ -20,6 +20,9 @@ _LINE = re.compile(
     r"\(([^()\n]*)\)(?:, [^\n]*)?\n")
 _SLOW_HEAD = re.compile(r"\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"\s*([A-Za-z][\w\-]*)\s*\(")
+# How a line begins that doesn't go on with the instruction before it.
+_FRESH = ("  %", "  ROOT %")
+_FRESH_BARE = re.compile(r"[ \t]+(?:ROOT\s+)?%?[\w.\-]+ = ")
 _HEADER = re.compile(r"[ \t]*(ENTRY\s+)?%?([\w.\-]+)(?=[\s({])[^\n]*\{[ \t]*\n")
 _FOOTER = re.compile(r"[ \t]*\}([^\n]*)(?:\n|$)")
 _SKIP = re.compile(r"(?:\s|/\*.*?\*/|//[^\n]*)*", re.DOTALL)
@@ -232,6 +235,10 @@ class _Parser:
                 start = position
                 end = line.end() - 1
                 position = end + 1
+                if not text.startswith(_FRESH, position) and not _FRESH_BARE.match(text, position):
+                    # JAX's kernel metadata runs over several lines (TPU, JAX 0.10.2).
+                    end = self._attributes_end(attributes)
+                    position = end + 1 if text.startswith("\n", end) else end
             else:
                 begin = _SKIP.match(text, position).end()
                 footer = _FOOTER.match(text, begin)

@@ -207,3 +207,24 @@ def test_only_text_is_taken():
 def test_builder_makes_modules():
     module = hlo.parse(T.module(T.parameter(T.DATA) + "\n" + T.all_reduce("%x")))
     assert module.entry.instructions[-1].calls == ("add",)
+
+
+def test_attributes_that_run_over_several_lines():
+    """JAX writes a kernel's metadata as JSON with line breaks into frontend_attributes."""
+    module = hlo.parse("""HloModule m, num_partitions=8
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0)
+  %k = f32[4]{0} custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"mesh_axes":"[\\"data\\", \\"model\\"]"
+},shardrules.effects="local",shardrules.kernel="k"}, metadata={op_name="f"}
+  ROOT %n = f32[4]{0} custom-call(%k), custom_call_target="t", frontend_attributes={kernel_metadata={
+"x":"y"
+}}
+}
+""")
+    kernel, other = module.entry.instructions[1:]
+    assert (kernel.opcode, kernel.name, other.name) == ("custom-call", "k", "n")
+    assert 'shardrules.effects="local"' in kernel.attribute("frontend_attributes")
+    assert module.metadata(kernel).op_name == "f"
+    assert other.attribute("frontend_attributes").count("\n") == 2

@@ -101,9 +101,12 @@ class CustomVjpHooks:
             return cotangents
 
         def one(path, ct, index):
-            primal = parts.in_avals[index]
-            if ct is None or getattr(ct, "dtype", None) == jax.dtypes.float0:
+            # None stands for a whole subtree of the primals; what stands for no leaf of theirs
+            # (a cotangent for an argument that is None) JAX drops.
+            if (ct is None or not isinstance(index, int)
+                    or getattr(ct, "dtype", None) == jax.dtypes.float0):
                 return ct
+            primal = parts.in_avals[index]
             if isinstance(ct, self.jax.SymbolicZero):  # zero varies over whatever it has to
                 return self.jax.SymbolicZero(
                     self.jax.with_axis_type(ct.aval, self.jax.cotangent_type(primal)))
@@ -263,7 +266,8 @@ class Bwd:
             import jax
             leaves, tree = jax.tree_util.tree_flatten(self.args)
             zero = self.hooks.jax.SymbolicZero
-            dynamic = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, zero)]
+            # A Python number among the residuals may be used as a static argument.
+            dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
             paths: list[Any] = []
 

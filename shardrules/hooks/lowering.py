@@ -46,7 +46,7 @@ class LoweringHooks:
             if known is None or not known.active(self.state):
                 return original(ctx, *operands, **params)
             count = len(operands) if known.operand_count is None else known.operand_count
-            confirm(known, self.state, params, count)
+            confirm(known, self.state, primitive.name, params, count)
             if params.get("interpret"):
                 return self._interpret(original, ctx, *operands, **params)
             results = original(ctx, *operands, **params)

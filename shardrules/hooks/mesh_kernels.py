@@ -309,7 +309,7 @@ class MeshKernelHooks:
         """
         if known.layout is not None:
             known.operand_count = known.layout.operand_count
-            prove(known, self.state, params, known.operand_count)
+            prove(known, self.state, kind.primitive.name, params, known.operand_count)
         return known
 
     def _described(self, kind: _Kind, jaxprs, params) -> _Kernel:

@@ -120,23 +120,26 @@ def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
     return None
 
 
-def prove(known: Known, state: State, params: dict[str, Any], operand_count: int) -> None:
+def prove(known: Known, state: State, primitive: str, params: dict[str, Any],
+          operand_count: int) -> None:
     """Settle a call without a declaration by its kernel's own jaxpr, where that proves it.
 
     Args:
       known: the call; ``found`` and ``audit`` are set.
       state: for the registry's provers.
+      primitive: the equation's, which a transformation may have changed.
       params: the equation's parameters.
       operand_count: how many operands it takes.
     """
     if known.found is None and known.audit is None and known.governing(state).prove:
-        known.audit = state.registry.audit(known.call.primitive, params, operand_count)
+        known.audit = state.registry.audit(primitive, params, operand_count)
         if known.audit is not None and known.audit.proven:
             known.found = Registration(known.call.name, no_communication,
                                        known.call.place or "its own jaxpr", "audited")
 
 
-def confirm(known: Known, state: State, params: dict[str, Any], operand_count: int) -> None:
+def confirm(known: Known, state: State, primitive: str, params: dict[str, Any],
+            operand_count: int) -> None:
     """Hold a declaration that a call doesn't communicate against its kernel's own jaxpr.
 
     What the jaxpr proves is marked audited; what it merely can't confirm stands, as declared. Not
@@ -145,6 +148,7 @@ def confirm(known: Known, state: State, params: dict[str, Any], operand_count: i
     Args:
       known: the call; the status of ``found`` may change.
       state: for the registry's provers.
+      primitive: the equation's, which a transformation may have changed.
       params: the equation's parameters.
       operand_count: how many operands it takes.
 
@@ -155,7 +159,7 @@ def confirm(known: Known, state: State, params: dict[str, Any], operand_count: i
     if found is None or found.status == "audited" or found.rule != no_communication:
         return
     if known.audit is None:
-        known.audit = state.registry.audit(known.call.primitive, params, operand_count)
+        known.audit = state.registry.audit(primitive, params, operand_count)
     if known.audit is None:
         return
     if known.audit.contradicts_no_communication:

@@ -134,7 +134,7 @@ class PallasHooks:
         if kernel.found is None:
             kernel.found = find_rule(kernel.call, kernel.scope, self.state)
         if kernel.active(self.state):
-            prove(kernel, self.state, params, 0)
+            prove(kernel, self.state, "pallas_call", params, 0)
         return kernel
 
     def _acts(self, params: dict[str, Any]) -> bool:

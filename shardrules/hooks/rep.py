@@ -175,7 +175,7 @@ class RepHooks:
         count = self._output_count(primitive, avals, params)
         with self.jax.over_axes(tuple(mesh.axis_names)):
             resolution = resolve(self.jax, self.state, known.governing(self.state), known.call,
-                                 known.found, types, count)
+                                 known.found, types, count, known.audit)
         partial = [t for t in resolution.outputs if t.unreduced or t.reduced]
         if partial:
             raise RuleError(

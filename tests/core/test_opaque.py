@@ -133,10 +133,10 @@ if versions.has_ffi_call():
 
     @pytest.mark.parametrize("check, expected", [
         (True, [("needed", None)]),
-        # Only the kernel's tag says that what it gathered is equal along model.
+        # Only the tag says that what it gathered is equal along model.
         (False, [("overwide", ("data",))])])
-    def test_user_program_gets_the_same_verdicts(check, expected, lapack, hooks, cpu_mesh):
-        """A kernel with a replicated weight, a local FFI call and one that communicates."""
+    def test_verdict_rests_on_what_the_tag_says(check, expected, lapack, hooks, cpu_mesh):
+        """LAPACK's target stands in for one that gathers: XLA sees a custom call, and no more."""
         sr.register("lapack_spotrf_ffi", sr.all_gather_invariant("model"))
         scale = kernels.make_scale(sr.no_communication(kernels.scale_kernel),
                                    sr.no_communication(kernels.sum_rows_kernel))
@@ -160,3 +160,50 @@ if versions.has_ffi_call():
         assert untagged != text
         alone = hlo.judge(untagged, registry=registry.Registry())
         assert not alone.overwide and not alone.redundant and len(alone.verdicts) == 1
+
+
+@functools.lru_cache(maxsize=None)
+def make_gather():
+    """A user's primitive that communicates: shard_map's check sees its name, and no more."""
+    primitive = Primitive("ring_gather")
+    primitive.def_abstract_eval(
+        lambda x: jax.core.ShapedArray((x.shape[0], 2 * x.shape[1]), x.dtype))
+    mlir.register_lowering(primitive, mlir.lower_fun(
+        lambda x: jax.lax.all_gather(x, "model", axis=1, tiled=True), multiple_results=False))
+    return primitive
+
+
+@pytest.mark.parametrize("with_ffi", [True, False] if versions.has_ffi_call() else [False])
+@pytest.mark.parametrize("check, reduction", [
+    (True, ("needed", ("data",), None)),
+    (False, ("overwide", ("data", "model"), ("data",)))])
+def test_user_program_gets_the_same_verdicts_on_every_jax(
+        check, reduction, with_ffi, hooks, cpu_mesh):
+    """A kernel with a replicated weight, an FFI call, a call that gathers over model."""
+    sr.register("ring_gather", sr.all_gather_invariant("model"))
+    if with_ffi:
+        jnp.linalg.cholesky(jnp.eye(2)).block_until_ready()  # loads what the target calls
+        sr.register("lapack_spotrf_ffi", sr.no_communication)
+    scale = kernels.make_scale(sr.no_communication(kernels.scale_kernel),
+                               sr.no_communication(kernels.sum_rows_kernel))
+
+    def f(x, w):
+        x = jax.lax.stop_gradient(x)
+        return scale(make_gather().bind(cholesky(x) if with_ffi else x), w)
+
+    spec = P("data", "model")
+    mapped = versions.shard_map(f, mesh=cpu_mesh, in_specs=(spec, P()), out_specs=P("data", None),
+                                check=check)
+    gradient = jax.jit(jax.grad(lambda w, x: (mapped(x, w) ** 2).sum()),
+                       in_shardings=(NamedSharding(cpu_mesh, P()), NamedSharding(cpu_mesh, spec)))
+    blocks = [[np.eye(8, dtype=np.float32) * (1 + i + 4 * j) ** 2 for j in range(2)]
+              for i in range(4)]
+    x, w = np.block(blocks), np.arange(1, 17, dtype=np.float32)
+
+    gathered = np.block([[np.sqrt(b) for b in row] for row in blocks]) if with_ffi else x
+    np.testing.assert_allclose(gradient(w, x), (2 * gathered ** 2 * w).sum(0), rtol=1e-5)
+    judgement = testing.judge(gradient, w, x)
+    assert judgement.opaque == ()
+    assert sorted((v.collective.kind, v.verdict, v.collective.axes, v.needed_axes)
+                  for v in judgement.verdicts) == [
+        ("all-gather", "needed", ("model",), None), ("all-reduce", *reduction)]

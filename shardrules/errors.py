@@ -18,6 +18,7 @@ __all__ = [
     "RefError",
     "RegistrationError",
     "ReplicationAssertionError",
+    "RuleCheckError",
     "RuleError",
     "ShardrulesError",
     "UnknownKernelError",
@@ -49,6 +50,10 @@ class RegistrationError(ShardrulesError, ValueError):
 
 class RuleError(ShardrulesError, ValueError):
     """A rule whose answer can't be used: wrong count, unknown axis, contradicted annotation."""
+
+
+class RuleCheckError(ShardrulesError, AssertionError):
+    """An op that does something else than its rule says."""
 
 
 class UnknownKernelError(ShardrulesError, LookupError):

@@ -20,9 +20,11 @@ from shardrules.expectations import at_most, exactly, pick
 from shardrules.program import judge
 from shardrules.registry import Registry
 from shardrules.replicated import assert_outputs_replicated, check_replicated_inputs
+from shardrules.rulecheck import check_rule
 
 __all__ = ["account", "assert_budget", "assert_collectives", "assert_no_defensive_psum",
-           "assert_outputs_replicated", "at_most", "check_replicated_inputs", "exactly", "judge"]
+           "assert_outputs_replicated", "at_most", "check_replicated_inputs", "check_rule",
+           "exactly", "judge"]
 
 _LEVELS = ("compiled", "logical")
 

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from shardrules.declare import Binding, Declared
-from shardrules.errors import ShardrulesError
+from shardrules.errors import ShardrulesError, UnsupportedJaxError
 from shardrules.hooks import compat
 from shardrules.hooks.control import ControlHooks
 from shardrules.hooks.custom_vjp import CustomVjpHooks
@@ -26,7 +26,7 @@ from shardrules.hooks.rep import RepHooks
 from shardrules.hooks.state import POLICIES, Scope, State
 from shardrules.registry import default
 
-__all__ = ["Handle", "install", "installed", "touched"]
+__all__ = ["Handle", "install", "installed", "shard_map", "touched", "varying"]
 
 _lock = threading.RLock()
 _state = State(default)
@@ -96,6 +96,37 @@ def installed() -> bool:
 def touched() -> tuple[tuple[Any, Any], ...]:
     """Return each attribute and table entry of JAX that is replaced now."""
     return _patches.touched()
+
+
+def varying(value: Any) -> frozenset[str]:
+    """Return the mesh axes over which a value varies, as its type here says.
+
+    Args:
+      value: an array inside shard_map.
+    """
+    jax = compat.load()
+    if not jax.typed:
+        raise UnsupportedJaxError(
+            f"JAX {jax.version} keeps no axis types on values; this needs JAX 0.6 or newer",
+            version=jax.version)
+    return jax.axis_type(jax.typeof(value)).varying
+
+
+def shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, *, check: bool) -> Any:
+    """Return ``f`` in shard_map, by whatever name this JAX has for it and for its check.
+
+    Args:
+      f: the function of one device's blocks.
+      mesh: the mesh.
+      in_specs, out_specs: the specs.
+      check: whether shard_map tracks how values vary.
+    """
+    import jax
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
+                             check_vma=check)
+    from jax.experimental.shard_map import shard_map as old
+    return old(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_rep=check)
 
 
 def known_of(primitive: Any, params: dict[str, Any]) -> Known | None:

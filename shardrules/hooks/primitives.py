@@ -152,13 +152,18 @@ class PrimitiveHooks:
         bind = primitive.bind
 
         def bound(*args, **params):
-            # A user's abstract eval is often defined after the primitive is made.
-            evaluate = vars(primitive).get("abstract_eval")
-            if evaluate is not None and not hasattr(evaluate, "shardrules"):
-                patches.attribute(primitive, "abstract_eval", self._evaluator(kind, evaluate))
+            self._type(patches, kind)  # often defined after the primitive is made
             return self._bind(kind, bind, args, params)
 
+        # The types also where somebody took hold of ``primitive.bind`` before.
+        self._type(patches, kind)
         patches.attribute(primitive, "bind", bound)
+
+    def _type(self, patches: Patches, kind: _Kind) -> None:
+        """Replace a primitive's abstract eval, if it has one and that is not done yet."""
+        evaluate = vars(kind.primitive).get("abstract_eval")
+        if evaluate is not None and not hasattr(evaluate, "shardrules"):
+            patches.attribute(kind.primitive, "abstract_eval", self._evaluator(kind, evaluate))
 
     # What is known of a call.
 

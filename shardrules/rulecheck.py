@@ -1,0 +1,254 @@
+"""Hold a declaration against what the op does: on CPU devices, with random data.
+
+A declaration is believed, so one that is wrong gives wrong gradients silently. Three gradients are
+compared, because a wrong rule goes wrong in only some of them: one that drops an axis is right with
+the check off, and N times the gradient with it on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardrules import hooks
+from shardrules.errors import RuleCheckError, ShardrulesError
+
+__all__ = ["check_rule"]
+
+
+def check_rule(op: Callable, mesh: Any, *args, in_specs: Any = None, out_specs: Any = None,
+               reference: Callable | None = None, gradients: bool = True, seed: int = 0,
+               rtol: float = 1e-4) -> None:
+    """Run an op under its rule, and compare what the rule says with what happens.
+
+    Outputs that the rule calls invariant over an axis must be bitwise equal along it. The outputs
+    and the gradients of all floating-point arguments must be the same with the check on, with it
+    off, and on a single device. Where the rule drops an axis, a bwd that is right with the check
+    on gives one N-th of the gradient with it off: that is warned of, not refused.
+
+    Args:
+      op: what runs inside shard_map, on one device's blocks; it has to run on CPU (``interpret``
+        of pallas_call, TPU interpret parameters, an FFI handler for CPU).
+      mesh: a mesh of CPU devices.
+      *args: global arrays, or ShapeDtypeStructs for which random data is drawn.
+      in_specs: their PartitionSpecs, as for jax.shard_map; those of their shardings if None.
+      out_specs: the outputs' PartitionSpecs; if None, each output's first dimension is split over
+        the axes over which its rule says that it varies.
+      reference: the same function of the global arrays on a single device. Without it, op itself
+        runs on one block after the other, which an op that communicates can't.
+      gradients: whether to compare gradients.
+      seed: of the random data.
+      rtol: how far results may differ, relative to the largest one: sums are added in another
+        order.
+
+    Raises:
+      RuleCheckError: naming the output or argument, the axes or the two ways that differ, and by
+        how much.
+      ShardrulesError: if the arguments don't fit.
+    """
+    import jax
+    _check_mesh(jax, mesh)
+    if in_specs is None:
+        in_specs = tuple(_spec_of(i, leaf) for i, leaf in enumerate(args))
+    elif isinstance(in_specs, jax.sharding.PartitionSpec):
+        in_specs = (in_specs,) * len(args)
+    values = _draw(jax, args, seed)
+    # The hooks act in any case: what is checked is what they would make of the rule.
+    with contextlib.nullcontext() if hooks.installed() else hooks.install():
+        _check(jax, op, mesh, values, in_specs, out_specs, reference, gradients, seed, rtol)
+
+
+def _check(jax, op, mesh, values, in_specs, out_specs, reference, gradients, seed, rtol) -> None:
+    types, out_specs = _types(jax, op, mesh, values, in_specs, out_specs)
+    _check_equal(jax, op, mesh, values, in_specs, types)
+    ways = {f"check {word}": hooks.shard_map(op, mesh, in_specs, out_specs, check=on)
+            for word, on in (("on", True), ("off", False))}
+    shapes = jax.eval_shape(ways["check on"], *values)
+    ways["single device"] = reference or _block_by_block(
+        jax, op, mesh, values, in_specs, out_specs, shapes)
+    weights = _draw(jax, jax.tree_util.tree_leaves(shapes), seed + 1)
+    floats = tuple(i for i, leaf in enumerate(values)
+                   if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating))
+    entering = frozenset().union(*map(_axes_of, in_specs))
+    drops = any(entering - varying for varying in types)
+    results = {}
+    for name, f in ways.items():
+        def loss(*arguments, f=f):
+            leaves = jax.tree_util.tree_leaves(f(*arguments))
+            total = sum(((leaf * w).sum() + (leaf ** 2).sum() / 2).astype("float32")
+                        for leaf, w in zip(leaves, weights)
+                        if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating))
+            return total, leaves
+
+        if gradients and floats:
+            grads, leaves = jax.jit(jax.grad(loss, argnums=floats, has_aux=True))(*values)
+        else:
+            grads, leaves = (), jax.jit(loss)(*values)[1]
+        results[name] = jax.device_get((leaves, grads))
+    for what, part, numbers in (("output", 0, range(len(weights))),
+                                ("gradient of argument", 1, floats)):
+        for position, number in enumerate(numbers):
+            leaves = {name: result[part][position] for name, result in results.items()
+                      if part == 0 or gradients}
+            if leaves:
+                off = leaves.pop("check off")
+                _compare(f"{what} {number}", leaves, rtol)
+                leaves = {"check on": leaves["check on"], "check off": off}
+                try:
+                    _compare(f"{what} {number}", leaves, rtol)
+                except RuleCheckError as error:
+                    if not drops:
+                        raise
+                    warnings.warn(f"right with the check on only: {error}", stacklevel=4)
+
+
+def _axes_of(spec: Any) -> frozenset[str]:
+    return frozenset(axis for part in spec if part is not None
+                     for axis in (part if isinstance(part, tuple) else (part,)))
+
+
+def _check_mesh(jax, mesh: Any) -> None:
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ShardrulesError(f"{mesh!r} is no jax.sharding.Mesh", mesh=mesh)
+    others = {d.platform for d in mesh.devices.flat} - {"cpu"}
+    if others:
+        raise ShardrulesError(
+            f"check_rule runs on CPU devices, and this mesh has {', '.join(sorted(others))}; set "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=8 before jax starts, and build the "
+            "mesh from jax.devices('cpu')", mesh=mesh)
+
+
+def _draw(jax, args: Sequence[Any], seed: int) -> list[Any]:
+    """Draw normal floats and small integers; arrays stay as they are."""
+    keys = jax.random.split(jax.random.PRNGKey(seed), max(len(args), 1))
+    drawn = []
+    for i, (key, leaf) in enumerate(zip(keys, args)):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ShardrulesError(f"argument {i} is {leaf!r}; give arrays or "
+                                  "jax.ShapeDtypeStructs", argument=i)
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            drawn.append(jax.numpy.asarray(leaf))
+        elif jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
+            drawn.append(jax.random.normal(key, leaf.shape, "float32").astype(leaf.dtype))
+        elif leaf.dtype == bool:
+            drawn.append(jax.random.bernoulli(key, 0.5, leaf.shape))
+        elif jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer):
+            drawn.append(jax.random.randint(key, leaf.shape, 0, 8, leaf.dtype))
+        else:
+            raise ShardrulesError(f"no random data for argument {i} of type {leaf.dtype}; give "
+                                  "the array", argument=i)
+    return drawn
+
+
+def _spec_of(number: int, leaf: Any) -> Any:
+    spec = getattr(getattr(leaf, "sharding", None), "spec", None)
+    if spec is None:
+        raise ShardrulesError(f"argument {number} has no NamedSharding that tells how it is "
+                              "split; pass in_specs", argument=number)
+    return spec
+
+
+def _types(jax, op, mesh, values, in_specs, out_specs):
+    """Return each output's varying axes under the rule, and out_specs for them."""
+    P = jax.sharding.PartitionSpec
+    types: list[frozenset[str]] = []
+    specs: list[Any] = []
+
+    def spy(*blocks):
+        out = op(*blocks)
+        types[:] = [hooks.varying(leaf) for leaf in jax.tree_util.tree_leaves(out)]
+        order = [tuple(a for a in mesh.axis_names if a in varying) for varying in types]
+        flat, tree = jax.tree_util.tree_flatten(out)
+        for number, (leaf, axes) in enumerate(zip(flat, order)):
+            if out_specs is None and axes and not leaf.ndim:
+                raise ShardrulesError(
+                    f"output {number} is a scalar that varies over {{{', '.join(axes)}}}; pass an "
+                    "op whose outputs can be split, and its out_specs", output=number)
+        specs[:] = [jax.tree_util.tree_unflatten(tree, [P(axes) if axes else P()
+                                                        for axes in order])]
+        return ()
+
+    jax.eval_shape(hooks.shard_map(spy, mesh, in_specs, (), check=True), *values)
+    return types, specs[0] if out_specs is None else out_specs
+
+
+def _check_equal(jax, op, mesh, values, in_specs, types) -> None:
+    """Compare, bit by bit, the blocks that the rule says are the same."""
+    import numpy as np
+    axes = tuple(mesh.axis_names)
+
+    def stacked(*blocks):
+        return [leaf[None] for leaf in jax.tree_util.tree_leaves(op(*blocks))]
+
+    out = jax.jit(hooks.shard_map(stacked, mesh, in_specs, jax.sharding.PartitionSpec(axes),
+                                  check=False))(*values)
+    for number, (leaf, varying) in enumerate(zip(out, types)):
+        blocks = np.ascontiguousarray(np.asarray(leaf))
+        data = blocks.reshape(*mesh.devices.shape, -1).view(np.uint8)
+        for at, axis in enumerate(axes):
+            if axis in varying:
+                continue
+            same = (data == np.take(data, [0], axis=at)).all(axis=-1)
+            if not same.all():
+                raise RuleCheckError(
+                    f"output {number} is declared invariant over {axis!r}, but {(~same).sum()} of "
+                    f"{same.size} devices hold other bits than the first along that axis; "
+                    f"the rule says that it varies over {{{', '.join(sorted(varying))}}} only. "
+                    f"Declare what the op does, such as shardrules.per_device({axis!r}).",
+                    output=number, axis=axis)
+
+
+def _block_by_block(jax, op, mesh, values, in_specs, out_specs, shapes):
+    """Return op as a function of the global arrays, run for one device after the other."""
+    specs, tree = jax.tree_util.tree_flatten(
+        out_specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
+    leaves, out_tree = jax.tree_util.tree_flatten(shapes)
+    specs = specs * len(leaves) if len(specs) == 1 else specs
+
+    def places(spec, shape):
+        return jax.sharding.NamedSharding(mesh, spec).devices_indices_map(tuple(shape))
+
+    inputs = [places(spec, value.shape) for spec, value in zip(in_specs, values)]
+    outputs = [places(spec, leaf.shape) for spec, leaf in zip(specs, leaves)]
+
+    def reference(*arguments):
+        results = [jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        done: list[set] = [set() for _ in leaves]
+        for device in mesh.devices.flat:
+            try:
+                blocks = jax.tree_util.tree_leaves(op(*[
+                    a[places[device]] for a, places in zip(arguments, inputs)]))
+            except NameError as error:
+                raise ShardrulesError(
+                    f"the op names mesh axes ({error}), so it can't run on one device; pass "
+                    "check_rule(..., reference=f), f being the same function of the global arrays",
+                    op=op) from error
+            for i, block in enumerate(blocks):
+                place = outputs[i][device]
+                key = str(place)
+                if key not in done[i]:
+                    done[i].add(key)
+                    results[i] = results[i].at[place].set(block)
+        return jax.tree_util.tree_unflatten(out_tree, results)
+
+    return reference
+
+
+def _compare(what: str, leaves: dict[str, Any], rtol: float) -> None:
+    import numpy as np
+    names = list(leaves)
+    arrays = {name: np.asarray(leaf).astype(np.float64) for name, leaf in leaves.items()}
+    scale = max(float(np.max(np.abs(a), initial=0.0)) for a in arrays.values())
+    for i, a in enumerate(names):
+        for b in names[i + 1:]:
+            apart = float(np.max(np.abs(arrays[a] - arrays[b]), initial=0.0))
+            if not apart <= rtol * scale:
+                sizes = ", ".join(f"{name}: |.| = {np.linalg.norm(arrays[name]):.6g}"
+                                  for name in names)
+                raise RuleCheckError(
+                    f"{what} differs between {a!r} and {b!r} by {apart:.6g} (allowed: "
+                    f"{rtol * scale:.6g})\n  {sizes}\nA rule that drops an axis changes what a "
+                    "custom_vjp's bwd receives: the cotangent is summed over that axis already, "
+                    "and bwd must pass it on or slice it.", what=what, apart=apart)

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -75,14 +76,33 @@ def wrong_arrows(part, source):
 
 
 def private_names(source):
-    """The lines that name JAX's internals or read its version."""
-    for number, line in enumerate(source.splitlines(), 1):
-        if any(word in line for word in ("jax._src", "jaxlib.", "jax.__version__",
+    """The lines that name JAX's internals, read its version, or compare any with a number."""
+    lines = source.splitlines()
+    for number, line in enumerate(lines, 1):
+        if any(word in line for word in ("jax._src", "jaxlib.", "jax.__version__", "jax.version",
                                          "__version_info__")):
             yield f"{number}: {line.strip()}"
+    for name in imports(source):
+        if name.startswith(("jax.version", "jax.__version__", "shardrules.hooks.versions")):
+            yield f"imports {name}"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare) and any(map(_is_of_a_version, ast.walk(node))):
+            yield f"{node.lineno}: {lines[node.lineno - 1].strip()}"
+
+
+def _is_of_a_version(node):
+    """Whether an expression is a version's number, or asks for a version."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and bool(re.fullmatch(r"\d+(\.\d+)+\w*", node.value))
+    if isinstance(node, ast.Call):
+        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        return called in ("version", "Version", "parse_version", "distribution")
+    return False
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = pathlib.Path(__file__).parent.parent
+USERS = sorted((ROOT / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -118,9 +138,32 @@ def test_jax_internals_stand_in_hooks_alone(path):
     assert [line for line in private_names(path.read_text()) if cited not in line] == []
 
 
-def test_the_test_of_internals_can_fail():
-    assert list(private_names("import jax\nif jax.__version__ > '0.4': pass"))
-    assert list(private_names("from jax._src import core"))
+@pytest.mark.parametrize("path", USERS, ids=lambda p: p.name)
+def test_examples_are_of_every_jax(path):
+    assert list(private_names(path.read_text())) == []
+
+
+@pytest.mark.parametrize("source", [
+    "import jax\nif jax.__version__ > limit: pass",
+    "import jax\nif jax.__version_info__ < (0, 5): pass",
+    "from jax import __version__",
+    "from jax.version import __version__ as v",
+    "from jax._src import core",
+    "from shardrules.hooks import versions",
+    "from shardrules.hooks.versions import order",
+    "import jaxlib.xla_client",
+    "new = version_of_jax() >= '0.6.1'",
+    "new = '0.10' in supported",
+    "if Version(found) < limit: pass",
+    "import importlib.metadata as m\nold = m.version('jax') in OLD",
+])
+def test_the_test_of_internals_can_fail(source):
+    assert list(private_names(source))
+
+
+def test_the_test_of_internals_lets_others_pass():
+    assert list(private_names("x = (0, 5)\nif x > (0, 4) and name != '0.5 s': f(f'{jax}==0.5.1')\n"
+                              "import importlib.metadata as m\nprint(m.version('jax'))")) == []
 
 
 def test_importing_needs_no_jax():

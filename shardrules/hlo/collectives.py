@@ -124,10 +124,18 @@ def read_channel(module: hm.Module, instruction: hm.Instruction, kind: str,
     if "to_apply" in values:
         called = module.computations.get(values["to_apply"][0].lstrip("%"))
         reduction = _reduction(called) if called else ""
-        kinds = {leaf.element_type for leaf in instruction.shape.leaves()}
-        integers = all(re.fullmatch(r"[su]\d+|pred", k) for k in kinds)
-        ordered = not (kind == "all-reduce" and reduction in _ORDERLESS and integers)
+        ordered = not (kind == "all-reduce" and _orderless(reduction, instruction))
     return Channel(kind, groups, None, ordered, mesh, reduction)
+
+
+def orderless(channel: Channel, instruction: hm.Instruction) -> bool:
+    """Tell whether a reduction gives the same bits in whatever order it takes its operands."""
+    return _orderless(channel.reduction, instruction)
+
+
+def _orderless(reduction: str, instruction: hm.Instruction) -> bool:
+    kinds = {leaf.element_type for leaf in instruction.shape.leaves()}
+    return reduction in _ORDERLESS and all(re.fullmatch(r"[su]\d+|pred", k) for k in kinds)
 
 
 def _reduction(computation: hm.Computation) -> str:

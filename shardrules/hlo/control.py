@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrules.hlo import collectives as hc
 from shardrules.hlo import loops
 from shardrules.hlo import module as hm
 from shardrules.hlo import states as hs
@@ -84,7 +85,8 @@ class Control(Values):
 
     def _stepped(self, condition, body, carry: Any, guard: int) -> Any:
         """Follow a loop whose predicate is known on every device; None where it isn't."""
-        for _ in range(_MAX_STEPS + 1):
+        settling = _settling(body, self._deterministic)
+        for step in range(_MAX_STEPS + 1):
             predicate = self.evaluate(condition, (carry,), guard)
             if not isinstance(predicate, Exact) or predicate.array[0].size != 1:
                 return None
@@ -95,8 +97,21 @@ class Control(Values):
             following = self._keep(body, carry, self.evaluate(body, (carry,), guard))
             chosen = self.choose(Exact(predicate.state, running.astype(np.int64), False),
                                  [carry, following])
-            carry = self._keep(body, carry, chosen)
+            chosen = self._keep(body, carry, chosen)
+            if isinstance(carry, tuple) and isinstance(chosen, tuple):
+                chosen = tuple([
+                    before if self._settled(body, settling.get(k), step, guard) else after
+                    for k, (before, after) in enumerate(zip(carry, chosen))])
+            carry = chosen
         return None
+
+    def _settled(self, body: hm.Computation, settling, step: int, guard: int) -> bool:
+        """Tell whether an element is after so many steps what each further step makes of it."""
+        if settling is None or settling[0] > step:
+            return False
+        proven = self.states[guard].proven
+        return all(self.transfer.uniform(proven, self._channels[body.name, p])
+                   for p in settling[1])
 
     def _keep(self, body: hm.Computation, carry: Any, out: Any) -> Any:
         """Put back the elements that a loop's body passes on: they stay, whoever leaves when."""
@@ -137,7 +152,7 @@ class Control(Values):
             numbers = which.array.reshape(-1)
             if shape.element_type == "pred":
                 numbers = np.where(numbers, 0, 1)
-            found = self.choose(Exact(which.state, np.asarray(numbers), False), results)
+            found = self._chosen(computation, instruction, branches, which, numbers, results)
         else:
             found = results[0]
             for result in results[1:]:
@@ -145,25 +160,113 @@ class Control(Values):
             found = self.with_state(found, state)
         if not isinstance(found, tuple):
             return found
-        return tuple([self._same_passed(computation, instruction, branches, operands, k, value)
-                      for k, value in enumerate(found)])
+        found = list(found)
+        for index in range(len(found)):
+            origins = {_origin(computation, o, b, index)
+                       for b, o in zip(branches, instruction.operands[1:])}
+            if len(origins) == 1 and None not in origins:  # all branches pass on one thing
+                first = results[0]
+                found[index] = first[index] if isinstance(first, tuple) else found[index]
+        return tuple(found)
 
-    def _same_passed(self, computation, instruction, branches, operands, index, value) -> Any:
-        """Give the element that all branches pass on, if it is one and the same."""
-        origins = set()
-        passed = None
-        for branch, operand, given in zip(branches, instruction.operands[1:], operands[1:]):
-            element = _passed(branch, index)
-            packed = computation.instructions[operand]
-            if element is None or packed.opcode != "tuple" or not isinstance(given, tuple) or (
-                    element >= len(given)):
-                return value
-            origin = packed.operands[element]
-            while computation.instructions[origin].opcode == "copy":
-                origin = computation.instructions[origin].operands[0]
-            origins.add(origin)
-            passed = given[element]
-        return passed if len(origins) == 1 else value
+    def _chosen(self, computation, instruction, branches, which: Exact, numbers, results) -> Any:
+        """Give what each device's branch gives; branches that pass on one thing are one branch."""
+        numbers = np.asarray(numbers).astype(np.int64)
+        last = len(results) - 1
+        numbers = np.where((numbers < 0) | (numbers > last), last, numbers)
+        widths = {len(r) if isinstance(r, tuple) else -1 for r in results}
+        if len(widths) > 1 or -1 in widths:
+            return self.choose(Exact(which.state, numbers, False), results)
+        found = []
+        for index in range(widths.pop()):
+            first: dict[Any, int] = {}
+            same = [first.setdefault(_origin(computation, o, b, index) or ("branch", n), n)
+                    for n, (b, o) in enumerate(zip(branches, instruction.operands[1:]))]
+            found.append(self.choose(Exact(which.state, np.array(same)[numbers], False),
+                                     [r[index] for r in results]))
+        return tuple(found)
+
+
+def _origin(computation: hm.Computation, operand: int, branch: hm.Computation,
+            index: int) -> Any:
+    """Say what a branch returns as element ``index``: the caller's instruction, or a constant.
+
+    None where the branch computes it.
+    """
+    root = branch.instructions[branch.root]
+    if root.opcode == "tuple" and index < len(root.operands):
+        result = _behind_copies(branch, root.operands[index])
+        if branch.instructions[result].opcode == "constant":
+            constant = branch.instructions[result]
+            return "constant", constant.shape, constant.literal
+    element = _passed(branch, index)
+    packed = computation.instructions[operand]
+    if element is None or packed.opcode != "tuple" or element >= len(packed.operands):
+        return None
+    return "passed", _behind_copies(computation, packed.operands[element])
+
+
+def _behind_copies(computation: hm.Computation, position: int) -> int:
+    while computation.instructions[position].opcode == "copy":
+        position = computation.instructions[position].operands[0]
+    return position
+
+
+def _settling(body: hm.Computation, pure) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """Find the elements of a loop's carry that stop changing, however long the loop goes on.
+
+    An element that the body passes on never changes; one that is a deterministic function of
+    those is the same after every iteration but the first, and so on.
+
+    Returns:
+      For each such element after how many iterations, and the places in the body of the
+      collectives through which it goes.
+    """
+    root = body.instructions[body.root]
+    if root.opcode != "tuple":
+        return {}
+    needs: dict[int, tuple[set[int], tuple[int, ...]]] = {}
+    for index, result in enumerate(root.operands):
+        found = _needs(body, result, pure)
+        if found is not None:
+            needs[index] = found
+    settled: dict[int, tuple[int, tuple[int, ...]]] = {
+        k: (0, ()) for k in range(len(root.operands)) if _passed(body, k) == k}
+    while True:
+        ready = [k for k in needs if k not in settled and needs[k][0] <= set(settled)]
+        if not ready:
+            return settled
+        fresh = {}
+        for k in ready:
+            own = [settled[e] for e in needs[k][0]]
+            fresh[k] = (1 + max((count for count, _ in own), default=0),
+                        tuple(sorted({*needs[k][1], *(p for _, ps in own for p in ps)})))
+        settled.update(fresh)
+
+
+def _needs(body: hm.Computation, result: int, pure) -> tuple[set[int], tuple[int, ...]] | None:
+    """List a carry's elements of which a result is a deterministic function; None if it isn't."""
+    elements: set[int] = set()
+    collectives = []
+    stack, seen = [result], {result}
+    while stack:
+        position = stack.pop()
+        instruction = body.instructions[position]
+        if instruction.opcode == "get-tuple-element" and body.instructions[
+                instruction.operands[0]].opcode == "parameter":
+            text = instruction.attribute("index") or ""
+            if not text.isdigit() or len(text) > 9:
+                return None
+            elements.add(int(text))
+            continue
+        if instruction.opcode in hc.KINDS:
+            collectives.append(position)
+        elif instruction.opcode == "parameter" or not pure(instruction):
+            return None
+        fresh = [o for o in instruction.operands if o not in seen]
+        seen.update(fresh)
+        stack.extend(fresh)
+    return elements, tuple(sorted(collectives))
 
 
 def _passed(computation: hm.Computation, index: int) -> int | None:

@@ -9,9 +9,16 @@ import numpy as np
 from shardrules.hlo import collectives as hc
 from shardrules.hlo import customcalls
 from shardrules.hlo import module as hm
+from shardrules.hlo import periods
+from shardrules.hlo import ranges
 from shardrules.hlo import states as hs
-from shardrules.hlo.ranges import Ranged, Started
+from shardrules.hlo.ranges import Exact, Ranged, Started
 from shardrules.hlo.values import Values
+
+_BITS = {"add": np.add, "multiply": np.multiply, "minimum": np.minimum, "maximum": np.maximum,
+         "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+_BOOLEANS = {"minimum": np.logical_and, "maximum": np.logical_or, "and": np.logical_and,
+             "or": np.logical_or, "xor": np.logical_xor}
 
 
 class Record:
@@ -51,7 +58,7 @@ class Outside(Values):
         else:
             record.operands = [self.join(a, b) for a, b in zip(record.operands, operands)]
             record.guard = self.states.refine(record.guard, guard)
-        how = hc.result_how(kind)
+        how = self._how(computation, instruction, kind, channel, operands)
         what = f"{kind} {instruction.name!r}"
 
         def apply(state: int) -> int:
@@ -62,21 +69,81 @@ class Outside(Values):
             result: Any = apply(self._all(operands))
         elif len(operands) == 1 or kind == "collective-permute" and len(operands) == 4:
             value = operands[0]
+            known = self._known(channel, value, guard) if len(operands) == 1 else None
             if len(operands) == 4:  # a permute that updates a slice of its second operand
                 result = apply(self._all(operands))
+            elif known is not None:
+                result = known
             elif isinstance(value, Ranged) and kind in ("all-reduce", "collective-permute",
                                                         "collective-broadcast"):
                 result = Ranged(tuple((s, apply(p)) for s, p in value.cuts))
             else:
                 result = apply(self.collapse(value))
         else:
-            result = tuple([
-                Ranged(tuple((s, apply(p)) for s, p in v.cuts))
-                if isinstance(v, Ranged) and kind == "all-reduce" else apply(self.collapse(v))
-                for v in operands])
+            result = []
+            for value in operands:
+                known = self._known(channel, value, guard)
+                if known is None:
+                    known = (Ranged(tuple((s, apply(p)) for s, p in value.cuts))
+                             if isinstance(value, Ranged) and kind == "all-reduce"
+                             else apply(self.collapse(value)))
+                result.append(known)
+            result = tuple(result)
         if not opcode.endswith("-start") or kind == "all-reduce":
             return result
         return Started(operands[0] if len(operands) == 1 else tuple(operands), result)
+
+    def _how(self, computation, instruction, kind: str, channel: hc.Channel, operands) -> str:
+        """Say how a collective transforms relations; equal pieces don't show their position."""
+        how = hc.result_how(kind)
+        if how != "exchange" or channel.groups.matrix is None:
+            return how
+        if kind == "all-to-all" and len(instruction.operands) > 1:
+            # Each member gets the same from member m: all that m sends is one value.
+            return "join" if len(set(instruction.operands)) == 1 else how
+        if kind == "reduce-scatter" and len(instruction.operands) == 1:
+            places = ranges.read_ints(instruction.attribute("dimensions"))
+            # A ring adds each piece up from another member on: that shows in floats, unless all
+            # that is added is equal.
+            state = self.states[self.collapse(operands[0])]
+            if not hc.orderless(channel, instruction) and not self.transfer.uniform(
+                    state.proven, channel):
+                return how
+            if len(places) == 1 and periods.pieces_equal(
+                    self.module, computation, instruction.operands[0], places[0],
+                    channel.groups.size):
+                return "join"
+        return how
+
+    def _known(self, channel: hc.Channel, value: Any, guard: int) -> Any:
+        """Compute what a collective gives of numbers that are known on every device.
+
+        None where its result isn't a reduction of integers, or one device's copy, or where not
+        every member of a group is sure to take part.
+        """
+        if not isinstance(value, Exact) or not self.transfer.uniform(
+                self.states[guard].proven, channel):
+            return None
+        count = self.relations.device_count
+        if count * value.array[0].size > 8 * ranges.MAX_ELEMENTS:
+            return None
+        rows = np.broadcast_to(value.array, (count,) + value.array.shape[1:])
+        if channel.kind == "collective-permute":
+            moved = np.zeros_like(rows)  # a device that is no target gets zeros
+            sources, targets = np.array(channel.pairs, np.int64).reshape(-1, 2).T
+            moved[targets] = rows[sources]
+            return self._exact(moved, value.splat, [value, guard])
+        if channel.kind != "all-reduce" or channel.ordered or not channel.groups.complete:
+            return None
+        operation = (_BOOLEANS if rows.dtype == np.bool_ else _BITS).get(channel.reduction)
+        if operation is None:
+            return None
+        summed = np.empty_like(rows)
+        with np.errstate(all="ignore"):
+            for group in channel.groups.rows:
+                members = list(group)
+                summed[members] = operation.reduce(rows[members], axis=0, dtype=rows.dtype)
+        return self._exact(summed, value.splat, [value, guard])
 
     def _spread(self, computation, instruction, operands) -> Any:
         """Evaluate the ends of a TPU collective that is spread over fusions; None for others."""

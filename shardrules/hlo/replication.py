@@ -160,6 +160,10 @@ class Proof(Control, Outside):
         """Tell whether a computation is a deterministic function of its arguments."""
         return not self._reaches(name, self._impure, lambda i: i.opcode not in _PURE)
 
+    def _deterministic(self, instruction: hm.Instruction) -> bool:
+        """Tell whether an instruction is a deterministic function of its operands alone."""
+        return instruction.opcode in _PURE and all(self._pure(c) for c in instruction.calls)
+
     def _reaches(self, name: str, known: dict[str, bool], test) -> bool:
         """Tell whether an instruction that passes a test is in a computation or below it."""
         stack = [name]

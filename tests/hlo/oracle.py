@@ -1,18 +1,22 @@
 """An oracle for the proof: random SPMD programs, run on eight CPU devices.
 
 Every value of a program is returned from every device. Where the verifier says that two devices
-hold the same value they must do so bit for bit, on each of ten random draws of the inputs. Of the
+hold the same value they must do so bit for bit, on each of three random draws of the inputs. Of the
 pairs of devices whose floats agree on all draws, the share that is also proven is the proof's
-reach; it is given for the first three draws as well, on which branches agree by chance more often.
+reach. A draw is wide: its integer argument, which decides branches and trip counts, is drawn four
+times, from below, among and above the axis indices. Drawn once, it takes the same branches on all
+three draws in one of about thirty pairs, which then agree by chance; that share is given too.
 
-    python -m tests.hlo.oracle 2000 [first_seed]
+    python -m tests.hlo.oracle 2000 [first_seed [processes]]
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
+import subprocess
 import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -33,7 +37,7 @@ from shardrules import hlo  # noqa: E402
 MESHES = [{"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 8},
           {"a": 1, "b": 8}]
 SIZE = 8  # elements of every float array; each axis size divides it
-DRAWS, FEW = 10, 3
+DRAWS, INTEGERS = 3, 4
 
 
 @dataclasses.dataclass
@@ -61,15 +65,20 @@ class Generator:
         self.length = self.random.randint(4, 9)
         self.seed = seed
 
-    def inputs(self, draw: int):
-        """Draw the global arguments: one float array per spec, one replicated int."""
+    def inputs(self, draw: int, part: int = 0):
+        """Draw the global arguments: one float array per spec, one replicated int.
+
+        Args:
+          part: which quarter of the integers around the axis indices the int is from.
+        """
         rng = np.random.default_rng([self.seed, draw])
         arrays = []
         for spec in self.specs:
             count = int(np.prod([self.mesh[a] for a in spec], dtype=int))
             arrays.append(rng.standard_normal(SIZE * count).astype(np.float32))
         # Near the axis indices that it is compared with, or most comparisons would agree by chance.
-        return arrays + [np.int32(rng.integers(-3, 9))]
+        quarter = (draw + part) % INTEGERS
+        return arrays + [np.int32(rng.integers(-3, 0) + 3 * quarter)]
 
     def arguments(self):
         """List the arguments' specs."""
@@ -282,11 +291,12 @@ class Generator:
 
 @dataclasses.dataclass
 class Outcome:
-    """What one program showed: wrong claims, pairs equal on all draws, on few, proven equal."""
+    """What one program showed: wrong claims; pairs equal on all draws, pairs equal on all draws of
+    one integer each, pairs proven equal."""
 
     wrong: list
     equal_count: int
-    few_count: int
+    narrow_count: int
     proven_count: int
     text: str
 
@@ -307,9 +317,10 @@ def run_program(seed: int) -> Outcome:
     judgement = hlo.judge(hlo.parse(text), mesh=generator.mesh)
     draws = []
     for draw in range(DRAWS):
-        arguments = [jax.device_put(x, NamedSharding(mesh, s))
-                     for x, s in zip(generator.inputs(draw), specs)]
-        draws.append([np.asarray(x) for x in compiled(*arguments)])
+        for part in range(INTEGERS):
+            arguments = [jax.device_put(x, NamedSharding(mesh, s))
+                         for x, s in zip(generator.inputs(draw, part), specs)]
+            draws.append([np.asarray(x) for x in compiled(*arguments)])
     outcome = Outcome([], 0, 0, 0, text)
     assert len(judgement.outputs) == len(draws[0])
     for number, output in enumerate(judgement.outputs):
@@ -321,7 +332,8 @@ def run_program(seed: int) -> Outcome:
             for j in range(i):
                 same = all(r[i] == r[j] for r in rows)
                 outcome.equal_count += same and counted
-                outcome.few_count += counted and all(r[i] == r[j] for r in rows[:FEW])
+                outcome.narrow_count += counted and all(
+                    r[i] == r[j] for r in rows[::INTEGERS])
                 if label[i] == label[j]:
                     outcome.proven_count += same and counted
                     if not same:
@@ -330,29 +342,53 @@ def run_program(seed: int) -> Outcome:
 
 
 def run(count: int, first: int = 0, verbose: bool = False):
-    """Run programs; give the wrong claims, and the share of pairs equal on all draws, and on the
-    first few, that is proven."""
-    wrong, equal, few, proven = [], 0, 0, 0
+    """Run programs; give the wrong claims, and three counts of pairs: equal on all draws, equal on
+    draws of one integer each, proven equal."""
+    wrong, equal, narrow, proven = [], 0, 0, 0
     for seed in range(first, first + count):
         outcome = run_program(seed)
         wrong += outcome.wrong
         equal += outcome.equal_count
-        few += outcome.few_count
+        narrow += outcome.narrow_count
         proven += outcome.proven_count
         if seed % 25 == 24:
             jax.clear_caches()
-        if verbose and (seed + 1) % 100 == 0:
+        if verbose and (seed + 1 - first) % 200 == 0:
             print(f"{seed + 1 - first} programs, {len(wrong)} wrong claims, "
                   f"{proven / max(equal, 1):.1%} of the equal pairs proven", flush=True)
-    return wrong, proven / max(equal, 1), proven / max(few, 1)
+    return wrong, equal, narrow, proven
+
+
+def _run_beside(count: int, first: int, processes: int):
+    """Run programs in several processes; give what ``run`` gives."""
+    share = -(-count // processes)
+    spans = [(min(share, count - k * share), first + k * share) for k in range(processes)]
+    code = "import json, sys; from tests.hlo import oracle; " \
+           "print(json.dumps(oracle.run(int(sys.argv[1]), int(sys.argv[2]))))"
+    running = [subprocess.Popen([sys.executable, "-c", code, str(n), str(start)],
+                                stdout=subprocess.PIPE, text=True) for n, start in spans if n > 0]
+    wrong, counts = [], [0, 0, 0]
+    for process in running:
+        answer = process.communicate()[0]
+        if process.returncode:
+            raise RuntimeError(f"an oracle process ended with {process.returncode}")
+        claims, *own = json.loads(answer.strip().splitlines()[-1])
+        wrong += [tuple(c) for c in claims]
+        counts = [a + b for a, b in zip(counts, own)]
+    return (wrong, *counts)
 
 
 def main(argv: list[str]) -> int:
     """Run as a program: 0 if no claim was wrong and at least 95% is proven."""
     count = int(argv[1]) if len(argv) > 1 else 100
-    wrong, share, few = run(count, int(argv[2]) if len(argv) > 2 else 0, verbose=True)
+    first = int(argv[2]) if len(argv) > 2 else 0
+    processes = int(argv[3]) if len(argv) > 3 else 1
+    wrong, equal, narrow, proven = (run(count, first, verbose=True) if processes == 1
+                                    else _run_beside(count, first, processes))
+    share = proven / max(equal, 1)
     print(f"{count} programs: {len(wrong)} unsound claims; of the pairs of devices that are equal "
-          f"on {DRAWS} draws {share:.1%} are proven equal, of those equal on {FEW} draws {few:.1%}")
+          f"on {DRAWS} random draws {share:.1%} are proven equal (of those equal on {DRAWS} draws "
+          f"of one integer each {proven / max(narrow, 1):.1%})")
     for claim in wrong[:20]:
         print("  seed %d, output %d: devices %d and %d" % claim)
     return 1 if wrong or share < 0.95 else 0

@@ -367,9 +367,12 @@ class MeshKernelHooks:
 
     def _evaluate(self, kind: _Kind, *avals, **params):
         """Give outputs the types that the rule says, and hold written refs to them."""
-        if not (self._acts(kind, params) and self.jax.checking()):
+        if not self._acts(kind, params):
             return kind.evaluate(*avals, **params)
         # JAX 0.11 and 0.12 refuse every ref that varies; what is written to one is checked here.
+        if not self.jax.checking():  # inside a kernel, where Mosaic GPU maps over warps (JAX 0.12)
+            return kind.evaluate(*(self._plain(aval) if isinstance(aval, self.jax.AbstractRef)
+                                   else aval for aval in avals), **params)
         outputs, effects = kind.evaluate(*map(self._plain, avals), **params)
         known = self._known(kind, params)
         layout = known.layout = self._layout(kind, params, avals)

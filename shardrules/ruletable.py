@@ -64,6 +64,8 @@ class Rule:
       identity: what tells the rule from others of the same name; None where the name does.
     """
 
+    _KEPT = 256  # answers that are kept: a program has the same few kinds of calls again and again
+
     def __init__(self, name: str,
                  types: Callable[[RuleContext], tuple[Sequence[AxisType], Sequence[AxisType]]],
                  effects: Callable[[int], tuple[Effect, ...]] | None, *,
@@ -76,6 +78,7 @@ class Rule:
         self._types = types
         self._effects = effects
         self._identity = identity
+        self._resolved: dict[Any, Resolution] = {}
 
     def __repr__(self) -> str:
         return self.name
@@ -121,6 +124,18 @@ class Rule:
           RuleError: if an input is unreduced, or the answer has the wrong count, names an axis
             that is not a manual mesh axis here, or is no axis type.
         """
+        if self._identity is not None:  # a function of the user's, which may change its mind
+            return self._resolve(context)
+        key = context.inputs, context.output_count, context.mesh_axes
+        found = self._resolved.get(key)
+        if found is None:
+            found = self._resolve(context)
+            if len(self._resolved) >= self._KEPT:
+                self._resolved.clear()
+            self._resolved[key] = found
+        return found
+
+    def _resolve(self, context: RuleContext) -> Resolution:
         unreduced = self._check_inputs(context)
         inputs, outputs = self._types(context)
         inputs = self._checked(context, "input", inputs, len(context.inputs))

@@ -40,6 +40,17 @@ NEWEST = (0, 12)  # the last release series that the test matrix runs
 ANYWAY = "SHARDRULES_ALLOW_UNTESTED_JAX"
 
 
+# Asked several times for each call that is traced, and the same few answers every time.
+_axis_type = functools.lru_cache(maxsize=1024)(AxisType)
+_INVARIANT = AxisType()
+
+
+@functools.lru_cache(maxsize=64)
+def _manual_axes(mesh: Any) -> tuple[str, ...]:
+    manual = frozenset(mesh.manual_axes)
+    return tuple(a for a in mesh.axis_names if a in manual)
+
+
 class Jax:
     """JAX's private symbols as attributes, and the few operations that are built from them.
 
@@ -70,14 +81,14 @@ class Jax:
             aval = aval.inner_aval
         mat = getattr(aval, "manual_axis_type", None)
         if mat is not None:
-            return AxisType(mat.varying, mat.unreduced, mat.reduced)
+            return _axis_type(mat.varying, mat.unreduced, mat.reduced)
         varying = getattr(aval, "vma", None)
         if varying is None:
-            return AxisType()
+            return _INVARIANT
         # JAX 0.6.1 to 0.9 keep the other two in the sharding's spec.
         spec = getattr(getattr(aval, "sharding", None), "spec", None)
-        return AxisType(varying, getattr(spec, "unreduced", frozenset()) or frozenset(),
-                        getattr(spec, "reduced", frozenset()) or frozenset())
+        return _axis_type(varying, getattr(spec, "unreduced", frozenset()) or frozenset(),
+                          getattr(spec, "reduced", frozenset()) or frozenset())
 
     def with_axis_type(self, aval: Any, axis_type: AxisType) -> Any:
         """Return ``aval`` with another axis type; what can't carry one is returned as it is."""
@@ -160,10 +171,7 @@ class Jax:
         if not self.typed:
             return getattr(self._here, "axes", ())
         mesh = self.abstract_mesh()
-        if mesh is None or mesh.empty:
-            return ()
-        manual = frozenset(mesh.manual_axes)
-        return tuple(a for a in mesh.axis_names if a in manual)
+        return () if mesh is None or mesh.empty else _manual_axes(mesh)
 
     @contextlib.contextmanager
     def over_axes(self, axes: tuple[str, ...]):

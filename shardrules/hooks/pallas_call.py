@@ -100,14 +100,10 @@ class PallasHooks:
         with self.jax.unchecked():  # as JAX itself does, but for 0.6.0
             traced = self.jax.trace_kernel(fun, *args, **kwargs)
         jaxpr, traced = self.jax.kernel_jaxpr(traced)
-        self._kernels[jaxpr] = dataclasses.replace(
-            self._describe(jaxpr, {}), annotations=annotations)
-        self._kernels[jaxpr].call = dataclasses.replace(
-            self._kernels[jaxpr].call, binding=binding_of(fun), module=_module_of(fun))
+        name, place = self.jax.describe_kernel(jaxpr, {})
+        self._kernels[jaxpr] = Known(
+            Call("pallas_call", name, place, _module_of(fun), binding_of(fun)), annotations)
         return traced
-
-    def _describe(self, jaxpr: Any, params: dict[str, Any]) -> Known:
-        return Known(Call("pallas_call", *self.jax.describe_kernel(jaxpr, params)))
 
     # Rewrite and check.
 
@@ -122,7 +118,7 @@ class PallasHooks:
         if kernel is None:
             # A jaxpr that a transformation made: its name stays, and so does the rule of the
             # bind that is being transformed. Its outputs are others, so no annotation carries on.
-            kernel = self._describe(jaxpr, params)
+            kernel = Known(Call("pallas_call", *self.jax.describe_kernel(jaxpr, params)))
             outer = getattr(self._local, "outer", None)
             if outer is not None and outer.call.name == kernel.call.name:
                 kernel = dataclasses.replace(outer, annotations=())
@@ -130,7 +126,8 @@ class PallasHooks:
         if kernel.scope is None:
             kernel.scope = self.state.scope
             name, _ = self.jax.describe_kernel(jaxpr, params)
-            kernel.call = dataclasses.replace(kernel.call, name=name)
+            if name != kernel.call.name:
+                kernel.call = dataclasses.replace(kernel.call, name=name)
         if kernel.found is None:
             kernel.found = find_rule(kernel.call, kernel.scope, self.state)
         if kernel.active(self.state):

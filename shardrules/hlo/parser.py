@@ -12,6 +12,7 @@ import gc
 import re
 
 from shardrules.hlo import module as hm
+from shardrules.hlo import ordering
 
 _SHAPE = (r"\w+\[[^\]\n{}()]*\](?:\{[^{}\n]*\})?"
           r"|\([^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)")
@@ -42,7 +43,7 @@ _CALL_KEYS = frozenset(
     "calls to_apply body condition branch_computations true_computation false_computation "
     "called_computations select scatter".split())
 _FAST_CALLS = re.compile(r", (?:kind=\w+, )?(?:calls|to_apply)=%?([\w.\-]+)(?=[,\n])")
-_NAME = re.compile(r"%?([\w.\-]+)")
+_NAME = re.compile(r"%?([\w.\-]+(?:#\d+)*)")
 
 
 class _Parser:
@@ -268,6 +269,8 @@ class _Parser:
                     operands = tuple([index[o] for o in inside[1:].split(", %")])
                 except KeyError:
                     labels = self.operand_names(inside, inner)
+                    if "#" in inside:
+                        self._add_elements(labels, index, instructions, start)
                     try:
                         operands = tuple([index[o] for o in labels])
                     except KeyError:
@@ -291,7 +294,8 @@ class _Parser:
         if not instructions:
             raise self.error(header, f"computation {name!r} holds no instruction")
         if late:
-            instructions, root = self._order(name, instructions, late, index, root)
+            instructions, root = ordering.operands_first(
+                self.error, name, instructions, late, index, root)
         # XLA takes the last instruction where none is marked.
         root = len(instructions) - 1 if root < 0 else root
         for number, start in numbers.items():
@@ -337,42 +341,28 @@ class _Parser:
                 position = _SKIP.match(text, position + 1).end()
         return names
 
-    def _order(self, name, instructions, late, index, root):
-        """Put operands before their users, for text that was written by hand."""
-        edges = [list(i.operands) for i in instructions]
-        for position, labels in late:
-            for label in labels:
-                if label not in index:
-                    raise self.error(
-                        instructions[position].start,
-                        f"operand {label!r} of {instructions[position].name!r} is not defined in "
-                        f"computation {name!r}")
-            edges[position] = [index[label] for label in labels]
-        order: list[int] = []
-        state = [0] * len(instructions)
-        for first in range(len(instructions)):
-            stack = [(first, 0)]
-            while stack:
-                node, child = stack.pop()
-                if child == 0:
-                    if state[node]:
-                        continue
-                    state[node] = 1
-                if child < len(edges[node]):
-                    stack.append((node, child + 1))
-                    target = edges[node][child]
-                    if state[target] == 1:
-                        raise self.error(instructions[node].start,
-                                         f"{instructions[node].name!r} depends on itself")
-                    if not state[target]:
-                        stack.append((target, 0))
-                else:
-                    state[node] = 2
-                    order.append(node)
-        place = {old: new for new, old in enumerate(order)}
-        ordered = [instructions[old]._replace(operands=tuple(place[o] for o in edges[old]))
-                   for old in order]
-        return ordered, place[root if root >= 0 else len(instructions) - 1]
+    def _add_elements(self, labels: list[str], index: dict[str, int],
+                      instructions: list[hm.Instruction], start: int) -> None:
+        """Add a get-tuple-element for each operand ``%tuple#1``: dumps leave them out (JAX 0.12).
+        """
+        for label in labels:
+            place = index.get(label.partition("#")[0])
+            if label in index or place is None:
+                continue
+            name = instructions[place].name
+            for number in label.split("#")[1:]:
+                elements = instructions[place].shape.elements
+                if not number.isdigit() or len(number) > 9 or int(number) >= len(elements or ()):
+                    raise self.error(start, f"operand {label!r} takes element {number[:20]} of "
+                                            f"{instructions[place].shape}")
+                name = f"{name}#{number}"
+                if name not in index:
+                    index[name] = len(instructions)
+                    text = f", index={number}"
+                    instructions.append(hm.Instruction(
+                        name, "get-tuple-element", elements[int(number)], (place,), (), text, 0,
+                        (0, 0), 0, len(text)))
+                place = index[name]
 
     # -- the module ---------------------------------------------------------------------------
 
@@ -429,7 +419,7 @@ class _Parser:
                 entry = computation
         if entry is None:
             raise self.error(len(text), f"{source} has no ENTRY computation: is the text cut?")
-        order = self._check_calls(computations)
+        order = ordering.callees_first(self.error, computations)
         return hm.Module(head[1].strip('"'), text, source, computations, entry,
                          self._count(header, "num_partitions"),
                          self._count(header, "replica_count"), header, hm.FrameTable(tables), order)
@@ -465,41 +455,6 @@ class _Parser:
         if not re.fullmatch(r"\d{1,9}", value) or not int(value):
             raise self.error(self.text.find(value), f"{key} is {value!r}, not a positive count")
         return int(value)
-
-    def _check_calls(self, computations: dict[str, hm.Computation]) -> tuple[str, ...]:
-        """Check that calls have targets and no cycles; give an order with callees first."""
-        order: list[str] = []
-        callees: dict[str, list[str]] = {}
-        for computation in computations.values():
-            found = callees[computation.name] = []
-            for instruction in computation.instructions:
-                for name in instruction.calls:
-                    if name not in computations:
-                        raise self.error(instruction.start, f"{instruction.name!r} calls "
-                                         f"computation {name!r}, which is not in the text")
-                    found.append(name)
-        state: dict[str, int] = {}
-        for first in computations:
-            stack = [(first, 0)]
-            while stack:
-                node, child = stack.pop()
-                if child == 0:
-                    if node in state:
-                        continue
-                    state[node] = 1
-                if child < len(callees[node]):
-                    stack.append((node, child + 1))
-                    target = callees[node][child]
-                    if state.get(target) == 1:
-                        start = computations[node].instructions[0].start
-                        raise self.error(start, f"computation {node!r} calls itself through "
-                                                f"{target!r}")
-                    if target not in state:
-                        stack.append((target, 0))
-                else:
-                    state[node] = 2
-                    order.append(node)
-        return tuple(order)
 
 
 @contextlib.contextmanager

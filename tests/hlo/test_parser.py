@@ -10,7 +10,8 @@ from shardrules import hlo
 from . import text as T
 
 DATA = pathlib.Path(__file__).parent / "data"
-FILES = sorted(DATA.glob("*.hlo"))
+# What XLA's parser of this JAX can't read is told, and counted, in test_notations.
+FILES = sorted(p for p in DATA.glob("*.hlo") if not p.name.startswith("dump_0_12"))
 
 MIXED = """HloModule jit_f, is_scheduled=true, num_partitions=8, replica_count=2
 

@@ -133,7 +133,7 @@ def main(argv: list[str]) -> int:
         text = base if not size else repeated(base, int(size * 1e6))
         read, verdict, theirs = paired(text, 3 if len(text) < 8e6 else 1)
         count = sum(len(c.instructions) for c in hlo.parse(text).computations.values())
-        peak = peak_bytes(text) / len(text) if len(text) < 8e6 else float("nan")
+        peak = peak_bytes(text) / len(text) if len(text) < 2e7 else float("nan")
         print(f"{len(text) / 1e6:7.2f} {count:12d} {read / theirs:9.2f} {verdict / theirs:11.2f} "
               f"{len(text) / 1e6 / theirs:9.1f} {peak:9.1f}", flush=True)
     text = repeated(base, 1_000_000)

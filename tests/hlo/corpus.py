@@ -82,7 +82,7 @@ SHARDED = {"fsdp": P(None, "data", None)}
 
 
 def compile_program(name, mesh, check_vma, layers=3, dtype="float32", grad=True):
-    """Give a program's compiled text."""
+    """Give a compiled program."""
     weights = SHARDED.get(name, P())
 
     def body(x, ws):
@@ -94,4 +94,4 @@ def compile_program(name, mesh, check_vma, layers=3, dtype="float32", grad=True)
     args = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
             for shape, spec in (((64, WIDTH), ROWS), ((layers, WIDTH, WIDTH), weights))]
     function = jax.grad(mapped, argnums=(0, 1)) if grad else mapped
-    return jax.jit(function).lower(*args).compile().as_text()
+    return jax.jit(function).lower(*args).compile()

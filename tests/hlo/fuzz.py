@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pathlib
 import random
+import signal
 import sys
 import time
 
@@ -68,8 +69,29 @@ def mutate(rng: random.Random, text: str) -> str:
     return text[:40_000]
 
 
+class _TooLong(BaseException):
+    """Ends a reading that takes too long, past every ``except Exception``."""
+
+
 def check(text: str) -> str | None:
-    """Read and judge one text; say what is wrong, None if nothing is."""
+    """Read and judge one text; say what is wrong, None if nothing is.
+
+    A text that takes longer than the limit is stopped there, as is one that would never end.
+    """
+    def stop(number, frame):
+        raise _TooLong
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+    try:
+        return _check(text)
+    except _TooLong:
+        return f"took more than {LIMIT_S:g} s"
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _check(text: str) -> str | None:
     start = time.process_time()
     try:
         module = hlo.parse(text)

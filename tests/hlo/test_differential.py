@@ -1,10 +1,11 @@
 """Our reader against XLA's own, on training steps and on the oracle's programs."""
 
 import itertools
+import re
 
 import pytest
 
-from shardrules import hlo
+from shardrules import testing
 
 from . import corpus
 from . import oracle
@@ -12,6 +13,10 @@ from . import text as T
 from .test_parser import compare
 
 bindings = pytest.importorskip("jaxlib._hlo")
+
+# XLA prints this attribute of an all-reduce-start, and can't read it (JAX 0.12.0.1).
+_UNREADABLE = re.compile(r"(?<=to_apply=)(%[\w.\-]+), output_to_operand_aliasing=\{\{1\}: "
+                         r"\(0, \{\}\)\}")
 
 
 # Layers, element type, whether it is a gradient, whether it is checked: nine modules a program.
@@ -27,9 +32,9 @@ def test_there_are_two_hundred_modules():
 def test_training_steps(name, platform):
     """Nothing is unproven, and what out_specs call replicated over model is proven so."""
     for layers, dtype, grad, check in VARIANTS:
-        text = corpus.compile_program(name, platform[1], check, layers, dtype, grad)
-        compare(text, bindings)
-        judgement = hlo.judge(text, mesh=T.MESH)
+        program = corpus.compile_program(name, platform[1], check, layers, dtype, grad)
+        compare(_UNREADABLE.sub(r"\1", program.as_text()), bindings)
+        judgement = testing.judge(program)
         assert judgement.verdicts, (layers, dtype, grad, check)
         assert {v.verdict for v in judgement.verdicts} <= {"redundant", "overwide", "needed"}
         # out_specs=P() for a loss, P(data) and P() for the gradients
@@ -39,10 +44,11 @@ def test_training_steps(name, platform):
 @pytest.mark.tpu
 def test_a_collective_spread_over_fusions_counts_once(tpu_mesh):
     """Backward of three gathers along model: TPU overlaps two of them with products."""
-    text = corpus.compile_program("sequence", tpu_mesh, check_vma=False)
+    program = corpus.compile_program("sequence", tpu_mesh, check_vma=False)
+    text = program.as_text()
     assert text.count('custom_call_target="AsyncCollectiveDone"') == 2
     assert text.count(" all-gather(") == 10
-    gathers = [v for v in hlo.judge(text, mesh=T.MESH).verdicts
+    gathers = [v for v in testing.judge(program).verdicts
                if v.collective.kind == "all-gather"]
     assert len(gathers) == 6  # three forward, three backward
     assert {v.verdict for v in gathers} <= {"needed", "redundant"}

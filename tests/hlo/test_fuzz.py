@@ -10,7 +10,13 @@ from . import text as T
 
 
 def test_damaged_modules_are_modules_or_syntax_errors():
-    assert fuzz.run(400) == []
+    assert fuzz.run(5_000) == []
+
+
+def test_the_older_notations_are_among_what_is_damaged():
+    assert sum("source_file=" in text for text in fuzz.sources()) >= 3
+    assert sum("%param#0" in text for text in fuzz.sources()) == 1
+    assert len(fuzz.sources()) >= 15
 
 
 @pytest.mark.full
@@ -21,6 +27,15 @@ def test_many_damaged_modules():
 def test_the_fuzzer_sees_other_errors(monkeypatch):
     monkeypatch.setattr(fuzz.hlo, "parse", lambda text: 1 // 0)
     assert fuzz.run(1) == [(0, "ZeroDivisionError: integer division or modulo by zero")]
+
+
+def test_the_fuzzer_stops_what_does_not_end(monkeypatch):
+    def forever(text):
+        while True:
+            pass
+    monkeypatch.setattr(fuzz, "LIMIT_S", 0.05)
+    monkeypatch.setattr(fuzz.hlo, "parse", forever)
+    assert fuzz.run(1) == [(0, "took more than 0.05 s")]
 
 
 def test_too_many_devices():

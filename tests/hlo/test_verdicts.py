@@ -6,6 +6,7 @@ import pytest
 
 from shardrules import errors
 from shardrules import hlo
+from shardrules import testing
 from shardrules.registry import Registry
 from shardrules.ruletable import no_communication
 
@@ -277,6 +278,30 @@ def test_kernel_names_in_every_notation():
         assert verdict.blockers[0].kernel == name, config
 
 
+FUSED = """%fused (p: f32[8], i: s32[]) -> f32[8] {
+  %p = f32[8] parameter(0)
+  %i = s32[] parameter(1)
+  %j = f32[] convert(%i)
+  %js = f32[8] broadcast(%j), dimensions={}
+  ROOT %sum.1 = f32[8] add(%p, %js)
+}
+
+"""
+
+
+@pytest.mark.parametrize("index, verdict", [("s32[] constant(3)", "redundant"),
+                                            ("s32[] convert(%id)", "needed")])
+def test_an_asynchronous_fusion_is_seen_through(index, verdict):
+    """As XLA prints it for GPU with JAX 0.12."""
+    body = "\n".join([
+        T.parameter(T.DATA), "%id = u32[] partition-id()", f"%at = {index}",
+        "%fusion-start = ((f32[8], s32[]), f32[8], u32[]) fusion-start(%x, %at), kind=kLoop, "
+        "calls=%fused", "%fusion-done = f32[8] fusion-done(%fusion-start)",
+        T.all_reduce("%fusion-done")])
+    (found,) = hlo.judge(T.module(body, before=FUSED), mesh=T.MESH).verdicts
+    assert (found.verdict, found.blockers) == (verdict, ())
+
+
 def packed_program(mesh):
     """f(u, v, w) = (sin u, v*w) with the check off; gradients of all three."""
     import jax
@@ -292,13 +317,12 @@ def packed_program(mesh):
         return (a ** 2).sum() + (b ** 2).sum()
     args = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
             for shape, spec in (((32, 128), split), ((32, 128), split), ((128,), P()))]
-    return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args).compile().as_text()
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args).compile()
 
 
 def test_packed_reductions_as_the_compiler_makes_them(platform):
     name, mesh = platform
-    text = packed_program(mesh)
-    judgement = hlo.judge(text, mesh=T.MESH)
+    judgement = testing.judge(packed_program(mesh))
     found = sorted((v.verdict, v.collective.axes, v.bytes, v.needed_axes)
                    for v in judgement.verdicts)
     assert found == [("overwide", ("data", "model"), 512, ("data",)),

@@ -333,10 +333,11 @@ class Registry:
         return None
 
     def names(self) -> tuple[str, ...]:
-        """Return the names that have a rule, sorted."""
+        """Return the names that the user gave a rule, sorted; not those that libraries ship."""
         with self._lock:
             scoped = [e for overlay in self.overlays for e in overlay.entries]
-            return tuple(sorted({e.name for e in [*self._entries.values(), *scoped]}))
+            return tuple(sorted({e.name for e in [*self._entries.values(), *scoped]
+                                 if not e.library}))
 
     # Following.
 

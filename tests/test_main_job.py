@@ -200,9 +200,13 @@ def test_a_file_is_read_as_text_is(tmp_path, cpu_mesh):
     program = check_off(("cpu", cpu_mesh), declared_copy)
     path = tmp_path / "module.txt"
     path.write_text(program.as_text())
+    # JAX 0.12 prints no parameter's sharding: there, text alone doesn't say what is replicated.
+    says = "sharding=" in program.as_text().partition("ENTRY")[2]
     for given in (path, str(path), program.as_text()):
         (verdict,) = testing.judge(given, mesh={"data": 4, "model": 2}).verdicts
-        assert (verdict.verdict, verdict.collective.axes) == ("redundant", ("model",))
+        assert verdict.verdict == ("redundant" if says else "unproven")
+        assert verdict.collective.axes == ("model",)
+        assert says or "sharding" in verdict.reason
     (verdict,) = testing.judge(path).verdicts
     assert verdict.collective.axes is None  # no mesh is known: groups instead
     assert verdict.collective.groups == ((0, 1), (2, 3), (4, 5), (6, 7))

@@ -36,8 +36,8 @@ _MODULE = re.compile(r"HloModule\s+(\"[^\"\n]*\"|[^\s,]+)")
 
 # Opcodes whose attributes name computations. Others can't call any.
 _CALLERS = frozenset(
-    "fusion call while conditional async-start async-update async-done custom-call map reduce "
-    "reduce-window scatter select-and-scatter sort all-reduce all-reduce-start reduce-scatter "
+    "fusion fusion-start call while conditional async-start async-update async-done custom-call map "
+    "reduce reduce-window scatter select-and-scatter sort all-reduce all-reduce-start reduce-scatter "
     "reduce-scatter-start scan custom-call-start topk composite".split())
 _CALL_KEYS = frozenset(
     "calls to_apply body condition branch_computations true_computation false_computation "

@@ -83,7 +83,9 @@ class Proof(Control, Outside):
             "custom-call": self._custom_call, "optimization-barrier": self._same,
             "domain": self._same, "add-dependency": self._same, "copy-start": self._copy_start,
             "async-start": self._async_start, "async-update": self._same,
-            "async-done": self._done, "partition-id": lambda *a: self._partition_id,
+            "async-done": self._done,
+            # So XLA prints asynchronous fusions on GPU (JAX 0.12).
+            "fusion-start": self._async_start, "fusion-done": self._done, "partition-id": lambda *a: self._partition_id,
             "replica-id": lambda *a: self._replica_id}
         handlers.update({o: self._collective for o in hc.OPCODES})
         handlers.update({o: self._applier for o in _APPLIERS})

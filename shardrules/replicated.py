@@ -11,6 +11,7 @@ import numpy as np
 from shardrules import findings, hlo, program as programs
 from shardrules.errors import ReplicationAssertionError, ShardrulesError
 from shardrules.hlo import devices as hd
+from shardrules.hlo import shardings
 from shardrules.registry import Registry
 
 __all__ = ["assert_outputs_replicated", "check_replicated_inputs"]
@@ -83,7 +84,7 @@ def _broken(judgement: hlo.Judgement, output: hlo.Output, path: str, text: str,
     """Say what is not proven of one output, if anything."""
     name = f"output {path}" if path else "the output"
     try:
-        tiles = hd.read_sharding(text, judgement.partitions).tiles
+        tiles = shardings.read_sharding(text, judgement.partitions).tiles
     except hd.NotationError as error:
         raise ShardrulesError(f"{name} has a sharding that can't be read: {error}",
                               sharding=text) from None

@@ -1,4 +1,4 @@
-"""Device groups, shardings, meshes, and the relation "devices i and j hold the same value".
+"""Device groups, meshes, and the relation "devices i and j hold the same value".
 
 A device is a position, ``replica * num_partitions + partition``: what HLO calls a flattened id. A
 relation is an equivalence of devices, kept as an array that gives each device the lowest device of
@@ -123,7 +123,7 @@ _MESH = re.compile(r"mesh\[([^\]]*?)(?:,\s*(device_ids=\(.*?\)\)?))?\]")
 _AXIS = re.compile(r"'((?:[^'\\]|\\.)*)'\s*=\s*(\d+)")
 _DEVICE_IDS = re.compile(
     r"device_ids=\(\s*(?:\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?|([\d,\s]*))\s*\)")
-_AXIS_REF = re.compile(r"'((?:[^'\\]|\\.)*)'(?::\((\d+)\)(\d+))?")
+AXIS_REF = re.compile(r"'((?:[^'\\]|\\.)*)'(?::\((\d+)\)(\d+))?")
 _MAX_DEVICES = 1 << 20
 
 
@@ -131,7 +131,12 @@ class NotationError(ValueError):
     """A group list, a mesh or a sharding in a notation that this module doesn't read."""
 
 
-def _ints(text: str) -> list[int]:
+def read_ints(text: str) -> list[int]:
+    """Read all numbers in a text.
+
+    Raises:
+      NotationError: one has ten digits or more.
+    """
     values = [int(n) for n in _NUMBERS.findall(text) if len(n) < 10]
     if len(values) != len(_NUMBERS.findall(text)):
         raise NotationError(f"a number in {text[:60]!r} is too large")
@@ -143,13 +148,13 @@ def iota_tiles(text: str) -> np.ndarray:
     found = _IOTA.match(text)
     if not found:
         raise NotationError(f"expected [..]<=[..], got {text[:60]!r}")
-    tiles, shape = _ints(found[1]), _ints(found[2])
+    tiles, shape = read_ints(found[1]), read_ints(found[2])
     total = int(np.prod(shape, dtype=np.float64)) if shape else 1
     if total > _MAX_DEVICES or int(np.prod(tiles, dtype=np.float64)) != total:
         raise NotationError(f"{text[:60]!r}: the two lists of sizes don't hold as many devices")
     array = np.arange(total).reshape(shape or [1])
     if found[3]:
-        order = _ints(found[3])
+        order = read_ints(found[3])
         if sorted(order) != list(range(len(shape))):
             raise NotationError(f"{text[:60]!r}: T(...) does not order {len(shape)} dimensions")
         array = array.transpose(order)
@@ -199,9 +204,9 @@ def read_mesh(text: str) -> tuple[TextMesh, int]:
         if not parts:
             raise NotationError(f"can't read {ids[:60]!r}")
         if parts[3] is not None:
-            devices = np.array(_ints(parts[3]), dtype=np.int64)
+            devices = np.array(read_ints(parts[3]), dtype=np.int64)
         else:
-            shape = _ints(parts[1])
+            shape = read_ints(parts[1])
             order = f"T({parts[2]})" if parts[2] else ""
             devices = iota_tiles(f"[{total}]<=[{','.join(map(str, shape))}]{order}")
     if sorted(devices.reshape(-1).tolist()) != list(range(total)):
@@ -209,7 +214,7 @@ def read_mesh(text: str) -> tuple[TextMesh, int]:
     return TextMesh(axes, devices.reshape(sizes)), end
 
 
-def _axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndarray:
+def axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndarray:
     """Group a mesh's devices over axes and sub-axes, ``'a':(2)2`` being the factor of size 2 that
     has 2 before it."""
     names = [name for name, _ in mesh.axes]
@@ -259,7 +264,7 @@ def read_groups(text: str) -> tuple[list[list[int]], TextMesh | None]:
         rest = text[end:].strip().lstrip(",").strip()
         if not (rest.startswith("{") and rest.endswith("}")):
             raise NotationError(f"expected {{'axis',...}} after the mesh in {text[:80]!r}")
-        return _axis_groups(mesh, _AXIS_REF.findall(rest)).tolist(), mesh
+        return axis_groups(mesh, AXIS_REF.findall(rest)).tolist(), mesh
     if text.startswith("["):
         found = _IOTA.fullmatch(text)
         tiles = iota_tiles(text)
@@ -269,7 +274,7 @@ def read_groups(text: str) -> tuple[list[list[int]], TextMesh | None]:
     if not _LIST.fullmatch(text):
         raise NotationError(f"expected {{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh[...] {{...}}, got "
                             f"{text[:60]!r}")
-    rows = [_ints(m[1]) for m in _INNER.finditer(text, 1)]
+    rows = [read_ints(m[1]) for m in _INNER.finditer(text, 1)]
     return [r for r in rows if r], None
 
 
@@ -300,127 +305,6 @@ def flatten_groups(rows: list[list[int]], mode: str, partitions: int,
     if mode == "cross_replica":
         return [[r * partitions + p for r in row] for row in rows for p in range(partitions)]
     return [[r * partitions + p for r in row for p in range(partitions)] for row in rows]
-
-
-# -- shardings -----------------------------------------------------------------------------------
-
-_TILED = re.compile(
-    r"devices=(\[[\d,\s]*\])\s*(<=\s*\[[\d,\s]*\]\s*(?:T\([\d,\s]*\))?|[\d,\s]+)"
-    r"\s*(last_tile_dim_replicate|last_tile_dims=\{([^}]*)\})?\s*"
-    r"(?:shard_(?:as|like)\s+\d+)?\s*")
-_METADATA = re.compile(r"metadata=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\})*\}")
-
-
-def split_tuple_sharding(text: str) -> list[str]:
-    """Split ``{{replicated}, {devices=...}}`` into its leaves; one leaf gives itself."""
-    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL).strip()
-    if not text.startswith("{"):
-        text = "{" + text + "}"
-    inner = text[1:-1].strip()
-    if not inner.startswith("{"):
-        return [text]
-    leaves = []
-    depth = 0
-    start = 0
-    for position, letter in enumerate(inner):
-        if letter == "{":
-            if not depth:
-                start = position
-            depth += 1
-        elif letter == "}":
-            depth -= 1
-            if not depth:
-                leaves.append(inner[start:position + 1])
-    return leaves
-
-
-@dataclasses.dataclass(frozen=True)
-class Sharding:
-    """A sharding, as far as equality of shards goes.
-
-    Attributes:
-      text: as given.
-      tiles: for each partition the number of the tile that it holds; None where every device must
-        be taken to hold its own (maximal, manual, unreduced, unknown).
-      mesh: the mesh that the notation names, if it does.
-      why: what the sharding says, for reasons.
-    """
-
-    text: str
-    tiles: tuple[int, ...] | None
-    mesh: TextMesh | None = None
-    why: str = ""
-
-
-def read_sharding(text: str, partitions: int) -> Sharding:
-    """Read one leaf's sharding.
-
-    Raises:
-      NotationError: it is for another number of devices, or in a notation that isn't known.
-    """
-    inner = _METADATA.sub("", text.strip())
-    if inner.startswith("{") and inner.endswith("}"):
-        inner = inner[1:-1]
-    inner = inner.strip().rstrip(",").strip()
-    bare = re.sub(r"\s*shard_(?:as|like)\s+\d+\s*$", "", inner)
-    if bare == "replicated":
-        return Sharding(text, (0,) * partitions, why="replicated")
-    if bare.startswith("mesh["):
-        return _read_named(text, bare, partitions)
-    if bare.startswith("devices="):
-        found = _TILED.fullmatch(bare)
-        if not found:
-            raise NotationError(f"can't read the sharding {text[:80]!r}")
-        if found[2].startswith("<="):
-            tiles = iota_tiles(found[1] + found[2])
-        else:
-            sizes, ids = _ints(found[1]), _ints(found[2])
-            if int(np.prod(sizes, dtype=np.float64)) != len(ids):
-                raise NotationError(f"the sharding {text[:80]!r} lists {len(ids)} devices")
-            tiles = np.array(ids, dtype=np.int64).reshape(sizes)
-        if sorted(tiles.reshape(-1).tolist()) != list(range(partitions)):
-            raise NotationError(f"the sharding {text[:80]!r} is for {tiles.size} devices, the "
-                                f"module has {partitions} partitions")
-        kinds = []
-        if found[3] == "last_tile_dim_replicate":
-            kinds = ["replicated"]
-        elif found[3]:
-            kinds = [k.strip() for k in found[4].split(",") if k.strip()]
-        if len(kinds) > tiles.ndim:
-            raise NotationError(f"the sharding {text[:80]!r} has too few dimensions")
-        if any(k != "replicated" for k in kinds):
-            # `{unreduced, replicated}` read as replicated would call a needed psum redundant.
-            return Sharding(text, None, why=f"sharded as {text}")
-        copies = int(np.prod(tiles.shape[tiles.ndim - len(kinds):], dtype=np.int64))
-        flat = tiles.reshape(-1, copies)
-        numbers = np.empty(partitions, np.int64)
-        numbers[flat.reshape(-1)] = np.repeat(np.arange(flat.shape[0]), copies)
-        return Sharding(text, tuple(numbers.tolist()), why=f"sharded as {text}")
-    if bare.startswith(("maximal", "manual", "unknown", "unreduced")):
-        return Sharding(text, None, why=f"{bare.split()[0].split('_mesh')[0]} ({text})")
-    raise NotationError(f"can't read the sharding {text[:80]!r}")
-
-
-def _read_named(text: str, inner: str, partitions: int) -> Sharding:
-    mesh, end = read_mesh(inner)
-    rest = inner[end:].strip().lstrip(",").strip()
-    if rest == "replicated":
-        return Sharding(text, (0,) * partitions, mesh, "replicated")
-    if mesh.devices.size != partitions:
-        raise NotationError(f"the sharding {text[:80]!r} is for {mesh.devices.size} devices, the "
-                            f"module has {partitions} partitions")
-    if not rest.startswith("["):
-        return Sharding(text, None, mesh, f"sharded as {text}")
-    depth = rest.find("]")
-    dims, tail = rest[:depth + 1], rest[depth + 1:]
-    leftover = re.sub(r"replicated=\{[^}]*\}", "", tail).replace(",", "").strip()
-    if leftover or "?" in dims:  # unreduced=, manual=, an open dimension
-        return Sharding(text, None, mesh, f"sharded as {text}")
-    refs = _AXIS_REF.findall(dims)
-    used = _axis_groups(mesh, refs)  # rows: replicas of the whole array; columns: its tiles
-    numbers = np.empty(partitions, np.int64)
-    numbers[used.reshape(-1)] = np.tile(np.arange(used.shape[1]), used.shape[0])
-    return Sharding(text, tuple(numbers.tolist()), mesh, f"sharded as {text}")
 
 
 # -- the caller's mesh ---------------------------------------------------------------------------

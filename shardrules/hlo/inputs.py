@@ -11,6 +11,7 @@ from shardrules import errors
 from shardrules.hlo import customcalls
 from shardrules.hlo import devices as hd
 from shardrules.hlo import module as hm
+from shardrules.hlo import shardings
 from shardrules.hlo import states as hs
 
 MAX_DEVICES = 1 << 20
@@ -126,7 +127,7 @@ def parameter_values(module: hm.Module, states: hs.States, partitions: int, repl
                 f"{what} has no sharding in the text (pass parameter_shardings=)"))
             values.append(state)
             continue
-        parts = hd.split_tuple_sharding(text)
+        parts = shardings.split_tuple_sharding(text)
         if len(parts) == 1 and len(leaves) > 1:
             parts = parts * len(leaves)
         found = []
@@ -134,7 +135,7 @@ def parameter_values(module: hm.Module, states: hs.States, partitions: int, repl
             try:
                 if len(parts) != len(leaves):
                     raise hd.NotationError(f"{len(parts)} shardings for {len(leaves)} arrays")
-                sharding = hd.read_sharding(parts[leaf], partitions)
+                sharding = shardings.read_sharding(parts[leaf], partitions)
             except hd.NotationError as error:
                 found.append(states.blocked(hs.Blocker(
                     f"{what} has a sharding that doesn't say what is equal ({error})")))

@@ -492,7 +492,7 @@ def test_every_name_on_the_lists_is_a_primitive_of_jax():
     names.primitive(None)
     known = set(names._primitives.values())
     other_versions = {
-        "jax:copy_p", "jax:checkpoint", "jax:custom_vjp_call_jaxpr", "jax:pjit",
+        "jax:copy_p", "jax:checkpoint", "jax:custom_vjp_call_jaxpr", "jax:log2", "jax:pjit",
         "mgpu:set_max_registers", "mgpu:inline_mgpu", "mgpu:wgmma_accumulator_deref",
         "mgpu:wgmma_accumulator_store", "tpu:repeat", "triton:debug_barrier",
         "triton:elementwise_inline_asm"}

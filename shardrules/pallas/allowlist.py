@@ -23,8 +23,8 @@ PURE = (
         conj conv_general_dilated convert_element_type copy copy_p cos cosh cumlogsumexp cummax
         cummin cumprod cumsum digamma div dot_general dynamic_slice dynamic_update_slice eq eq_to
         erf erf_inv erfc exp exp2 expm1 floor from_edtype gather ge gt igamma igamma_grad_a igammac
-        imag integer_pow iota iota_2x32_shape is_finite le le_to lgamma log log1p logistic lt lt_to
-        max min mul mulhi name ne neg nextafter not optimization_barrier or pad philox2x32
+        imag integer_pow iota iota_2x32_shape is_finite le le_to lgamma log log1p log2 logistic lt
+        lt_to max min mul mulhi name ne neg nextafter not optimization_barrier or pad philox2x32
         philox4x32 polygamma population_count pow pvary ragged_dot_general random_bits
         random_clone random_fold_in random_seed random_split random_unwrap random_wrap real
         reduce_and reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum

@@ -312,8 +312,9 @@ def core_map_into_ref(x, ref):
     pl.core_map(CORES)(functools.partial(sr.no_communication(copy), x_ref, ref))
 
 
-@pytest.mark.parametrize("op, name", [(kernel_into_ref, "mpmd_map"),
-                                      (core_map_into_ref, PRIMITIVE[core_map])], ids=["kernel", "core_map"])
+@pytest.mark.parametrize("op, name", [
+    (kernel_into_ref, "mpmd_map"), (core_map_into_ref, PRIMITIVE[core_map])],
+    ids=["kernel", "core_map"])
 def test_a_kernel_that_writes_a_ref_holds_it_to_its_rule(cpu_mesh, hooks, op, name):
     assert out_type(op(lambda zeros: sr.vary(zeros, "data")), cpu_mesh, P("data")) == {"data"}
     assert out_type(op(lambda zeros: zeros), cpu_mesh, P()) == set()

@@ -28,7 +28,8 @@ VERSIONS = {
     "0.7.2": ("3.11", (), CORE),
     "0.8.3": ("3.11", (), CORE),
     "0.9.2": ("3.11", (), CORE),
-    "0.10.2": ("3.11", (), "all: executed on CPU, compiled for TPU (v5e, v5p) and GPU (H100, B200)"),
+    "0.10.2": ("3.11", (),
+               "all: executed on CPU, compiled for TPU (v5e, v5p) and GPU (H100, B200)"),
     "0.11.2": ("3.12", (), CORE),
     "0.12.0.1": ("3.12", (), f"{CORE}; compiled for TPU (v5e, v5p) and GPU (H100, B200)"),
 }

@@ -110,8 +110,8 @@ class Control(Values):
         if settling is None or settling[0] > step:
             return False
         proven = self.states[guard].proven
-        return all(self.transfer.uniform(proven, self._channels[body.name, p])
-                   for p in settling[1])
+        channels = [self._channels.get((body.name, p)) for p in settling[1]]
+        return all(c is not None and self.transfer.uniform(proven, c) for c in channels)
 
     def _keep(self, body: hm.Computation, carry: Any, out: Any) -> Any:
         """Put back the elements that a loop's body passes on: they stay, whoever leaves when."""

@@ -18,17 +18,17 @@ _PLACEWISE = frozenset(
 
 class _Finder:
 
-    def __init__(self, module: hm.Module):
+    def __init__(self, module: hm.Module, left: list[int]):
         self.module = module
-        self.left = _STEPS
+        self.left = left  # shared with the insides of fusions
 
     def period(self, computation: hm.Computation, position: int, depth: int) -> int:
         """Give the period of an array's elements in row-major order; its count if there is none."""
         instruction = computation.instructions[position]
         shape, opcode = instruction.shape, instruction.opcode
         count = max(1, shape.element_count) if shape.elements is None else 0
-        self.left -= 1
-        if count <= 1 or self.left < 0 or depth > 20:
+        self.left[0] -= 1
+        if count <= 1 or self.left[0] < 0 or depth > 20:
             return count
         operands = instruction.operands
 
@@ -61,8 +61,7 @@ class _Inner(_Finder):
     """The inside of a fusion: its parameters are the caller's operands."""
 
     def __init__(self, outer: _Finder, computation: hm.Computation, operands, depth: int):
-        super().__init__(outer.module)
-        self.left = outer.left
+        super().__init__(outer.module, outer.left)
         self._outer = outer
         self._computation = computation
         self._operands = operands
@@ -88,4 +87,4 @@ def pieces_equal(module: hm.Module, computation: hm.Computation, position: int, 
     count = shape.element_count
     if not count or count % pieces:
         return False
-    return (count // pieces) % _Finder(module).period(computation, position, 0) == 0
+    return (count // pieces) % _Finder(module, [_STEPS]).period(computation, position, 0) == 0

@@ -85,7 +85,8 @@ class Proof(Control, Outside):
             "async-start": self._async_start, "async-update": self._same,
             "async-done": self._done,
             # So XLA prints asynchronous fusions on GPU (JAX 0.12).
-            "fusion-start": self._async_start, "fusion-done": self._done, "partition-id": lambda *a: self._partition_id,
+            "fusion-start": self._async_start, "fusion-done": self._done,
+            "partition-id": lambda *a: self._partition_id,
             "replica-id": lambda *a: self._replica_id}
         handlers.update({o: self._collective for o in hc.OPCODES})
         handlers.update({o: self._applier for o in _APPLIERS})

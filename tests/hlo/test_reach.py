@@ -197,3 +197,19 @@ def test_collectives_in_such_iterations_count_where_all_of_a_group_go_on():
               "use_global_device_ids=true, to_apply=%add")
     assert loop(summed.format(T.OVER_MODEL)) == EVERYWHERE
     assert loop(summed.format(T.OVER_DATA)) != BY_MODEL  # rows leave the loop at different times
+
+
+def test_fusions_in_fusions_are_not_followed_for_ever():
+    """Each of forty fusions adds two calls of the one before it."""
+    before = ("%f0 (p.0: s32[8]) -> s32[8] {\n  %p.0 = s32[8]{0} parameter(0)\n"
+              "  ROOT %a.0 = s32[8]{0} add(%p.0, %p.0)\n}\n\n")
+    for n in range(1, 40):
+        before += (f"%f{n} (p.{n}: s32[8]) -> s32[8] {{\n  %p.{n} = s32[8]{{0}} parameter(0)\n"
+                   f"  %l.{n} = s32[8]{{0}} fusion(%p.{n}), kind=kLoop, calls=%f{n - 1}\n"
+                   f"  %r.{n} = s32[8]{{0}} fusion(%p.{n}), kind=kLoop, calls=%f{n - 1}\n"
+                   f"  ROOT %a.{n} = s32[8]{{0}} add(%l.{n}, %r.{n})\n}}\n\n")
+    entry = (T.parameter("{replicated}", "s32[]") + "\n%b = s32[8]{0} broadcast(%x), dimensions={}"
+             "\n%w = s32[8]{0} fusion(%b), kind=kLoop, calls=%f39\n"
+             + SCATTER.format("s32", "addi"))
+    assert classes(entry, before) == {(0, 1), (2, 3), (4, 5), (6, 7)}
+    assert classes(entry.replace("%f39", "%f1"), before) == EVERYWHERE

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from shardrules.hlo import collectives
+from shardrules.hlo import control
 from shardrules.hlo import devices
+from shardrules.hlo import outside
 from shardrules.hlo import replication
 
 from . import oracle
@@ -86,8 +88,30 @@ def floor_for_truncation(monkeypatch):
     monkeypatch.setattr(replication.Proof, "_device_number", number)
 
 
-@pytest.mark.parametrize("fault", [drop_a_join, swap_groups, ignore_guards, forget_positions,
-                                   first_iteration_only, floor_for_truncation])
+def settle_at_once(monkeypatch):
+    """Take what iterations make anew for what the loop began with."""
+    original = control._settling
+    monkeypatch.setattr(control, "_settling", lambda body, pure: {
+        k: (0, places) for k, (_, places) in original(body, pure).items()})
+
+
+def all_branches_are_one(monkeypatch):
+    """Take what branches return for one thing, whatever it is."""
+    monkeypatch.setattr(control, "_origin", lambda *a: "one")
+
+
+def all_pieces_are_equal(monkeypatch):
+    """Take a tuple all-to-all's operands, and a reduce-scatter's pieces, for equal ones."""
+    original = outside.Outside._how
+
+    def how(self, *args):
+        return "join" if original(self, *args) == "exchange" else original(self, *args)
+    monkeypatch.setattr(outside.Outside, "_how", how)
+
+
+@pytest.mark.parametrize("fault", [
+    drop_a_join, swap_groups, ignore_guards, forget_positions, first_iteration_only,
+    floor_for_truncation, settle_at_once, all_branches_are_one, all_pieces_are_equal])
 def test_the_oracle_catches_faults(fault, monkeypatch):
     fault(monkeypatch)
     for seed in range(FIRST, FIRST + 150):

@@ -127,7 +127,7 @@ def _atomic(walk, eqn, scope, events):
 @_for("pallas:run_scoped")
 def _run_scoped(walk, eqn, scope, events):
     jaxpr = eqn.params["jaxpr"]
-    inner = walk.nested(eqn, scope, jaxpr, eqn.invars)
+    inner = walk.nested(eqn, scope, jaxpr, eqn.invars, consts=True)
     # invars are the new buffers; what the body closes over stands in constvars
     for i, var in enumerate(jaxpr.invars):
         root = walk.new_root(f"buffer {i} of the run_scoped at {walk.place(eqn)}", var.aval)

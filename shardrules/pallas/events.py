@@ -203,15 +203,16 @@ class Walk:
                 defs[var] = eqn
         return events
 
-    def nested(self, eqn, scope: Scope, jaxpr, atoms) -> Scope:
+    def nested(self, eqn, scope: Scope, jaxpr, atoms, consts: bool = False) -> Scope:
         """Return the scope of a jaxpr inside an equation; its consts, then invars, are ``atoms``.
 
-        An atom that is None leaves its variable unknown.
+        An atom that is None leaves its variable unknown. With ``consts``, they are its consts
+        alone: from JAX 0.12 each jaxpr is closed, and doesn't tell.
         """
         closed = getattr(jaxpr, "jaxpr", None)
         inner = Scope(jaxpr if closed is None else closed)
-        variables = inner.jaxpr.invars if closed is not None else (
-            [*inner.jaxpr.constvars, *inner.jaxpr.invars])
+        variables = (inner.jaxpr.constvars if consts else inner.jaxpr.invars
+                     if closed is not None else [*inner.jaxpr.constvars, *inner.jaxpr.invars])
         for var, atom in zip(variables, atoms):
             if atom is None:
                 continue

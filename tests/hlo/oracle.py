@@ -5,7 +5,7 @@ hold the same value they must do so bit for bit, on each of three random draws o
 pairs of devices whose floats agree on all draws, the share that is also proven is the proof's
 reach. A draw is wide: its integer argument, which decides branches and trip counts, is drawn four
 times, from below, among and above the axis indices. Drawn once, it takes the same branches on all
-three draws in one of about thirty pairs, which then agree by chance; that share is given too.
+three draws in one of about forty pairs, which then agree by chance; that share is given too.
 
     python -m tests.hlo.oracle 2000 [first_seed [processes]]
 """

@@ -119,6 +119,9 @@ class CustomVjpHooks:
         have = self.jax.axis_type(self.jax.typeof(ct))
         want = self.jax.cotangent_type(primal)
         bwd.check_dropped(path, have, want)
+        missing = want.varying - have.axes
+        if missing:
+            bwd.check_invariant(path, missing)
         extra = have.varying - want.varying - want.unreduced
         if extra:
             bwd.check_share(path, extra, have, want)
@@ -214,6 +217,39 @@ class Bwd:
             f"take this device's slice:\n    i = jax.lax.axis_index({sorted(dropped)[0]!r})\n"
             "    return (jax.lax.dynamic_slice_in_dim(ct, i * n, n),)",
             path=path, axes=dropped, have=have, want=want)
+
+    def check_invariant(self, path, axes: frozenset[str]) -> None:
+        """Raise unless a cotangent's type says rightly that it is invariant over ``axes``.
+
+        JAX refuses a cotangent that varies less than its primal, and a cast makes it pass: where
+        the type is wrong (an opaque primitive that JAX types as invariant), that error was the
+        only sign of it.
+
+        Raises:
+          CotangentError: naming the equation that lost the axes.
+        """
+        jax = self.hooks.jax
+        for equation in _equations(self._sliced(path)):
+            name = equation.primitive.name
+            if self.hooks.opaque(equation.primitive, equation.params) is not None:
+                continue
+            inputs = equation.invars[:1] if name == "cond" else equation.invars  # its predicate
+            if name != "cond" and next(inner_jaxprs(equation.params), None) is not None:
+                continue
+            entering = frozenset().union(*(jax.axis_type(v.aval).varying for v in inputs))
+            lost = (entering & axes) - _named_axes(equation.params)
+            for out in equation.outvars:
+                kept = jax.axis_type(out.aval)
+                if lost - kept.axes:
+                    from jax.tree_util import keystr
+                    names = ", ".join(map(repr, sorted(lost - kept.axes)))
+                    raise CotangentError(
+                        f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} "
+                        f"that is typed invariant over {{{names}}}, but it depends on {name}, "
+                        f"which takes what varies over them and whose result JAX types as "
+                        f"invariant. Register a rule for that primitive, "
+                        f"shardrules.register({name!r}, shardrules.no_communication), or cast its "
+                        f"result: shardrules.vary(x, {names}).", path=path, axes=lost)
 
     def _arriving(self):
         """Return the axis types of the outputs' cotangents."""

@@ -39,6 +39,8 @@ class LoweringHooks:
         """
         entry = table[primitive]
         original = self.jax.lowering_rule(entry)
+        if hasattr(original, "shardrules"):
+            return
 
         def lower(ctx, *operands, **params):
             """Lower one call; interpret what is to be interpreted without types, tag the rest."""
@@ -53,6 +55,7 @@ class LoweringHooks:
             self._tag(ctx, known, operands, results)
             return results
 
+        lower.shardrules = True
         patches.entry(table, primitive, self.jax.lowering_entry(entry, lower))
 
     def _interpret(self, original, ctx, *operands, **params):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -75,6 +76,12 @@ def _callback(params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     return function, (name,) if name else ()
 
 
+def _exported(params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """Read the name of an exported program; it may hold any kernel or collective."""
+    name = getattr(params["exported"], "fun_name", "")
+    return None, (name,) if name else ()
+
+
 def _users(params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     """Read whatever names a kernel in a primitive that is not JAX's (jax-triton: ``fn``)."""
     function = params.get("fn")
@@ -96,7 +103,6 @@ class PrimitiveHooks:
         self.jax = jax
         self.state = state
         self.lowering = lowering
-        self._kinds: dict[Any, _Kind] = {}
         self._local = threading.local()
         self._kinds: dict[Any, _Kind] = {}
 
@@ -111,6 +117,8 @@ class PrimitiveHooks:
         for key, names, results in (("ffi_call_p", _called("target_name"), "result_avals"),
                                     ("pure_callback_p", _callback, "result_avals"),
                                     ("io_callback_p", _callback, "result_avals"),
+                                    ("buffer_callback_p", _callback, "result_avals"),
+                                    ("call_exported_p", _exported, ""),
                                     ("tpu_custom_call_p", _called("kernel_name"), "out_avals")):
             primitive = getattr(jax, key)
             if primitive is not None:
@@ -130,6 +138,26 @@ class PrimitiveHooks:
 
         patches.attribute(jax.Primitive, "__init__", made)
 
+        def register_lowering(primitive, *args, **kwargs):
+            jax.register_lowering(primitive, *args, **kwargs)
+            if not _is_jax(sys._getframe(1).f_globals.get("__name__", "")):
+                with self.state.lock:
+                    if primitive in self._kinds:
+                        self._tag(patches, self._kinds[primitive])
+                    else:  # made before the hooks were installed
+                        self._adopt(patches, _Kind(primitive, _users, own=True))
+
+        # Where JAX has it, and where users take it from.
+        for owner in (jax.owner("register_lowering")[0],
+                      importlib.import_module("jax.interpreters.mlir")):
+            patches.attribute(owner, "register_lowering", register_lowering)
+
+    def _tag(self, patches: Patches, kind: _Kind) -> None:
+        for table in (self.jax.lowerings, *(self.jax.platform_lowerings or {}).values()):
+            if kind.primitive in table:
+                self.lowering.wrap(patches, table, kind.primitive,
+                                   lambda params: self._known(kind, params))
+
     def _users_primitives(self) -> Iterator[Any]:
         """Yield each primitive that can be lowered and is not JAX's own."""
         jax = self.jax
@@ -143,10 +171,7 @@ class PrimitiveHooks:
     def _adopt(self, patches: Patches, kind: _Kind) -> None:
         primitive = kind.primitive
         self._kinds[primitive] = kind
-        for table in (self.jax.lowerings, *(self.jax.platform_lowerings or {}).values()):
-            if primitive in table:
-                self.lowering.wrap(patches, table, primitive,
-                                   lambda params: self._known(kind, params))
+        self._tag(patches, kind)
         if not self.jax.typed:
             return  # to JAX 0.5.3 the check is a table of rules: hooks/rep.py
         bind = primitive.bind
@@ -243,21 +268,18 @@ class PrimitiveHooks:
     def _evaluator(self, kind: _Kind, evaluate):
         def abstract_eval(*avals, **params):
             known = self._known(kind, params)
-            answer = evaluate(*avals, **params)
-            if not (known.active(self.state) and self.jax.checking()):
-                return answer
-            outputs, effects = answer
+            outputs, effects = evaluate(*avals, **params)
             several = kind.primitive.multiple_results
-            listed = list(outputs) if several else [outputs]
-            if not listed:
-                return answer
-            if known.found is None and self._may_answer(kind, known):
+            # Not our own kinds of tuple, which callbacks hand on: JAX maps over the answer.
+            listed = tuple(outputs) if several else (outputs,)
+            if listed and known.active(self.state) and self.jax.checking():
+                types = types_of(self.jax, listed)
                 union = frozenset().union(*(t.varying for t in types_of(self.jax, avals)))
-                if all(union <= t.varying for t in types_of(self.jax, listed)):
-                    return answer
-            resolution = self._resolve(known, avals, len(listed))
-            listed = typed(self.jax, known, listed, resolution.outputs)
-            return (type(outputs)(listed) if several else listed[0]), effects
+                wide = all(union <= t.varying for t in types) and any(t.axes for t in types)
+                if not (wide and known.found is None and self._may_answer(kind, known)):
+                    resolution = self._resolve(known, avals, len(listed))
+                    listed = typed(self.jax, known, listed, resolution.outputs)
+            return (listed if several else listed[0]), effects
 
         abstract_eval.shardrules = True
         return abstract_eval

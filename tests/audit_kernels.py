@@ -217,6 +217,20 @@ def kept_and_used(counts, x, o, scratch):
     o[...] = kept
 
 
+def kept_then_read(x, o, scratch):
+    mask = lax.broadcasted_iota(jnp.int32, ROWS, 0) < 4
+    scratch[...] = jnp.where(mask, x[...], scratch[...])
+    o[...] = scratch[...]
+
+
+def kept_over_zeros(x, o, scratch):
+    """What was kept from before the zeros is put over them."""
+    before = scratch[...]
+    scratch[...] = jnp.zeros(ROWS)
+    scratch[...] = jnp.where(x[...] > 0, x[...], before)
+    o[...] = scratch[...]
+
+
 def kept_elsewhere(x, o, scratch):
     scratch[0:4, :] = jnp.where(x[0:4, :] > 0, x[0:4, :], scratch[4:8, :])
     o[...] = x[...]
@@ -406,6 +420,12 @@ def masked_load_with_other(x, o):
 
 def kept_by_a_mask(x, o):
     o[...] = jnp.where(x[...] > 0, x[...], o[...])
+
+
+def kept_after_zeros(x, o, scratch):
+    scratch[...] = jnp.zeros(ROWS)
+    scratch[...] = jnp.where(x[...] > 0, x[...], scratch[...])
+    o[...] = scratch[...]
 
 
 def rows_stored_one_by_one(x, o, scratch):

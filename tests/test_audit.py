@@ -174,6 +174,10 @@ REFUSED = {
     "kept elements that are used": (
         k.call(functools.partial(k.kept_and_used, None), **SCRATCH), "get",
         "scratch 0 is read before", False),
+    "kept elements that are read back": (
+        k.call(k.kept_then_read, **SCRATCH), "get", "scratch 0 is read before", False),
+    "kept elements put over zeros": (
+        k.call(k.kept_over_zeros, **SCRATCH), "get", "scratch 0 is read before", False),
     "kept elements that move": (
         k.call(k.kept_elsewhere, **SCRATCH), "get", "scratch 0 is read before", False),
     "kept elements that choose": (
@@ -271,7 +275,10 @@ PROVEN = {
         k.call(k.masked_load, compiler_params=k.TRITON), ["at the same time", "without other="]),
     "masked load with other": (
         k.call(k.masked_load_with_other, compiler_params=k.TRITON), ["at the same time"]),
-    "kept by a mask": (k.call(k.kept_by_a_mask), []),
+    "kept by a mask": (
+        k.call(k.kept_by_a_mask),
+        [r"the condition of the store to output 0 at .*audit_kernels.py:\d+ holds"]),
+    "kept after zeros": (k.call(k.kept_after_zeros, **SCRATCH), []),
     "rows stored one by one": (k.call(k.rows_stored_one_by_one, **SCRATCH), []),
     "output stored if a count says so": (
         with_counts(k.output_stored_if_a_count_says_so, k.COUNTS, k.X),

@@ -242,6 +242,8 @@ class Runner:
         self.unstored: dict[Root, Read] = {}  # read with no store before it
         self.in_part: dict[Root, Read] = {}  # read with stores to some of it before it
         self.endless: dict[Root, Wait] = {}  # waited for, and started nowhere
+        # A store of what an excused read kept -> the state at that read, and what selects it.
+        self.kept: dict[tuple[int, Root], tuple] = {}
         self.left_out = False  # whether a branch was not taken because its condition is known
 
     def run(self, events: list, state: State) -> State:
@@ -252,7 +254,7 @@ class Runner:
                 if event.root in self.watched:
                     self._read(event, state)
             elif kind is Store:
-                _add(state, event.root, event.region)
+                self._store(event, state)
             elif kind is Wait:
                 self._wait(event, state)
             elif kind is Fresh:
@@ -267,14 +269,31 @@ class Runner:
         root = event.root
         have = state.get(root)
         if have is None:
-            if not keeps_what_was_there(self.values, event):
-                self.unstored.setdefault(root, event)
+            self._keep(event, None)
         elif WHOLE in have or event.region in have - {SOME}:
             return
         elif _outside(event.region, root.boxes):
             self.unstored.setdefault(root, event)
         else:
             self.in_part.setdefault(root, event)
+
+    def _keep(self, event: Read, have: Any) -> None:
+        """Report a read of what nobody stored, but for a store that only keeps it."""
+        kept = keeps_what_was_there(self.values, event)
+        if kept is None:
+            self.unstored.setdefault(event.root, event)
+            return
+        for eqn, masks in kept:
+            self.kept[id(eqn), event.root] = have, masks
+
+    def _store(self, event: Store, state: State) -> None:
+        kept = self.kept.pop((id(event.eqn), event.root), None)
+        if kept is None:
+            _add(state, event.root, event.region)
+        elif kept[0] is None:  # what nobody stored stands there again
+            state.pop(event.root, None)
+        else:
+            state[event.root] = kept[0]
 
     def _wait(self, event: Wait, state: State) -> None:
         filled = self.walk.links.get(event.on, {})
@@ -354,39 +373,45 @@ def covers(boxes: list | None, shape: tuple[int, ...]) -> bool:
                    for box in boxes) for corner in itertools.product(*edges))
 
 
-def keeps_what_was_there(values: Values, event: Read) -> bool:
-    """Whether what is read goes nowhere, or only back to where it stood.
+def keeps_what_was_there(values: Values, event: Read) -> list | None:
+    """Return the stores that put what is read back where it stood; None if it goes elsewhere.
 
     ``ref[i] = jnp.where(mask, new, ref[i])`` is a masked store: what stood there stays, and goes
     nowhere else. ``jnp.where(i == 0, 0, ref[...])`` drops it where ``i`` is known to be 0.
+
+    Returns:
+      Each store's equation, and the (scope, atom) of each mask that keeps elements from it.
     """
     scope, eqn = event.scope, event.eqn
     if scope is None or len(eqn.outvars) != 1 or eqn.primitive.name not in ("get", "masked_load"):
-        return False
-    return _only_kept(values, scope, eqn.outvars[0], event, False)
+        return None
+    found: list = []
+    return found if _only_kept(values, scope, eqn.outvars[0], event, (), found) else None
 
 
-def _only_kept(values, scope, var, event, selected) -> bool:
+def _only_kept(values, scope, var, event, masks, found) -> bool:
     walk = values.walk
     uses = [e for e in scope.jaxpr.eqns if any(a is var for a in e.invars)]
     if not uses or any(out is var for out in scope.jaxpr.outvars):
         return False
     for eqn in uses:
         name = walk.names.primitive(eqn.primitive)
-        if name == "state:swap" and selected:
+        if name == "state:swap" and masks:
             ref, value, *leaves = eqn.invars
             same = value is var and scope.refs.get(ref) is event.root and (
                 walk.region(scope, eqn.params["tree"].unflatten(leaves)) == event.region)
             if not same or event.region is SOME:
                 return False
+            found.append((eqn, masks))
         elif name == "jax:convert_element_type":
-            if not _only_kept(values, scope, eqn.outvars[0], event, selected):
+            if not _only_kept(values, scope, eqn.outvars[0], event, masks, found):
                 return False
         else:
             how = _selects(values, scope, eqn, var)
             if how is _DROPS:
                 continue
-            if not how or not _only_kept(values, scope, eqn.outvars[0], event, True):
+            if not how or not _only_kept(values, scope, eqn.outvars[0], event, (*masks, how),
+                                         found):
                 return False
     return True
 
@@ -395,28 +420,30 @@ _DROPS = "drops"
 
 
 def _selects(values, scope, eqn, var) -> Any:
-    """Return whether an equation gives ``var`` on only as an unmoved case, or not at all."""
+    """Return the (scope, atom) that selects ``var`` as an unmoved case, _DROPS, or None."""
     walk = values.walk
     name = walk.names.primitive(eqn.primitive)
     places = [i for i, a in enumerate(eqn.invars) if a is var]
     if len(places) != 1 or len(eqn.outvars) != 1:
-        return False
+        return None
     if name == "jax:select_n":
+        if not places[0]:
+            return None
         which = values.of_all(scope, eqn.invars[0])
-        return _DROPS if which not in (None, places[0] - 1) and places[0] else places[0] > 0
+        return (scope, eqn.invars[0]) if which in (None, places[0] - 1) else _DROPS
     if name not in ("jax:jit", "jax:pjit"):
-        return False
+        return None
     (inner,) = scope.inner.get(id(eqn), (None,))  # jnp.where is a jit of its own
     if inner is None:
-        return False
+        return None
     var = inner.jaxpr.invars[places[0]]
     while True:
         uses = [e for e in inner.jaxpr.eqns if any(a is var for a in e.invars)]
         if len(uses) != 1 or any(out is var for out in inner.jaxpr.outvars):
-            return False
+            return None
         (eqn,) = uses
         if walk.names.primitive(eqn.primitive) == "jax:convert_element_type":
             var = eqn.outvars[0]
         else:
             how = _selects(values, inner, eqn, var)
-            return how if eqn.outvars[0] is inner.jaxpr.outvars[0] else False
+            return how if eqn.outvars[0] is inner.jaxpr.outvars[0] else None

@@ -277,6 +277,15 @@ def output_stored_if_a_loop_over_data_says_so(x, o):
         o[...] = x[...]
 
 
+def output_masked_by_data(x, o):
+    plt.store(o, x[...], mask=x[...] > 0)
+
+
+def output_masked_in_part_by_data(x, o):
+    o[0:4, :] = x[0:4, :]
+    o[4:8, :] = jnp.where(x[4:8, :] > 0, x[4:8, :], o[4:8, :])
+
+
 def output_stored_never(x, o):
     @pl.when(pl.program_id(0) * 0 == 1)
     def _():
@@ -418,8 +427,27 @@ def masked_load_with_other(x, o):
     o[...] = plt.load(x, mask=mask, other=0.0)
 
 
-def kept_by_a_mask(x, o):
+def kept_by_data(x, o):
     o[...] = jnp.where(x[...] > 0, x[...], o[...])
+
+
+def kept_by_a_mask(counts, x, o):
+    mask = lax.broadcasted_iota(jnp.int32, ROWS, 0) < counts[0]
+    o[...] = jnp.where(mask, x[...], o[...])
+
+
+def output_masked_by_a_count(counts, x, o):
+    plt.store(o, x[...], mask=lax.broadcasted_iota(jnp.int32, ROWS, 0) < counts[0])
+
+
+def scratch_masked_by_data(x, o, scratch):
+    plt.store(scratch, x[...], mask=x[...] > 0)
+    o[...] = scratch[...]
+
+
+def scratch_masked_by_a_count(counts, x, o, scratch):
+    plt.store(scratch, x[...], mask=lax.broadcasted_iota(jnp.int32, ROWS, 0) < counts[0])
+    o[...] = scratch[...]
 
 
 def kept_after_zeros(x, o, scratch):

@@ -205,6 +205,17 @@ REFUSED = {
     "output stored if a loop over data says so": (
         k.call(k.output_stored_if_a_loop_over_data_says_so), "swap",
         "output 0 is stored only under a condition that depends on floating-point data", False),
+    **{name: (
+        k.call(kernel, compiler_params=params), primitive,
+        "output 0 is stored only under a condition that depends on floating-point data", False)
+       for name, kernel, params, primitive in (
+           ("output kept if data says so", k.kept_by_data, k.TPU, "swap"),
+           ("output masked by data", k.output_masked_by_data, k.TRITON, "masked_swap"))},
+    "output masked in part by data": (
+        k.call(k.output_masked_in_part_by_data), "output 0", "the stores that do not depend on "
+        "floating-point data leave elements of it out", False),
+    "scratch masked by data": (
+        k.call(k.scratch_masked_by_data, **SCRATCH), "get", "scratch 0 is read before", False),
     "output stored under a false condition": (
         k.two_steps(k.output_stored_never), "output 0",
         "no store reaches it: the conditions of all of them are false", False),
@@ -276,8 +287,14 @@ PROVEN = {
     "masked load with other": (
         k.call(k.masked_load_with_other, compiler_params=k.TRITON), ["at the same time"]),
     "kept by a mask": (
-        k.call(k.kept_by_a_mask),
+        with_counts(k.kept_by_a_mask, k.COUNTS, k.X),
         [r"the condition of the store to output 0 at .*audit_kernels.py:\d+ holds"]),
+    "output masked by a count": (
+        k.call(k.output_masked_by_a_count, k.COUNTS, k.X, compiler_params=k.TRITON),
+        ["at the same time"]),
+    "scratch masked by a count": (
+        counted_scratch(k.scratch_masked_by_a_count, k.COUNTS, k.X),
+        ["the stores to scratch 0 cover what is read of it"]),
     "kept after zeros": (k.call(k.kept_after_zeros, **SCRATCH), []),
     "rows stored one by one": (k.call(k.rows_stored_one_by_one, **SCRATCH), []),
     "output stored if a count says so": (

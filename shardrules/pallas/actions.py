@@ -102,9 +102,11 @@ def _masked_swap(walk, eqn, scope, events):
         if _used(scope, eqn):
             walk.read(eqn, scope, events, ref, views)
         region = walk.region(scope, views)
+        masks = ()
         if mask is not None:
             region = ("view", id(scope), mask, region)
-        walk.store(eqn, scope, events, ref, region=region)
+            masks = ((scope, mask),)
+        walk.store(eqn, scope, events, ref, region=region, masks=masks)
 
 
 @_for("triton:atomic_rmw")

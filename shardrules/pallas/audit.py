@@ -356,7 +356,7 @@ class _Proof:
             self._block_root(root, f"{len(root.boxes) or 'no'} stores reach it, and they leave "
                                    "elements out" if root.boxes else "no store reaches it")
             return
-        if stored is not None:
+        if stored is WHOLE:
             return
         values = Values(self.walk, self.grid.ids(()))
         stores = [s for s in root.stores if all(
@@ -364,11 +364,19 @@ class _Proof:
         if not stores:
             self._block_root(root, "no store reaches it: the conditions of all of them are false")
             return
-        for store in stores:
-            if not any(values.from_floats(scope, atom) for scope, atom, _ in store.conditions):
+        fixed = [store for store in stores if not any(
+            values.from_floats(scope, atom)
+            for scope, atom, *_ in (*store.conditions, *store.masks))]
+        if fixed:
+            regions = [store.region for store in fixed]
+            if not any(r in (WHOLE, SOME) or r[0] == "view" for r in regions) and (
+                    not covers(regions, root.shape)):
+                self._block_root(root, "the stores that do not depend on floating-point data "
+                                       "leave elements of it out")
+            elif stored is None:
                 self._assume(f"the condition of the store to {root.label} at "
-                             f"{self.walk.place(store.eqn)} holds once for each of its blocks")
-                return
+                             f"{self.walk.place(fixed[0].eqn)} holds once for each of its blocks")
+            return
         self._block(stores[0].eqn, f"{root.label} is stored only under a condition that depends "
                                    "on floating-point data")
 

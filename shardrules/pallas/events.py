@@ -108,6 +108,7 @@ class Store:
     region: Any
     eqn: Any
     conditions: tuple  # of (scope, atom, the branch that it stands in)
+    masks: tuple = ()  # of (scope, atom) that leave elements of its region out
 
 
 @dataclasses.dataclass
@@ -316,19 +317,20 @@ class Walk:
             events.append(Read(root, region, eqn, scope))
         return root
 
-    def store(self, eqn, scope, events, var, transforms=None, region=None) -> Root | None:
+    def store(self, eqn, scope, events, var, transforms=None, region=None,
+              masks=()) -> Root | None:
         """Note that an equation stores to a ref."""
         root = self.root(eqn, scope, var)
         if root is None:
             return None
         if not root.ready or root.output is not None:
             region = self.region(scope, transforms) if region is None else region
-            self.stored(root, region, eqn, events)
+            self.stored(root, region, eqn, events, masks)
         return root
 
-    def stored(self, root: Root, region, eqn, events=None) -> None:
+    def stored(self, root: Root, region, eqn, events=None, masks=()) -> None:
         """Note a store to a buffer; without events, one that a later wait completes."""
-        store = Store(root, region, eqn, self._conditions)
+        store = Store(root, region, eqn, self._conditions, masks)
         root.stores.append(store)
         if not root.ready:
             self.before[root] = None

@@ -268,28 +268,25 @@ class Runner:
     def _read(self, event: Read, state: State) -> None:
         root = event.root
         have = state.get(root)
-        if have is None:
-            self._keep(event, None)
-        elif WHOLE in have or event.region in have - {SOME}:
+        if have is not None and (WHOLE in have or event.region in have - {SOME}):
             return
-        elif _outside(event.region, root.boxes):
+        kept = keeps_what_was_there(self.values, event)
+        if kept is not None:
+            for eqn, masks in kept:
+                self.kept[id(eqn), root] = have, masks
+        elif have is None or _outside(event.region, root.boxes):
             self.unstored.setdefault(root, event)
         else:
             self.in_part.setdefault(root, event)
 
-    def _keep(self, event: Read, have: Any) -> None:
-        """Report a read of what nobody stored, but for a store that only keeps it."""
-        kept = keeps_what_was_there(self.values, event)
-        if kept is None:
-            self.unstored.setdefault(event.root, event)
-            return
-        for eqn, masks in kept:
-            self.kept[id(eqn), event.root] = have, masks
-
     def _store(self, event: Store, state: State) -> None:
         kept = self.kept.pop((id(event.eqn), event.root), None)
+        if kept is not None:
+            event.masks = kept[1]
         if kept is None:
-            _add(state, event.root, event.region)
+            # Which elements a mask from data leaves out differs from one run to the next.
+            if not any(self.values.from_floats(*mask) for mask in event.masks):
+                _add(state, event.root, event.region)
         elif kept[0] is None:  # what nobody stored stands there again
             state.pop(event.root, None)
         else:

@@ -210,6 +210,18 @@ def another_row_stored(x, o, scratch):
     o[0:4, :] = scratch[4:8, :]
 
 
+def half_stored(x, o, scratch):
+    scratch[0:4, :] = x[0:4, :]
+    o[...] = scratch[...]
+
+
+def half_copied(x, o, buffer, semaphore):
+    copied = pltpu.make_async_copy(x.at[pl.ds(0, 4)], buffer.at[pl.ds(0, 4)], semaphore)
+    copied.start()
+    copied.wait()
+    o[...] = buffer[...]
+
+
 def kept_and_used(counts, x, o, scratch):
     """The mask keeps elements that nobody stored, and then somebody reads them."""
     kept = jnp.where(x[...] > 0, x[...], scratch[...])
@@ -461,6 +473,12 @@ def rows_stored_one_by_one(x, o, scratch):
     scratch[4:8, :] = x[4:8, :]
     o[0:4, :] = scratch[4:8, :]
     o[4:8, :] = scratch[0:4, :]
+
+
+def halves_stored(x, o, scratch):
+    scratch[0:4, :] = x[0:4, :]
+    scratch[4:8, :] = x[4:8, :]
+    o[...] = scratch[...]
 
 
 def output_stored_if_a_count_says_so(counts, x, o):

@@ -171,6 +171,10 @@ REFUSED = {
         "get", "scratch 0 is read before", False),
     "another part of scratch stored": (
         k.call(k.another_row_stored, **SCRATCH), "get", "scratch 0 is read before", False),
+    "half of scratch stored": (
+        k.call(k.half_stored, **SCRATCH), "get", "scratch 0 is read before", False),
+    "half of scratch copied": (
+        k.call(k.half_copied, **COPY), "get", "scratch 0 is read before", False),
     "kept elements that are used": (
         k.call(functools.partial(k.kept_and_used, None), **SCRATCH), "get",
         "scratch 0 is read before", False),
@@ -297,6 +301,9 @@ PROVEN = {
         ["the stores to scratch 0 cover what is read of it"]),
     "kept after zeros": (k.call(k.kept_after_zeros, **SCRATCH), []),
     "rows stored one by one": (k.call(k.rows_stored_one_by_one, **SCRATCH), []),
+    "both halves of scratch stored": (
+        k.call(k.halves_stored, **SCRATCH),
+        ["the stores to scratch 0 cover what is read of it"]),
     "output stored if a count says so": (
         with_counts(k.output_stored_if_a_count_says_so, k.COUNTS, k.X),
         [r"the condition of the store to output 0 at .*audit_kernels.py:\d+ holds"]),

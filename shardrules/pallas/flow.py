@@ -274,7 +274,7 @@ class Runner:
         if kept is not None:
             for eqn, masks in kept:
                 self.kept[id(eqn), root] = have, masks
-        elif have is None or _outside(event.region, root.boxes):
+        elif have is None or _lacks(event.region, root.boxes, root.shape):
             self.unstored.setdefault(root, event)
         else:
             self.in_part.setdefault(root, event)
@@ -347,15 +347,17 @@ def settled(state: State) -> State:
             for root, regions in state.items()}
 
 
-def _outside(region: Any, boxes: list | None) -> bool:
-    """Whether no box of ``boxes`` meets ``region``."""
-    if not boxes or region in (WHOLE, SOME) or region[0] == "view":
+def _lacks(region: Any, boxes: list | None, shape: tuple[int, ...]) -> bool:
+    """Whether boxes, all that is ever stored, leave out some of a region that is known."""
+    if not boxes or region is SOME or region is not WHOLE and region[0] == "view":
         return False
-    return all(
-        len(box) == len(region) and any(
-            start + size <= other or other + count <= start
-            for (start, size), (other, count) in zip(region, box))
-        for box in boxes)
+    if region is WHOLE:
+        region = tuple((0, size) for size in shape)
+    if any(len(box) != len(region) for box in boxes):
+        return False
+    moved = [tuple((start - origin, size) for (start, size), (origin, _) in zip(box, region))
+             for box in boxes]
+    return not covers(moved, tuple(size for _, size in region))
 
 
 def covers(boxes: list | None, shape: tuple[int, ...]) -> bool:

@@ -304,6 +304,12 @@ def output_stored_never(x, o):
         o[...] = x[...]
 
 
+def output_stored_in_step_seven(x, o):
+    @at(7)
+    def _():
+        o[...] = x[...]
+
+
 def summed_from_the_first_step(x, o):
     @at(0)
     def _():

@@ -223,6 +223,9 @@ REFUSED = {
     "output stored under a false condition": (
         k.two_steps(k.output_stored_never), "output 0",
         "no store reaches it: the conditions of all of them are false", False),
+    "output stored in a step that the grid has not": (
+        k.two_steps(k.output_stored_in_step_seven), "output 0",
+        "no store reaches it: the conditions of all of them are false", False),
     "Mosaic: read before wait": (
         k.mosaic(k.smem_without_wait, scratch=(k.SMEM, k.BARRIER)), "get",
         "is read before anything is stored there", False),
@@ -304,6 +307,8 @@ PROVEN = {
     "both halves of scratch stored": (
         k.call(k.halves_stored, **SCRATCH),
         ["the stores to scratch 0 cover what is read of it"]),
+    "output stored in a step that the grid has": (
+        k.call(k.output_stored_in_step_seven, grid=(8,)), []),
     "output stored if a count says so": (
         with_counts(k.output_stored_if_a_count_says_so, k.COUNTS, k.X),
         [r"the condition of the store to output 0 at .*audit_kernels.py:\d+ holds"]),

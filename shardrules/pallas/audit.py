@@ -7,6 +7,8 @@ proven. It says which assumptions the proof rests on, and names what stands in i
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -31,6 +33,7 @@ MASKED = "elements that a mask leaves out of a load without other= reach no outp
 FIRST_PRODUCT = "the first product into a tensor core's accumulator does not accumulate"
 
 _FIXED_ORDER = ("add", "and", "or", "xor", "max", "min", "umax", "umin")
+_MOST_PROGRAMS = 4096  # a bound on the work, where every program of a grid is tried
 _GPU = ("gpu", "triton", "mosaic_gpu")
 _SHARED_SPACES = ("any", "hbm", "gmem")
 
@@ -358,6 +361,9 @@ class _Proof:
             return
         if stored is WHOLE:
             return
+        if self._never_stored(root):
+            self._block_root(root, "no store reaches it: the conditions of all of them are false")
+            return
         values = Values(self.walk, self.grid.ids(()))
         stores = [s for s in root.stores if all(
             values.of(scope, atom) in (None, branch) for scope, atom, branch in s.conditions)]
@@ -379,6 +385,18 @@ class _Proof:
             return
         self._block(stores[0].eqn, f"{root.label} is stored only under a condition that depends "
                                    "on floating-point data")
+
+    def _never_stored(self, root: Root) -> bool:
+        """Whether no program of a small grid, tried one by one, may store to a buffer."""
+        sizes = self.grid.sizes
+        if None in sizes or math.prod(sizes) > _MOST_PROGRAMS or not root.stores:
+            return False
+        for place in itertools.product(*map(range, sizes)):
+            values = Values(self.walk, Ids(dict(enumerate(place)), sizes))
+            if any(all(values.of(scope, atom) in (None, branch)
+                       for scope, atom, branch in store.conditions) for store in root.stores):
+                return False
+        return True
 
     def _atomics(self) -> None:
         for root in self.walk.roots:

@@ -247,9 +247,8 @@ class Bwd:
                         f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} "
                         f"that is typed invariant over {{{names}}}, but it depends on {name}, "
                         f"which takes what varies over them and whose result JAX types as "
-                        f"invariant. Register a rule for that primitive, "
-                        f"shardrules.register({name!r}, shardrules.no_communication), or cast its "
-                        f"result: shardrules.vary(x, {names}).", path=path, axes=lost)
+                        f"invariant. Cast its result: shardrules.vary(x, {names}).",
+                        path=path, axes=lost)
 
     def _arriving(self):
         """Return the axis types of the outputs' cotangents."""

@@ -18,6 +18,7 @@ from typing import Any
 from shardrules.axistypes import AxisType
 from shardrules.declare import binding_of
 from shardrules.hooks.compat import Jax
+from shardrules.hooks.forgetful import ForgetfulHooks
 from shardrules.hooks.lowering import LoweringHooks
 from shardrules.hooks.opaque import (
     Call,
@@ -103,6 +104,7 @@ class PrimitiveHooks:
         self.jax = jax
         self.state = state
         self.lowering = lowering
+        self.forgetful = ForgetfulHooks(jax, state)
         self._local = threading.local()
         self._kinds: dict[Any, _Kind] = {}
 
@@ -127,6 +129,7 @@ class PrimitiveHooks:
             patches.attribute(*jax.owner("result_avals"), self._result_avals)
         for primitive in self._users_primitives():
             self._adopt(patches, _Kind(primitive, _users, own=True))
+        self.forgetful.install(patches)
         original = jax.Primitive.__init__
 
         def made(primitive, *args, **kwargs):
@@ -140,12 +143,13 @@ class PrimitiveHooks:
 
         def register_lowering(primitive, *args, **kwargs):
             jax.register_lowering(primitive, *args, **kwargs)
-            if not _is_jax(sys._getframe(1).f_globals.get("__name__", "")):
-                with self.state.lock:
-                    if primitive in self._kinds:
-                        self._tag(patches, self._kinds[primitive])
-                    else:  # made before the hooks were installed
-                        self._adopt(patches, _Kind(primitive, _users, own=True))
+            with self.state.lock:
+                if _is_jax(sys._getframe(1).f_globals.get("__name__", "")):
+                    self.forgetful.adopt(patches, primitive)  # from a module that came late
+                elif primitive in self._kinds:
+                    self._tag(patches, self._kinds[primitive])
+                else:  # made before the hooks were installed
+                    self._adopt(patches, _Kind(primitive, _users, own=True))
 
         # Where JAX has it, and where users take it from.
         for owner in (jax.owner("register_lowering")[0],
@@ -211,9 +215,8 @@ class PrimitiveHooks:
             return self.jax.result_avals(results)
         notes, plain = [], []
         for result in results:
-            note, result = self.jax.unannotated(result)
-            notes.append(note)
-            plain.append(result)
+            notes.append(self.jax.annotation(result))
+            plain.append(result if notes[-1] is None else self.jax.unannotated(result))
         avals = self.jax.result_avals(plain)
         if not any(note is not None for note in notes):
             return avals

@@ -1,0 +1,123 @@
+"""JAX's own primitives whose types forget mesh axes; plain JAX gets these programs wrong, silently."""
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import sparse
+from jax.experimental.shard_alike import shard_alike
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+X = np.random.default_rng(0).normal(size=(16,)).astype(np.float32)
+W = np.arange(1, 5, dtype=np.float32)
+
+
+def by_rank(x, w):
+    """Multiply x by the weights, the least element by the first (a router's permutation)."""
+    return x * w[jnp.argsort(jnp.argsort(x))]
+
+
+def sparse_diagonal(x, w):
+    """Multiply x by a sparse diagonal matrix of w."""
+    n = jnp.arange(w.shape[0])
+    return sparse.BCOO((w, jnp.stack([n, n], 1)), shape=(4, 4)) @ x
+
+
+def dropout(x, w):
+    """Keep what random bits from x's own bits keep."""
+    state = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = lax.rng_bit_generator(state, x.shape)[1]
+    return jnp.where(bits % 2 == 0, x, 0) + x * w * (bits % 3).astype(x.dtype)
+
+
+def gradients(op, mesh):
+    f = jax.shard_map(op, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    return jax.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1)))(X, W)
+
+
+def reference(op):
+    def f(x, w):
+        return jnp.concatenate([op(block, w) for block in x.reshape(4, 4)])
+    return jax.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1)))(X, W)
+
+
+def close(got, want):
+    return [bool(np.allclose(a, b, rtol=1e-5)) for a, b in zip(got, want)]
+
+
+PROGRAMS = [by_rank, sparse_diagonal, dropout]
+
+
+@pytest.mark.parametrize("op", PROGRAMS)
+def test_gradients_equal_those_of_one_device(cpu_mesh, hooks, op):
+    assert close(gradients(op, cpu_mesh), reference(op)) == [True, True]
+
+
+def test_plain_jax_gets_the_weights_gradient_wrong(cpu_mesh):
+    assert close(gradients(by_rank, cpu_mesh), reference(by_rank)) == [True, False]
+
+
+CALLS = [
+    lambda x: jnp.argsort(x),
+    lambda x: jax.random.permutation(jax.random.key(x[0].astype(int)), 5),
+    lambda x: lax.rng_bit_generator(lax.bitcast_convert_type(x, jnp.uint32), (3,))[1],
+    lambda x: shard_alike(jnp.ones(x.shape), x)[0],
+    lambda x: sparse.BCOO.fromdense(x[:, None] * x, nse=16).T.todense(),
+    lambda x: sparse.BCSR.fromdense(x[:, None] * x, nse=16) @ jnp.ones(4),
+    lambda x: sparse.CSR.fromdense(x[:, None] * x, nse=16) @ jnp.ones(4),
+    lambda x: sparse.COO.fromdense(x[:, None] * x, nse=16) @ jnp.ones(4),
+]
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_what_depends_on_varying_data_is_not_accepted_as_replicated(cpu_mesh, op):
+    f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
+    jax.eval_shape(f, X)  # plain JAX takes it
+    with sr.install(), pytest.raises(ValueError, match="can't be statically inferred"):
+        jax.eval_shape(f, X)
+
+
+def test_types_stay_outside_the_check(cpu_mesh, hooks):
+    f = functools.partial(jax.shard_map, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))
+    assert "pvary" not in str(jax.make_jaxpr(f(jnp.argsort, check_vma=False))(X))
+    np.testing.assert_array_equal(jnp.argsort(X), np.argsort(X, kind="stable"))
+    got = jax.vmap(f(jnp.argsort))(np.stack([X, -X]))
+    want = np.stack([X, -X]).reshape(2, 4, 4).argsort(kind="stable").reshape(2, 16)
+    np.testing.assert_array_equal(got, want)
+
+
+LATE = """
+import os
+os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")
+import sys, jax, jax.numpy as jnp, numpy as np, shardrules
+from jax.sharding import Mesh, PartitionSpec as P
+shardrules.install()
+assert "jax.experimental.sparse" not in sys.modules
+from jax.experimental import sparse
+f = jax.shard_map(lambda x: sparse.BCOO.fromdense(x, nse=2).todense(),
+                  mesh=Mesh(np.array(jax.devices()), "data"), in_specs=P("data"), out_specs=P())
+try:
+    jax.eval_shape(f, jnp.ones(4))
+except ValueError as error:
+    print("can't be statically inferred" in str(error))
+"""
+
+
+def test_modules_that_are_imported_later():
+    """Sparse primitives are made when their module is imported."""
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_uninstalling_gives_them_back():
+    before = lax.sort_p.abstract_eval
+    with sr.install():
+        assert lax.sort_p.abstract_eval is not before
+    assert lax.sort_p.abstract_eval is before and "bind" not in vars(lax.sort_p)

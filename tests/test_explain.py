@@ -99,19 +99,18 @@ def test_a_psum_in_a_loop_is_told_how_to_leave_it(cpu_mesh):
     assert before.steps == 1
 
 
-def test_explain_warns_where_jax_forgets_who_chose(cpu_mesh):
-    """JAX 0.10.2 types a cond by its branches, not by its predicate: invariant here."""
-    def f(x):
-        chosen = jax.lax.cond(x[0] > 0, lambda: 1.0, lambda: 2.0)
-        return chosen + jax.lax.while_loop(lambda c: c < x[0], lambda c: c + 1, 0.0)
+def test_explain_of_what_a_varying_predicate_chooses(cpu_mesh):
+    def f(x, w):
+        chosen = jax.lax.cond(x[0] > 0, lambda: 1.0, lambda: w)
+        return chosen * jax.lax.while_loop(lambda c: c < x[0], lambda c: c + 1, 0.0) * x
 
-    mapped = jax.shard_map(f, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
-    explanation = sr.explain(mapped, jnp.arange(8.0))
-    assert pinned("\n".join(explanation.warnings)) == """\
-cond at <chosen = jax.lax.cond(x[0] > 0, lambda: 1.0, lambda: 2.0)> depends on a predicate that varies over {data}, but JAX types its output 0 as invariant over {data}; cast the output with shardrules.vary inside, unless it is the same on every device
-while_loop at <return chosen + jax.lax.while_loop(lambda c: c < x[0], lambda c: c + 1, 0.0)> depends on a predicate that varies over {data}, but JAX types its output 0 as invariant over {data}; cast the output with shardrules.vary inside, unless it is the same on every device"""  # noqa: E501
-    assert str(explanation).endswith("\n\n" + "\n".join(
-        f"warning: {text}" for text in explanation.warnings))
+    mapped = jax.shard_map(f, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    explanation = sr.explain(mapped, jnp.arange(8.0), 2.0)
+    why = [cast.why for cast in explanation.casts]
+    assert "an operand of cond, whose predicate varies" in why
+    assert "the output of a branch whose predicate varies, to vary as the others do" in why
+    assert ("an initial carry of while_loop, to vary as its body returns it or its condition does"
+            in why)
 
 
 def test_explain_shows_claims(cpu_mesh):

@@ -5,8 +5,12 @@ cond or switch return equal types. A carry that starts from zeros is invariant, 
 call in the body has a rule, what comes back varies. A cast from invariant to varying is always
 sound, so where the types differ in nothing but the axes over which they vary, and only there, the
 initial carry is cast to the fixpoint of its type, and each branch to the join of all. The cast
-stands before the loop: a gradient's psum for it is then outside the loop too. Programs that JAX
-accepts are left as they are.
+stands before the loop: a gradient's psum for it is then outside the loop too.
+
+What a predicate chooses varies as the predicate does, and JAX types it by the branches or the body
+alone (0.6 to 0.12): on devices that chose differently, a value that is called equal differs, and
+its gradient is silently wrong. So a cond's, switch's and while_loop's results get the predicate's
+axes when they are bound. Programs that JAX types rightly are left as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ from typing import Any
 
 from shardrules.axistypes import AxisType
 from shardrules.hooks.compat import Jax
+from shardrules.hooks.opaque import types_of
 from shardrules.hooks.patching import Patches
+from shardrules.hooks.retyping import Retyping
 from shardrules.hooks.state import State
 
 __all__ = ["ControlHooks"]
@@ -35,6 +41,7 @@ class ControlHooks:
     def __init__(self, jax: Jax, state: State):
         self.jax = jax
         self.state = state
+        self.retyping = Retyping(jax, state)
 
     def install(self, patches: Patches) -> None:
         """Replace the functions in which this JAX traces bodies and branches and compares them."""
@@ -51,6 +58,9 @@ class ControlHooks:
         for key, hook in hooks.items():
             if getattr(jax, key) is not None:
                 patches.attribute(*jax.owner(key), hook)
+        self.retyping.install(patches)
+        for primitive, bind in ((jax.cond_p, self._bind_cond), (jax.while_p, self._bind_while)):
+            patches.attribute(primitive, "bind", functools.partial(bind, primitive.bind))
 
     @property
     def _acts(self) -> bool:
@@ -165,6 +175,43 @@ class ControlHooks:
                 out_avals1, out_avals2 = (
                     _retyped(self.jax, each, types) for each in (out_avals1, out_avals2))
         return self.jax.check_branches(api_name, name1, name2, f1, f2, out_avals1, out_avals2)
+
+    # What a varying predicate chooses.
+
+    def _bind_cond(self, bind, index, *operands, **params):
+        """Cast what a cond takes and returns to vary as its predicate does."""
+        if self._acts:
+            over = self.jax.axis_type(self.jax.typeof(index)).varying
+            if over:
+                avals = [*map(self.jax.typeof, operands)]
+                self._check_refs(self.jax.cond_p, (self.jax.typeof(index), *avals), params)
+                new = self.retyping.branches(over, types_of(self.jax, avals), params["branches"],
+                                             "the predicate of a cond or switch")
+                if new is not None:
+                    types, params["branches"] = new
+                    operands = self._cast_operands(operands, avals, types)
+        return bind(index, *operands, **params)
+
+    def _bind_while(self, bind, *operands, **params):
+        """Cast a while_loop's carry to vary as its condition does, where the body changes it."""
+        if self._acts and types_of(self.jax, params["cond_jaxpr"].out_avals)[0].varying:
+            avals = [*map(self.jax.typeof, operands)]
+            self._check_refs(self.jax.while_p, avals, params)
+            new = self.retyping.loop(types_of(self.jax, avals), params,
+                                     "the condition of a while_loop")
+            if new is not None:
+                types, params = new
+                operands = self._cast_operands(operands, avals, types)
+        return bind(*operands, **params)
+
+    def _check_refs(self, primitive, avals, params) -> None:
+        """Refuse refs that would be written by some devices only, before what they hold is cast."""
+        if any(isinstance(aval, self.jax.AbstractRef) for aval in avals):
+            primitive.abstract_eval(*avals, **params)
+
+    def _cast_operands(self, operands, avals, types) -> list[Any]:
+        return [self.jax.cast(x, one) if self.jax.can_cast(aval) else x
+                for x, aval, one in zip(operands, avals, types)]
 
 
 def _from_loop(frame: Any, debug_info: Any) -> bool:

@@ -29,6 +29,7 @@ from shardrules.hooks.explanation import (
     short,
 )
 from shardrules.hooks.opaque import types_of
+from shardrules.hooks.retyping import scan_counts
 from shardrules.hooks.state import COLLECT, Notes
 
 __all__ = ["explain", "scan_calls"]
@@ -51,8 +52,7 @@ def explain(f: Callable, *args, **kwargs) -> Explanation:
         walk = _Walk(notes)
         walk.program(_traced(f, args, kwargs))
     return Explanation(tuple(_counted(walk.calls)), tuple(_counted(walk.casts)),
-                       tuple(_counted(walk.sums)), tuple(dict.fromkeys(walk.claims)),
-                       tuple(dict.fromkeys(walk.warnings)))
+                       tuple(_counted(walk.sums)), tuple(dict.fromkeys(walk.claims)))
 
 
 def scan_calls(f: Callable, *args, **kwargs) -> MissingRules:
@@ -183,7 +183,6 @@ class _Walk:
         self.casts: list[ExplainedCast] = []
         self.sums: list[ExplainedSum] = []
         self.claims: list[str] = []
-        self.warnings: list[str] = []
 
     def program(self, closed: Any) -> None:
         """Read a whole program."""
@@ -212,8 +211,6 @@ class _Walk:
                 axes, value, _ = _described(eqn)
                 self.claims.append(f"{value} at {short(here.at)} is summed over {show_axes(axes)} "
                                    "already")
-            elif place.checked and name in ("cond", "while"):
-                self._chosen(eqn, here)
             inside = here
             if name == "shard_map":
                 checked = bool(eqn.params.get("check_vma", eqn.params.get("check_rep")))
@@ -222,8 +219,12 @@ class _Walk:
                 length = eqn.params.get("length")
                 inside = dataclasses.replace(here, steps=(
                     here.steps * length if here.steps and length is not None else None))
-            result = ("the output of a branch" if name == "cond" else
-                      f"what a {_LOOPS[name]} carries" if name in _LOOPS else "a result")
+            result = "a result"
+            if name == "cond":
+                result = "the output of a branch" + (
+                    " whose predicate varies" if self._chooses(eqn) else "")
+            elif name in _LOOPS:
+                result = f"what a {_LOOPS[name]} carries"
             for inner in _inner_jaxprs(eqn.params):
                 self._read(inner, inside, result)
 
@@ -257,28 +258,20 @@ class _Walk:
             return f"input {i} of {name_of(known.call.primitive, known.call.name)}, for its rule"
         name = eqn.primitive.name
         if name in _LOOPS and _carries(eqn, i):
-            return f"an initial carry of {_LOOPS[name]}, to vary as its body returns it"
+            chosen = " or its condition does" if name == "while" and self._chooses(eqn) else ""
+            return f"an initial carry of {_LOOPS[name]}, to vary as its body returns it{chosen}"
+        if name == "cond" and self._chooses(eqn):
+            return "an operand of cond, whose predicate varies"
         inner = _open(eqn.params.get("jaxpr"))
         if inner is not None and len(inner.invars) == len(eqn.invars):
             return self._reason(_uses(inner).get(inner.invars[i], ()), "a result")
         return f"operand {i} of {name}, by JAX or the program"
 
-    def _chosen(self, eqn: Any, place: _Place) -> None:
-        """Warn where what is chosen by a varying value is typed as if all devices chose alike.
-
-        JAX types a cond's and a while_loop's results by their branches and body alone (0.10.2).
-        """
-        name = eqn.primitive.name
-        chooser = eqn.invars[0] if name == "cond" else _open(eqn.params["cond_jaxpr"]).outvars[0]
-        over = self.jax.axis_type(chooser.aval).varying
-        for i, var in enumerate(eqn.outvars):
-            missing = over - self.jax.axis_type(var.aval).varying
-            if missing:
-                self.warnings.append(
-                    f"{'cond' if name == 'cond' else 'while_loop'} at {short(place.at)} depends "
-                    f"on a predicate that varies over {show_axes(missing)}, but JAX types its "
-                    f"output {i} as invariant over {show_axes(missing)}; cast the output with "
-                    "shardrules.vary inside, unless it is the same on every device")
+    def _chooses(self, eqn: Any) -> bool:
+        """Whether the predicate of a cond, or the condition of a while_loop, varies."""
+        chooser = (_open(eqn.params["cond_jaxpr"]).outvars if eqn.primitive.name == "while"
+                   else eqn.invars)[0]
+        return bool(self.jax.axis_type(chooser.aval).varying)
 
     def _sum(self, eqn: Any, place: _Place) -> None:
         axes, value, size = _described(eqn)
@@ -310,10 +303,7 @@ def _carries(eqn: Any, i: int) -> bool:
     params = eqn.params
     if eqn.primitive.name == "while":
         return i >= params["cond_nconsts"] + params["body_nconsts"]
-    if "ft_in" in params:  # from JAX 0.11: pytrees of the constants, the carry and the rest
-        constants, carry, _ = map(len, params["ft_in"].unpack())
-    else:
-        constants, carry = params["num_consts"], params["num_carry"]
+    constants, carry = scan_counts(params)
     return 0 <= i - constants < carry
 
 

@@ -106,14 +106,12 @@ class Explanation:
       casts: the casts inside shard_map with the check on.
       sums: the psums there.
       claims: what ``already_summed`` says, which nothing proves.
-      warnings: where JAX's own check types a value less varying than it is.
     """
 
     calls: tuple[ExplainedCall, ...]
     casts: tuple[ExplainedCast, ...]
     sums: tuple[ExplainedSum, ...]
     claims: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         calls = [("kernel", "phase", "called at", "inputs -> outputs", "rule")]
@@ -131,9 +129,8 @@ class Explanation:
                          short(one.at), f"{one.value}, {one.bytes} B",
                          one.why + _advice(one)))
         tables = [_table(rows) for rows in (calls, casts, sums) if len(rows) > 1]
-        for kind, texts in (("claim", self.claims), ("warning", self.warnings)):
-            if texts:
-                tables.append("\n".join(f"{kind}: {text}" for text in texts))
+        if self.claims:
+            tables.append("\n".join(f"claim: {text}" for text in self.claims))
         return "\n\n".join(tables) or "no opaque call, cast or psum inside a shard_map"
 
 

@@ -215,8 +215,9 @@ class PrimitiveHooks:
             return self.jax.result_avals(results)
         notes, plain = [], []
         for result in results:
-            notes.append(self.jax.annotation(result))
-            plain.append(result if notes[-1] is None else self.jax.unannotated(result))
+            note, result = self.jax.unannotated(result)
+            notes.append(note)
+            plain.append(result)
         avals = self.jax.result_avals(plain)
         if not any(note is not None for note in notes):
             return avals

@@ -1,0 +1,111 @@
+"""What a varying predicate chooses varies.
+
+To JAX 0.5.3 shard_map knows that by itself, or has no rule for cond and while_loop; the hooks leave
+it as it is there.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from core import kernels, versions
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+lax = jax.lax
+# From JAX 0.6 axis types are on avals.
+TYPED = any(hasattr(jax.make_jaxpr(jnp.sin)(1.0).in_avals[0], name)
+            for name in ("vma", "manual_axis_type"))
+REFUSED = (ValueError, NotImplementedError)
+WHY = "out_specs|No replication rule for"
+X = np.array([[1., .5], [-1, 2], [2, 1], [-2, .1]], np.float32)
+W = np.array([1.5, .5], np.float32)
+
+
+def closures(op, x, w):
+    return lax.cond(x[0, 0] > 0, lambda: jnp.sin(w), lambda: w ** 2)
+
+
+def switch(op, x, w):
+    return lax.switch((x[0, 0] + 1).astype(int), [lambda: w, lambda: jnp.zeros(w.shape),
+                                                  lambda: 3 * w])
+
+
+def nested(op, x, w):
+    def steps():
+        def body(c, y):
+            return lax.cond(y > .7, lambda: jax.nn.silu(c) * w, lambda: c + 1), None
+        return lax.scan(body, w, x[0])[0]
+    return lax.cond(x[0, 0] > 0, jax.jit(jax.checkpoint(steps)), lambda: w)
+
+
+def kernel_in_a_branch(op, x, w):
+    return lax.cond(x[0, 0] > 0, lambda: op(w[None], w)[0], lambda: w)
+
+
+def kernel_of_the_predicate(op, x, w):
+    return lax.cond(op(x, w)[0, 0] > 0, lambda: jnp.sin(w), lambda: 2 * w)
+
+
+def beside_what_varies(op, x, w):
+    """JAX types it rightly, and puts a psum into a branch: there, the gradient hangs."""
+    return lax.cond(x[0, 0] > 0, lambda: op(x, w)[0], lambda: x[0])
+
+
+PROGRAMS = [closures, switch, nested, kernel_in_a_branch, kernel_of_the_predicate,
+            beside_what_varies]
+
+
+def sharded(program, op, mesh, out_specs=P("data")):
+    return versions.shard_map(lambda x, w: program(op, x, w)[None], mesh=mesh,
+                              in_specs=(P("data"), P()), out_specs=out_specs)
+
+
+def refused(program, op, mesh):
+    with pytest.raises(REFUSED, match=WHY):
+        jax.eval_shape(sharded(program, op, mesh, P()), X, W)
+
+
+def gradient(f):
+    return jax.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1)))
+
+
+def on_one_device(program):
+    return lambda x, w: jnp.stack([program(lambda x, w: x * w, row[None], w) for row in x])
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+def test_what_a_varying_predicate_chooses_varies(program, cpu_mesh):
+    def multiply(x, w):
+        return x * w
+
+    if not TYPED or program is beside_what_varies:
+        refused(program, multiply, cpu_mesh)
+    else:
+        jax.eval_shape(sharded(program, multiply, cpu_mesh, P()), X, W)  # JAX accepts it
+    with sr.install():
+        op = kernels.make_scale()
+        sr.register("scale_kernel", sr.no_communication)
+        sr.register("sum_rows_kernel", sr.no_communication)
+        refused(program, op, cpu_mesh)
+        if TYPED:
+            got = gradient(sharded(program, op, cpu_mesh))(X, W)
+            for one, other in zip(got, gradient(on_one_device(program))(X, W)):
+                np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+def test_what_a_loop_carries_varies_as_its_condition(cpu_mesh):
+    def doubled(op, x, w):
+        return lax.while_loop(lambda c: c[0] < x[0, 0], lambda c: (c[0] + 1, 2 * c[1]),
+                              (0., w))[1]
+
+    if TYPED:
+        jax.eval_shape(sharded(doubled, None, cpu_mesh, P()), X, W)  # JAX accepts it
+    with sr.install():
+        refused(doubled, None, cpu_mesh)
+        if TYPED:
+            got = jax.jit(sharded(doubled, None, cpu_mesh))(X, W)
+            np.testing.assert_allclose(got, on_one_device(doubled)(X, W))

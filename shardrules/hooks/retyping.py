@@ -25,7 +25,7 @@ from shardrules.hooks.state import State
 __all__ = ["Retyping", "widened"]
 
 _CASTS = ("pvary", "pcast", "reduced_vary_cast")  # to varying
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+_THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # of custom_vjp and custom_jvp
 
 
 def widened(have: AxisType, axes: Iterable[str]) -> AxisType:
@@ -172,8 +172,8 @@ class Retyping:
                 continue
             if eqn.primitive.name in _CASTS and over & _axes(eqn):
                 return True
-            if eqn.primitive.name == "custom_vjp_call" and self._mixed(eqn, over):
-                return True  # its bwd's cotangents are cast, or summed
+            if "bwd" in eqn.params and self._mixed(eqn, over):
+                return True  # a custom_vjp, whose bwd's cotangents are summed
             if _known(eqn) is None and any(
                     self._casts(inner, inner.invars, over) for inner in inner_jaxprs(eqn.params)):
                 return True
@@ -334,13 +334,13 @@ class _Equation:
         """Renew what calls one jaxpr with all of its operands: jit, checkpoint, custom_vjp."""
         eqn, retyping = self.eqn, self.retyping
         changes: dict[str, Any] = {}
-        if eqn.primitive.name in _CUSTOM:
+        thunks = [name for name in _THUNKS if name in eqn.params]
+        if thunks:
             axes = self._gained()
             self._cast([widened(one, axes) for one in self.types])
             primals = self.types[eqn.params["num_consts"]:]
-            for thunk in ("fwd_jaxpr_thunk", "jvp_jaxpr_fun"):
-                if thunk in eqn.params:
-                    changes[thunk] = retyping.thunk(eqn.params[thunk], primals, self.what)
+            for name in thunks:
+                changes[name] = retyping.thunk(eqn.params[name], primals, self.what)
             if "bwd" in eqn.params:
                 changes["bwd"] = retyping.bwd(eqn.params["bwd"], axes)
         changes[key] = retyping.jaxpr(eqn.params[key], self.types, self.what)

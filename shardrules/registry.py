@@ -80,6 +80,21 @@ def normalise(name: str) -> str:
     return re.sub(r"[^\w.-]", "_", name)
 
 
+class _Here(threading.local):
+    """What a thread is in.
+
+    Args:
+      overlays: its scopes, outermost first.
+      state: the registry's version and the scopes for which it has answers.
+      answers: what ``find`` answered then.
+    """
+
+    def __init__(self):
+        self.overlays: tuple[Overlay, ...] = ()
+        self.state: Any = None
+        self.answers: dict[Any, Registration | None] = {}
+
+
 class Registry:
     """Declarations by name, safe to use from several threads.
 
@@ -89,12 +104,14 @@ class Registry:
         because they need JAX and this module doesn't.
     """
 
+    _KEPT = 1024  # answers of ``find``, in each thread
+
     def __init__(self, entry_points: str | None = None, provers: tuple[str, ...] = ()):
         self._lock = threading.RLock()
         self._entries: dict[tuple[str, str, Any], Registration] = {}
         self._listeners: list[Callable[[], None]] = []
         self._guards: list[Callable[[], contextlib.AbstractContextManager]] = []
-        self._local = threading.local()
+        self._local = _Here()
         self._version = 0
         self._entry_points = entry_points
         self._provers: list[Callable[[str, dict[str, Any], int], Any]] = []
@@ -221,7 +238,7 @@ class Registry:
     @property
     def overlays(self) -> tuple[Overlay, ...]:
         """This thread's scopes, outermost first."""
-        return getattr(self._local, "overlays", ())
+        return self._local.overlays
 
     @contextlib.contextmanager
     def overlaid(self, overlays: tuple[Overlay, ...]) -> Iterator[None]:
@@ -253,6 +270,15 @@ class Registry:
             name whose rule drops an axis matches a second function.
         """
         self.load_libraries()
+        local, key = self._local, (name, module, function, target)
+        state = self._version, local.overlays
+        if local.state != state or len(local.answers) >= self._KEPT:
+            local.state, local.answers = state, {}
+        if key not in local.answers:  # a program calls the same few kernels again and again
+            local.answers[key] = self._find(*key)
+        return local.answers[key]
+
+    def _find(self, name: str, module: str, function: str, target: Any) -> Registration | None:
         compiled = normalise(name)
         for overlay in reversed(self.overlays):
             matching = [e for e in overlay.entries

@@ -126,14 +126,18 @@ class Rule:
         """
         if self._identity is not None:  # a function of the user's, which may change its mind
             return self._resolve(context)
-        key = context.inputs, context.output_count, context.mesh_axes
-        found = self._resolved.get(key)
+        found = self.kept(context.inputs, context.output_count, context.mesh_axes)
         if found is None:
             found = self._resolve(context)
             if len(self._resolved) >= self._KEPT:
                 self._resolved.clear()
-            self._resolved[key] = found
+            self._resolved[context.inputs, context.output_count, context.mesh_axes] = found
         return found
+
+    def kept(self, inputs: tuple[AxisType, ...], output_count: int,
+             mesh_axes: tuple[str, ...]) -> Resolution | None:
+        """Return the answer to such a call, if it was given before and can't change."""
+        return self._resolved.get((inputs, output_count, mesh_axes))
 
     def _resolve(self, context: RuleContext) -> Resolution:
         unreduced = self._check_inputs(context)

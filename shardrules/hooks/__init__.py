@@ -90,7 +90,7 @@ def install(*, unknown: str = "error", prove: bool = True) -> Handle:
 
 def installed() -> bool:
     """Return whether the hooks act in this thread, here."""
-    return _state.scope.active
+    return _state.active
 
 
 def touched() -> tuple[tuple[Any, Any], ...]:
@@ -158,7 +158,7 @@ def _hold() -> None:
                 custom_vjp = CustomVjpHooks(jax, _state, known_of)
                 primitives = PrimitiveHooks(jax, _state, lowering)
                 _hooks.extend([pallas, custom_vjp, primitives, ControlHooks(jax, _state)])
-                _hooks.extend([MeshKernelHooks(jax, _state, pallas._noted),
+                _hooks.extend([MeshKernelHooks(jax, _state, pallas.noted),
                                RefHooks(jax, _state)])
                 if not jax.typed:
                     _hooks.append(RepHooks(jax, _state, pallas, primitives, custom_vjp))

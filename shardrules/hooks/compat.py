@@ -68,6 +68,9 @@ class Jax:
         self.typed = typed
         self._owners = owners
         self._here = threading.local()
+        self._caches_kernels = is_cached(symbols["trace_kernel"])
+        # A program has the same few avals again and again, and making one costs more.
+        self._retyped = functools.lru_cache(maxsize=1024)(self._retype)
 
     def owner(self, key: str) -> tuple[Any, str]:
         """Return where a symbol lives: the module, and the attribute's name there."""
@@ -92,24 +95,25 @@ class Jax:
 
     def with_axis_type(self, aval: Any, axis_type: AxisType) -> Any:
         """Return ``aval`` with another axis type; what can't carry one is returned as it is."""
-        if not self.typed or not isinstance(aval, self.ShapedArray):
+        if (not self.typed or not isinstance(aval, self.ShapedArray)
+                or self.axis_type(aval) == axis_type):
             return aval
-        changes: dict[str, Any] = {}
         if aval.sharding.mesh.empty and axis_type.axes:
             # out_shape given as an array: its aval names no mesh (JAX 0.10.2).
-            changes["sharding"] = self.current_mesh_sharding()
+            aval = aval.update(sharding=self.current_mesh_sharding())
+        return self._retyped(aval, axis_type)
+
+    def _retype(self, aval: Any, axis_type: AxisType) -> Any:
         if self.ManualAxisType is not None:
-            changes["manual_axis_type"] = self.ManualAxisType(
+            return aval.update(manual_axis_type=self.ManualAxisType(
                 varying=axis_type.varying, unreduced=axis_type.unreduced,
-                reduced=axis_type.reduced)
-            return aval.update(**changes)
-        changes["vma"] = axis_type.varying
+                reduced=axis_type.reduced))
+        changes: dict[str, Any] = {"vma": axis_type.varying}
         have = self.axis_type(aval)
         if (have.unreduced, have.reduced) != (axis_type.unreduced, axis_type.reduced):
-            sharding = changes.get("sharding", aval.sharding)
-            spec = type(sharding.spec)(*sharding.spec, unreduced=axis_type.unreduced,
-                                       reduced=axis_type.reduced)
-            changes["sharding"] = sharding.update(spec=spec)
+            spec = type(aval.sharding.spec)(*aval.sharding.spec, unreduced=axis_type.unreduced,
+                                            reduced=axis_type.reduced)
+            changes["sharding"] = aval.sharding.update(spec=spec)
         return aval.update(**changes)
 
     def cotangent_type(self, primal: Any) -> AxisType:
@@ -119,45 +123,25 @@ class Jax:
                 return self.axis_type(getattr(primal, name)())
         return self.axis_type(primal)
 
-    def annotation(self, out_shape: Any) -> tuple[AxisType | None, Any]:
-        """Return what the user wrote on an out_shape, and an out_shape that is annotated.
+    def annotation(self, shape: Any) -> AxisType | None:
+        """Return the axis type that the user wrote on an output, or None.
 
         Args:
-          out_shape: one leaf of pallas_call's ``out_shape``.
-
-        Returns:
-          The annotation, None where there is none; the leaf, invariant where there is none.
+          shape: one leaf of pallas_call's ``out_shape`` or of ffi_call's ``result_shape_dtypes``.
         """
         import jax
-        if not isinstance(out_shape, jax.ShapeDtypeStruct):
-            return None, out_shape  # an array's own type is no annotation
+        if not isinstance(shape, jax.ShapeDtypeStruct):
+            return None  # an array's own type is no annotation
         if self.ManualAxisType is not None:
-            mat = out_shape.manual_axis_type
-            if mat is not None:
-                return AxisType(mat.varying, mat.unreduced, mat.reduced), out_shape
-            return None, out_shape.update(manual_axis_type=self.ManualAxisType())
-        if not hasattr(out_shape, "vma"):
-            return None, out_shape  # JAX 0.6.0: nothing to write it in
-        if out_shape.vma is not None:
-            return AxisType(out_shape.vma), out_shape
-        return None, out_shape.update(vma=frozenset())
+            mat = shape.manual_axis_type
+            return None if mat is None else _axis_type(mat.varying, mat.unreduced, mat.reduced)
+        varying = getattr(shape, "vma", None)  # JAX 0.6.0: nothing to write it in
+        return None if varying is None else _axis_type(varying)
 
-    def unannotated(self, result: Any) -> tuple[AxisType | None, Any]:
-        """Return what the user wrote on a result of ffi_call, and the result without it.
-
-        Args:
-          result: one of ffi_call's ``result_shape_dtypes``.
-        """
-        import jax
-        if not isinstance(result, jax.ShapeDtypeStruct):
-            return None, result
-        field = "manual_axis_type" if self.ManualAxisType is not None else "vma"
-        written = getattr(result, field, None)
-        if written is None:
-            return None, result
-        note = (AxisType(written.varying, written.unreduced, written.reduced)
-                if self.ManualAxisType is not None else AxisType(written))
-        return note, result.update(**{field: None})
+    def unannotated(self, shape: Any) -> Any:
+        """Return an annotated ``ShapeDtypeStruct`` without its annotation."""
+        return shape.update(
+            **{"vma" if self.ManualAxisType is None else "manual_axis_type": None})
 
     def can_cast(self, aval: Any) -> bool:
         """Whether a value of this aval can be cast: an array, that is, not a ref or a token."""
@@ -198,6 +182,8 @@ class Jax:
           RuleError: if it takes a cast that this JAX doesn't have.
         """
         have = self.axis_type(self.typeof(value))
+        if have == want:
+            return value
         # One cast moves axes of one state only: jax.lax.pcast refuses a mixture (JAX 0.10.2).
         for axes in (have.reduced & want.varying, want.varying - have.axes):
             if axes:
@@ -266,9 +252,11 @@ class Jax:
         Args:
           traced: the returned tuple.
         """
-        index = next(i for i, part in enumerate(traced) if hasattr(part, "eqns"))
+        index = 0
+        while not hasattr(traced[index], "eqns"):
+            index += 1
         jaxpr = traced[index]
-        if is_cached(self.trace_kernel):
+        if self._caches_kernels:
             jaxpr = jaxpr.replace()
             traced = (*traced[:index], jaxpr, *traced[index + 1:])
         return jaxpr, traced

@@ -56,7 +56,7 @@ class CustomVjpHooks:
     def _flatten_fwd(self, fwd, *rest):
         scoped = self._scoped(fwd)
         flat, trees = self.jax.flatten_fwd(scoped, *rest)
-        if self.state.scope.active:
+        if self.state.active:
             self._forwards[trees] = scoped
         return flat, trees
 

@@ -193,7 +193,10 @@ class MeshKernelHooks:
 
     def _trace(self, trace, fun, *args, **kwargs):
         """Trace as JAX does, and note of what the jaxpr is."""
-        kernel = getattr(getattr(fun, "debug_info", None), "traced_for", "") == "pallas_core_map"
+        traced_for = getattr(getattr(fun, "debug_info", None), "traced_for", "")
+        if traced_for == "pallas_call index_map":
+            return trace(fun, *args, **kwargs)
+        kernel = traced_for == "pallas_core_map"
         with self.jax.unchecked() if kernel and self._checking else contextlib.nullcontext():
             traced = trace(fun, *args, **kwargs)  # unchecked, as JAX does itself from 0.10 on
         # JAX to 0.10 traces a WrappedFun, 0.11 the function itself.
@@ -279,10 +282,10 @@ class MeshKernelHooks:
 
     @property
     def _checking(self) -> bool:
-        return self.jax.checking() and self.state.scope.active
+        return self.jax.checking() and self.state.active
 
     def _acts(self, kind: _Kind, params: dict[str, Any]) -> bool:
-        if self.state.scope.active:
+        if self.state.active:
             return True
         jaxpr = kind.jaxprs(params)[0]
         known = self._kernels.get(jaxpr) or self._origin(jaxpr)[0]

@@ -70,7 +70,7 @@ class Known:
 
     def active(self, state: State) -> bool:
         """Whether the hooks act on it: here, or because they did when it was bound."""
-        return state.scope.active or (self.scope is not None and self.scope.active)
+        return state.active or (self.scope is not None and self.scope.active)
 
     def governing(self, state: State) -> Scope:
         """The scope whose policy and rules it obeys."""
@@ -97,10 +97,10 @@ def check_annotations(known: Known, types: tuple[AxisType, ...]) -> None:
 
 def typed(jax: Jax, known: Known, avals: Any, types: tuple[AxisType, ...]) -> tuple[Any, ...]:
     """Return avals with their types; an annotation that is wider widens them."""
-    notes = known.annotations or (None,) * len(types)
-    return tuple(
-        jax.with_axis_type(aval, one if note is None else one.vary(*(note.varying - one.axes)))
-        for aval, one, note in zip(avals, types, notes))
+    if any(known.annotations):
+        types = tuple(one if note is None else one.vary(*(note.varying - one.axes))
+                      for one, note in zip(types, known.annotations))
+    return tuple(map(jax.with_axis_type, avals, types))
 
 
 def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
@@ -203,8 +203,11 @@ def resolve(jax: Jax, state: State, scope: Scope, call: Call, found: Registratio
       UnknownKernelError: if there is no rule and the policy is ``error``.
       RuleError: if the rule's answer can't be used.
     """
-    named = frozenset().union(*(t.axes for t in inputs))
     axes = jax.manual_axes()
+    kept = None if found is None else found.rule.kept(inputs, output_count, axes)
+    if kept is not None:
+        return kept
+    named = frozenset().union(*(t.axes for t in inputs))
     axes += tuple(sorted(named - set(axes), key=str))  # vmap axes can vary too
     context = RuleContext(call.name, inputs, output_count, axes)
     if found is not None:

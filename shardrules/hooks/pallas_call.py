@@ -8,15 +8,13 @@ turns up. ``bind`` casts the inputs (the rewrite). The abstract eval gives the o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import threading
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
-from shardrules.declare import binding_of
-from shardrules.errors import RuleError
+from shardrules.declare import Binding, Declared, binding_of
 from shardrules.hooks.compat import Jax
 from shardrules.hooks.lowering import LoweringHooks
 from shardrules.hooks.opaque import (
@@ -30,8 +28,7 @@ from shardrules.hooks.opaque import (
     types_of,
 )
 from shardrules.hooks.patching import Patches
-from shardrules.hooks.state import Scope, State
-from shardrules.registry import Registration
+from shardrules.hooks.state import State
 from shardrules.axistypes import AxisType
 
 __all__ = ["PallasHooks"]
@@ -41,6 +38,29 @@ def _module_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__module__", None) or ""
+
+
+class _Traced(NamedTuple):
+    """What only the kernel tracer sees: the function's module and rule, what the user wrote."""
+
+    module: str
+    binding: Binding | None
+    annotations: tuple[AxisType | None, ...]
+
+
+class _Here(threading.local):
+    """What a thread is in the middle of.
+
+    Args:
+      noted: for each output as it is converted, the annotation of it, or None.
+      outer: the kernel whose bind runs, if one does.
+      settled: its jaxpr, its operands' axis types and its outputs'.
+    """
+
+    def __init__(self):
+        self.noted: list[AxisType | None] = []
+        self.outer: Known | None = None
+        self.settled: tuple[Any, tuple[AxisType, ...], tuple[AxisType, ...]] | None = None
 
 
 class PallasHooks:
@@ -57,17 +77,16 @@ class PallasHooks:
         self.state = state
         self.lowering = lowering
         # Keyed by the kernel's jaxpr, which is one object through eval, partial eval and dce.
+        self._traced: weakref.WeakKeyDictionary[Any, _Traced] = weakref.WeakKeyDictionary()
         self._kernels: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()
-        self._local = threading.local()
+        self._local = _Here()
 
     def install(self, patches: Patches) -> None:
         """Replace the three seams, and the lowering rule."""
         jax = self.jax
         self._bind = jax.pallas_call_p.bind
         self._abstract_eval = jax.pallas_call_p.abstract_eval
-        # With the signature of JAX's own, which compat checks.
-        trace = functools.wraps(jax.trace_kernel)(lambda *a, **k: self._trace_kernel(*a, **k))
-        patches.attribute(*jax.owner("trace_kernel"), trace)
+        patches.attribute(*jax.owner("trace_kernel"), self._tracer(jax.trace_kernel))
         patches.attribute(jax.pallas_call_p, "bind", self.bind)
         self.lowering.wrap(patches, jax.lowerings, jax.pallas_call_p, self.kernel_of)
         if jax.typed:
@@ -78,32 +97,40 @@ class PallasHooks:
 
     def _convert_out_shape(self, out_shape):
         """Take an output without annotation; note the annotation of one that has it."""
-        if self.state.scope.active and self.jax.checking():
-            annotation, out_shape = self.jax.annotation(out_shape)
-            self._noted().append(annotation)
+        if self.state.active and self.jax.checking():
+            annotation = self.jax.annotation(out_shape)
+            self._local.noted.append(annotation)
+            if annotation is None:
+                with self.jax.unchecked():  # it refuses that, and makes it invariant otherwise
+                    return self.jax.convert_out_shape(out_shape)
         return self.jax.convert_out_shape(out_shape)
 
-    def _noted(self) -> list[AxisType | None]:
-        if not hasattr(self._local, "noted"):
-            self._local.noted = []
+    def noted(self) -> list[AxisType | None]:
+        """Return this thread's list of annotations, one for each output as it is converted."""
         return self._local.noted
 
-    def _trace_kernel(self, fun, *args, **kwargs):
-        annotations: tuple[AxisType | None, ...] = ()
-        noted = self._noted()
-        if noted:
-            # out_shape's leaves were converted just before, in order; older ones are left over
-            # from calls that failed in between.
-            grid_mapping = args[1]
-            annotations = tuple(noted[len(noted) - grid_mapping.num_outputs:])
-            noted.clear()
-        with self.jax.unchecked():  # as JAX itself does, but for 0.6.0
-            traced = self.jax.trace_kernel(fun, *args, **kwargs)
-        jaxpr, traced = self.jax.kernel_jaxpr(traced)
-        name, place = self.jax.describe_kernel(jaxpr, {})
-        self._kernels[jaxpr] = Known(
-            Call("pallas_call", name, place, _module_of(fun), binding_of(fun)), annotations)
-        return traced
+    def _tracer(self, trace):
+        jax = self.jax
+
+        @functools.wraps(trace)  # with its signature, which compat checks
+        def trace_kernel(fun, *args, **kwargs):
+            annotations: tuple[AxisType | None, ...] = ()
+            noted = self._local.noted
+            if noted:
+                # out_shape's leaves were converted just before, in order; older ones are left
+                # over from calls that failed in between.
+                if any(noted):
+                    grid_mapping = args[1]
+                    annotations = tuple(noted[len(noted) - grid_mapping.num_outputs:])
+                noted.clear()
+            body = fun.__wrapped__ if isinstance(fun, Declared) else fun
+            with jax.unchecked():  # as JAX itself does, but for 0.6.0
+                traced = trace(body, *args, **kwargs)
+            jaxpr, traced = jax.kernel_jaxpr(traced)
+            self._traced[jaxpr] = _Traced(_module_of(fun), binding_of(fun), annotations)
+            return traced
+
+        return trace_kernel
 
     # Rewrite and check.
 
@@ -116,66 +143,72 @@ class PallasHooks:
         jaxpr = params["jaxpr"]
         kernel = self._kernels.get(jaxpr)
         if kernel is None:
-            # A jaxpr that a transformation made: its name stays, and so does the rule of the
-            # bind that is being transformed. Its outputs are others, so no annotation carries on.
-            kernel = Known(Call("pallas_call", *self.jax.describe_kernel(jaxpr, params)))
-            outer = getattr(self._local, "outer", None)
-            if outer is not None and outer.call.name == kernel.call.name:
+            name, place = self.jax.describe_kernel(jaxpr, params)
+            traced, outer = self._traced.get(jaxpr), self._local.outer
+            if traced is not None:
+                kernel = Known(Call("pallas_call", name, place, traced.module, traced.binding),
+                               traced.annotations)
+            elif outer is not None and outer.call.name == name:
+                # A jaxpr that a transformation made: its name stays, and so does the rule of the
+                # bind that is being transformed. Its outputs are others: no annotation carries on.
                 kernel = dataclasses.replace(outer, annotations=())
+            else:
+                kernel = Known(Call("pallas_call", name, place))
             self._kernels[jaxpr] = kernel
         if kernel.scope is None:
             kernel.scope = self.state.scope
-            name, _ = self.jax.describe_kernel(jaxpr, params)
-            if name != kernel.call.name:
-                kernel.call = dataclasses.replace(kernel.call, name=name)
         if kernel.found is None:
             kernel.found = find_rule(kernel.call, kernel.scope, self.state)
-        if kernel.active(self.state):
+        if kernel.found is None and kernel.active(self.state):
             prove(kernel, self.state, "pallas_call", params, 0)
         return kernel
 
-    def _acts(self, params: dict[str, Any]) -> bool:
-        known = self._kernels.get(params["jaxpr"])
-        return self.state.scope.active or (known is not None and known.active(self.state))
-
     def bind(self, *args, **params):
         """Cast the inputs as the rule says, then bind."""
-        if not self._acts(params):
+        jaxpr, local = params["jaxpr"], self._local
+        known = self._kernels.get(jaxpr)
+        if not (self.state.active or (known is not None and known.active(self.state))):
             return self._bind(*args, **params)
-        first = params["jaxpr"] not in self._kernels or (
-            self._kernels[params["jaxpr"]].scope is None)
+        first = known is None
         kernel = self.kernel_of(params)
+        before = local.outer, local.settled
+        settled = None
         if self.jax.checking():
-            avals = [self.jax.typeof(x) for x in args]
-            resolution = self._resolve(kernel, avals, len(params["out_avals"]))
-            if first:
+            avals = tuple(map(self.jax.typeof, args))
+            inputs = types_of(self.jax, avals)
+            resolution = self._resolve(kernel, inputs, len(params["out_avals"]))
+            if first and kernel.annotations:
                 check_annotations(kernel, resolution.outputs)
-            args = [x if isinstance(aval, self.jax.AbstractRef) else self.jax.cast(x, want)
-                    for x, aval, want in zip(args, avals, resolution.inputs)]
+            if inputs != resolution.inputs:
+                args = [x if have == want or isinstance(aval, self.jax.AbstractRef)
+                        else self.jax.cast(x, want)
+                        for x, aval, have, want in zip(args, avals, inputs, resolution.inputs)]
             # Written into the call too, so that a jaxpr that outlives the hooks keeps its types.
             params["out_avals"] = typed(self.jax, kernel, params["out_avals"],
                                         resolution.outputs)
-        with self._transforming(kernel):
+            settled = jaxpr, resolution.inputs, resolution.outputs
+        local.outer, local.settled = kernel, settled
+        try:
             return self._bind(*args, **params)
+        finally:
+            local.outer, local.settled = before
 
     def abstract_eval(self, *avals, **params):
         """Give the outputs the types that the rule says for these operands."""
         outputs, effects = self._abstract_eval(*avals, **params)
-        if not (self._acts(params) and self.jax.checking()):
+        inputs = types_of(self.jax, avals)
+        local = self._local
+        if local.settled is not None and local.settled[0] is params["jaxpr"] and (
+                local.settled[1] == inputs):
+            return typed(self.jax, local.outer, outputs, local.settled[2]), effects
+        known = self._kernels.get(params["jaxpr"])
+        acts = self.state.active or (known is not None and known.active(self.state))
+        if not (acts and self.jax.checking()):
             return outputs, effects
         kernel = self.kernel_of(params)
-        resolution = self._resolve(kernel, avals, len(outputs))
-        return typed(self.jax, kernel, outputs, resolution.outputs), effects
+        types = self._resolve(kernel, inputs, len(outputs)).outputs
+        return typed(self.jax, kernel, outputs, types), effects
 
-    def _resolve(self, kernel: Known, avals, output_count: int):
+    def _resolve(self, kernel: Known, inputs: tuple[AxisType, ...], output_count: int):
         return resolve(self.jax, self.state, kernel.governing(self.state), kernel.call,
-                       kernel.found, types_of(self.jax, avals), output_count, kernel.audit)
-
-    @contextlib.contextmanager
-    def _transforming(self, kernel: Known):
-        before = getattr(self._local, "outer", None)
-        self._local.outer = kernel
-        try:
-            yield
-        finally:
-            self._local.outer = before
+                       kernel.found, inputs, output_count, kernel.audit)

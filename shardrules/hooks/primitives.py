@@ -211,13 +211,12 @@ class PrimitiveHooks:
 
     def _result_avals(self, results):
         """Take annotated results; JAX 0.8.3 to 0.12 fail on an assertion."""
-        if not self.state.scope.active:
+        if not self.state.active:
             return self.jax.result_avals(results)
         notes, plain = [], []
         for result in results:
-            note, result = self.jax.unannotated(result)
-            notes.append(note)
-            plain.append(result)
+            notes.append(self.jax.annotation(result))
+            plain.append(result if notes[-1] is None else self.jax.unannotated(result))
         avals = self.jax.result_avals(plain)
         if not any(note is not None for note in notes):
             return avals

@@ -205,7 +205,7 @@ class RepHooks:
     # A custom_vjp's cotangents.
 
     def _rewrite_bwd(self, bwd, mesh, in_reps, reps_dst):
-        if not self.state.scope.active:
+        if not self.state.active:
             return self.jax.rewrite_bwd(bwd, mesh, in_reps, reps_dst)
         call = getattr(bwd, "call_wrapped", bwd)
         parts = Parts(self.jax.function_name(bwd), None, None, ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import weakref
 from typing import Any
 
 from shardrules.declare import Binding
@@ -84,6 +85,27 @@ class Scope:
     prove: bool = True
 
 
+class _Key:
+    """One scope and registry version in JAX's trace key, and no other's.
+
+    Compared by identity, which costs nothing: jit hashes its trace key at every call.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
+class _Here(threading.local):
+    """What a thread is in.
+
+    Args:
+      scope: the scope that was entered, or None.
+      under: its overlays, the scope outside of them, and that scope with them.
+    """
+
+    scope: Scope | None = None
+    under: tuple[Any, Any, Any] = (None, None, None)
+
+
 class State:
     """The active scope of every thread.
 
@@ -95,8 +117,11 @@ class State:
         self.registry = registry
         self.lock = threading.RLock()
         self._installed: list[tuple[object, Scope]] = []  # one for each installed handle
-        self._local = threading.local()
+        self._everywhere = Scope()
+        self._local = _Here()
         self._trace_key = None
+        # As long as JAX has something that was traced under it.
+        self._keys: weakref.WeakValueDictionary[Any, _Key] = weakref.WeakValueDictionary()
 
     # Handles.
 
@@ -104,32 +129,42 @@ class State:
         """Activate the hooks in every thread."""
         with self.lock:
             self._installed.append((handle, scope))
+            self._everywhere = scope
             self.refresh()
 
     def remove(self, handle: object) -> bool:
         """Take back what ``push`` did; return whether any handle is left."""
         with self.lock:
             self._installed = [entry for entry in self._installed if entry[0] is not handle]
+            self._everywhere = self._installed[-1][1] if self._installed else Scope()
             self.refresh()
             return bool(self._installed)
 
     # Scopes.
 
     @property
+    def active(self) -> bool:
+        """Whether the hooks act in this thread, here."""
+        return (self._local.scope or self._everywhere).active
+
+    @property
     def scope(self) -> Scope:
         """The scope of this thread, here."""
-        base = getattr(self._local, "scope", None) or self._everywhere()
+        local = self._local
+        base = local.scope or self._everywhere
         overlays = self.registry.overlays
-        return dataclasses.replace(base, overlays=overlays) if overlays else base
-
-    def _everywhere(self) -> Scope:
-        installed = self._installed
-        return installed[-1][1] if installed else Scope()
+        if not overlays:
+            return base
+        known, outside, scope = local.under
+        if known is not overlays or outside is not base:
+            scope = dataclasses.replace(base, overlays=overlays)
+            local.under = overlays, base, scope
+        return scope
 
     @contextlib.contextmanager
     def enter(self, scope: Scope):
         """Run this thread under ``scope``; JAX's caches are kept apart for it."""
-        before = getattr(self._local, "scope", None)
+        before = self._local.scope
         self._local.scope = dataclasses.replace(scope, overlays=())
         try:
             with self.registry.overlaid(scope.overlays), self._keyed():
@@ -161,9 +196,12 @@ class State:
     def refresh(self) -> None:
         """Tell JAX that what was traced under another registry or policy is stale."""
         if self._trace_key is not None:
-            self._trace_key.set_global(self._key(self._everywhere()))
+            self._trace_key.set_global(self._key(self._everywhere))
 
     def _key(self, scope: Scope):
         # None while nothing is installed: JAX's caches are then what they were without us.
         traced = scope.active or scope.claims is not None
-        return (scope, self.registry.version) if traced else None
+        if not traced:
+            return None
+        with self.lock:
+            return self._keys.setdefault((scope, self.registry.version), _Key())

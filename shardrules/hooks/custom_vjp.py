@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardrules.errors import CotangentError
+from shardrules.hooks.batched_vjp import BatchedVjpHooks
 from shardrules.hooks.compat import Jax
 from shardrules.hooks.patching import Patches
 from shardrules.hooks.state import COLLECT, State
@@ -49,6 +50,7 @@ class CustomVjpHooks:
         patches.attribute(*self.jax.owner("flatten_primal"), self._flatten_primal)
         patches.attribute(*self.jax.owner("flatten_fwd"), self._flatten_fwd)
         patches.attribute(*self.jax.owner("flatten_bwd"), self._flatten_bwd)
+        BatchedVjpHooks(self.jax, self.state).install(patches)
 
     def _flatten_primal(self, fun, *rest):
         return self.jax.flatten_primal(self._scoped(fun), *rest)

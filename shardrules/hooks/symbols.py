@@ -43,12 +43,14 @@ _STATE = "jax._src.state"
 _VJP = "jax._src.custom_derivatives"
 _SHARD_MAP = "jax.experimental.shard_map"
 _CONTROL = "jax._src.lax.control_flow"
+_BATCHING = "jax._src.interpreters.batching"
 _AVAL = "avals that carry axis types"
 _OUT_SHAPE = "raises on an output without annotation"
 _WRAP = "wraps a custom_vjp's functions without losing their debug info"
 _KERNEL = "the one place where kernel function and jaxpr meet"
 _REF = "a ref that is written must vary where what is written does"
 _CHECK = "whether shard_map's check is on where we are"
+_SPMD = "a custom_vjp's cotangents under vmap(..., spmd_axis_name=...)"
 _OPAQUE = "an opaque primitive"
 _STALE = "puts the registry's version into jit's trace key"
 
@@ -153,6 +155,9 @@ TYPE_SYMBOLS = (
            ("out_avals1", "out_avals2"), "raises on branches whose types differ", optional=True),
     Symbol("pcast", "jax.lax:pcast", "0.8-0.12", ("axis_name", "to"), "casts an operand"),
     Symbol("pcast", "jax.lax:pvary", "0.6.0-0.7", ("axis_name",), "casts an operand"),
+    Symbol("BatchTrace", f"{_BATCHING}:BatchTrace", "0.6.0-0.12", (), _SPMD),
+    Symbol("batch_bwd", f"{_BATCHING}:batch_custom_vjp_bwd", "0.6.0-0.12",
+           ("bwd", "tag", "axis_data", "in_dims", "out_dim_dests"), _SPMD),
     Symbol("mpmd_map_p", f"{_MESH}.mpmd:mpmd_map_p", "0.9.2-0.12", (), "what pl.kernel binds",
            optional=True),
     Symbol("mpmd_map", f"{_MESH}.mpmd:_mpmd_map", "0.10-0.12", ("meshes_and_fns", "out_types"),

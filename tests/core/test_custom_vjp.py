@@ -187,19 +187,30 @@ def test_vmap_over_a_mesh_axis_gives_right_gradients_where_all_is_mapped(cpu_mes
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
-def test_vmap_over_a_mesh_axis_never_gives_a_wrong_gradient(cpu_mesh):
-    """The weight is not mapped: the axis comes in after the casts. JAX to 0.5.3 lost a psum."""
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0)])
+def test_vmap_over_a_mesh_axis_sums_the_gradient_of_what_is_not_mapped(cpu_mesh, in_axes):
+    """The axis comes in after the casts. JAX to 0.5.3 lost a psum; from 0.6.0 it refused the type."""
     f = versions.shard_map(kernels.make_scale(), mesh=cpu_mesh, in_specs=(P("model"), P()),
                            out_specs=P("model"))
-    g = jax.vmap(f, in_axes=(0, None), spmd_axis_name="data")
     x = np.arange(8 * 4 * 16, dtype=np.float32).reshape(8, 4, 16) / 64
-    w = np.linspace(1, 2, 16, dtype=np.float32)
-    try:
-        have = jax.jit(jax.grad(lambda x, w: (g(x, w) ** 2).sum(), (0, 1)))(x, w)
-    except Exception:  # each JAX has its own way to refuse it
+    w = np.linspace(1, 2, 8 * 16, dtype=np.float32).reshape(8, 16)
+    x, w = (a if axis == 0 else a[0] for a, axis in zip((x, w), in_axes))
+
+    def gradient(op, **spmd):
+        batched = jax.vmap(op, in_axes=in_axes, **spmd)
+        return jax.jit(jax.grad(lambda x, w: (batched(x, w) ** 2).sum(), (0, 1)))(x, w)
+
+    if not versions.maps_psum_over_a_mesh_axis():
+        with pytest.raises(TypeError, match="axis_index_groups"):
+            gradient(f, spmd_axis_name="data")
         return
-    want = jax.grad(lambda x, w: ((x * w) ** 2).sum(), (0, 1))(x, w)
-    for one, other in zip(have, want):
+    try:
+        have = gradient(f, spmd_axis_name="data")
+    except errors.RuleError as error:
+        assert "came to vary after shard_map's casts were put in" in str(error)
+        assert not versions.types_values()
+        return
+    for one, other in zip(have, gradient(lambda x, w: x * w)):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 

@@ -107,3 +107,8 @@ def maps_psum_over_a_mesh_axis() -> bool:
     except TypeError:
         return False
     return True
+
+
+def types_values() -> bool:
+    """Whether values carry the axes over which they vary, which a cast can add to."""
+    return hasattr(jax.lax, "pvary") or hasattr(jax.lax, "pcast")

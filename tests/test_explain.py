@@ -113,6 +113,17 @@ def test_explain_of_what_a_varying_predicate_chooses(cpu_mesh):
             in why)
 
 
+def test_explain_of_casts_of_partial_sums(cpu_mesh):
+    def f(x, w):
+        w = jax.lax.pcast(w, "data", to="reduced")
+        return jax.lax.psum(jax.lax.pcast(x * w, "data", to="unreduced"), "data")
+
+    mapped = jax.shard_map(f, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P())
+    assert [(c.to, c.why) for c in sr.explain(mapped, jnp.ones(8), jnp.ones(2)).casts] == [
+        ("varying", "operand 1 of mul, by JAX or the program"),
+        ("unreduced", "operand 0 of unreduced_psum, by JAX or the program")]
+
+
 def test_explain_shows_claims(cpu_mesh):
     def f(x):
         total = jax.lax.all_gather(x, "data").sum(0)

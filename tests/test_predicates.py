@@ -163,6 +163,16 @@ def gradient_inside(ops, x, w):
     return lax.cond(x[0, 0] > 0, jax.grad(lambda w: (jnp.sin(w) ** 3).sum()), lambda w: w, w)
 
 
+def linear_solve_inside(ops, x, w):
+    matrix = jnp.eye(COLUMNS) * w.T + 1
+    return lax.cond(x[0, 0] > 0, lambda: jnp.linalg.solve(matrix, w.T).T, lambda: w)
+
+
+def random_inside(ops, x, w):
+    key = jax.random.key(0)
+    return lax.cond(x[0, 0] > 0, lambda: jax.random.normal(key, w.shape) * w, lambda: w)
+
+
 def vmap_inside(ops, x, w):
     return lax.cond(x[0, 0] > 0, lambda: jax.vmap(lambda a: a * w[0])(w), lambda: w)
 
@@ -210,8 +220,8 @@ def kernel_in_remat_in_jit_in_a_branch(ops, x, w):
 CHOSEN = [closures, operands, literal_branch, pytree, switch, integers, nested,
           nested_with_another_predicate, in_scan, scan_inside, fori_inside, scan_of_cond_in_cond,
           jit_inside, jit_outside, remat_inside, remat_outside, remat_that_saves,
-          custom_jvp_inside, gradient_inside, vmap_inside, vmap_outside, kernel_in_a_branch,
-          kernel_in_both_branches, kernel_of_the_predicate, kernel_under_vmap,
+          custom_jvp_inside, gradient_inside, linear_solve_inside, random_inside, vmap_inside,
+          vmap_outside, kernel_in_a_branch, kernel_in_both_branches, kernel_of_the_predicate, kernel_under_vmap,
           kernel_in_scan_in_a_branch, kernel_in_remat_in_jit_in_a_branch]
 
 
@@ -571,31 +581,65 @@ def test_a_psum_under_a_predicate_that_varies_by_its_type_only(cpu_mesh, hooks):
     assert close(got, want)
 
 
-def test_what_cant_be_retyped_is_refused_with_what_to_type(cpu_mesh, hooks):
-    def solve(w):
-        return lax.custom_linear_solve(lambda v: v * 2, w, lambda matvec, b: b / 2,
-                                       lambda matvec, b: b / 2)
+def test_a_bwd_that_reduces_under_such_a_predicate(cpu_mesh, hooks):
+    """It returns the full sum, and the psum that stands outside of the branch adds up parts."""
+    @jax.custom_vjp
+    def scale(x, w):
+        return x * w
+
+    scale.defvjp(lambda x, w: (x * w, (x, w)),
+                 lambda r, g: (g * r[1], lax.psum(g * r[0], "data")))
 
     def program(x, w):
-        return lax.cond(x[0, 0] > 0, lambda: solve(w), lambda: w)
+        total = lax.all_gather(x, "data").sum()
+        return lax.cond(total > 0, lambda: scale(x, w), lambda: x)
 
     f = jax.shard_map(program, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    assert close(gradient(f)(X, W), gradient(lambda x, w: x * w)(X, W))
+
+
+def test_what_cant_be_retyped_is_refused_with_what_to_type(cpu_mesh, hooks):
+    def program(x, w):
+        twice = jax.shard_map(lambda w: 2 * w, in_specs=P(None, "model"),
+                              out_specs=P(None, "model"), axis_names={"model"})
+        return lax.cond(x[0, 0] > 0, lambda: twice(w), lambda: w)
+
+    def mapped(program):
+        return jax.shard_map(program, mesh=cpu_mesh, in_specs=(P("data"), P()),
+                             out_specs=P("data"), axis_names={"data"})
+
     with pytest.raises(errors.AxisError) as caught:
-        jax.eval_shape(f, X, W)
-    text = re.sub(r"at \S+:\d+", "at <line>", str(caught.value))
-    assert text == (
+        jax.eval_shape(mapped(program), X, W)
+    assert re.sub(r"at \S+:\d+", "at <line>", str(caught.value)) == (
         "the predicate of a cond or switch varies over {data}, so that devices along them run "
         "different branches or a different number of steps, and what is used there has to vary "
-        "over {data} before. That can't be done for custom_linear_solve at <line>: the functions "
-        "that it takes would have to be traced again. Make the predicate the same on all devices, "
-        "with jax.lax.pmax over ('data',), or cast what the function takes and closes over "
-        "yourself, before: shardrules.vary(x, 'data').")
+        "over {data} before. That can't be done for shard_map at <line>: the functions that it "
+        "takes would have to be traced again. Make the predicate the same on all devices, with "
+        "jax.lax.pmax over ('data',), or cast what the function takes and closes over yourself, "
+        "before: shardrules.vary(x, 'data').")
+    assert (caught.value.primitive, caught.value.axes) == ("shard_map", {"data"})
+    cast = mapped(lambda x, w: program(x, sr.vary(w, "data")))
+    np.testing.assert_allclose(jax.jit(cast)(X, W), np.where(X[:, :1] > 0, 2 * W, W))
 
-    def cast(x, w):
-        return program(x, sr.vary(w, "data"))
 
-    f = jax.shard_map(cast, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
-    np.testing.assert_allclose(jax.jit(f)(X, W), np.where(X[:, :1] > 0, W / 2, W))
+def test_what_jax_refuses_of_a_varying_value_is_named(cpu_mesh, hooks):
+    def program(x, w):
+        return lax.cond(x[0, 0] > 0, lambda: lax.pcast(w, "data", to="reduced"),
+                        lambda: lax.pcast(2 * w, "data", to="reduced")) * x
+
+    with pytest.raises(errors.AxisError, match="for preduced at .*: ValueError: .*Make the predi"):
+        jax.eval_shape(sharded(lambda ops, x, w: program(x, w), cpu_mesh, Plain), X, W)
+
+
+def test_reduced_operands_are_cast_before_too(cpu_mesh, hooks):
+    """Plain JAX fails: of a reduced operand, a branch that drops it has another cotangent."""
+    def program(ops, x, w):
+        if ops is Kernels:
+            w = lax.pcast(w, "data", to="reduced")
+        return lax.cond(x[0, 0] > 0, lambda: x * jnp.sin(w), lambda: x)
+
+    got = gradient(sharded(program, cpu_mesh, Kernels))(X, W)
+    assert close(got, gradient(by_rows(program))(X, W))
 
 
 def test_a_ref_is_refused_by_its_own_error(cpu_mesh, hooks):

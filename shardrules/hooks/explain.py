@@ -161,9 +161,10 @@ class _Place:
         return "backward" if "transpose(" in self.stack else "forward"
 
 
-# Casts by JAX's names for them: to what, and the parameter that holds the axes.
+# Casts by JAX's names for them (two of them lost a suffix in 0.12): to what.
 _CASTS = {"pvary": "varying", "pcast": "varying", "reduced_vary_cast": "varying",
-          "vary_unreduced_cast": "unreduced"}
+          "reduced_vary_cast_p": "varying", "vary_unreduced_cast": "unreduced",
+          "vary_unreduced_cast_p": "unreduced"}
 _SUMS = ("psum", "psum_invariant", "psum2")
 _LOOPS = {"scan": "scan", "while": "while_loop"}  # primitive: function
 

@@ -24,7 +24,8 @@ from shardrules.hooks.state import State
 
 __all__ = ["Retyping", "widened"]
 
-_CASTS = ("pvary", "pcast", "reduced_vary_cast")  # to varying
+# Casts to varying, by JAX's names.
+_CASTS = ("pvary", "pcast", "reduced_vary_cast", "reduced_vary_cast_p")
 _THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # of custom_vjp and custom_jvp
 
 
@@ -57,7 +58,9 @@ class Retyping:
                 return flat
 
             def wider(axes):
-                return previous(bwd, in_tree, [self._wider(a, axes) for a in in_avals], *rest)
+                avals = [self._wider(aval, axes) for aval in in_avals]
+                shares = self.jax.transformation(self._shares)(bwd, in_tree, tuple(in_avals), axes)
+                return previous(shares, in_tree, avals, *rest)
 
             return self.jax.transformation(self._run_bwd)(flat, wider)
 
@@ -72,6 +75,33 @@ class Retyping:
             return flat(*args)
         with self._primals_over(frozenset()):  # not those of what bwd itself differentiates
             return wider(axes).call_wrapped(*args)
+
+    def _shares(self, bwd, in_tree, in_avals, axes, *args):
+        """Run a bwd; of a cotangent that is the full sum, give each device its part.
+
+        A bwd that was written for an invariant primal may reduce its cotangent. The primal's cast
+        stands before the branch now, and its psum adds up what the devices return.
+        """
+        import jax
+        cotangents = bwd(*args)
+        primals = jax.tree_util.tree_unflatten(in_tree, in_avals)
+
+        def one(ct, aval):
+            if ct is None or isinstance(ct, self.jax.SymbolicZero) or not _is_inexact(ct):
+                return ct
+            have = self.jax.axis_type(self.jax.typeof(ct))
+            whole = axes - self.jax.axis_type(aval).axes - have.axes
+            if not whole:
+                return ct
+            order = tuple(a for a in self.jax.manual_axes() if a in whole)
+            return self.jax.cast(ct / jax.lax.psum(1, order), have.vary(*whole))
+
+        if isinstance(cotangents, list):
+            cotangents = tuple(cotangents)
+        try:
+            return jax.tree_util.tree_map(one, cotangents, primals, is_leaf=lambda x: x is None)
+        except (TypeError, ValueError):  # another structure than the primals': JAX refuses it
+            return cotangents
 
     @contextlib.contextmanager
     def _primals_over(self, axes: frozenset[str]) -> Iterator[None]:
@@ -159,7 +189,8 @@ class Retyping:
     def _casts_inside(self, over, operands, avals, branches) -> bool:
         """Whether a branch casts what may come from an operand: then its gradient is a psum."""
         narrow = [i for i, (one, aval) in enumerate(zip(operands, avals))
-                  if self.jax.can_cast(aval) and over - one.axes and _is_inexact(aval)]
+                  if self._missing(over, [self.jax.with_axis_type(aval, one)])
+                  and _is_inexact(aval)]
         return bool(narrow) and any(
             self._casts(branch, [branch.invars[i] for i in narrow], over)
             for branch in map(_open, branches))
@@ -300,6 +331,8 @@ class _Equation:
             return self._done(params, self.retyping._results(params["body_jaxpr"]))
         if name == "scan":
             return self._scan()
+        if name == "custom_linear_solve":
+            return self._linear_solve()
         called = _called(self.eqn)
         if called is not None:
             return self._call(called)
@@ -345,6 +378,24 @@ class _Equation:
                 changes["bwd"] = retyping.bwd(eqn.params["bwd"], axes)
         changes[key] = retyping.jaxpr(eqn.params[key], self.types, self.what)
         return self._done(changes, retyping._results(changes[key]))
+
+    def _linear_solve(self) -> list[Any]:
+        """Renew a linear solve: all that its functions take varies alike."""
+        axes = self._gained()
+        self._cast([widened(one, axes) for one in self.types])
+        jaxprs = self.eqn.params["jaxprs"]
+        new = []
+        for each in jaxprs:
+            if each is not None:
+                each = self.retyping.jaxpr(each, [
+                    widened(self.jax.axis_type(var.aval), axes) for var in _open(each).invars],
+                    self.what)
+                each = self.jax.cast_outputs(each, [
+                    widened(one, axes) for one in self.retyping._results(each)])
+            new.append(each)
+        return self._done({"jaxprs": type(jaxprs)(*new)},
+                          [widened(self.jax.axis_type(var.aval), axes)
+                           for var in self.eqn.outvars])
 
     def _operation(self) -> list[Any]:
         """Renew an operation by its abstract eval; its operands vary alike, as JAX asks."""

@@ -64,7 +64,7 @@ class ControlHooks:
 
     @property
     def _acts(self) -> bool:
-        return self.state.scope.active and self.jax.checking()
+        return self.jax.checking() and self.state.active
 
     # Loops.
 

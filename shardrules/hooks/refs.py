@@ -100,7 +100,7 @@ class RefHooks:
     @property
     def _acts(self) -> bool:
         # The check is off inside of kernels: asked first, so that tracing one costs little.
-        return self.jax.checking() and self.state.scope.active
+        return self.jax.checking() and self.state.active
 
     # Reads and writes.
 

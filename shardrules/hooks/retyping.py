@@ -54,7 +54,7 @@ class Retyping:
 
         def flatten(bwd, in_tree, in_avals, *rest):
             flat = previous(bwd, in_tree, in_avals, *rest)
-            if not (self.state.scope.active and self.jax.checking()):
+            if not (self.jax.checking() and self.state.active):
                 return flat
 
             def wider(axes):

@@ -73,6 +73,7 @@ CALLS = [
     lambda x: jax.random.permutation(jax.random.key(x[0].astype(int)), 5),
     lambda x: lax.rng_bit_generator(lax.bitcast_convert_type(x, jnp.uint32), (3,))[1],
     alike,
+    lambda x: lax.scaled_dot(x[:, None] * x, x[:, None] * x),
     lambda x: sparse.BCOO.fromdense(x[:, None] * x, nse=16).T.todense(),
     lambda x: sparse.BCSR.fromdense(x[:, None] * x, nse=16) @ jnp.ones(4),
     lambda x: sparse.CSR.fromdense(x[:, None] * x, nse=16) @ jnp.ones(4),

@@ -18,11 +18,11 @@ from shardrules.hooks.state import State
 
 __all__ = ["ForgetfulHooks"]
 
-# Names of primitives. The last two rows are calls of cuDNN's and cuSPARSE's routines on GPU.
+# Names of primitives. After the first row, calls of cuDNN's and cuSPARSE's routines on GPU.
 _FORGETFUL = (
     "sort", "rng_bit_generator", "shard_alike",
-    "dot_product_attention_*", "scaled_matmul", "scaled_matmul_wrapper", "cudnn_fusion",
-    "rnn_fwd", "rnn_bwd",
+    "dot_product_attention_*", "scaled_dot", "scaled_matmul", "scaled_matmul_wrapper",
+    "cudnn_fusion", "rnn_fwd", "rnn_bwd",
     "bcoo_*", "bcsr_*", "coo_*", "csr_*",
 )
 

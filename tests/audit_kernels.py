@@ -33,15 +33,21 @@ def call(kernel, *args, out=X, compiler_params=TPU, **kwargs):
     return run
 
 
-def two_steps(kernel, *, over=lambda i: (0, 0), **kwargs):
+def two_steps(kernel, *, over=lambda i: (0, 0), grid=(2,), **kwargs):
     """Call a kernel on a grid of two steps that see one block of the output."""
-    return call(kernel, grid=(2,), in_specs=[pl.BlockSpec(ROWS, lambda i: (i, 0))],
+    return call(kernel, grid=grid, in_specs=[pl.BlockSpec(ROWS, lambda i: (i, 0))],
                 out_specs=pl.BlockSpec(ROWS, over), **kwargs)
 
 
-def at(step):
+def blocks(index_map, *args, kernel=None, grid=(2,), shape=(16, 128), block=ROWS, **kwargs):
+    """Call a kernel that gets one block of an output of this shape in each step of a grid."""
+    return call(kernel or ones, *args, grid=grid, out=jax.ShapeDtypeStruct(shape, jnp.float32),
+                out_specs=pl.BlockSpec(block, index_map), **kwargs)
+
+
+def at(step, axis=0):
     """Run a function in one step of the grid."""
-    return pl.when(pl.program_id(0) == step)
+    return pl.when(pl.program_id(axis) == step)
 
 
 # --- what the audit refuses ------------------------------------------------------------------
@@ -315,6 +321,118 @@ def summed_from_the_first_step(x, o):
     def _():
         o[...] = jnp.zeros(ROWS)
     o[...] += x[...]
+
+
+def in_rounds(rounds, *, rows=1, whiles=False, start=0):
+    """Return a kernel that fills rows of scratch in the rounds of a loop, and reads all of it."""
+    def kernel(x, o, scratch):
+        def body(i, _):
+            row = pl.multiple_of(i * rows, rows)
+            scratch[pl.ds(row, rows), :] = x[pl.ds(row, rows), :]
+
+        def one(i):
+            body(i, None)
+            return i + 1
+        if whiles:
+            lax.while_loop(lambda i: i < rounds, one, start)
+        else:
+            lax.fori_loop(start, rounds, body, None)
+        o[...] = scratch[...]
+    return kernel
+
+
+def filled_from_a_count(counts, x, o, scratch):
+    def body(i):
+        scratch[i, :] = x[i, :]
+        return i + 1
+    lax.while_loop(lambda i: i < 4, body, counts[0])
+    scratch[0, :] = x[0, :]
+    o[...] = scratch[...]
+
+
+def output_in_rounds(rounds):
+    """Return a kernel that stores an output in the rounds of a loop."""
+    def kernel(x, o):
+        def body(i, _):
+            o[...] = x[...]
+        lax.fori_loop(0, rounds, body, None)
+    return kernel
+
+
+def output_rows_in_rounds(rounds):
+    """Return a kernel that stores rows of an output in the rounds of a loop."""
+    def kernel(x, o):
+        def body(i, _):
+            o[i, :] = x[i, :]
+        lax.fori_loop(0, rounds, body, None)
+    return kernel
+
+
+def read_between(first, x, o, scratch):
+    """Half of scratch is stored, then some of it is read, then the rest is stored."""
+    scratch[0:4, :] = x[0:4, :]
+    o[...] = x[...]
+    o[0:first, :] = scratch[0:first, :]
+    scratch[4:8, :] = x[4:8, :]
+
+
+def row_for_each_program(x, o, scratch):
+    scratch[pl.program_id(0), :] = x[0, :]
+    o[...] = x[...]
+
+    @pl.when(pl.program_id(0) == pl.num_programs(0) - 1)
+    def _():
+        o[...] = scratch[...]
+
+
+def waits_for(rows, x, o, buffer, semaphore):
+    """The wait names ``rows`` rows of a buffer to which eight are copied, or four."""
+    copied = pltpu.make_async_copy(x.at[pl.ds(0, rows)], buffer.at[pl.ds(0, rows)], semaphore)
+    copied.start()
+    pltpu.make_async_copy(x, buffer, semaphore).wait()
+    o[...] = buffer[...]
+
+
+def ones(x, o):
+    o[...] = jnp.ones_like(o)
+
+
+def ones_at_first(axis, x, o):
+    @at(0, axis)
+    def _():
+        ones(x, o)
+
+
+def rows_at_first(x, o):
+    """All of a block in the first step, half of it in the others."""
+    o[0:4, :] = jnp.ones((4, 128))
+
+    @at(0)
+    def _():
+        o[4:8, :] = jnp.ones((4, 128))
+
+
+def ones_at_first_or_by_data(x, o):
+    @pl.when((pl.program_id(0) == 0) | (x[0, 0] > 0))
+    def _():
+        ones(x, o)
+
+
+def ones_at_first_else_by_data(x, o):
+    ones_at_first(0, x, o)
+
+    @pl.when(pl.program_id(0) != 0)
+    def _():
+        @pl.when(x[0, 0] > 0)
+        def _():
+            ones(x, o)
+
+
+def ones_where_it_wraps(x, o):
+    """The condition holds: unsigned numbers wrap around."""
+    @pl.when(pl.program_id(0).astype(jnp.uint32) - jnp.uint32(1) > jnp.uint32(5))
+    def _():
+        ones(x, o)
 
 
 # --- neighbours that are proven --------------------------------------------------------------

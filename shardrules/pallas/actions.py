@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardrules.pallas.events import SOME, WHOLE, Branch, Fresh, Loop, Read, Wait, Walk
+from shardrules.pallas.events import Branch, Fresh, Loop, Read, Wait, Walk
+from shardrules.pallas.regions import SOME, WHOLE
 
 __all__ = ["BY_NAME", "axes_of", "mesh_axes"]
 
@@ -104,7 +105,7 @@ def _masked_swap(walk, eqn, scope, events):
         region = walk.region(scope, views)
         masks = ()
         if mask is not None:
-            region = ("view", id(scope), mask, region)
+            region = ("view", scope, None, mask, region)
             masks = ((scope, mask),)
         walk.store(eqn, scope, events, ref, region=region, masks=masks)
 
@@ -213,6 +214,8 @@ def _cond(walk, eqn, scope, events):
 @_for("jax:scan")
 def _scan(walk, eqn, scope, events):
     params = eqn.params
+    if params["length"] == 0:
+        return  # what never runs stores nothing
     if "num_consts" in params:
         count, carried = params["num_consts"], params["num_carry"]
     else:  # from JAX 0.11: a flat tree of consts, carry and what is scanned over
@@ -220,11 +223,12 @@ def _scan(walk, eqn, scope, events):
     atoms = [*eqn.invars[:count],
              *(a if _is_ref(walk, a) else None for a in eqn.invars[count:])]
     body = walk.nested(eqn, scope, params["jaxpr"], atoms)
-    for i in range(count, count + carried):
-        body.first[body.jaxpr.invars[i]] = (scope, eqn.invars[i])
+    carry = tuple(body.jaxpr.invars[count:count + carried])
+    body.first.update((var, (scope, a)) for var, a in zip(carry, eqn.invars[count:]))
     inside = _loop_body(walk, body)
     if inside:
-        events.append(Loop(inside, params["length"] > 0, body))
+        events.append(Loop(inside, True, body, carry, tuple(body.jaxpr.outvars[:carried]),
+                           length=params["length"]))
 
 
 @_for("jax:while")
@@ -233,20 +237,21 @@ def _while(walk, eqn, scope, events):
     for_cond, for_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts = eqn.invars[:for_cond]
     body_consts = eqn.invars[for_cond:for_cond + for_body]
-    carry = eqn.invars[for_cond + for_body:]
+    first = eqn.invars[for_cond + for_body:]
     # The condition with the carry's first value says whether it runs at all...
-    first = walk.nested(eqn, scope, params["cond_jaxpr"], [*cond_consts, *carry])
-    events += walk.walk(first)
+    test = walk.nested(eqn, scope, params["cond_jaxpr"], [*cond_consts, *first])
+    events += walk.walk(test)
     # ...and the body is looked at for any carry.
-    unknown = [a if _is_ref(walk, a) else None for a in carry]
+    unknown = [a if _is_ref(walk, a) else None for a in first]
     body = walk.nested(eqn, scope, params["body_jaxpr"], [*body_consts, *unknown])
-    for var, atom in zip(body.jaxpr.invars[for_body:], carry):
-        body.first[var] = (scope, atom)
-    runs = (first, first.jaxpr.outvars[0])
+    carry = tuple(body.jaxpr.invars[for_body:])
+    body.first.update((var, (scope, a)) for var, a in zip(carry, first))
+    runs = (test, test.jaxpr.outvars[0])
     with walk.under(*runs, 1):
         inside = _loop_body(walk, body)
     if inside:
-        events.append(Loop(inside, runs, body))
+        events.append(Loop(inside, runs, body, carry, tuple(body.jaxpr.outvars),
+                           tuple(test.jaxpr.invars[for_cond:])))
 
 
 def _loop_body(walk, body) -> list:

@@ -7,34 +7,19 @@ proven. It says which assumptions the proof rests on, and names what stands in i
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardrules.errors import UnsupportedJaxError
-from shardrules.hooks.audit_names import AuditNames, load_audit
+from shardrules.hooks.audit_names import load_audit
 from shardrules.pallas.actions import mesh_axes
-from shardrules.pallas.events import SOME, WHOLE, Blocker, Root, Scope, Walk
-from shardrules.pallas.flow import Ids, Runner, Values, covers, settled
+from shardrules.pallas.events import Blocker, Root, Scope, Walk, place_of
+from shardrules.pallas.grid import Grid
+from shardrules.pallas.proof import NO_CLASHES, Proof
 
 __all__ = ["Audit", "audit", "audit_call", "prove"]
 
-COVERED = "the grid and the stores cover every element of every output"
-IN_ORDER = "the grid's programs run one after the other, as they do on TPUs"
-FROM_THE_START = ("each core starts in the grid's first iteration (a core that starts elsewhere "
-                  "would find its scratch empty)")
-NO_RACES = ("copies are waited for before their buffers are used again, and barriers order the "
-            "threads")
-NO_CLASHES = "programs that run at the same time don't store to the same elements"
-EDGES = "what lies beyond the edge of an array in its last block reaches no output"
-MASKED = "elements that a mask leaves out of a load without other= reach no output"
-FIRST_PRODUCT = "the first product into a tensor core's accumulator does not accumulate"
-
-_FIXED_ORDER = ("add", "and", "or", "xor", "max", "min", "umax", "umin")
-_MOST_PROGRAMS = 4096  # a bound on the work, where every program of a grid is tried
-_GPU = ("gpu", "triton", "mosaic_gpu")
 _SHARED_SPACES = ("any", "hbm", "gmem")
 
 
@@ -59,7 +44,8 @@ class Audit:
 
     def __str__(self) -> str:
         if self.proven:
-            return "proven, assuming that " + "; that ".join(self.assumptions)
+            return ", assuming that ".join(
+                filter(None, ("proven", "; that ".join(self.assumptions))))
         return "not proven:\n  " + "\n  ".join(map(str, self.blockers))
 
 
@@ -93,7 +79,7 @@ def audit(kernel_jaxpr: Any, *, grid_mapping: Any = None, platform_hint: str | N
     names = load_audit()
     grid_names = getattr(grid_mapping, "grid_names", None) or ()
     walk = Walk(names, (*local_axes, *(n for n in grid_names if isinstance(n, str))),
-                _place_of(kernel_jaxpr))
+                place_of(kernel_jaxpr))
     if grid_mapping is None:
         count = len(kernel_jaxpr.invars) if inputs is None else inputs
         signature = _Signature(count, outputs, dict(aliases or {}))
@@ -110,18 +96,14 @@ def audit(kernel_jaxpr: Any, *, grid_mapping: Any = None, platform_hint: str | N
         platform_hint = _platform_of(kernel_jaxpr)
     scope, roots = _bind(walk, kernel_jaxpr, signature, platform_hint)
     events = walk.walk(scope)
-    grid = _Grid(walk, grid_mapping, roots[:signature.inputs])
+    grid = Grid(walk, grid_mapping, roots[:signature.inputs])
     if walk.blockers:
         # What is not allowed need not tell what it stores: the rest would be guesswork.
         return _answer(walk, [])
-    return _Proof(walk, events, grid, signature, roots, platform_hint,
-                  None if parallel_axes is None else frozenset(parallel_axes)).answer()
-
-
-def _place_of(jaxpr: Any) -> str:
-    """Return ``file:line`` of a kernel."""
-    info = getattr(jaxpr, "debug_info", None)
-    return getattr(info, "func_src_info", "").partition(" at ")[2] or "unknown place"
+    proof = Proof(walk, events, grid, roots[signature.inputs:][:signature.outputs],
+                  signature.aliases, platform_hint,
+                  None if parallel_axes is None else frozenset(parallel_axes))
+    return _answer(walk, proof.assumptions())
 
 
 def _bind(walk: Walk, jaxpr: Any, signature: _Signature, platform: str | None):
@@ -167,262 +149,6 @@ def _platform_of(jaxpr: Any) -> str | None:
     if spaces & {"vmem", "semaphore_mem"}:
         return "tpu"
     return "gpu" if spaces & {"gmem", "tmem"} else None
-
-
-class _Grid:
-    """The grid of a pallas_call, as its kernel counts its axes.
-
-    Args:
-      walk: where what is not allowed in an index map is noted.
-      mapping: the grid mapping, or None.
-      operands: the buffers of the operands.
-    """
-
-    def __init__(self, walk: Walk, mapping: Any, operands: list):
-        self.sizes: tuple = ()
-        self.trailing: list[tuple[int, ...]] = []
-        self.overhangs = False
-        if mapping is None:
-            return
-        batched = set(mapping.vmapped_dims)
-        counted = [a for a in range(len(mapping.grid)) if a not in batched]
-        self.sizes = tuple(
-            mapping.grid[a] if isinstance(mapping.grid[a], int) else None for a in counted)
-        for i, block in enumerate(mapping.block_mappings):
-            closed = block.index_map_jaxpr
-            scope = Scope(closed.jaxpr)
-            for var, root in zip(closed.jaxpr.invars[len(mapping.grid):], operands):
-                if root is not None:
-                    scope.refs[var] = root
-            walk.walk(scope)
-            if i < mapping.num_inputs:
-                self.overhangs = self.overhangs or _overhangs(block)
-            else:
-                last = _last_axis_used(walk.names, scope, len(mapping.grid))
-                self.trailing.append(tuple(
-                    n for n, a in enumerate(counted) if a > last))
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """Every axis."""
-        return tuple(range(len(self.sizes)))
-
-    def ids(self, axes: Iterable[int], last: bool = False) -> Ids:
-        """Return program ids that are the first, or the last, along ``axes``."""
-        known = {a: 0 for a, size in enumerate(self.sizes) if size == 1}
-        for axis in axes:
-            if not last:
-                known[axis] = 0
-            elif self.sizes[axis] is not None:
-                known[axis] = self.sizes[axis] - 1
-        return Ids(known, self.sizes)
-
-
-def _overhangs(block: Any) -> bool:
-    array = getattr(block, "array_aval", None) or block.array_shape_dtype  # before JAX 0.8
-    for part, size in zip(block.block_shape, array.shape):
-        part = getattr(part, "block_size", part)
-        if isinstance(part, int) and isinstance(size, int) and part and size % part:
-            return True
-    return False
-
-
-def _last_axis_used(names: AuditNames, scope: Scope, axis_count: int) -> int:
-    """Return the last axis of the grid that an index map's answer depends on, or -1."""
-    position = {var: i for i, var in enumerate(scope.jaxpr.invars[:axis_count])}
-    last, todo, seen = -1, list(scope.jaxpr.outvars), set()
-    while todo:
-        atom = todo.pop()
-        if isinstance(atom, names.Literal) or atom in seen:
-            continue
-        seen.add(atom)
-        last = max(last, position.get(atom, -1))
-        if atom in scope.defs:
-            todo += scope.defs[atom].invars
-    return last
-
-
-class _Proof:
-    """The part of the audit that needs to know in which order things happen."""
-
-    def __init__(self, walk, events, grid, signature, roots, platform, parallel):
-        self.walk = walk
-        self.events = events
-        self.grid = grid
-        self.signature = signature
-        self.outputs = roots[signature.inputs:signature.inputs + signature.outputs]
-        self.platform = platform
-        self.parallel = parallel
-        self.assumed: list[str] = [COVERED] if signature.outputs else []
-
-    def answer(self) -> Audit:
-        """Return the audit."""
-        walk = self.walk
-        self._atomics()
-        for root in self.outputs:
-            if root is not None and root.sync:
-                self._block_root(root, "it gives a semaphore back, which others can signal")
-        watched = [r for r in (*walk.roots, walk.random) if not r.ready and not r.sync]
-        ends = {}
-        if self.platform in _GPU or not self.grid.sizes:
-            ends = self._pass(watched, ())
-        elif self.platform is None and self._holds_in_any_order(watched):
-            ends = self._pass(watched, ())
-        else:
-            if self.platform is None:
-                self.assumed.append(IN_ORDER)
-            for axes, group in self._groups(watched).items():
-                ends.update(self._pass(group, axes))
-        for root in self.outputs:
-            if root is not None and not root.sync:
-                self._output(root, ends.get(root))
-        if walk.asynchronous or walk.threads:
-            self.assumed.append(NO_RACES)
-        if walk.threads or self.platform in _GPU or (self.platform != "tpu" and self.grid.sizes):
-            self.assumed.append(NO_CLASHES)
-        for needed, text in ((self.grid.overhangs, EDGES), (walk.masked_loads, MASKED),
-                             (walk.accumulates, FIRST_PRODUCT)):
-            if needed:
-                self.assumed.append(text)
-        return _answer(walk, self.assumed)
-
-    def _groups(self, watched: list) -> dict:
-        """Return buffers by the axes along which they live on, from a first iteration."""
-        groups: dict[tuple[int, ...], list] = {}
-        for root in watched:
-            axes = self.grid.axes
-            if root.output is not None:
-                axes = self.grid.trailing[root.output]
-            elif self.parallel is not None:
-                axes = tuple(a for a in axes if a not in self.parallel)
-            groups.setdefault(axes, []).append(root)
-        return groups
-
-    def _holds_in_any_order(self, watched: list) -> bool:
-        runner = Runner(self.walk, self.grid.ids(()), set(watched))
-        runner.run(self.events, {})
-        return not runner.unstored
-
-    def _pass(self, group: list, axes: tuple[int, ...]) -> dict:
-        """Follow a group of buffers through a first and a later iteration.
-
-        Returns:
-          For each buffer, what has been stored to it when its last iteration ends.
-        """
-        first = Runner(self.walk, self.grid.ids(axes), set(group))
-        after = first.run(self.events, {})
-        runners = [first]
-        ends = [after]
-        # A pass that left nothing out has seen every path of the later iterations too.
-        if first.left_out:
-            passes = [self.grid.ids(())]
-            if any(root.output is not None and root not in after for root in group):
-                passes.append(self.grid.ids(axes, last=True))
-            for ids in passes:
-                later = Runner(self.walk, ids, set(group))
-                ends.append(later.run(self.events, dict(settled(after))))
-                runners.append(later)
-        for runner in runners:
-            for root, event in runner.unstored.items():
-                self._unstored(root, event.eqn)
-            for root, event in runner.in_part.items():
-                self._assume(f"the stores to {root.label} cover what is read of it at "
-                             f"{self.walk.place(event.eqn)}")
-            for barrier, event in runner.endless.items():
-                self._block(event.eqn, "no copy that this kernel starts ends at the semaphore "
-                                       f"that it waits on ({barrier.label})")
-        scratch = any(root.output is None for root in group)
-        if scratch and self.parallel is None and (first.values.ids.asked - set(self.grid.axes[-1:])
-                                                  ) and axes:
-            self._assume(FROM_THE_START)
-        found = {}
-        for root in group:
-            regions = [end[root] for end in ends if root in end]
-            if regions:
-                found[root] = WHOLE if any(WHOLE in r for r in regions) else SOME
-        return found
-
-    def _unstored(self, root: Root, eqn: Any) -> None:
-        if root is self.walk.random:
-            reason = "random bits are drawn before a seed is set on every path"
-        else:
-            reason = f"{root.label} is read before anything is stored there on every path"
-            if root.stores:
-                reason += (f" (the nearest store, at "
-                           f"{self.walk.place(root.stores[0].eqn)}, may not have run)")
-        self._block(eqn, reason)
-
-    def _output(self, root: Root, stored: Any) -> None:
-        if root.ready or root.output in self.signature.aliases:
-            return  # what no store reaches keeps the operand's elements
-        if not covers(root.boxes, root.shape):
-            self._block_root(root, f"{len(root.boxes) or 'no'} stores reach it, and they leave "
-                                   "elements out" if root.boxes else "no store reaches it")
-            return
-        if stored is WHOLE:
-            return
-        if self._never_stored(root):
-            self._block_root(root, "no store reaches it: the conditions of all of them are false")
-            return
-        values = Values(self.walk, self.grid.ids(()))
-        stores = [s for s in root.stores if all(
-            values.of(scope, atom) in (None, branch) for scope, atom, branch in s.conditions)]
-        if not stores:
-            self._block_root(root, "no store reaches it: the conditions of all of them are false")
-            return
-        fixed = [store for store in stores if not any(
-            values.from_floats(scope, atom)
-            for scope, atom, *_ in (*store.conditions, *store.masks))]
-        if fixed:
-            regions = [store.region for store in fixed]
-            if not any(r in (WHOLE, SOME) or r[0] == "view" for r in regions) and (
-                    not covers(regions, root.shape)):
-                self._block_root(root, "the stores that do not depend on floating-point data "
-                                       "leave elements of it out")
-            elif stored is None:
-                self._assume(f"the condition of the store to {root.label} at "
-                             f"{self.walk.place(fixed[0].eqn)} holds once for each of its blocks")
-            return
-        self._block(stores[0].eqn, f"{root.label} is stored only under a condition that depends "
-                                   "on floating-point data")
-
-    def _never_stored(self, root: Root) -> bool:
-        """Whether no program of a small grid, tried one by one, may store to a buffer."""
-        sizes = self.grid.sizes
-        if None in sizes or math.prod(sizes) > _MOST_PROGRAMS or not root.stores:
-            return False
-        for place in itertools.product(*map(range, sizes)):
-            values = Values(self.walk, Ids(dict(enumerate(place)), sizes))
-            if any(all(values.of(scope, atom) in (None, branch)
-                       for scope, atom, branch in store.conditions) for store in root.stores):
-                return False
-        return True
-
-    def _atomics(self) -> None:
-        for root in self.walk.roots:
-            kinds = {name for _, name, _ in root.atomics}
-            for eqn, name, used in root.atomics:
-                if root.is_float and name != "xchg":
-                    self._block(eqn, "atomic operations on floating-point numbers come in no "
-                                     "fixed order")
-                elif name not in _FIXED_ORDER:
-                    self._block(eqn, "what it finds depends on which program comes first")
-                elif used:
-                    self._block(eqn, "the old value that it gives back depends on which program "
-                                     "comes first")
-                elif len(kinds) > 1 or len(root.stores) > len(root.atomics) or root.reads:
-                    self._block(eqn, f"{root.label} is also read or stored to in other ways, and "
-                                     "the order of the two is not fixed")
-
-    def _assume(self, text: str) -> None:
-        if text not in self.assumed:
-            self.assumed.append(text)
-
-    def _block(self, eqn: Any, reason: str) -> None:
-        self.walk.block(eqn, reason)
-
-    def _block_root(self, root: Root, reason: str) -> None:
-        self.walk.blockers.append(Blocker(root.label, reason, self.walk.kernel_place))
 
 
 def _answer(walk: Walk, assumed: list) -> Audit:
@@ -536,7 +262,7 @@ def _cached(jaxpr: Any, key: tuple, compute) -> Audit:
     except Exception as error:  # noqa: BLE001 - a jaxpr of a form never met is not proven
         answer = Audit(False, (Blocker(
             "the kernel", f"the audit can't read its jaxpr ({type(error).__name__}: {error}); "
-            "please report it", _place_of(jaxpr)),))
+            "please report it", place_of(jaxpr)),))
     known.append((key, answer))
     return answer
 

@@ -14,12 +14,12 @@ from typing import Any
 from shardrules.hooks.audit_names import AuditNames
 from shardrules.pallas.allowlist import (
     KEEPS_SHAPE, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS)
+from shardrules.pallas.regions import SOME, WHOLE, is_box
 
-__all__ = ["Blocker", "Branch", "Fresh", "Loop", "Read", "Root", "Scope", "Store", "Wait", "Walk"]
+__all__ = ["Blocker", "Branch", "Fresh", "Loop", "Read", "Root", "Scope", "Store", "Wait", "Walk",
+           "place_of"]
 
 _MOST_EQUATIONS = 200_000  # a bound on the work, where jaxprs are nested in jaxprs
-WHOLE = "whole"  # the region that is all of a ref
-SOME = "some"  # a region that nothing more is known of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,12 @@ class Blocker:
         return f"{self.primitive} at {self.source}: {self.reason}"
 
 
+def place_of(jaxpr: Any) -> str:
+    """Return ``file:line`` of the function that a jaxpr was traced from."""
+    info = getattr(jaxpr, "debug_info", None)
+    return getattr(info, "func_src_info", "").partition(" at ")[2] or "unknown place"
+
+
 class Root:
     """One buffer.
 
@@ -58,7 +64,7 @@ class Root:
     """
 
     __slots__ = ("label", "shape", "ready", "sync", "is_float", "foreign", "stores", "reads",
-                 "atomics", "boxes", "output")
+                 "atomics", "copies", "output")
 
     def __init__(self, label, *, shape=(), ready=False, sync=False, is_float=False, foreign=False,
                  output=None):
@@ -72,7 +78,40 @@ class Root:
         self.stores = []  # Store
         self.reads = 0
         self.atomics = []  # (eqn, name, whether its old value is used)
-        self.boxes = []  # the stores' regions while all of them are boxes, then None
+        self.copies = []  # regions that asynchronous copies fill: read them after a wait
+
+    @property
+    def boxes(self):
+        """The regions of all stores if each of them is a box that is known, else None."""
+        regions = [store.region for store in self.stores]
+        return regions if all(map(is_box, regions)) else None
+
+
+class _Parts:
+    """The dimensions of a ref that a chain of indices narrows."""
+
+    def __init__(self):
+        self.known = True
+        self.dims: list = []  # for each of the ref's: [atoms that its start is the sum of, size]
+        self._left: list[int] = []  # those that the view still has
+
+    def narrow(self, view: Any, indices: list) -> None:
+        """Narrow the dimensions that are left by (start, size, step)."""
+        if not self.dims:
+            self.dims = [[[], size] for size in view.shape]
+            self._left = list(range(len(self.dims)))
+        self.known = (
+            self.known and len(indices) == len(self._left)
+            and not getattr(view, "int_indexer_shape", ()) and all(
+                step == 1 and type(size) is int and (
+                    type(start) is int or getattr(getattr(start, "aval", None), "shape", 0) == ())
+                for start, size, step in indices))
+        if self.known:
+            for dim, (start, size, _) in zip(self._left, indices):
+                self.dims[dim][0].append(start)
+                self.dims[dim][1] = size
+            self._left = [dim for dim, index in zip(self._left, view.indices)
+                          if hasattr(index, "stride")]
 
 
 class Scope:
@@ -134,10 +173,25 @@ class Branch:
 
 @dataclasses.dataclass
 class Loop:
-    """``runs``: whether it runs at all, or (scope, atom) of its first condition."""
+    """A loop that may run.
+
+    Args:
+      events: its body's.
+      runs: (scope, atom) of its condition; True for a loop of known length.
+      body: the scope of its body.
+      carry: the body's variables that are carried from round to round.
+      after: for each of these, the body's atom that it becomes.
+      tested: for each of these, the condition's variable that holds it.
+      length: how many rounds it has; None where its condition says so.
+    """
+
     events: list
     runs: Any
     body: Scope
+    carry: tuple
+    after: tuple
+    tested: tuple = ()
+    length: int | None = None
 
 
 class Walk:
@@ -163,6 +217,7 @@ class Walk:
         self.handed: dict[Root, dict[Root, None]] = {}
         self.before: dict[Root, None] = {}  # what some path to here has stored
         self.arrivals: list[Root] = []  # barriers that were arrived at, in order
+        self.floats: dict[tuple, bool] = {}  # (scope, atom) -> whether float data decides on it
         self.masked_loads = False
         self.accumulates = False
         self.asynchronous = False
@@ -272,39 +327,49 @@ class Walk:
                 yield from self._strange_views(child)
 
     def region(self, scope: Scope, transforms: Any) -> Any:
-        """Return what part of a ref a view is: WHOLE, a box of (start, size), or a key."""
+        """Return what part of a ref a view is: WHOLE, SOME, a box, or a key.
+
+        A key is ("view", scope, parts, ...): equal keys of one scope are the same elements, for as
+        long as its variables hold what they do. ``parts`` is None, or for each dimension of the
+        ref the atoms that its start is the sum of, and its size.
+        """
         if not transforms:
             return WHOLE
         key: list = []
+        parts = _Parts()
         whole = True
         for view in transforms:
             name = self.names.view(type(view))
             if name in KEEPS_SHAPE:
                 key.append(name)
+                parts.known = False
             elif name == "state:NDIndexer":
+                key.append("indices")
                 for index, size in zip(view.indices, view.shape):
                     start, count, step = (
                         (index.start, index.size, index.stride)
                         if hasattr(index, "stride") else (index, 1, 1))
                     start, count = self._static(start), self._static(count)
-                    key.append((start, count) if step == 1 else (start, count, step))
-                    whole = whole and (start, count) == (0, size) and step == 1
+                    key.append((start, count, step))
+                    whole = whole and step == 1 and (start, count) == (0, size)
+                parts.narrow(view, key[-len(view.indices):] if view.indices else [])
             else:
                 return SOME
         if whole:
             return WHOLE
-        if len(transforms) == 1 and all(
-                len(part) == 2 and type(part[0]) is int and type(part[1]) is int for part in key):
-            return tuple(key)
-        return ("view", id(scope), *key)
+        if not parts.known:
+            return ("view", scope, None, *key)
+        if all(type(term) is int for terms, _ in parts.dims for term in terms):
+            return tuple((sum(terms), size) for terms, size in parts.dims)
+        return ("view", scope, tuple((tuple(terms), size) for terms, size in parts.dims))
 
     def _static(self, value):
         if isinstance(value, self.names.Literal):
             value = value.val
         try:
             return int(value)
-        except (TypeError, ValueError):
-            return value
+        except (TypeError, ValueError):  # a variable, or an array of indices
+            return value if type(value).__hash__ else ("array", id(value))
 
     def read(self, eqn, scope, events, var, transforms=None, region=None) -> Root | None:
         """Note that an equation reads a ref."""
@@ -332,15 +397,12 @@ class Walk:
         """Note a store to a buffer; without events, one that a later wait completes."""
         store = Store(root, region, eqn, self._conditions, masks)
         root.stores.append(store)
+        if events is None:
+            root.copies.append(region)
         if not root.ready:
             self.before[root] = None
         if events is not None:
             events.append(store)
-        if region is WHOLE or region is SOME or region[0] == "view":
-            root.boxes = None
-        elif root.boxes is not None:
-            root.boxes.append(region)
-
 
     @contextlib.contextmanager
     def under(self, scope: Scope, atom: Any, branch: int):

@@ -1,221 +1,88 @@
 """Runs a kernel's events: is every buffer stored to before it is read, and is every output stored?
 
-A predicate is worked out where it follows from constants and from what is known of the program
-ids. In the grid's first iteration all of them are 0; in the first iteration that sees a block of
-an output, those of the innermost axes that its index map does not look at are 0. So
-``pl.when(pl.program_id(2) == 0)`` around a store counts as one that runs before everything else.
+A branch is left out where its predicate is known (``values``). A loop's body is run once for all
+of its rounds or, in an exact run, round by round for as long as it is known whether there is
+another one.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
 from typing import Any
 
 from shardrules.pallas.events import (
-    SOME, WHOLE, Branch, Fresh, Loop, Read, Root, Scope, Store, Wait, Walk)
+    Branch, Fresh, Loop, Read, Root, Store, Wait, Walk)
+from shardrules.pallas.kept import keeps_what_was_there
+from shardrules.pallas.regions import (
+    ANY, SOME, WHOLE, Undecided, is_box, left_out, whole_box)
+from shardrules.pallas.values import Ids, Values
 
-__all__ = ["Ids", "Runner", "Values", "covers", "settled"]
+__all__ = ["Budget", "Runner", "State"]
 
-
-@dataclasses.dataclass
-class Ids:
-    """What is known of the grid in one pass.
-
-    Args:
-      program_ids: by axis of the grid as the kernel counts them; an absent one is not known.
-      sizes: the grid; None where it is dynamic.
-    """
-
-    program_ids: dict[int, int]
-    sizes: tuple[int | None, ...]
-    asked: set = dataclasses.field(default_factory=set)  # axes whose id was looked up
+_NONE: frozenset = frozenset()
 
 
-class Values:
-    """Scalars that follow from constants and program ids; None for those that don't.
+class State:
+    """What has been stored.
 
     Args:
-      walk: the walk.
-      ids: what is known of the grid.
-      starting: loop bodies that are in their first round.
+      have: buffer -> the regions that every path so far has stored to.
+      may: buffer -> the boxes that some path may have stored to, or ANY.
     """
 
-    def __init__(self, walk: Walk, ids: Ids, starting: frozenset = frozenset()):
-        self.walk = walk
-        self.ids = ids
-        self.starting = starting
-        self._known: dict[tuple[int, Any], int | None] = {}
+    __slots__ = ("have", "may")
 
-    def of(self, scope: Scope, atom: Any) -> int | None:
-        """Return the value of an integer or boolean scalar, or None."""
-        if isinstance(atom, self.walk.names.Literal):
-            value = atom.val
-            if getattr(value, "shape", ()) != ():
-                return None
-            return int(value) if _is_integer(atom) else None
-        key = (id(scope), atom)
-        if key not in self._known:
-            self._known[key] = None  # while it is being worked out
-            self._known[key] = self._work_out(scope, atom)
-        return self._known[key]
+    def __init__(self, have=(), may=()):
+        self.have: dict[Root, frozenset] = dict(have)
+        self.may: dict[Root, Any] = dict(may)
 
-    def _work_out(self, scope: Scope, var: Any) -> int | None:
-        if not _is_integer(var):
-            return None
-        if var in scope.bound:
-            return self.of(*scope.bound[var])
-        if scope in self.starting and var in scope.first:
-            return self.of(*scope.first[var])
-        eqn = scope.defs.get(var)
-        if eqn is None:
-            return None
-        name = eqn.primitive.name
-        inner = scope.inner.get(id(eqn))
-        if inner is not None:
-            if len(inner) > 1 or name not in _CALLS:
-                return None
-            return self.of(inner[0], inner[0].jaxpr.outvars[eqn.outvars.index(var)])
-        if name == "program_id":
-            self.ids.asked.add(eqn.params["axis"])
-            return self.ids.program_ids.get(eqn.params["axis"])
-        if name == "num_programs":
-            axis = eqn.params["axis"]
-            return self.ids.sizes[axis] if axis < len(self.ids.sizes) else None
-        operation = _OPERATIONS.get(name)
-        if operation is None:
-            return None
-        if self.walk.names.primitive(eqn.primitive) != f"jax:{name}":
-            return None
-        return operation(var, *[self.of(scope, a) for a in eqn.invars])
+    def copy(self) -> State:
+        """Return a copy."""
+        return State(self.have, self.may)
 
-    def of_all(self, scope: Scope, atom: Any) -> int | None:
-        """Return the value of a scalar, or of an array that holds one scalar throughout."""
-        while not isinstance(atom, self.walk.names.Literal):
-            eqn = scope.defs.get(atom)
-            if eqn is None and atom in scope.bound:
-                scope, atom = scope.bound[atom]
-            elif eqn is not None and eqn.primitive.name == "broadcast_in_dim":
-                atom = eqn.invars[0]
-            else:
-                break
-        return self.of(scope, atom)
+    def forget(self, root: Root) -> None:
+        """Note that a buffer is a new one."""
+        self.have.pop(root, None)
+        self.may.pop(root, None)
 
-    def from_floats(self, scope: Scope, atom: Any) -> bool:
-        """Whether a value depends on floating-point data of the operands."""
-        return self._floats(scope, atom, set())
+    def add(self, root: Root, region: Any) -> None:
+        """Note that a region is stored to."""
+        have = self.have.get(root, _NONE)
+        if WHOLE not in have:
+            self.have[root] = frozenset([WHOLE]) if region is WHOLE else have | {region, SOME}
+        self.add_may(root, region)
 
-    def _floats(self, scope, atom, seen) -> bool:
-        if isinstance(atom, self.walk.names.Literal):
-            return False
-        key = (id(scope), atom)
-        if key in seen:
-            return False
-        seen.add(key)
-        if atom in scope.refs:
-            return scope.refs[atom].is_float
-        if atom in scope.bound:
-            return self._floats(*scope.bound[atom], seen)
-        eqn = scope.defs.get(atom)
-        if eqn is None:
-            return False  # a loop's carry: what it becomes is among its body's results
-        if any(self._floats(inner, out, seen) for inner in scope.inner.get(id(eqn), ())
-               for out in inner.jaxpr.outvars):
-            return True
-        # What a nested jaxpr does with a ref was seen above.
-        return any(self._floats(scope, a, seen) for a in eqn.invars
-                   if id(eqn) not in scope.inner or not self._is_ref(a))
+    def add_may(self, root: Root, region: Any) -> None:
+        """Note that a region may be stored to."""
+        may = self.may.get(root, _NONE)
+        if may is not ANY:
+            self.may[root] = may | {region} if is_box(region) else ANY
 
-    def _is_ref(self, atom) -> bool:
-        return isinstance(atom.aval, self.walk.names.AbstractRef)
+    def settled(self) -> State:
+        """Return a state without the regions that a variable's next value would change."""
+        return State({root: frozenset(r for r in regions if type(r) is str or is_box(r))
+                      for root, regions in self.have.items()}, self.may)
+
+    def fills(self, root: Root) -> bool:
+        """Whether all of a buffer has been stored to on every path."""
+        have = self.have.get(root, _NONE)
+        return WHOLE in have or bool(have) and _filled(have, whole_box(root.shape))
 
 
-_CALLS = ("jit", "pjit", "closed_call", "call", "custom_jvp_call")
-
-
-def _is_integer(atom: Any) -> bool:
-    return getattr(getattr(atom.aval, "dtype", None), "kind", "") in "iub" and (
-        getattr(atom.aval, "shape", None) == ())
-
-
-def _both(function):
-    return lambda var, a, b: None if a is None or b is None else int(function(a, b))
-
-
-def _one(function):
-    return lambda var, a, *rest: None if a is None else int(function(a))
-
-
-def _and(var, a, b):
-    if a == 0 or b == 0:
-        return 0
-    return None if a is None or b is None else a & b
-
-
-def _or(var, a, b):
-    for one in (a, b):
-        if one == 1 and var.aval.dtype.kind == "b":
-            return 1
-    return None if a is None or b is None else a | b
-
-
-def _not(var, a):
-    return None if a is None else int(not a) if var.aval.dtype.kind == "b" else ~a
-
-
-def _mul(var, a, b):
-    return 0 if a == 0 or b == 0 else None if a is None or b is None else a * b
-
-
-def _div(var, a, b):
-    if a is None or not b:
-        return None
-    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-
-
-def _rem(var, a, b):
-    return None if a is None or not b else abs(a) % abs(b) * (1 if a >= 0 else -1)
-
-
-def _select(var, which, *cases):
-    if which is not None:
-        return cases[which]
-    return cases[0] if len(set(cases)) == 1 else None
-
-
-def _convert(var, a, *rest):
-    return None if a is None else int(bool(a)) if var.aval.dtype.kind == "b" else a
-
-
-_OPERATIONS = {
-    "add": _both(lambda a, b: a + b), "sub": _both(lambda a, b: a - b), "mul": _mul,
-    "div": _div, "rem": _rem, "max": _both(max), "min": _both(min),
-    "eq": _both(lambda a, b: a == b), "ne": _both(lambda a, b: a != b),
-    "lt": _both(lambda a, b: a < b), "le": _both(lambda a, b: a <= b),
-    "gt": _both(lambda a, b: a > b), "ge": _both(lambda a, b: a >= b),
-    "and": _and, "or": _or, "not": _not, "neg": _one(lambda a: -a),
-    "sign": _one(lambda a: (a > 0) - (a < 0)), "abs": _one(abs),
-    "select_n": _select, "convert_element_type": _convert,
-    "clamp": lambda var, low, x, high: (
-        None if None in (low, x, high) else min(max(x, low), high)),
-    "squeeze": _one(int), "reshape": _one(int), "broadcast_in_dim": _one(int),
-    "stop_gradient": _one(int), "copy": _one(int), "multiple_of": _one(int),
-}
-
-
-_MOST_CELLS = 100_000  # a bound on the work of ``covers``
-
-# What has been stored: buffer -> the regions that every path so far has stored to.
-State = dict
+def _filled(have: frozenset, box: tuple) -> bool:
+    """Whether the boxes among regions fill a box."""
+    boxes = [region for region in have if is_box(region)]
+    try:
+        return bool(boxes) and left_out(boxes, box) is None
+    except Undecided:
+        return False
 
 
 def _meet(states: list) -> State:
     first, *rest = states
     merged = {}
-    for root, regions in first.items():
+    for root, regions in first.have.items():
         for other in rest:
-            theirs = other.get(root)
+            theirs = other.have.get(root)
             if theirs is None:
                 break
             if WHOLE in theirs:
@@ -223,23 +90,48 @@ def _meet(states: list) -> State:
             regions = theirs if WHOLE in regions else (regions & theirs) | {SOME}
         else:
             merged[root] = regions
-    return merged
+    may = dict(first.may)
+    for other in rest:
+        for root, boxes in other.may.items():
+            ours = may.get(root, _NONE)
+            may[root] = ANY if ANY in (ours, boxes) else ours | boxes
+    return State(merged, may)
+
+
+class Budget:
+    """How many events exact runs may still follow."""
+
+    def __init__(self, steps: int):
+        self.steps = steps
+
+    def spend(self, steps: int) -> None:
+        """Take from what is left.
+
+        Raises:
+          Undecided: if nothing is left.
+        """
+        self.steps -= steps
+        if self.steps < 0:
+            raise Undecided
 
 
 class Runner:
-    """One pass over the events.
+    """Passes over the events.
 
     Args:
       walk: the walk that found them.
       ids: what is known of the grid in this pass.
       watched: the buffers to report on; others are taken to hold something.
+      budget: for exact runs, which follow each round of a loop and work out where stores go.
     """
 
-    def __init__(self, walk: Walk, ids: Ids, watched: set):
+    def __init__(self, walk: Walk, ids: Ids, watched: set, budget: Budget | None = None):
         self.walk = walk
         self.values = Values(walk, ids)
         self.watched = watched
+        self.budget = budget
         self.unstored: dict[Root, Read] = {}  # read with no store before it
+        self.gaps: dict[Root, tuple[Read, tuple]] = {}  # read, and the box that no store reaches
         self.in_part: dict[Root, Read] = {}  # read with stores to some of it before it
         self.endless: dict[Root, Wait] = {}  # waited for, and started nowhere
         # A store of what an excused read kept -> the state at that read, and what selects it.
@@ -247,7 +139,13 @@ class Runner:
         self.left_out = False  # whether a branch was not taken because its condition is known
 
     def run(self, events: list, state: State) -> State:
-        """Run ``events`` from ``state``; return the state after them."""
+        """Run ``events`` from ``state``; return the state after them.
+
+        Raises:
+          Undecided: where the budget does not suffice.
+        """
+        if self.budget is not None:
+            self.budget.spend(len(events))
         for event in events:
             kind = type(event)
             if kind is Read:
@@ -258,53 +156,99 @@ class Runner:
             elif kind is Wait:
                 self._wait(event, state)
             elif kind is Fresh:
-                state.pop(event.root, None)
+                state.forget(event.root)
             elif kind is Branch:
                 state = self._branch(event, state)
             elif kind is Loop:
                 state = self._loop(event, state)
         return state
 
+    def _place(self, region: Any, root: Root) -> Any:
+        """Return a region as a box where an exact run knows it."""
+        return region if self.budget is None else self.values.region(region, root.shape)
+
     def _read(self, event: Read, state: State) -> None:
         root = event.root
-        have = state.get(root)
-        if have is not None and (WHOLE in have or event.region in have - {SOME}):
+        have = state.have.get(root)
+        region = self._place(event.region, root)
+        if have is not None and (WHOLE in have or region is not SOME and region in have):
+            return
+        box = whole_box(root.shape) if region is WHOLE else region if is_box(region) else None
+        if self.budget is not None:
+            self.budget.spend(len(have or ()))
+        if have is not None and box is not None and _filled(have, box):
             return
         kept = keeps_what_was_there(self.values, event)
         if kept is not None:
             for eqn, masks in kept:
                 self.kept[id(eqn), root] = have, masks
-        elif have is None or _lacks(event.region, root.boxes, root.shape):
+        elif have is None:
             self.unstored.setdefault(root, event)
-        else:
-            self.in_part.setdefault(root, event)
+        elif root not in self.gaps:
+            gap = None if box is None else self._gap(root, box, state)
+            if gap is None:
+                self.in_part.setdefault(root, event)
+            else:
+                self.gaps[root] = event, gap
+
+    def _gap(self, root: Root, box: tuple, state: State) -> tuple | None:
+        """Return a part of a box to which nothing can have been stored, if that is known."""
+        # Other threads store while this one reads; where they meet is for NO_RACES.
+        may = root.boxes or ANY if self.walk.threads else state.may.get(root, _NONE)
+        if may is ANY:
+            return None
+        try:
+            return left_out(may, box)
+        except Undecided:
+            return None
 
     def _store(self, event: Store, state: State) -> None:
-        kept = self.kept.pop((id(event.eqn), event.root), None)
+        root = event.root
+        region = self._place(event.region, root)
+        kept = self.kept.pop((id(event.eqn), root), None)
         if kept is not None:
             event.masks = kept[1]
-        if kept is None:
-            # Which elements a mask from data leaves out differs from one run to the next.
-            if not any(self.values.from_floats(*mask) for mask in event.masks):
-                _add(state, event.root, event.region)
-        elif kept[0] is None:  # what nobody stored stands there again
-            state.pop(event.root, None)
-        else:
-            state[event.root] = kept[0]
+        # Which elements a mask from data leaves out differs from one run to the next.
+        by_floats = any(self.values.from_floats(*mask) for mask in event.masks)
+        if kept is None and not by_floats:
+            state.add(root, region)
+            return
+        if kept is not None and kept[0] is None:  # what nobody stored stands there again
+            state.have.pop(root, None)
+        elif kept is not None:
+            state.have[root] = kept[0]
+        if root.output is None or not by_floats:
+            state.add_may(root, region)
 
     def _wait(self, event: Wait, state: State) -> None:
         filled = self.walk.links.get(event.on, {})
-        if event.target is not None:
-            if event.target in filled:
-                _add(state, event.target, event.region)
-            elif not filled:
-                self.endless.setdefault(event.on, event)
-            else:
-                for root in filled:
-                    _add(state, root, SOME)
-            return
-        for root in (*filled, *self.walk.handed.get(event.on, ())):
-            _add(state, root, SOME)
+        if event.target is None:
+            for root in (*filled, *self.walk.handed.get(event.on, ())):
+                state.add(root, SOME)
+        elif event.target in filled:
+            self._copied(event.target, self._place(event.region, event.target), state)
+        elif not filled:
+            self.endless.setdefault(event.on, event)
+        else:
+            for root in filled:
+                state.add(root, SOME)
+
+    def _copied(self, root: Root, region: Any, state: State) -> None:
+        """Note that copies to a buffer have ended, of which a wait names a region."""
+        box = whole_box(root.shape) if region is WHOLE else region
+        copies = [whole_box(root.shape) if copy is WHOLE else copy for copy in root.copies]
+        missing = False
+        if is_box(box) and all(map(is_box, copies)):
+            try:
+                missing = left_out(copies, box) is not None
+            except Undecided:
+                pass
+        if not missing:
+            state.add(root, region)
+        else:  # it names more than the copies fill
+            state.have[root] = state.have.get(root, _NONE) | {SOME}
+        for copy in root.copies:
+            state.add_may(root, copy)
 
     def _branch(self, event: Branch, state: State) -> State:
         which = self.values.of(event.scope, event.predicate)
@@ -312,137 +256,99 @@ class Runner:
             self.left_out = True
             which = min(max(which, 0), len(event.branches) - 1)
             return self.run(event.branches[which], state)
-        return _meet([self.run(branch, dict(state)) for branch in event.branches])
+        before = state.may if self._by_floats(event.scope, event.predicate) else None
+        states = [self.run(branch, state.copy()) for branch in event.branches]
+        return self._counted(_meet(states), before)
+
+    def _by_floats(self, scope, predicate) -> bool:
+        # Asked in exact runs alone: the others look at such conditions in the end.
+        return self.budget is not None and self.values.from_floats(scope, predicate)
+
+    @staticmethod
+    def _counted(state: State, before: dict | None) -> State:
+        """Take back stores to outputs on which data of floating point decides.
+
+        Whether they happen differs from one run to the next, as with masks.
+        """
+        for root in () if before is None else list(state.may):
+            if root.output is not None and root not in state.have:
+                state.may[root] = before.get(root, _NONE)
+        return state
 
     def _loop(self, event: Loop, state: State) -> State:
-        runs = event.runs
-        if not isinstance(runs, bool):
-            runs = self.values.of(*runs)
-            if runs == 0:
-                self.left_out = True
-                return state
-        found = [dict(d) for d in (self.unstored, self.in_part, self.endless)]
-        after = self.run(event.events, dict(state))
+        carry = None
+        if self.budget is not None:
+            runs, carry, state = self._rounds(event, state)
+        else:
+            runs = event.runs is True or self.values.of(*event.runs)
+        if runs is not None and not runs:
+            self.left_out = True
+            return state
+        # What one round stores may be there in the next.
+        later = state.copy()
+        for root, region in _stores(event.events):
+            later.add_may(root, region)
+        found = [dict(d) for d in (self.unstored, self.gaps, self.in_part, self.endless)]
+        after = self.run(event.events, later.copy())
         if len(self.unstored) > len(found[0]):
             # Perhaps the first round, whose carry is known, stores what the later ones read.
-            self.unstored, self.in_part, self.endless = found
+            self.unstored, self.gaps, self.in_part, self.endless = found
             values = self.values
-            self.values = Values(self.walk, values.ids, values.starting | {event.body})
-            first = self.run(event.events, dict(state))
+            self.values = values.with_given(event.body, carry or self._first(event))
+            after = self.run(event.events, later)
             self.values = values
-            self.run(event.events, settled(first))
-            after = first
-        return settled(after) if runs else state
+            self.run(event.events, after.settled())
+        if runs:
+            return after.settled()
+        by_floats = self._by_floats(*event.runs)
+        return self._counted(State(state.have, after.may), state.may if by_floats else None)
+
+    def _first(self, event: Loop) -> dict:
+        return {var: self.values.of(*event.body.first[var]) for var in event.carry}
+
+    def _rounds(self, event: Loop, state: State) -> tuple[Any, dict, State]:
+        """Follow a loop round by round, for as long as it is known to go on.
+
+        Returns:
+          False if it is known to end, None if it isn't known whether there is another round; the
+          loop's carry and the state by then.
+        """
+        outer, body = self.values, event.body
+        carry = self._first(event)
+        count, alike = 0, 0
+        while True:
+            if event.length is not None:
+                more: Any = count < event.length
+            else:
+                test, result = event.runs
+                more = outer.with_given(test, dict(zip(event.tested, carry.values()))).of(
+                    test, result)
+            if not more or alike == 2:
+                return (None if more is None else False), carry, state
+            self.values = outer.with_given(body, carry)
+            looked = body in outer.looked
+            outer.looked.discard(body)
+            state = self.run(event.events, state).settled()
+            # Rounds that don't look at the loop's carry do the same: two of them stand for all.
+            alike = 0 if body in outer.looked else alike + 1
+            carry = {var: self.values.of(body, atom) for var, atom in zip(event.carry, event.after)}
+            if looked:
+                outer.looked.add(body)
+            self.values = outer
+            count += 1
 
 
-def _add(state: State, root: Root, region: Any) -> None:
-    have = state.get(root, frozenset())
-    if WHOLE not in have:
-        state[root] = frozenset([WHOLE]) if region is WHOLE else have | {region, SOME}
-
-
-def settled(state: State) -> State:
-    """Return a state without the regions that a variable's next value would change."""
-    return {root: frozenset(r for r in regions if r is WHOLE or r is SOME or r[0] != "view")
-            for root, regions in state.items()}
-
-
-def _lacks(region: Any, boxes: list | None, shape: tuple[int, ...]) -> bool:
-    """Whether boxes, all that is ever stored, leave out some of a region that is known."""
-    if not boxes or region is SOME or region is not WHOLE and region[0] == "view":
-        return False
-    if region is WHOLE:
-        region = tuple((0, size) for size in shape)
-    if any(len(box) != len(region) for box in boxes):
-        return False
-    moved = [tuple((start - origin, size) for (start, size), (origin, _) in zip(box, region))
-             for box in boxes]
-    return not covers(moved, tuple(size for _, size in region))
-
-
-def covers(boxes: list | None, shape: tuple[int, ...]) -> bool:
-    """Whether boxes of (start, size) fill a shape; True where they are not all known."""
-    if boxes is None:
-        return True
-    edges = [sorted({0, *(e for box in boxes for e in (box[d][0], sum(box[d])) if 0 <= e < size)})
-             for d, size in enumerate(shape)]
-    if math.prod(map(len, edges)) * max(1, len(boxes)) > _MOST_CELLS:
-        return True
-    return all(any(all(start <= e < start + size for (start, size), e in zip(box, corner))
-                   for box in boxes) for corner in itertools.product(*edges))
-
-
-def keeps_what_was_there(values: Values, event: Read) -> list | None:
-    """Return the stores that put what is read back where it stood; None if it goes elsewhere.
-
-    ``ref[i] = jnp.where(mask, new, ref[i])`` is a masked store: what stood there stays, and goes
-    nowhere else. ``jnp.where(i == 0, 0, ref[...])`` drops it where ``i`` is known to be 0.
-
-    Returns:
-      Each store's equation, and the (scope, atom) of each mask that keeps elements from it.
-    """
-    scope, eqn = event.scope, event.eqn
-    if scope is None or len(eqn.outvars) != 1 or eqn.primitive.name not in ("get", "masked_load"):
-        return None
-    found: list = []
-    return found if _only_kept(values, scope, eqn.outvars[0], event, (), found) else None
-
-
-def _only_kept(values, scope, var, event, masks, found) -> bool:
-    walk = values.walk
-    uses = [e for e in scope.jaxpr.eqns if any(a is var for a in e.invars)]
-    if not uses or any(out is var for out in scope.jaxpr.outvars):
-        return False
-    for eqn in uses:
-        name = walk.names.primitive(eqn.primitive)
-        if name == "state:swap" and masks:
-            ref, value, *leaves = eqn.invars
-            same = value is var and scope.refs.get(ref) is event.root and (
-                walk.region(scope, eqn.params["tree"].unflatten(leaves)) == event.region)
-            if not same or event.region is SOME:
-                return False
-            found.append((eqn, masks))
-        elif name == "jax:convert_element_type":
-            if not _only_kept(values, scope, eqn.outvars[0], event, masks, found):
-                return False
-        else:
-            how = _selects(values, scope, eqn, var)
-            if how is _DROPS:
-                continue
-            if not how or not _only_kept(values, scope, eqn.outvars[0], event, (*masks, how),
-                                         found):
-                return False
-    return True
-
-
-_DROPS = "drops"
-
-
-def _selects(values, scope, eqn, var) -> Any:
-    """Return the (scope, atom) that selects ``var`` as an unmoved case, _DROPS, or None."""
-    walk = values.walk
-    name = walk.names.primitive(eqn.primitive)
-    places = [i for i, a in enumerate(eqn.invars) if a is var]
-    if len(places) != 1 or len(eqn.outvars) != 1:
-        return None
-    if name == "jax:select_n":
-        if not places[0]:
-            return None
-        which = values.of_all(scope, eqn.invars[0])
-        return (scope, eqn.invars[0]) if which in (None, places[0] - 1) else _DROPS
-    if name not in ("jax:jit", "jax:pjit"):
-        return None
-    (inner,) = scope.inner.get(id(eqn), (None,))  # jnp.where is a jit of its own
-    if inner is None:
-        return None
-    var = inner.jaxpr.invars[places[0]]
-    while True:
-        uses = [e for e in inner.jaxpr.eqns if any(a is var for a in e.invars)]
-        if len(uses) != 1 or any(out is var for out in inner.jaxpr.outvars):
-            return None
-        (eqn,) = uses
-        if walk.names.primitive(eqn.primitive) == "jax:convert_element_type":
-            var = eqn.outvars[0]
-        else:
-            how = _selects(values, inner, eqn, var)
-            return how if eqn.outvars[0] is inner.jaxpr.outvars[0] else None
+def _stores(events: list):
+    """Yield the buffer and region of each store that events may make."""
+    for event in events:
+        kind = type(event)
+        if kind is Store:
+            yield event.root, event.region
+        elif kind is Wait:
+            if event.target is not None:
+                yield event.target, SOME
+        elif kind is Branch:
+            for branch in event.branches:
+                yield from _stores(branch)
+        elif kind is Loop:
+            yield from _stores(event.events)

@@ -213,3 +213,32 @@ def test_scan_and_remat_around_it(cpu_mesh):
 
     ws = np.stack([W / 4, W / 3, W / 2])
     both(stack, cpu_mesh, X, ws, specs=(P("data"), P()), argnums=(0, 1))
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_bwd_whose_share_is_summed_is_traced_once(cpu_mesh, jit):
+    """Also where it closes over a value of the trace around it."""
+    calls = []
+
+    def local(x, w):
+        scale = x[:1] * 0 + 3
+
+        @jax.custom_vjp
+        def op(x, w):
+            return x * w
+
+        def bwd(saved, g):
+            calls.append(1)
+            x, w = saved
+            return g * w * scale / 3, (g * x).sum(0)
+
+        op.defvjp(lambda x, w: (op(x, w), (x, w)), bwd)
+        return jax.grad(lambda x, w: op(x, w).sum(), argnums=(0, 1))(x, w)
+
+    f = jax.shard_map(local, mesh=cpu_mesh, in_specs=(P("data"), P()),
+                      out_specs=(P("data"), P()))
+    w = np.full((4,), 2, np.float32)
+    dx, dw = (jax.jit(f) if jit else f)(X, w)
+    np.testing.assert_array_equal(dx, np.broadcast_to(w, X.shape))
+    np.testing.assert_array_equal(dw, X.sum(0))
+    assert len(calls) == 1

@@ -84,10 +84,10 @@ class CustomVjpHooks:
 
     def _run_bwd(self, bwd, scope, parts, *args):
         with self.state.enter(scope):
-            cotangents = bwd(*args)
             if not self.jax.checking():
-                return cotangents
-            return self._match(Bwd(self, bwd, parts, args), parts, cotangents)
+                return bwd(*args)
+            run = Bwd(self, bwd, parts, args)
+            return self._match(run, parts, run.cotangents())
 
     def _match(self, bwd, parts, cotangents):
         """Give each cotangent its primal's type; what can't be matched is left to JAX's errors."""
@@ -153,7 +153,7 @@ class Parts:
 
 
 class Bwd:
-    """One bwd that has run: what its jaxpr says about the cotangents it returned.
+    """One run of a bwd: the cotangents that it returns, and what its jaxpr says about them.
 
     Args:
       hooks: the hooks.
@@ -167,7 +167,23 @@ class Bwd:
         self.bwd = bwd
         self.parts = parts
         self.args = args
-        self._traced = None
+        self._traced: _Trace | None = None
+
+    def cotangents(self) -> Any:
+        """Run bwd.
+
+        Where a cotangent may vary over more axes than its primal, bwd's jaxpr will be asked about
+        it. Then bwd is traced to that jaxpr and this is what runs: tracing its kernels twice would
+        double the time that the backward pass takes to trace.
+        """
+        import jax
+        jax_types, leaves = self.hooks.jax, jax.tree_util.tree_leaves(self.args)
+        entering = frozenset().union(*(jax_types.axis_type(jax_types.typeof(leaf)).varying
+                                       for leaf in leaves if isinstance(leaf, jax.Array)))
+        wanted = map(jax_types.cotangent_type, self.parts.in_avals)
+        if all(entering <= want.axes for want in wanted):
+            return self.bwd(*self.args)
+        return self._trace().run()
 
     def check_share(self, path, axes: frozenset[str], have: AxisType, want: AxisType) -> None:
         """Raise unless nothing that this cotangent depends on communicates over ``axes``.
@@ -175,6 +191,8 @@ class Bwd:
         Raises:
           CotangentError: naming the operation, and both right ways to write the bwd.
         """
+        if next(self._communicates(self._trace().closed.jaxpr, axes), None) is None:
+            return  # and so nothing in any part of it
         for what in self._communicates(self._sliced(path), axes):
             from jax.tree_util import keystr
             names = ", ".join(map(repr, sorted(axes)))
@@ -291,38 +309,16 @@ class Bwd:
 
     def _sliced(self, path):
         """Return the jaxpr of what one cotangent depends on."""
-        jaxpr, paths = self._trace()
-        used = [p == path for p in paths]
-        if not any(used):  # a bwd that returns another structure each time it is called
-            used = [True] * len(paths)
-        return self.hooks.jax.dce_jaxpr(jaxpr, used, instantiate=True)[0]
+        trace = self._trace()
+        used = [p == path for p in trace.paths]
+        if path not in trace.returned:  # a bwd that returns another structure each time
+            used = [True] * len(trace.paths)
+        return self.hooks.jax.dce_jaxpr(trace.closed.jaxpr, used, instantiate=True)[0]
 
-    def _trace(self):
-        """Trace bwd once more, to look at it only."""
+    def _trace(self) -> _Trace:
+        """Trace bwd to a jaxpr, once."""
         if self._traced is None:
-            import jax
-            leaves, tree = jax.tree_util.tree_flatten(self.args)
-            zero = self.hooks.jax.SymbolicZero
-            # A Python number among the residuals may be used as a static argument.
-            dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-
-            paths: list[Any] = []
-
-            def run(*arrays):
-                full = list(leaves)
-                for i, array in zip(dynamic, arrays):
-                    full[i] = array
-                out = self.bwd(*jax.tree_util.tree_unflatten(tree, full))
-                if isinstance(out, list):
-                    out = tuple(out)
-                arrays = [(path, leaf) for path, leaf
-                          in jax.tree_util.tree_flatten_with_path(out)[0]
-                          if not isinstance(leaf, zero)]
-                paths[:] = [path for path, _ in arrays]
-                return [leaf for _, leaf in arrays]
-
-            closed = jax.make_jaxpr(run)(*[leaves[i] for i in dynamic])
-            self._traced = closed.jaxpr, list(paths)
+            self._traced = _Trace(self.bwd, self.args)
         return self._traced
 
     def _communicates(self, jaxpr, axes: frozenset[str], *,
@@ -359,6 +355,54 @@ class Bwd:
                 yield f"{known.call}, whose rule {rule!r} does not say what it communicates"
             elif set(effect.axes) & axes:
                 yield f"{known.call}, whose rule is {rule!r}"
+
+
+class _Trace:
+    """A bwd's jaxpr, which can run in its place.
+
+    Args:
+      bwd: the function.
+      args: residuals and cotangents; what is no array among them stays what it is, since a Python
+        number may be used as a static argument, and a SymbolicZero is asked for by its type.
+
+    Attributes:
+      closed: the jaxpr, from the arrays among the arguments to those among the cotangents.
+      paths: the pytree path of each cotangent that is an array.
+      returned: the paths of all.
+    """
+
+    def __init__(self, bwd, args):
+        import jax
+        tree = jax.tree_util
+        leaves, structure = tree.tree_flatten(args)
+        dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+        self._arrays = [leaves[i] for i in dynamic]
+
+        def run(*arrays):
+            full = list(leaves)
+            for i, array in zip(dynamic, arrays):
+                full[i] = array
+            out = bwd(*tree.tree_unflatten(structure, full))
+            if isinstance(out, list):
+                out = tuple(out)
+            found, self._structure = tree.tree_flatten_with_path(out)
+            arrays = [(path, leaf) for path, leaf in found if isinstance(leaf, jax.Array)]
+            self.paths = [path for path, _ in arrays]
+            self.returned = [path for path, _ in found]
+            self._constant = [None if isinstance(leaf, jax.Array) else leaf for _, leaf in found]
+            return [leaf for _, leaf in arrays]
+
+        # Inlined, it leaves the equations that bwd would have left. Not by eval_jaxpr: without a
+        # jit around the whole program JAX 0.6.0 can't run a kernel's equation by itself.
+        self._jitted = jax.jit(run, inline=True)
+        self.closed = self._jitted.trace(*self._arrays).jaxpr
+
+    def run(self) -> Any:
+        """Return the cotangents, as bwd would."""
+        import jax
+        arrays = iter(self._jitted(*self._arrays))  # not traced again
+        return jax.tree_util.tree_unflatten(
+            self._structure, [next(arrays) if one is None else one for one in self._constant])
 
 
 # Parts of the names of JAX's primitives that sum over mesh axes.

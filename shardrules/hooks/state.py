@@ -164,6 +164,9 @@ class State:
     @contextlib.contextmanager
     def enter(self, scope: Scope):
         """Run this thread under ``scope``; JAX's caches are kept apart for it."""
+        if scope is self.scope:  # as nearly always where one scope is installed for everything
+            yield
+            return
         before = self._local.scope
         self._local.scope = dataclasses.replace(scope, overlays=())
         try:

@@ -1,5 +1,7 @@
 """Opaque primitives that come late, without inputs, or hold whole programs."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax import export, lax
 from jax.experimental import io_callback
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -137,3 +139,88 @@ def test_a_cotangent_whose_invariant_type_is_wrong_is_refused(cpu_mesh, hooks, m
     text = str(caught.value)
     assert "at output[0] that is typed invariant over {'data'}, but it depends on sort" in text
     assert text.endswith("Cast its result: shardrules.vary(x, 'data').")
+
+
+@pytest.fixture(scope="module")
+def bilinear():
+    """A product with rules for differentiation and batching, as JAX's own primitives have them."""
+    p = lowered(product("test_bilinear"))
+
+    def jvp(primals, tangents):
+        (x, y), (dx, dy) = primals, tangents
+        terms = [] if type(dx) is ad.Zero else [p.bind(dx, y)]
+        terms += [] if type(dy) is ad.Zero else [p.bind(x, dy)]
+        return p.bind(x, y), sum(terms[1:], terms[0])
+
+    def transpose(ct, x, y):
+        return (p.bind(ct, y), None) if ad.is_undefined_primal(x) else (None, p.bind(x, ct))
+
+    def batch(args, dims):
+        size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
+        return p.bind(*(batching.bdim_at_front(x, d, size) for x, d in zip(args, dims))), 0
+
+    ad.primitive_jvps[p], ad.primitive_transposes[p] = jvp, transpose
+    batching.primitive_batchers[p] = batch
+    return p
+
+
+def looped(f):
+    return lambda x, w: lax.scan(lambda c, _: (f(c, w), None), x, length=1)[0]
+
+
+def mapped(f):
+    return jax.jit(lambda x, w: jax.vmap(f)(x, w))
+
+
+def by_rules(p):
+    """The primitive under a scope that has closed when its transpose is taken."""
+    def op(x, w):
+        with sr.rules({p.name: sr.no_communication}):
+            return p.bind(x, w)
+    return op
+
+
+def by_op(p):
+    return sr.no_communication(lambda x, w: p.bind(x, w))
+
+
+@pytest.mark.parametrize("around", [lambda f: f, looped, mapped, jax.checkpoint, jax.jit],
+                         ids=["as it is", "scan", "vmap", "remat", "jit"])
+@pytest.mark.parametrize("scope, installed", [(by_rules, True), (by_op, True), (by_op, False)])
+def test_a_scopes_rule_holds_for_the_transpose_too(cpu_mesh, bilinear, scope, around, installed):
+    f = around(scope(bilinear))
+    with sr.install() if installed else contextlib.nullcontext():
+        assert_right(gradients(lambda x, w: f(x, jnp.broadcast_to(w, x.shape)), cpu_mesh))
+
+
+def test_a_scopes_rule_holds_nowhere_else(cpu_mesh, hooks, bilinear):
+    """Neither for the same primitive beside the scope, nor for another scope's."""
+    f = jax.shard_map(lambda x, w: by_rules(bilinear)(x, x) + bilinear.bind(x, x), mesh=cpu_mesh,
+                      in_specs=(P("data"), P()), out_specs=P("data"))
+    with pytest.raises(errors.UnknownKernelError, match="no rule for test_bilinear"):
+        jax.eval_shape(f, X, W)
+
+    seen = []
+
+    def two(x):
+        for rule in (sr.no_communication, sr.per_device("model"), sr.no_communication):
+            with sr.rules({bilinear.name: rule}):
+                y, pull = jax.vjp(lambda x: bilinear.bind(x, x), x)
+                seen.append(set(jax.typeof(y).manual_axis_type.varying))
+            (ct,) = pull(y)
+            assert jax.typeof(ct).manual_axis_type.varying == {"data"}
+        return x
+
+    jax.eval_shape(jax.shard_map(two, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data")), X)
+    assert seen == [{"data"}, {"data", "model"}, {"data"}]
+
+
+def test_a_scopes_rule_is_what_explain_shows(cpu_mesh, hooks, bilinear):
+    f = jax.shard_map(by_rules(bilinear), mesh=cpu_mesh, in_specs=(P("data"), P("data")),
+                      out_specs=P("data"))
+    explained = sr.explain(jax.grad(lambda x: f(x, X).sum()), X)
+    assert explained.calls and all(
+        (call.kernel, call.rule) == ("test_bilinear", "no_communication")
+        for call in explained.calls)
+    missing = sr.scan_calls(jax.grad(lambda x: f(x, X).sum()), X)
+    assert str(missing) == "every opaque call inside shard_map has a rule (2)"

@@ -17,6 +17,7 @@ from typing import Any
 
 from shardrules.axistypes import AxisType
 from shardrules.declare import binding_of
+from shardrules.hooks.carriers import Carriers, is_lent
 from shardrules.hooks.compat import Jax
 from shardrules.hooks.forgetful import ForgetfulHooks
 from shardrules.hooks.lowering import LoweringHooks
@@ -105,11 +106,16 @@ class PrimitiveHooks:
         self.state = state
         self.lowering = lowering
         self.forgetful = ForgetfulHooks(jax, state)
+        self.carriers = Carriers(jax, state)
         self._local = threading.local()
         self._kinds: dict[Any, _Kind] = {}
 
     def known_of(self, primitive: Any, params: dict[str, Any]) -> Known | None:
         """Return what is known of an equation's opaque call; None for what is no such call."""
+        carried = self.carriers.of(primitive)
+        if carried is not None:
+            with self.carriers.enter(carried[1]):
+                return self.known_of(carried[0], params)
         kind = self._kinds.get(primitive)
         return None if kind is None else self._known(kind, params)
 
@@ -266,6 +272,8 @@ class PrimitiveHooks:
         elif isinstance(results, _Noted):
             params[kind.results] = tuple(results)
         with self._transforming(kind, known):
+            if kind.own and is_lent(known):
+                return self.carriers.bind(kind.primitive, known.scope, args, params)
             return bind(*args, **params)
 
     def _evaluator(self, kind: _Kind, evaluate):

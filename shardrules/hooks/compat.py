@@ -68,6 +68,8 @@ class Jax:
         self.typed = typed
         self._owners = owners
         self._here = threading.local()
+        # From JAX 0.6.2; 0.6.0, where the switch has its old name, keeps the check on in kernels.
+        self.traces_kernels_unchecked = not typed or owners["check_vma"][1] == "_check_vma"
         self._caches_kernels = is_cached(symbols["trace_kernel"])
         # A program has the same few avals again and again, and making one costs more.
         self._retyped = functools.lru_cache(maxsize=1024)(self._retype)

@@ -395,7 +395,10 @@ class _Trace:
         # Inlined, it leaves the equations that bwd would have left. Not by eval_jaxpr: without a
         # jit around the whole program JAX 0.6.0 can't run a kernel's equation by itself.
         self._jitted = jax.jit(run, inline=True)
-        self.closed = self._jitted.trace(*self._arrays).jaxpr
+        if hasattr(self._jitted, "trace"):
+            self.closed = self._jitted.trace(*self._arrays).jaxpr
+        else:  # JAX 0.4.28
+            self.closed = jax.make_jaxpr(run)(*self._arrays)
 
     def run(self) -> Any:
         """Return the cotangents, as bwd would."""

@@ -77,8 +77,9 @@ class PallasHooks:
         self.state = state
         self.lowering = lowering
         # Keyed by the kernel's jaxpr, which is one object through eval, partial eval and dce.
-        self._traced: weakref.WeakKeyDictionary[Any, _Traced] = weakref.WeakKeyDictionary()
-        self._kernels: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()
+        # What was traced becomes known when it is bound.
+        self._kernels: weakref.WeakKeyDictionary[Any, Known | _Traced] = (
+            weakref.WeakKeyDictionary())
         self._local = _Here()
 
     def install(self, patches: Patches) -> None:
@@ -124,10 +125,13 @@ class PallasHooks:
                     annotations = tuple(noted[len(noted) - grid_mapping.num_outputs:])
                 noted.clear()
             body = fun.__wrapped__ if isinstance(fun, Declared) else fun
-            with jax.unchecked():  # as JAX itself does, but for 0.6.0
+            if jax.traces_kernels_unchecked:
                 traced = trace(body, *args, **kwargs)
+            else:
+                with jax.unchecked():
+                    traced = trace(body, *args, **kwargs)
             jaxpr, traced = jax.kernel_jaxpr(traced)
-            self._traced[jaxpr] = _Traced(_module_of(fun), binding_of(fun), annotations)
+            self._kernels[jaxpr] = _Traced(_module_of(fun), binding_of(fun), annotations)
             return traced
 
         return trace_kernel
@@ -142,12 +146,12 @@ class PallasHooks:
         """Return what is known of the kernel of a bind or an equation."""
         jaxpr = params["jaxpr"]
         kernel = self._kernels.get(jaxpr)
-        if kernel is None:
+        if not isinstance(kernel, Known):
             name, place = self.jax.describe_kernel(jaxpr, params)
-            traced, outer = self._traced.get(jaxpr), self._local.outer
-            if traced is not None:
-                kernel = Known(Call("pallas_call", name, place, traced.module, traced.binding),
-                               traced.annotations)
+            outer = self._local.outer
+            if kernel is not None:
+                kernel = Known(Call("pallas_call", name, place, kernel.module, kernel.binding),
+                               kernel.annotations)
             elif outer is not None and outer.call.name == name:
                 # A jaxpr that a transformation made: its name stays, and so does the rule of the
                 # bind that is being transformed. Its outputs are others: no annotation carries on.
@@ -163,13 +167,19 @@ class PallasHooks:
             prove(kernel, self.state, "pallas_call", params, 0)
         return kernel
 
+    def _acts(self, jaxpr: Any) -> bool:
+        """Whether the hooks act on a kernel: here, or because they did when it was bound."""
+        if self.state.active:
+            return True
+        kernel = self._kernels.get(jaxpr)
+        return isinstance(kernel, Known) and kernel.active(self.state)
+
     def bind(self, *args, **params):
         """Cast the inputs as the rule says, then bind."""
         jaxpr, local = params["jaxpr"], self._local
-        known = self._kernels.get(jaxpr)
-        if not (self.state.active or (known is not None and known.active(self.state))):
+        if not self._acts(jaxpr):
             return self._bind(*args, **params)
-        first = known is None
+        first = not isinstance(self._kernels.get(jaxpr), Known)
         kernel = self.kernel_of(params)
         before = local.outer, local.settled
         settled = None
@@ -201,9 +211,7 @@ class PallasHooks:
         if local.settled is not None and local.settled[0] is params["jaxpr"] and (
                 local.settled[1] == inputs):
             return typed(self.jax, local.outer, outputs, local.settled[2]), effects
-        known = self._kernels.get(params["jaxpr"])
-        acts = self.state.active or (known is not None and known.active(self.state))
-        if not (acts and self.jax.checking()):
+        if not (self._acts(params["jaxpr"]) and self.jax.checking()):
             return outputs, effects
         kernel = self.kernel_of(params)
         types = self._resolve(kernel, inputs, len(outputs)).outputs

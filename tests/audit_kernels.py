@@ -435,6 +435,17 @@ def ones_where_it_wraps(x, o):
         ones(x, o)
 
 
+def row_after_additions(x, o):
+    row = pl.program_id(0)
+    for _ in range(3000):
+        row = row + 1
+    o[pl.ds(row, 1), :] = x[0:1, :]
+
+
+def nothing(x, o):
+    pass
+
+
 # --- neighbours that are proven --------------------------------------------------------------
 
 
@@ -572,6 +583,12 @@ def kept_by_a_mask(counts, x, o):
     o[...] = jnp.where(mask, x[...], o[...])
 
 
+def kept_in_the_last_step(counts, x, o):
+    @at(1)
+    def _():
+        kept_by_a_mask(counts, x, o)
+
+
 def output_masked_by_a_count(counts, x, o):
     plt.store(o, x[...], mask=lax.broadcasted_iota(jnp.int32, ROWS, 0) < counts[0])
 
@@ -590,6 +607,57 @@ def kept_after_zeros(x, o, scratch):
     scratch[...] = jnp.zeros(ROWS)
     scratch[...] = jnp.where(x[...] > 0, x[...], scratch[...])
     o[...] = scratch[...]
+
+
+def read_in_later_rounds(counts, x, o, scratch):
+    """Half of scratch is stored in the round before the one that reads it."""
+    scratch[0:4, :] = x[0:4, :]
+    o[...] = x[...]
+
+    def body(i):
+        @pl.when(i > counts[1])
+        def _():
+            o[...] = scratch[...]
+        scratch[4:8, :] = x[4:8, :]
+        return i + 1
+    lax.while_loop(lambda i: i < counts[0], body, 0)
+
+
+def row_that_data_chooses(counts, x, o, scratch):
+    """What is read is a row that the round before may have stored, or another."""
+    o[...] = x[...]
+
+    def body(i, _):
+        row = counts[i]
+
+        @pl.when(i > 0)
+        def _():
+            o[0, :] = scratch[row, :]
+        scratch[row, :] = x[0, :]
+    lax.fori_loop(0, 3, body, None)
+
+
+def read_in_a_later_step(x, o, scratch):
+    """Half of scratch is stored in the second step, and all of it read in the third."""
+    scratch[0:4, :] = x[0:4, :]
+
+    @at(2)
+    def _():
+        o[...] = scratch[...]
+
+    @at(1)
+    def _():
+        scratch[4:8, :] = x[4:8, :]
+
+
+def output_read_in_later_steps(x, o):
+    """Half of the output is stored in the step before the one that reads it."""
+    o[0:4, :] = x[0:4, :]
+
+    @pl.when(pl.program_id(0) > 0)
+    def _():
+        o[...] += x[...]
+    o[4:8, :] = x[4:8, :]
 
 
 def rows_stored_one_by_one(x, o, scratch):

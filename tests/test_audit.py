@@ -74,6 +74,15 @@ counted_blocks = pltpu.PrefetchScalarGridSpec(
 ELEMENTS = (pl.Element(8), pl.Element(128))
 
 
+def batched(index_map):
+    """Call a kernel on each of three arrays at once."""
+    def one(x):
+        return pl.pallas_call(
+            k.ones, grid=(2,), compiler_params=k.TPU, out_specs=pl.BlockSpec(k.ROWS, index_map),
+            out_shape=jax.ShapeDtypeStruct((16, 128), jnp.float32))(x)
+    return lambda: jax.vmap(one)(jnp.zeros((3, 8, 128)))
+
+
 def rows_missed(start, stop, grid=(2,)):
     """What is said of an output whose rows from start to stop no block holds."""
     return (rf"no program of the grid {re.escape(str(grid))} is given its elements "
@@ -298,11 +307,15 @@ REFUSED = {
     "blocks that start at any element, with a gap": (
         k.blocks(lambda i: (9 * i, 0), shape=(17, 128), block=ELEMENTS), "output 0",
         rows_missed(8, 9), False),
+    "blocks of each member of a batch, some missed": (
+        batched(lambda i: (0, 0)), "output 0",
+        r"no program of the grid \(3, 2\) is given its elements \[0:3, 8:16, 0:128\]", False),
     "squeezed blocks that are missed": (
         k.blocks(lambda i: (i, 0, 0), shape=(3, *k.ROWS), block=(None, *k.ROWS)), "output 0",
         r"is given its elements \[2:3, 0:8, 0:128\]", False),
     "a grid without programs": (
-        k.blocks(lambda i: (i, 0), grid=(0,)), "output 0", rows_missed(0, 16, (0,)), False),
+        k.blocks(lambda i: (0, 0), grid=(0,), shape=k.ROWS), "output 0",
+        rows_missed(0, 8, (0,)), False),
     "Mosaic: read before wait": (
         k.mosaic(k.smem_without_wait, scratch=(k.SMEM, k.BARRIER)), "get",
         "is read before anything is stored there", False),
@@ -392,6 +405,20 @@ PROVEN = {
     "scratch filled by a loop from a count on": (
         counted_scratch(k.filled_from_a_count, k.COUNTS, k.X),
         ["the stores to scratch 0 cover what is read of it"]),
+    "a row of scratch before the first one": (
+        k.call(k.in_rounds(7, start=-1), **SCRATCH),
+        ["the stores to scratch 0 cover what is read of it"]),
+    "scratch stored in a round before": (
+        counted_scratch(k.read_in_later_rounds, k.COUNTS, k.X),
+        ["the stores to scratch 0 cover what is read of it"]),
+    "a row that data chooses, stored in another round": (
+        counted_scratch(k.row_that_data_chooses, k.COUNTS, k.X),
+        ["the stores to scratch 0 cover what is read of it"]),
+    "scratch stored in a step before": (
+        k.two_steps(k.read_in_a_later_step, grid=(3,), **SCRATCH), []),
+    "output stored in a step before, platform not known": (
+        k.two_steps(k.output_read_in_later_steps, compiler_params=None),
+        ["run one after the other", "at the same time"]),
     "output stored by a loop": (k.call(k.output_in_rounds(1)), []),
     "output filled by a loop": (k.call(k.output_rows_in_rounds(8)), []),
     "scratch read where it is stored": (
@@ -436,10 +463,36 @@ PROVEN = {
         k.blocks(lambda i: (4 * i, 0), shape=(12, 128), block=ELEMENTS), []),
     "squeezed blocks": (
         k.blocks(lambda i: (i, 0, 0), grid=(3,), shape=(3, *k.ROWS), block=(None, *k.ROWS)), []),
+    "blocks of each member of a batch": (batched(lambda i: (i, 0)), []),
+    "blocks of a grid whose size is not known": (
+        lambda: jax.jit(lambda n: k.blocks(lambda i: (i, 0), grid=(n,))())(2), [ALL_OF_IT]),
+    "one block for a grid whose size is not known": (
+        lambda: jax.jit(lambda n: k.blocks(lambda i: (0, 0), grid=(n,), shape=k.ROWS)())(2),
+        [ALL_OF_IT]),
+    "blocks that are bounded slices": (
+        k.blocks(lambda i: (pl.ds(8 * i, 8), 0), block=(pl.BoundedSlice(8), 128)), [ALL_OF_IT]),
+    "blocks with padding": (
+        k.blocks(lambda i: (8 * i, 0), block=(pl.Element(8, (0, 8)), pl.Element(128))),
+        [ALL_OF_IT]),
+    "blocks before the first one": (k.blocks(lambda i: (i - 1, 0)), [ALL_OF_IT]),
+    "an output in one piece": (
+        k.call(k.ones, grid=(2,), in_specs=[k.ANYWHERE], out_specs=k.ANYWHERE), []),
+    "an output without elements": (
+        k.call(k.nothing, out=jax.ShapeDtypeStruct((0, 128), jnp.float32)), []),
+    "a row that follows from too much": (
+        k.call(k.row_after_additions, grid=(2,)), [ALL_OF_IT]),
     "blocks that data chooses": (
         k.call(lambda counts, o: k.ones(None, o), jax.ShapeDtypeStruct((2,), jnp.int32),
                grid_spec=counted_blocks, out=jax.ShapeDtypeStruct((16, 128), jnp.float32)),
         [ALL_OF_IT]),
+    "blocks that data chooses, stored in the first step": (
+        k.call(lambda counts, o: k.ones_at_first(0, None, o),
+               jax.ShapeDtypeStruct((2,), jnp.int32), grid_spec=counted_blocks,
+               out=jax.ShapeDtypeStruct((16, 128), jnp.float32)),
+        [ALL_OF_IT, "the condition of the store to output 0"]),
+    "kept by a mask in the last step": (
+        k.call(k.kept_in_the_last_step, k.COUNTS, k.X, grid=(2,), **COUNTED),
+        [ALL_OF_IT, "the condition of the store to output 0"]),
     "output stored if a count says so": (
         with_counts(k.output_stored_if_a_count_says_so, k.COUNTS, k.X),
         [ALL_OF_IT, r"the condition of the store to output 0 at .*audit_kernels.py:\d+ holds"]),
@@ -556,6 +609,25 @@ def test_a_semaphore_from_outside_is_not_the_kernels_own():
     assert blocker.reason == "operand 1 is a semaphore that others can signal too"
 
 
+@pytest.mark.parametrize("device", [None, jax.extend.core.Literal(1, jax.core.ShapedArray(
+    (), jnp.int32))])
+def test_copies_as_they_stood_in_a_jaxpr_to_jax_0_9(device):
+    """Each ref with its views beside it, and the device last."""
+    (call,) = kernels_in(jax.make_jaxpr(k.call(k.local_copy, **COPY))().jaxpr)
+    jaxpr = call.params["jaxpr"]
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith("dma"):
+            refs = [getattr(r, "ref", r) for r in eqn.params["tree"].unflatten(eqn.invars)[:3]]
+            leaves, tree = jax.tree.flatten((*(p for r in refs for p in (r, ())), None, (), device))
+            eqn = eqn.replace(invars=leaves, params={**eqn.params, "tree": tree})
+        eqns.append(eqn)
+    assert len({eqn.primitive.name for eqn in eqns if "dma" in eqn.primitive.name}) == 2
+    found = pallas.audit(jaxpr.replace(eqns=eqns), grid_mapping=call.params["grid_mapping"])
+    assert found.proven == (device is None), found
+    assert found.contradicts_no_communication == (device is not None)
+
+
 def test_where_cores_start_is_assumed_where_it_is_not_known():
     """A step that is the first along an outer axis of the grid need not be a core's first."""
     def kernel(x, o, scratch):
@@ -629,6 +701,29 @@ def test_the_work_is_bounded(monkeypatch):
     monkeypatch.setattr(events, "_MOST_EQUATIONS", 3)
     (blocker,) = audited(k.call(k.nested)).blockers
     assert "more than 3 equations" in blocker.reason
+
+
+def test_exact_runs_are_bounded(monkeypatch):
+    """What would be too much work is assumed, and said."""
+    proof, grid = (importlib.import_module(f"shardrules.pallas.{m}") for m in ("proof", "grid"))
+    said = "the stores to scratch 0 cover what is read of it"
+
+    def rounds():
+        return audited(k.call(k.in_rounds(4), **SCRATCH))
+
+    def programs(kernel=k.row_for_each_program, **kwargs):
+        return audited(k.two_steps(kernel, **kwargs))
+    assert not rounds().proven and not programs(**SCRATCH).proven
+    with monkeypatch.context() as patch:
+        patch.setattr(proof, "_MOST_STEPS", 5)
+        assert rounds().proven and said in rounds().assumptions[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(grid, "_MOST_PROGRAMS", 1)
+        assert not rounds().proven
+        assert said in programs(**SCRATCH).assumptions[0]
+        first = programs(functools.partial(k.ones_at_first, 0), over=lambda i: (i, 0))
+        everything, condition = first.assumptions
+        assert re.search(ALL_OF_IT, everything) and "the condition of the store" in condition
 
 
 def test_only_kernels_are_audited():

@@ -281,7 +281,7 @@ def _axis_index(walk, eqn, scope, events):
     name = eqn.params["axis_name"]
     names = name if isinstance(name, (tuple, list)) else (name,)
     strange = [n for n in names if n not in walk.local_axes]
-    if strange:
+    if strange and _used(scope, eqn):  # to JAX 0.9 it stands there though nobody looks
         axes = ", ".join(map(str, strange))
         walk.block(eqn, f"it asks where this device stands along mesh axis {axes}", True, strange)
 
@@ -305,29 +305,34 @@ def _random_bits(walk, eqn, scope, events):
 # --- copies and semaphores of TPUs -----------------------------------------------------------
 
 
-def _split(transformed):
-    return getattr(transformed, "ref", transformed), getattr(transformed, "transforms", ())
+def _copy_operands(eqn):
+    """Return (ref, views) of a copy's source, target and semaphores, and the device it names."""
+    operands = eqn.params["tree"].unflatten(eqn.invars)
+    if len(operands) == 9:  # to JAX 0.9 refs and their views stood side by side
+        refs, views, device = operands[:8:2], operands[1:8:2], operands[8:]
+        return [*zip(refs, [v or () for v in views]), device]
+    refs, device = operands[:4], operands[4:]
+    return [*((getattr(r, "ref", r), getattr(r, "transforms", ())) for r in refs), device]
 
 
 @_for("tpu:dma_start")
 def _dma_start(walk, eqn, scope, events):
-    tree = eqn.params["tree"]
-    if not walk.view_is_local(eqn, tree):
+    if not walk.view_is_local(eqn, eqn.params["tree"]):
         return
-    source, target, semaphore, source_semaphore, *device = tree.unflatten(eqn.invars)
+    source, target, semaphore, source_semaphore, device = _copy_operands(eqn)
     walk.asynchronous = True
     if any(d is not None for d in device):
         walk.block(eqn, "it copies to or from another device", True)
         return
-    if source_semaphore is not None:
+    if source_semaphore[0] is not None:
         walk.block(eqn, "a copy with two semaphores is one between devices", True)
         return
     if eqn.params.get("add"):
         walk.block(eqn, "copies that add come in no fixed order")
         return
-    walk.read(eqn, scope, events, *_split(source))
-    barrier = _own_semaphore(walk, eqn, scope, _split(semaphore)[0])
-    ref, views = _split(target)
+    walk.read(eqn, scope, events, *source)
+    barrier = _own_semaphore(walk, eqn, scope, semaphore[0])
+    ref, views = target
     root = walk.root(eqn, scope, ref)
     if barrier is None or root is None:
         return
@@ -340,12 +345,10 @@ def _dma_start(walk, eqn, scope, events):
 
 @_for("tpu:dma_wait")
 def _dma_wait(walk, eqn, scope, events):
-    tree = eqn.params["tree"]
-    if not walk.view_is_local(eqn, tree):
+    if not walk.view_is_local(eqn, eqn.params["tree"]):
         return
-    _, target, semaphore, *_ = tree.unflatten(eqn.invars)
-    barrier = _own_semaphore(walk, eqn, scope, _split(semaphore)[0])
-    ref, views = _split(target)
+    _, (ref, views), semaphore, *_ = _copy_operands(eqn)
+    barrier = _own_semaphore(walk, eqn, scope, semaphore[0])
     root = walk.root(eqn, scope, ref)
     if barrier is not None and root is not None:
         events.append(Wait(barrier, root, walk.region(scope, views), eqn))

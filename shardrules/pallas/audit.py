@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardrules.errors import UnsupportedJaxError
 from shardrules.hooks.audit_names import load_audit
 from shardrules.pallas.actions import mesh_axes
 from shardrules.pallas.events import Blocker, Root, Scope, Walk, place_of
@@ -75,34 +74,48 @@ def audit(kernel_jaxpr: Any, *, grid_mapping: Any = None, platform_hint: str | N
 
     Returns:
       The audit; a jaxpr that can't be understood is not proven.
+
+    Raises:
+      UnsupportedJaxError: if what the audit needs of JAX is not there.
     """
     names = load_audit()
+    parallel = None if parallel_axes is None else frozenset(parallel_axes)
+    try:
+        return _audit(names, kernel_jaxpr, grid_mapping, platform_hint, inputs, outputs,
+                      dict(aliases or {}), tuple(local_axes), parallel)
+    except Exception as error:  # noqa: BLE001 - a jaxpr of a form never met is not proven
+        return Audit(False, (Blocker(
+            "the kernel", f"the audit can't read its jaxpr ({type(error).__name__}: {error}); "
+            "please report it", place_of(kernel_jaxpr)),))
+
+
+def _audit(names, kernel_jaxpr, grid_mapping, platform, inputs, outputs, aliases, local_axes,
+           parallel) -> Audit:
     grid_names = getattr(grid_mapping, "grid_names", None) or ()
     walk = Walk(names, (*local_axes, *(n for n in grid_names if isinstance(n, str))),
                 place_of(kernel_jaxpr))
     if grid_mapping is None:
         count = len(kernel_jaxpr.invars) if inputs is None else inputs
-        signature = _Signature(count, outputs, dict(aliases or {}))
+        signature = _Signature(count, outputs, aliases)
     else:
         signature = _Signature(grid_mapping.num_index_operands + grid_mapping.num_inputs,
-                               grid_mapping.num_outputs, dict(aliases or {}))
+                               grid_mapping.num_outputs, aliases)
         scratch = grid_mapping.num_scratch_operands
         if len(kernel_jaxpr.invars) != signature.inputs + signature.outputs + scratch:
             return Audit(False, (Blocker(
                 "pallas_call", f"the kernel takes {len(kernel_jaxpr.invars)} refs, but its grid "
                 f"mapping holds {signature.inputs} operands, {signature.outputs} outputs and "
                 f"{scratch} scratch buffers", walk.kernel_place),))
-    if platform_hint is None:
-        platform_hint = _platform_of(kernel_jaxpr)
-    scope, roots = _bind(walk, kernel_jaxpr, signature, platform_hint)
+    if platform is None:
+        platform = _platform_of(kernel_jaxpr)
+    scope, roots = _bind(walk, kernel_jaxpr, signature, platform)
     events = walk.walk(scope)
     grid = Grid(walk, grid_mapping, roots[:signature.inputs])
     if walk.blockers:
         # What is not allowed need not tell what it stores: the rest would be guesswork.
         return _answer(walk, [])
     proof = Proof(walk, events, grid, roots[signature.inputs:][:signature.outputs],
-                  signature.aliases, platform_hint,
-                  None if parallel_axes is None else frozenset(parallel_axes))
+                  aliases, platform, parallel)
     return _answer(walk, proof.assumptions())
 
 
@@ -255,14 +268,7 @@ def _cached(jaxpr: Any, key: tuple, compute) -> Audit:
     for other, answer in known:
         if _same(key, other):
             return answer
-    try:
-        answer = compute()
-    except UnsupportedJaxError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a jaxpr of a form never met is not proven
-        answer = Audit(False, (Blocker(
-            "the kernel", f"the audit can't read its jaxpr ({type(error).__name__}: {error}); "
-            "please report it", place_of(jaxpr)),))
+    answer = compute()
     known.append((key, answer))
     return answer
 

@@ -19,36 +19,53 @@ from shardrules.pallas.values import Ids, Values
 __all__ = ["Budget", "Runner", "State"]
 
 _NONE: frozenset = frozenset()
+_WHOLE = frozenset([WHOLE])
 
 
 class State:
     """What has been stored.
 
     Args:
-      have: buffer -> the regions that every path so far has stored to.
+      have: buffer -> the boxes that every path so far has stored to, SOME with any of them, or
+        WHOLE alone.
       may: buffer -> the boxes that some path may have stored to, or ANY.
+      views: buffer -> the regions whose place is not known that every path has stored to; they
+        stand for the same elements until a loop's next round.
     """
 
-    __slots__ = ("have", "may")
+    __slots__ = ("have", "may", "views")
 
-    def __init__(self, have=(), may=()):
+    def __init__(self, have=(), may=(), views=()):
         self.have: dict[Root, frozenset] = dict(have)
         self.may: dict[Root, Any] = dict(may)
+        self.views: dict[Root, frozenset] = dict(views)
 
     def copy(self) -> State:
         """Return a copy."""
+        return State(self.have, self.may, self.views)
+
+    def settled(self) -> State:
+        """Return a state without the regions that a variable's next value would change."""
         return State(self.have, self.may)
 
     def forget(self, root: Root) -> None:
         """Note that a buffer is a new one."""
-        self.have.pop(root, None)
-        self.may.pop(root, None)
+        for known in (self.have, self.may, self.views):
+            known.pop(root, None)
 
     def add(self, root: Root, region: Any) -> None:
         """Note that a region is stored to."""
         have = self.have.get(root, _NONE)
-        if WHOLE not in have:
-            self.have[root] = frozenset([WHOLE]) if region is WHOLE else have | {region, SOME}
+        if region is WHOLE:
+            self.have[root] = _WHOLE
+        elif WHOLE in have:
+            pass
+        elif is_box(region):
+            self.have[root] = have | {region, SOME}
+        else:
+            self.have[root] = have | {SOME}
+            if region is not SOME:
+                self.views[root] = self.views.get(root, _NONE) | {region}
         self.add_may(root, region)
 
     def add_may(self, root: Root, region: Any) -> None:
@@ -57,45 +74,49 @@ class State:
         if may is not ANY:
             self.may[root] = may | {region} if is_box(region) else ANY
 
-    def settled(self) -> State:
-        """Return a state without the regions that a variable's next value would change."""
-        return State({root: frozenset(r for r in regions if type(r) is str or is_box(r))
-                      for root, regions in self.have.items()}, self.may)
-
-    def fills(self, root: Root) -> bool:
-        """Whether all of a buffer has been stored to on every path."""
+    def holds(self, root: Root, region: Any) -> bool:
+        """Whether just this region, or all of the buffer, is known to have been stored to."""
         have = self.have.get(root, _NONE)
-        return WHOLE in have or bool(have) and _filled(have, whole_box(root.shape))
+        return WHOLE in have or region is not SOME and (
+            region in have or region in self.views.get(root, _NONE))
 
-
-def _filled(have: frozenset, box: tuple) -> bool:
-    """Whether the boxes among regions fill a box."""
-    boxes = [region for region in have if is_box(region)]
-    try:
-        return bool(boxes) and left_out(boxes, box) is None
-    except Undecided:
-        return False
+    def fills(self, root: Root, box: tuple | None = None) -> bool:
+        """Whether a box of a buffer, or all of it, has been stored to on every path."""
+        have = self.have.get(root, _NONE)
+        if WHOLE in have:
+            return True
+        boxes = [region for region in have if region is not SOME]
+        try:
+            return bool(boxes) and left_out(boxes, box or whole_box(root.shape)) is None
+        except Undecided:
+            return False
 
 
 def _meet(states: list) -> State:
     first, *rest = states
-    merged = {}
+    met = State((), first.may)
     for root, regions in first.have.items():
+        views = first.views.get(root, _NONE)
         for other in rest:
             theirs = other.have.get(root)
             if theirs is None:
                 break
             if WHOLE in theirs:
                 continue
-            regions = theirs if WHOLE in regions else (regions & theirs) | {SOME}
+            if WHOLE in regions:
+                regions, views = theirs, other.views.get(root, _NONE)
+            else:
+                regions = (regions & theirs) | {SOME}
+                views = views & other.views.get(root, _NONE)
         else:
-            merged[root] = regions
-    may = dict(first.may)
+            met.have[root] = regions
+            if views:
+                met.views[root] = views
     for other in rest:
         for root, boxes in other.may.items():
-            ours = may.get(root, _NONE)
-            may[root] = ANY if ANY in (ours, boxes) else ours | boxes
-    return State(merged, may)
+            ours = met.may.get(root, _NONE)
+            met.may[root] = ANY if ANY in (ours, boxes) else ours | boxes
+    return met
 
 
 class Budget:
@@ -134,7 +155,7 @@ class Runner:
         self.gaps: dict[Root, tuple[Read, tuple]] = {}  # read, and the box that no store reaches
         self.in_part: dict[Root, Read] = {}  # read with stores to some of it before it
         self.endless: dict[Root, Wait] = {}  # waited for, and started nowhere
-        # A store of what an excused read kept -> the state at that read, and what selects it.
+        # A store of what an excused read kept -> what was stored at that read, and what selects.
         self.kept: dict[tuple[int, Root], tuple] = {}
         self.left_out = False  # whether a branch was not taken because its condition is known
 
@@ -169,19 +190,19 @@ class Runner:
 
     def _read(self, event: Read, state: State) -> None:
         root = event.root
-        have = state.have.get(root)
         region = self._place(event.region, root)
-        if have is not None and (WHOLE in have or region is not SOME and region in have):
+        if state.holds(root, region):
             return
+        have = state.have.get(root)
         box = whole_box(root.shape) if region is WHOLE else region if is_box(region) else None
         if self.budget is not None:
-            self.budget.spend(len(have or ()))
-        if have is not None and box is not None and _filled(have, box):
+            self.budget.spend(len(have or ()) // 8)
+        if have is not None and box is not None and state.fills(root, box):
             return
         kept = keeps_what_was_there(self.values, event)
         if kept is not None:
             for eqn, masks in kept:
-                self.kept[id(eqn), root] = have, masks
+                self.kept[id(eqn), root] = (have, state.views.get(root)), masks
         elif have is None:
             self.unstored.setdefault(root, event)
         elif root not in self.gaps:
@@ -205,6 +226,8 @@ class Runner:
     def _store(self, event: Store, state: State) -> None:
         root = event.root
         region = self._place(event.region, root)
+        if self.budget is not None:  # the sets of boxes are copied
+            self.budget.spend(len(state.have.get(root, _NONE)) // 64)
         kept = self.kept.pop((id(event.eqn), root), None)
         if kept is not None:
             event.masks = kept[1]
@@ -213,10 +236,11 @@ class Runner:
         if kept is None and not by_floats:
             state.add(root, region)
             return
-        if kept is not None and kept[0] is None:  # what nobody stored stands there again
-            state.have.pop(root, None)
-        elif kept is not None:
-            state.have[root] = kept[0]
+        if kept is not None:  # what had not been stored stands there again
+            for known, then in zip((state.have, state.views), kept[0]):
+                known.pop(root, None)
+                if then is not None:
+                    known[root] = then
         if root.output is None or not by_floats:
             state.add_may(root, region)
 
@@ -301,7 +325,7 @@ class Runner:
         if runs:
             return after.settled()
         by_floats = self._by_floats(*event.runs)
-        return self._counted(State(state.have, after.may), state.may if by_floats else None)
+        return self._counted(State(state.have, after.may, state.views), state.may if by_floats else None)
 
     def _first(self, event: Loop) -> dict:
         return {var: self.values.of(*event.body.first[var]) for var in event.carry}

@@ -108,31 +108,39 @@ class Window:
         Raises:
           Undecided: where that isn't known, or is too much work.
         """
-        whole = whole_box(self.shape)
         dims = self._dims()
         if 0 in self.grid:
-            return None if 0 in self.shape else whole
-        sizes = [size for size, _, _ in dims]
+            return None if 0 in self.shape else whole_box(self.shape)
+        if None in self.grid:  # it may have no programs
+            raise Undecided
         used = [a for axes in self.axes for a in axes]
-        if len(used) == len(set(used)):  # each dimension goes its own way
-            for d in range(len(dims)):
-                gap = left_out(self._spans(d, *dims[d][:2]), whole[d:d + 1])
+        axes = sorted(set(used))
+        if len(used) == len(axes):  # each dimension goes its own way
+            for d, ((size, step, _), full) in enumerate(zip(dims, self.shape)):
+                end = self._end_of_row(d, size, step)
+                if end is not None and type(full) is int and full <= end:
+                    continue
+                gap = left_out((((0, end),),) if end is not None else
+                               (((start, size),) for start in self._table(d, step).values()),
+                               ((0, full),))
                 if gap is not None:
+                    whole = whole_box(self.shape)
                     return (*whole[:d], *gap, *whole[d + 1:])
             return None
-        axes = sorted(set(used))
+        whole = whole_box(self.shape)
+        sizes = [size for size, _, _ in dims]
         blocks = {self.block(dict(zip(axes, ids))) for ids in every(self.grid[a] for a in axes)}
         return left_out((tuple(zip(block, sizes)) for block in blocks), whole)
 
-    def _spans(self, d: int, size: int, step: int) -> list[Box]:
-        """Return which elements the blocks hold along one dimension."""
-        axes = self.axes[d]
-        if axes and self.scope.jaxpr.outvars[d] is self.scope.jaxpr.invars[axes[0]]:
-            count = self.grid[axes[0]]  # one block after the other, however many there are
-            if count is None:
-                raise Undecided
-            return [((0, (count - 1) * step + size),)]
-        return [((start, size),) for start in self._table(d, step).values()]
+    def _end_of_row(self, d: int, size: int, step: int) -> int | None:
+        """Return where blocks end that stand in a row from 0 on, one for each id of an axis."""
+        out, axes = self.scope.jaxpr.outvars[d], self.axes[d]
+        if not axes:
+            literal = isinstance(out, self.walk.names.Literal) and not out.val
+            return size if literal else None
+        if out is not self.scope.jaxpr.invars[axes[0]]:
+            return None
+        return (self.grid[axes[0]] - 1) * step + size
 
     def block(self, ids: dict[int, int]) -> tuple[int, ...]:
         """Return where the block starts that a program visits.
@@ -207,7 +215,8 @@ class Grid:
             for var, root in zip(closed.jaxpr.invars[len(mapping.grid):], operands):
                 if root is not None:
                     scope.refs[var] = root
-            walk.walk(scope)
+            if closed.jaxpr.eqns:
+                walk.walk(scope)
             if i < mapping.num_inputs:
                 self.overhangs = self.overhangs or _overhangs(block)
             else:

@@ -57,7 +57,8 @@ class Proof:
         self.aliases = aliases
         self.platform = platform
         self.parallel = parallel
-        self.watched = [r for r in (*walk.roots, walk.random) if not r.ready and not r.sync]
+        self.watched = [r for r in (*walk.roots, walk.random) if not r.ready and not r.sync
+                        and (r.reads or r.atomics or r.output is not None)]
         self.assumed: list[str] = []
         self._budget = Budget(_MOST_STEPS)
         self._ends: dict[tuple, State] = {}
@@ -78,7 +79,7 @@ class Proof:
         else:
             if self.platform is None:
                 self.assumed.append(IN_ORDER)
-            for axes, group in self._groups().items():
+            for axes, group in (self._groups() or {(): []}).items():
                 filled.update(self._pass(group, axes))
         decided = [self._output(root, filled.get(root))
                    for root in self.outputs if root is not None and not root.sync]
@@ -262,7 +263,7 @@ class Proof:
 
     def _stored(self, root: Root, filled: bool | None) -> bool:
         """Check that stores reach all of each block; return whether that is known."""
-        if filled:
+        if filled or 0 in root.shape:
             return True
         boxes = root.boxes
         if boxes is not None and not _fill(boxes, root):

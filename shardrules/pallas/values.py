@@ -64,7 +64,10 @@ class Values:
         key = (id(scope), atom)
         if key not in self._known:
             self._known[key] = None  # while it is being worked out
-            self._known[key] = self._work_out(scope, atom)
+            try:
+                self._known[key] = self._work_out(scope, atom)
+            except RecursionError:  # it follows from too much
+                pass
         return self._known[key]
 
     def _work_out(self, scope: Scope, var: Any) -> int | None:

@@ -626,14 +626,12 @@ def read_in_later_rounds(counts, x, o, scratch):
 def row_that_data_chooses(counts, x, o, scratch):
     """What is read is a row that the round before may have stored, or another."""
     o[...] = x[...]
+    scratch[0, :] = x[0, :]
 
     def body(i, _):
         row = counts[i]
-
-        @pl.when(i > 0)
-        def _():
-            o[0, :] = scratch[row, :]
-        scratch[row, :] = x[0, :]
+        o[0:1, :] = scratch[pl.ds(row, 1), :]
+        scratch[pl.ds(row, 1), :] = x[0:1, :]
     lax.fori_loop(0, 3, body, None)
 
 

@@ -132,6 +132,18 @@ class Scope:
         used.update(a for a in self.jaxpr.outvars if not hasattr(a, "val"))
         return used
 
+    @functools.cached_property
+    def uses(self) -> dict:
+        """The equations that look at each variable."""
+        uses: dict[Any, list] = {}
+        for eqn in self.jaxpr.eqns:
+            for a in eqn.invars:
+                if not hasattr(a, "val"):
+                    found = uses.setdefault(a, [])
+                    if not found or found[-1] is not eqn:
+                        found.append(eqn)
+        return uses
+
 
 @dataclasses.dataclass
 class Read:

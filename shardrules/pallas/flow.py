@@ -355,7 +355,8 @@ class Runner:
             state = self.run(event.events, state).settled()
             # Rounds that don't look at the loop's carry do the same: two of them stand for all.
             alike = 0 if body in outer.looked else alike + 1
-            carry = {var: self.values.of(body, atom) for var, atom in zip(event.carry, event.after)}
+            carry = {var: self.values.of(body, atom)
+                     for var, atom in zip(event.carry, event.after)}
             if looked:
                 outer.looked.add(body)
             self.values = outer

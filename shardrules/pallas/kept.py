@@ -29,7 +29,7 @@ def keeps_what_was_there(values: Values, event: Read) -> list | None:
 
 def _only_kept(values, scope, var, event, masks, found) -> bool:
     walk = values.walk
-    uses = [e for e in scope.jaxpr.eqns if any(a is var for a in e.invars)]
+    uses = scope.uses.get(var)
     if not uses or any(out is var for out in scope.jaxpr.outvars):
         return False
     for eqn in uses:
@@ -76,7 +76,7 @@ def _selects(values, scope, eqn, var) -> Any:
         return None
     var = inner.jaxpr.invars[places[0]]
     while True:
-        uses = [e for e in inner.jaxpr.eqns if any(a is var for a in e.invars)]
+        uses = inner.uses.get(var, ())
         if len(uses) != 1 or any(out is var for out in inner.jaxpr.outvars):
             return None
         (eqn,) = uses

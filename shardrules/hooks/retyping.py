@@ -437,7 +437,7 @@ class _Equation:
             self.eqns.append(eqn.replace(invars=[known.get(v, v) for v in eqn.invars],
                                          source_info=self.eqn.source_info))
         for i, var in zip(wide, casts.outvars):
-            self.operands[i] = var
+            self.operands[i] = known.get(var, var)
 
     def _done(self, changes: dict[str, Any], types: Sequence[AxisType]) -> list[Any]:
         """Return the casts and the equation, with these parameters and outputs of these types."""

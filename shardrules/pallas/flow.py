@@ -325,7 +325,8 @@ class Runner:
         if runs:
             return after.settled()
         by_floats = self._by_floats(*event.runs)
-        return self._counted(State(state.have, after.may, state.views), state.may if by_floats else None)
+        return self._counted(State(state.have, after.may, state.views),
+                             state.may if by_floats else None)
 
     def _first(self, event: Loop) -> dict:
         return {var: self.values.of(*event.body.first[var]) for var in event.carry}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from shardrules.errors import RuleError
 
@@ -21,9 +22,11 @@ def show_axes(axes: Iterable[str]) -> str:
     return "{" + ", ".join(map(str, ordered)) + "}"
 
 
-@dataclasses.dataclass(frozen=True)
 class AxisType:
     """How one value relates to the manual mesh axes, as JAX's types on avals say it.
+
+    Immutable, and one object for all that are equal: they are compared and looked up several times
+    for each call that is traced.
 
     Args:
       varying: axes along which devices may hold different data.
@@ -34,23 +37,44 @@ class AxisType:
       RuleError: if an axis stands in more than one of the three.
     """
 
-    varying: frozenset[str] = frozenset()
-    unreduced: frozenset[str] = frozenset()
-    reduced: frozenset[str] = frozenset()
+    __slots__ = ("varying", "unreduced", "reduced")
+    _known: dict[tuple[frozenset[str], ...], AxisType] = {}
 
-    def __post_init__(self):
-        for field in ("varying", "unreduced", "reduced"):
-            value = getattr(self, field)
-            object.__setattr__(
-                self, field, frozenset([value] if isinstance(value, str) else value))
-        twice = ((self.varying & self.unreduced) | (self.varying & self.reduced)
-                 | (self.unreduced & self.reduced))
+    varying: frozenset[str]
+    unreduced: frozenset[str]
+    reduced: frozenset[str]
+
+    def __new__(cls, varying: Iterable[str] = frozenset(), unreduced: Iterable[str] = frozenset(),
+                reduced: Iterable[str] = frozenset()):
+        key = tuple(frozenset([axes] if isinstance(axes, str) else axes)
+                    for axes in (varying, unreduced, reduced))
+        known = cls._known.get(key)
+        if known is not None:
+            return known
+        varying, unreduced, reduced = key
+        twice = (varying & unreduced) | (varying & reduced) | (unreduced & reduced)
         if twice:
             raise RuleError(
                 f"an axis type can name each mesh axis once, but {show_axes(twice)} stands in "
-                f"more than one of varying={show_axes(self.varying)}, "
-                f"unreduced={show_axes(self.unreduced)}, reduced={show_axes(self.reduced)}",
-                axes=twice)
+                f"more than one of varying={show_axes(varying)}, "
+                f"unreduced={show_axes(unreduced)}, reduced={show_axes(reduced)}", axes=twice)
+        new = object.__new__(cls)
+        for field, axes in zip(cls.__slots__, key):
+            object.__setattr__(new, field, axes)
+        return cls._known.setdefault(key, new)
+
+    def __setattr__(self, name: str, value: Any):
+        raise AttributeError(f"an AxisType can't be changed ({name!r}); make another one")
+
+    def __delattr__(self, name: str):
+        raise AttributeError(f"an AxisType can't be changed ({name!r}); make another one")
+
+    def __reduce__(self):
+        return AxisType, (self.varying, self.unreduced, self.reduced)
+
+    def __repr__(self) -> str:
+        return (f"AxisType(varying={self.varying!r}, unreduced={self.unreduced!r}, "
+                f"reduced={self.reduced!r})")
 
     def vary(self, *axes: str) -> AxisType:
         """Return this type, varying over ``axes`` too."""

@@ -1,6 +1,8 @@
 """Names, patterns, libraries and scopes: which declaration a kernel obeys."""
 
+import copy
 import importlib.metadata
+import pickle
 import threading
 
 import jax
@@ -282,3 +284,14 @@ def test_unreduced_and_linear(cpu_mesh, hooks):
     assert ("is unreduced over {data}, and the rule no_communication does not say that the kernel "
             "is linear") in str(caught.value)
     assert "shardrules.linear(no_communication)" in str(caught.value)
+
+
+def test_axis_types_are_values():
+    one = sr.AxisType({"data", "model"}, "expert")
+    assert one is sr.AxisType(frozenset(["model", "data"]), ("expert",))
+    assert copy.deepcopy(one) is pickle.loads(pickle.dumps(one)) is one
+    assert repr(sr.AxisType("data")) == (
+        "AxisType(varying=frozenset({'data'}), unreduced=frozenset(), reduced=frozenset())")
+    for change in (lambda: setattr(one, "varying", frozenset()), lambda: delattr(one, "varying")):
+        with pytest.raises(AttributeError, match="an AxisType can't be changed"):
+            change()

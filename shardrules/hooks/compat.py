@@ -40,8 +40,6 @@ NEWEST = (0, 12)  # the last release series that the test matrix runs
 ANYWAY = "SHARDRULES_ALLOW_UNTESTED_JAX"
 
 
-# Asked several times for each call that is traced, and the same few answers every time.
-_axis_type = functools.lru_cache(maxsize=1024)(AxisType)
 _INVARIANT = AxisType()
 
 
@@ -71,7 +69,8 @@ class Jax:
         # From JAX 0.6.2; 0.6.0, where the switch has its old name, keeps the check on in kernels.
         self.traces_kernels_unchecked = not typed or owners["check_vma"][1] == "_check_vma"
         self._caches_kernels = is_cached(symbols["trace_kernel"])
-        # A program has the same few avals again and again, and making one costs more.
+        # A program has the same few types and avals again and again.
+        self._types: dict[Any, AxisType] = {}
         self._retyped = functools.lru_cache(maxsize=1024)(self._retype)
 
     def owner(self, key: str) -> tuple[Any, str]:
@@ -86,14 +85,17 @@ class Jax:
             aval = aval.inner_aval
         mat = getattr(aval, "manual_axis_type", None)
         if mat is not None:
-            return _axis_type(mat.varying, mat.unreduced, mat.reduced)
+            return self._types.get(mat) or self._type(mat)
         varying = getattr(aval, "vma", None)
         if varying is None:
             return _INVARIANT
         # JAX 0.6.1 to 0.9 keep the other two in the sharding's spec.
         spec = getattr(getattr(aval, "sharding", None), "spec", None)
-        return _axis_type(varying, getattr(spec, "unreduced", frozenset()) or frozenset(),
-                          getattr(spec, "reduced", frozenset()) or frozenset())
+        return AxisType(varying, getattr(spec, "unreduced", frozenset()) or frozenset(),
+                        getattr(spec, "reduced", frozenset()) or frozenset())
+
+    def _type(self, mat: Any) -> AxisType:
+        return self._types.setdefault(mat, AxisType(mat.varying, mat.unreduced, mat.reduced))
 
     def with_axis_type(self, aval: Any, axis_type: AxisType) -> Any:
         """Return ``aval`` with another axis type; what can't carry one is returned as it is."""
@@ -136,9 +138,9 @@ class Jax:
             return None  # an array's own type is no annotation
         if self.ManualAxisType is not None:
             mat = shape.manual_axis_type
-            return None if mat is None else _axis_type(mat.varying, mat.unreduced, mat.reduced)
+            return None if mat is None else self._type(mat)
         varying = getattr(shape, "vma", None)  # JAX 0.6.0: nothing to write it in
-        return None if varying is None else _axis_type(varying)
+        return None if varying is None else AxisType(varying)
 
     def unannotated(self, shape: Any) -> Any:
         """Return an annotated ``ShapeDtypeStruct`` without its annotation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardrules.declare import Binding
 from shardrules.errors import RuleError, UnknownKernelError
@@ -18,8 +18,7 @@ __all__ = ["Call", "Known", "check_annotations", "confirm", "find_rule", "prove"
            "typed", "types_of"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One opaque call, named for messages.
 
     Args:

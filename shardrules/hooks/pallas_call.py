@@ -190,7 +190,7 @@ class PallasHooks:
             if first and kernel.annotations:
                 check_annotations(kernel, resolution.outputs)
             if inputs != resolution.inputs:
-                args = [x if have == want or isinstance(aval, self.jax.AbstractRef)
+                args = [x if have is want or isinstance(aval, self.jax.AbstractRef)
                         else self.jax.cast(x, want)
                         for x, aval, have, want in zip(args, avals, inputs, resolution.inputs)]
             # Written into the call too, so that a jaxpr that outlives the hooks keeps its types.

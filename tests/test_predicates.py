@@ -647,9 +647,9 @@ def test_a_ref_is_refused_by_its_own_error(cpu_mesh, hooks):
         ref = jax.new_ref(w)
 
         def store():
-            ref[...] = 2 * w  # by now, a value that varies; but that is not the user's doing
-        lax.cond(x[0, 0] > 0, store, lambda: None)
-        return ref[...]
+            ref[...] = 2 * w  # once w is cast, a value that varies; but that is not the user's doing
+            return 3 * w
+        return lax.cond(x[0, 0] > 0, store, lambda: w) * ref[...]
 
     f = jax.shard_map(program, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     with pytest.raises(errors.RefError, match="the predicate of a cond or switch is varying"):

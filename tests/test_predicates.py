@@ -221,7 +221,8 @@ CHOSEN = [closures, operands, literal_branch, pytree, switch, integers, nested,
           nested_with_another_predicate, in_scan, scan_inside, fori_inside, scan_of_cond_in_cond,
           jit_inside, jit_outside, remat_inside, remat_outside, remat_that_saves,
           custom_jvp_inside, gradient_inside, linear_solve_inside, random_inside, vmap_inside,
-          vmap_outside, kernel_in_a_branch, kernel_in_both_branches, kernel_of_the_predicate, kernel_under_vmap,
+          vmap_outside, kernel_in_a_branch, kernel_in_both_branches, kernel_of_the_predicate,
+          kernel_under_vmap,
           kernel_in_scan_in_a_branch, kernel_in_remat_in_jit_in_a_branch]
 
 
@@ -647,7 +648,7 @@ def test_a_ref_is_refused_by_its_own_error(cpu_mesh, hooks):
         ref = jax.new_ref(w)
 
         def store():
-            ref[...] = 2 * w  # once w is cast, a value that varies; but that is not the user's doing
+            ref[...] = 2 * w  # varying once w is cast, which is not the user's doing
             return 3 * w
         return lax.cond(x[0, 0] > 0, store, lambda: w) * ref[...]
 

@@ -48,7 +48,7 @@ class Retyping:
         self._local = threading.local()
 
     def install(self, patches: Patches) -> None:
-        """Let a custom_vjp's bwd be asked for cotangents of wider primals than it was traced for."""
+        """Let a bwd be asked for cotangents of wider primals than it was traced for."""
         owner, name = self.jax.owner("flatten_bwd")
         previous = getattr(owner, name)  # another hook's, by now
 

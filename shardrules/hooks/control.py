@@ -23,7 +23,7 @@ from typing import Any
 from shardrules.axistypes import AxisType
 from shardrules.hooks.compat import Jax
 from shardrules.hooks.opaque import types_of
-from shardrules.hooks.patching import Patches
+from shardrules.hooks.patching import Instead, Patches
 from shardrules.hooks.retyping import Retyping
 from shardrules.hooks.state import State
 
@@ -48,9 +48,11 @@ class ControlHooks:
         jax = self.jax
         if not jax.typed:
             return
-        hooks = {"trace_to_jaxpr": self._trace, "promote_carry": self._promote,
-                 "merge_branches": self._merge_branches, "check_branches": self._check_branches}
-        if any(getattr(jax, key) is None for key in hooks):
+        hooks = {"promote_carry": self._promote, "merge_branches": self._merge_branches,
+                 "check_branches": self._check_branches}
+        if all(getattr(jax, key) is not None for key in (*hooks, "trace_to_jaxpr")):
+            hooks["loop_tracing"] = Instead(jax.loop_tracing, {"trace_to_jaxpr": self._trace})
+        else:
             hooks = {"trace_body": functools.partial(self._trace_body, jax.trace_body),
                      "trace_scan_body": functools.partial(self._trace_body, jax.trace_scan_body),
                      "promote_carries": self._promote_carries,

@@ -31,7 +31,7 @@ from shardrules.hooks.opaque import (
     typed,
     types_of,
 )
-from shardrules.hooks.patching import Patches
+from shardrules.hooks.patching import Instead, Patches
 from shardrules.hooks.refs import check_written, written
 from shardrules.hooks.state import State
 
@@ -180,7 +180,7 @@ class MeshKernelHooks:
         if module is not None:
             noting = {"trace_to_jaxpr_dynamic": self._trace, "trace_to_jaxpr": self._trace,
                       "lower_jaxpr2": self._lower}
-            patches.attribute(*self.jax.owner(tracing), _Instead(module, {
+            patches.attribute(*self.jax.owner(tracing), Instead(module, {
                 name: functools.partial(noted, getattr(module, name))
                 for name, noted in noting.items() if hasattr(module, name)}))
 
@@ -415,22 +415,6 @@ class _Lowering(LoweringHooks):
             effects = found.rule.effects(layout.count) or (Effect("unknown"),) * layout.count
         return tuple(Effect("local") if answer is None else effects[answer]
                      for answer in layout.answers)
-
-
-class _Instead:
-    """A module in which some functions are others.
-
-    Args:
-      module: the module.
-      functions: from names to what stands there instead.
-    """
-
-    def __init__(self, module: Any, functions: dict[str, Any]):
-        self.__dict__.update(functions)
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 def _innermost(function: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Patches"]
+__all__ = ["Instead", "Patches"]
 
 _ABSENT = object()
 
@@ -42,3 +42,19 @@ class Patches:
                 del owner[name]
             else:
                 owner[name] = old
+
+
+class Instead:
+    """A module in which some functions are others.
+
+    Args:
+      module: the module.
+      functions: from names to what stands there instead.
+    """
+
+    def __init__(self, module: Any, functions: dict[str, Any]):
+        self.__dict__.update(functions)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

@@ -123,10 +123,13 @@ def test_callbacks_also_without_jit(cpu_mesh, hooks, callback, jit):
     np.testing.assert_array_equal((jax.jit(f) if jit else f)(X), 2 * X)
 
 
-def test_a_cotangent_whose_invariant_type_is_wrong_is_refused(cpu_mesh, hooks, monkeypatch):
+def test_a_cotangent_whose_invariant_type_is_wrong_is_refused(cpu_mesh, hooks, monkeypatch,
+                                                              request):
     """As JAX types the indices of a sort, whatever the keys vary over (JAX 0.10.2)."""
     monkeypatch.setattr(forgetful, "_FORGETFUL", ())  # shardrules would type them right
     hooks.uninstall()
+    jax.clear_caches()  # of an argsort in another test
+    request.addfinalizer(jax.clear_caches)  # and of this one
 
     @jax.custom_vjp
     def op(x, w):

@@ -402,19 +402,12 @@ def _reduced_after(module: hlo.Module, computation: hlo.Computation, users: list
     shape = computation.instructions[position].shape
     size = shape.elements[element] if shape.is_tuple and element < len(shape.elements) else shape
     for _ in range(64):
-        current = computation.instructions[position]
-        following = users[position]
-        if current.shape.is_tuple:
-            following = [u for u in following if computation.instructions[u].opcode
-                         != "get-tuple-element" or computation.instructions[u].attribute("index")
-                         == str(element)]
-        if position == computation.root or len(following) != 1:
+        end = _followed(computation, users, position, element, _PASS_ON)
+        if end is None:
             return None
-        (user,) = following
+        user, position = end
         instruction = computation.instructions[user]
-        if instruction.opcode in _PASS_ON:
-            position = user
-        elif instruction.opcode == "fusion" and instruction.operands.count(position) == 1:
+        if instruction.opcode == "fusion" and instruction.operands.count(position) == 1:
             number = instruction.operands.index(position)
             computation = module.computations[instruction.calls[0]]
             users = computation.users()

@@ -623,6 +623,19 @@ def test_what_cant_be_retyped_is_refused_with_what_to_type(cpu_mesh, hooks):
     np.testing.assert_allclose(jax.jit(cast)(X, W), np.where(X[:, :1] > 0, 2 * W, W))
 
 
+def test_a_cast_that_has_become_needless_leaves_what_takes_it_as_it_was(cpu_mesh, hooks):
+    """run_state can't be retyped, and need not be: what it takes has the type that it had."""
+    def program(ops, x, w):
+        def body(refs):
+            refs[0][...] = jnp.sin(refs[0][...])
+
+        return lax.cond(x[0, 0] > 0, lambda: pl.run_state(body)((sr.vary(w, "data"),))[0],
+                        lambda: w)
+
+    f = sharded(program, cpu_mesh, Plain)
+    np.testing.assert_allclose(jax.jit(f)(X, W), np.where(X[:, :1] > 0, np.sin(W), W), rtol=1e-6)
+
+
 def test_what_jax_refuses_of_a_varying_value_is_named(cpu_mesh, hooks):
     def program(x, w):
         return lax.cond(x[0, 0] > 0, lambda: lax.pcast(w, "data", to="reduced"),

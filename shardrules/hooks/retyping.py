@@ -243,6 +243,9 @@ class Retyping:
             if all(new is old for new, old in zip(operands, eqn.invars)):
                 eqns.append(eqn)
                 continue
+            if all(new.aval == old.aval for new, old in zip(operands, eqn.invars)):
+                eqns.append(eqn.replace(invars=operands))  # a cast went, and nothing else
+                continue
             with eqn.ctx.manager:
                 eqns += _Equation(self, eqn, operands, env, what).renewed()
         outvars = [_read(env, atom) for atom in inner.outvars]

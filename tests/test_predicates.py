@@ -636,6 +636,29 @@ def test_a_cast_that_has_become_needless_leaves_what_takes_it_as_it_was(cpu_mesh
     np.testing.assert_allclose(jax.jit(f)(X, W), np.where(X[:, :1] > 0, np.sin(W), W), rtol=1e-6)
 
 
+def test_tangents_of_a_custom_jvp_have_their_primals_types(cpu_mesh, hooks):
+    """Its primals vary over different axes: w over none, y over model, and both over data too."""
+    @jax.custom_jvp
+    def product(w, y):
+        return jnp.sin(w) * y
+
+    @product.defjvp
+    def rule(primals, tangents):
+        (w, y), (dw, dy) = primals, tangents
+        return jnp.sin(w) * y, jnp.cos(w) * dw * y + jnp.sin(w) * dy
+
+    def program(x, y, w):
+        return lax.cond(x[0, 0] > 0, lambda: product(w, y), lambda: w * y)
+
+    y = np.array([[.6], [1.2]], np.float32)
+    f = jax.shard_map(program, mesh=cpu_mesh, in_specs=(P("data"), P("model"), P()),
+                      out_specs=P(("data", "model")))
+    got = jax.jit(jax.grad(lambda y, w: (f(X, y, w) ** 2).sum(), argnums=(0, 1)))(y, W)
+    want = jax.grad(lambda y, w: sum((program(a, b, w) ** 2).sum() for a in jnp.split(X, 4)
+                                     for b in jnp.split(y, 2)), argnums=(0, 1))(y, W)
+    assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(got, want))
+
+
 def test_what_jax_refuses_of_a_varying_value_is_named(cpu_mesh, hooks):
     def program(x, w):
         return lax.cond(x[0, 0] > 0, lambda: lax.pcast(w, "data", to="reduced"),

@@ -264,19 +264,29 @@ class Retyping:
         """Return a custom rule's thunk, whose jaxpr is retyped when it is asked for.
 
         Args:
-          thunk: from which inputs are zero to a jaxpr, its constants and more.
-          types: of the primals; the jaxpr's further inputs, tangents of some of them, vary alike.
+          thunk: from which inputs are zero to a jaxpr, its constants and, of a custom_jvp, which
+            tangents are zero that it returns.
+          types: of the primals; the jaxpr's further inputs are the tangents of those that are not
+            zero, each of its primal's type, and so are those that it returns.
           what: for messages.
         """
-        axes = frozenset().union(*(one.varying for one in types))
         known: dict[tuple, Any] = {}
 
         def run(*zeros):
             if zeros not in known:
                 jaxpr, *others = _callable(thunk)(*zeros)
-                more = [widened(self.jax.axis_type(var.aval), axes)
-                        for var in _open(jaxpr).invars[len(types):]]
-                known[zeros] = (self.jaxpr(jaxpr, [*types, *more], what), *others)
+                if len(others) == 2:  # of a custom_jvp; that of a custom_vjp takes the primals
+                    tangents = [one for one, zero in zip(types, zeros) if not zero]
+                    jaxpr = self.jaxpr(jaxpr, [*types, *tangents], what)
+                    results, out_zeros = self._results(jaxpr), others[1]
+                    primals = results[:len(out_zeros)]
+                    wants = [one for one, zero in zip(primals, out_zeros) if not zero]
+                    jaxpr = self.jax.cast_outputs(jaxpr, [*primals, *(
+                        widened(have, want.varying)
+                        for have, want in zip(results[len(primals):], wants))])
+                else:
+                    jaxpr = self.jaxpr(jaxpr, types, what)
+                known[zeros] = (jaxpr, *others)
             return known[zeros]
 
         return self.jax.wrapped(run, thunk)

@@ -127,7 +127,7 @@ def test_a_cotangent_whose_invariant_type_is_wrong_is_refused(cpu_mesh, hooks, m
                                                               request):
     """As JAX types the indices of a sort, whatever the keys vary over (JAX 0.10.2)."""
     # shardrules would type them right.
-    monkeypatch.setattr(forgetful.ForgetfulHooks, "_acts", lambda self: False)
+    monkeypatch.setattr(forgetful.ForgetfulHooks, "acts", False)
     jax.clear_caches()  # of an argsort in another test
     request.addfinalizer(jax.clear_caches)  # and of this one
 

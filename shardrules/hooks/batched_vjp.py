@@ -11,22 +11,16 @@ import threading
 
 from shardrules.hooks.compat import Jax
 from shardrules.hooks.patching import Patches
-from shardrules.hooks.state import State
+from shardrules.hooks.state import Hooks, State
 
 __all__ = ["BatchedVjpHooks"]
 
 
-class BatchedVjpHooks:
-    """The hooks on a custom_vjp's batching.
-
-    Args:
-      jax: the symbols.
-      state: registry and scopes.
-    """
+class BatchedVjpHooks(Hooks):
+    """The hooks on a custom_vjp's batching."""
 
     def __init__(self, jax: Jax, state: State):
-        self.jax = jax
-        self.state = state
+        super().__init__(jax, state)
         self._local = threading.local()
 
     def install(self, patches: Patches) -> None:

@@ -25,22 +25,16 @@ from shardrules.hooks.compat import Jax
 from shardrules.hooks.opaque import types_of
 from shardrules.hooks.patching import Instead, Patches
 from shardrules.hooks.retyping import Retyping
-from shardrules.hooks.state import State
+from shardrules.hooks.state import Hooks, State
 
 __all__ = ["ControlHooks"]
 
 
-class ControlHooks:
-    """The hooks of ``scan``, ``while_loop``, ``cond`` and ``switch``, and of what is made of them.
-
-    Args:
-      jax: the symbols.
-      state: registry and scopes.
-    """
+class ControlHooks(Hooks):
+    """The hooks of ``scan``, ``while_loop``, ``cond``, ``switch``, and what is made of them."""
 
     def __init__(self, jax: Jax, state: State):
-        self.jax = jax
-        self.state = state
+        super().__init__(jax, state)
         self.retyping = Retyping(jax, state)
 
     def install(self, patches: Patches) -> None:
@@ -64,16 +58,12 @@ class ControlHooks:
         for primitive, bind in ((jax.cond_p, self._bind_cond), (jax.while_p, self._bind_while)):
             patches.attribute(primitive, "bind", functools.partial(bind, primitive.bind))
 
-    @property
-    def _acts(self) -> bool:
-        return self.jax.checking() and self.state.active
-
     # Loops.
 
     def _trace(self, fun, in_avals, debug_info, *rest, **kwargs):
         """Trace a loop's body with the carry at its fixpoint; everything else as JAX does."""
         traced = self.jax.trace_to_jaxpr(fun, in_avals, debug_info, *rest, **kwargs)
-        if not (_from_loop(sys._getframe(1), debug_info) and self._acts):
+        if not (_from_loop(sys._getframe(1), debug_info) and self.acts):
             return traced
         operands = in_avals.unpack()[0]
         count = _carry_count(operands.tree, traced[1].tree)
@@ -89,7 +79,7 @@ class ControlHooks:
     def _trace_body(self, trace, fun, in_tree, in_avals, debug_info):
         """As ``_trace``, with the functions that JAX to 0.7 traces a body with."""
         traced = trace(fun, in_tree, in_avals, debug_info)
-        if not (_from_loop(sys._getframe(1), debug_info) and self._acts):
+        if not (_from_loop(sys._getframe(1), debug_info) and self.acts):
             return traced
         count = _carry_count(in_tree, traced[2])
 
@@ -133,7 +123,7 @@ class ControlHooks:
     def _promote(self, value, in_aval, out_aval):
         """Cast an initial carry to the type that its body was traced to return."""
         value, changed = self.jax.promote_carry(value, in_aval, out_aval)
-        if not self._acts:
+        if not self.acts:
             return value, changed
         joined = _join(self.jax, in_aval, out_aval, carry=True)
         if joined is None or joined == self.jax.axis_type(in_aval):
@@ -143,7 +133,7 @@ class ControlHooks:
     def _promote_carries(self, values, in_avals, out_avals):
         """As ``_promote``, where JAX to 0.7 does it for all of a carry at once."""
         values, changed = self.jax.promote_carries(values, in_avals, out_avals)
-        if not self._acts or not len(values) == len(in_avals) == len(out_avals):
+        if not self.acts or not len(values) == len(in_avals) == len(out_avals):
             return values, changed
         joined = [_join(self.jax, a, b, carry=True) for a, b in zip(in_avals, out_avals)]
         if None in joined or joined == [self.jax.axis_type(a) for a in in_avals]:
@@ -155,7 +145,7 @@ class ControlHooks:
     def _trace_branches(self, *args):
         """Cast each branch to the join over all branches, where JAX to 0.7 traces them."""
         jaxprs, *others = self.jax.trace_branches(*args)
-        if self._acts:
+        if self.acts:
             types = _joined(self.jax, [jaxpr.out_avals for jaxpr in jaxprs])
             if types is not None:
                 jaxprs = [self.jax.cast_outputs(jaxpr, types) for jaxpr in jaxprs]
@@ -163,7 +153,7 @@ class ControlHooks:
 
     def _merge_branches(self, jaxprs, all_consts):
         """Cast each branch's outputs to the join over all branches."""
-        if self._acts:
+        if self.acts:
             types = _joined(self.jax, [jaxpr.out_avals for jaxpr in jaxprs])
             if types is not None:
                 jaxprs = [self.jax.cast_outputs(jaxpr, types) for jaxpr in jaxprs]
@@ -171,7 +161,7 @@ class ControlHooks:
 
     def _check_branches(self, api_name, name1, name2, f1, f2, out_avals1, out_avals2):
         """Compare two branches as they are now: what was cast was traced with another type."""
-        if self._acts:
+        if self.acts:
             types = _joined(self.jax, [out_avals1.vals, out_avals2.vals])
             if types is not None:
                 out_avals1, out_avals2 = (
@@ -182,7 +172,7 @@ class ControlHooks:
 
     def _bind_cond(self, bind, index, *operands, **params):
         """Cast what a cond takes and returns to vary as its predicate does."""
-        if self._acts:
+        if self.acts:
             over = self.jax.axis_type(self.jax.typeof(index)).varying
             if over:
                 avals = [*map(self.jax.typeof, operands)]
@@ -196,7 +186,7 @@ class ControlHooks:
 
     def _bind_while(self, bind, *operands, **params):
         """Cast a while_loop's carry to vary as its condition does, where the body changes it."""
-        if self._acts and types_of(self.jax, params["cond_jaxpr"].out_avals)[0].varying:
+        if self.acts and types_of(self.jax, params["cond_jaxpr"].out_avals)[0].varying:
             avals = [*map(self.jax.typeof, operands)]
             self._check_refs(self.jax.while_p, avals, params)
             new = self.retyping.loop(types_of(self.jax, avals), params,

@@ -29,7 +29,7 @@ from shardrules.hooks.explanation import (
     short,
 )
 from shardrules.hooks.opaque import types_of
-from shardrules.hooks.retyping import scan_counts
+from shardrules.hooks.equations import scan_counts
 from shardrules.hooks.state import COLLECT, Notes
 
 __all__ = ["explain", "scan_calls"]

@@ -12,9 +12,8 @@ import fnmatch
 import functools
 from typing import Any
 
-from shardrules.hooks.compat import Jax
 from shardrules.hooks.patching import Patches
-from shardrules.hooks.state import State
+from shardrules.hooks.state import Hooks
 
 __all__ = ["ForgetfulHooks"]
 
@@ -27,17 +26,8 @@ _FORGETFUL = (
 )
 
 
-class ForgetfulHooks:
-    """The hooks of JAX's primitives that forget mesh axes.
-
-    Args:
-      jax: the symbols.
-      state: registry and scopes.
-    """
-
-    def __init__(self, jax: Jax, state: State):
-        self.jax = jax
-        self.state = state
+class ForgetfulHooks(Hooks):
+    """The hooks of JAX's primitives that forget mesh axes."""
 
     def install(self, patches: Patches) -> None:
         """Adopt those of JAX's primitives that are there."""
@@ -61,7 +51,7 @@ class ForgetfulHooks:
         bind = primitive.bind
 
         def bound(*args, **params):
-            if self._acts():
+            if self.acts:
                 avals = [self.jax.typeof(x) for x in args]
                 union = _union(map(self.jax.axis_type, avals))
                 args = [self.jax.cast(x, self.jax.axis_type(aval).vary(*union))
@@ -70,7 +60,7 @@ class ForgetfulHooks:
 
         def abstract_eval(*avals, **params):
             outputs, effects = evaluate(*avals, **params)
-            if self._acts():
+            if self.acts:
                 union = _union(map(self.jax.axis_type, avals))
                 several = primitive.multiple_results
                 listed = [self.jax.with_axis_type(aval, self.jax.axis_type(aval).vary(*union))
@@ -81,9 +71,6 @@ class ForgetfulHooks:
         abstract_eval.shardrules = True
         patches.attribute(primitive, "bind", bound)
         patches.attribute(primitive, "abstract_eval", abstract_eval)
-
-    def _acts(self) -> bool:
-        return self.state.scope.active and self.jax.checking()
 
 
 def _union(types) -> frozenset[str]:

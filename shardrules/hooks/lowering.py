@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardrules.hooks.compat import Jax
 from shardrules.hooks.opaque import confirm, find_rule, resolve, types_of
 from shardrules.hooks.patching import Patches
-from shardrules.hooks.state import Scope, State
+from shardrules.hooks.state import Hooks, Scope
 from shardrules.registry import normalise
 from shardrules.axistypes import AxisType, Effect, format_effects
 
@@ -16,17 +15,8 @@ __all__ = ["LoweringHooks"]
 _ATTRIBUTES = "mhlo.frontend_attributes"  # what XLA prints as frontend_attributes={...}
 
 
-class LoweringHooks:
-    """The hooks on the lowering rules of opaque primitives.
-
-    Args:
-      jax: the symbols.
-      state: registry and scopes.
-    """
-
-    def __init__(self, jax: Jax, state: State):
-        self.jax = jax
-        self.state = state
+class LoweringHooks(Hooks):
+    """The hooks on the lowering rules of opaque primitives."""
 
     def wrap(self, patches: Patches, table: dict, primitive: Any, known_of) -> None:
         """Replace one primitive's lowering rule in one of JAX's tables.

@@ -33,7 +33,7 @@ from shardrules.hooks.opaque import (
 )
 from shardrules.hooks.patching import Instead, Patches
 from shardrules.hooks.refs import check_written, written
-from shardrules.hooks.state import State
+from shardrules.hooks.state import Hooks, State
 
 __all__ = ["MeshKernelHooks"]
 
@@ -124,7 +124,7 @@ class _Kernel(Known):
     layout: _Layout | None = None
 
 
-class MeshKernelHooks:
+class MeshKernelHooks(Hooks):
     """The hooks of ``mpmd_map`` and ``core_map``.
 
     Args:
@@ -134,8 +134,7 @@ class MeshKernelHooks:
     """
 
     def __init__(self, jax: Jax, state: State, noted: Callable[[], list[AxisType | None]]):
-        self.jax = jax
-        self.state = state
+        super().__init__(jax, state)
         self.noted = noted
         self.lowering = _Lowering(jax, state)
         self._sources: weakref.WeakKeyDictionary[Any, _Source] = weakref.WeakKeyDictionary()
@@ -197,7 +196,7 @@ class MeshKernelHooks:
         if traced_for == "pallas_call index_map":
             return trace(fun, *args, **kwargs)
         kernel = traced_for == "pallas_core_map"
-        with self.jax.unchecked() if kernel and self._checking else contextlib.nullcontext():
+        with self.jax.unchecked() if kernel and self.acts else contextlib.nullcontext():
             traced = trace(fun, *args, **kwargs)  # unchecked, as JAX does itself from 0.10 on
         # JAX to 0.10 traces a WrappedFun, 0.11 the function itself.
         self._note(traced[0], self._source(getattr(fun, "f", fun)))
@@ -261,7 +260,7 @@ class MeshKernelHooks:
 
         @functools.wraps(original)
         def call(function, *args, **kwargs):
-            outer, local.checked = getattr(local, "checked", False), self._checking
+            outer, local.checked = getattr(local, "checked", False), self.acts
             try:
                 return original(function, *args, **kwargs)
             finally:
@@ -271,7 +270,7 @@ class MeshKernelHooks:
 
     def _bind_custom_vmap(self, bind, *args, **params):
         """Trace the function again where its types are those of other operands (JAX 0.10.2)."""
-        if self._checking:
+        if self.acts:
             import jax
             call = params["call"]
             if types_of(self.jax, map(self.jax.typeof, args)) != types_of(self.jax, call.in_avals):
@@ -279,10 +278,6 @@ class MeshKernelHooks:
         return bind(*args, **params)
 
     # What is known of a call.
-
-    @property
-    def _checking(self) -> bool:
-        return self.jax.checking() and self.state.active
 
     def _acts(self, kind: _Kind, params: dict[str, Any]) -> bool:
         if self.state.active:

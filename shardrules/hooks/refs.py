@@ -18,7 +18,7 @@ from shardrules.errors import RefError
 from shardrules.hooks.compat import Jax
 from shardrules.hooks.opaque import types_of
 from shardrules.hooks.patching import Patches
-from shardrules.hooks.state import State
+from shardrules.hooks.state import Hooks
 
 __all__ = ["RefHooks", "check_written", "written"]
 
@@ -65,17 +65,8 @@ def check_written(jax: Jax, what: str, ref: Any, value: AxisType, *,
         f"would be what is read from it afterwards. {remedy}", ref=ref, have=have, value=value)
 
 
-class RefHooks:
-    """The hooks of ``new_ref``'s reads and writes, of ``run_state``, and of branches that write.
-
-    Args:
-      jax: the symbols.
-      state: registry and scopes.
-    """
-
-    def __init__(self, jax: Jax, state: State):
-        self.jax = jax
-        self.state = state
+class RefHooks(Hooks):
+    """The hooks of ``new_ref``'s reads and writes, of ``run_state``, and of branches that write."""
 
     def install(self, patches: Patches) -> None:
         """Replace binds and abstract evals."""
@@ -97,21 +88,16 @@ class RefHooks:
         if jax.trace_run_state is not None:
             patches.attribute(*jax.owner("trace_run_state"), self._trace_run_state)
 
-    @property
-    def _acts(self) -> bool:
-        # The check is off inside of kernels: asked first, so that tracing one costs little.
-        return self.jax.checking() and self.state.active
-
     # Reads and writes.
 
     def _first(self, check, evaluate, *avals, **params):
-        if self._acts:
+        if self.acts:
             check(avals)
         return evaluate(*avals, **params)
 
     def _then(self, check, evaluate, *avals, **params):
         answer = evaluate(*avals, **params)
-        return check(answer, avals, params) if self._acts else answer
+        return check(answer, avals, params) if self.acts else answer
 
     def _read(self, answer, avals, params):
         """What an index picks varies as the index does, too."""
@@ -129,7 +115,7 @@ class RefHooks:
 
     def _bind_store(self, bind, ref, value, *indices, **params):
         """Cast a stored value to the ref's type, so that its cotangent is reduced again."""
-        if self._acts:
+        if self.acts:
             aval = self.jax.typeof(value)
             if self.jax.can_cast(aval):
                 want, have = self.jax.axis_type(self.jax.typeof(ref)), self.jax.axis_type(aval)
@@ -159,7 +145,7 @@ class RefHooks:
     def _trace_run_state(self, fun, in_tree, in_avals, dbg):
         """Trace a run_state's body with its refs' types at their fixpoint."""
         trace = self.jax.trace_run_state
-        if not self._acts:
+        if not self.acts:
             return trace(fun, in_tree, in_avals, dbg)
         avals = list(in_avals)
         while True:
@@ -191,7 +177,7 @@ class RefHooks:
 
     def _bind_run_state(self, bind, *args, **params):
         """Cast the initial values to the types that the body's refs have grown to."""
-        if self._acts and all(params["is_initialized"]):
+        if self.acts and all(params["is_initialized"]):
             jaxpr = params["jaxpr"]
             avals = [variable.aval for variable in jaxpr.invars]
             extra = [types.varying - self.jax.axis_type(ref).varying for types, ref in zip(

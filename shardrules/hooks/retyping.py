@@ -11,40 +11,36 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from shardrules.axistypes import AxisType, show_axes
-from shardrules.errors import AxisError, ShardrulesError
+from shardrules.axistypes import AxisType
 from shardrules.hooks.compat import Jax
 from shardrules.hooks.custom_vjp import inner_jaxprs
+from shardrules.hooks.equations import (
+    CASTS,
+    Equation,
+    callable_of,
+    is_inexact,
+    known_of,
+    named,
+    opened,
+    read,
+    variable,
+    widened,
+)
 from shardrules.hooks.opaque import types_of
 from shardrules.hooks.patching import Patches
-from shardrules.hooks.state import State
+from shardrules.hooks.state import Hooks, State
 
-__all__ = ["Retyping", "widened"]
-
-# Casts to varying, by JAX's names.
-_CASTS = ("pvary", "pcast", "reduced_vary_cast", "reduced_vary_cast_p")
-_THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # of custom_vjp and custom_jvp
+__all__ = ["Retyping"]
 
 
-def widened(have: AxisType, axes: Iterable[str]) -> AxisType:
-    """Return a type that varies over ``axes`` too; partial sums over one of them stay so."""
-    return have.vary(*(frozenset(axes) - have.unreduced))
-
-
-class Retyping:
-    """From a jaxpr and its inputs' axis types to the jaxpr in which all types follow from these.
-
-    Args:
-      jax: the symbols.
-      state: registry and scopes.
-    """
+class Retyping(Hooks):
+    """From a jaxpr and its inputs' axis types to the jaxpr in which all types follow from these."""
 
     def __init__(self, jax: Jax, state: State):
-        self.jax = jax
-        self.state = state
+        super().__init__(jax, state)
         self._local = threading.local()
 
     def install(self, patches: Patches) -> None:
@@ -54,7 +50,7 @@ class Retyping:
 
         def flatten(bwd, in_tree, in_avals, *rest):
             flat = previous(bwd, in_tree, in_avals, *rest)
-            if not (self.jax.checking() and self.state.active):
+            if not self.acts:
                 return flat
 
             def wider(axes):
@@ -87,7 +83,7 @@ class Retyping:
         primals = jax.tree_util.tree_unflatten(in_tree, in_avals)
 
         def one(ct, aval):
-            if ct is None or isinstance(ct, self.jax.SymbolicZero) or not _is_inexact(ct):
+            if ct is None or isinstance(ct, self.jax.SymbolicZero) or not is_inexact(ct):
                 return ct
             have = self.jax.axis_type(self.jax.typeof(ct))
             whole = axes - self.jax.axis_type(aval).axes - have.axes
@@ -128,20 +124,20 @@ class Retyping:
           None where the branches fit as they are.
         """
         jax = self.jax
-        avals = [var.aval for var in _open(branches[0]).invars]
+        avals = [var.aval for var in opened(branches[0]).invars]
         wide = any(one.varying - jax.axis_type(aval).varying
                    for one, aval in zip(operands, avals))
-        if self._missing(over, [var.aval for b in branches for var in _open(b).outvars]) or (
+        if self._missing(over, [var.aval for b in branches for var in opened(b).outvars]) or (
                 self._casts_inside(over, operands, avals, branches)):
             operands = [widened(one, over) if jax.can_cast(aval) else one
                         for one, aval in zip(operands, avals)]
         elif not wide:
             return None
         new = [self.jaxpr(branch, operands, what) for branch in branches]
-        results = [*map(self._results, new)]
+        results = [*map(self.results, new)]
         types = [widened(each[0], over.union(*(one.varying for one in each)))
                  if jax.can_cast(var.aval) else each[0]
-                 for each, var in zip(zip(*results), _open(new[0]).outvars)]
+                 for each, var in zip(zip(*results), opened(new[0]).outvars)]
         return list(operands), tuple(jax.cast_outputs(branch, types) for branch in new)
 
     def loop(self, types: Sequence[AxisType], params: dict[str, Any], what: str
@@ -161,15 +157,15 @@ class Retyping:
         jax = self.jax
         first, second = params["cond_nconsts"], params["body_nconsts"]
         constants, carry = list(types[:first + second]), list(types[first + second:])
-        inner = _open(params["body_jaxpr"])
+        inner = opened(params["body_jaxpr"])
         changed = [out is not var and jax.can_cast(var.aval)
                    for out, var in zip(inner.outvars, inner.invars[second:])]
         while True:
             condition = self.jaxpr(params["cond_jaxpr"], constants[:first] + carry, what)
             body = self.jaxpr(params["body_jaxpr"], constants[first:] + carry, what)
-            (decides,) = self._results(condition)
+            (decides,) = self.results(condition)
             wider = [widened(have, result.varying | decides.varying) if change else have
-                     for have, result, change in zip(carry, self._results(body), changed)]
+                     for have, result, change in zip(carry, self.results(body), changed)]
             if wider == carry:
                 break
             carry = wider
@@ -190,10 +186,10 @@ class Retyping:
         """Whether a branch casts what may come from an operand: then its gradient is a psum."""
         narrow = [i for i, (one, aval) in enumerate(zip(operands, avals))
                   if self._missing(over, [self.jax.with_axis_type(aval, one)])
-                  and _is_inexact(aval)]
+                  and is_inexact(aval)]
         return bool(narrow) and any(
             self._casts(branch, [branch.invars[i] for i in narrow], over)
-            for branch in map(_open, branches))
+            for branch in map(opened, branches))
 
     def _casts(self, jaxpr, narrow, over) -> bool:
         """Whether a jaxpr casts what comes from inputs that don't vary over all of ``over``."""
@@ -201,23 +197,24 @@ class Retyping:
         for eqn in jaxpr.eqns:
             if not any(atom in narrow for atom in eqn.invars if not hasattr(atom, "val")):
                 continue
-            if eqn.primitive.name in _CASTS and over & _axes(eqn):
+            if eqn.primitive.name in CASTS and over & named(eqn):
                 return True
             if "bwd" in eqn.params and self._mixed(eqn, over):
                 return True  # a custom_vjp, whose bwd's cotangents are summed
-            if _known(eqn) is None and any(
+            if known_of(eqn) is None and any(
                     self._casts(inner, inner.invars, over) for inner in inner_jaxprs(eqn.params)):
                 return True
-            narrow |= {var for var in eqn.outvars if _is_inexact(var.aval)}
+            narrow |= {var for var in eqn.outvars if is_inexact(var.aval)}
         return False
 
     def _mixed(self, eqn, over) -> bool:
         kinds = {self.jax.axis_type(v.aval).varying & over for v in eqn.invars
-                 if _is_inexact(v.aval)}
+                 if is_inexact(v.aval)}
         return len(kinds) > 1
 
-    def _results(self, jaxpr: Any) -> tuple[AxisType, ...]:
-        return types_of(self.jax, (var.aval for var in _open(jaxpr).outvars))
+    def results(self, jaxpr: Any) -> tuple[AxisType, ...]:
+        """Return the types of a jaxpr's outputs."""
+        return types_of(self.jax, (var.aval for var in opened(jaxpr).outvars))
 
     # A jaxpr.
 
@@ -232,14 +229,14 @@ class Retyping:
         Raises:
           AxisError: if an equation can't take what varies more.
         """
-        inner = _open(jaxpr)
+        inner = opened(jaxpr)
         env: dict[Any, Any] = {}
-        invars = [self._renewed(var, one, env) for var, one in zip(inner.invars, types)]
+        invars = [self.renew(var, one, env) for var, one in zip(inner.invars, types)]
         if not env:
             return jaxpr
         eqns: list[Any] = []
         for eqn in inner.eqns:
-            operands = [_read(env, atom) for atom in eqn.invars]
+            operands = [read(env, atom) for atom in eqn.invars]
             if all(new is old for new, old in zip(operands, eqn.invars)):
                 eqns.append(eqn)
                 continue
@@ -247,17 +244,17 @@ class Retyping:
                 eqns.append(eqn.replace(invars=operands))  # a cast went, and nothing else
                 continue
             with eqn.ctx.manager:
-                eqns += _Equation(self, eqn, operands, env, what).renewed()
-        outvars = [_read(env, atom) for atom in inner.outvars]
+                eqns += Equation(self, eqn, operands, env, what).renewed()
+        outvars = [read(env, atom) for atom in inner.outvars]
         # With its debug_info: the names of its arguments are what they were.
         new = inner.replace(invars=invars, eqns=eqns, outvars=outvars, debug_info=inner.debug_info)
         return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
-    def _renewed(self, var: Any, one: AxisType, env: dict[Any, Any]) -> Any:
+    def renew(self, var: Any, one: AxisType, env: dict[Any, Any]) -> Any:
         """Return a variable of this type, noted as the one that ``var`` has become."""
         if not self.jax.can_cast(var.aval) or self.jax.axis_type(var.aval) == one:
             return var
-        env[var] = _variable(var, self.jax.with_axis_type(var.aval, one))
+        env[var] = variable(var, self.jax.with_axis_type(var.aval, one))
         return env[var]
 
     def thunk(self, thunk: Any, types: Sequence[AxisType], what: str) -> Any:
@@ -274,11 +271,11 @@ class Retyping:
 
         def run(*zeros):
             if zeros not in known:
-                jaxpr, *others = _callable(thunk)(*zeros)
+                jaxpr, *others = callable_of(thunk)(*zeros)
                 if len(others) == 2:  # of a custom_jvp; that of a custom_vjp takes the primals
                     tangents = [one for one, zero in zip(types, zeros) if not zero]
                     jaxpr = self.jaxpr(jaxpr, [*types, *tangents], what)
-                    results, out_zeros = self._results(jaxpr), others[1]
+                    results, out_zeros = self.results(jaxpr), others[1]
                     primals = results[:len(out_zeros)]
                     wants = [one for one, zero in zip(primals, out_zeros) if not zero]
                     jaxpr = self.jax.cast_outputs(jaxpr, [*primals, *(
@@ -295,241 +292,6 @@ class Retyping:
         """Return a custom_vjp's bwd, for primals that vary over ``axes`` too."""
         def run(*args):
             with self._primals_over(axes | getattr(self._local, "axes", frozenset())):
-                return _callable(bwd)(*args)
+                return callable_of(bwd)(*args)
 
         return self.jax.wrapped(run, bwd)
-
-
-class _Equation:
-    """One equation whose operands have become more varying.
-
-    Args:
-      retyping: the hooks.
-      eqn: the equation.
-      operands: what its operands have become.
-      env: from the old jaxpr's variables to what they have become; its outputs are noted there.
-      what: that which it stands in, for messages.
-    """
-
-    def __init__(self, retyping: Retyping, eqn: Any, operands: list[Any], env: dict[Any, Any],
-                 what: str):
-        self.retyping = retyping
-        self.jax = retyping.jax
-        self.eqn = eqn
-        self.operands = operands
-        self.env = env
-        self.what = what
-        self.eqns: list[Any] = []
-
-    @property
-    def types(self) -> list[AxisType]:
-        return [*types_of(self.jax, (atom.aval for atom in self.operands))]
-
-    def renewed(self) -> list[Any]:
-        """Return the equations that take its place."""
-        name = self.eqn.primitive.name
-        if name in _CASTS:
-            return self._recast()
-        if name == "cond":
-            new = self.retyping.branches(self.types[0].varying, self.types[1:],
-                                         self.eqn.params["branches"], self.what)
-            if new is None:
-                return self._done({}, types_of(self.jax, (v.aval for v in self.eqn.outvars)))
-            self._cast([self.types[0], *new[0]])
-            return self._done({"branches": new[1]}, self.retyping._results(new[1][0]))
-        if name == "while":
-            types, params = self.retyping.loop(self.types, self.eqn.params, self.what) or (
-                self.types, self.eqn.params)
-            self._cast(types)
-            return self._done(params, self.retyping._results(params["body_jaxpr"]))
-        if name == "scan":
-            return self._scan()
-        if name == "custom_linear_solve":
-            return self._linear_solve()
-        called = _called(self.eqn)
-        if called is not None:
-            return self._call(called)
-        return self._operation()
-
-    def _recast(self) -> list[Any]:
-        """Cast over those axes only over which the operand doesn't vary yet."""
-        (var,) = self.operands
-        have, (out,) = self.jax.axis_type(var.aval), self.eqn.outvars
-        want = widened(have, self.jax.axis_type(out.aval).varying)
-        self._cast([want])
-        self.env[out] = self.operands[0]
-        return self.eqns
-
-    def _scan(self) -> list[Any]:
-        params = self.eqn.params
-        constants, carries = scan_counts(params)
-        types, jaxpr = self.types, params["jaxpr"]
-        while True:
-            body = self.retyping.jaxpr(jaxpr, types, self.what)
-            results = self.retyping._results(body)
-            wider = [widened(have, result.varying) for have, result in zip(
-                types[constants:constants + carries], results)]
-            if wider == types[constants:constants + carries]:
-                break
-            types[constants:constants + carries] = wider
-        self._cast(types)
-        body = self.jax.cast_outputs(body, [*wider, *results[carries:]])
-        return self._done({"jaxpr": body}, [*wider, *results[carries:]])
-
-    def _call(self, key: str) -> list[Any]:
-        """Renew what calls one jaxpr with all of its operands: jit, checkpoint, custom_vjp."""
-        eqn, retyping = self.eqn, self.retyping
-        changes: dict[str, Any] = {}
-        thunks = [name for name in _THUNKS if name in eqn.params]
-        if thunks:
-            axes = self._gained()
-            self._cast([widened(one, axes) for one in self.types])
-            primals = self.types[eqn.params["num_consts"]:]
-            for name in thunks:
-                changes[name] = retyping.thunk(eqn.params[name], primals, self.what)
-            if "bwd" in eqn.params:
-                changes["bwd"] = retyping.bwd(eqn.params["bwd"], axes)
-        changes[key] = retyping.jaxpr(eqn.params[key], self.types, self.what)
-        return self._done(changes, retyping._results(changes[key]))
-
-    def _linear_solve(self) -> list[Any]:
-        """Renew a linear solve: all that its functions take varies alike."""
-        axes = self._gained()
-        self._cast([widened(one, axes) for one in self.types])
-        jaxprs = self.eqn.params["jaxprs"]
-        new = []
-        for each in jaxprs:
-            if each is not None:
-                each = self.retyping.jaxpr(each, [
-                    widened(self.jax.axis_type(var.aval), axes) for var in _open(each).invars],
-                    self.what)
-                each = self.jax.cast_outputs(each, [
-                    widened(one, axes) for one in self.retyping._results(each)])
-            new.append(each)
-        return self._done({"jaxprs": type(jaxprs)(*new)},
-                          [widened(self.jax.axis_type(var.aval), axes)
-                           for var in self.eqn.outvars])
-
-    def _operation(self) -> list[Any]:
-        """Renew an operation by its abstract eval; its operands vary alike, as JAX asks."""
-        eqn = self.eqn
-        if _known(eqn) is None and any(var.aval.shape for inner in inner_jaxprs(eqn.params)
-                                       for var in inner.invars):
-            raise self._error("the functions that it takes would have to be traced again")
-        if all(map(self.jax.can_cast, (atom.aval for atom in self.operands))):
-            axes = self._gained() & frozenset().union(*(one.varying for one in self.types))
-            self._cast([widened(one, axes) for one in self.types])
-        try:
-            avals, _ = eqn.primitive.abstract_eval(*(atom.aval for atom in self.operands),
-                                                   **eqn.params)
-        except ShardrulesError:
-            raise
-        except Exception as error:
-            raise self._error(f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                              if str(error) else type(error).__name__) from error
-        avals = avals if eqn.primitive.multiple_results else [avals]
-        return self._done({}, types_of(self.jax, avals))
-
-    def _gained(self) -> frozenset[str]:
-        """Return the axes over which an operand varies that did not vary over them before."""
-        return frozenset().union(*(
-            new.varying - old.varying for new, old in zip(
-                self.types, types_of(self.jax, (atom.aval for atom in self.eqn.invars)))))
-
-    def _cast(self, types: Sequence[AxisType]) -> None:
-        """Cast operands, in equations before this one."""
-        import jax
-        wide = [i for i, (have, want) in enumerate(zip(self.types, types)) if have != want
-                and self.jax.can_cast(self.operands[i].aval)]
-        if not wide:
-            return
-        casts = jax.make_jaxpr(lambda *xs: [self.jax.cast(x, types[i]) for x, i in zip(xs, wide)])(
-            *(self.operands[i].aval for i in wide)).jaxpr
-        known = dict(zip(casts.invars, (self.operands[i] for i in wide)))
-        for eqn in casts.eqns:
-            self.eqns.append(eqn.replace(invars=[known.get(v, v) for v in eqn.invars],
-                                         source_info=self.eqn.source_info))
-        for i, var in zip(wide, casts.outvars):
-            self.operands[i] = known.get(var, var)
-
-    def _done(self, changes: dict[str, Any], types: Sequence[AxisType]) -> list[Any]:
-        """Return the casts and the equation, with these parameters and outputs of these types."""
-        outvars = [self.retyping._renewed(var, one, self.env)
-                   for var, one in zip(self.eqn.outvars, types)]
-        return [*self.eqns, self.eqn.replace(invars=self.operands, outvars=outvars,
-                                             params={**self.eqn.params, **changes})]
-
-    def _error(self, why: str) -> AxisError:
-        axes = self._gained()
-        names = ", ".join(map(repr, sorted(axes)))
-        at = self.jax.source_line(self.eqn.source_info)
-        return AxisError(
-            f"{self.what} varies over {show_axes(axes)}, so that devices along them run different "
-            "branches or a different number of steps, and what is used there has to vary over "
-            f"{show_axes(axes)} before. That can't be done for {self.eqn.primitive.name}"
-            f"{f' at {at}' if at else ''}: {why}. Make the predicate the same on all devices, with "
-            f"jax.lax.pmax over ({names},), or cast what the function takes and closes over "
-            f"yourself, before: shardrules.vary(x, {names}).",
-            primitive=self.eqn.primitive.name, axes=axes)
-
-
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return how many of a scan's operands are constants, and how many after these its carry."""
-    if "ft_in" in params:  # from JAX 0.11: pytrees of the constants, the carry and the rest
-        constants, carry, _ = map(len, params["ft_in"].unpack())
-        return constants, carry
-    return params["num_consts"], params["num_carry"]
-
-
-def _called(eqn: Any) -> str | None:
-    """Return the parameter with the one jaxpr that an equation calls with all of its operands."""
-    if _known(eqn) is not None or len(list(inner_jaxprs(eqn.params))) != 1:
-        return None
-    for key, value in eqn.params.items():
-        inner = _open(value)
-        if (inner is not None and len(inner.outvars) == len(eqn.outvars)
-                and _alike(inner.invars, eqn.invars) and _alike(inner.outvars, eqn.outvars)):
-            return key
-    return None
-
-
-def _alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    def shape(var):
-        return getattr(var.aval, "shape", None), getattr(var.aval, "dtype", None)
-
-    return len(some) == len(others) and all(shape(a) == shape(b) for a, b in zip(some, others))
-
-
-def _known(eqn: Any) -> Any:
-    from shardrules import hooks
-    return hooks.known_of(eqn.primitive, eqn.params)
-
-
-def _open(value: Any) -> Any:
-    """Return a jaxpr without its constants; None for what is no jaxpr."""
-    value = getattr(value, "jaxpr", value)
-    return value if hasattr(value, "eqns") and hasattr(value, "invars") else None
-
-
-def _axes(eqn: Any) -> frozenset[str]:
-    axes = eqn.params.get("axes", ())
-    return frozenset((axes,) if isinstance(axes, str) else axes)
-
-
-def _is_inexact(aval: Any) -> bool:
-    import jax
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
-
-
-def _read(env: dict[Any, Any], atom: Any) -> Any:
-    return atom if hasattr(atom, "val") else env.get(atom, atom)
-
-
-def _variable(like: Any, aval: Any) -> Any:
-    """Return a new variable of a jaxpr."""
-    return type(like)("", aval) if hasattr(like, "suffix") else type(like)(aval)  # JAX 0.6.0
-
-
-def _callable(function: Any) -> Callable:
-    return getattr(function, "call_wrapped", function)

@@ -9,9 +9,10 @@ import weakref
 from typing import Any
 
 from shardrules.declare import Binding
+from shardrules.hooks.compat import Jax
 from shardrules.registry import Overlay, Registry
 
-__all__ = ["COLLECT", "Claims", "Notes", "NotedSum", "Scope", "State", "POLICIES"]
+__all__ = ["COLLECT", "Claims", "Hooks", "Notes", "NotedSum", "Scope", "State", "POLICIES"]
 
 POLICIES = ("error", "warn", "varying")
 COLLECT = "collect"  # internal: note the call, take it for one that does not communicate
@@ -208,3 +209,22 @@ class State:
             return None
         with self.lock:
             return self._keys.setdefault((scope, self.registry.version), _Key())
+
+
+class Hooks:
+    """What is hooked into one part of JAX.
+
+    Args:
+      jax: the symbols.
+      state: registry and scopes.
+    """
+
+    def __init__(self, jax: Jax, state: State):
+        self.jax = jax
+        self.state = state
+
+    @property
+    def acts(self) -> bool:
+        """Whether the hooks follow types here."""
+        # The check is off inside of kernels: asked first, so that tracing one costs little.
+        return self.jax.checking() and self.state.active

@@ -55,6 +55,7 @@ class _Signature:
     inputs: int
     outputs: int
     aliases: dict  # output -> input
+    blocks: bool  # whether a grid cuts arrays into blocks
 
 
 def audit(kernel_jaxpr: Any, *, grid_mapping: Any = None, platform_hint: str | None = None,
@@ -96,10 +97,10 @@ def _audit(names, kernel_jaxpr, grid_mapping, platform, inputs, outputs, aliases
                 place_of(kernel_jaxpr))
     if grid_mapping is None:
         count = len(kernel_jaxpr.invars) if inputs is None else inputs
-        signature = _Signature(count, outputs, aliases)
+        signature = _Signature(count, outputs, aliases, False)
     else:
         signature = _Signature(grid_mapping.num_index_operands + grid_mapping.num_inputs,
-                               grid_mapping.num_outputs, aliases)
+                               grid_mapping.num_outputs, aliases, True)
         scratch = grid_mapping.num_scratch_operands
         if len(kernel_jaxpr.invars) != signature.inputs + signature.outputs + scratch:
             return Audit(False, (Blocker(
@@ -136,10 +137,11 @@ def _bind(walk: Walk, jaxpr: Any, signature: _Signature, platform: str | None):
             root = walk.new_root(f"operand {i}", var.aval, ready=True, foreign=True)
         elif number < signature.outputs:
             source = signature.aliases.get(number)
-            # A block of an aliased output is the operand's memory only where blocks are not
-            # copies of their own.
+            # An aliased output is the operand's memory, but for blocks that are copies of their
+            # own. (The ref of a whole array names no memory space on JAX 0.12.)
             if source is not None and roots[source] is not None and (
-                    platform == "triton" or _space(var.aval) in _SHARED_SPACES):
+                    not signature.blocks or platform == "triton"
+                    or _space(var.aval) in _SHARED_SPACES):
                 root = roots[source]
                 root.output = number
             else:

@@ -14,24 +14,24 @@ __version__ = "0.1.0.dev0"
 _RULES = ("all_gather", "all_gather_invariant", "all_reduce", "all_to_all", "linear",
           "no_communication", "outputs", "per_device", "permute", "reduce_scatter", "unreduced")
 _HOME = {
-    **dict.fromkeys(_RULES, "ruletable"),
-    "AxisType": "axistypes",
-    "Effect": "axistypes",
-    "RuleContext": "axistypes",
-    "Rule": "ruletable",
-    "Registration": "registry",
-    "Registry": "registry",
-    "register": "registry",
-    "rules": "registry",
+    **dict.fromkeys(_RULES, "registry.rule"),
+    "AxisType": "registry.axistypes",
+    "Effect": "registry.axistypes",
+    "RuleContext": "registry.axistypes",
+    "Rule": "registry.rule",
+    "Registration": "registry.table",
+    "Registry": "registry.table",
+    "register": "registry.table",
+    "rules": "registry.table",
     "install": "hooks",
-    "already_summed": "hooks.casts",
-    "explain": "hooks.explain",
-    "scan_calls": "hooks.explain",
-    "vary": "hooks.casts",
+    "already_summed": "hooks.autodiff.casts",
+    "explain": "hooks.explain.explain",
+    "scan_calls": "hooks.explain.explain",
+    "vary": "hooks.autodiff.casts",
     "ShardrulesError": "errors",
 }
-_MODULES = ("accounts", "aot", "budget", "errors", "findings", "hlo", "hooks", "pallas",
-            "registry", "report", "ruletable", "testing")
+_MODULES = ("aot", "checks", "costs", "errors", "hlo", "hooks", "pallas", "registry", "report",
+            "testing")
 
 __all__ = [*_HOME, "__version__"]
 

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from shardrules import accounts, findings, hlo, program, report
+from shardrules import hlo, program, report
+from shardrules.costs import accounts, findings
 from shardrules.errors import ShardrulesError
 
 CLEAN, FOUND, UNREADABLE = 0, 1, 2

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from shardrules import hlo
 from shardrules.errors import HloSyntaxError, NotInstalledError, ShardrulesError
-from shardrules.registry import Registry
+from shardrules.registry.table import Registry
 
 __all__ = ["Program", "judge", "judge_logical", "read", "read_text"]
 
@@ -60,7 +60,7 @@ def judged(program: Program, registry: Registry | None = None,
     """Judge what ``read`` found."""
     shardings = None
     if program.compiled is not None:
-        from shardrules.hooks import compiled as known
+        from shardrules.hooks.door import compiled as known
         if mesh is None:
             mesh = known.mesh_of(program.compiled)
         shardings = known.parameter_shardings(program.compiled)
@@ -91,7 +91,7 @@ def judge_logical(program: Any, args: tuple, kwargs: dict,
             f"{type(program).__name__} does not hold the program as it was before XLA's passes, "
             "which the logical account is of; pass the function with its arguments, or the "
             "jax.stages.Lowered", program=program)
-    from shardrules.hooks import compiled as known
+    from shardrules.hooks.door import compiled as known
     text = known.unoptimized_text(lowered)
     if mesh is None:
         mesh = _shardy_mesh(text) or known.mesh_of_lowered(lowered, (args, kwargs))

@@ -13,14 +13,16 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from shardrules import accounts, budget as budgets, findings, hlo, program as programs, report
-from shardrules import updates
+from shardrules import hlo, program as programs, report
+from shardrules.checks import budget as budgets
+from shardrules.costs import accounts, findings
+from shardrules.checks import updates
 from shardrules.errors import CollectiveAssertionError, ShardrulesError
-from shardrules.expectations import at_most, exactly, pick
+from shardrules.checks.expectations import at_most, exactly, pick
 from shardrules.program import judge
-from shardrules.registry import Registry
-from shardrules.replicated import assert_outputs_replicated, check_replicated_inputs
-from shardrules.rulecheck import check_rule
+from shardrules.registry.table import Registry
+from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
+from shardrules.checks.rulecheck import check_rule
 
 __all__ = ["account", "assert_budget", "assert_collectives", "assert_no_defensive_psum",
            "assert_outputs_replicated", "at_most", "check_replicated_inputs", "check_rule",
@@ -146,7 +148,7 @@ def assert_collectives(program: Any, *args, expect: Any, registry: Registry | No
         pick(expect, platform)  # before anything is compiled
     judgement, held, compiled = _judged(program, args, kwargs, level, registry, mesh)
     if platform is None and compiled is not None:
-        from shardrules.hooks import compiled as known
+        from shardrules.hooks.door import compiled as known
         platform = known.platform(compiled)
     wanted = pick(expect, platform)
     verdicts = {id(e): v for e, v in zip(held, judgement.verdicts)}

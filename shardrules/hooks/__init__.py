@@ -10,21 +10,21 @@ import pathlib
 import threading
 from typing import Any
 
-from shardrules.declare import Binding, Declared
+from shardrules.registry.binding import Binding, Declared
 from shardrules.errors import ShardrulesError, UnsupportedJaxError
-from shardrules.hooks import compat
-from shardrules.hooks.control import ControlHooks
-from shardrules.hooks.custom_vjp import CustomVjpHooks
-from shardrules.hooks.lowering import LoweringHooks
-from shardrules.hooks.mesh_kernels import MeshKernelHooks
-from shardrules.hooks.opaque import Known
-from shardrules.hooks.pallas_call import PallasHooks
-from shardrules.hooks.patching import Patches
-from shardrules.hooks.primitives import PrimitiveHooks
-from shardrules.hooks.refs import RefHooks
+from shardrules.hooks.door import compat
+from shardrules.hooks.flow.control import ControlHooks
+from shardrules.hooks.autodiff.custom_vjp import CustomVjpHooks
+from shardrules.hooks.calls.lowering import LoweringHooks
+from shardrules.hooks.calls.mesh_kernels import MeshKernelHooks
+from shardrules.hooks.calls.opaque import Known
+from shardrules.hooks.calls.pallas_call import PallasHooks
+from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.calls.primitives import PrimitiveHooks
+from shardrules.hooks.flow.refs import RefHooks
 from shardrules.hooks.rep import RepHooks
 from shardrules.hooks.state import POLICIES, Scope, State
-from shardrules.registry import default
+from shardrules.registry.table import default
 
 __all__ = ["Handle", "install", "installed", "shard_map", "touched", "varying"]
 

@@ -19,14 +19,14 @@ import functools
 import threading
 from typing import Any
 
-from shardrules.axistypes import AxisType, Effect, Resolution
+from shardrules.registry.axistypes import AxisType, Effect, Resolution
 from shardrules.errors import RuleError
-from shardrules.hooks.compat import Jax
-from shardrules.hooks.custom_vjp import Bwd, CustomVjpHooks, Parts, inner_jaxprs
-from shardrules.hooks.opaque import Known, resolve
-from shardrules.hooks.pallas_call import PallasHooks
-from shardrules.hooks.patching import Patches
-from shardrules.hooks.primitives import PrimitiveHooks
+from shardrules.hooks.door.compat import Jax
+from shardrules.hooks.autodiff.custom_vjp import Bwd, CustomVjpHooks, Parts, inner_jaxprs
+from shardrules.hooks.calls.opaque import Known, resolve
+from shardrules.hooks.calls.pallas_call import PallasHooks
+from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.calls.primitives import PrimitiveHooks
 from shardrules.hooks.state import State
 
 __all__ = ["RepHooks"]

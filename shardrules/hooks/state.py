@@ -8,9 +8,9 @@ import threading
 import weakref
 from typing import Any
 
-from shardrules.declare import Binding
-from shardrules.hooks.compat import Jax
-from shardrules.registry import Overlay, Registry
+from shardrules.registry.binding import Binding
+from shardrules.hooks.door.compat import Jax
+from shardrules.registry.table import Overlay, Registry
 
 __all__ = ["COLLECT", "Claims", "Hooks", "Notes", "NotedSum", "Scope", "State", "POLICIES"]
 

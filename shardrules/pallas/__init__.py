@@ -7,7 +7,7 @@ from typing import Any
 from shardrules.errors import UnsupportedJaxError
 from shardrules.pallas.audit import Audit, audit, audit_call, prove
 from shardrules.pallas.events import Blocker
-from shardrules.registry import default
+from shardrules.registry.table import default
 
 __all__ = ["Audit", "Blocker", "audit", "audit_call", "prove"]
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardrules.hooks.audit_names import load_audit
+from shardrules.hooks.door.audit_names import load_audit
 from shardrules.pallas.actions import mesh_axes
 from shardrules.pallas.events import Blocker, Root, Scope, Walk, place_of
 from shardrules.pallas.grid import Grid

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from shardrules.hooks.audit_names import AuditNames
+from shardrules.hooks.door.audit_names import AuditNames
 from shardrules.pallas.allowlist import (
     KEEPS_SHAPE, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS)
 from shardrules.pallas.regions import SOME, WHOLE, is_box

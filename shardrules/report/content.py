@@ -6,7 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
-from shardrules import accounts, findings, hlo
+from shardrules import hlo
+from shardrules.costs import accounts, findings
 
 __all__ = ["Content", "as_json", "content", "markdown"]
 

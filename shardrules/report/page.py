@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from shardrules import accounts
+from shardrules.costs import accounts
 from shardrules.report.content import Content
 
 __all__ = ["page"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shardrules.accounts import CONVENTION
-from shardrules.findings import Hint, advice
+from shardrules.costs.accounts import CONVENTION
+from shardrules.costs.findings import Hint, advice
 from shardrules.hlo import Judgement, Verdict
 from shardrules.report.content import Content
 

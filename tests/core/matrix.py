@@ -35,7 +35,7 @@ VERSIONS = {
 }
 
 # Tests of figures and lists that were read off one JAX, 0.10.2: no other is measured by them.
-MEASURED = ("tests/test_kernels.py", "tests/test_audit.py")
+MEASURED = ("tests/kernels/test_kernels.py", "tests/pallas/test_audit.py")
 
 
 def table():

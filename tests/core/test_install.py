@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from shardrules import errors
-from shardrules.hooks import compat, symbols, versions
+from shardrules.hooks.door import compat, symbols, versions
 
 NEWER = ("0.13.0.dev1", "0.13.0rc1", "0.13.0", "0.13.0.dev20261201+cuda", "1.0")
 KNOWN = ("0.4.28", "0.4.36", "0.6.1", "0.9.0", "0.12.0rc1", "0.12.0", "0.12.0.1", "0.12.1.dev3",
@@ -70,7 +70,7 @@ def refusal(change, **environment):
         import jax
         import shardrules
         from shardrules import hooks
-        from shardrules.hooks import symbols
+        from shardrules.hooks.door import symbols
         CHANGE
         for start in (shardrules.install, lambda: shardrules.no_communication(lambda x: x)(1.0)):
             try:

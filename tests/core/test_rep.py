@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardrules import axistypes
+from shardrules.registry import axistypes
 from shardrules.hooks import rep
 
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from shardrules.hlo import collectives
-from shardrules.hlo import control
-from shardrules.hlo import devices
-from shardrules.hlo import outside
-from shardrules.hlo import replication
+from shardrules.hlo.proof import collectives
+from shardrules.hlo.proof import control
+from shardrules.hlo.reader import devices
+from shardrules.hlo.proof import outside
+from shardrules.hlo.proof import replication
 
 from . import oracle
 

@@ -8,7 +8,7 @@ from shardrules import errors
 from shardrules import hlo
 from shardrules import testing
 from shardrules.registry import Registry
-from shardrules.ruletable import no_communication
+from shardrules.registry.rule import no_communication
 
 from . import text as T
 

@@ -1,0 +1,1 @@
+"""What a test asserts; ``shardrules.testing`` gathers it, and the pytest plugin."""

@@ -1,0 +1,130 @@
+"""What a test expects of a program's collectives, and how that differs from what there is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from shardrules.costs import accounts
+from shardrules.errors import ShardrulesError
+
+__all__ = ["Expected", "at_most", "exactly", "pick"]
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+_NUMBERS = ("count", "bytes", "wire_bytes", "sites")
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Expectations of one program.
+
+    Attributes:
+      numbers: from a selector (``"backward all-reduce(data)"``) to some of ``count``, ``bytes``,
+        ``wire_bytes`` (over all runs of one execution, on one device) and ``sites`` (places).
+      exact: they are met exactly; else from below, and what is not named must not be there.
+    """
+
+    numbers: Mapping[str, Mapping[str, int]]
+    exact: bool = True
+
+    def differences(self, account: accounts.Account) -> list[tuple[str, list[accounts.Entry]]]:
+        """List what differs: a line, and the collectives that it is about."""
+        selectors = {text: accounts.Selector.read(text) for text in self.numbers}
+        taken: dict[str, list[accounts.Entry]] = {text: [] for text in self.numbers}
+        rest = []
+        for entry in account:
+            # The most particular name gets the collective: a phase, a file, a verdict count more.
+            names = sorted((t for t, s in selectors.items() if s.matches(entry)),
+                           key=lambda t: -sum(map(bool, selectors[t])))
+            if names:
+                taken[names[0]].append(entry)
+            else:
+                rest.append(entry)
+        found: list[tuple[str, list[accounts.Entry]]] = []
+        for text, wanted in self.numbers.items():
+            totals = accounts.Totals()
+            for entry in taken[text]:
+                totals = totals.plus(entry)
+            bad = [n for n, value in wanted.items()
+                   if (getattr(totals, n) != value if self.exact else getattr(totals, n) > value)]
+            unsure = totals.unknown and set(wanted) != {"sites"}
+            if bad or unsure:
+                word = "expected" if self.exact else "expected at most"
+                note = (f" ({totals.unknown} in loops whose trip count isn't known: give 'sites' "
+                        "for these)" if unsure else "")
+                found.append((f"{text}: {word} {_numbers(wanted)}, found "
+                              f"{_found(totals, wanted)}{note}", taken[text]))
+        if rest:
+            found.append(("not expected:", rest))
+        return found
+
+
+def _numbers(wanted: Mapping[str, int]) -> str:
+    units = {"count": "{}", "bytes": "{} B", "wire_bytes": "{} B on the wire", "sites": "{} sites"}
+    return ", ".join(units[name].format(value) for name, value in wanted.items())
+
+
+def _found(totals: accounts.Totals, wanted: Mapping[str, int]) -> str:
+    names = dict.fromkeys(["count", "bytes", *wanted])
+    return _numbers({name: getattr(totals, name) for name in names})
+
+
+def exactly(numbers: Mapping[str, Any]) -> Expected:
+    """Expect just these collectives.
+
+    Args:
+      numbers: from ``"all-reduce(data)"`` (axes in any order; ``"backward all-reduce(data)"`` for
+        one phase, ``"... at model.py:12"`` for one source line) to a count, or to some of
+        ``{"count": 32, "bytes": 512, "wire_bytes": 768, "sites": 1}``.
+
+    Raises:
+      ShardrulesError: an expectation can't be read.
+    """
+    return Expected(_read(numbers))
+
+
+def at_most(numbers: Mapping[str, Any]) -> Expected:
+    """Expect no more than these collectives; arguments as for ``exactly``."""
+    return Expected(_read(numbers), exact=False)
+
+
+def _read(numbers: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for key, value in numbers.items():
+        accounts.Selector.read(key)
+        wanted = dict(value) if isinstance(value, Mapping) else {"count": value}
+        if not wanted or not set(wanted) <= set(_NUMBERS) or any(
+                not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in wanted.values()):
+            raise ShardrulesError(
+                f"{value!r} for {key!r} is no expectation; give a count, or "
+                "{'count': 1, 'bytes': 512}, of count, bytes, wire_bytes and sites",
+                key=key, value=value)
+        found[key] = wanted
+    return found
+
+
+def pick(expect: Any, platform: str | None) -> Expected:
+    """Make expectations of what a caller gave, for one platform.
+
+    Args:
+      expect: an Expected, a mapping (exactly these), or one of these for each platform, by name.
+      platform: the program's, None where it isn't known.
+
+    Raises:
+      ShardrulesError: they can't be read, or hold nothing for the platform.
+    """
+    if isinstance(expect, Expected):
+        return expect
+    if not isinstance(expect, Mapping):
+        raise ShardrulesError(f"{type(expect).__name__} is no expectation; give a mapping such as "
+                              "{'all-reduce(data)': 1}, exactly({...}) or at_most({...})")
+    if not expect or not set(expect) <= {*PLATFORMS}:
+        return exactly(expect)
+    if platform not in expect:
+        shown = ", ".join(expect)
+        raise ShardrulesError(
+            f"expectations are given for {shown}, and the program is for {platform}" if platform
+            else f"expectations are given for {shown}, and the text does not say which of these "
+                 "it is for; pass platform=", platform=platform)
+    return pick(expect[platform], platform)

@@ -1,0 +1,151 @@
+"""Values that are more than one state: flat arrays whose element ranges differ, integers known
+device by device, and pairs of a started operation.
+
+XLA's GPU combiner packs several all-reduces into one flat array by bitcast and concatenate; the
+ranges keep apart what it packed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Sequence
+
+import numpy as np
+
+from shardrules.hlo.reader.module import Shape
+
+MAX_RANGES = 4096  # an array of more ranges is taken as a whole
+MAX_ELEMENTS = 8192  # an integer array of more elements is not evaluated
+
+
+class Ranged:
+    """An array in row-major order, cut into ranges.
+
+    Attributes:
+      cuts: pairs of the element at which a range stops and the range's state.
+    """
+
+    __slots__ = ("cuts",)
+
+    def __init__(self, cuts: tuple[tuple[int, int], ...]):
+        self.cuts = cuts
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Ranged) and self.cuts == other.cuts
+
+    def __hash__(self) -> int:
+        return hash(self.cuts)
+
+
+class Exact:
+    """Integers or booleans known on every device.
+
+    Attributes:
+      state: the state that follows from them.
+      array: one row per device, or one row for all; a row has the array's shape.
+      splat: a row is one number, which all elements of the array have.
+    """
+
+    __slots__ = ("state", "array", "splat", "_key")
+
+    def __init__(self, state: int, array: np.ndarray, splat: bool):
+        self.state = state
+        self.array = array
+        self.splat = splat
+        self._key = (state, splat, array.dtype.str, array.shape, array.tobytes())
+
+    def __eq__(self, other: Any) -> bool:
+        return self is other or isinstance(other, Exact) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+class Started:
+    """What a ``-start`` returns: its operand and, for the ``-done``, its result."""
+
+    __slots__ = ("operand", "result")
+
+    def __init__(self, operand: Any, result: Any):
+        self.operand = operand
+        self.result = result
+
+    def __eq__(self, other: Any) -> bool:
+        return (isinstance(other, Started) and self.operand == other.operand
+                and self.result == other.result)
+
+    def __hash__(self) -> int:
+        return hash((self.operand, self.result))
+
+
+def normal(cuts: Sequence[tuple[int, int]]) -> Any:
+    """Make a value of cuts, with empty ranges dropped: one state where there is one range."""
+    kept = []
+    last = 0
+    for stop, state in cuts:
+        if stop > last:
+            kept.append((stop, state))
+            last = stop
+    if len(kept) == 1:
+        return kept[0][1]
+    return Ranged(tuple(kept))
+
+
+def zip_cuts(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]],
+             combine) -> list[tuple[int, int]]:
+    """Cut two arrays of one length at each other's cuts."""
+    found = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        stop = min(a[i][0], b[j][0])
+        found.append((stop, combine(a[i][1], b[j][1])))
+        if a[i][0] == stop:
+            i += 1
+        if b[j][0] == stop:
+            j += 1
+    return found
+
+
+def between(cuts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """Take elements ``start`` to ``stop``."""
+    found = []
+    for end, state in cuts:
+        if end > start:
+            found.append((min(end, stop) - start, state))
+            if end >= stop:
+                break
+    return found
+
+
+def contiguous(dimensions: Sequence[int], starts: Sequence[int],
+               sizes: Sequence[int]) -> tuple[int, int] | None:
+    """Give the flat range of a block, None where it isn't one range."""
+    partial = False
+    for full, size in zip(dimensions, sizes):
+        if partial and size != full:
+            return None
+        if size != 1:  # after a dimension of several rows all others must be whole
+            partial = True
+    flat = 0
+    count = 1
+    for full, start, size in zip(dimensions, starts, sizes):
+        flat = flat * full + start
+        count *= size
+    return flat, flat + count
+
+
+_SLICE = re.compile(r"\[\s*(\d{1,18})\s*:\s*(\d{1,18})\s*(?::\s*(\d{1,18})\s*)?\]")
+
+
+def read_slice(text: str, shape: Shape) -> list[tuple[int, int, int]] | None:
+    """Read ``{[0:8], [0:128:2]}``; None where it doesn't fit the shape."""
+    found = [(int(a), int(b), int(c or 1)) for a, b, c in _SLICE.findall(text)]
+    if len(found) != len(shape.dimensions) or any(
+            c < 1 or not a <= b <= size for (a, b, c), size in zip(found, shape.dimensions)):
+        return None
+    return found
+
+
+def read_ints(text: str | None) -> list[int]:
+    """Read ``{1,8}``."""
+    return [int(n) for n in re.findall(r"-?\d{1,18}", text or "")]

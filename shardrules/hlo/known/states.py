@@ -1,0 +1,156 @@
+"""What is known about one value: on which devices it is equal, why not on the others, and what
+that rests on. States are interned, so that a value is a small integer and combining two values is
+a dictionary look-up."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardrules.hlo.reader import devices as hd
+
+_KEEP = 8  # blockers and supports that a state lists; a path through more names these
+
+
+class Cause(NamedTuple):
+    """Why a value differs between devices.
+
+    Attributes:
+      what: the thing that differs, ``"parameter 0 ('x')"``.
+      how: what it does, ``"is sharded"``; the axes are put after it where they are known.
+      detail: what is put there where they are not, ``"as {devices=...}"``.
+    """
+
+    what: str
+    how: str
+    detail: str = ""
+
+
+class Blocker(NamedTuple):
+    """An opaque call or a construct that the proof doesn't see through.
+
+    Attributes:
+      what: for reasons, ``"custom call 'tpu_custom_call' (kernel 'f')"``.
+      kernel: the kernel's name to register, None for what is no kernel.
+      target: the custom call's target, None for what is no custom call.
+      where: an op_name and a source line, as far as the text holds them.
+    """
+
+    what: str
+    kernel: str | None = None
+    target: str | None = None
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.where}" if self.where else self.what
+
+
+class Support(NamedTuple):
+    """A statement about an opaque call that a verdict rests on.
+
+    Attributes:
+      what: the kernel or target.
+      source: ``tag``, ``rule`` or ``table`` (of XLA's own targets).
+      status: ``audited``, ``declared`` or ``built in``.
+      detail: the effect, and where it was said.
+    """
+
+    what: str
+    source: str
+    status: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.source} for {self.what}: {self.detail} ({self.status})"
+
+
+class State(NamedTuple):
+    """One interned state.
+
+    Attributes:
+      proven: relation that is proven.
+      hoped: the relation that would hold if every blocker gave equal values everywhere.
+      causes: pairs of relation and cause whose refinement is at least as fine as ``hoped``.
+      blockers: what stands on the path, at most a few.
+      supports: what the proof rests on, at most a few.
+    """
+
+    proven: int = hd.EQUAL
+    hoped: int = hd.EQUAL
+    causes: tuple[tuple[int, Cause], ...] = ()
+    blockers: tuple[Blocker, ...] = ()
+    supports: tuple[Support, ...] = ()
+
+
+class States:
+    """The interned states over some relations; state 0 is "equal everywhere, always"."""
+
+    def __init__(self, relations: hd.Relations):
+        self.relations = relations
+        self._ids: dict[State, int] = {}
+        self._all: list[State] = []
+        self._refined: dict[int, int] = {}
+        self.intern(State())
+
+    def __getitem__(self, state: int) -> State:
+        return self._all[state]
+
+    def intern(self, state: State) -> int:
+        """Give a state's id."""
+        known = self._ids.get(state)
+        if known is None:
+            known = self._ids[state] = len(self._all)
+            self._all.append(state)
+        return known
+
+    def source(self, relation: int, cause: Cause, supports: tuple[Support, ...] = ()) -> int:
+        """Make the state of a value that differs by itself."""
+        return self.intern(State(relation, relation,
+                                 () if relation == hd.EQUAL else ((relation, cause),),
+                                 (), supports))
+
+    def blocked(self, blocker: Blocker, *others: int) -> int:
+        """Make the state of a value of which nothing is known; ``others`` are its operands."""
+        blockers: tuple[Blocker, ...] = (blocker,)
+        for other in others:
+            blockers = _union(blockers, self._all[other].blockers)
+        return self.intern(State(hd.DISTINCT, hd.EQUAL, (), blockers))
+
+    def refine(self, a: int, b: int) -> int:
+        """Combine the states of two values into that of a function of both."""
+        if a == b or not b:
+            return a
+        if not a:
+            return b
+        key = (a << 32) | b
+        known = self._refined.get(key)
+        if known is None:
+            x, y = self._all[a], self._all[b]
+            known = self._refined[key] = self.intern(State(
+                self.relations.refine(x.proven, y.proven),
+                self.relations.refine(x.hoped, y.hoped),
+                self.causes(x.causes + y.causes),
+                _union(x.blockers, y.blockers), _union(x.supports, y.supports)))
+        return known
+
+    def causes(self, causes) -> tuple[tuple[int, Cause], ...]:
+        """Drop the causes that add nothing to those before them."""
+        kept: list[tuple[int, Cause]] = []
+        known = hd.EQUAL
+        for relation, cause in causes:
+            joined = self.relations.refine(known, relation)
+            if joined != known:
+                kept.append((relation, cause))
+                known = joined
+        return tuple(kept)
+
+    def without_detail(self, state: int, **changes) -> int:
+        """Replace fields of a state."""
+        return self.intern(self._all[state]._replace(**changes))
+
+
+def _union(a: tuple, b: tuple) -> tuple:
+    if not b or a == b:
+        return a
+    if not a:
+        return b
+    return tuple(dict.fromkeys(a + b))[:_KEEP]

@@ -1,0 +1,350 @@
+"""Values of the proof: how they combine, and how ops move ranges and known integers along."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from shardrules.hlo.reader import devices as hd
+from shardrules.hlo.known import exact
+from shardrules.hlo.reader import module as hm
+from shardrules.hlo.known import ranges
+from shardrules.hlo.known import states as hs
+from shardrules.hlo.known.ranges import Exact, Ranged, Started
+
+# Each result element is a function of the operands' elements at the same place.
+ELEMENTWISE = frozenset(
+    "abs acos acosh add and asin asinh atan2 atanh bitcast-convert cbrt ceil clamp "
+    "compare complex convert copy cosine cosh count-leading-zeros divide erf exponential "
+    "exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum mulhi "
+    "multiply negate not or popcnt power real reduce-precision remainder round-nearest-afz "
+    "round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign "
+    "sine sinh sqrt subtract tan tanh xor stochastic-convert".split())
+# Deterministic functions of their operands, element places mixed.
+LOCAL = frozenset(
+    "after-all batch-norm-grad batch-norm-inference batch-norm-training broadcast cholesky "
+    "concatenate convolution dot dynamic-reshape dynamic-slice dynamic-update-slice fft gather "
+    "get-dimension-size iota pad ragged-dot reshape reverse rng-bit-generator scaled-dot "
+    "set-dimension-size slice topk transpose triangular-solve bitcast send send-done "
+    "outfeed".split())
+_RANGED = frozenset("bitcast concatenate dynamic-slice dynamic-update-slice pad reshape "
+                    "slice".split())
+
+
+class Values:
+    """What the parts of the proof share: ``states`` and ``relations`` are set by ``Proof``."""
+
+    states: hs.States
+    relations: hd.Relations
+
+    def collapse(self, value: Any) -> int:
+        """Give one state for a whole value."""
+        if type(value) is int:
+            return value
+        if isinstance(value, Exact):
+            return value.state
+        state = 0
+        if isinstance(value, Ranged):
+            for _, part in value.cuts:
+                state = self.states.refine(state, part)
+            return state
+        parts = value if isinstance(value, tuple) else (value.operand, value.result)
+        for part in parts:
+            state = self.states.refine(state, self.collapse(part))
+        return state
+
+    def _all(self, values) -> int:
+        state = 0
+        for value in values:
+            state = self.states.refine(state, self.collapse(value))
+        return state
+
+    def join(self, a: Any, b: Any) -> Any:
+        """Give a value that is equal only where both are: what may be either of them."""
+        if a is b or a == b:
+            return a
+        if type(a) is int and type(b) is int:
+            return self.states.refine(a, b)
+        if isinstance(a, tuple) or isinstance(b, tuple):
+            width = len(a) if isinstance(a, tuple) else len(b)
+            left = a if isinstance(a, tuple) else (self.collapse(a),) * width
+            right = b if isinstance(b, tuple) else (self.collapse(b),) * width
+            if len(left) == len(right):
+                return tuple([self.join(x, y) for x, y in zip(left, right)])
+        if isinstance(a, Started) and isinstance(b, Started):
+            return Started(self.join(a.operand, b.operand), self.join(a.result, b.result))
+        if isinstance(a, Ranged) or isinstance(b, Ranged):
+            whole = a if isinstance(a, Ranged) else b
+            other = b if whole is a else a
+            if isinstance(other, Ranged) and other.cuts[-1][0] == whole.cuts[-1][0]:
+                return ranges.normal(ranges.zip_cuts(whole.cuts, other.cuts, self.states.refine))
+            if not isinstance(other, Ranged):
+                state = self.collapse(other)
+                return Ranged(tuple((s, self.states.refine(p, state)) for s, p in whole.cuts))
+        return self.states.refine(self.collapse(a), self.collapse(b))
+
+    def with_state(self, value: Any, state: int) -> Any:
+        """Refine every leaf of a value by a state."""
+        return self.join(value, state) if state else value
+
+    def _blocked(self, blocker: hs.Blocker, operands) -> int:
+        return self.states.blocked(blocker, *[self.collapse(o) for o in operands])
+
+    def _device_number(self, ids: np.ndarray, what: str) -> Exact:
+        relation = self.relations.intern(ids)
+        state = self.states.source(relation, hs.Cause(what, "differs"))
+        rows = ids if relation != hd.EQUAL else ids[:1]
+        return Exact(state, rows.reshape(-1), False)
+
+    def _exact(self, rows: np.ndarray, splat: bool, operands) -> Any:
+        """Make a value of computed rows."""
+        if rows.shape[0] > 1:
+            flat = np.ascontiguousarray(rows).reshape(rows.shape[0], -1)
+            _, labels = np.unique(flat, axis=0, return_inverse=True)
+            relation = self.relations.intern(labels.reshape(-1))
+        else:
+            relation = hd.EQUAL
+        if relation == hd.EQUAL:
+            rows = rows[:1]
+        merged = self.states[self._all(operands)]
+        causes = self.states.causes(
+            [(relation, c) for _, c in merged.causes[:1]]
+            or [(relation, hs.Cause("a computed number", "differs"))]) if relation else ()
+        state = self.states.intern(hs.State(relation, relation, causes, (), merged.supports))
+        return Exact(state, np.ascontiguousarray(rows), splat)
+
+    def _general(self, computation, instruction, operands) -> Any:
+        """Evaluate a deterministic op that has a value which is not one state."""
+        opcode = instruction.opcode
+        if opcode in exact.OPCODES and operands and all(isinstance(o, Exact) for o in operands):
+            shapes = [computation.instructions[o].shape for o in instruction.operands]
+            found = exact.evaluate(instruction, operands, shapes, self.relations.device_count)
+            if found is not None:
+                return self._exact(found[0], found[1], operands)
+        if opcode == "select" and len(operands) == 3:
+            chosen = self._select(computation, instruction, operands)
+            if chosen is not None:
+                return chosen
+        if opcode in ELEMENTWISE:
+            if any(isinstance(o, Ranged) for o in operands):
+                return self._elementwise_ranges(computation, instruction, operands)
+            return self._all(operands)
+        if opcode in ("dynamic-slice", "dynamic-update-slice"):
+            operands = self._clamped(computation, instruction, operands)
+        if opcode in _RANGED:
+            found = self._ranges(computation, instruction, operands)
+            if found is not None:
+                return found
+        return self._all(operands)
+
+    def _clamped(self, computation, instruction, operands) -> list[Any]:
+        """Replace known index operands by what they are clamped to."""
+        first = 1 if instruction.opcode == "dynamic-slice" else 2
+        shapes = [computation.instructions[o].shape for o in instruction.operands]
+        full = shapes[0].dimensions
+        block = instruction.shape.dimensions if first == 1 else shapes[1].dimensions
+        if len(operands) != first + len(full) or len(block) != len(full):
+            return operands
+        found = list(operands[:first])
+        for index, whole, size in zip(operands[first:], full, block):
+            if isinstance(index, Exact) and index.array[0].size == 1 and 0 <= whole - size < 2**31:
+                rows = np.clip(index.array.astype(np.int64), 0, whole - size)
+                index = self._exact(rows, index.splat, [index])
+            found.append(index)
+        return found
+
+    def _select(self, computation, instruction, operands) -> Any:
+        """Choose device by device where the predicate is one known number on each."""
+        predicate = operands[0]
+        shape = computation.instructions[instruction.operands[0]].shape
+        if not isinstance(predicate, Exact) or not (predicate.splat or not shape.dimensions):
+            return None
+        return self.choose(predicate, [operands[2], operands[1]])
+
+    def choose(self, which: Exact, options: list[Any]) -> Any:
+        """Give the value that on each device is the option of that number.
+
+        Args:
+          which: one number for each device; beyond the options it means the last one.
+        """
+        numbers = which.array.reshape(-1).astype(np.int64)
+        count = self.relations.device_count
+        numbers = np.where((numbers < 0) | (numbers >= len(options)), len(options) - 1, numbers)
+        used = np.unique(numbers).tolist()
+        if len(used) == 1:
+            return options[used[0]]
+        taken = [options[u] for u in used]
+        width = next((len(t) for t in taken if isinstance(t, tuple)), None)
+        if width is not None:
+            columns = [t if isinstance(t, tuple) and len(t) == width
+                       else (self.collapse(t),) * width for t in taken]
+            index = Exact(which.state, np.searchsorted(used, numbers), False)
+            return tuple([self.choose(index, list(c)) for c in zip(*columns)])
+        if all(isinstance(t, Exact) and t.splat == taken[0].splat
+               and t.array.dtype == taken[0].array.dtype
+               and t.array.shape[1:] == taken[0].array.shape[1:] for t in taken) and (
+                   count * taken[0].array[0].size <= 8 * ranges.MAX_ELEMENTS):
+            rows = np.empty((count,) + taken[0].array.shape[1:], taken[0].array.dtype)
+            numbers = np.broadcast_to(numbers, (count,))
+            for number, option in zip(used, taken):
+                here = numbers == number
+                rows[here] = np.broadcast_to(option.array, rows.shape)[here]
+            return self._exact(rows, taken[0].splat, [*taken, which])
+        states = [self.collapse(t) for t in taken]
+        # Options of one state are not one value: constants 1 and 2 both have state 0.
+        merged = self.states[self.states.refine(self._all(states), which.state)]
+        proven = np.empty(count, np.int64)
+        hoped = np.empty(count, np.int64)
+        for number, state in zip(used, states):
+            here = numbers == number
+            found = self.states[state]
+            proven[here] = self.relations.labels(found.proven)[here] + number * count
+            hoped[here] = self.relations.labels(found.hoped)[here] + number * count
+        return self.states.intern(merged._replace(
+            proven=self.relations.intern(proven), hoped=self.relations.intern(hoped)))
+
+    def _cuts(self, value: Any, count: int):
+        if isinstance(value, Ranged):
+            return value.cuts if value.cuts[-1][0] == count else None
+        return ((count, self.collapse(value)),)
+
+    def _elementwise_ranges(self, computation, instruction, operands) -> Any:
+        count = instruction.shape.element_count
+        cuts: Any = ((count, 0),)
+        for operand, place in zip(operands, instruction.operands):
+            shape = computation.instructions[place].shape
+            own = self._cuts(operand, count) if shape.element_count == count else (
+                (count, self.collapse(operand)),)
+            if own is None or instruction.shape.is_tuple:
+                return self._all(operands)
+            cuts = ranges.zip_cuts(cuts, own, self.states.refine)
+        return ranges.normal(cuts)
+
+    def _ranges(self, computation, instruction, operands) -> Any:
+        """Follow element ranges; None where they are lost."""
+        shapes = [computation.instructions[o].shape for o in instruction.operands]
+        opcode, shape = instruction.opcode, instruction.shape
+        if shape.is_tuple or any(s.is_tuple for s in shapes[:1]):
+            return None
+        count = shape.element_count
+        first = shapes[0]
+        if opcode in ("reshape", "bitcast"):
+            if opcode == "bitcast" and not (
+                    shape.element_type == first.element_type
+                    and (shape.is_row_major and first.is_row_major
+                         or shape.dimensions == first.dimensions
+                         and shape.layout == first.layout)):
+                return None
+            if isinstance(operands[0], Ranged) and first.element_count == count:
+                return operands[0]
+            return None
+        if opcode == "concatenate":
+            return self._concatenate(instruction, operands, shapes)
+        if opcode == "slice":
+            block = ranges.read_slice(instruction.attribute("slice") or "", first)
+            if block is None or any(step != 1 for _, _, step in block):
+                return None
+            place = ranges.contiguous(first.dimensions, [a for a, _, _ in block],
+                                      [b - a for a, b, _ in block])
+            return self._between(operands[0], first, place)
+        if opcode == "dynamic-slice":
+            starts = self._uniform(operands[1:])
+            sizes = ranges.read_ints(instruction.attribute("dynamic_slice_sizes"))
+            if starts is None or len(starts) != len(sizes) or len(sizes) != len(first.dimensions):
+                return None
+            starts = [max(0, min(a, d - s)) for a, d, s in zip(starts, first.dimensions, sizes)]
+            return self._between(operands[0], first,
+                                 ranges.contiguous(first.dimensions, starts, sizes))
+        if opcode == "dynamic-update-slice":
+            return self._update(operands, shapes, count)
+        if opcode == "pad":
+            return self._pad(instruction, operands, shapes)
+        return None
+
+    def _between(self, value: Any, shape: hm.Shape, place) -> Any:
+        cuts = self._cuts(value, shape.element_count)
+        if place is None or cuts is None:
+            return None
+        return ranges.normal(ranges.between(cuts, *place))
+
+    def _uniform(self, indices) -> list[int] | None:
+        """Give index operands as numbers, if they are known and the same on all devices."""
+        found = []
+        for index in indices:
+            if not isinstance(index, Exact) or index.array.size != 1:
+                return None
+            found.append(int(index.array.reshape(-1)[0]))
+        return found
+
+    def _concatenate(self, instruction, operands, shapes) -> Any:
+        places = ranges.read_ints(instruction.attribute("dimensions"))
+        dims = instruction.shape.dimensions
+        if len(places) != 1 or not 0 <= places[0] < len(dims) or any(
+                d != 1 for d in dims[:places[0]]):
+            return None
+        cuts: list[tuple[int, int]] = []
+        offset = 0
+        for operand, shape in zip(operands, shapes):
+            own = self._cuts(operand, shape.element_count)
+            if own is None:
+                return None
+            cuts += [(offset + stop, state) for stop, state in own]
+            offset += shape.element_count
+        if len(cuts) > ranges.MAX_RANGES or offset != instruction.shape.element_count:
+            return None
+        return ranges.normal(cuts)
+
+    def _update(self, operands, shapes, count) -> Any:
+        if len(operands) < 2:
+            return None
+        starts = self._uniform(operands[2:])
+        base = self._cuts(operands[0], count)
+        if base is None:
+            return None
+        place = None
+        first, update = shapes[0], shapes[1]
+        if starts is not None and len(starts) == len(first.dimensions) == len(update.dimensions):
+            starts = [max(0, min(a, d - s)) for a, d, s in zip(
+                starts, first.dimensions, update.dimensions)]
+            place = ranges.contiguous(first.dimensions, starts, update.dimensions)
+        inside = self._cuts(operands[1], update.element_count)
+        if place is None or inside is None:
+            state = self._all(operands[1:])
+            return ranges.normal([(s, self.states.refine(p, state)) for s, p in base])
+        if self._alike([p for _, p in (*base, *inside)]):
+            # A buffer filled piece by piece, as scan does, is not an array packed of several.
+            return self.states.refine(self._all(operands[:2]), self._all(operands[2:]))
+        cuts = ranges.between(base, 0, place[0])
+        cuts += [(place[0] + stop, state) for stop, state in inside]
+        cuts += [(place[1] + stop, state) for stop, state in ranges.between(base, place[1], count)]
+        return ranges.normal(cuts) if len(cuts) <= ranges.MAX_RANGES else None
+
+    def _alike(self, states) -> bool:
+        """Tell whether all states hold the same relations, whatever their causes."""
+        return len({self.states[s][:2] for s in states}) == 1
+
+    def _pad(self, instruction, operands, shapes) -> Any:
+        text = instruction.attribute("padding") or ""
+        parts = [tuple(map(int, p.split("_"))) for p in text.split("x")
+                 if re.fullmatch(r"-?\d{1,18}_-?\d{1,18}(_\d{1,18})?", p)]
+        dims = instruction.shape.dimensions
+        if len(parts) != len(dims) or any(
+                min(p) < 0 or len(p) == 3 and p[2] for p in parts) or len(operands) != 2:
+            return None
+        moved = [i for i, p in enumerate(parts) if p[0] or p[1]]
+        if len(moved) > 1 or moved and any(d != 1 for d in dims[:moved[0]]):
+            return None
+        cuts = self._cuts(operands[0], shapes[0].element_count)
+        if cuts is None:
+            return None
+        row = 1
+        for size in dims[(moved[0] + 1 if moved else 0):]:
+            row *= size
+        low = parts[moved[0]][0] * row if moved else 0
+        fill = self.collapse(operands[1])
+        if self._alike([fill] + [p for _, p in cuts]):
+            return self._all(operands)
+        found = [(low, fill)] + [(low + stop, state) for stop, state in cuts]
+        return ranges.normal(found + [(instruction.shape.element_count, fill)])

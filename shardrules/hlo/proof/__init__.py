@@ -1,0 +1,1 @@
+"""The proof: what each instruction does to that, and the verdict on each collective."""

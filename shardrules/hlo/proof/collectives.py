@@ -1,0 +1,386 @@
+"""Collectives: their kinds, groups, and what they do to the relation "same value on i and j".
+
+What each gives, and when it is *redundant* (every device could compute its result from its own
+operand):
+
+- all-reduce: a function of the group's operands in order. Redundant: operands equal in the group.
+- all-gather: as all-reduce. Redundant: operands equal in the group; it then repeats one shard.
+- reduce-scatter: of the operands in order and the position. Redundant: operands equal.
+- all-to-all: as reduce-scatter. Redundant: operands (of the tuple form: all of them) equal.
+- collective-permute: the source's operand, zeros for a device that is no target. Redundant: each
+  pair's operands equal.
+- collective-broadcast: the first member's operand. Redundant: operands equal.
+- ragged-all-to-all: as reduce-scatter, of all its operands. Never called redundant: where pieces
+  overlap the order of arrival decides.
+
+A group of one member moves nothing and is redundant. *Overwide* is meant for the kinds that can be
+split by axes: all-reduce, reduce-scatter, all-gather.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+
+from shardrules.hlo.reader import devices as hd
+from shardrules.hlo.reader import module as hm
+from shardrules.hlo.known import states as hs
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
+         "collective-broadcast", "ragged-all-to-all")
+OPCODES = {k + suffix: k for k in KINDS for suffix in ("", "-start")}
+_JOINS = ("all-reduce", "all-gather")
+OVERWIDE_KINDS = ("all-reduce", "reduce-scatter", "all-gather")
+
+# Reductions whose result doesn't depend on the order of the operands, bit for bit. Floats are not
+# among them, not even max and min: max(-0.0, 0.0) depends on the order.
+_ORDERLESS = frozenset("add multiply minimum maximum and or xor".split())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Channel:
+    """How one collective instruction connects devices.
+
+    Attributes:
+      kind: one of KINDS.
+      groups: the device groups; for a permute, the pairs' connected devices.
+      pairs: source and target devices of a permute, else None.
+      ordered: the result depends on the order of the group's members.
+      mesh: the mesh that the notation names, if it does.
+      reduction: the reduction's opcode, "" where it has none or is not a single operation.
+    """
+
+    kind: str
+    groups: hd.Groups
+    pairs: tuple[tuple[int, int], ...] | None
+    ordered: bool
+    mesh: hd.TextMesh | None
+    reduction: str
+
+
+def make_groups(rows: list[list[int]], relations: hd.Relations) -> hd.Groups:
+    """Make groups of flattened ids."""
+    labels = np.arange(relations.device_count)
+    members = [m for row in rows for m in row]
+    labels[members] = [row[0] for row in rows for _ in row]
+    return hd.Groups(tuple(tuple(r) for r in rows), relations.intern(labels),
+                     len(members) == relations.device_count)
+
+
+def read_channel(module: hm.Module, instruction: hm.Instruction, kind: str,
+                 relations: hd.Relations, partitions: int, replicas: int,
+                 cache: dict[Any, Any]) -> Channel:
+    """Read a collective's attributes.
+
+    Raises:
+      HloSyntaxError: its groups or pairs can't be read, or don't fit the module.
+    """
+    values: dict[str, tuple[str, int]] = {}
+    for key, start, end in instruction.attributes():
+        if key in ("replica_groups", "source_target_pairs", "channel_id",
+                   "use_global_device_ids", "to_apply"):
+            values[key] = (instruction.text[start:end], start)
+        elif key in ("metadata", "backend_config"):
+            break
+    channel = values.get("channel_id", ("0", 0))[0].strip() not in ("0", "")
+    text, place = values.get("replica_groups", ("{}", instruction.start))
+    flat = values.get("use_global_device_ids", ("false", 0))[0].strip() == "true"
+    try:
+        if kind == "collective-permute":
+            text, place = values.get("source_target_pairs", ("", instruction.start))
+            if not text:
+                raise hd.NotationError("a collective-permute without source_target_pairs")
+            key = (kind, text, channel)
+            if key not in cache:
+                cache[key] = _pairs(text, channel, relations, partitions, replicas)
+            groups, pairs = cache[key]
+            return Channel(kind, groups, pairs, True, None, "")
+        key = (kind in ("all-reduce", "all-gather", "reduce-scatter"), text, channel, flat)
+        if key not in cache:
+            rows, mesh = hd.read_groups(text)
+            if mesh is not None:
+                mode = "flattened" if partitions * replicas == mesh.devices.size else "bad"
+                if mode == "bad":
+                    raise hd.NotationError(f"a mesh of {mesh.devices.size} devices in a module "
+                                           f"for {partitions * replicas}")
+            elif key[0]:
+                if flat and not channel:
+                    raise hd.NotationError("use_global_device_ids without a channel_id")
+                mode = ("flattened" if flat else
+                        "cross_replica_and_partition" if channel else "cross_replica")
+            else:
+                mode = "cross_partition" if channel else "cross_replica"
+            flattened = hd.flatten_groups(rows, mode, partitions, replicas)
+            cache[key] = make_groups(flattened, relations), mesh
+        groups, mesh = cache[key]
+    except hd.NotationError as error:
+        raise hm.syntax_error(module.text, place,
+                              f"{instruction.opcode} {instruction.name!r}: {error}") from None
+    reduction = ""
+    ordered = True
+    if "to_apply" in values:
+        called = module.computations.get(values["to_apply"][0].lstrip("%"))
+        reduction = _reduction(called) if called else ""
+        ordered = not (kind == "all-reduce" and _orderless(reduction, instruction))
+    return Channel(kind, groups, None, ordered, mesh, reduction)
+
+
+def orderless(channel: Channel, instruction: hm.Instruction) -> bool:
+    """Tell whether a reduction gives the same bits in whatever order it takes its operands."""
+    return _orderless(channel.reduction, instruction)
+
+
+def _orderless(reduction: str, instruction: hm.Instruction) -> bool:
+    kinds = {leaf.element_type for leaf in instruction.shape.leaves()}
+    return reduction in _ORDERLESS and all(re.fullmatch(r"[su]\d+|pred", k) for k in kinds)
+
+
+def _reduction(computation: hm.Computation) -> str:
+    root = computation.instructions[computation.root]
+    plain = {computation.instructions[o].opcode for o in root.operands} == {"parameter"}
+    return root.opcode if plain and len(set(root.operands)) == 2 and len(
+        computation.instructions) == 3 else ""
+
+
+def _pairs(text: str, channel: bool, relations: hd.Relations, partitions: int, replicas: int):
+    rows, _ = hd.read_groups(text)
+    limit = partitions if channel else replicas
+    if any(len(r) != 2 for r in rows):
+        raise hd.NotationError(f"expected pairs {{{{0,1}},{{1,2}}}}, got {text[:60]!r}")
+    for member in (m for r in rows for m in r):
+        if member >= limit:
+            raise hd.NotationError(f"id {member} is beyond the {limit} that the module has")
+    if len({t for _, t in rows}) != len(rows):
+        raise hd.NotationError("a device is the target of two pairs")
+    if channel:
+        pairs = [(r * partitions + s, r * partitions + t)
+                 for r in range(replicas) for s, t in rows]
+    else:
+        pairs = [(s * partitions + p, t * partitions + p)
+                 for p in range(partitions) for s, t in rows]
+    relation = relations.merged(hd.DISTINCT, np.array(pairs, np.int64).reshape(-1, 2))
+    labels = relations.labels(relation)
+    members: dict[int, list[int]] = {}
+    for device in range(relations.device_count):
+        members.setdefault(int(labels[device]), []).append(device)
+    moved = {d for pair in pairs for d in pair}
+    groups = tuple(tuple(m) for m in members.values() if set(m) & moved)
+    return (hd.Groups(groups, relation, sum(map(len, groups)) == relations.device_count),
+            tuple(pairs))
+
+
+class Transfer:
+    """Applies collectives to states; remembers what it computed."""
+
+    def __init__(self, states: hs.States):
+        self.states = states
+        self.relations = states.relations
+        self._relations: dict[Any, int] = {}
+        self._states: dict[Any, int] = {}
+
+    def relation(self, channel: Channel, how: str, relation: int) -> int:
+        """Give the result's relation for an operand's.
+
+        Args:
+          how: ``join``, ``exchange``, ``permute`` or ``first``.
+        """
+        groups = channel.groups
+        # Groups of one relation may order their members differently, and permutes of one group
+        # may move them differently: the rows are part of the key.
+        rows = channel.pairs if how == "permute" else groups.rows
+        key = (how, channel.ordered, relation, id(rows))
+        known = self._relations.get(key)
+        if known is not None:
+            return known[0]
+        labels = self.relations.labels(relation)
+        count = self.relations.device_count
+        found = np.arange(count) + 2 * count  # a device in no group: its own
+        if how == "permute":
+            found = np.full(count, -1)  # a device that is no target: zeros
+            for source, target in rows:
+                found[target] = labels[source]
+        elif how == "first":
+            for row in rows:
+                found[list(row)] = labels[row[0]]
+        elif groups.matrix is not None:
+            seen = labels[groups.matrix]
+            if how == "join" and not channel.ordered:
+                seen = np.sort(seen, axis=1)
+            classes: dict[Any, int] = {}
+            numbers = np.array([[classes.setdefault(row.tobytes(), len(classes))]
+                                for row in np.ascontiguousarray(seen)])
+            if how == "join":
+                found[groups.matrix] = numbers
+            else:
+                width = groups.matrix.shape[1]
+                found[groups.matrix] = numbers * width + np.arange(width) + 4 * count
+        elif rows:
+            classes = {}
+            for row in rows:
+                seen = labels[list(row)]
+                if how == "join" and not channel.ordered:
+                    seen = np.sort(seen)
+                number = classes.setdefault(seen.tobytes(), len(classes))
+                if how == "join":
+                    found[list(row)] = number
+                else:
+                    width = groups.size
+                    found[list(row)] = number * width + np.arange(len(row)) + 4 * count
+        result = self.relations.intern(found)
+        self._relations[key] = (result, rows)  # holds rows, so that its id stays its own
+        return result
+
+    def state(self, channel: Channel, how: str, state: int, guard: int, what: str) -> int:
+        """Give the result's state.
+
+        Args:
+          guard: the state of the predicates under which the collective runs.
+          what: the collective, for reasons.
+        """
+        rows = channel.pairs if how == "permute" else channel.groups.rows
+        key = (how, channel.ordered, state, guard, id(rows), what if how == "exchange" else "")
+        known = self._states.get(key)
+        if known is not None:
+            return known[0]
+        old, rules = self.states[state], self.states[guard]
+        proven = self.relation(channel, how, old.proven)
+        hoped = self.relation(channel, how, old.hoped)
+        # An exchange makes every position differ; what the operands add shows as in a join.
+        plain = "join" if how == "exchange" else how
+        causes = [(self.relation(channel, plain, r), c) for r, c in old.causes]
+        if how == "exchange":
+            cause = hs.Cause(what, "gives each position its own piece")
+            causes += [(self.relation(channel, how, hd.EQUAL), cause), (hoped, cause)]
+        elif how == "permute":
+            causes.append((hoped, hs.Cause(what, "moves data between devices")))
+        elif old.causes:
+            causes.append((hoped, old.causes[-1][1]))
+        elif hoped != hd.EQUAL:
+            causes.append((hoped, hs.Cause(what, "leaves devices out of its groups")))
+        if not self.uniform(rules.proven, channel):
+            proven = hd.DISTINCT
+        if not self.uniform(rules.hoped, channel):
+            hoped = hd.DISTINCT
+            causes.append((hoped, hs.Cause(what, "runs under a predicate that differs within a "
+                                                 "group")))
+        result = self.states.intern(hs.State(
+            proven, hoped, self.states.causes(causes),
+            hs._union(old.blockers, rules.blockers if proven == hd.DISTINCT else ()),
+            hs._union(old.supports, rules.supports)))
+        self._states[key] = (result, rows)
+        return result
+
+    def uniform(self, relation: int, channel: Channel) -> bool:
+        """Tell whether the members of every group are equal."""
+        return self.relations.refines(channel.groups.relation, relation)
+
+
+def result_how(kind: str) -> str:
+    """Give the way in which a kind transforms relations."""
+    if kind in _JOINS:
+        return "join"
+    return {"collective-permute": "permute", "collective-broadcast": "first"}.get(
+        kind, "exchange")
+
+
+# -- accounts -------------------------------------------------------------------------------------
+
+
+def phase_of(op_name: str) -> str:
+    """Tell the phase from an op_name; XLA joins two names into one with ';' or ' '."""
+    if not op_name:
+        return "unknown"
+    found = set()
+    for part in re.split(r";|\s(?=\w+\()", op_name):
+        if "rematted_computation" in part:
+            found.add("recompute")
+        elif "transpose(" in part:
+            found.add("backward")
+        else:
+            found.add("forward")
+    return found.pop() if len(found) == 1 else "mixed"
+
+
+def find_phase(module: hm.Module, computation: hm.Computation, position: int,
+               op_name: str) -> str:
+    """Tell an instruction's phase, from its operands' or users' op_names where it has none."""
+    if op_name:
+        return phase_of(op_name)
+    phases: set[str] = set()
+    queue = list(computation.instructions[position].operands)
+    seen = set(queue)
+    while queue and len(seen) < 64:
+        current = computation.instructions[queue.pop(0)]
+        phase = phase_of(module.metadata(current).op_name)
+        if phase != "unknown" and current.opcode != "parameter":
+            phases.add(phase)
+            continue
+        for operand in current.operands:
+            if operand not in seen:
+                seen.add(operand)
+                queue.append(operand)
+    if not phases:
+        return "unknown"
+    return phases.pop() if len(phases) == 1 else "mixed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective instruction (or one operand of a combined one).
+
+    Attributes:
+      kind: ``"all-reduce"`` and so on, without ``-start``.
+      opcode: as printed.
+      name: the instruction's name.
+      computation: the name of the computation that holds it.
+      operand: which of its operands this is.
+      axes: the mesh axes it runs over, None where the mesh or a product of axes isn't known.
+      groups: flattened device ids, as the collective orders them.
+      pairs: a permute's source and target ids, else None.
+      reduction: ``"add"`` and so on; ``""`` for none.
+      operand_bytes: bytes of this operand on one device.
+      element_type: of the operand.
+      phase: ``forward``, ``backward``, ``recompute``, ``mixed`` or ``unknown``.
+      loop_depth: how many while loops stand around it.
+      trip_count: how often it runs in one execution; None where a loop's count isn't known.
+      op_name: JAX's name for it.
+      source: the innermost source line, None where the text has none.
+      frames: all source lines, innermost first.
+    """
+
+    kind: str
+    opcode: str
+    name: str
+    computation: str
+    operand: int
+    axes: tuple[str, ...] | None
+    groups: tuple[tuple[int, ...], ...]
+    pairs: tuple[tuple[int, int], ...] | None
+    reduction: str
+    operand_bytes: int
+    element_type: str
+    phase: str
+    loop_depth: int
+    trip_count: int | None
+    op_name: str
+    frames: tuple[hm.Frame, ...] = ()
+
+    @property
+    def source(self) -> hm.Frame | None:
+        """Give the innermost source line."""
+        return self.frames[0] if self.frames else None
+
+    @property
+    def group_size(self) -> int:
+        """Count the members of the largest group."""
+        return max(map(len, self.groups), default=0)
+
+    def over(self) -> str:
+        """Say over what it runs, for people."""
+        if self.axes is not None:
+            return "over " + ",".join(self.axes) if self.axes else "over groups of one device"
+        shown = ",".join("{" + ",".join(map(str, g)) + "}" for g in self.groups[:4])
+        return f"over groups {{{shown}{',...' if len(self.groups) > 4 else ''}}}"

@@ -1,0 +1,285 @@
+"""Loops and branches in the proof."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shardrules.hlo.proof import collectives as hc
+from shardrules.hlo.proof import loops
+from shardrules.hlo.reader import module as hm
+from shardrules.hlo.known import states as hs
+from shardrules.hlo.known.ranges import Exact
+from shardrules.hlo.known.values import Values
+
+_MAX_STEPS = 12  # iterations of a loop that are followed one by one
+
+
+class Control(Values):
+    """The part of the proof that evaluates while and conditional."""
+
+    module: hm.Module
+
+    def _called(self, instruction, key: str) -> hm.Computation | None:
+        name = (instruction.attribute(key) or "").lstrip("%")
+        return self.module.computations.get(name)
+
+    def _while(self, computation, position, instruction, operands, guard):
+        condition = self._called(instruction, "condition")
+        body = self._called(instruction, "body")
+        if condition is None or body is None or len(operands) != 1:
+            return self._blocked(hs.Blocker(f"while {instruction.name!r} without a condition or "
+                                            "a body"), operands)
+        trips = self._trip_counts.get((computation.name, position), -1)
+        if trips == -1:
+            trips = self._trip_counts[computation.name, position] = loops.trip_count(
+                self.module, computation, instruction)
+        if trips is not None:
+            found = self._unrolled(condition, body, operands[0], guard, trips)
+            if found is not None:
+                return found
+        else:
+            found = self._stepped(condition, body, operands[0], guard)
+            if found is not None:
+                return found
+        carry = operands[0]
+        inner = guard
+        for step in range(64):
+            before = inner
+            predicate = self.collapse(self.evaluate(condition, (carry,), inner))
+            if trips is None:
+                inner = self.states.refine(inner, predicate)
+            out = self.evaluate(body, (carry,), inner)
+            joined = self.join(carry, out)
+            if joined == carry and inner == before:
+                if trips is not None:  # what a loop gives that is known to run is what body gives
+                    return out if trips else operands[0]
+                return self._keep(body, carry, self._diverged(carry, predicate))
+            carry = joined
+            if step >= 32:  # a chain of carries: take them all together
+                carry = self.with_state(carry, self.collapse(carry))
+        return self._blocked(hs.Blocker(f"while {instruction.name!r} reached no fixpoint"),
+                             operands)
+
+    def _unrolled(self, condition, body, carry: Any, guard: int, trips: int) -> Any:
+        """Follow a loop of known trip count until its carry's states repeat; None if too long.
+
+        What a carry starts as doesn't matter after the iteration that replaces it: a carry that
+        starts sharded and is summed in each iteration comes out equal.
+        """
+        history = [carry]
+        seen = {carry: 0}
+        for step in range(1, min(trips, _MAX_STEPS) + 1):
+            self.evaluate(condition, (carry,), guard)  # for the collectives in it
+            carry = self._forget(carry, self.evaluate(body, (carry,), guard))
+            if carry in seen:
+                start = seen[carry]
+                return history[start + (trips - start) % (step - start)]
+            seen[carry] = step
+            history.append(carry)
+        if trips > _MAX_STEPS:
+            return None
+        self.evaluate(condition, (carry,), guard)  # it runs once more than the body
+        return carry
+
+    def _stepped(self, condition, body, carry: Any, guard: int) -> Any:
+        """Follow a loop whose predicate is known on every device; None where it isn't."""
+        settling = _settling(body, self._deterministic)
+        for step in range(_MAX_STEPS + 1):
+            predicate = self.evaluate(condition, (carry,), guard)
+            if not isinstance(predicate, Exact) or predicate.array[0].size != 1:
+                return None
+            running = predicate.array.reshape(-1)
+            if not running.any():
+                return carry
+            guard = self.states.refine(guard, predicate.state)
+            following = self._keep(body, carry, self.evaluate(body, (carry,), guard))
+            chosen = self.choose(Exact(predicate.state, running.astype(np.int64), False),
+                                 [carry, following])
+            chosen = self._keep(body, carry, chosen)
+            if isinstance(carry, tuple) and isinstance(chosen, tuple):
+                chosen = tuple([
+                    before if self._settled(body, settling.get(k), step, guard) else after
+                    for k, (before, after) in enumerate(zip(carry, chosen))])
+            carry = chosen
+        return None
+
+    def _settled(self, body: hm.Computation, settling, step: int, guard: int) -> bool:
+        """Tell whether an element is after so many steps what each further step makes of it."""
+        if settling is None or settling[0] > step:
+            return False
+        proven = self.states[guard].proven
+        channels = [self._channels.get((body.name, p)) for p in settling[1]]
+        return all(c is not None and self.transfer.uniform(proven, c) for c in channels)
+
+    def _keep(self, body: hm.Computation, carry: Any, out: Any) -> Any:
+        """Put back the elements that a loop's body passes on: they stay, whoever leaves when."""
+        if not isinstance(carry, tuple) or not isinstance(out, tuple) or len(carry) != len(out):
+            return out
+        return tuple([c if _passed(body, k) == k else o
+                      for k, (c, o) in enumerate(zip(carry, out))])
+
+    def _forget(self, before: Any, after: Any) -> Any:
+        """Replace numbers that an iteration changes, as a counter, by their states."""
+        if isinstance(after, Exact) and after != before:
+            return after.state
+        if isinstance(after, tuple) and isinstance(before, tuple) and len(before) == len(after):
+            return tuple([self._forget(x, y) for x, y in zip(before, after)])
+        return after
+
+    def _diverged(self, value: Any, predicate: int) -> Any:
+        """Refine what a loop or branch gives by its predicate; known numbers stay known."""
+        if not predicate or isinstance(value, Exact):
+            return value
+        if isinstance(value, tuple):
+            return tuple([self._diverged(v, predicate) for v in value])
+        return self.with_state(value, predicate)
+
+    def _conditional(self, computation, position, instruction, operands, guard):
+        branches = [self.module.computations[c] for c in instruction.calls]
+        if not operands or len(operands) != len(branches) + 1:
+            return self._blocked(hs.Blocker(f"conditional {instruction.name!r} has "
+                                            f"{len(branches)} branches and {len(operands)} "
+                                            "operands"), operands)
+        shape = computation.instructions[instruction.operands[0]].shape
+        which = operands[0]
+        state = self.collapse(which)
+        inner = self.states.refine(guard, state)
+        results = [self.evaluate(b, (v,), inner) for b, v in zip(branches, operands[1:])]
+        if isinstance(which, Exact) and not shape.dimensions:
+            # A predicate's branch 0 is its true one.
+            numbers = which.array.reshape(-1)
+            if shape.element_type == "pred":
+                numbers = np.where(numbers, 0, 1)
+            found = self._chosen(computation, instruction, branches, which, numbers, results)
+        else:
+            found = results[0]
+            for result in results[1:]:
+                found = self.join(found, result)
+            found = self.with_state(found, state)
+        if not isinstance(found, tuple):
+            return found
+        found = list(found)
+        for index in range(len(found)):
+            origins = {_origin(computation, o, b, index)
+                       for b, o in zip(branches, instruction.operands[1:])}
+            if len(origins) == 1 and None not in origins:  # all branches pass on one thing
+                first = results[0]
+                found[index] = first[index] if isinstance(first, tuple) else found[index]
+        return tuple(found)
+
+    def _chosen(self, computation, instruction, branches, which: Exact, numbers, results) -> Any:
+        """Give what each device's branch gives; branches that pass on one thing are one branch."""
+        numbers = np.asarray(numbers).astype(np.int64)
+        last = len(results) - 1
+        numbers = np.where((numbers < 0) | (numbers > last), last, numbers)
+        widths = {len(r) if isinstance(r, tuple) else -1 for r in results}
+        if len(widths) > 1 or -1 in widths:
+            return self.choose(Exact(which.state, numbers, False), results)
+        found = []
+        for index in range(widths.pop()):
+            first: dict[Any, int] = {}
+            same = [first.setdefault(_origin(computation, o, b, index) or ("branch", n), n)
+                    for n, (b, o) in enumerate(zip(branches, instruction.operands[1:]))]
+            found.append(self.choose(Exact(which.state, np.array(same)[numbers], False),
+                                     [r[index] for r in results]))
+        return tuple(found)
+
+
+def _origin(computation: hm.Computation, operand: int, branch: hm.Computation,
+            index: int) -> Any:
+    """Say what a branch returns as element ``index``: the caller's instruction, or a constant.
+
+    None where the branch computes it.
+    """
+    root = branch.instructions[branch.root]
+    if root.opcode == "tuple" and index < len(root.operands):
+        result = _behind_copies(branch, root.operands[index])
+        if branch.instructions[result].opcode == "constant":
+            constant = branch.instructions[result]
+            return "constant", constant.shape, constant.literal
+    element = _passed(branch, index)
+    packed = computation.instructions[operand]
+    if element is None or packed.opcode != "tuple" or element >= len(packed.operands):
+        return None
+    return "passed", _behind_copies(computation, packed.operands[element])
+
+
+def _behind_copies(computation: hm.Computation, position: int) -> int:
+    while computation.instructions[position].opcode == "copy":
+        position = computation.instructions[position].operands[0]
+    return position
+
+
+def _settling(body: hm.Computation, pure) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """Find the elements of a loop's carry that stop changing, however long the loop goes on.
+
+    An element that the body passes on never changes; one that is a deterministic function of
+    those is the same after every iteration but the first, and so on.
+
+    Returns:
+      For each such element after how many iterations, and the places in the body of the
+      collectives through which it goes.
+    """
+    root = body.instructions[body.root]
+    if root.opcode != "tuple":
+        return {}
+    needs: dict[int, tuple[set[int], tuple[int, ...]]] = {}
+    for index, result in enumerate(root.operands):
+        found = _needs(body, result, pure)
+        if found is not None:
+            needs[index] = found
+    settled: dict[int, tuple[int, tuple[int, ...]]] = {
+        k: (0, ()) for k in range(len(root.operands)) if _passed(body, k) == k}
+    while True:
+        ready = [k for k in needs if k not in settled and needs[k][0] <= set(settled)]
+        if not ready:
+            return settled
+        fresh = {}
+        for k in ready:
+            own = [settled[e] for e in needs[k][0]]
+            fresh[k] = (1 + max((count for count, _ in own), default=0),
+                        tuple(sorted({*needs[k][1], *(p for _, ps in own for p in ps)})))
+        settled.update(fresh)
+
+
+def _needs(body: hm.Computation, result: int, pure) -> tuple[set[int], tuple[int, ...]] | None:
+    """List a carry's elements of which a result is a deterministic function; None if it isn't."""
+    elements: set[int] = set()
+    collectives = []
+    stack, seen = [result], {result}
+    while stack:
+        position = stack.pop()
+        instruction = body.instructions[position]
+        if instruction.opcode == "get-tuple-element" and body.instructions[
+                instruction.operands[0]].opcode == "parameter":
+            text = instruction.attribute("index") or ""
+            if not text.isdigit() or len(text) > 9:
+                return None
+            elements.add(int(text))
+            continue
+        if instruction.opcode in hc.KINDS:
+            collectives.append(position)
+        elif instruction.opcode == "parameter" or not pure(instruction):
+            return None
+        fresh = [o for o in instruction.operands if o not in seen]
+        seen.update(fresh)
+        stack.extend(fresh)
+    return elements, tuple(sorted(collectives))
+
+
+def _passed(computation: hm.Computation, index: int) -> int | None:
+    """Give the parameter's element that a computation returns unchanged as element ``index``."""
+    root = computation.instructions[computation.root]
+    if root.opcode != "tuple" or index >= len(root.operands):
+        return None
+    instruction = computation.instructions[root.operands[index]]
+    while instruction.opcode == "copy" and instruction.operands:
+        instruction = computation.instructions[instruction.operands[0]]
+    if instruction.opcode != "get-tuple-element" or len(instruction.operands) != 1:
+        return None
+    if computation.instructions[instruction.operands[0]].opcode != "parameter":
+        return None
+    text = instruction.attribute("index") or ""
+    return int(text) if text.isdigit() and len(text) < 10 else None

@@ -1,0 +1,209 @@
+"""What a custom call does to the relation: its tag, then the registry, then XLA's own targets."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from shardrules import errors
+from shardrules.registry import axistypes
+from shardrules.hlo.known import states as hs
+from shardrules.hlo.reader.module import Instruction, Metadata, Module
+
+LOCAL = "a function of its operands on each device"
+
+# Targets that XLA itself emits, or JAX for its own numerical routines, each with what it does. A
+# wrong entry here is a wrong proof: an entry needs a reason that holds for every use of the target.
+OWN_TARGETS: dict[str, str] = {
+    "AssumeGatherIndicesInBound": "passes its operand on (TPU: a promise about gather indices)",
+    "GatherScatterIndicesBitpacked": "packs gather or scatter indices (TPU)",
+    "ConcatBitcast": "places its operands side by side in one buffer (TPU)",
+    "MoveToHost": "copies its operand to host memory",
+    "MoveToDevice": "copies its operand to device memory",
+    "annotate_device_placement": "passes its operand on; names a memory space",
+    "LayoutConstraint": "passes its operand on; fixes a layout",
+    "X64SplitLow": "takes the low words of 64-bit numbers",
+    "X64SplitHigh": "takes the high words of 64-bit numbers",
+    "X64Combine": "joins low and high words",
+    "PadToStatic": "pads a dynamic array to its bound",
+    "SliceToDynamic": "cuts an array to a dynamic size",
+    "TopK": "the largest elements and their places",
+    "ApproxTopK": "approximately largest elements, chosen by the operands alone",
+    "PartialReduce": "a reduction in bins (TPU: approximate top-k)",
+    "__gpu$TopK": "the largest elements and their places",
+    "__cub$DeviceRadixSort": "sorts; radix sort is stable",
+    "cu_threefry2x32": "a counter-based random generator: a function of key and counter",
+    "cu_threefry2x32_ffi": "a counter-based random generator: a function of key and counter",
+    "Cholesky": "a matrix factorization", "LuDecomposition": "a matrix factorization",
+    "Qr": "a matrix factorization", "QrDecomposition": "a matrix factorization",
+    "Eigh": "an eigendecomposition",
+    "ProductOfElementaryHouseholderReflectors": "a product of its operands",
+}
+_OWN_PREFIXES: dict[str, str] = {
+    "__cublas$": "a matrix product by cuBLAS", "__cudnn$": "a convolution, norm or attention by "
+    "cuDNN; dropout takes its seed from the operands or the configuration",
+    "lapack_": "a factorization by LAPACK", "blas_": "a triangular solve by BLAS",
+    "cusolver_": "a factorization by cuSOLVER", "cublas_": "a batched factorization by cuBLAS",
+    "cusparse_": "a tridiagonal solve by cuSPARSE", "__onednn$": "a matrix product by oneDNN",
+}
+# Its contents are whatever lay there, so it is equal only because nothing reads them.
+UNINITIALISED = {
+    "AllocateBuffer": "an uninitialised buffer: assumed to be overwritten before it is read"}
+
+# A TPU collective that is spread over fusions: a start, perhaps steps, a done, each of which holds
+# the collective again, under one `chain_id`. Only the done's is what the program computes with.
+ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+
+# Targets under which many kernels run: the target alone says nothing.
+SHARED_TARGETS = frozenset((
+    "tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu_v2",
+    "mosaic_gpu", "xla_python_cpu_callback", "xla_ffi_python_cpu_callback",
+    "xla_ffi_partitioned_python_cpu_callback", "xla_python_gpu_callback",
+    "xla_ffi_python_gpu_callback", "xla_ffi_partitioned_python_gpu_callback"))
+
+_ATTRIBUTE = re.compile(
+    r'([\w.\-]+)\s*=\s*("(?:[^"\\]|\\.)*"|\{[^{}]*\}|[^",{}]+(?:,(?!\s*[\w.\-]+\s*=)[^",{}=]*)*)')
+_NAME = re.compile(r'(?<![\w.])(?:kernel_name|name)"?\s*[=:]\s*"((?:[^"\\]|\\.)*)"')
+_PALLAS = re.compile(r"pallas_call\[.*?\bname=([\w.<>\-]+)")
+
+
+def frontend_attributes(text: str | None) -> dict[str, str]:
+    """Read ``{a="x",b=y}``, values quoted or not."""
+    if not text:
+        return {}
+    found: dict[str, str] = {}
+    inner = text[1:-1] if text.startswith("{") else text
+    for key, value in _ATTRIBUTE.findall(inner):
+        value = value.strip()
+        if value[:1] == '"':
+            value = re.sub(r"\\(.)", r"\1", value[1:-1])
+        found[key] = value
+    return found
+
+
+def kernel_name(instruction: Instruction, target: str, tag: dict[str, str],
+                metadata: Metadata) -> str | None:
+    """Find the kernel's name: in the tag, the backend config or the op's name."""
+    if tag.get("shardrules.kernel"):
+        return tag["shardrules.kernel"]
+    if target not in SHARED_TARGETS:
+        return target
+    config = instruction.attribute("backend_config")
+    if config:
+        if config.startswith('"'):
+            config = re.sub(r"\\(.)", r"\1", config[1:-1])
+        # The bytes of a kernel's body come in quotes as well and may hold anything; a name is
+        # taken only from a key that stands outside of them.
+        outside = re.sub(r'((?:\bir|"?body"?|\bmodule|\bopaque)\s*[=:]\s*)"(?:[^"\\]|\\.)*"',
+                         r'\1""', config)
+        found = _NAME.search(outside)
+        if found and found[1]:
+            return found[1]
+    for key in ("kernel_name", "name"):
+        if tag.get(key):
+            return tag[key]
+    found = _PALLAS.search(metadata.op_name)
+    return found[1] if found else None
+
+
+def read_mesh(text: str) -> dict[str, int] | None:
+    """Read a tag's ``data=4,model=2``; None where it is not of that form."""
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.strip().partition("=")
+        if not equals or not name or not re.fullmatch(r"[1-9]\d{0,8}", size) or name in axes:
+            return None
+        axes[name] = int(size)
+    return axes or None
+
+
+class Resolution:
+    """What was found out about one custom call.
+
+    Attributes:
+      effects: one for each output, or None: unknown, for the reason that ``blocker`` gives.
+      support: what the effects rest on.
+      mesh: the tag's mesh.
+      blocker: set where effects is None.
+    """
+
+    __slots__ = ("effects", "support", "mesh", "blocker")
+
+    def __init__(self, effects, support, mesh, blocker):
+        self.effects = effects
+        self.support = support
+        self.mesh = mesh
+        self.blocker = blocker
+
+
+def resolve(module: Module, instruction: Instruction, registry: Any) -> Resolution:
+    """Ask the tag, the registry and the table, in this order."""
+    target = (instruction.attribute("custom_call_target") or "").strip('"')
+    attributes = frontend_attributes(instruction.attribute("frontend_attributes"))
+    outputs = (len(instruction.shape.elements) if instruction.shape.elements is not None else 1)
+    metadata = module.metadata(instruction)
+    kernel = kernel_name(instruction, target, attributes, metadata)
+    where = metadata.op_name
+    if metadata.frames:
+        where = f"{where} ({metadata.frames[0]})" if where else str(metadata.frames[0])
+    shown = f"custom call {target!r}"
+    if kernel and kernel != target:
+        shown += f" (kernel {kernel!r})"
+    elif not kernel:
+        shown += " (kernel without a name)"
+
+    def unknown(why: str, mesh=None) -> Resolution:
+        return Resolution(None, None, mesh, hs.Blocker(f"{shown} {why}", kernel, target, where))
+
+    if "shardrules.effects" in attributes:
+        mesh_text = attributes.get("shardrules.mesh", "")
+        mesh = read_mesh(mesh_text) if mesh_text else None
+        text = attributes["shardrules.effects"]
+        try:
+            effects = axistypes.parse_effects(text)
+        except errors.ShardrulesError:
+            return unknown(f"has a tag that can't be read, {text!r}", mesh)
+        if len(effects) != outputs:
+            return unknown(f"has a tag for {len(effects)} outputs, but {outputs} outputs", mesh)
+        axes = [a for e in effects for a in e.axes]
+        needs = any(e.kind in ("join", "exchange", "typed") for e in effects)
+        if needs and mesh is None:
+            return unknown(f"has a tag with mesh axes but no usable mesh, {mesh_text!r}")
+        if mesh is not None and not set(axes) <= set(mesh):
+            return unknown(f"has a tag for axes that its mesh {mesh_text!r} lacks, {text!r}", mesh)
+        if any(e.kind == "unknown" for e in effects) and len(effects) == 1:
+            return unknown("is tagged 'unknown': it has no rule", mesh)
+        status = attributes.get("shardrules.status", "declared")
+        if status not in ("audited", "declared"):
+            status = "declared"
+        name = kernel or target
+        return Resolution(effects, hs.Support(repr(name), "tag", status, text), mesh,
+                          hs.Blocker(f"{shown} is tagged 'unknown' for an output", kernel, target,
+                                     where))
+    if registry is not None:
+        for name in dict.fromkeys(n for n in (kernel, target) if n):
+            if name in SHARED_TARGETS and name != kernel:
+                continue  # a rule for the target would hold for everybody's kernels
+            found = registry.find(name)
+            if found is None:
+                continue
+            effects = found.rule.effects(outputs)
+            if effects is None:
+                return unknown("has a rule that needs the operands' types, which text doesn't "
+                               "hold; compile it with shardrules installed")
+            if len(effects) != outputs:
+                return unknown(f"has a rule for {len(effects)} outputs, but {outputs} outputs")
+            detail = f"{axistypes.format_effects(effects)}, {found.status} at {found.where}"
+            return Resolution(tuple(effects), hs.Support(repr(name), "rule", found.status, detail),
+                              None, hs.Blocker(f"{shown} has a rule that says 'unknown'", kernel,
+                                               target, where))
+    if target in UNINITIALISED:
+        return Resolution((axistypes.Effect("local"),) * outputs,
+                          hs.Support(repr(target), "table", "built in", UNINITIALISED[target]),
+                          None, None)
+    own = OWN_TARGETS.get(target)
+    if own is None:
+        own = next((why for p, why in _OWN_PREFIXES.items() if target.startswith(p)), None)
+    if own is not None:
+        return Resolution((axistypes.Effect("local"),) * outputs, None, None, None)
+    return unknown("has no rule")

@@ -1,0 +1,179 @@
+"""Where the proof starts: the number of devices, the mesh, the entry parameters' states."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Sequence
+
+import numpy as np
+
+from shardrules import errors
+from shardrules.hlo.proof import customcalls
+from shardrules.hlo.reader import devices as hd
+from shardrules.hlo.reader import module as hm
+from shardrules.hlo.reader import shardings
+from shardrules.hlo.known import states as hs
+
+MAX_DEVICES = 1 << 20
+_TAG_MESH = re.compile(r'shardrules\.mesh\s*=\s*(?:"([^"]*)"|([^}"]*?)(?=,\s*[\w.]+=[^,]*"|\}|$))')
+_TEXT_MESH = re.compile(r"(?:replica_groups=|sharding=\{)(?=mesh\[')")
+
+
+def device_counts(module: hm.Module, mesh_size: int | None) -> tuple[int, int]:
+    """Give partitions and replicas.
+
+    A header without either (dumps of old versions) leaves them to the mesh, else to the largest
+    device that a group or sharding names.
+    """
+    found, replicas = module.num_partitions or 1, module.replica_count or 1
+    if module.num_partitions is None and module.replica_count is None:
+        found, replicas = _counts_in_text(module, mesh_size)
+    if found * replicas > MAX_DEVICES:
+        raise errors.HloError(
+            f"module {module.name!r} is for {found * replicas} devices, more than the "
+            f"{MAX_DEVICES} that this verifier takes; is the text damaged?",
+            device_count=found * replicas)
+    return found, replicas
+
+
+def _counts_in_text(module: hm.Module, mesh_size: int | None) -> tuple[int, int]:
+    found = mesh_size or 1
+    replicas = 1
+    if mesh_size is None:
+        for computation in module.computations.values():
+            for i in computation.instructions:
+                key = None
+                if i.opcode.startswith(("all-", "reduce-scatter", "collective-", "ragged-all")):
+                    key = ("source_target_pairs" if i.opcode.startswith("collective-permute")
+                           else "replica_groups")
+                elif i.opcode == "parameter" and computation.is_entry:
+                    key = "sharding"
+                value = i.attribute(key) if key else None
+                if not value:
+                    continue
+                try:
+                    if key == "sharding":
+                        sizes = re.search(r"devices=(\[[\d,]*\])", value)
+                        count = int(np.prod(hm_ints(sizes[1]))) if sizes else 1
+                    else:
+                        rows, _ = hd.read_groups(value)
+                        count = max([m + 1 for r in rows for m in r], default=1)
+                except (hd.NotationError, OverflowError):
+                    continue
+                if key != "sharding" and i.attribute("channel_id") is None:
+                    replicas = max(replicas, count)
+                else:
+                    found = max(found, count)
+    return found, replicas
+
+
+def hm_ints(text: str) -> list[int]:
+    """Read the numbers of ``[4,1,2]``."""
+    return [int(n) for n in re.findall(r"\d{1,9}", text)]
+
+
+def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
+    """Find a mesh that the text names, in a tag or in the mesh notation; None if none fits."""
+    text = module.text
+    if "shardrules.mesh" in text:
+        for found in _TAG_MESH.finditer(text):
+            mesh = customcalls.read_mesh(found[1] if found[1] is not None else found[2] or "")
+            if mesh and int(np.prod(list(mesh.values()), dtype=np.float64)) == device_count:
+                return mesh
+    if "mesh['" in text:
+        for found in _TEXT_MESH.finditer(text):
+            try:
+                named, _ = hd.read_mesh(text[found.end():found.end() + 4096])
+            except hd.NotationError:
+                continue
+            if named.devices.size == device_count and named.is_row_major:
+                return dict(named.axes)
+    return None
+
+
+def parameter_values(module: hm.Module, states: hs.States, partitions: int, replicas: int,
+                     given: Sequence[str | None] | None) -> list[Any]:
+    """Give the entry parameters' values by their shardings.
+
+    Args:
+      given: shardings by parameter number, for parameters that have none in the text.
+
+    Raises:
+      HloError: ``given`` does not have one entry for each parameter.
+    """
+    parameters = module.entry.parameters
+    if given is not None and len(given) != len(parameters):
+        raise errors.HloError(
+            f"parameter_shardings has {len(given)} entries, but module {module.name!r} has "
+            f"{len(parameters)} parameters; give one for each (None where it isn't known), pruned "
+            "arguments left out.", given=len(given), parameters=len(parameters))
+    count = states.relations.device_count
+    replica = np.arange(count) // partitions
+    values: list[Any] = []
+    for number, instruction in enumerate(parameters):
+        attributes = {k: instruction.text[a:b] for k, a, b in instruction.attributes()}
+        text = attributes.get("sharding") or (given[number] if given is not None else None)
+        op_name = module.metadata(instruction).op_name
+        what = f"parameter {number}" + (f" ({op_name})" if op_name else "")
+        leaves = instruction.shape.leaves()
+        shared = [w == "true" for w in re.findall(
+            r"true|false", attributes.get("parameter_replication", ""))]
+        if len(shared) != len(leaves):
+            shared = [False] * len(leaves)
+        if text is None and partitions == 1:
+            text = "{replicated}"
+        if text is None:
+            state = states.blocked(hs.Blocker(
+                f"{what} has no sharding in the text (pass parameter_shardings=)"))
+            values.append(state)
+            continue
+        parts = shardings.split_tuple_sharding(text)
+        if len(parts) == 1 and len(leaves) > 1:
+            parts = parts * len(leaves)
+        found = []
+        for leaf in range(len(leaves)):
+            try:
+                if len(parts) != len(leaves):
+                    raise hd.NotationError(f"{len(parts)} shardings for {len(leaves)} arrays")
+                sharding = shardings.read_sharding(parts[leaf], partitions)
+            except hd.NotationError as error:
+                found.append(states.blocked(hs.Blocker(
+                    f"{what} has a sharding that doesn't say what is equal ({error})")))
+                continue
+            name = what if len(leaves) == 1 else f"{what} element {leaf}"
+            if sharding.tiles is None:
+                found.append(states.source(hd.DISTINCT, hs.Cause(
+                    name, f"has sharding {parts[leaf]}, under which each device has its own")))
+                continue
+            tiles = np.array(sharding.tiles)[np.arange(count) % partitions]
+            if replicas > 1 and not shared[leaf]:
+                tiles = tiles + replica * partitions
+            found.append(states.source(
+                states.relations.intern(tiles),
+                hs.Cause(name, "is sharded", f"as {parts[leaf]}")))
+        values.append(_tree(instruction.shape, found))
+    return values
+
+
+def _tree(shape: hm.Shape, leaves: list[Any]) -> Any:
+    if shape.elements is None:
+        return leaves[0]
+    iterator = iter(leaves)
+
+    def build(part: hm.Shape, depth: int) -> Any:
+        if part.elements is None:
+            return next(iterator)
+        return tuple([build(e, depth + 1) for e in part.elements])
+    if _depth(shape) > 100:
+        return max(leaves)  # no real parameter nests so deep; one state of many is not safe
+    return build(shape, 0)
+
+
+def _depth(shape: hm.Shape) -> int:
+    deepest = 0
+    stack = [(shape, 0)]
+    while stack:
+        part, depth = stack.pop()
+        deepest = max(deepest, depth)
+        stack.extend((e, depth + 1) for e in part.elements or ())
+    return deepest

@@ -1,0 +1,238 @@
+"""How often computations run: loops, their nesting and their trip counts."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from shardrules.hlo.known import exact
+from shardrules.hlo.reader import module as hm
+
+_KNOWN = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"?(\d{1,18})"?')
+
+
+class Run(NamedTuple):
+    """How a computation runs.
+
+    Attributes:
+      depth: how many while loops stand around it.
+      count: how often it runs in one execution of the module; None where a count isn't known.
+    """
+
+    depth: int
+    count: int | None
+
+
+def executions(module: hm.Module) -> dict[str, Run]:
+    """Give each computation that is reached from ENTRY its depth and count."""
+    depth: dict[str, int] = {module.entry.name: 0}
+    count: dict[str, int | None] = {module.entry.name: 1}
+    for name in reversed(module.order):  # callers first
+        if name not in depth:
+            continue
+        computation = module.computations[name]
+        for instruction in computation.instructions:
+            if not instruction.calls:
+                continue
+            times: int | None = 1
+            deeper = depth[name]
+            if instruction.opcode == "while":
+                times = trip_count(module, computation, instruction)
+                deeper += 1
+            elif instruction.opcode == "conditional":
+                times = None if len(instruction.calls) > 1 else 1
+            for callee in instruction.calls:
+                here = count[name]
+                product = None if here is None or times is None else here * times
+                if instruction.opcode == "conditional":
+                    product = here  # at most: which branch runs isn't known
+                before = count.get(callee, 0)
+                count[callee] = None if before is None or product is None else before + product
+                depth[callee] = max(depth.get(callee, 0), deeper)
+    return {name: Run(depth[name], count[name]) for name in depth}
+
+
+def trip_count(module: hm.Module, computation: hm.Computation,
+               loop: hm.Instruction) -> int | None:
+    """Give a while loop's trip count, None where it isn't static.
+
+    XLA prints ``known_trip_count`` on CPU and GPU. TPU prints none: there the count follows from
+    the condition's bound, the initial value and the step, where all three are constants.
+    """
+    config = loop.attribute("backend_config")
+    if config:
+        found = _KNOWN.search(config.replace('\\"', '"'))
+        if found:
+            return int(found[1])
+    condition = module.computations.get((loop.attribute("condition") or "").lstrip("%"))
+    body = module.computations.get((loop.attribute("body") or "").lstrip("%"))
+    if condition is None or body is None or len(loop.operands) != 1:
+        return None
+    return _Induction(module, computation, loop, condition, body).count()
+
+
+class _Induction:
+    """The induction variable of one loop."""
+
+    def __init__(self, module, computation, loop, condition, body):
+        self.module = module
+        self.computation = computation
+        self.loop = loop
+        self.condition = condition
+        self.body = body
+
+    def count(self) -> int | None:
+        found = self._compare(self.condition, self.condition.root)
+        if found is None:
+            return None
+        direction, left, right = found
+        flip = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
+        if direction not in flip:
+            return None
+        if left[0] != "element":
+            left, right, direction = right, left, flip[direction]
+        if left[0] != "element":
+            return None
+        limit = self._value(right)
+        start = self._initial(left[1])
+        step = self._step(left[1])
+        if limit is None or start is None or not step:
+            return None
+        return _trips(direction, start, limit, step)
+
+    def _compare(self, computation, position):
+        """Find a comparison, in a fusion too, with each side an element or a constant."""
+        root = computation.instructions[position]
+        if root.opcode == "fusion" and len(root.calls) == 1:
+            inner = self.module.computations[root.calls[0]]
+            found = self._compare(inner, inner.root)
+            if found is None:
+                return None
+            sides = []
+            for side in found[1:]:
+                if side[0] == "parameter":
+                    if side[1] >= len(root.operands):
+                        return None
+                    side = self._side(computation, root.operands[side[1]])
+                if side is None:
+                    return None
+                sides.append(side)
+            return (found[0], *sides)
+        if root.opcode == "copy" or root.opcode == "bitcast" and root.operands:
+            return self._compare(computation, root.operands[0])
+        if root.opcode != "compare" or len(root.operands) != 2:
+            return None
+        sides = [self._side(computation, o) for o in root.operands]
+        if None in sides:
+            return None
+        return (root.attribute("direction"), *sides)
+
+    def _side(self, computation, position):
+        instruction = computation.instructions[position]
+        while instruction.opcode in ("copy", "bitcast", "reshape") and instruction.operands:
+            instruction = computation.instructions[instruction.operands[0]]
+        if instruction.opcode == "constant":
+            number = _constant(instruction)
+            return None if number is None else ("constant", number)
+        if instruction.opcode == "get-tuple-element" and computation.instructions[
+                instruction.operands[0]].opcode == "parameter":
+            index = re.fullmatch(r"\d{1,9}", instruction.attribute("index") or "")
+            return ("element", int(index[0])) if index else None
+        if instruction.opcode == "parameter":
+            return ("parameter", int(instruction.literal))
+        return None
+
+    def _value(self, side) -> int | None:
+        if side[0] == "constant":
+            return side[1]
+        if side[0] == "element":
+            # The bound may be carried along: it must then leave the body as it came.
+            if self._step(side[1]) != 0:
+                return None
+            return self._initial(side[1])
+        return None
+
+    def _initial(self, index: int) -> int | None:
+        position = self.loop.operands[0]
+        return _follow(self.computation, position, index)
+
+    def _step(self, index: int) -> int | None:
+        root = self.body.instructions[self.body.root]
+        if root.opcode != "tuple" or not 0 <= index < len(root.operands):
+            return None
+        return self._added(self.body, root.operands[index], index)
+
+    def _added(self, computation, position, index) -> int | None:
+        """Give what is added to element ``index``: 0 where it is passed on."""
+        instruction = computation.instructions[position]
+        side = self._side(computation, position)
+        if side == ("element", index):
+            return 0
+        operands = instruction.operands
+        if instruction.opcode == "fusion" and len(instruction.calls) == 1:
+            inner = self.module.computations[instruction.calls[0]]
+            root = inner.instructions[inner.root]
+            if root.opcode not in ("add", "subtract") or len(root.operands) != 2:
+                return None
+            sides = []
+            for operand in root.operands:
+                found = self._side(inner, operand)
+                if found and found[0] == "parameter" and found[1] < len(operands):
+                    found = self._side(computation, operands[found[1]])
+                sides.append(found)
+            opcode = root.opcode
+        elif instruction.opcode in ("add", "subtract") and len(operands) == 2:
+            sides = [self._side(computation, o) for o in operands]
+            opcode = instruction.opcode
+        else:
+            return None
+        if opcode == "add" and sides[1] == ("element", index):
+            sides.reverse()
+        if sides[0] != ("element", index) or sides[1] is None:
+            return None
+        number = sides[1][1] if sides[1][0] == "constant" else None
+        if number is None and sides[1][0] == "element" and sides[1][1] != index:
+            number = self._value(sides[1])
+        if number is None:
+            return None
+        return number if opcode == "add" else -number
+
+
+def _follow(computation: hm.Computation, position: int, index: int) -> int | None:
+    """Give the constant that is element ``index`` of a tuple."""
+    instruction = computation.instructions[position]
+    for _ in range(64):
+        if instruction.opcode in ("copy", "optimization-barrier") and instruction.operands:
+            instruction = computation.instructions[instruction.operands[0]]
+        else:
+            break
+    if instruction.opcode != "tuple" or not 0 <= index < len(instruction.operands):
+        return None
+    element = computation.instructions[instruction.operands[index]]
+    for _ in range(64):
+        if element.opcode in ("copy", "bitcast", "reshape", "copy-done") and element.operands:
+            element = computation.instructions[element.operands[0]]
+        elif element.opcode == "copy-start" and element.operands:
+            element = computation.instructions[element.operands[0]]
+        else:
+            break
+    return _constant(element) if element.opcode == "constant" else None
+
+
+def _constant(instruction: hm.Instruction) -> int | None:
+    if instruction.shape.element_count != 1:
+        return None
+    rows = exact.literal(instruction.literal, instruction.shape)
+    return None if rows is None else int(rows.reshape(-1)[0])
+
+
+def _trips(direction: str, start: int, limit: int, step: int) -> int | None:
+    if direction in ("LT", "LE") and step > 0:
+        limit += direction == "LE"
+        return max(0, -(-(limit - start) // step))
+    if direction in ("GT", "GE") and step < 0:
+        limit -= direction == "GE"
+        return max(0, -(-(start - limit) // -step))
+    if direction == "NE" and (limit - start) % step == 0 and (limit - start) // step >= 0:
+        return (limit - start) // step
+    return None

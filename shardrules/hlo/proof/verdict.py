@@ -1,0 +1,437 @@
+"""Judges every collective of a module: is it redundant, overwide, unproven or needed, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from shardrules import errors
+from shardrules import registry as rule_registry
+from shardrules.hlo.proof import collectives as hc
+from shardrules.hlo.proof import customcalls
+from shardrules.hlo.reader import devices as hd
+from shardrules.hlo.proof import inputs
+from shardrules.hlo.proof import loops
+from shardrules.hlo.reader import module as hm
+from shardrules.hlo.reader import parser
+from shardrules.hlo.proof import replication
+from shardrules.hlo.known import states as hs
+from shardrules.hlo.known.ranges import Ranged
+
+VERDICTS = ("redundant", "overwide", "unproven", "needed")
+
+ASSUMPTIONS = (
+    hs.Support("inputs", "assumption", "standing",
+               "arrays that their shardings call replicated hold the same data on every device"),
+    hs.Support("arithmetic", "assumption", "standing",
+               "equal operands give equal results on every device, up to the order of reductions"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Elements of a flat operand that XLA packed from several arrays.
+
+    Attributes:
+      start, stop: flat element positions.
+      bytes: their size on one device.
+    """
+
+    start: int
+    stop: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The verdict on one collective, one operand of a combined one, or one range of a flat one.
+
+    Attributes:
+      verdict: ``redundant``, ``overwide``, ``unproven`` or ``needed``.
+      collective: what is judged.
+      range: the elements that it is about, None for the whole operand.
+      bytes: operand bytes on one device that it is about.
+      reason: one sentence.
+      needed_axes: for ``overwide``: the axes that are needed; None where axes aren't known.
+      rests_on: rules, tags and standing assumptions.
+      blockers: for ``unproven``: what stands on the path.
+      divergent: it runs under a predicate that may differ within a group: it may hang.
+    """
+
+    verdict: str
+    collective: hc.Collective
+    range: Range | None
+    bytes: int
+    reason: str
+    needed_axes: tuple[str, ...] | None
+    rests_on: tuple[hs.Support, ...]
+    blockers: tuple[hs.Blocker, ...]
+    divergent: bool = False
+
+
+class Output:
+    """What is proven of one array that the program returns.
+
+    Attributes:
+      path: its place in the entry's result, ``()`` for a lone array.
+      shape: its shape on one device.
+      varying: mesh axes over which it may differ; None where the mesh isn't known.
+      equal: proven the same on every device.
+      blockers: what stands between it and a proof.
+      reason: why it may differ, ``""`` where it is equal.
+    """
+
+    def __init__(self, path, shape, state, relations, mesh):
+        self.path: tuple[int, ...] = path
+        self.shape: hm.Shape = shape
+        self.equal: bool = state.proven == hd.EQUAL
+        self.varying: tuple[str, ...] | None = mesh.varying(state.proven) if mesh else None
+        self.blockers: tuple[hs.Blocker, ...] = state.blockers if not self.equal else ()
+        self.supports: tuple[hs.Support, ...] = state.supports
+        self.reason: str = "" if self.equal else _why_varying(state, hd.EQUAL, relations, mesh)
+        self._labels = relations.labels(state.proven)
+
+    def equal_in(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Tell whether the members of every group of flattened device ids are proven equal."""
+        return all(len({int(self._labels[d]) for d in g}) <= 1 for g in groups)
+
+    def equal_over(self, *axes: str) -> bool:
+        """Tell whether it is proven equal along mesh axes; raises HloError without a mesh."""
+        if self.varying is None:
+            raise errors.HloError("the mesh is not known: pass judge(..., mesh={'data': 4}).")
+        return not set(axes) & set(self.varying)
+
+    @property
+    def classes(self) -> tuple[tuple[int, ...], ...]:
+        """List the sets of devices that are proven to hold the same."""
+        found: dict[int, list[int]] = {}
+        for device, label in enumerate(self._labels.tolist()):
+            found.setdefault(label, []).append(device)
+        return tuple(tuple(v) for v in found.values())
+
+    def __repr__(self) -> str:
+        return f"<Output {self.path} {self.shape}: {self.reason or 'equal everywhere'}>"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Judgement:
+    """All verdicts on a module.
+
+    Attributes:
+      module: what was judged.
+      verdicts: in the order of the text.
+      outputs: what is proven of each array that it returns.
+      mesh: axis sizes in order, None where no mesh is known.
+      partitions, replicas: how many devices it is for.
+      opaque: the opaque calls that have no usable rule, each once.
+    """
+
+    module: hm.Module
+    verdicts: tuple[Verdict, ...]
+    outputs: tuple[Output, ...]
+    mesh: dict[str, int] | None
+    partitions: int
+    replicas: int
+    opaque: tuple[hs.Blocker, ...]
+
+    def _of(self, verdict: str) -> tuple[Verdict, ...]:
+        return tuple(v for v in self.verdicts if v.verdict == verdict)
+
+    @property
+    def redundant(self) -> tuple[Verdict, ...]:
+        """List the verdicts on collectives whose operands are proven equal."""
+        return self._of("redundant")
+
+    @property
+    def overwide(self) -> tuple[Verdict, ...]:
+        """List the verdicts on collectives over more axes than needed."""
+        return self._of("overwide")
+
+    @property
+    def unproven(self) -> tuple[Verdict, ...]:
+        """List the verdicts on collectives that something opaque stands before."""
+        return self._of("unproven")
+
+    @property
+    def needed(self) -> tuple[Verdict, ...]:
+        """List the verdicts on collectives whose operands' variation has a named cause."""
+        return self._of("needed")
+
+
+def judge(module: hm.Module | str, *, registry: Any = None,
+          mesh: Mapping[str, int] | None = None,
+          parameter_shardings: Sequence[str | None] | None = None) -> Judgement:
+    """Judge every collective of a module.
+
+    Args:
+      module: a parsed module, or HLO text.
+      registry: rules for kernels that carry no tag; the default registry if None.
+      mesh: axis names and sizes in order, row-major over partition ids; taken from tags or from
+        the text's mesh notation if None.
+      parameter_shardings: an HLO sharding or None for each entry parameter, for those that have
+        none in the text.
+
+    Raises:
+      HloSyntaxError: the text can't be read, or the groups of a collective don't fit the module.
+      HloError: the mesh or the shardings don't fit the module.
+    """
+    if isinstance(module, str):
+        module = parser.parse(module)
+    if registry is None:
+        registry = rule_registry.default
+    size = None
+    if mesh is not None:
+        size = 1
+        for length in dict(mesh).values():
+            size *= length if isinstance(length, int) else 1
+    partitions, replicas = inputs.device_counts(module, size)
+    relations = hd.Relations(partitions * replicas)
+    states = hs.States(relations)
+    named = (hd.make_mesh(mesh, relations, module.name, partitions) if mesh is not None else None)
+    axes = dict(mesh) if mesh is not None else inputs.find_mesh(module, relations.device_count)
+    if named is None and axes is not None:
+        named = hd.Mesh(axes, relations)
+    with parser.uncollected():
+        values = inputs.parameter_values(module, states, partitions, replicas,
+                                         parameter_shardings)
+        proof = replication.Proof(module, partitions, replicas, registry, values, states, axes)
+        return _Judge(module, proof, named).judgement()
+
+
+class _Judge:
+
+    def __init__(self, module: hm.Module, proof: replication.Proof, mesh: hd.Mesh | None):
+        self.module = module
+        self.proof = proof
+        self.states = proof.states
+        self.relations = proof.relations
+        self.mesh = mesh
+        self.runs = loops.executions(module)
+        self._widths: dict[tuple[int, int], int | None] = {}
+
+    def judgement(self) -> Judgement:
+        verdicts: list[Verdict] = []
+        steps = self._steps()
+        for computation in self.module.computations.values():
+            for position, instruction in enumerate(computation.instructions):
+                if instruction.opcode in hc.OPCODES and (computation.name, position) not in steps:
+                    verdicts += self._instruction(computation, position)
+        outputs = self._outputs()
+        opaque = dict.fromkeys(r.blocker for r in self.proof.opaque.values() if r.effects is None)
+        return Judgement(self.module, tuple(verdicts), outputs,
+                         dict(self.mesh.axes) if self.mesh else None, self.proof.partitions,
+                         self.proof.replicas, tuple(opaque))
+
+    def _steps(self) -> set[tuple[str, int]]:
+        """Find the instructions that are steps of a collective whose done stands elsewhere.
+
+        TPU's compiler spreads a collective over fusions (see customcalls.ASYNC_DONE); counting
+        each of them would count its bytes several times.
+        """
+        steps: dict[str, list[tuple[str, int]]] = {}
+        done: set[str] = set()
+        if customcalls.ASYNC_DONE not in self.module.text:
+            return set()
+        for computation in self.module.computations.values():
+            ends = False
+            chains = []
+            for position, instruction in enumerate(computation.instructions):
+                if instruction.opcode == "custom-call":
+                    target = instruction.attribute("custom_call_target") or ""
+                    ends = ends or target.strip('"') == customcalls.ASYNC_DONE
+                elif instruction.opcode in hc.KINDS:
+                    chain = customcalls.frontend_attributes(
+                        instruction.attribute("frontend_attributes")).get("chain_id")
+                    if chain is not None:
+                        chains.append((chain, position))
+            for chain, position in chains:
+                if ends:
+                    done.add(chain)
+                else:
+                    steps.setdefault(chain, []).append((computation.name, position))
+        return {where for chain in done for where in steps.get(chain, ())}
+
+    def _outputs(self) -> tuple[Output, ...]:
+        found: list[Output] = []
+        root = self.module.entry.instructions[self.module.entry.root].shape
+        stack: list[tuple[tuple[int, ...], hm.Shape, Any]] = [((), root, self.proof.result)]
+        while stack:
+            path, shape, value = stack.pop()
+            if shape.elements is None:
+                state = self.states[self.proof.collapse(value)]
+                found.append(Output(path, shape, state, self.relations, self.mesh))
+                continue
+            for index in reversed(range(len(shape.elements))):
+                part = (value[index] if isinstance(value, tuple) and index < len(value)
+                        else self.proof.collapse(value))
+                stack.append((path + (index,), shape.elements[index], part))
+        return tuple(found)
+
+    def _instruction(self, computation: hm.Computation, position: int) -> list[Verdict]:
+        instruction = computation.instructions[position]
+        kind = hc.OPCODES[instruction.opcode]
+        record = self.proof.records.get((computation.name, position))
+        reached = record is not None
+        if record is None:
+            channel = hc.read_channel(self.module, instruction, kind, self.relations,
+                                      self.proof.partitions, self.proof.replicas, {})
+            blocker = hs.Blocker(f"computation {computation.name!r}, which holds it, is not "
+                                 "reached from ENTRY by anything that the proof follows")
+            state = self.states.blocked(blocker)
+            record = replication.Record([state] * len(instruction.operands), 0, channel)
+        channel = record.channel
+        metadata = self.module.metadata(instruction)
+        run = self.runs.get(computation.name)
+        phase = hc.find_phase(self.module, computation, position, metadata.op_name)
+        axes = self.mesh.axes_of(channel.groups) if self.mesh else None
+        if self.mesh and axes is None and channel.pairs is not None:
+            axes = self._pair_axes(channel.pairs)
+        operands = record.operands
+        shapes = [computation.instructions[o].shape for o in instruction.operands]
+        together = kind == "ragged-all-to-all" or kind == "all-to-all" and len(operands) > 1
+        merged = self.proof.collapse(tuple(operands)) if together else 0
+        verdicts = []
+        for number, (value, shape) in enumerate(zip(operands, shapes)):
+            if kind == "collective-permute" and number > 0 and len(operands) == 4:
+                break  # the indices of a permute that updates in place
+            leaves = shape.leaves()
+            collective = hc.Collective(
+                kind=kind, opcode=instruction.opcode, name=instruction.name,
+                computation=computation.name, operand=number, axes=axes,
+                groups=channel.groups.rows, pairs=channel.pairs, reduction=channel.reduction,
+                operand_bytes=_bytes(shape), element_type=(leaves[0].element_type if leaves
+                                                           else "token"),
+                phase=phase, loop_depth=run.depth if run else 0,
+                trip_count=run.count if run else None, op_name=metadata.op_name,
+                frames=metadata.frames)
+            if together:
+                value = merged
+            if isinstance(value, Ranged) and kind == "all-reduce" and not shape.is_tuple:
+                start = 0
+                bits = shape.bits
+                for stop, state in value.cuts:
+                    part = Range(start, stop, ((stop - start) * bits + 7) // 8)
+                    verdicts.append(self._verdict(collective, channel, state, record.guard, part,
+                                                  reached))
+                    start = stop
+            else:
+                verdicts.append(self._verdict(collective, channel, self.proof.collapse(value),
+                                              record.guard, None, reached))
+        return verdicts
+
+    def _pair_axes(self, pairs) -> tuple[str, ...] | None:
+        """Name the axes along which a permute moves data."""
+        sizes = [s for _, s in self.mesh.axes]
+        sources = np.unravel_index([s for s, _ in pairs], sizes)
+        targets = np.unravel_index([t for _, t in pairs], sizes)
+        return tuple(name for name, a, b in zip(self.mesh.names, sources, targets)
+                     if (a != b).any())
+
+    def _verdict(self, collective, channel, number: int, guard: int, part: Range | None,
+                 reached: bool) -> Verdict:
+        state, rules = self.states[number], self.states[guard]
+        size = part.bytes if part else collective.operand_bytes
+
+        def verdict(name: str, reason: str, needed=None, blockers=(), divergent=False) -> Verdict:
+            rests = hs._union(state.supports, rules.supports)
+            if name in ("redundant", "overwide"):
+                rests = rests + ASSUMPTIONS
+            return Verdict(name, collective, part, size, reason, needed, rests, tuple(blockers),
+                           divergent)
+
+        if not self.proof.transfer.uniform(rules.proven, channel):
+            why = _why_varying(rules, channel.groups.relation, self.relations, self.mesh)
+            known = not self.proof.transfer.uniform(rules.hoped, channel)
+            return verdict("unproven", "it runs under a predicate that "
+                           f"{'differs' if known else 'may differ'} within a group, so it may "
+                           f"hang: {why}", blockers=rules.blockers, divergent=True)
+        proven = self._within(channel, state.proven)
+        hoped = self._within(channel, state.hoped)
+        if proven == channel.groups.relation and reached and (
+                collective.kind != "ragged-all-to-all"):
+            alone = collective.group_size <= 1
+            return verdict("redundant", "every group has one member" if alone else
+                           f"its operand is proven equal {_members(collective)}")
+        if collective.kind in hc.OVERWIDE_KINDS:
+            found = self._overwide(collective, channel, state, proven)
+            if found is not None:
+                return verdict("overwide", found[0], needed=found[1], blockers=state.blockers)
+        if hoped == proven and not (collective.kind == "ragged-all-to-all"
+                                    and proven == channel.groups.relation):
+            why = _why_varying(state, channel.groups.relation, self.relations, self.mesh)
+            return verdict("needed", f"not proven equal: {why}")
+        if not state.blockers:
+            return verdict("unproven", f"the proof does not cover equal operands of a "
+                                       f"{collective.kind}")
+        shown = "; ".join(str(b) for b in state.blockers)
+        return verdict("unproven", f"on its operand's path: {shown}", blockers=state.blockers)
+
+    def _within(self, channel: hc.Channel, relation: int) -> int:
+        """Restrict a relation to groups: it then equals the groups' own where all are equal."""
+        if channel.pairs is None:
+            return self.relations.refine(channel.groups.relation, relation)
+        labels = self.relations.labels(relation)
+        moved = [(s, t) for s, t in channel.pairs if labels[s] != labels[t]]
+        return channel.groups.relation if not moved else self.relations.refine(
+            self.relations.refine(channel.groups.relation, relation), relation)
+
+    def _overwide(self, collective, channel, state, proven):
+        if collective.axes is not None and self.mesh is not None:
+            varying = set(self.mesh.varying(state.proven))
+            needed = tuple(a for a in collective.axes if a in varying)
+            if len(needed) < len(collective.axes):
+                spare = ",".join(a for a in collective.axes if a not in varying)
+                return (f"its operand is proven equal over {spare}; needed over "
+                        f"{','.join(needed)}", needed)
+        key = (id(channel.groups), proven)
+        if key not in self._widths:
+            self._widths[key] = self._subgroups(channel, proven)
+        width = self._widths[key]
+        if width is None or width < 2:
+            return None
+        return (f"its operand is proven equal in subgroups of {width} devices within each group "
+                f"of {collective.group_size}", None)
+
+    def _subgroups(self, channel, proven) -> int | None:
+        """Give the size of the equal subgroups that every group falls into, if they have one."""
+        labels = self.relations.labels(proven)
+        width = None
+        for row in channel.groups.rows:
+            counts: dict[int, int] = {}
+            for device in row:
+                label = int(labels[device])
+                counts[label] = counts.get(label, 0) + 1
+            sizes = set(counts.values())
+            if len(sizes) != 1 or width not in (None, *sizes):
+                return None
+            width = sizes.pop()
+        return width
+
+
+def _members(collective: hc.Collective) -> str:
+    if collective.kind == "collective-permute":
+        return "on each source and its target"
+    return collective.over()
+
+
+def _bytes(shape: hm.Shape) -> int:
+    try:
+        return shape.bytes
+    except errors.HloError:
+        return 0
+
+
+def _why_varying(state: hs.State, groups: int, relations: hd.Relations,
+                 mesh: hd.Mesh | None) -> str:
+    """Name the first cause that differs within groups (``EQUAL``: between any devices)."""
+    for relation, cause in state.causes:
+        if relations.refine(groups, relation) != groups:
+            axes = mesh.varying(relation) if mesh else ()
+            if axes:
+                return f"{cause.what} {cause.how} over {','.join(axes)}"
+            return f"{cause.what} {cause.how}{' ' + cause.detail if cause.detail else ''}"
+    if state.blockers:
+        return "; ".join(str(b) for b in state.blockers)
+    return "its cause is not known"

@@ -1,0 +1,1 @@
+"""From HLO text to a module: instructions, attributes, shardings, device groups."""

@@ -1,0 +1,90 @@
+"""Puts operands before users and callees before callers; finds what depends on itself."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+from shardrules.hlo.reader import module as hm
+
+
+def _order(edges: list[list[int]], cycle: Callable[[int, int], Exception]) -> list[int]:
+    """Order nodes so that each one stands after those that its edges name.
+
+    Args:
+      cycle: makes the error for a node and a target of its that depends on it.
+    """
+    order: list[int] = []
+    state = [0] * len(edges)
+    for first in range(len(edges)):
+        stack = [(first, 0)]
+        while stack:
+            node, child = stack.pop()
+            if child == 0:
+                if state[node]:
+                    continue
+                state[node] = 1
+            if child < len(edges[node]):
+                stack.append((node, child + 1))
+                target = edges[node][child]
+                if state[target] == 1:
+                    raise cycle(node, target)
+                if not state[target]:
+                    stack.append((target, 0))
+            else:
+                state[node] = 2
+                order.append(node)
+    return order
+
+
+def operands_first(error, name: str, instructions: list[hm.Instruction],
+                   late: list[tuple[int, list[str]]], index: dict[str, int],
+                   root: int) -> tuple[list[hm.Instruction], int]:
+    """Put operands before their users, for text that was written by hand.
+
+    Args:
+      error: makes a syntax error from an offset and a message.
+      late: the instructions whose operands were not all known, with the operands' names.
+      root: the place of ROOT, negative where the last one is it.
+
+    Raises:
+      HloSyntaxError: an operand is not defined, or an instruction depends on itself.
+    """
+    edges = [list(i.operands) for i in instructions]
+    for position, labels in late:
+        for label in labels:
+            if label not in index:
+                raise error(
+                    instructions[position].start,
+                    f"operand {label!r} of {instructions[position].name!r} is not defined in "
+                    f"computation {name!r}")
+        edges[position] = [index[label] for label in labels]
+    order = _order(edges, lambda node, _: error(
+        instructions[node].start, f"{instructions[node].name!r} depends on itself"))
+    place = {old: new for new, old in enumerate(order)}
+    ordered = [instructions[old]._replace(operands=tuple([place[o] for o in edges[old]]))
+               for old in order]
+    return ordered, place[root if root >= 0 else len(instructions) - 1]
+
+
+def callees_first(error, computations: dict[str, hm.Computation]) -> tuple[str, ...]:
+    """Check that calls have targets and no cycles; give an order with callees first.
+
+    Raises:
+      HloSyntaxError: a callee is not in the text, or a computation calls itself.
+    """
+    names = list(computations)
+    place = {name: number for number, name in enumerate(names)}
+    edges: list[list[int]] = []
+    for computation in computations.values():
+        found: list[int] = []
+        for instruction in computation.instructions:
+            for name in instruction.calls:
+                if name not in place:
+                    raise error(instruction.start, f"{instruction.name!r} calls computation "
+                                                   f"{name!r}, which is not in the text")
+                found.append(place[name])
+        edges.append(found)
+    order = _order(edges, lambda node, target: error(
+        computations[names[node]].instructions[0].start,
+        f"computation {names[node]!r} calls itself through {names[target]!r}"))
+    return tuple([names[number] for number in order])

@@ -1,0 +1,128 @@
+"""Reads shardings, as far as they say which partitions hold the same shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+
+from shardrules.hlo.reader import devices as hd
+
+_TILED = re.compile(
+    r"devices=(\[[\d,\s]*\])\s*(<=\s*\[[\d,\s]*\]\s*(?:T\([\d,\s]*\))?|[\d,\s]+)"
+    r"\s*(last_tile_dim_replicate|last_tile_dims=\{([^}]*)\})?\s*"
+    r"(?:shard_(?:as|like)\s+\d+)?\s*")
+_METADATA = re.compile(r"metadata=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\})*\}")
+
+
+def split_tuple_sharding(text: str) -> list[str]:
+    """Split ``{{replicated}, {devices=...}}`` into its leaves; one leaf gives itself."""
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL).strip()
+    if not text.startswith("{"):
+        text = "{" + text + "}"
+    inner = text[1:-1].strip()
+    if not inner.startswith("{"):
+        return [text]
+    leaves = []
+    depth = 0
+    start = 0
+    for position, letter in enumerate(inner):
+        if letter == "{":
+            if not depth:
+                start = position
+            depth += 1
+        elif letter == "}":
+            depth -= 1
+            if not depth:
+                leaves.append(inner[start:position + 1])
+    return leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """A sharding, as far as equality of shards goes.
+
+    Attributes:
+      text: as given.
+      tiles: for each partition the number of the tile that it holds; None where every device must
+        be taken to hold its own (maximal, manual, unreduced, unknown).
+      mesh: the mesh that the notation names, if it does.
+      why: what the sharding says, for reasons.
+    """
+
+    text: str
+    tiles: tuple[int, ...] | None
+    mesh: hd.TextMesh | None = None
+    why: str = ""
+
+
+def read_sharding(text: str, partitions: int) -> Sharding:
+    """Read one leaf's sharding.
+
+    Raises:
+      NotationError: it is for another number of devices, or in a notation that isn't known.
+    """
+    inner = _METADATA.sub("", text.strip())
+    if inner.startswith("{") and inner.endswith("}"):
+        inner = inner[1:-1]
+    inner = inner.strip().rstrip(",").strip()
+    bare = re.sub(r"\s*shard_(?:as|like)\s+\d+\s*$", "", inner)
+    if bare == "replicated":
+        return Sharding(text, (0,) * partitions, why="replicated")
+    if bare.startswith("mesh["):
+        return _read_named(text, bare, partitions)
+    if bare.startswith("devices="):
+        found = _TILED.fullmatch(bare)
+        if not found:
+            raise hd.NotationError(f"can't read the sharding {text[:80]!r}")
+        if found[2].startswith("<="):
+            tiles = hd.iota_tiles(found[1] + found[2])
+        else:
+            sizes, ids = hd.read_ints(found[1]), hd.read_ints(found[2])
+            if int(np.prod(sizes, dtype=np.float64)) != len(ids):
+                raise hd.NotationError(f"the sharding {text[:80]!r} lists {len(ids)} devices")
+            tiles = np.array(ids, dtype=np.int64).reshape(sizes)
+        if sorted(tiles.reshape(-1).tolist()) != list(range(partitions)):
+            raise hd.NotationError(f"the sharding {text[:80]!r} is for {tiles.size} devices, the "
+                                   f"module has {partitions} partitions")
+        kinds = []
+        if found[3] == "last_tile_dim_replicate":
+            kinds = ["replicated"]
+        elif found[3]:
+            kinds = [k.strip() for k in found[4].split(",") if k.strip()]
+        if len(kinds) > tiles.ndim:
+            raise hd.NotationError(f"the sharding {text[:80]!r} has too few dimensions")
+        if any(k != "replicated" for k in kinds):
+            # `{unreduced, replicated}` read as replicated would call a needed psum redundant.
+            return Sharding(text, None, why=f"sharded as {text}")
+        copies = int(np.prod(tiles.shape[tiles.ndim - len(kinds):], dtype=np.int64))
+        flat = tiles.reshape(-1, copies)
+        numbers = np.empty(partitions, np.int64)
+        numbers[flat.reshape(-1)] = np.repeat(np.arange(flat.shape[0]), copies)
+        return Sharding(text, tuple(numbers.tolist()), why=f"sharded as {text}")
+    if bare.startswith(("maximal", "manual", "unknown", "unreduced")):
+        return Sharding(text, None, why=f"{bare.split()[0].split('_mesh')[0]} ({text})")
+    raise hd.NotationError(f"can't read the sharding {text[:80]!r}")
+
+
+def _read_named(text: str, inner: str, partitions: int) -> Sharding:
+    mesh, end = hd.read_mesh(inner)
+    rest = inner[end:].strip().lstrip(",").strip()
+    if rest == "replicated":
+        return Sharding(text, (0,) * partitions, mesh, "replicated")
+    if mesh.devices.size != partitions:
+        raise hd.NotationError(f"the sharding {text[:80]!r} is for {mesh.devices.size} devices, "
+                               f"the module has {partitions} partitions")
+    if not rest.startswith("["):
+        return Sharding(text, None, mesh, f"sharded as {text}")
+    depth = rest.find("]")
+    dims, tail = rest[:depth + 1], rest[depth + 1:]
+    leftover = re.sub(r"replicated=\{[^}]*\}", "", tail).replace(",", "").strip()
+    if leftover or "?" in dims:  # unreduced=, manual=, an open dimension
+        return Sharding(text, None, mesh, f"sharded as {text}")
+    refs = hd.AXIS_REF.findall(dims)
+    used = hd.axis_groups(mesh, refs)  # rows: replicas of the whole array; columns: its tiles
+    numbers = np.empty(partitions, np.int64)
+    numbers[used.reshape(-1)] = np.tile(np.arange(used.shape[1]), used.shape[0])
+    return Sharding(text, tuple(numbers.tolist()), mesh, f"sharded as {text}")

@@ -1,0 +1,1 @@
+"""Derivatives: the types of cotangents, and the casts that users place."""

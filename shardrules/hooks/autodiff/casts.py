@@ -1,0 +1,216 @@
+"""Casts that users write: an early one to varying, and a claim that a sum is whole.
+
+Both act only where shard_map tracks how values vary by types on avals, with or without
+``shardrules.install()``; elsewhere they return their argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from shardrules.registry.axistypes import show_axes
+from shardrules.registry.binding import caller_place
+from shardrules.errors import AxisError, CotangentError, UnsupportedJaxError
+from shardrules.hooks.door import compat
+from shardrules.hooks.door.compat import Jax
+from shardrules.hooks.state import Claims, State
+
+__all__ = ["already_summed", "checking_claims", "vary"]
+
+
+def vary(x: Any, *axes: str) -> Any:
+    """Cast a pytree of arrays to vary over mesh axes, here rather than where a kernel asks for it.
+
+    The cast moves nothing. Its transpose is a psum, over as many bytes as the value has at this
+    place: of a replicated bias that is broadcast over the local batch, say, the row is fewer
+    bytes than the block. Before a loop, the psum runs once and not in each step.
+
+    Args:
+      x: arrays; those that vary over the axes already stay as they are.
+      *axes: manual mesh axes.
+
+    Returns:
+      The same values; ``x`` itself outside ``shard_map(check_vma=True)``, and on JAX to 0.5.3,
+      where the check casts by itself.
+
+    Raises:
+      AxisError: if an axis is not a manual mesh axis here, or a value is a partial sum over it.
+    """
+    import jax
+    symbols = compat.load()
+    named = _axes(symbols, "vary(x, ...)", axes)
+    if not symbols.checking():
+        return x
+
+    def one(leaf):
+        if isinstance(leaf, symbols.SymbolicZero):
+            return leaf
+        have = _whole(symbols, "vary", leaf, named)
+        return symbols.cast(leaf, have.vary(*(named - have.varying)))
+
+    return jax.tree_util.tree_map(one, x)
+
+
+def already_summed(ct: Any, *axes: str) -> Any:
+    """Claim, in a custom_vjp's bwd, that cotangents are the full sum over mesh axes already.
+
+    A collective such as ``all_gather`` followed by a local sum gives the same on every device
+    along an axis, and still has a varying type. This makes the type invariant and moves nothing.
+    A claim that is wrong gives wrong gradients, one device's share for the sum: verify it with
+    ``shardrules.hooks.autodiff.casts.checking_claims`` or by comparing gradients with a single device's.
+    Where the collective can be the last step, that is better: ``jax.lax.psum`` needs no claim.
+
+    Args:
+      ct: a pytree of cotangents.
+      *axes: the mesh axes over which they were summed.
+
+    Returns:
+      The same values; ``ct`` itself outside ``shard_map(check_vma=True)``.
+
+    Raises:
+      AxisError: if an axis is not a manual mesh axis here, or a value is ``unreduced`` over it.
+      UnsupportedJaxError: on JAX to 0.5.3.
+    """
+    import jax
+    symbols = compat.load()
+    named = _axes(symbols, "already_summed(ct, ...)", axes)
+    if not symbols.typed:
+        raise UnsupportedJaxError(
+            f"already_summed needs JAX 0.6 or newer, where values carry axis types, and this is "
+            f"JAX {symbols.version}; let the last step of bwd be the collective, jax.lax.psum",
+            version=symbols.version)
+    if not symbols.checking():
+        return ct
+    claims = _state().scope.claims
+    where = caller_place()
+
+    def one(leaf):
+        if isinstance(leaf, symbols.SymbolicZero) or _is_float0(leaf):
+            return leaf
+        over = named & _whole(symbols, "already_summed", leaf, named).varying
+        if not over:
+            return leaf
+        order = tuple(a for a in symbols.manual_axes() if a in over)
+        if claims is not None:
+            _compare(claims, leaf, order, where)
+        return _primitive().bind(leaf, axes=order)
+
+    return jax.tree_util.tree_map(one, ct)
+
+
+@contextlib.contextmanager
+def checking_claims() -> Iterator[Claims]:
+    """Compare what ``already_summed`` claims to be equal, for what is traced and run inside.
+
+    It costs two all-reduces for each claim, so it is for tests.
+
+    Yields:
+      A record of the claims, in ``made`` and ``wrong``.
+
+    Raises:
+      CotangentError: at the end, if a claimed cotangent was different on two devices.
+    """
+    import jax
+
+    from shardrules import hooks
+    state = _state()
+    claims = Claims()
+    hooks._hold()  # for the trace key: what was traced without comparing has to be traced again
+    try:
+        with state.enter(dataclasses.replace(state.scope, claims=claims)):
+            yield claims
+            jax.effects_barrier()
+    finally:
+        hooks._release()
+    if claims.wrong:
+        places = "\n".join(f"  at {where}, over {show_axes(axes)}"
+                           for where, axes in sorted(claims.wrong))
+        raise CotangentError(
+            "already_summed was given a cotangent that differs between devices, so it is no full "
+            f"sum:\n{places}\nreturn jax.lax.psum(ct, axes) there instead",
+            places=tuple(sorted(claims.wrong)))
+
+
+def _state() -> State:
+    from shardrules import hooks
+    return hooks._state
+
+
+def _axes(jax: Jax, call: str, axes: tuple[Any, ...]) -> frozenset[str]:
+    """Check the axes that a caller wrote."""
+    if not axes or not all(isinstance(a, str) and a for a in axes):
+        raise AxisError(
+            f"{call} takes the names of one or more mesh axes, not "
+            f"{', '.join(map(repr, axes)) or 'nothing'}; such as "
+            f"{call.replace('...', repr('model'))}", axes=axes)
+    here = jax.manual_axes()
+    strange = [a for a in axes if a not in here]
+    if here and strange:
+        raise AxisError(
+            f"{call.replace('...', ', '.join(map(repr, axes)))}: {show_axes(strange)} is no "
+            f"manual mesh axis here; they are {show_axes(here)}", axes=tuple(strange))
+    return frozenset(axes)
+
+
+def _whole(jax: Jax, what: str, leaf: Any, axes: frozenset[str]):
+    """Return a value's axis type; refuse one that is still to be reduced over ``axes``."""
+    have = jax.axis_type(jax.typeof(leaf))
+    if have.unreduced & axes:
+        raise AxisError(
+            f"{what} over {show_axes(axes)} was given a value that is {have}: a partial sum. "
+            "Reduce it first, with jax.lax.psum", axes=have.unreduced & axes)
+    return have
+
+
+def _is_float0(leaf: Any) -> bool:
+    import jax
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def _compare(claims: Claims, leaf: Any, axes: tuple[str, ...], where: str) -> None:
+    """Compare a cotangent along ``axes``, bit by bit, when the program runs."""
+    import jax
+    import jax.numpy as jnp
+    claims.made.add((where, axes))
+    bits = jax.lax.bitcast_convert_type(
+        leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
+    same = (jax.lax.pmax(bits, axes) == jax.lax.pmin(bits, axes)).all()
+
+    def note(same):
+        if not same:
+            claims.wrong.add((where, axes))
+
+    jax.debug.callback(note, same)
+
+
+@functools.lru_cache(maxsize=None)
+def _primitive() -> Any:
+    """Return the primitive: the identity, whose type is invariant over ``axes``.
+
+    Its types are computed from its operand at every bind. It is linear. Seen from the whole mesh
+    it takes the values of N devices that are equal by claim, and returns their common value,
+    which is their mean; so its transpose gives each of them the Nth part of the cotangent, and
+    what reduces over the axes before it (the all_gather's transpose, say) adds up to the whole.
+    """
+    import jax
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+    symbols = compat.load()
+    primitive = Primitive("already_summed")
+    primitive.def_impl(lambda x, *, axes: x)
+    primitive.def_abstract_eval(lambda aval, *, axes: symbols.with_axis_type(
+        aval, symbols.axis_type(aval).drop(*axes)))
+    mlir.register_lowering(primitive, lambda ctx, x, *, axes: [x])
+
+    def transpose(ct, x, *, axes):
+        have = symbols.axis_type(symbols.typeof(ct))
+        return [symbols.cast(ct / jax.lax.psum(1, axes), have.vary(*axes))]
+
+    ad.deflinear2(primitive, transpose)
+    batching.primitive_batchers[primitive] = lambda args, dims, *, axes: (
+        primitive.bind(args[0], axes=axes), dims[0])
+    return primitive

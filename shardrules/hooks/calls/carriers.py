@@ -1,0 +1,103 @@
+"""Users' primitives that are bound under a rule of a scope: what they are lowered by, differentiated
+by and batched by runs when that scope has closed, and has to find its rule again.
+
+An equation has nothing to note a scope in: its parameters are the user's, and go to each of his
+rules. So what is bound is another primitive, its like in all but that: a carrier. Each of its rules
+is the user's own, run under the scope.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+from shardrules.hooks.door.compat import Jax
+from shardrules.hooks.calls.opaque import Known
+from shardrules.hooks.state import Scope, State
+
+__all__ = ["Carriers", "is_lent"]
+
+# Where users register the rules of their primitives.
+_TABLES = ("jax.interpreters.ad", "jax.interpreters.batching", "jax.interpreters.partial_eval")
+
+
+def is_lent(known: Known) -> bool:
+    """Whether a call has its rule from a scope, be it ``rules(...)`` or a declared op."""
+    found, scope = known.found, known.scope
+    if found is None or scope is None:
+        return False
+    binding = scope.binding
+    return (any(found is entry for overlay in scope.overlays for entry in overlay.entries)
+            or (binding is not None and (found.rule, found.where) == (binding.rule, binding.where)))
+
+
+class Carriers:
+    """The carriers that were made, one for each primitive and what its scopes say.
+
+    Args:
+      jax: the symbols.
+      state: for entering scopes.
+    """
+
+    def __init__(self, jax: Jax, state: State):
+        self.jax = jax
+        self.state = state
+        self._made: dict[Any, Any] = {}
+        self._of: dict[Any, tuple[Any, Scope]] = {}
+
+    def of(self, primitive: Any) -> tuple[Any, Scope] | None:
+        """Return the primitive that one carries, and the scope; None where it is no carrier."""
+        return self._of.get(primitive)
+
+    def bind(self, primitive: Any, scope: Scope, args: Any, params: dict[str, Any]) -> Any:
+        """Bind the carrier of a primitive for a scope.
+
+        Args:
+          primitive: the user's.
+          scope: the one that its rule came from.
+          args, params: what it is bound to.
+        """
+        carrier = self._carrier(primitive, scope)
+        return type(carrier).bind(carrier, *args, **params)
+
+    def enter(self, scope: Scope):
+        """Return a context in which the rules of ``scope`` hold; who watches here goes on."""
+        here = self.state.scope
+        return self.state.enter(dataclasses.replace(scope, claims=here.claims, notes=here.notes))
+
+    def _carrier(self, primitive: Any, scope: Scope) -> Any:
+        key = (primitive, tuple(overlay.entries for overlay in scope.overlays), scope.binding,
+               scope.policy, scope.active, scope.prove)
+        with self.state.lock:
+            carrier = self._made.get(key)
+            if carrier is None:
+                carrier = self._made[key] = copy.copy(primitive)
+                carrier.bind = self._scoped(lambda *a, **k: primitive.bind(*a, **k), scope)
+                carrier.abstract_eval = self._scoped(
+                    lambda *a, **k: primitive.abstract_eval(*a, **k), scope)
+                self._of[carrier] = primitive, scope
+            self._complete(carrier, primitive, scope)
+        return carrier
+
+    def _complete(self, carrier: Any, primitive: Any, scope: Scope) -> None:
+        """Give a carrier the rules that its primitive has by now."""
+        for name in _TABLES:
+            for table in list(vars(importlib.import_module(name)).values()):
+                if isinstance(table, dict) and primitive in table and carrier not in table:
+                    table[carrier] = self._scoped(table[primitive], scope)
+        for table in (self.jax.lowerings, *(self.jax.platform_lowerings or {}).values()):
+            if primitive in table and carrier not in table:
+                entry = table[primitive]
+                table[carrier] = self.jax.lowering_entry(
+                    entry, self._scoped(self.jax.lowering_rule(entry), scope))
+
+    def _scoped(self, rule: Any, scope: Scope) -> Any:
+        @functools.wraps(rule)
+        def run(*args, **params):
+            with self.enter(scope):
+                return rule(*args, **params)
+
+        return run

@@ -1,0 +1,461 @@
+"""Kernels on a mesh of cores under shard_map's check: pl.kernel, plgpu.kernel, core_map.
+
+They come down to two primitives. ``mpmd_map`` takes arrays and refs and returns arrays;
+``core_map`` takes refs alone and becomes an ``mpmd_map`` when refs are discharged. The seams are
+those of ``pallas_call``: a cast before ``bind``, types from the rule in the abstract eval. A ref
+that the kernel writes counts as an output, after the arrays, in the order of the operands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from shardrules.registry.axistypes import AxisType, Effect
+from shardrules.registry.binding import Binding, binding_of
+from shardrules.errors import RegistrationError
+from shardrules.hooks.door.compat import Jax
+from shardrules.hooks.calls.lowering import LoweringHooks
+from shardrules.hooks.calls.opaque import (
+    Call,
+    Known,
+    check_annotations,
+    find_rule,
+    prove,
+    resolve,
+    typed,
+    types_of,
+)
+from shardrules.hooks.door.patching import Instead, Patches
+from shardrules.hooks.flow.refs import check_written, written
+from shardrules.hooks.state import Hooks, State
+
+__all__ = ["MeshKernelHooks"]
+
+# A user's kernel never lives there: JAX's own functions around one do, and hold it in a closure.
+_PALLAS = "jax._src.pallas."
+_MOSAIC_GPU = "jax._src.pallas.mosaic_gpu.core"
+_PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a partial and under vmap
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where a kernel's jaxpr comes from: a function, or a jaxpr that was rewritten.
+
+    Args:
+      function: the user's function, or None.
+      jaxpr: the jaxpr, or None.
+    """
+
+    function: Any = None
+    jaxpr: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """How to read the parameters of one of the two primitives.
+
+    Args:
+      primitive: the primitive.
+      jaxprs: one for each group of cores.
+      operands: from a jaxpr and a number of operands to its variables for them.
+      out_avals: the avals of the arrays that it returns.
+      aliases: from such an array's position to that of the operand that it overwrites.
+      bind: as it was.
+      evaluate: its abstract eval, as it was.
+    """
+
+    primitive: Any
+    jaxprs: Callable[[dict], Sequence[Any]]
+    operands: Callable[[Any, int], Sequence[Any]]
+    out_avals: Callable[[dict], Sequence[Any]]
+    aliases: Callable[[dict], dict[int, int]]
+    bind: Callable
+    evaluate: Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """For which of its outputs a call's rule answers: what it writes.
+
+    Args:
+      answers: for each returned array the position of the rule's answer, None where the kernel
+        leaves the operand as it is (a ref that was discharged and is read only).
+      overwritten: for each returned array the operand that it overwrites, or None.
+      refs: the operands that are refs and are written; their answers come last.
+      operand_count: how many operands there are.
+    """
+
+    answers: tuple[int | None, ...]
+    overwritten: tuple[int | None, ...]
+    refs: tuple[int, ...]
+    operand_count: int
+
+    @property
+    def count(self) -> int:
+        """How many answers the rule gives."""
+        return sum(answer is not None for answer in self.answers) + len(self.refs)
+
+    def types(self, answered: Sequence[AxisType], inputs: Sequence[AxisType]) -> list[AxisType]:
+        """Return the type of each returned array."""
+        types = []
+        for answer, operand in zip(self.answers, self.overwritten):
+            if operand is None:
+                types.append(answered[answer])
+            else:  # was a ref, and keeps its type: what is written to it is no wider
+                types.append(inputs[operand] if answer is None
+                             else inputs[operand].vary(*answered[answer].varying))
+        return types
+
+
+@dataclasses.dataclass
+class _Kernel(Known):
+    """What is known of one mesh kernel.
+
+    Args:
+      layout: as it was last bound.
+    """
+
+    layout: _Layout | None = None
+
+
+class MeshKernelHooks(Hooks):
+    """The hooks of ``mpmd_map`` and ``core_map``.
+
+    Args:
+      jax: the symbols.
+      state: registry and scopes.
+      noted: returns this thread's list of annotations, one for each output as it is converted.
+    """
+
+    def __init__(self, jax: Jax, state: State, noted: Callable[[], list[AxisType | None]]):
+        super().__init__(jax, state)
+        self.noted = noted
+        self.lowering = _Lowering(jax, state)
+        self._sources: weakref.WeakKeyDictionary[Any, _Source] = weakref.WeakKeyDictionary()
+        # Keyed by the first jaxpr of a call.
+        self._kernels: weakref.WeakKeyDictionary[Any, _Kernel] = weakref.WeakKeyDictionary()
+        self._local = threading.local()
+        self._kinds: dict[Any, _Kind] = {}
+
+    def install(self, patches: Patches) -> None:
+        """Replace the seams of those primitives that this JAX has."""
+        jax = self.jax
+        if not jax.typed:
+            return
+        if jax.mpmd_map_p is not None:
+            self._adopt(patches, _Kind(
+                jax.mpmd_map_p, lambda p: p["jaxprs"], lambda jaxpr, count: jaxpr.invars[:count],
+                lambda p: p["out_avals"],
+                lambda p: {out: at for at, out in dict(p["input_output_aliases"]).items()},
+                jax.mpmd_map_p.bind, jax.mpmd_map_p.abstract_eval), "mpmd_tracing")
+        if jax.core_map_p is not None:
+            self._adopt(patches, _Kind(
+                jax.core_map_p, lambda p: (p["jaxpr"],), lambda jaxpr, count: jaxpr.constvars,
+                lambda p: (), lambda p: {}, jax.core_map_p.bind, jax.core_map_p.abstract_eval),
+                "core_map_tracing")
+        if jax.mpmd_map is not None:
+            patches.attribute(*jax.owner("mpmd_map"), self._mpmd_map)
+            patches.attribute(jax.custom_vmap, "__call__", self._custom_vmap())
+        patches.attribute(jax.custom_vmap_p, "bind", functools.partial(
+            self._bind_custom_vmap, jax.custom_vmap_p.bind))
+
+    def _adopt(self, patches: Patches, kind: _Kind, tracing: str) -> None:
+        primitive = kind.primitive
+        self._kinds[primitive] = kind
+        patches.attribute(primitive, "bind", functools.partial(self._bind, kind))
+        patches.attribute(primitive, "abstract_eval", functools.partial(self._evaluate, kind))
+        if primitive is self.jax.mpmd_map_p:
+            self.lowering.wrap(
+                patches, self.jax.lowerings, primitive,
+                lambda params: (self._proven(kind, params, self._known(kind, params))
+                                if self._acts(kind, params) else None))
+        module = getattr(self.jax, tracing)
+        if module is not None:
+            noting = {"trace_to_jaxpr_dynamic": self._trace, "trace_to_jaxpr": self._trace,
+                      "lower_jaxpr2": self._lower}
+            patches.attribute(*self.jax.owner(tracing), Instead(module, {
+                name: functools.partial(noted, getattr(module, name))
+                for name, noted in noting.items() if hasattr(module, name)}))
+
+    def known_of(self, primitive: Any, params: dict[str, Any]) -> Known | None:
+        """Return what is known of an equation's kernel; None if it is no mesh kernel."""
+        kind = self._kinds.get(primitive)
+        return None if kind is None else self._known(kind, params)
+
+    # Where function object and jaxpr meet.
+
+    def _trace(self, trace, fun, *args, **kwargs):
+        """Trace as JAX does, and note of what the jaxpr is."""
+        traced_for = getattr(getattr(fun, "debug_info", None), "traced_for", "")
+        if traced_for == "pallas_call index_map":
+            return trace(fun, *args, **kwargs)
+        kernel = traced_for == "pallas_core_map"
+        with self.jax.unchecked() if kernel and self.acts else contextlib.nullcontext():
+            traced = trace(fun, *args, **kwargs)  # unchecked, as JAX does itself from 0.10 on
+        # JAX to 0.10 traces a WrappedFun, 0.11 the function itself.
+        self._note(traced[0], self._source(getattr(fun, "f", fun)))
+        return traced
+
+    def _lower(self, lower, closed, *args, **kwargs):
+        """Lower a kernel's types as JAX does, and note of what the new jaxpr is."""
+        lowered = lower(closed, *args, **kwargs)
+        self._note(lowered, _Source(jaxpr=getattr(closed, "jaxpr", closed)))
+        return lowered
+
+    def _note(self, jaxpr: Any, source: _Source) -> None:
+        self._sources[getattr(jaxpr, "jaxpr", jaxpr)] = source
+
+    def _source(self, function: Any) -> _Source:
+        while _module(function).startswith(_PALLAS):
+            held = dict(_held(_innermost(function)))
+            for value in held.values():
+                value = getattr(value, "jaxpr", value)  # JAX 0.11 keeps it closed
+                if hasattr(value, "eqns") and value in self._sources:
+                    return _Source(jaxpr=value)
+            if not callable(held.get("body")):
+                break
+            function = held["body"]
+        return _Source(function)
+
+    def _origin(self, jaxpr: Any) -> tuple[_Kernel | None, Any]:
+        """Return the kernel of which a jaxpr was made, and the function of which that was."""
+        source = self._sources.get(jaxpr)
+        while source is not None and source.jaxpr is not None:
+            if source.jaxpr in self._kernels:
+                return self._kernels[source.jaxpr], None
+            source = self._sources.get(source.jaxpr)
+        return None, None if source is None else source.function
+
+    def _mpmd_map(self, meshes_and_fns, /, out_types=(), **kwargs):
+        """Make the kernel, with the check on again where plgpu.kernel switched it off."""
+        jax = self.jax
+        again = (getattr(self._local, "checked", False) and not jax.checking()
+                 and all(_module(function) == _MOSAIC_GPU for _, function in meshes_and_fns))
+        checked = functools.partial(jax.check_vma, True) if again else contextlib.nullcontext
+        noted = self.noted()
+        before = len(noted)
+        with checked():
+            kernel = jax.mpmd_map(meshes_and_fns, out_types, **kwargs)
+        notes = tuple(noted[before:])
+        del noted[before:]
+
+        def call(*args):
+            outer, self._local.notes = getattr(self._local, "notes", ()), notes
+            try:
+                with checked():
+                    return kernel(*args)
+            finally:
+                self._local.notes = outer
+
+        return call
+
+    def _custom_vmap(self):
+        original, local = self.jax.custom_vmap.__call__, self._local
+
+        @functools.wraps(original)
+        def call(function, *args, **kwargs):
+            outer, local.checked = getattr(local, "checked", False), self.acts
+            try:
+                return original(function, *args, **kwargs)
+            finally:
+                local.checked = outer
+
+        return call
+
+    def _bind_custom_vmap(self, bind, *args, **params):
+        """Trace the function again where its types are those of other operands (JAX 0.10.2)."""
+        if self.acts:
+            import jax
+            call = params["call"]
+            if types_of(self.jax, map(self.jax.typeof, args)) != types_of(self.jax, call.in_avals):
+                params["call"] = jax.make_jaxpr(jax.extend.core.jaxpr_as_fun(call))(*args)
+        return bind(*args, **params)
+
+    # What is known of a call.
+
+    def _acts(self, kind: _Kind, params: dict[str, Any]) -> bool:
+        if self.state.active:
+            return True
+        jaxpr = kind.jaxprs(params)[0]
+        known = self._kernels.get(jaxpr) or self._origin(jaxpr)[0]
+        return known is not None and known.active(self.state)
+
+    def _known(self, kind: _Kind, params: dict[str, Any]) -> _Kernel:
+        jaxprs = kind.jaxprs(params)
+        known = self._kernels.get(jaxprs[0])
+        if known is None:
+            made_of, _ = self._origin(jaxprs[0])
+            known = (self._described(kind, jaxprs, params) if made_of is None
+                     else dataclasses.replace(made_of, annotations=(), layout=None))
+            self._kernels[jaxprs[0]] = known
+        if known.scope is None:
+            known.scope = self.state.scope
+        if known.found is None:
+            known.found = find_rule(known.call, known.scope, self.state)
+        return known
+
+    def _proven(self, kind: _Kind, params: dict[str, Any], known: _Kernel) -> _Kernel:
+        """Look for a proof where there is no declaration.
+
+        Not as soon as a kernel is bound: Mosaic GPU binds a core_map inside of kernels, too.
+        """
+        if known.layout is not None:
+            known.operand_count = known.layout.operand_count
+            prove(known, self.state, kind.primitive.name, params, known.operand_count)
+        return known
+
+    def _described(self, kind: _Kind, jaxprs, params) -> _Kernel:
+        functions = [self._origin(jaxpr)[1] for jaxpr in jaxprs]
+        name, place = self.jax.describe_kernel(jaxprs[0], params)
+        inner = _innermost(functions[0])
+        if name in _PLACEHOLDERS:
+            name = getattr(inner, "__name__", name)
+        code = getattr(inner, "__code__", None)
+        call = Call(kind.primitive.name, name,
+                    f"{code.co_filename}:{code.co_firstlineno}" if code else place,
+                    _module(inner), _binding(name, functions), kind.primitive)
+        notes = getattr(self._local, "notes", ())
+        if len(notes) != len(kind.out_avals(params)):
+            notes = ()
+        return _Kernel(call, notes)
+
+    def _layout(self, kind: _Kind, params: dict[str, Any], avals: Sequence[Any]) -> _Layout:
+        stored = {at for jaxpr in kind.jaxprs(params)
+                  for at, variable in enumerate(kind.operands(jaxpr, len(avals)))
+                  if variable in _variables(jaxpr, written(self.jax, jaxpr.effects))}
+        aliases = kind.aliases(params)
+        answers: list[int | None] = []
+        count = 0
+        for out in range(len(kind.out_avals(params))):
+            answered = out not in aliases or aliases[out] in stored
+            answers.append(count if answered else None)
+            count += answered
+        refs = tuple(at for at, aval in enumerate(avals)
+                     if isinstance(aval, self.jax.AbstractRef) and at in stored)
+        return _Layout(tuple(answers), tuple(map(aliases.get, range(len(answers)))), refs,
+                       len(avals))
+
+    # Rewrite and check.
+
+    def _bind(self, kind: _Kind, *args, **params):
+        """Cast the inputs as the rule says, then bind."""
+        if not self._acts(kind, params):
+            return kind.bind(*args, **params)
+        first = kind.jaxprs(params)[0] not in self._kernels
+        known = self._known(kind, params)
+        avals = [self.jax.typeof(x) for x in args]
+        layout = known.layout = self._layout(kind, params, avals)
+        if self.jax.checking() and layout.count:
+            resolution, types = self._resolve(self._proven(kind, params, known), layout, avals)
+            if first:
+                check_annotations(known, tuple(types))
+            args = [self.jax.cast(x, want)
+                    if self.jax.can_cast(aval) and at not in layout.overwritten else x
+                    for at, (x, aval, want) in enumerate(zip(args, avals, resolution.inputs))]
+            if layout.answers:
+                # Into the call too, so that a jaxpr that outlives the hooks keeps its types.
+                params["out_avals"] = typed(self.jax, known, params["out_avals"], tuple(types))
+        return kind.bind(*args, **params)
+
+    def _evaluate(self, kind: _Kind, *avals, **params):
+        """Give outputs the types that the rule says, and hold written refs to them."""
+        if not self._acts(kind, params):
+            return kind.evaluate(*avals, **params)
+        # JAX 0.11 and 0.12 refuse every ref that varies; what is written to one is checked here.
+        if not self.jax.checking():  # inside a kernel, where Mosaic GPU maps over warps (JAX 0.12)
+            return kind.evaluate(*(self._plain(aval) if isinstance(aval, self.jax.AbstractRef)
+                                   else aval for aval in avals), **params)
+        outputs, effects = kind.evaluate(*map(self._plain, avals), **params)
+        known = self._known(kind, params)
+        layout = known.layout = self._layout(kind, params, avals)
+        if not layout.count:
+            return outputs, effects
+        resolution, types = self._resolve(self._proven(kind, params, known), layout, avals)
+        for at, answer in zip(layout.refs, resolution.outputs[len(resolution.outputs)
+                                                              - len(layout.refs):]):
+            rule = "" if known.found is None else f", by the rule {known.found.rule!r},"
+            check_written(self.jax, f"what {known.call} stores{rule}", avals[at], answer)
+        return list(typed(self.jax, known, outputs, tuple(types))), effects
+
+    def _plain(self, aval: Any) -> Any:
+        if isinstance(aval, self.jax.AbstractRef):
+            return aval.update(inner_aval=self._plain(aval.inner_aval))
+        return self.jax.with_axis_type(aval, AxisType())
+
+    def _resolve(self, known: _Kernel, layout: _Layout, avals: Sequence[Any]):
+        inputs = types_of(self.jax, avals)
+        resolution = resolve(self.jax, self.state, known.governing(self.state), known.call,
+                             known.found, inputs, layout.count)
+        return resolution, layout.types(resolution.outputs, inputs)
+
+
+class _Lowering(LoweringHooks):
+    """Tags each result with what the rule answers for it."""
+
+    def _effects(self, ctx, kernel, found) -> tuple[Effect, ...]:
+        layout = kernel.layout
+        if layout is None or len(layout.answers) != len(ctx.avals_out):
+            return super()._effects(ctx, kernel, found)
+        types = types_of(self.jax, ctx.avals_in)
+        if any(t.axes for t in types):
+            effects = resolve(self.jax, self.state, kernel.scope, kernel.call, found, types,
+                              layout.count).effects
+        else:
+            effects = found.rule.effects(layout.count) or (Effect("unknown"),) * layout.count
+        return tuple(Effect("local") if answer is None else effects[answer]
+                     for answer in layout.answers)
+
+
+def _innermost(function: Any) -> Any:
+    """Return the function with a source line: inside of partial, wraps and a declaration."""
+    seen: set[int] = set()
+    while id(function) not in seen:
+        seen.add(id(function))
+        function = (function.func if isinstance(function, functools.partial)
+                    else getattr(function, "__wrapped__", function))
+    return function
+
+
+def _module(function: Any) -> str:
+    return getattr(_innermost(function), "__module__", None) or ""
+
+
+def _held(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of a function's closure."""
+    code = getattr(function, "__code__", None)
+    for name, cell in zip(getattr(code, "co_freevars", ()),
+                          getattr(function, "__closure__", None) or ()):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+
+
+def _variables(jaxpr: Any, inputs: set[Any]) -> set[Any]:
+    """Return variables; JAX to 0.9 gives an effect's input as a position."""
+    own = (*jaxpr.constvars, *jaxpr.invars)
+    return {own[i] if isinstance(i, int) else i for i in inputs}
+
+
+def _binding(name: str, functions: Sequence[Any]) -> Binding | None:
+    """Return the rule that is bound to all of a kernel's functions, or None.
+
+    Raises:
+      RegistrationError: if they have different rules.
+    """
+    bindings = [binding_of(function) for function in functions]
+    if any(binding is None for binding in bindings):
+        return None
+    for other in bindings[1:]:
+        if other.rule != bindings[0].rule:
+            raise RegistrationError(
+                f"the functions of kernel {name!r} are declared with rules that differ:\n"
+                f"  {bindings[0].rule!r} at {bindings[0].where}\n"
+                f"  {other.rule!r} at {other.where}\n"
+                "they run as one call, so declare all of them with the rule of the whole",
+                name=name, places=(bindings[0].where, other.where))
+    return bindings[0]

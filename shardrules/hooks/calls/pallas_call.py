@@ -1,0 +1,222 @@
+"""pallas_call under shard_map's check, where avals carry it: types from rules, at every bind.
+
+Three seams. The kernel tracer is where a kernel's function object and its jaxpr meet, so the rule
+that is bound to the object can be found again from the jaxpr, in whatever transformed call it
+turns up. ``bind`` casts the inputs (the rewrite). The abstract eval gives the outputs their types
+(the check), each time anew: what was true when traced may be too invariant after batching.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+from shardrules.registry.binding import Binding, Declared, binding_of
+from shardrules.hooks.door.compat import Jax
+from shardrules.hooks.calls.lowering import LoweringHooks
+from shardrules.hooks.calls.opaque import (
+    Call,
+    Known,
+    check_annotations,
+    find_rule,
+    prove,
+    resolve,
+    typed,
+    types_of,
+)
+from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.state import State
+from shardrules.registry.axistypes import AxisType
+
+__all__ = ["PallasHooks"]
+
+
+def _module_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None) or ""
+
+
+class _Traced(NamedTuple):
+    """What only the kernel tracer sees: the function's module and rule, what the user wrote."""
+
+    module: str
+    binding: Binding | None
+    annotations: tuple[AxisType | None, ...]
+
+
+class _Here(threading.local):
+    """What a thread is in the middle of.
+
+    Args:
+      noted: for each output as it is converted, the annotation of it, or None.
+      outer: the kernel whose bind runs, if one does.
+      settled: its jaxpr, its operands' axis types and its outputs'.
+    """
+
+    def __init__(self):
+        self.noted: list[AxisType | None] = []
+        self.outer: Known | None = None
+        self.settled: tuple[Any, tuple[AxisType, ...], tuple[AxisType, ...]] | None = None
+
+
+class PallasHooks:
+    """The hooks of ``pallas_call``.
+
+    Args:
+      jax: the symbols.
+      state: registry and scopes.
+      lowering: interprets, and tags what kernels lower to.
+    """
+
+    def __init__(self, jax: Jax, state: State, lowering: LoweringHooks):
+        self.jax = jax
+        self.state = state
+        self.lowering = lowering
+        # Keyed by the kernel's jaxpr, which is one object through eval, partial eval and dce.
+        # What was traced becomes known when it is bound.
+        self._kernels: weakref.WeakKeyDictionary[Any, Known | _Traced] = (
+            weakref.WeakKeyDictionary())
+        self._local = _Here()
+
+    def install(self, patches: Patches) -> None:
+        """Replace the three seams, and the lowering rule."""
+        jax = self.jax
+        self._bind = jax.pallas_call_p.bind
+        self._abstract_eval = jax.pallas_call_p.abstract_eval
+        patches.attribute(*jax.owner("trace_kernel"), self._tracer(jax.trace_kernel))
+        patches.attribute(jax.pallas_call_p, "bind", self.bind)
+        self.lowering.wrap(patches, jax.lowerings, jax.pallas_call_p, self.kernel_of)
+        if jax.typed:
+            patches.attribute(*jax.owner("convert_out_shape"), self._convert_out_shape)
+            patches.attribute(jax.pallas_call_p, "abstract_eval", self.abstract_eval)
+
+    # Where function object and jaxpr meet.
+
+    def _convert_out_shape(self, out_shape):
+        """Take an output without annotation; note the annotation of one that has it."""
+        if self.state.active and self.jax.checking():
+            annotation = self.jax.annotation(out_shape)
+            self._local.noted.append(annotation)
+            if annotation is None:
+                with self.jax.unchecked():  # it refuses that, and makes it invariant otherwise
+                    return self.jax.convert_out_shape(out_shape)
+        return self.jax.convert_out_shape(out_shape)
+
+    def noted(self) -> list[AxisType | None]:
+        """Return this thread's list of annotations, one for each output as it is converted."""
+        return self._local.noted
+
+    def _tracer(self, trace):
+        jax = self.jax
+
+        @functools.wraps(trace)  # with its signature, which compat checks
+        def trace_kernel(fun, *args, **kwargs):
+            annotations: tuple[AxisType | None, ...] = ()
+            noted = self._local.noted
+            if noted:
+                # out_shape's leaves were converted just before, in order; older ones are left
+                # over from calls that failed in between.
+                if any(noted):
+                    grid_mapping = args[1]
+                    annotations = tuple(noted[len(noted) - grid_mapping.num_outputs:])
+                noted.clear()
+            body = fun.__wrapped__ if isinstance(fun, Declared) else fun
+            if jax.traces_kernels_unchecked:
+                traced = trace(body, *args, **kwargs)
+            else:
+                with jax.unchecked():
+                    traced = trace(body, *args, **kwargs)
+            jaxpr, traced = jax.kernel_jaxpr(traced)
+            self._kernels[jaxpr] = _Traced(_module_of(fun), binding_of(fun), annotations)
+            return traced
+
+        return trace_kernel
+
+    # Rewrite and check.
+
+    def known_of(self, primitive: Any, params: dict[str, Any]) -> Known | None:
+        """Return what is known of an equation's kernel; None for another primitive's."""
+        return self.kernel_of(params) if primitive is self.jax.pallas_call_p else None
+
+    def kernel_of(self, params: dict[str, Any]) -> Known:
+        """Return what is known of the kernel of a bind or an equation."""
+        jaxpr = params["jaxpr"]
+        kernel = self._kernels.get(jaxpr)
+        if not isinstance(kernel, Known):
+            name, place = self.jax.describe_kernel(jaxpr, params)
+            outer = self._local.outer
+            if kernel is not None:
+                kernel = Known(Call("pallas_call", name, place, kernel.module, kernel.binding),
+                               kernel.annotations)
+            elif outer is not None and outer.call.name == name:
+                # A jaxpr that a transformation made: its name stays, and so does the rule of the
+                # bind that is being transformed. Its outputs are others: no annotation carries on.
+                kernel = dataclasses.replace(outer, annotations=())
+            else:
+                kernel = Known(Call("pallas_call", name, place))
+            self._kernels[jaxpr] = kernel
+        if kernel.scope is None:
+            kernel.scope = self.state.scope
+        if kernel.found is None:
+            kernel.found = find_rule(kernel.call, kernel.scope, self.state)
+        if kernel.found is None and kernel.active(self.state):
+            prove(kernel, self.state, "pallas_call", params, 0)
+        return kernel
+
+    def _acts(self, jaxpr: Any) -> bool:
+        """Whether the hooks act on a kernel: here, or because they did when it was bound."""
+        if self.state.active:
+            return True
+        kernel = self._kernels.get(jaxpr)
+        return isinstance(kernel, Known) and kernel.active(self.state)
+
+    def bind(self, *args, **params):
+        """Cast the inputs as the rule says, then bind."""
+        jaxpr, local = params["jaxpr"], self._local
+        if not self._acts(jaxpr):
+            return self._bind(*args, **params)
+        first = not isinstance(self._kernels.get(jaxpr), Known)
+        kernel = self.kernel_of(params)
+        before = local.outer, local.settled
+        settled = None
+        if self.jax.checking():
+            avals = tuple(map(self.jax.typeof, args))
+            inputs = types_of(self.jax, avals)
+            resolution = self._resolve(kernel, inputs, len(params["out_avals"]))
+            if first and kernel.annotations:
+                check_annotations(kernel, resolution.outputs)
+            if inputs != resolution.inputs:
+                args = [x if have is want or isinstance(aval, self.jax.AbstractRef)
+                        else self.jax.cast(x, want)
+                        for x, aval, have, want in zip(args, avals, inputs, resolution.inputs)]
+            # Written into the call too, so that a jaxpr that outlives the hooks keeps its types.
+            params["out_avals"] = typed(self.jax, kernel, params["out_avals"],
+                                        resolution.outputs)
+            settled = jaxpr, resolution.inputs, resolution.outputs
+        local.outer, local.settled = kernel, settled
+        try:
+            return self._bind(*args, **params)
+        finally:
+            local.outer, local.settled = before
+
+    def abstract_eval(self, *avals, **params):
+        """Give the outputs the types that the rule says for these operands."""
+        outputs, effects = self._abstract_eval(*avals, **params)
+        inputs = types_of(self.jax, avals)
+        local = self._local
+        if local.settled is not None and local.settled[0] is params["jaxpr"] and (
+                local.settled[1] == inputs):
+            return typed(self.jax, local.outer, outputs, local.settled[2]), effects
+        if not (self._acts(params["jaxpr"]) and self.jax.checking()):
+            return outputs, effects
+        kernel = self.kernel_of(params)
+        types = self._resolve(kernel, inputs, len(outputs)).outputs
+        return typed(self.jax, kernel, outputs, types), effects
+
+    def _resolve(self, kernel: Known, inputs: tuple[AxisType, ...], output_count: int):
+        return resolve(self.jax, self.state, kernel.governing(self.state), kernel.call,
+                       kernel.found, inputs, output_count, kernel.audit)

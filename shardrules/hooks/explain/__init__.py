@@ -1,0 +1,1 @@
+"""What the hooks did with a program: ``explain`` and ``scan_calls``."""

@@ -1,0 +1,338 @@
+"""What the check makes of a program: ``explain``, and ``scan_calls`` for what has no rule yet.
+
+Both trace the program once more, to look at it only: under a policy that takes a call without a
+rule for one that does not communicate, so that the trace goes on to the next, and under a trace
+key of its own, so that nothing of it is ever compiled or run. What they say is read from the
+jaxpr, backward passes, loops and nested calls included.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from shardrules.registry.axistypes import show_axes
+from shardrules.errors import ShardrulesError
+from shardrules.hooks.door import compat
+from shardrules.hooks.explain.explanation import (
+    ExplainedCall,
+    ExplainedCast,
+    ExplainedSum,
+    Explanation,
+    MissingRule,
+    MissingRules,
+    name_of,
+    short,
+)
+from shardrules.hooks.calls.opaque import types_of
+from shardrules.hooks.flow.equations import scan_counts
+from shardrules.hooks.state import COLLECT, Notes
+
+__all__ = ["explain", "scan_calls"]
+
+
+def explain(f: Callable, *args, **kwargs) -> Explanation:
+    """Say what type each opaque call of a program has and why, and what casts and psums are there.
+
+    The program is traced as after ``shardrules.install()``, not run.
+
+    Args:
+      f: a function, jitted or not; pass the gradient to see the backward pass.
+      *args, **kwargs: what it is called with; arrays or ``jax.ShapeDtypeStruct``.
+
+    Raises:
+      ShardrulesError: if ``f`` can't be called.
+      RuleError, CotangentError: as tracing the program itself does.
+    """
+    with _collecting() as notes:
+        walk = _Walk(notes)
+        walk.program(_traced(f, args, kwargs))
+    return Explanation(tuple(_counted(walk.calls)), tuple(_counted(walk.casts)),
+                       tuple(_counted(walk.sums)), tuple(dict.fromkeys(walk.claims)))
+
+
+def scan_calls(f: Callable, *args, **kwargs) -> MissingRules:
+    """List the kernels of a program that have no rule, with the lines to paste.
+
+    The program is traced as after ``shardrules.install()``, not run. Calls inside a
+    ``shard_map(check_vma=False)`` count: they need the rule once the check is on.
+
+    Args:
+      f: a function, jitted or not; pass the gradient to find the backward pass's kernels too.
+      *args, **kwargs: what it is called with; arrays or ``jax.ShapeDtypeStruct``.
+
+    Returns:
+      The kernels; false where there are none.
+
+    Raises:
+      ShardrulesError: if ``f`` can't be called.
+      Exception: what tracing the program raises, where it comes before the first of them.
+    """
+    stopped = None
+    with _collecting() as notes:
+        walk = _Walk(notes)
+        try:
+            walk.program(_traced(f, args, kwargs))
+        except Exception as error:
+            if not notes.unknown:
+                raise
+            stopped = error
+    found: dict[tuple, MissingRule] = {}
+    rows = [(call.primitive, call.kernel, call.defined_at, call.at, call.inputs, call.checked)
+            for call in walk.calls if call.status == "no rule"]
+    # Before these, in the order of the trace: what the jaxpr shows no longer, or not at all.
+    rows = [(call.primitive, call.name, call.place, "", inputs, True)
+            for call, inputs in notes.unknown] + rows
+    for primitive, kernel, defined, at, inputs, checked in rows:
+        known = found.get((primitive, kernel, defined))
+        if known is None:
+            found[primitive, kernel, defined] = MissingRule(
+                kernel, primitive, defined, (at,) if at else (), inputs if checked else (),
+                checked, _lines(primitive, kernel, defined))
+        elif at and at not in known.called_at:
+            found[primitive, kernel, defined] = dataclasses.replace(
+                known, called_at=(*known.called_at, at))
+    known_count = sum(call.status != "no rule" for call in walk.calls)
+    return MissingRules(tuple(found.values()), known_count, stopped)
+
+
+def _lines(primitive: str, kernel: str, defined: str) -> tuple[str, ...]:
+    register = f"shardrules.register({kernel!r}, shardrules.no_communication)"
+    if primitive == "pallas_call" and defined:
+        return (f"@shardrules.no_communication  # above the def at {short(defined)}, or",
+                register)
+    return (register,)
+
+
+# Tracing.
+
+
+@contextlib.contextmanager
+def _collecting() -> Iterator[Notes]:
+    """Act as after ``install()``, take notes, and never stop at a call without a rule."""
+    from shardrules import hooks
+    state, notes = hooks._state, Notes()
+    hooks._hold()
+    try:
+        with state.enter(dataclasses.replace(state.scope, active=True, policy=COLLECT,
+                                             notes=notes)):
+            yield notes
+    finally:
+        hooks._release()
+
+
+def _traced(f: Callable, args: tuple, kwargs: dict) -> Any:
+    import jax
+    if not callable(f):
+        raise ShardrulesError(
+            f"{type(f).__name__} can't be called; pass the function and its arguments, not what "
+            "it was lowered or compiled to", program=f)
+    return jax.make_jaxpr(f)(*args, **kwargs)
+
+
+# Reading the jaxpr.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where an equation stands.
+
+    Args:
+      stack: the name stacks of the equations around it.
+      at: its source line, or ``within`` and that of the innermost around it that has one.
+      checked: whether the check is on; None outside shard_map.
+      steps: how often it runs for the loops around it; None where that is not known.
+    """
+
+    stack: str = ""
+    at: str = ""
+    checked: bool | None = None
+    steps: int | None = 1
+
+    @property
+    def phase(self) -> str:
+        """Which part of a gradient it belongs to, by JAX's name stacks."""
+        if "rematted_computation" in self.stack:
+            return "recompute"
+        return "backward" if "transpose(" in self.stack else "forward"
+
+
+# Casts by JAX's names for them (two of them lost a suffix in 0.12): to what.
+_CASTS = {"pvary": "varying", "pcast": "varying", "reduced_vary_cast": "varying",
+          "reduced_vary_cast_p": "varying", "vary_unreduced_cast": "unreduced",
+          "vary_unreduced_cast_p": "unreduced"}
+_SUMS = ("psum", "psum_invariant", "psum2")
+_LOOPS = {"scan": "scan", "while": "while_loop"}  # primitive: function
+
+
+class _Walk:
+    """Reads a jaxpr, nested ones too, and notes the calls, casts and psums inside shard_map.
+
+    Args:
+      notes: what the hooks noted while it was traced.
+    """
+
+    def __init__(self, notes: Notes):
+        self.jax = compat.load()
+        self.notes = notes
+        self.unknown: set[tuple[str, str, str]] = set()
+        self.calls: list[ExplainedCall] = []
+        self.casts: list[ExplainedCast] = []
+        self.sums: list[ExplainedSum] = []
+        self.claims: list[str] = []
+
+    def program(self, closed: Any) -> None:
+        """Read a whole program."""
+        self.unknown = {(call.primitive, call.name, call.place) for call, _ in self.notes.unknown}
+        self._read(_open(closed), _Place())
+
+    def _read(self, jaxpr: Any, place: _Place, outcome: str = "a result") -> None:
+        from shardrules import hooks
+        uses = _uses(jaxpr)
+        for eqn in jaxpr.eqns:
+            around = f"within {place.at.removeprefix('within ')}" if place.at else ""
+            here = dataclasses.replace(
+                place, stack=f"{place.stack}/{eqn.source_info.name_stack}",
+                at=self.jax.source_line(eqn.source_info) or around)
+            known = hooks.known_of(eqn.primitive, eqn.params)
+            if known is not None:
+                if place.checked is not None:
+                    self._call(eqn, known, here)
+                continue
+            name = eqn.primitive.name
+            if place.checked and name in _CASTS:
+                self._cast(eqn, here, uses.get(eqn.outvars[0], ()), outcome)
+            elif place.checked and name in _SUMS:
+                self._sum(eqn, here)
+            elif place.checked and name == "already_summed":
+                axes, value, _ = _described(eqn)
+                self.claims.append(f"{value} at {short(here.at)} is summed over {show_axes(axes)} "
+                                   "already")
+            inside = here
+            if name == "shard_map":
+                checked = bool(eqn.params.get("check_vma", eqn.params.get("check_rep")))
+                inside = dataclasses.replace(here, checked=checked)
+            elif name in _LOOPS:
+                length = eqn.params.get("length")
+                inside = dataclasses.replace(here, steps=(
+                    here.steps * length if here.steps and length is not None else None))
+            result = "a result"
+            if name == "cond":
+                result = "the output of a branch" + (
+                    " whose predicate varies" if self._chooses(eqn) else "")
+            elif name in _LOOPS:
+                result = f"what a {_LOOPS[name]} carries"
+            for inner in _inner_jaxprs(eqn.params):
+                self._read(inner, inside, result)
+
+    def _call(self, eqn: Any, known: Any, place: _Place) -> None:
+        call, found = known.call, known.found
+        status = "no rule"
+        if found is not None:
+            status = found.status
+        elif place.checked and (call.primitive, call.name, call.place) not in self.unknown:
+            status = "own types"
+        avals = [[v.aval for v in side] for side in (eqn.invars, eqn.outvars)]
+        inputs, outputs = (types_of(self.jax, side) for side in avals)
+        self.calls.append(ExplainedCall(
+            call.name, call.primitive, call.place, place.at, place.phase, bool(place.checked),
+            inputs, outputs, repr(found.rule) if found else "", status,
+            found.where if found else ""))
+
+    def _cast(self, eqn: Any, place: _Place, uses: Sequence[tuple[Any, int]], outcome: str) -> None:
+        axes, value, size = _described(eqn)
+        self.casts.append(ExplainedCast(axes, _CASTS[eqn.primitive.name], value, size, place.at,
+                                        place.phase, self._reason(uses, outcome)))
+
+    def _reason(self, uses: Sequence[tuple[Any, int]], outcome: str) -> str:
+        """Say what asked for a cast, from what its result is used for."""
+        from shardrules import hooks
+        if not uses:
+            return f"{outcome}, to vary as the others do"
+        eqn, i = uses[0]
+        known = hooks.known_of(eqn.primitive, eqn.params)
+        if known is not None:
+            return f"input {i} of {name_of(known.call.primitive, known.call.name)}, for its rule"
+        name = eqn.primitive.name
+        if name in _LOOPS and _carries(eqn, i):
+            chosen = " or its condition does" if name == "while" and self._chooses(eqn) else ""
+            return f"an initial carry of {_LOOPS[name]}, to vary as its body returns it{chosen}"
+        if name == "cond" and self._chooses(eqn):
+            return "an operand of cond, whose predicate varies"
+        inner = _open(eqn.params.get("jaxpr"))
+        if inner is not None and len(inner.invars) == len(eqn.invars):
+            return self._reason(_uses(inner).get(inner.invars[i], ()), "a result")
+        return f"operand {i} of {name}, by JAX or the program"
+
+    def _chooses(self, eqn: Any) -> bool:
+        """Whether the predicate of a cond, or the condition of a while_loop, varies."""
+        chooser = (_open(eqn.params["cond_jaxpr"]).outvars if eqn.primitive.name == "while"
+                   else eqn.invars)[0]
+        return bool(self.jax.axis_type(chooser.aval).varying)
+
+    def _sum(self, eqn: Any, place: _Place) -> None:
+        axes, value, size = _described(eqn)
+        aval = eqn.invars[0].aval
+        why = "written in the program, or by JAX for one of its operations"
+        noted = [n for n in self.notes.sums if (n.axes, n.shape, n.dtype) == (
+            axes, aval.shape, aval.dtype) and n.at == place.at.partition("within ")[0]]
+        if noted:
+            why = noted[0].why
+        elif place.phase == "backward" and eqn.primitive.name == "psum_invariant":
+            casts = [c.why for c in self.casts if c.phase != "backward"
+                     and (c.at, c.axes, c.value) == (place.at, axes, value)]
+            why = "transpose of a cast" + (f": {casts[0]}" if casts else "")
+        self.sums.append(ExplainedSum(axes, value, size, place.at, place.phase, why, place.steps))
+
+
+def _uses(jaxpr: Any) -> dict[Any, list[tuple[Any, int]]]:
+    """Return, for each variable of a jaxpr, the equations that take it, and as which operand."""
+    uses: dict[Any, list[tuple[Any, int]]] = {}
+    for eqn in jaxpr.eqns:
+        for i, var in enumerate(eqn.invars):
+            if not hasattr(var, "val"):
+                uses.setdefault(var, []).append((eqn, i))
+    return uses
+
+
+def _carries(eqn: Any, i: int) -> bool:
+    """Whether operand ``i`` of a loop is an initial carry."""
+    params = eqn.params
+    if eqn.primitive.name == "while":
+        return i >= params["cond_nconsts"] + params["body_nconsts"]
+    constants, carry = scan_counts(params)
+    return 0 <= i - constants < carry
+
+
+def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """Yield the jaxprs that stand in an equation's parameters."""
+    for value in params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            inner = _open(one)
+            if inner is not None:
+                yield inner
+
+
+def _open(value: Any) -> Any:
+    """Return a jaxpr without its constants; None for what is no jaxpr."""
+    value = getattr(value, "jaxpr", value)
+    return value if hasattr(value, "eqns") and hasattr(value, "invars") else None
+
+
+def _described(eqn: Any) -> tuple[tuple[str, ...], str, int]:
+    """Return the axes that an equation names, its operand's dtype and shape, and its bytes."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    axes = (axes,) if isinstance(axes, str) else tuple(a for a in axes if isinstance(a, str))
+    aval = eqn.invars[0].aval
+    text = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+    return tuple(sorted(axes)), text, math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _counted(rows: Sequence[Any]) -> list[Any]:
+    """Join equal rows, in the order of the first."""
+    counts = collections.Counter(rows)
+    return [dataclasses.replace(row, count=count) for row, count in counts.items()]

@@ -1,0 +1,250 @@
+"""What ``explain`` and ``scan_calls`` return: rows as data, and their text."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+from shardrules.registry.axistypes import AxisType, show_axes
+from shardrules.hooks.calls.opaque import Call
+
+__all__ = ["ExplainedCall", "ExplainedCast", "ExplainedSum", "Explanation", "MissingRule",
+           "MissingRules", "name_of", "short"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedCall:
+    """One opaque call of a program.
+
+    Args:
+      kernel: the kernel name.
+      primitive: ``pallas_call`` or another.
+      defined_at: where the kernel's function is defined, ``file:line``, or empty.
+      at: the source line of the call, or that of the shard_map around it, or empty.
+      phase: ``forward``, ``backward`` or ``recompute``.
+      checked: whether shard_map's check is on there.
+      inputs: each operand's axis type, as it is cast.
+      outputs: each output's axis type.
+      rule: the rule as it is written; empty where there is none.
+      status: ``declared``, ``audited``, ``own types`` (a user's primitive that says wide enough
+        types itself) or ``no rule``.
+      declared_at: where the rule was declared, or what was proven; empty where there is none.
+      count: how many such calls the program holds, loops counted once.
+    """
+
+    kernel: str
+    primitive: str
+    defined_at: str
+    at: str
+    phase: str
+    checked: bool
+    inputs: tuple[AxisType, ...]
+    outputs: tuple[AxisType, ...]
+    rule: str
+    status: str
+    declared_at: str
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedCast:
+    """One cast to another axis type; it moves nothing, and its transpose is a psum.
+
+    Args:
+      axes: the mesh axes that change, sorted.
+      to: ``varying`` or ``unreduced``.
+      value: dtype and local shape.
+      bytes: the size of the value on one device.
+      at: the source line, or empty.
+      phase: ``forward``, ``backward`` or ``recompute``.
+      why: what asked for it.
+      count: how many such casts the program holds, loops counted once.
+    """
+
+    axes: tuple[str, ...]
+    to: str
+    value: str
+    bytes: int
+    at: str
+    phase: str
+    why: str
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedSum:
+    """One psum inside a shard_map with the check on.
+
+    Args:
+      axes: the mesh axes.
+      value: dtype and local shape.
+      bytes: the size of the value on one device.
+      at: the source line, or empty.
+      phase: ``forward``, ``backward`` or ``recompute``.
+      why: what put it in.
+      steps: how often it runs for the loops around it; None where a while_loop is one of them.
+      count: how many such psums the program holds, loops counted once.
+    """
+
+    axes: tuple[str, ...]
+    value: str
+    bytes: int
+    at: str
+    phase: str
+    why: str
+    steps: int | None = 1
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` returns; its text is a table.
+
+    Args:
+      calls: the opaque calls inside shard_map, in the program's order.
+      casts: the casts inside shard_map with the check on.
+      sums: the psums there.
+      claims: what ``already_summed`` says, which nothing proves.
+    """
+
+    calls: tuple[ExplainedCall, ...]
+    casts: tuple[ExplainedCast, ...]
+    sums: tuple[ExplainedSum, ...]
+    claims: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        calls = [("kernel", "phase", "called at", "inputs -> outputs", "rule")]
+        for call in self.calls:
+            types = f"{_show(call.inputs)} -> {_show(call.outputs)}"
+            calls.append((_times(call.kernel, call.count), call.phase, short(call.at),
+                          types if call.checked else "the check is off", _rule(call)))
+        casts = [("cast to", "phase", "at", "value", "why")]
+        for cast in self.casts:
+            casts.append((_times(f"{cast.to} over {show_axes(cast.axes)}", cast.count), cast.phase,
+                          short(cast.at), f"{cast.value}, {cast.bytes} B", cast.why))
+        sums = [("psum", "phase", "at", "value", "why")]
+        for one in self.sums:
+            sums.append((_times(f"over {show_axes(one.axes)}", one.count), one.phase,
+                         short(one.at), f"{one.value}, {one.bytes} B",
+                         one.why + _advice(one)))
+        tables = [_table(rows) for rows in (calls, casts, sums) if len(rows) > 1]
+        if self.claims:
+            tables.append("\n".join(f"claim: {text}" for text in self.claims))
+        return "\n\n".join(tables) or "no opaque call, cast or psum inside a shard_map"
+
+
+@dataclasses.dataclass(frozen=True)
+class MissingRule:
+    """One kernel without a rule.
+
+    Args:
+      kernel: the kernel name.
+      primitive: ``pallas_call`` or another.
+      defined_at: where its function is defined, ``file:line``, or empty.
+      called_at: the source lines of its calls.
+      inputs: its operands' axis types, at the first call; empty where the check is off.
+      checked: whether the check is on at one of its calls.
+      lines: what to paste if it communicates with no other device.
+    """
+
+    kernel: str
+    primitive: str
+    defined_at: str
+    called_at: tuple[str, ...]
+    inputs: tuple[AxisType, ...]
+    checked: bool
+    lines: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class MissingRules:
+    """What ``scan_calls`` returns; its text says what to paste.
+
+    Args:
+      calls: the kernels without a rule, in the program's order.
+      known_count: how many opaque calls inside shard_map have one.
+      stopped_by: the error that ended the trace early, or None.
+    """
+
+    calls: tuple[MissingRule, ...]
+    known_count: int
+    stopped_by: Exception | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.calls)
+
+    def __str__(self) -> str:
+        if not self.calls:
+            return f"every opaque call inside shard_map has a rule ({self.known_count})"
+        text = [f"{len(self.calls)} kernels have no rule" if len(self.calls) > 1
+                else "1 kernel has no rule"]
+        for call in self.calls:
+            defined = f" (defined at {short(call.defined_at)})" if call.defined_at else ""
+            text.append(f"\n{name_of(call.primitive, call.kernel)}{defined}")
+            for place in call.called_at:
+                text.append(f"  called {'' if place.startswith('within ') else 'at '}"
+                            f"{short(place)}")
+            text += [f"  input {i}: {one}" for i, one in enumerate(call.inputs)]
+            if not call.checked:
+                text.append("  inside shard_map(check_vma=False)")
+            text += [f"    {line}" for line in call.lines]
+        text.append(
+            "\nThese lines are right for kernels that read no other device and no device id. For "
+            "one that\ncommunicates, register all_gather(axis), all_reduce(axis) or another of "
+            "the rules for that.")
+        if self.stopped_by is not None:
+            first = str(self.stopped_by).splitlines() or [""]
+            text.append("The trace stopped early, so there may be more: "
+                        f"{type(self.stopped_by).__name__}: {first[0]}")
+        return "\n".join(text)
+
+
+def name_of(primitive: str, kernel: str) -> str:
+    """Return how messages call a kernel."""
+    return str(Call(primitive, kernel))
+
+
+def short(at: str) -> str:
+    """Shorten a path under the working directory."""
+    return at.replace(os.getcwd() + os.sep, "", 1)
+
+
+def _advice(one: ExplainedSum) -> str:
+    if one.steps == 1:
+        return ""
+    steps = f"each of {one.steps} steps" if one.steps else "every step"
+    return (f"; runs in {steps}: shardrules.vary(x, {', '.join(map(repr, one.axes))}) before the "
+            "loop sums once, if x is the same in all of them")
+
+
+def _times(text: str, count: int) -> str:
+    return text if count == 1 else f"{text} ({count} times)"
+
+
+def _show(types: Sequence[AxisType]) -> str:
+    """Write types as short as can be: ``{data}``, ``{}``, ``{data} unreduced {model}``."""
+    def one(t: AxisType) -> str:
+        more = [f" {name} {show_axes(axes)}" for name, axes in (
+            ("unreduced", t.unreduced), ("reduced", t.reduced)) if axes]
+        return show_axes(t.varying) + "".join(more)
+
+    if len(set(types)) == 1 and len(types) > 1:
+        return f"{len(types)} of {one(types[0])}"
+    return ", ".join(map(one, types)) or "none"
+
+
+def _rule(call: ExplainedCall) -> str:
+    if call.status == "no rule":
+        return "no rule"
+    if call.status == "own types":
+        return "its own types"
+    return f"{call.rule}, {call.status} at {short(call.declared_at)}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Align columns, the last one ragged."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(
+        [cell.ljust(width) for cell, width in zip(row[:-1], widths)] + [row[-1]])
+        for row in rows)

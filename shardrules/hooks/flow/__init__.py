@@ -1,0 +1,1 @@
+"""Loops, branches and refs: jaxprs whose inputs vary more than they were traced with."""

@@ -1,0 +1,297 @@
+"""Branches and bodies as they are once what they take varies over more mesh axes.
+
+What is chosen by a varying predicate varies, and so does its gradient: JAX puts a psum wherever an
+invariant value was cast, and one inside of a branch is run by the devices that took it only (JAX
+0.6 to 0.12: the program hangs). So operands are cast before the branches, and in these nothing is
+left to cast. A jaxpr's types are computed anew from its inputs' here, equation by equation: casts
+that have become needless go, and no code of the user's runs twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from shardrules.registry.axistypes import AxisType
+from shardrules.hooks.door.compat import Jax
+from shardrules.hooks.autodiff.custom_vjp import inner_jaxprs
+from shardrules.hooks.flow.equations import (
+    CASTS,
+    Equation,
+    callable_of,
+    is_inexact,
+    known_of,
+    named,
+    opened,
+    read,
+    variable,
+    widened,
+)
+from shardrules.hooks.calls.opaque import types_of
+from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.state import Hooks, State
+
+__all__ = ["Retyping"]
+
+
+class Retyping(Hooks):
+    """From a jaxpr and its inputs' axis types to the jaxpr in which all types follow from these."""
+
+    def __init__(self, jax: Jax, state: State):
+        super().__init__(jax, state)
+        self._local = threading.local()
+
+    def install(self, patches: Patches) -> None:
+        """Let a bwd be asked for cotangents of wider primals than it was traced for."""
+        owner, name = self.jax.owner("flatten_bwd")
+        previous = getattr(owner, name)  # another hook's, by now
+
+        def flatten(bwd, in_tree, in_avals, *rest):
+            flat = previous(bwd, in_tree, in_avals, *rest)
+            if not self.acts:
+                return flat
+
+            def wider(axes):
+                avals = [self._wider(aval, axes) for aval in in_avals]
+                shares = self.jax.transformation(self._shares)(bwd, in_tree, tuple(in_avals), axes)
+                return previous(shares, in_tree, avals, *rest)
+
+            return self.jax.transformation(self._run_bwd)(flat, wider)
+
+        patches.attribute(owner, name, flatten)
+
+    def _wider(self, aval: Any, axes: frozenset[str]) -> Any:
+        return self.jax.with_axis_type(aval, widened(self.jax.axis_type(aval), axes))
+
+    def _run_bwd(self, flat, wider, *args):
+        axes = getattr(self._local, "axes", frozenset())
+        if not axes:
+            return flat(*args)
+        with self._primals_over(frozenset()):  # not those of what bwd itself differentiates
+            return wider(axes).call_wrapped(*args)
+
+    def _shares(self, bwd, in_tree, in_avals, axes, *args):
+        """Run a bwd; of a cotangent that is the full sum, give each device its part.
+
+        A bwd that was written for an invariant primal may reduce its cotangent. The primal's cast
+        stands before the branch now, and its psum adds up what the devices return.
+        """
+        import jax
+        cotangents = bwd(*args)
+        primals = jax.tree_util.tree_unflatten(in_tree, in_avals)
+
+        def one(ct, aval):
+            if ct is None or isinstance(ct, self.jax.SymbolicZero) or not is_inexact(ct):
+                return ct
+            have = self.jax.axis_type(self.jax.typeof(ct))
+            whole = axes - self.jax.axis_type(aval).axes - have.axes
+            if not whole:
+                return ct
+            order = tuple(a for a in self.jax.manual_axes() if a in whole)
+            return self.jax.cast(ct / jax.lax.psum(1, order), have.vary(*whole))
+
+        if isinstance(cotangents, list):
+            cotangents = tuple(cotangents)
+        try:
+            return jax.tree_util.tree_map(one, cotangents, primals, is_leaf=lambda x: x is None)
+        except (TypeError, ValueError):  # another structure than the primals': JAX refuses it
+            return cotangents
+
+    @contextlib.contextmanager
+    def _primals_over(self, axes: frozenset[str]) -> Iterator[None]:
+        before = getattr(self._local, "axes", frozenset())
+        self._local.axes = axes
+        try:
+            yield
+        finally:
+            self._local.axes = before
+
+    # What is chosen.
+
+    def branches(self, over: frozenset[str], operands: Sequence[AxisType], branches: Sequence[Any],
+                 what: str) -> tuple[list[AxisType], tuple[Any, ...]] | None:
+        """Return the types that a cond's operands must be cast to, and its branches for these.
+
+        Args:
+          over: the axes over which the predicate varies.
+          operands: the operands' types, without the predicate's.
+          branches: jaxprs.
+          what: the cond, for messages.
+
+        Returns:
+          None where the branches fit as they are.
+        """
+        jax = self.jax
+        avals = [var.aval for var in opened(branches[0]).invars]
+        wide = any(one.varying - jax.axis_type(aval).varying
+                   for one, aval in zip(operands, avals))
+        if self._missing(over, [var.aval for b in branches for var in opened(b).outvars]) or (
+                self._casts_inside(over, operands, avals, branches)):
+            operands = [widened(one, over) if jax.can_cast(aval) else one
+                        for one, aval in zip(operands, avals)]
+        elif not wide:
+            return None
+        new = [self.jaxpr(branch, operands, what) for branch in branches]
+        results = [*map(self.results, new)]
+        types = [widened(each[0], over.union(*(one.varying for one in each)))
+                 if jax.can_cast(var.aval) else each[0]
+                 for each, var in zip(zip(*results), opened(new[0]).outvars)]
+        return list(operands), tuple(jax.cast_outputs(branch, types) for branch in new)
+
+    def loop(self, types: Sequence[AxisType], params: dict[str, Any], what: str
+             ) -> tuple[list[AxisType], dict[str, Any]] | None:
+        """Return the types that a while_loop's operands must be cast to, and its parameters then.
+
+        A carry that the body hands on as it is holds the same however often the body runs.
+
+        Args:
+          types: the operands' types: of the constants of the condition and of the body, the carry.
+          params: the loop's parameters.
+          what: the loop, for messages.
+
+        Returns:
+          None where the loop fits as it is.
+        """
+        jax = self.jax
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        constants, carry = list(types[:first + second]), list(types[first + second:])
+        inner = opened(params["body_jaxpr"])
+        changed = [out is not var and jax.can_cast(var.aval)
+                   for out, var in zip(inner.outvars, inner.invars[second:])]
+        while True:
+            condition = self.jaxpr(params["cond_jaxpr"], constants[:first] + carry, what)
+            body = self.jaxpr(params["body_jaxpr"], constants[first:] + carry, what)
+            (decides,) = self.results(condition)
+            wider = [widened(have, result.varying | decides.varying) if change else have
+                     for have, result, change in zip(carry, self.results(body), changed)]
+            if wider == carry:
+                break
+            carry = wider
+        if condition is params["cond_jaxpr"] and body is params["body_jaxpr"]:
+            return None
+        return constants + carry, dict(params, cond_jaxpr=condition,
+                                       body_jaxpr=jax.cast_outputs(body, carry))
+
+    def _missing(self, over: frozenset[str], avals: Iterable[Any]) -> bool:
+        """Whether what is chosen is typed as if all devices along ``over`` chose alike."""
+        for aval in avals:
+            have = self.jax.axis_type(aval)
+            if self.jax.can_cast(aval) and over - have.varying - have.unreduced:
+                return True
+        return False
+
+    def _casts_inside(self, over, operands, avals, branches) -> bool:
+        """Whether a branch casts what may come from an operand: then its gradient is a psum."""
+        narrow = [i for i, (one, aval) in enumerate(zip(operands, avals))
+                  if self._missing(over, [self.jax.with_axis_type(aval, one)])
+                  and is_inexact(aval)]
+        return bool(narrow) and any(
+            self._casts(branch, [branch.invars[i] for i in narrow], over)
+            for branch in map(opened, branches))
+
+    def _casts(self, jaxpr, narrow, over) -> bool:
+        """Whether a jaxpr casts what comes from inputs that don't vary over all of ``over``."""
+        narrow = set(narrow)
+        for eqn in jaxpr.eqns:
+            if not any(atom in narrow for atom in eqn.invars if not hasattr(atom, "val")):
+                continue
+            if eqn.primitive.name in CASTS and over & named(eqn):
+                return True
+            if "bwd" in eqn.params and self._mixed(eqn, over):
+                return True  # a custom_vjp, whose bwd's cotangents are summed
+            if known_of(eqn) is None and any(
+                    self._casts(inner, inner.invars, over) for inner in inner_jaxprs(eqn.params)):
+                return True
+            narrow |= {var for var in eqn.outvars if is_inexact(var.aval)}
+        return False
+
+    def _mixed(self, eqn, over) -> bool:
+        kinds = {self.jax.axis_type(v.aval).varying & over for v in eqn.invars
+                 if is_inexact(v.aval)}
+        return len(kinds) > 1
+
+    def results(self, jaxpr: Any) -> tuple[AxisType, ...]:
+        """Return the types of a jaxpr's outputs."""
+        return types_of(self.jax, (var.aval for var in opened(jaxpr).outvars))
+
+    # A jaxpr.
+
+    def jaxpr(self, jaxpr: Any, types: Sequence[AxisType], what: str) -> Any:
+        """Return a jaxpr for inputs of these types; the same one where they are what it takes.
+
+        Args:
+          jaxpr: with or without its constants, which stay as they are.
+          types: for each input, one that varies over as many axes or more; a ref's is ignored.
+          what: that which it is a branch or a body of, for messages.
+
+        Raises:
+          AxisError: if an equation can't take what varies more.
+        """
+        inner = opened(jaxpr)
+        env: dict[Any, Any] = {}
+        invars = [self.renew(var, one, env) for var, one in zip(inner.invars, types)]
+        if not env:
+            return jaxpr
+        eqns: list[Any] = []
+        for eqn in inner.eqns:
+            operands = [read(env, atom) for atom in eqn.invars]
+            if all(new is old for new, old in zip(operands, eqn.invars)):
+                eqns.append(eqn)
+                continue
+            if all(new.aval == old.aval for new, old in zip(operands, eqn.invars)):
+                eqns.append(eqn.replace(invars=operands))  # a cast went, and nothing else
+                continue
+            with eqn.ctx.manager:
+                eqns += Equation(self, eqn, operands, env, what).renewed()
+        outvars = [read(env, atom) for atom in inner.outvars]
+        # With its debug_info: the names of its arguments are what they were.
+        new = inner.replace(invars=invars, eqns=eqns, outvars=outvars, debug_info=inner.debug_info)
+        return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+    def renew(self, var: Any, one: AxisType, env: dict[Any, Any]) -> Any:
+        """Return a variable of this type, noted as the one that ``var`` has become."""
+        if not self.jax.can_cast(var.aval) or self.jax.axis_type(var.aval) == one:
+            return var
+        env[var] = variable(var, self.jax.with_axis_type(var.aval, one))
+        return env[var]
+
+    def thunk(self, thunk: Any, types: Sequence[AxisType], what: str) -> Any:
+        """Return a custom rule's thunk, whose jaxpr is retyped when it is asked for.
+
+        Args:
+          thunk: from which inputs are zero to a jaxpr, its constants and, of a custom_jvp, which
+            tangents are zero that it returns.
+          types: of the primals; the jaxpr's further inputs are the tangents of those that are not
+            zero, each of its primal's type, and so are those that it returns.
+          what: for messages.
+        """
+        known: dict[tuple, Any] = {}
+
+        def run(*zeros):
+            if zeros not in known:
+                jaxpr, *others = callable_of(thunk)(*zeros)
+                if len(others) == 2:  # of a custom_jvp; that of a custom_vjp takes the primals
+                    tangents = [one for one, zero in zip(types, zeros) if not zero]
+                    jaxpr = self.jaxpr(jaxpr, [*types, *tangents], what)
+                    results, out_zeros = self.results(jaxpr), others[1]
+                    primals = results[:len(out_zeros)]
+                    wants = [one for one, zero in zip(primals, out_zeros) if not zero]
+                    jaxpr = self.jax.cast_outputs(jaxpr, [*primals, *(
+                        widened(have, want.varying)
+                        for have, want in zip(results[len(primals):], wants))])
+                else:
+                    jaxpr = self.jaxpr(jaxpr, types, what)
+                known[zeros] = (jaxpr, *others)
+            return known[zeros]
+
+        return self.jax.wrapped(run, thunk)
+
+    def bwd(self, bwd: Any, axes: frozenset[str]) -> Any:
+        """Return a custom_vjp's bwd, for primals that vary over ``axes`` too."""
+        def run(*args):
+            with self._primals_over(axes | getattr(self._local, "axes", frozenset())):
+                return callable_of(bwd)(*args)
+
+        return self.jax.wrapped(run, bwd)

@@ -1,0 +1,454 @@
+"""Rules: from the axis types of an opaque call's inputs to those of its outputs.
+
+A rule has two halves, the two that shard_map's own tables have: to which types the inputs must be
+cast before the call (*rewrite*), and which types the outputs then have (*check*). It also says
+what the call does to values across devices (its *effects*), which is what the lowering writes on
+the compiled custom call and what ``shardrules.hlo`` reads back from there. Pure Python: nothing
+here imports jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from shardrules.registry.axistypes import (
+    AxisType,
+    Effect,
+    Resolution,
+    RuleContext,
+    format_effects,
+    parse_effects,
+)
+from shardrules.registry.axistypes import show_axes as _axes
+from shardrules.registry.binding import declare
+from shardrules.errors import RuleError
+
+__all__ = [
+    "AxisType",
+    "Effect",
+    "Resolution",
+    "Rule",
+    "RuleContext",
+    "all_gather",
+    "all_gather_invariant",
+    "all_reduce",
+    "all_to_all",
+    "as_rule",
+    "format_effects",
+    "linear",
+    "no_communication",
+    "outputs",
+    "parse_effects",
+    "per_device",
+    "permute",
+    "reduce_scatter",
+    "unreduced",
+]
+
+
+class Rule:
+    """A declared behaviour of an opaque call; also a decorator for a kernel body or an op.
+
+    Two rules are equal if they are written the same; callables, if they are the same object.
+
+    Args:
+      name: how the rule is written, for messages: ``all_gather('model')``.
+      types: from a ``RuleContext`` to ``(input types, output types)``.
+      effects: from the number of outputs to their effects; None where only the types at a call
+        can tell.
+      named_axes: the mesh axes that the rule itself names.
+      drops: whether an output may vary over fewer axes than the union of the inputs.
+      linear: whether the kernel is linear in all its inputs together.
+      identity: what tells the rule from others of the same name; None where the name does.
+    """
+
+    _KEPT = 256  # answers that are kept: a program has the same few kinds of calls again and again
+
+    def __init__(self, name: str,
+                 types: Callable[[RuleContext], tuple[Sequence[AxisType], Sequence[AxisType]]],
+                 effects: Callable[[int], tuple[Effect, ...]] | None, *,
+                 named_axes: tuple[str, ...] = (), drops: bool = False, linear: bool = False,
+                 identity: Any = None):
+        self.name = name
+        self.named_axes = named_axes
+        self.drops = drops
+        self.linear = linear
+        self._types = types
+        self._effects = effects
+        self._identity = identity
+        self._resolved: dict[Any, Resolution] = {}
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Rule) and (self.name, self._identity) == (
+            other.name, other._identity)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self._identity))
+
+    def __call__(self, target: Callable) -> Callable:
+        """Declare a kernel body or an op to obey this rule, and return it.
+
+        A kernel body is the function that is given to ``pallas_call``; the rule is bound to the
+        function object. An op is a function of arrays that calls kernels inside (a custom_vjp
+        function, say): every kernel call in it obeys the rule, and its backward pass too, also
+        where ``shardrules.install()`` was not called.
+
+        Args:
+          target: the function.
+
+        Raises:
+          RegistrationError: if it is not callable, or is declared already with another rule.
+        """
+        return declare(target, self)
+
+    def effects(self, output_count: int) -> tuple[Effect, ...] | None:
+        """Return each output's effect, or None where only the types at a call can tell."""
+        return None if self._effects is None else self._effects(output_count)
+
+    def types(self, context: RuleContext) -> tuple[Sequence[AxisType], Sequence[AxisType]]:
+        """Return (input types, output types) as the rule gives them, unchecked."""
+        return self._types(context)
+
+    def resolve(self, context: RuleContext) -> Resolution:
+        """Apply the rule to one call.
+
+        Args:
+          context: the call.
+
+        Raises:
+          RuleError: if an input is unreduced, or the answer has the wrong count, names an axis
+            that is not a manual mesh axis here, or is no axis type.
+        """
+        if self._identity is not None:  # a function of the user's, which may change its mind
+            return self._resolve(context)
+        found = self.kept(context.inputs, context.output_count, context.mesh_axes)
+        if found is None:
+            found = self._resolve(context)
+            if len(self._resolved) >= self._KEPT:
+                self._resolved.clear()
+            self._resolved[context.inputs, context.output_count, context.mesh_axes] = found
+        return found
+
+    def kept(self, inputs: tuple[AxisType, ...], output_count: int,
+             mesh_axes: tuple[str, ...]) -> Resolution | None:
+        """Return the answer to such a call, if it was given before and can't change."""
+        return self._resolved.get((inputs, output_count, mesh_axes))
+
+    def _resolve(self, context: RuleContext) -> Resolution:
+        unreduced = self._check_inputs(context)
+        inputs, outputs = self._types(context)
+        inputs = self._checked(context, "input", inputs, len(context.inputs))
+        outputs = self._checked(context, "output", outputs, context.output_count)
+        for i, (have, want) in enumerate(zip(context.inputs, inputs)):
+            if not have.varying <= want.varying:
+                raise RuleError(
+                    f"the rule {self.name} of kernel {context.name!r} casts input {i} from "
+                    f"'{have}' to '{want}', but a cast can only add axes: only a collective makes "
+                    "a value invariant", kernel=context.name, rule=self, inputs=context.inputs)
+        if unreduced:
+            # f(x1 + x2 + ...) = f(x1) + f(x2) + ...: the outputs are partial sums too.
+            inputs = tuple(t.drop(*unreduced) for t in inputs)
+            outputs = tuple(AxisType(t.varying - unreduced, t.unreduced | unreduced, t.reduced)
+                            for t in outputs)
+        effects = self.effects(context.output_count)
+        if effects is None:
+            effects = tuple(
+                Effect("typed", tuple(a for a in context.mesh_axes if a in out.axes))
+                for out in outputs)
+        return Resolution(inputs, outputs, effects)
+
+    def _check_inputs(self, context: RuleContext) -> frozenset[str]:
+        """Return the axes over which all inputs are partial sums that the rule may pass on."""
+        unknown = [a for a in self.named_axes if a not in context.mesh_axes]
+        if unknown:
+            raise RuleError(
+                f"the rule {self.name} of kernel {context.name!r} names {_axes(unknown)}, but the "
+                f"manual mesh axes here are {_axes(context.mesh_axes)}; write the rule with an "
+                "axis of the mesh that this shard_map runs over",
+                kernel=context.name, rule=self, axes=tuple(unknown))
+        for i, have in enumerate(context.inputs):
+            if have.unreduced and not self.linear:
+                raise RuleError(
+                    f"input {i} of kernel {context.name!r} is {have}, and the rule {self.name} "
+                    "does not say that the kernel is linear; reduce the input first with "
+                    f"jax.lax.psum, or declare shardrules.linear({self.name})",
+                    kernel=context.name, rule=self, inputs=context.inputs)
+        partial = {have.unreduced for have in context.inputs}
+        if len(partial) > 1:
+            raise RuleError(
+                f"the inputs of kernel {context.name!r} are unreduced over different axes "
+                f"({', '.join(_axes(p) for p in sorted(partial, key=sorted))}); the rule "
+                f"{self.name} says that it is linear in all of them together, so all must be "
+                "partial sums over the same axes; reduce the others first with jax.lax.psum",
+                kernel=context.name, rule=self, inputs=context.inputs)
+        return partial.pop() if partial else frozenset()
+
+    def _checked(self, context: RuleContext, what: str, types: Any,
+                 count: int) -> tuple[AxisType, ...]:
+        listed = [types] if isinstance(types, AxisType) else types
+        if not isinstance(listed, Iterable) or isinstance(listed, (str, bytes)):
+            raise RuleError(
+                f"the rule {self.name} of kernel {context.name!r} answered {types!r}; a rule "
+                f"answers with one shardrules.AxisType for each {what}, here {count}",
+                kernel=context.name, rule=self, answer=types)
+        listed = tuple(listed)
+        for i, one in enumerate(listed):
+            if not isinstance(one, AxisType):
+                raise RuleError(
+                    f"the rule {self.name} of kernel {context.name!r} answered {one!r} for "
+                    f"{what} {i}; each must be a shardrules.AxisType, such as ctx.union or "
+                    "ctx.inputs[0]", kernel=context.name, rule=self, answer=types)
+            strange = one.axes - set(context.mesh_axes)
+            if strange:
+                raise RuleError(
+                    f"the rule {self.name} of kernel {context.name!r} answered '{one}' for "
+                    f"{what} {i}, but {_axes(strange)} is no manual mesh axis here; they are "
+                    f"{_axes(context.mesh_axes)}", kernel=context.name, rule=self,
+                    answer=types, axes=strange)
+        if len(listed) != count:
+            shown = ", ".join(f"'{one}'" for one in listed) or "nothing"
+            raise RuleError(
+                f"the rule {self.name} of kernel {context.name!r} answered for {len(listed)} "
+                f"{what}s ({shown}), but the call has {count}; answer with one "
+                f"shardrules.AxisType for each {what}",
+                kernel=context.name, rule=self, answer=types)
+        return listed
+
+
+def _same(effect: Effect) -> Callable[[int], tuple[Effect, ...]]:
+    return lambda output_count: (effect,) * output_count
+
+
+def _no_communication(context: RuleContext):
+    union = context.union
+    return [union] * len(context.inputs), [union] * context.output_count
+
+
+no_communication = Rule("no_communication", _no_communication, _same(Effect("local")))
+no_communication.__doc__ = """Declare that a kernel reads no other device and no device id.
+
+Its inputs are cast to the union of their varying axes, and every output varies over that union.
+Use it as ``@shardrules.no_communication`` on a kernel body or an op, or as the rule in
+``shardrules.register(name, shardrules.no_communication)``.
+"""
+
+
+def _over(name: str, axes: tuple[str, ...], effect: str, drops: bool) -> Rule:
+    """Make a rule that communicates over ``axes``: inputs and outputs vary over U plus axes."""
+    axes = _named(name, axes)
+
+    def types(context: RuleContext):
+        wide = context.union.vary(*axes)
+        out = wide.drop(*axes) if drops else wide
+        return [wide] * len(context.inputs), [out] * context.output_count
+
+    return Rule(_written(name, axes), types, _same(Effect(effect, axes)), named_axes=axes,
+                drops=drops)
+
+
+def _named(name: str, axes: tuple[Any, ...]) -> tuple[str, ...]:
+    if not axes or not all(isinstance(a, str) and a for a in axes) or len(set(axes)) != len(axes):
+        raise RuleError(f"{name} takes the names of one or more different mesh axes, not "
+                        f"{', '.join(map(repr, axes)) or 'nothing'}; such as {name}('model')",
+                        axes=axes)
+    return axes
+
+
+def _written(name: str, arguments: Iterable[Any]) -> str:
+    return f"{name}({', '.join(map(repr, arguments))})"
+
+
+def all_gather(*axes: str) -> Rule:
+    """Declare that a kernel gathers over ``axes``; outputs vary over them, as lax.all_gather's.
+
+    Args:
+      *axes: mesh axes.
+
+    Raises:
+      RuleError: if they are not the names of different mesh axes.
+    """
+    return _over("all_gather", axes, "exchange", False)
+
+
+def reduce_scatter(*axes: str) -> Rule:
+    """Declare that a kernel reduces and scatters over ``axes``, as lax.psum_scatter does.
+
+    Args:
+      *axes: mesh axes.
+
+    Raises:
+      RuleError: if they are not the names of different mesh axes.
+    """
+    return _over("reduce_scatter", axes, "exchange", False)
+
+
+def permute(*axes: str) -> Rule:
+    """Declare that a kernel sends along ``axes``, as lax.ppermute does.
+
+    Args:
+      *axes: mesh axes.
+
+    Raises:
+      RuleError: if they are not the names of different mesh axes.
+    """
+    return _over("permute", axes, "exchange", False)
+
+
+def all_to_all(*axes: str) -> Rule:
+    """Declare that a kernel exchanges over ``axes``, as lax.all_to_all does.
+
+    Args:
+      *axes: mesh axes.
+
+    Raises:
+      RuleError: if they are not the names of different mesh axes.
+    """
+    return _over("all_to_all", axes, "exchange", False)
+
+
+def per_device(*axes: str) -> Rule:
+    """Declare that a kernel reads its position along ``axes``, as lax.axis_index does.
+
+    Args:
+      *axes: mesh axes.
+
+    Raises:
+      RuleError: if they are not the names of different mesh axes.
+    """
+    return _over("per_device", axes, "exchange", False)
+
+
+def all_reduce(*axes: str) -> Rule:
+    """Declare that a kernel sums over ``axes``; its outputs are invariant over them.
+
+    A custom_vjp's bwd then receives the cotangent already summed over the axes.
+
+    Args:
+      *axes: mesh axes.
+
+    Raises:
+      RuleError: if they are not the names of different mesh axes.
+    """
+    return _over("all_reduce", axes, "join", True)
+
+
+def all_gather_invariant(*axes: str) -> Rule:
+    """Declare that a kernel gathers over ``axes``, and that its outputs are invariant over them.
+
+    A custom_vjp's bwd then receives the cotangent already summed over the axes, and slices it.
+
+    Args:
+      *axes: mesh axes.
+
+    Raises:
+      RuleError: if they are not the names of different mesh axes.
+    """
+    return _over("all_gather_invariant", axes, "join", True)
+
+
+def unreduced(*axes: str) -> Rule:
+    """Declare that a kernel's outputs are partial sums, still to be reduced over ``axes``.
+
+    Args:
+      *axes: mesh axes over which the inputs vary.
+
+    Raises:
+      RuleError: if they are not the names of different mesh axes; at a call, if no input varies
+        over one of them.
+    """
+    axes = _named("unreduced", axes)
+    name = _written("unreduced", axes)
+
+    def types(context: RuleContext):
+        union = context.union
+        lost = [a for a in axes if a not in union.varying]
+        if lost:
+            raise RuleError(
+                f"the rule {name} of kernel {context.name!r} says that its outputs are partial "
+                f"sums over {_axes(lost)}, but its inputs vary over {_axes(union.varying)}; a sum "
+                "over an axis along which nothing varies would count it several times",
+                kernel=context.name, axes=tuple(lost))
+        out = AxisType(union.varying - set(axes), frozenset(axes))
+        return [union] * len(context.inputs), [out] * context.output_count
+
+    return Rule(name, types, _same(Effect("local")), named_axes=axes, drops=True)
+
+
+def outputs(*rules: Any) -> Rule:
+    """Declare one rule for each output; the inputs are cast to the union of their varying axes.
+
+    Args:
+      *rules: a rule for each output, in order.
+
+    Raises:
+      RuleError: if one is not a rule; at a call, if their number is not that of the outputs.
+    """
+    parts = tuple(as_rule(rule) for rule in rules)
+    name = _written("outputs", parts)
+
+    def types(context: RuleContext):
+        if len(parts) != context.output_count:
+            raise RuleError(
+                f"the rule {name} of kernel {context.name!r} is for {len(parts)} outputs, but "
+                f"the call has {context.output_count}; give one rule for each",
+                kernel=context.name)
+        one = dataclasses.replace(context, output_count=1)
+        answers = [part.types(one)[1] for part in parts]
+        return ([context.union] * len(context.inputs),
+                [part._checked(one, "output", answer, 1)[0]
+                 for part, answer in zip(parts, answers)])
+
+    def effects(output_count: int):
+        return tuple((part.effects(1) or (Effect("unknown"),))[0] for part in parts)
+
+    known = all(part.effects(1) is not None for part in parts)
+    return Rule(name, types, effects if known else None,
+                named_axes=tuple(dict.fromkeys(a for p in parts for a in p.named_axes)),
+                drops=any(p.drops for p in parts),
+                identity=tuple(p._identity for p in parts))
+
+
+def linear(rule: Any) -> Rule:
+    """Declare that a kernel obeys ``rule`` and is linear in all its inputs together.
+
+    Inputs that are all unreduced over the same axes are then taken, and the outputs are unreduced
+    over them too.
+
+    Args:
+      rule: the rule for the rest.
+
+    Raises:
+      RuleError: if it is not a rule.
+    """
+    inner = as_rule(rule)
+    return Rule(_written("linear", (inner,)), inner.types, inner._effects,
+                named_axes=inner.named_axes, drops=inner.drops, linear=True,
+                identity=inner._identity)
+
+
+def as_rule(rule: Any) -> Rule:
+    """Return ``rule`` as a Rule; a callable on a ``RuleContext`` answers for the outputs.
+
+    The callable's inputs are cast to the union of their varying axes. Its output types are
+    believed, and a verdict that rests on them says so.
+
+    Raises:
+      RuleError: if it is neither a Rule nor callable.
+    """
+    if isinstance(rule, Rule):
+        return rule
+    if not callable(rule) or isinstance(rule, type):
+        raise RuleError(
+            f"{rule!r} is no rule; a rule is shardrules.no_communication or a function from a "
+            "shardrules.RuleContext to one shardrules.AxisType for each output", answer=rule)
+
+    def types(context: RuleContext):
+        return [context.union] * len(context.inputs), rule(context)
+
+    name = getattr(rule, "__qualname__", repr(rule))
+    return Rule(name, types, None, drops=True, identity=rule)

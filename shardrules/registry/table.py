@@ -1,0 +1,409 @@
+"""The registry: from kernel names to rules. An object; ``shardrules.register`` uses the default.
+
+Pure Python: declaring a rule needs no JAX and changes nothing in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import importlib
+import importlib.metadata
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from shardrules.registry.binding import caller_place
+from shardrules.errors import RegistrationError
+from shardrules.registry.rule import Rule, as_rule, no_communication
+
+__all__ = ["Overlay", "Registration", "Registry", "default", "normalise", "register", "rules"]
+
+ENTRY_POINTS = "shardrules.rules"
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """One declaration.
+
+    Args:
+      name: what it is for: a kernel name, an FFI target, a primitive's name; ``module:name``; or
+        a pattern of ``*``, ``?`` and ``[...]``.
+      rule: its rule.
+      where: ``file:line`` of the declaration.
+      status: ``declared`` (somebody says so) or ``audited`` (the kernel's own jaxpr proves it).
+      library: the distribution that ships it, or empty for the user's own.
+      target: the primitive object that it is for alone, or None.
+    """
+
+    name: str
+    rule: Rule
+    where: str
+    status: str = "declared"
+    library: str = ""
+    target: Any = None
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether the name is a pattern."""
+        return any(c in self.name for c in "*?[")
+
+    def matches(self, name: str, module: str) -> bool:
+        """Return whether this is for the kernel ``name`` of ``module``, both normalised."""
+        of, _, bare = self.name.rpartition(":")
+        if of and not fnmatch.fnmatchcase(module, of):
+            return False
+        if self.is_pattern:
+            return fnmatch.fnmatchcase(name, bare)
+        return normalise(bare) == name
+
+    def __str__(self) -> str:
+        by = f" by {self.library}" if self.library else ""
+        return f"{self.rule!r} for {self.name!r}, {self.status}{by} at {self.where}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Overlay:
+    """The declarations of one ``with rules(...)``; equal to itself alone."""
+
+    entries: tuple[Registration, ...]
+
+
+def normalise(name: str) -> str:
+    """Return a kernel name as compiled programs print it.
+
+    Pallas lowers the name ``foo bar/1`` as ``foo_bar_1``
+    (``jax._src.interpreters.mlir.sanitize_name`` of JAX 0.10.2; a test compares the two).
+    """
+    return re.sub(r"[^\w.-]", "_", name)
+
+
+class _Here(threading.local):
+    """What a thread is in.
+
+    Args:
+      overlays: its scopes, outermost first.
+      state: the registry's version and the scopes for which it has answers.
+      answers: what ``find`` answered then.
+    """
+
+    def __init__(self):
+        self.overlays: tuple[Overlay, ...] = ()
+        self.state: Any = None
+        self.answers: dict[Any, Registration | None] = {}
+
+
+class Registry:
+    """Declarations by name, safe to use from several threads.
+
+    Args:
+      entry_points: the entry-point group in which libraries ship their rules, or None.
+      provers: modules that add a prover to the default registry when they are imported; by name,
+        because they need JAX and this module doesn't.
+    """
+
+    _KEPT = 1024  # answers of ``find``, in each thread
+
+    def __init__(self, entry_points: str | None = None, provers: tuple[str, ...] = ()):
+        self._lock = threading.RLock()
+        self._entries: dict[tuple[str, str, Any], Registration] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._guards: list[Callable[[], contextlib.AbstractContextManager]] = []
+        self._local = _Here()
+        self._version = 0
+        self._entry_points = entry_points
+        self._provers: list[Callable[[str, dict[str, Any], int], Any]] = []
+        self._prover_modules = provers
+        self._functions: dict[tuple[str, str], str] = {}
+
+    @property
+    def version(self) -> int:
+        """A count that grows with every change."""
+        return self._version
+
+    # Declaring.
+
+    def register(self, name: Any, rule: Any, *, replace: bool = False) -> Registration:
+        """Declare the rule of every kernel called ``name``.
+
+        Args:
+          name: a Pallas kernel's ``name=`` or function name, an FFI target, a primitive's name;
+            ``module:name``, with the module of the kernel's function; a pattern of ``*``, ``?``
+            and ``[...]``; or a primitive itself.
+          rule: a shardrules rule, or a function from a RuleContext to one AxisType per output.
+          replace: take the place of an earlier declaration of the same name.
+
+        Returns:
+          The registration.
+
+        Raises:
+          RegistrationError: if the name is not a non-empty string, or is taken.
+          RuleError: if ``rule`` is not a rule.
+        """
+        return self._add(self._entry(name, rule, caller_place()), replace)
+
+    @staticmethod
+    def _entry(name: Any, rule: Any, where: str, library: str = "") -> Registration:
+        target = None
+        if hasattr(name, "bind") and isinstance(getattr(name, "name", None), str):
+            target, name = name, name.name  # a jax primitive
+        if not isinstance(name, str) or not name.strip():
+            raise RegistrationError(
+                f"a kernel name is a non-empty string, not {name!r}; to bind a rule to a function "
+                "object, write @shardrules.no_communication above its def", name=name)
+        return Registration(name.strip(), as_rule(rule), where, library=library, target=target)
+
+    def _add(self, entry: Registration, replace: bool) -> Registration:
+        # A library's rule and the user's for the same name stand side by side: find() prefers
+        # the user's.
+        key = (entry.name if entry.is_pattern or ":" in entry.name else normalise(entry.name),
+               entry.library, entry.target)
+        with self._lock:
+            known = self._entries.get(key)
+            if known is not None and not replace:
+                raise RegistrationError(
+                    f"kernel {entry.name!r} has a rule already:\n"
+                    f"  {known.rule!r} at {known.where}\n  {entry.rule!r} at {entry.where}\n"
+                    "keep one, or pass replace=True to the later",
+                    name=entry.name, places=(known.where, entry.where))
+            self._entries[key] = entry
+            self._changed()
+        return entry
+
+    def ship(self, name: str, rule: Any, library: str, where: str) -> Registration:
+        """Declare a rule for a library: the user's own for the same name wins.
+
+        Args:
+          name: as ``register`` takes it.
+          rule: a shardrules rule.
+          library: the distribution.
+          where: what the declaration stands on, for messages.
+        """
+        return self._add(self._entry(name, rule, where, library), replace=False)
+
+    def _changed(self) -> None:
+        self._version += 1
+        for listener in list(self._listeners):
+            listener()
+
+    def load_libraries(self) -> None:
+        """Add the rules that installed libraries ship, once.
+
+        An entry point of the group ``shardrules.rules`` is a mapping from names to rules, or a
+        function that returns one.
+
+        Raises:
+          RegistrationError: if an entry point can't be loaded, naming its distribution.
+        """
+        with self._lock:
+            group, self._entry_points = self._entry_points, None
+            if group is None:
+                return
+            for point in importlib.metadata.entry_points(group=group):
+                library = getattr(getattr(point, "dist", None), "name", None) or point.name
+                where = f"{library} ({point.value})"
+                try:
+                    shipped = point.load()
+                    shipped = shipped() if callable(shipped) else shipped
+                    for name, rule in shipped.items():
+                        self.ship(name, rule, library, where)
+                except Exception as error:
+                    raise RegistrationError(
+                        f"the rules that {library} ships ({group}: {point.value}) can't be "
+                        f"loaded: {type(error).__name__}: {error}; tell its authors, or "
+                        "uninstall it", library=library) from error
+
+    @contextlib.contextmanager
+    def rules(self, entries: Mapping[str, Any]) -> Iterator[Overlay]:
+        """Declare rules for what this thread traces inside the ``with``, backward passes included.
+
+        An inner scope wins over an outer one, and any scope over ``register``.
+
+        Args:
+          entries: from names or patterns, as ``register`` takes them, to rules.
+
+        Raises:
+          RegistrationError: if a name is not a non-empty string.
+          RuleError: if a value is not a rule.
+        """
+        where = caller_place()
+        overlay = Overlay(tuple(self._entry(n, r, where) for n, r in dict(entries).items()))
+        with self.overlaid((*self.overlays, overlay)), contextlib.ExitStack() as stack:
+            for guard in list(self._guards):
+                stack.enter_context(guard())
+            yield overlay
+
+    @property
+    def overlays(self) -> tuple[Overlay, ...]:
+        """This thread's scopes, outermost first."""
+        return self._local.overlays
+
+    @contextlib.contextmanager
+    def overlaid(self, overlays: tuple[Overlay, ...]) -> Iterator[None]:
+        """Make ``overlays`` this thread's scopes: a backward pass runs under its forward's."""
+        before = self.overlays
+        self._local.overlays = overlays
+        try:
+            yield
+        finally:
+            self._local.overlays = before
+
+    # Asking.
+
+    def find(self, name: str, module: str = "", function: str = "",
+             target: Any = None) -> Registration | None:
+        """Return the declaration for a kernel, or None.
+
+        The innermost scope that matches wins. Then an exact name wins over a pattern, and the
+        user's over a library's.
+
+        Args:
+          name: the kernel name, as written or as compiled.
+          module: the module of the kernel's function, where it is known.
+          function: what tells its function from others of the same name (``file:line``), if known.
+          target: the primitive, where it is known.
+
+        Raises:
+          RegistrationError: if two declarations that match disagree and neither wins, or a bare
+            name whose rule drops an axis matches a second function.
+        """
+        self.load_libraries()
+        local, key = self._local, (name, module, function, target)
+        state = self._version, local.overlays
+        if local.state != state or len(local.answers) >= self._KEPT:
+            local.state, local.answers = state, {}
+        if key not in local.answers:  # a program calls the same few kernels again and again
+            local.answers[key] = self._find(*key)
+        return local.answers[key]
+
+    def _find(self, name: str, module: str, function: str, target: Any) -> Registration | None:
+        compiled = normalise(name)
+        for overlay in reversed(self.overlays):
+            matching = [e for e in overlay.entries
+                        if e.target in (None, target) and e.matches(compiled, module)]
+            if matching:
+                return self._best(name, matching)
+        with self._lock:
+            exact = [e for key, e in self._entries.items()
+                     if key[0] == compiled and e.target in (None, target)]
+            exact = [e for e in exact if e.target is not None] or exact
+            matching = exact + [e for e in self._entries.values()
+                                if (e.is_pattern or ":" in e.name)
+                                and e.matches(compiled, module)]
+        if not matching:
+            return None
+        best = self._best(name, matching)
+        if function and best.rule.drops and not best.is_pattern and ":" not in best.name:
+            self._claim(best, function)
+        return best
+
+    @staticmethod
+    def _best(name: str, matching: list[Registration]) -> Registration:
+        def beats(a: Registration, b: Registration) -> bool:
+            exact = (not a.is_pattern, not b.is_pattern)
+            own = (not a.library, not b.library)
+            return exact[0] >= exact[1] and own[0] >= own[1] and (exact[0], own[0]) != (
+                exact[1], own[1])
+
+        top = [e for e in matching if not any(beats(other, e) for other in matching)]
+        for other in top[1:]:
+            if other.rule != top[0].rule:
+                raise RegistrationError(
+                    f"two declarations match kernel {name!r} and disagree:\n  {top[0]}\n"
+                    f"  {other}\nregister the exact name, which wins over patterns: "
+                    f"shardrules.register({name!r}, rule)",
+                    name=name, places=(top[0].where, other.where))
+        return top[0]
+
+    def _claim(self, entry: Registration, function: str) -> None:
+        """Refuse that one name drops an axis for two functions: it may be true of one only."""
+        with self._lock:
+            first = self._functions.setdefault((entry.name, entry.where), function)
+        if first != function:
+            raise RegistrationError(
+                f"the rule {entry.rule!r} for {entry.name!r} (at {entry.where}) makes outputs "
+                f"invariant, and two different functions have that name:\n  {first}\n"
+                f"  {function}\ndeclare the one that is meant, as 'module:name' or by decorating "
+                "its def", name=entry.name, places=(first, function))
+
+    def add_prover(self, prover: Callable[[str, dict[str, Any], int], Any]) -> None:
+        """Ask ``prover`` about kernels, from now on.
+
+        Args:
+          prover: from a primitive's name, an equation's parameters and its operand count to an
+            audit (``proven``, ``contradicts_no_communication``, and a text), or None where it
+            can't read such a call.
+        """
+        with self._lock:
+            if prover not in self._provers:
+                self._provers.append(prover)
+
+    def audit(self, primitive: str, params: dict[str, Any], operand_count: int) -> Any:
+        """Return what the first prover that can read a call says about its kernel, or None.
+
+        Args:
+          primitive: the primitive's name.
+          params: the equation's parameters.
+          operand_count: how many operands it takes.
+        """
+        with self._lock:
+            modules, self._prover_modules = self._prover_modules, ()
+        for module in modules:
+            importlib.import_module(module)  # it adds its prover
+        for prover in self._provers:
+            found = prover(primitive, params, operand_count)
+            if found is not None:
+                return found
+        return None
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names that the user gave a rule, sorted; not those that libraries ship."""
+        with self._lock:
+            scoped = [e for overlay in self.overlays for e in overlay.entries]
+            return tuple(sorted({e.name for e in [*self._entries.values(), *scoped]
+                                 if not e.library}))
+
+    # Following.
+
+    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call ``listener`` after every change; return a function that stops that."""
+        with self._lock:
+            self._listeners.append(listener)
+
+        def stop():
+            with self._lock:
+                if listener in self._listeners:
+                    self._listeners.remove(listener)
+
+        return stop
+
+    def guard(self, guard: Callable[[], contextlib.AbstractContextManager]) -> None:
+        """Enter ``guard()`` inside every scope that ``rules`` opens."""
+        with self._lock:
+            self._guards.append(guard)
+
+
+default = Registry(ENTRY_POINTS, ("shardrules.pallas",))
+for _name, _where in (
+    # Not a guess: the callback is a pure function of its arguments, or the program is undefined.
+    ("pure_callback", "jax.pure_callback's contract"),
+    # Two kernels of JAX's own that read no other device, and that the audit can't prove: the one
+    # leaves rows of no sequence as they are, the other schedules its blocks by inline assembly
+    # (read in JAX 0.10.2).
+    ("jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel:"
+     "ragged_paged_attention_kernel", "the kernel's source"),
+    ("jax.experimental.pallas.ops.gpu.blackwell_matmul_mgpu:kernel", "the kernel's source"),
+):
+    default.ship(_name, no_communication, "jax", _where)
+
+
+def register(name: Any, rule: Any, *, replace: bool = False) -> Registration:
+    """Declare the rule of every kernel called ``name``; see ``Registry.register``."""
+    return default.register(name, rule, replace=replace)
+
+
+def rules(entries: Mapping[str, Any]) -> contextlib.AbstractContextManager[Overlay]:
+    """Declare rules for what this thread traces inside a ``with``; see ``Registry.rules``."""
+    return default.rules(entries)

@@ -1,0 +1,243 @@
+"""Budgets: what is written, what is compared, what can't be read, and pytest's option."""
+
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from hlo import text as T
+from shardrules import errors, testing
+from shardrules.checks import budget, updates
+from shardrules.costs import accounts
+
+MESH = {"data": 4, "model": 2}
+
+
+def module(*collectives, sharding=T.BOTH, source="/home/me/project/model.py"):
+    where = f', metadata={{op_name="jit(f)/psum" source_file="{source}" source_line=7}}'
+    lines = [T.parameter(sharding)]
+    for number, (groups, shape) in enumerate(collectives):
+        before = f"%r{number - 1}" if number else "%x"
+        lines.append(T.all_reduce(before, groups, shape, f"r{number}", extra=where))
+    return T.module("\n".join(lines))
+
+
+TWO = module((T.OVER_MODEL, "f32[8]"), (T.OVER_DATA, "f32[8]"))
+TEXT = """\
+# What a program's collectives may cost; pytest --update-budgets rewrites it.
+# Bytes are of one execution on one device; [[allow]] is written by hand and kept.
+
+version = 1
+level = "compiled"
+mesh = "data=4,model=2"
+
+[[collective]]
+what = "forward all-reduce(data)"
+element_type = "f32"
+source = "model.py"
+sites = 1
+count = 1
+bytes = 32
+wire_bytes = 48
+
+[[collective]]
+what = "forward all-reduce(model)"
+element_type = "f32"
+source = "model.py"
+sites = 1
+count = 1
+bytes = 32
+wire_bytes = 32
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").write_text("")
+    return tmp_path
+
+
+@pytest.fixture
+def updating(monkeypatch):
+    monkeypatch.setattr(updates, "wanted", True)
+    monkeypatch.setattr(updates, "written", [])
+
+
+def test_a_budget_is_written_and_met(folder, monkeypatch):
+    path = folder / "budgets" / "train.toml"
+    with pytest.raises(errors.CollectiveAssertionError) as caught:
+        testing.assert_budget(TWO, path, mesh=MESH)
+    assert f"there is no budget {path}; write it with pytest --update-budgets. It would hold\n" in (
+        str(caught.value))
+    assert TEXT in str(caught.value)
+    monkeypatch.setattr(updates, "wanted", True)
+    testing.assert_budget(TWO, path, mesh=MESH)
+    assert path.read_text() == TEXT and updates.written == [str(path)]
+    monkeypatch.setattr(updates, "wanted", False)
+    updates.written.clear()
+    testing.assert_budget(TWO, path, mesh=MESH)
+    # Another machine, another checkout, other instruction names: the same budget.
+    other = TWO.replace("/home/me/project", "/ci/build").replace("%r0", "%all-reduce.77")
+    testing.assert_budget(other, path, mesh=MESH)
+
+
+def test_differences_are_said_collective_by_collective(folder):
+    path = folder / "train.toml"
+    path.write_text(TEXT)
+    now = module((T.ALL, "f32[8]"), (T.OVER_DATA, "f32[8]"), (T.OVER_DATA, "f32[8]"))
+    with pytest.raises(errors.CollectiveAssertionError) as caught:
+        testing.assert_budget(now, path, mesh=MESH)
+    assert str(caught.value) == (
+        f"the collectives are not those of the budget {path} (- budget, + program):\n"
+        "  + forward all-reduce(data, model) f32 at model.py: 1, 32 B\n"
+        "  ~ forward all-reduce(data) f32 at model.py: grew from 1, 32 B to 2, 64 B\n"
+        "  - forward all-reduce(model) f32 at model.py: 1, 32 B\n"
+        "if that is meant: pytest --update-budgets")
+    with pytest.raises(errors.CollectiveAssertionError, match="- forward all-reduce.data. f32 at "):
+        testing.assert_budget(module((T.OVER_MODEL, "f32[8]")), path, mesh=MESH)
+    with pytest.raises(errors.CollectiveAssertionError, match="~ mesh is data=8, was data=4,model"):
+        testing.assert_budget(TWO, path, mesh={"data": 8})
+
+
+def test_findings_need_a_reason_in_the_file(folder, updating):
+    path = folder / "train.toml"
+    redundant = module((T.OVER_MODEL, "f32[8]"), sharding=T.DATA)
+    for _ in range(2):
+        with pytest.raises(errors.CollectiveAssertionError) as caught:
+            testing.assert_budget(redundant, path, mesh=MESH)
+        assert "1 collectives are not shown to be needed:\n  redundant: " in str(caught.value)
+        assert str(caught.value).endswith(
+            f"if they may stay, say why in {path}:\n[[allow]]\n"
+            'what = "redundant forward all-reduce(model)"\nreason = "..."')
+    path.write_text(path.read_text() + '\n[[allow]]\nwhat = "redundant forward all-reduce(model)"\n'
+                    'reason = "issue \\"12\\""\n')
+    written = path.read_text()
+    testing.assert_budget(redundant, path, mesh=MESH)  # which rewrites it
+    assert path.read_text() == written
+    with pytest.raises(errors.CollectiveAssertionError, match="match no finding any more"):
+        testing.assert_budget(TWO, path, mesh=MESH)
+
+
+def test_a_logical_budget_has_no_findings(folder, updating):
+    path = folder / "logical.toml"
+    redundant = module((T.OVER_MODEL, "f32[8]"), sharding=T.DATA)
+    testing.assert_budget(redundant, path, mesh=MESH, level="logical")
+    assert 'level = "logical"\n' in path.read_text()
+    updates.wanted = False
+    testing.assert_budget(redundant, path, mesh=MESH, level="logical")
+    with pytest.raises(errors.CollectiveAssertionError, match="level is compiled, was logical"):
+        testing.assert_budget(redundant, path, mesh=MESH)
+
+
+def test_paths_are_relative_to_the_project(tmp_path):
+    root = str(tmp_path)
+    assert accounts.relative_file(f"{root}/pkg/model.py", root) == "pkg/model.py"
+    installed = f"{root}/.venv/lib/site-packages/flax/nn.py"
+    assert accounts.relative_file(installed, root) == "flax/nn.py"
+    assert accounts.relative_file("/elsewhere/train.py", root) == "train.py"
+    assert accounts.relative_file("C:\\work\\train.py", root) == "train.py"
+    assert accounts.relative_file("model.py", root) == "model.py"
+
+
+def test_a_relative_path_is_relative_to_the_caller(tmp_path):
+    with pytest.raises(errors.CollectiveAssertionError) as caught:
+        testing.assert_budget(TWO, "no/such.toml", mesh=MESH)
+    assert caught.value.path == pathlib.Path(__file__).parent / "no" / "such.toml"
+
+
+@pytest.mark.parametrize("args", [(), (3,)])
+def test_a_path_is_asked_for(args):
+    with pytest.raises(errors.ShardrulesError, match="assert_budget takes the budget's path last"):
+        testing.assert_budget(TWO, *args)
+
+
+def test_the_file_is_toml(folder):
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11 on
+    rows = {("backward all-to-all(a, b)", "s4", 'we"ird \\ \u00e9 \x7f.py (<lambda>)'):
+            accounts.Totals(2, 5, 7, 8, 1), ("x all-gather(1 groups of 8)", "f32", ""):
+            accounts.Totals(1, 0, 0, 0, 1)}
+    one = budget.Budget("logical", "", rows, {"all-reduce(data)": "tab\tand \x01"})
+    path = folder / "b.toml"
+    path.write_text(budget.dump(one), encoding="utf-8")
+    again = budget.load(path)
+    assert (again.level, again.mesh, again.rows, again.allow) == (
+        one.level, one.mesh, one.rows, one.allow)
+    held = tomllib.loads(path.read_text(encoding="utf-8"))
+    assert {(r["what"], r["element_type"], r.get("source", "")) for r in held["collective"]} == {
+        *rows}
+    assert held["allow"] == [{"what": "all-reduce(data)", "reason": "tab\tand \x01"}]
+
+
+@pytest.mark.parametrize("text, message", [
+    ("", "line 1: version is None, and this shardrules reads 1"),
+    (TEXT.replace("version = 1", "version = 2"), "line 1: version is 2, and this shardrules "),
+    (TEXT.replace("sites = 1", "sites = 1.5"), "line 12: expected key = \"text\" or key = 123, got "
+                                               "'sites = 1.5'"),
+    (TEXT.replace("[[collective]]", "[[collectives]]"), "line 8: [[collectives]] is none of"),
+    (TEXT.replace("sites", "site"), "line 8: 'site' is not among what, element_type, source"),
+    (TEXT.replace("sites = 1", "sites = \"1\""), "line 8: 'sites' is '1', no int"),
+    (TEXT.replace('"f32"', "32"), "line 8: 'element_type' is 32, no str"),
+    (TEXT.replace("(data)", "(model)"), "line 17: 'forward all-reduce(model)' at 'model.py' is "
+                                        "given twice"),
+    (TEXT.replace("count = 1\n", "count = 1\ncount = 1\n"), "line 14: 'count' is given twice"),
+    (TEXT + "[[allow]]\nwhat = \"x\"\n", "line 25: 'reason' is missing"),
+    (TEXT.replace('level = "compiled"\n', ""), "line 1: 'level' is missing"),
+    (TEXT.replace('"f32"', '"\\q"'), "line 10: \"\\q\" is no string"),
+])
+def test_files_that_cant_be_read(folder, text, message):
+    path = folder / "b.toml"
+    path.write_text(text)
+    with pytest.raises(errors.BudgetError) as caught:
+        testing.assert_budget(TWO, path, mesh=MESH)
+    assert str(caught.value).startswith(f"{path}, line ") and message in str(caught.value)
+    assert str(caught.value).endswith(
+        "; repair it, or delete the file and run pytest --update-budgets")
+
+
+def test_a_folder_and_bytes_that_cant_be_read(folder):
+    with pytest.raises(errors.BudgetError, match="can't read the budget .*: Is a directory"):
+        testing.assert_budget(TWO, folder, mesh=MESH)
+    path = folder / "b.toml"
+    path.write_bytes(b"\xff")
+    with pytest.raises(errors.BudgetError, match="is not UTF-8 .byte 0."):
+        testing.assert_budget(TWO, path, mesh=MESH)
+
+
+def test_pytest_rewrites_budgets_when_asked(folder):
+    (folder / "program.hlo").write_text(TWO)
+    (folder / "test_it.py").write_text(textwrap.dedent('''
+        import pathlib
+        from shardrules import testing
+
+        def test_budget():
+            program = pathlib.Path(__file__).parent / "program.hlo"
+            testing.assert_budget(program, "budgets/it.toml", mesh={"data": 4, "model": 2})
+    '''))
+
+    def pytest_there(*options):
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "shardrules.checks.pytest_plugin", *options],
+            capture_output=True, text=True, cwd=folder)
+
+    done = pytest_there()
+    assert done.returncode == 1
+    assert "there is no budget budgets/it.toml; write it with" in done.stdout
+    done = pytest_there("--update-budgets")
+    assert done.returncode == 0, done.stdout
+    assert "shardrules: wrote the budget budgets/it.toml" in done.stdout
+    assert (folder / "budgets" / "it.toml").read_text() == TEXT
+    assert pytest_there().returncode == 0
+    (folder / "program.hlo").write_text(module((T.OVER_MODEL, "f32[8]")))
+    done = pytest_there()
+    assert done.returncode == 1
+    assert "- forward all-reduce(data) f32 at model.py: 1, 32 B" in done.stdout
+
+
+def test_the_plugin_is_an_entry_point():
+    import configparser
+    setup = configparser.ConfigParser()
+    setup.read(pathlib.Path(__file__).parents[2] / "setup.cfg")
+    assert "shardrules.pytest_plugin = shardrules.checks.pytest_plugin" in (
+        setup["options.entry_points"]["pytest11"])

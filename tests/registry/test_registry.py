@@ -1,0 +1,297 @@
+"""Names, patterns, libraries and scopes: which declaration a kernel obeys."""
+
+import copy
+import importlib.metadata
+import pickle
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+
+import programs
+import shardrules as sr
+from shardrules import errors
+from shardrules.registry import Registry
+from hooks.calls.test_pallas_check import out_type
+
+A, B = sr.per_device("data"), sr.per_device("model")
+
+
+def test_exact_wins_over_pattern_and_module_narrows():
+    own = Registry()
+    own.register("splash_*", A)
+    own.register("splash_mha", B)
+    own.register("jax.ops.*:kernel", A)
+    assert own.find("splash_mqa").rule == A
+    assert own.find("splash_mha").rule == B
+    assert own.find("kernel") is None
+    assert own.find("kernel", "jax.ops.tpu").rule == A
+    assert own.find("kernel", "mine") is None
+    assert own.find("foo") is None
+
+
+def test_the_users_rule_wins_over_a_librarys():
+    own = Registry()
+    own.ship("k", A, "lib", "lib's file")
+    own.ship("p_*", A, "lib", "lib's file")
+    assert own.find("k").rule == A and own.find("k").library == "lib"
+    assert own.names() == ()
+    own.register("k", B)
+    own.register("p_*", B)
+    assert own.find("k").rule == B and own.find("p_1").rule == B
+    assert own.names() == ("k", "p_*")
+
+
+def test_two_that_match_and_disagree_show_both_places():
+    own = Registry()
+    own.register("ring_*", A)
+    own.register("*_gather", A)
+    assert own.find("ring_gather").rule == A  # they agree
+    own.register("*_gather", B, replace=True)
+    with pytest.raises(errors.RegistrationError) as caught:
+        own.find("ring_gather")
+    text = str(caught.value)
+    assert text.startswith("two declarations match kernel 'ring_gather' and disagree:\n")
+    assert text.count("test_registry.py:") == 2
+    assert "shardrules.register('ring_gather', rule)" in text
+    # A library's exact name and the user's pattern: neither is plainly the better one.
+    mixed = Registry()
+    mixed.ship("ring_gather", A, "lib", "lib's file")
+    mixed.register("ring_*", B)
+    with pytest.raises(errors.RegistrationError, match="declared by lib at lib's file"):
+        mixed.find("ring_gather")
+
+
+@pytest.mark.parametrize("name, rule, error, message", [
+    ("", A, errors.RegistrationError, "a kernel name is a non-empty string, not ''"),
+    (7, A, errors.RegistrationError, "a kernel name is a non-empty string, not 7"),
+    ("k", 7, errors.RuleError, "7 is no rule; a rule is shardrules.no_communication or a function"),
+    ("k", sr.AxisType, errors.RuleError, "is no rule"),
+])
+def test_what_cannot_be_registered(name, rule, error, message):
+    with pytest.raises(error) as caught:
+        Registry().register(name, rule)
+    assert message in str(caught.value)
+
+
+def test_duplicates_are_refused_with_both_places_shown():
+    own = Registry()
+    own.register("foo bar", A)
+    with pytest.raises(errors.RegistrationError) as caught:
+        own.register("foo bar", B)
+    assert str(caught.value).count("test_registry.py:") == 2
+    assert "keep one, or pass replace=True to the later" in str(caught.value)
+    own.register("foo bar", B, replace=True)
+    assert own.find("foo_bar").rule == B  # as Pallas compiles the name
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: sr.all_gather(), "all_gather takes the names of one or more different mesh axes, not "
+                              "nothing; such as all_gather('model')"),
+    (lambda: sr.permute("data", "data"), "not 'data', 'data'"),
+    (lambda: sr.all_reduce(3), "not 3"),
+    (lambda: sr.outputs(sr.no_communication, 3), "3 is no rule"),
+    (lambda: sr.AxisType({"data"}, {"data"}), "an axis type can name each mesh axis once, but "
+                                              "{data} stands in more than one"),
+    (lambda: sr.Effect("magic"), "'magic' is no kind of effect"),
+])
+def test_rules_that_cannot_be_made(make, message):
+    with pytest.raises(errors.RuleError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_a_bare_name_that_drops_an_axis_is_for_one_function():
+    own = Registry()
+    own.register("kernel", sr.all_reduce("data"))
+    own.register("plain", sr.no_communication)
+    assert own.find("kernel", function="a.py:1").rule == sr.all_reduce("data")
+    assert own.find("kernel", function="a.py:1")
+    assert own.find("plain", function="a.py:1") and own.find("plain", function="b.py:2")
+    with pytest.raises(errors.RegistrationError) as caught:
+        own.find("kernel", function="b.py:2")
+    text = str(caught.value)
+    assert "makes outputs invariant, and two different functions have that name" in text
+    assert "a.py:1" in text and "b.py:2" in text
+
+
+class _Point:
+    """An entry point as importlib.metadata gives them."""
+
+    name, value = "rules", "somelib.rules:RULES"
+
+    class dist:
+        name = "somelib"
+
+    def __init__(self, shipped):
+        self.load = lambda: shipped
+
+
+@pytest.mark.parametrize("shipped", [{"lib_kernel": A}, lambda: {"lib_kernel": A}])
+def test_libraries_ship_rules_through_entry_points(monkeypatch, shipped):
+    asked = []
+
+    def entry_points(*, group):
+        asked.append(group)
+        return [_Point(shipped)]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    own = Registry("shardrules.rules")
+    found = own.find("lib_kernel")
+    assert (found.rule, found.library) == (A, "somelib")
+    own.find("lib_kernel")
+    assert asked == ["shardrules.rules"]
+
+
+def test_a_library_whose_rules_cannot_be_loaded(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "entry_points",
+                        lambda *, group: [_Point({"lib_kernel": 7})])
+    with pytest.raises(errors.RegistrationError, match="the rules that somelib ships "
+                                                       r"\(shardrules.rules: somelib.rules:RULES\) can.t be "):
+        Registry("shardrules.rules").find("k")
+
+
+# Scopes.
+
+
+def test_scopes_nest_and_end():
+    own = Registry()
+    own.register("k", A)
+    with own.rules({"k": B}):
+        assert own.find("k").rule == B
+        with own.rules({"*": sr.no_communication}):
+            assert own.find("k").rule == sr.no_communication
+        assert own.find("k").rule == B
+    assert own.find("k").rule == A
+
+
+def test_threads_keep_their_scopes_apart():
+    own = Registry()
+    both, found = threading.Barrier(2), {}
+
+    def run(name, rule):
+        with own.rules({"k": rule}):
+            both.wait(30)
+            found[name] = own.find("k").rule
+            both.wait(30)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in (("a", A), ("b", B))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"a": A, "b": B} and own.find("k") is None
+
+
+def test_a_scope_that_closes_around_the_forward_holds_for_the_backward_pass(
+        cpu_mesh, declared_only):
+    """Inside the traced function: bwd is traced when the ``with`` has long closed."""
+    plain = programs.scale_op("cpu")
+
+    def op(x, w):
+        with sr.rules({"scale*": sr.no_communication}):
+            return plain(x, w)
+
+    loss = programs.loss_of(op, cpu_mesh, (P("data", None), P()))
+    x = jax.random.normal(jax.random.key(0), programs.SHAPE)
+    w = jax.random.normal(jax.random.key(1), (1, programs.SHAPE[1]))
+    want = jax.grad(lambda x, w: ((x * w) ** 2).sum(), argnums=(0, 1))(x, w)
+    for f in (jax.grad(loss, argnums=(0, 1)), jax.jit(jax.grad(loss, argnums=(0, 1))),
+              jax.grad(jax.jit(loss), argnums=(0, 1))):
+        for got, one in zip(f(x, w), want):
+            np.testing.assert_allclose(got, one, rtol=1e-5)
+    with pytest.raises(errors.UnknownKernelError):
+        programs.loss_of(plain, cpu_mesh, (P("data", None), P()))(x, w)
+
+
+def test_one_jitted_function_in_two_scopes(cpu_mesh, declared_only):
+    """The scope is part of jit's trace key."""
+    types = []
+
+    @jax.jit
+    def f(x):
+        def local(x):
+            out = programs.copy_op("cpu")(x)
+            types.append(set(jax.typeof(out).manual_axis_type.varying))
+            return out
+        return jax.shard_map(local, mesh=cpu_mesh, in_specs=P("data"),
+                             out_specs=P("data", "model"))(x)
+
+    x = jnp.ones((8, 4))
+    for rule in (sr.no_communication, sr.per_device("model"), sr.no_communication):
+        with sr.rules({"copy_kernel": rule}):
+            f.lower(x)
+    assert types[:2] == [{"data"}, {"data", "model"}]
+    with pytest.raises(errors.UnknownKernelError):
+        f.lower(x)
+
+
+def test_rules_of_the_whole_table(cpu_mesh, hooks):
+    """Types of x, which varies over data, and of a second output where there is one."""
+    def typed(rule, spec=P("data"), out_spec=P(("data", "model"))):
+        def kernel(x_ref, o_ref):
+            o_ref[...] = x_ref[...]
+        op = programs.copy_op("cpu", kernel=rule(kernel))
+        return out_type(op, cpu_mesh, spec, [(8, 4)], out_spec)
+
+    for rule in (sr.all_gather, sr.reduce_scatter, sr.permute, sr.all_to_all, sr.per_device):
+        assert typed(rule("model")) == {"data", "model"}
+        assert typed(rule("data")) == {"data"}
+    for rule in (sr.all_reduce, sr.all_gather_invariant):
+        assert typed(rule("data"), out_spec=P()) == set()
+        assert typed(rule("model")) == {"data"}
+    with pytest.raises(errors.RuleError, match=r"names \{nosuch\}, but the manual mesh axes here "
+                                               r"are \{data, model\}"):
+        typed(sr.all_gather("nosuch"))
+    with pytest.raises(errors.RuleError, match="its inputs vary over {data}; a sum over an axis "
+                                               "along which nothing varies"):
+        typed(sr.unreduced("model"))
+
+
+def test_unreduced_and_linear(cpu_mesh, hooks):
+    """A partial sum that a kernel makes, that a linear kernel passes on, and that others refuse."""
+    def scale(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2
+
+    def call(x, rule):
+        return pl.pallas_call(rule(lambda *refs: scale(*refs)), interpret=True,
+                              out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    seen = []
+
+    def local(x, second):
+        partial = call(x, sr.unreduced("data"))
+        seen.append(jax.typeof(partial).manual_axis_type)
+        out = call(partial, second)
+        seen.append(jax.typeof(out).manual_axis_type)
+        return jax.lax.psum(out, "data")
+
+    def run(second):
+        f = jax.shard_map(lambda x: local(x, second), mesh=cpu_mesh, in_specs=P("data"),
+                          out_specs=P())
+        return jax.jit(f)(np.arange(32, dtype=np.float32).reshape(8, 4))
+
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    np.testing.assert_allclose(run(sr.linear(sr.no_communication)),
+                               4 * x.reshape(4, 2, 4).sum(0))
+    assert all(set(t.unreduced) == {"data"} and not t.varying for t in seen)
+    with pytest.raises(errors.RuleError) as caught:
+        run(sr.no_communication)
+    assert ("is unreduced over {data}, and the rule no_communication does not say that the kernel "
+            "is linear") in str(caught.value)
+    assert "shardrules.linear(no_communication)" in str(caught.value)
+
+
+def test_axis_types_are_values():
+    one = sr.AxisType({"data", "model"}, "expert")
+    assert one is sr.AxisType(frozenset(["model", "data"]), ("expert",))
+    assert copy.deepcopy(one) is pickle.loads(pickle.dumps(one)) is one
+    assert repr(sr.AxisType("data")) == (
+        "AxisType(varying=frozenset({'data'}), unreduced=frozenset(), reduced=frozenset())")
+    for change in (lambda: setattr(one, "varying", frozenset()), lambda: delattr(one, "varying")):
+        with pytest.raises(AttributeError, match="an AxisType can't be changed"):
+            change()

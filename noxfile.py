@@ -35,8 +35,15 @@ NEWEST = list(matrix.VERSIONS)[-1]
 def interpreter(version):
     """Return the path of a Python; pyenv has shims on PATH also for those that are not active."""
     names = [shutil.which(f"python{version}")]
-    names += sorted(map(str, pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
-                        .glob(f"versions/{version}.*/bin/python{version}")), reverse=True)
+    names += sorted(
+        map(
+            str,
+            pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv"))
+            .expanduser()
+            .glob(f"versions/{version}.*/bin/python{version}"),
+        ),
+        reverse=True,
+    )
     for name in filter(None, names):
         if subprocess.run([name, "-c", ""], capture_output=True).returncode == 0:
             return name
@@ -61,8 +68,9 @@ _built = []
 
 def install(session, jax):
     """Install a JAX, what the tests need, and the package."""
-    session.install("-q", f"jax=={jax}", f"jaxlib=={jax}", *matrix.VERSIONS[jax][1], "absl-py",
-                    "pytest")
+    session.install(
+        "-q", f"jax=={jax}", f"jaxlib=={jax}", *matrix.VERSIONS[jax][1], "absl-py", "pytest"
+    )
     session.install("-q", "--no-deps", "--force-reinstall", wheel(session))
 
 
@@ -76,8 +84,10 @@ def run_recorded(session, jax, folder, *arguments):
 
 
 @nox.session
-@nox.parametrize("python,jax", [nox.param(interpreter(python), jax, id=jax)
-                                for jax, (python, *_) in matrix.VERSIONS.items()])
+@nox.parametrize(
+    "python,jax",
+    [nox.param(interpreter(python), jax, id=jax) for jax, (python, *_) in matrix.VERSIONS.items()],
+)
 def core(session, jax):
     """Run the core suite with one JAX."""
     install(session, jax)
@@ -90,9 +100,11 @@ def interpreters(session):
     for python in dict.fromkeys(python for python, *_ in matrix.VERSIONS.values()):
         if interpreter(python) == python:
             needed = [jax for jax, row in matrix.VERSIONS.items() if row[0] == python]
-            session.error(f"JAX {', '.join(needed)} are tested with Python {python}, and no "
-                          f"python{python} runs here: install it, with pyenv say "
-                          f"(pyenv install {python}; it is found there without being active)")
+            session.error(
+                f"JAX {', '.join(needed)} are tested with Python {python}, and no "
+                f"python{python} runs here: install it, with pyenv say "
+                f"(pyenv install {python}; it is found there without being active)"
+            )
 
 
 @nox.session(python=False)
@@ -111,5 +123,13 @@ def compile_(session):
     for line in plugins.splitlines():
         if line.startswith("pip install "):
             session.run(*shlex.split(line))
-    run_recorded(session, NEWEST, OUT / "compile", "tests", "-m", "tpu or gpu",
-                 *(f"--ignore={path}" for path in matrix.MEASURED), *session.posargs)
+    run_recorded(
+        session,
+        NEWEST,
+        OUT / "compile",
+        "tests",
+        "-m",
+        "tpu or gpu",
+        *(f"--ignore={path}" for path in matrix.MEASURED),
+        *session.posargs,
+    )

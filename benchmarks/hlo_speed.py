@@ -28,9 +28,9 @@ def compiled_text(layers: int) -> str:
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax.sharding import Mesh
-    from jax.sharding import NamedSharding
+    from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
+
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
 
     def block(x, w):
@@ -44,28 +44,36 @@ def compiled_text(layers: int) -> str:
     def loss(ws, x):
         for w in ws:
             x = block(x, w)
-        return jax.lax.pmean((x ** 2).mean(), "data")
-    shapes = {"qkv": ((64, 192), P(None, "model")), "out": ((32, 64), P("model", None)),
-              "up": ((64, 256), P(None, "model")), "down": ((256, 64), P("model", None)),
-              "scale": ((64,), P())}
+        return jax.lax.pmean((x**2).mean(), "data")
+
+    shapes = {
+        "qkv": ((64, 192), P(None, "model")),
+        "out": ((32, 64), P("model", None)),
+        "up": ((64, 256), P(None, "model")),
+        "down": ((256, 64), P("model", None)),
+        "scale": ((64,), P()),
+    }
     shapes["out"] = ((64, 64), P("model", None))
     specs = [{k: s for k, (_, s) in shapes.items()}] * layers
-    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(specs, P("data")), out_specs=P(),
-                           check_vma=False)
+    mapped = jax.shard_map(
+        loss, mesh=mesh, in_specs=(specs, P("data")), out_specs=P(), check_vma=False
+    )
 
     def struct(shape, spec):
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
     weights = [{k: struct(*v) for k, v in shapes.items()}] * layers
-    return jax.jit(jax.grad(mapped)).lower(weights, struct((8, 16, 64), P("data"))).compile(
-    ).as_text()
+    return (
+        jax.jit(jax.grad(mapped)).lower(weights, struct((8, 16, 64), P("data"))).compile().as_text()
+    )
 
 
 def repeated(text: str, size: int) -> str:
     """Repeat a module's computations, renamed, under one ENTRY that calls each copy."""
     module = hlo.parse(text)
     first = min(c.instructions[0].start for c in module.computations.values())
-    body = text[text.rfind("\n\n", 0, first) + 2:]
-    head = text[:len(text) - len(body)]
+    body = text[text.rfind("\n\n", 0, first) + 2 :]
+    head = text[: len(text) - len(body)]
     entry = module.entry
     signature = re.search(r"^ENTRY %[^\n]*-> ([^\n]*) \{$", body, re.MULTILINE)[1]
     copies = max(1, size // len(body))
@@ -74,7 +82,7 @@ def repeated(text: str, size: int) -> str:
         parts.append(re.sub(r"%([\w.\-]+)", rf"%\1_{k}", body).replace("ENTRY %", "%"))
     lines = []
     for p in entry.parameters:
-        lines.append("  " + text[p.start:p.end].strip().replace("ROOT ", ""))
+        lines.append("  " + text[p.start : p.end].strip().replace("ROOT ", ""))
     names = ", ".join("%" + p.name for p in entry.parameters)
     for k in range(copies):
         root = "ROOT " if k == copies - 1 else ""
@@ -85,6 +93,7 @@ def repeated(text: str, size: int) -> str:
 def paired(text: str, rounds: int) -> tuple[float, float, float]:
     """Give best processor seconds of: reading, the whole verdict, XLA's parser."""
     from jaxlib import _hlo
+
     read = verdict = theirs = float("inf")
     for _ in range(rounds):
         start = time.process_time()
@@ -117,25 +126,34 @@ def over_devices(text: str, devices: int) -> str:
     text = text.replace("{{0,1},{2,3},{4,5},{6,7}}", rest)
     text = text.replace("{{0,2,4,6},{1,3,5,7}}", f"[2,{data}]<=[{data},2]T(1,0)")
     text = text.replace("{{0,1,2,3,4,5,6,7}}", f"[1,{devices}]<=[{devices}]")
-    text = re.sub(r"devices=\[4,((?:1,)*)2\]<=\[8\]", rf"devices=[{data},\g<1>2]<=[{devices}]",
-                  text)
-    return re.sub(r"devices=\[((?:1,)*)2,((?:1,)*)4\]<=\[4,2\]T\(1,0\)",
-                  rf"devices=[\g<1>2,\g<2>{data}]<=[{data},2]T(1,0)", text)
+    text = re.sub(
+        r"devices=\[4,((?:1,)*)2\]<=\[8\]", rf"devices=[{data},\g<1>2]<=[{devices}]", text
+    )
+    return re.sub(
+        r"devices=\[((?:1,)*)2,((?:1,)*)4\]<=\[4,2\]T\(1,0\)",
+        rf"devices=[\g<1>2,\g<2>{data}]<=[{data},2]T(1,0)",
+        text,
+    )
 
 
 def main(argv: list[str]) -> int:
     """Print the table."""
     options = dict(a.lstrip("-").split("=") for a in argv[1:])
     base = compiled_text(int(options.get("layers", 4)))
-    print(f"{'MB':>7} {'instructions':>12} {'read/XLA':>9} {'verdict/XLA':>11} {'XLA MB/s':>9} "
-          f"{'peak/text':>9}")
+    print(
+        f"{'MB':>7} {'instructions':>12} {'read/XLA':>9} {'verdict/XLA':>11} {'XLA MB/s':>9} "
+        f"{'peak/text':>9}"
+    )
     for size in [0.0] + [float(s) for s in options.get("sizes_mb", "1,4,16").split(",")]:
         text = base if not size else repeated(base, int(size * 1e6))
         read, verdict, theirs = paired(text, 3 if len(text) < 8e6 else 1)
         count = sum(len(c.instructions) for c in hlo.parse(text).computations.values())
         peak = peak_bytes(text) / len(text) if len(text) < 2e7 else float("nan")
-        print(f"{len(text) / 1e6:7.2f} {count:12d} {read / theirs:9.2f} {verdict / theirs:11.2f} "
-              f"{len(text) / 1e6 / theirs:9.1f} {peak:9.1f}", flush=True)
+        print(
+            f"{len(text) / 1e6:7.2f} {count:12d} {read / theirs:9.2f} {verdict / theirs:11.2f} "
+            f"{len(text) / 1e6 / theirs:9.1f} {peak:9.1f}",
+            flush=True,
+        )
     text = repeated(base, 1_000_000)
     times = {}
     for devices in (8, 64, 512, 4096):

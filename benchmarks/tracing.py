@@ -20,8 +20,9 @@ import statistics
 import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "")
-                           + " --xla_force_host_platform_device_count=8").strip()
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -61,8 +62,9 @@ def attend_bwd(x_ref, w_ref, g_ref, dx_ref, dw_ref):
 
 
 def _annotated(x: jax.Array, like: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype,
-                                manual_axis_type=jax.typeof(like).manual_axis_type)
+    return jax.ShapeDtypeStruct(
+        x.shape, x.dtype, manual_axis_type=jax.typeof(like).manual_axis_type
+    )
 
 
 def _call(kernel, annotate: bool, x, w):
@@ -87,6 +89,7 @@ def forward(kernel, bwd, annotate: bool):
 
 def gradient(kernel, bwd, annotate: bool):
     """Return the gradient of a chain of custom_vjp calls: half of the kernel calls are bwd's."""
+
     @jax.custom_vjp
     def op(x, w):
         return _call(kernel, annotate, x, w)
@@ -96,8 +99,9 @@ def gradient(kernel, bwd, annotate: bool):
         outs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w)]
         if annotate:
             w, outs = jax.lax.pcast(w, "data", to="varying"), [_annotated(x, x), _annotated(w, x)]
-        dx, dw = pl.pallas_call(bwd, outs, grid=(2,), in_specs=[_X, _W, _X],
-                                out_specs=[_X, _W])(x, w, g)
+        dx, dw = pl.pallas_call(bwd, outs, grid=(2,), in_specs=[_X, _W, _X], out_specs=[_X, _W])(
+            x, w, g
+        )
         return dx, jax.lax.psum(dw, "data") if annotate else dw
 
     op.defvjp(lambda x, w: (op(x, w), (x, w)), op_bwd)
@@ -120,10 +124,13 @@ def _deeper(frame_count: int, function):
 
 def _seconds(local, mesh, out_specs, frame_count: int) -> float:
     """Trace a program anew; return what it took of the processor."""
-    f = jax.shard_map(lambda x, w: local(x, w), mesh=mesh, in_specs=(P("data"), P()),
-                      out_specs=out_specs)
-    shapes = (jax.ShapeDtypeStruct((512, 128), jnp.float32),
-              jax.ShapeDtypeStruct((128, 128), jnp.float32))
+    f = jax.shard_map(
+        lambda x, w: local(x, w), mesh=mesh, in_specs=(P("data"), P()), out_specs=out_specs
+    )
+    shapes = (
+        jax.ShapeDtypeStruct((512, 128), jnp.float32),
+        jax.ShapeDtypeStruct((128, 128), jnp.float32),
+    )
     gc.collect()
     start = time.thread_time()
     _deeper(frame_count, lambda: jax.jit(f).trace(*shapes))
@@ -136,20 +143,25 @@ def _main(argv) -> None:
     declared, by_name = shardrules.no_communication, {"*": shardrules.no_communication}
     print("| program | declared | registered by name | proven by its jaxpr |\n|---|---|---|---|")
     for name, build, kernel, out_specs in (
-            ("2 equations a kernel", forward, mul_rows, P("data")),
-            ("about 100 equations a kernel", forward, attend, P("data")),
-            ("the gradient, about 100 equations a kernel", gradient, attend, (P("data"), P()))):
+        ("2 equations a kernel", forward, mul_rows, P("data")),
+        ("about 100 equations a kernel", forward, attend, P("data")),
+        ("the gradient, about 100 equations a kernel", gradient, attend, (P("data"), P())),
+    ):
         arms = {
             "hand": (build(kernel, attend_bwd, True), [contextlib.nullcontext]),
-            "declared": (build(declared(kernel), declared(attend_bwd), False),
-                         [shardrules.install]),
-            "by name": (build(kernel, attend_bwd, False),
-                        [shardrules.install, functools.partial(shardrules.rules, by_name)]),
+            "declared": (
+                build(declared(kernel), declared(attend_bwd), False),
+                [shardrules.install],
+            ),
+            "by name": (
+                build(kernel, attend_bwd, False),
+                [shardrules.install, functools.partial(shardrules.rules, by_name)],
+            ),
             "proven": (build(kernel, attend_bwd, False), [shardrules.install]),
         }
         seconds: dict[str, list[float]] = {arm: [] for arm in arms}
         for number in range(_ROUNDS.value + 2):
-            order = list(arms)[number % len(arms):] + list(arms)[:number % len(arms)]
+            order = list(arms)[number % len(arms) :] + list(arms)[: number % len(arms)]
             for arm in order:
                 local, contexts = arms[arm]
                 with contextlib.ExitStack() as stack:
@@ -158,11 +170,16 @@ def _main(argv) -> None:
                     took = _seconds(local, mesh, out_specs, number * 200 // (_ROUNDS.value + 2))
                 if number >= 2:  # the first two fill caches
                     seconds[arm].append(took)
-        ratios = [statistics.median(a / b for a, b in zip(seconds[arm], seconds["hand"]))
-                  for arm in arms if arm != "hand"]
+        ratios = [
+            statistics.median(a / b for a, b in zip(seconds[arm], seconds["hand"]))
+            for arm in arms
+            if arm != "hand"
+        ]
         print(f"| {name} | " + " | ".join(f"{ratio:.3f}" for ratio in ratios) + " |", flush=True)
-    print(f"\nTime to trace {_CALLS.value} calls, divided by that with hand-written annotations on "
-          f"plain JAX; median of {_ROUNDS.value} paired rounds.")
+    print(
+        f"\nTime to trace {_CALLS.value} calls, divided by that with hand-written annotations on "
+        f"plain JAX; median of {_ROUNDS.value} paired rounds."
+    )
 
 
 if __name__ == "__main__":

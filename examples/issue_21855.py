@@ -10,8 +10,9 @@ the collectives of the compiled gradient and the verifier's verdict on each.
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "")
-                           + " --xla_force_host_platform_device_count=8").strip()
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
 
 import inspect  # noqa: E402
 import textwrap  # noqa: E402
@@ -42,27 +43,29 @@ def _copy_kernel_pallas(operand_a_ref, operand_b_ref):
 
 def make_simple_func(kernel, **options):
     """The report's custom_vjp around its kernel."""
+
     @jax.custom_vjp
     def simple_func(inputs):
         return pl.pallas_call(
-            kernel,
-            out_shape=jax.ShapeDtypeStruct(inputs.shape, inputs.dtype),
-            **options,
+            kernel, out_shape=jax.ShapeDtypeStruct(inputs.shape, inputs.dtype), **options
         )(inputs)
 
-    simple_func.defvjp(
-        lambda x: (simple_func(x), x),
-        lambda _, out_grad: (simple_func(out_grad),),
-    )
+    simple_func.defvjp(lambda x: (simple_func(x), x), lambda _, out_grad: (simple_func(out_grad),))
     return simple_func
 
 
 def gradient(simple_func, mesh, check):
     """The report's gradient, of a loss whose cotangent is not constant, and its argument."""
-    func = shard_map(simple_func, mesh=mesh, in_specs=P("data", None),
-                     out_specs=P("data", None), **{CHECK: check})
-    argument = jax.ShapeDtypeStruct((BATCH, EMBEDDING), jnp.float32,
-                                    sharding=NamedSharding(mesh, P("data", None)))
+    func = shard_map(
+        simple_func,
+        mesh=mesh,
+        in_specs=P("data", None),
+        out_specs=P("data", None),
+        **{CHECK: check},
+    )
+    argument = jax.ShapeDtypeStruct(
+        (BATCH, EMBEDDING), jnp.float32, sharding=NamedSharding(mesh, P("data", None))
+    )
     return jax.jit(jax.grad(lambda x: (func(x) ** 2).sum())), argument
 
 
@@ -73,6 +76,7 @@ def platforms():
         yield "TPU v5e:2x4", aot.tpu("v5e:2x4"), {}
     if aot.missing_plugin("gpu") is None:
         from jax.experimental.pallas import triton
+
         params = getattr(triton, "CompilerParams", None) or triton.TritonCompilerParams
         yield "8xH100", aot.gpu("h100", 8), {"compiler_params": params()}
 
@@ -90,14 +94,23 @@ def cell(kernel, options, mesh, check):
     lines = []
     for v in backward:
         blocked = ", ".join(dict.fromkeys(b.kernel or b.target for b in v.blockers))
-        lines.append(f"{v.collective.kind} over {report.over(v)}, {v.bytes} B:\n  {v.verdict}"
-                     + (f": {blocked}" if blocked else ""))
+        lines.append(
+            f"{v.collective.kind} over {report.over(v)}, {v.bytes} B:\n  {v.verdict}"
+            + (f": {blocked}" if blocked else "")
+        )
     return "\n".join(lines) or "0 collectives"
 
 
 def main():
-    rows = [["platform", f"{CHECK}=False, no rule", f"{CHECK}=False, with rule",
-             f"{CHECK}=True, plain JAX", f"{CHECK}=True, shardrules"]]
+    rows = [
+        [
+            "platform",
+            f"{CHECK}=False, no rule",
+            f"{CHECK}=False, with rule",
+            f"{CHECK}=True, plain JAX",
+            f"{CHECK}=True, shardrules",
+        ]
+    ]
     declared = shardrules.no_communication(_copy_kernel_pallas)
     for name, devices, options in platforms():
         mesh = Mesh(np.array(devices).reshape(4, 2), ("data", "model"))
@@ -105,8 +118,15 @@ def main():
         with shardrules.install(prove=False):  # else its own jaxpr is rule enough
             without = cell(_copy_kernel_pallas, options, mesh, False)
         with shardrules.install():
-            rows.append([name, without, cell(declared, options, mesh, False), plain,
-                         cell(declared, options, mesh, True)])
+            rows.append(
+                [
+                    name,
+                    without,
+                    cell(declared, options, mesh, False),
+                    plain,
+                    cell(declared, options, mesh, True),
+                ]
+            )
     print("Collectives in the backward pass")
     print(report.table(rows))
 

@@ -11,8 +11,19 @@ import importlib as _importlib
 # The version is written here and nowhere else; setup.cfg reads it from this file.
 __version__ = "0.1.0.dev0"
 
-_RULES = ("all_gather", "all_gather_invariant", "all_reduce", "all_to_all", "linear",
-          "no_communication", "outputs", "per_device", "permute", "reduce_scatter", "unreduced")
+_RULES = (
+    "all_gather",
+    "all_gather_invariant",
+    "all_reduce",
+    "all_to_all",
+    "linear",
+    "no_communication",
+    "outputs",
+    "per_device",
+    "permute",
+    "reduce_scatter",
+    "unreduced",
+)
 _HOME = {
     **dict.fromkeys(_RULES, "registry.rule"),
     "AxisType": "registry.axistypes",
@@ -30,8 +41,18 @@ _HOME = {
     "vary": "hooks.autodiff.casts",
     "ShardrulesError": "errors",
 }
-_MODULES = ("aot", "checks", "costs", "errors", "hlo", "hooks", "pallas", "registry", "report",
-            "testing")
+_MODULES = (
+    "aot",
+    "checks",
+    "costs",
+    "errors",
+    "hlo",
+    "hooks",
+    "pallas",
+    "registry",
+    "report",
+    "testing",
+)
 
 __all__ = [*_HOME, "__version__"]
 
@@ -43,8 +64,10 @@ def __getattr__(name: str):
         return value
     if name in _MODULES:
         return _importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; "
-                         f"its public names are {', '.join(sorted(_HOME))}")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; "
+        f"its public names are {', '.join(sorted(_HOME))}"
+    )
 
 
 def __dir__():

@@ -23,27 +23,44 @@ from shardrules.costs import accounts, findings
 from shardrules.errors import ShardrulesError
 
 CLEAN, FOUND, UNREADABLE = 0, 1, 2
-_FORMATS = {"text": report.plain, "markdown": report.markdown, "json": report.as_json,
-            "html": report.page}
+_FORMATS = {
+    "text": report.plain,
+    "markdown": report.markdown,
+    "json": report.as_json,
+    "html": report.page,
+}
 
 
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     values.set_gnu_getopt(True)  # flags may follow the file
-    flags.DEFINE_string("mesh", None, "Axis names and sizes in the order of the devices: "
-                        "data=4,model=2. Taken from the text's tags or mesh notation if it has "
-                        "any.", flag_values=values)
-    flags.DEFINE_multi_string("rules", [], "A module to import that registers rules for kernels.",
-                              flag_values=values)
-    flags.DEFINE_bool("strict", False, "Verdicts that rest on rules which are declared and not "
-                      "audited are findings.", flag_values=values)
-    flags.DEFINE_multi_string("allow", [], "A known finding and why it stays: "
-                              "'redundant all-reduce(model) at model.py: issue 12'.",
-                              flag_values=values)
-    flags.DEFINE_enum("format", "text", list(_FORMATS), "How a report is written.",
-                      flag_values=values)
-    flags.DEFINE_string("output", None, "A file to write to instead of stdout.",
-                        flag_values=values)
+    flags.DEFINE_string(
+        "mesh",
+        None,
+        "Axis names and sizes in the order of the devices: "
+        "data=4,model=2. Taken from the text's tags or mesh notation if it has "
+        "any.",
+        flag_values=values,
+    )
+    flags.DEFINE_multi_string(
+        "rules", [], "A module to import that registers rules for kernels.", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "strict",
+        False,
+        "Verdicts that rest on rules which are declared and not audited are findings.",
+        flag_values=values,
+    )
+    flags.DEFINE_multi_string(
+        "allow",
+        [],
+        "A known finding and why it stays: 'redundant all-reduce(model) at model.py: issue 12'.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "format", "text", list(_FORMATS), "How a report is written.", flag_values=values
+    )
+    flags.DEFINE_string("output", None, "A file to write to instead of stdout.", flag_values=values)
     flags.DEFINE_bool("help", False, "Show this.", flag_values=values)
     return values
 
@@ -76,8 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command == "diff":
             text, code = _diff(files, judged)
         else:
-            content = report.content(judged[0], title=_title(files[0]), strict=values.strict,
-                                     allow=allow)
+            content = report.content(
+                judged[0], title=_title(files[0]), strict=values.strict, allow=allow
+            )
             text = _FORMATS[values.format](content)
             code = CLEAN if command == "report" or content.clean else FOUND
         if values.output is None:
@@ -118,8 +136,9 @@ def _import(name: str) -> None:
     except ShardrulesError:
         raise
     except Exception as error:  # the module is the user's, and raises what it likes
-        raise ShardrulesError(f"--rules={name} can't be imported: {type(error).__name__}: "
-                              f"{error}") from error
+        raise ShardrulesError(
+            f"--rules={name} can't be imported: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _mesh(text: str | None) -> dict[str, int] | None:
@@ -137,8 +156,10 @@ def _mesh(text: str | None) -> dict[str, int] | None:
 def _allowance(text: str) -> tuple[str, str]:
     what, colon, reason = text.partition(": ")
     if not colon:
-        raise ShardrulesError(f"--allow={text!r} gives no reason; write --allow='redundant "
-                              "all-reduce(model): issue 12'")
+        raise ShardrulesError(
+            f"--allow={text!r} gives no reason; write --allow='redundant "
+            "all-reduce(model): issue 12'"
+        )
     return what.strip(), reason.strip()
 
 
@@ -147,8 +168,11 @@ def _diff(files: Sequence[str], judged: Sequence[hlo.Judgement]) -> tuple[str, i
     changes = accounts.compare(accounts.grouped(before), accounts.grouped(after))
     if not changes:
         return f"the same collectives: {before.total}\n", CLEAN
-    lines = [f"- {files[0]}: {before.total}, {before.total.wire_bytes} wire bytes",
-             f"+ {files[1]}: {after.total}, {after.total.wire_bytes} wire bytes", ""]
+    lines = [
+        f"- {files[0]}: {before.total}, {before.total.wire_bytes} wire bytes",
+        f"+ {files[1]}: {after.total}, {after.total.wire_bytes} wire bytes",
+        "",
+    ]
     return "\n".join(lines + [str(c) for c in changes]) + "\n", FOUND
 
 

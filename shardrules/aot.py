@@ -33,9 +33,12 @@ def tpu(topology_name: str) -> tuple[Any, ...]:
         the topology.
     """
     if not isinstance(topology_name, str) or not re.fullmatch(
-            r"\w+:\d+(x\d+)*", topology_name.strip()):
-        raise AotError(f"{topology_name!r} is no TPU topology; one looks like 'v5e:2x4' or "
-                       "'v5p:2x2x2'", topology=topology_name)
+        r"\w+:\d+(x\d+)*", topology_name.strip()
+    ):
+        raise AotError(
+            f"{topology_name!r} is no TPU topology; one looks like 'v5e:2x4' or 'v5p:2x2x2'",
+            topology=topology_name,
+        )
     _require("tpu")
     # Without the first, libtpu asks a metadata server that only Cloud TPU machines have; without
     # the second, it refuses to load beside another process that has it.
@@ -60,17 +63,29 @@ def gpu(name: str, device_count: int) -> tuple[Any, ...]:
     if not path.is_file():
         path = pathlib.Path(name)
     if not path.is_file():
-        raise AotError(f"no description of a GPU called {name!r}; there is one of "
-                       f"{', '.join(gpu_names())}, or pass the path of a file with XLA's",
-                       name=name)
-    if not isinstance(device_count, int) or device_count < 1 or (
-            device_count > _DEVICES_PER_HOST and device_count % _DEVICES_PER_HOST):
-        raise AotError(f"{device_count!r} GPUs can't be laid out: give 1 to {_DEVICES_PER_HOST}, "
-                       f"or a multiple of {_DEVICES_PER_HOST}", device_count=device_count)
+        raise AotError(
+            f"no description of a GPU called {name!r}; there is one of "
+            f"{', '.join(gpu_names())}, or pass the path of a file with XLA's",
+            name=name,
+        )
+    if (
+        not isinstance(device_count, int)
+        or device_count < 1
+        or (device_count > _DEVICES_PER_HOST and device_count % _DEVICES_PER_HOST)
+    ):
+        raise AotError(
+            f"{device_count!r} GPUs can't be laid out: give 1 to {_DEVICES_PER_HOST}, "
+            f"or a multiple of {_DEVICES_PER_HOST}",
+            device_count=device_count,
+        )
     _require("gpu")
     host_count = -(-device_count // _DEVICES_PER_HOST)
-    return _describe("cuda", "", target_config=path.read_text(),
-                     topology=f"1x{host_count}x{device_count // host_count}")
+    return _describe(
+        "cuda",
+        "",
+        target_config=path.read_text(),
+        topology=f"1x{host_count}x{device_count // host_count}",
+    )
 
 
 def gpu_names() -> tuple[str, ...]:
@@ -89,7 +104,7 @@ def missing_plugin(platform: str) -> str | None:
     if any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
         return None
     version = importlib.metadata.version("jax")
-    return (f"pip install --no-deps jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}")
+    return f"pip install --no-deps jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
 
 
 def _libtpu() -> str:
@@ -105,21 +120,28 @@ def _require(platform: str) -> None:
     command = missing_plugin(platform)
     if command is not None:
         compiler = {"tpu": "libtpu", "gpu": "JAX's CUDA plugin"}[platform]
-        raise AotError(f"{compiler} is not installed, and compiling for {platform.upper()} needs "
-                       f"it; JAX {importlib.metadata.version('jax')} takes\n    {command}",
-                       platform=platform, command=command)
+        raise AotError(
+            f"{compiler} is not installed, and compiling for {platform.upper()} needs "
+            f"it; JAX {importlib.metadata.version('jax')} takes\n    {command}",
+            platform=platform,
+            command=command,
+        )
 
 
 def _describe(platform: str, topology_name: str, **options) -> tuple[Any, ...]:
     from jax.experimental import topologies
+
     try:
         description = topologies.get_topology_desc(
-            platform=platform, topology_name=topology_name, **options)
+            platform=platform, topology_name=topology_name, **options
+        )
     except Exception as error:  # the plugins raise whatever their C API reports
         shown = topology_name or options.get("topology")
-        raise AotError(f"the {platform} compiler has no topology {shown!r}: "
-                       f"{str(error).splitlines()[0]}", platform=platform,
-                       topology=shown) from error
+        raise AotError(
+            f"the {platform} compiler has no topology {shown!r}: {str(error).splitlines()[0]}",
+            platform=platform,
+            topology=shown,
+        ) from error
     return tuple(description.devices)
 
 

@@ -103,11 +103,13 @@ class HloSyntaxError(HloError):
     def __init__(self, message: str, *, line: int, column: int, text_line: str):
         text_line = text_line.rstrip("\r\n")
         start = max(0, min(column - 1 - self._CLIP // 2, len(text_line) - self._CLIP))
-        shown = text_line[start:start + self._CLIP]
+        shown = text_line[start : start + self._CLIP]
         caret = column - 1 - start
         prefix = "..." if start else ""
-        text = (f"{message}\n  line {line}, column {column}:\n"
-                f"    {prefix}{shown}\n    {' ' * (len(prefix) + caret)}^")
+        text = (
+            f"{message}\n  line {line}, column {column}:\n"
+            f"    {prefix}{shown}\n    {' ' * (len(prefix) + caret)}^"
+        )
         super().__init__(text, reason=message, line=line, column=column, text_line=text_line)
 
 

@@ -31,8 +31,13 @@ class Program(NamedTuple):
     compiled: Any
 
 
-def judge(program: Any, *args, registry: Registry | None = None,
-          mesh: Mapping[str, int] | None = None, **kwargs) -> hlo.Judgement:
+def judge(
+    program: Any,
+    *args,
+    registry: Registry | None = None,
+    mesh: Mapping[str, int] | None = None,
+    **kwargs,
+) -> hlo.Judgement:
     """Compile a program if need be, and judge each of its collectives.
 
     Args:
@@ -55,22 +60,26 @@ def judge(program: Any, *args, registry: Registry | None = None,
     return judged(read(program, args, kwargs), registry, mesh)
 
 
-def judged(program: Program, registry: Registry | None = None,
-           mesh: Mapping[str, int] | None = None) -> hlo.Judgement:
+def judged(
+    program: Program, registry: Registry | None = None, mesh: Mapping[str, int] | None = None
+) -> hlo.Judgement:
     """Judge what ``read`` found."""
     shardings = None
     if program.compiled is not None:
         from shardrules.hooks.door import compiled as known
+
         if mesh is None:
             mesh = known.mesh_of(program.compiled)
         shardings = known.parameter_shardings(program.compiled)
     module = hlo.parse(program.text, name=program.name)
-    return hlo.judge(module, registry=registry, mesh=mesh,
-                     parameter_shardings=_matching(module, shardings))
+    return hlo.judge(
+        module, registry=registry, mesh=mesh, parameter_shardings=_matching(module, shardings)
+    )
 
 
-def judge_logical(program: Any, args: tuple, kwargs: dict,
-                  mesh: Mapping[str, int] | None = None) -> hlo.Judgement:
+def judge_logical(
+    program: Any, args: tuple, kwargs: dict, mesh: Mapping[str, int] | None = None
+) -> hlo.Judgement:
     """Read a program as it is before any of XLA's passes; its verdicts mean nothing.
 
     Args:
@@ -90,8 +99,11 @@ def judge_logical(program: Any, args: tuple, kwargs: dict,
         raise ShardrulesError(
             f"{type(program).__name__} does not hold the program as it was before XLA's passes, "
             "which the logical account is of; pass the function with its arguments, or the "
-            "jax.stages.Lowered", program=program)
+            "jax.stages.Lowered",
+            program=program,
+        )
     from shardrules.hooks.door import compiled as known
+
     text = known.unoptimized_text(lowered)
     if mesh is None:
         mesh = _shardy_mesh(text) or known.mesh_of_lowered(lowered, (args, kwargs))
@@ -117,8 +129,11 @@ def read_text(text: str, name: str) -> str:
     if _STABLEHLO.match(text[:4096]) and not text.lstrip().startswith("HloModule"):
         raise HloSyntaxError(
             f"{name} is StableHLO or another MLIR module, which no compiler has partitioned yet; "
-            "pass f.lower(...).compile().as_text()", line=1, column=1,
-            text_line=text.split("\n", 1)[0])
+            "pass f.lower(...).compile().as_text()",
+            line=1,
+            column=1,
+            text_line=text.split("\n", 1)[0],
+        )
     return text
 
 
@@ -141,13 +156,17 @@ def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
         except UnicodeDecodeError as error:
             raise ShardrulesError(
                 f"{path} is not text (byte {error.start}): a serialized program can't be read "
-                "from a file; write compiled.as_text() to it", path=path) from error
+                "from a file; write compiled.as_text() to it",
+                path=path,
+            ) from error
     if isinstance(program, (bytes, bytearray, memoryview)):
         raise ShardrulesError(
             f"{type(program).__name__} is serialized, and no text of HLO; for "
             "jax.export.Exported.serialize() pass jax.export.deserialize(data) with its "
             "arguments, for jax.experimental.serialize_executable what deserialize_and_load "
-            "returns", program=program)
+            "returns",
+            program=program,
+        )
     if hasattr(program, "as_text") and hasattr(program, "compile"):
         program = _alone(program, args, kwargs).compile()
     if hasattr(program, "as_text"):
@@ -156,20 +175,23 @@ def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     if hasattr(program, "hlo_modules"):  # a loaded executable below JAX's stages
         modules = _alone(program, args, kwargs).hlo_modules()
         if len(modules) != 1:
-            raise ShardrulesError(f"this executable holds {len(modules)} HLO modules; pass the "
-                                  "text of one, module.to_string()", program=program)
+            raise ShardrulesError(
+                f"this executable holds {len(modules)} HLO modules; pass the "
+                "text of one, module.to_string()",
+                program=program,
+            )
         return Program(modules[0].to_string(), "<executable>", None)
     for text_of in ("as_hlo_text", "to_string"):  # an XlaComputation, an HloModule
         if hasattr(program, text_of) and not callable(program):
-            return Program(str(getattr(_alone(program, args, kwargs), text_of)()), "<module>",
-                           None)
+            return Program(str(getattr(_alone(program, args, kwargs), text_of)()), "<module>", None)
     if _is_exported(program) or callable(program):
         compiled = lower(program, args, kwargs).compile()
         return Program(compiled.as_text(), getattr(program, "__name__", "<function>"), compiled)
     raise ShardrulesError(
         f"{type(program).__name__} is no program; pass a function with its arguments, a "
         "jax.stages.Lowered or Compiled, HLO text, or the path of a file with it",
-        program=program)
+        program=program,
+    )
 
 
 def _text_of(compiled: Any) -> str:
@@ -179,10 +201,14 @@ def _text_of(compiled: Any) -> str:
         raise ShardrulesError(
             f"this executable does not give its HLO ({str(error).splitlines()[0]}); pass the "
             "jax.stages.Compiled that f.lower(...).compile() returned, or its text",
-            program=compiled) from error
+            program=compiled,
+        ) from error
     if not text:
-        raise ShardrulesError("this executable holds no HLO text; pass the jax.stages.Compiled "
-                              "that f.lower(...).compile() returned", program=compiled)
+        raise ShardrulesError(
+            "this executable holds no HLO text; pass the jax.stages.Compiled "
+            "that f.lower(...).compile() returned",
+            program=compiled,
+        )
     return text
 
 
@@ -194,7 +220,9 @@ def _alone(program: Any, args: tuple, kwargs: dict) -> Any:
     if args or kwargs:
         raise ShardrulesError(
             f"{len(args) + len(kwargs)} arguments were given with a program that is lowered "
-            "already; pass them with a function only", program=program)
+            "already; pass them with a function only",
+            program=program,
+        )
     return program
 
 
@@ -206,27 +234,34 @@ def lower(program: Any, args: tuple, kwargs: dict) -> Any:
       ShardrulesError: an exported program without arguments.
     """
     import jax
+
     if _is_exported(program):
         if not args and not kwargs and program.in_avals:
             raise ShardrulesError(
                 f"the exported program {program.fun_name!r} holds StableHLO for "
                 f"{program.nr_devices} devices and no HLO; pass its {len(program.in_avals)} "
                 "arguments too, as arrays or ShapeDtypeStructs with shardings, and it is "
-                "compiled for their devices", program=program)
+                "compiled for their devices",
+                program=program,
+            )
         return jax.jit(program.call).lower(*args, **kwargs)
     from shardrules import hooks
+
     jitted = program if hasattr(program, "lower") else jax.jit(program)
     try:
         return jitted.lower(*args, **kwargs)
     except (ValueError, NotImplementedError) as error:
         # JAX's words for a kernel whose output type nobody gave: from 0.10, 0.6.1 on, and before.
         if not hooks.installed() and re.search(
-                r"manual_axis_type.*must not be|`vma` on .*must not be|No replication rule for",
-                str(error), re.DOTALL):
+            r"manual_axis_type.*must not be|`vma` on .*must not be|No replication rule for",
+            str(error),
+            re.DOTALL,
+        ):
             raise NotInstalledError(
                 "the program runs a kernel inside shard_map with the check on, and the hooks of "
                 "shardrules are not installed; call shardrules.install() before tracing it.\n"
-                f"JAX says: {str(error).splitlines()[0]}") from error
+                f"JAX says: {str(error).splitlines()[0]}"
+            ) from error
         raise
 
 

@@ -13,26 +13,42 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from shardrules import hlo, program as programs, report
+from shardrules import hlo, report
+from shardrules import program as programs
 from shardrules.checks import budget as budgets
-from shardrules.costs import accounts, findings
 from shardrules.checks import updates
-from shardrules.errors import CollectiveAssertionError, ShardrulesError
 from shardrules.checks.expectations import at_most, exactly, pick
-from shardrules.program import judge
-from shardrules.registry.table import Registry
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
+from shardrules.costs import accounts, findings
+from shardrules.errors import CollectiveAssertionError, ShardrulesError
+from shardrules.program import judge
+from shardrules.registry.table import Registry
 
-__all__ = ["account", "assert_budget", "assert_collectives", "assert_no_defensive_psum",
-           "assert_outputs_replicated", "at_most", "check_replicated_inputs", "check_rule",
-           "exactly", "judge"]
+__all__ = [
+    "account",
+    "assert_budget",
+    "assert_collectives",
+    "assert_no_defensive_psum",
+    "assert_outputs_replicated",
+    "at_most",
+    "check_replicated_inputs",
+    "check_rule",
+    "exactly",
+    "judge",
+]
 
 _LEVELS = ("compiled", "logical")
 
 
-def account(program: Any, *args, level: str = "compiled", registry: Registry | None = None,
-            mesh: Mapping[str, int] | None = None, **kwargs) -> accounts.Account:
+def account(
+    program: Any,
+    *args,
+    level: str = "compiled",
+    registry: Registry | None = None,
+    mesh: Mapping[str, int] | None = None,
+    **kwargs,
+) -> accounts.Account:
     """Return what a program's collectives move, by kind, axes, phase and source line.
 
     Args:
@@ -50,12 +66,19 @@ def account(program: Any, *args, level: str = "compiled", registry: Registry | N
     return _judged(program, args, kwargs, level, registry, mesh)[1]
 
 
-def _judged(program: Any, args: tuple, kwargs: dict, level: str, registry: Registry | None,
-            mesh: Mapping[str, int] | None) -> tuple[hlo.Judgement, accounts.Account, Any]:
+def _judged(
+    program: Any,
+    args: tuple,
+    kwargs: dict,
+    level: str,
+    registry: Registry | None,
+    mesh: Mapping[str, int] | None,
+) -> tuple[hlo.Judgement, accounts.Account, Any]:
     """Return a judgement, its account, and the Compiled if there is one."""
     if level not in _LEVELS:
-        raise ShardrulesError(f"level={level!r} is unknown; there are {' and '.join(_LEVELS)}",
-                              level=level)
+        raise ShardrulesError(
+            f"level={level!r} is unknown; there are {' and '.join(_LEVELS)}", level=level
+        )
     if level == "logical":
         judgement = programs.judge_logical(program, args, kwargs, mesh)
         return judgement, accounts.of(judgement, level), None
@@ -64,9 +87,15 @@ def _judged(program: Any, args: tuple, kwargs: dict, level: str, registry: Regis
     return judgement, accounts.of(judgement), found.compiled
 
 
-def assert_no_defensive_psum(program: Any, *args, registry: Registry | None = None,
-                             mesh: Mapping[str, int] | None = None, strict: bool = False,
-                             allow: Mapping[str, str] | None = None, **kwargs) -> hlo.Judgement:
+def assert_no_defensive_psum(
+    program: Any,
+    *args,
+    registry: Registry | None = None,
+    mesh: Mapping[str, int] | None = None,
+    strict: bool = False,
+    allow: Mapping[str, str] | None = None,
+    **kwargs,
+) -> hlo.Judgement:
     """Assert that every collective of a program is needed, as far as it can be proven.
 
     Fails on each collective that is *redundant*, *overwide* or *unproven*.
@@ -93,12 +122,15 @@ def assert_no_defensive_psum(program: Any, *args, registry: Registry | None = No
     bad, _, unused = allowances.split(findings.find(judgement, strict))
     if bad:
         counts = collections.Counter(f.kind for f in bad)
-        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(
-            counts.items(), key=lambda c: _ORDER.index(c[0])))
+        kinds = ", ".join(
+            f"{n} {kind}" for kind, n in sorted(counts.items(), key=lambda c: _ORDER.index(c[0]))
+        )
         raise CollectiveAssertionError(
             f"{len(bad)} of {len(judgement.verdicts)} collectives are not shown to be needed "
             f"({kinds}):\n" + "\n".join(map(_describe, bad)),
-            verdicts=tuple(f.verdict for f in bad), judgement=judgement)
+            verdicts=tuple(f.verdict for f in bad),
+            judgement=judgement,
+        )
     _no_unused(unused, judgement)
     return judgement
 
@@ -115,12 +147,21 @@ def _no_unused(unused: list[str], judgement: hlo.Judgement) -> None:
     if unused:
         raise CollectiveAssertionError(
             "these allowances match no finding any more; remove them:\n  " + "\n  ".join(unused),
-            verdicts=(), judgement=judgement)
+            verdicts=(),
+            judgement=judgement,
+        )
 
 
-def assert_collectives(program: Any, *args, expect: Any, registry: Registry | None = None,
-                       mesh: Mapping[str, int] | None = None, level: str = "compiled",
-                       platform: str | None = None, **kwargs) -> hlo.Judgement:
+def assert_collectives(
+    program: Any,
+    *args,
+    expect: Any,
+    registry: Registry | None = None,
+    mesh: Mapping[str, int] | None = None,
+    level: str = "compiled",
+    platform: str | None = None,
+    **kwargs,
+) -> hlo.Judgement:
     """Assert that a program holds just the expected collectives.
 
     A collective in a loop of 32 trips counts 32 times; combined all-reduces count range by range.
@@ -149,27 +190,41 @@ def assert_collectives(program: Any, *args, expect: Any, registry: Registry | No
     judgement, held, compiled = _judged(program, args, kwargs, level, registry, mesh)
     if platform is None and compiled is not None:
         from shardrules.hooks.door import compiled as known
+
         platform = known.platform(compiled)
     wanted = pick(expect, platform)
     verdicts = {id(e): v for e, v in zip(held, judgement.verdicts)}
     wrong = []
     for line, entries in wanted.differences(held):
         wrong.append(f"  {line}")
-        wrong += [report.describe(verdicts[id(e)]) if level == "compiled" else
-                  f"    {e.what}, {e.bytes} B{' at ' + e.source if e.source else ''}"
-                  for e in entries]
+        wrong += [
+            report.describe(verdicts[id(e)])
+            if level == "compiled"
+            else f"    {e.what}, {e.bytes} B{' at ' + e.source if e.source else ''}"
+            for e in entries
+        ]
     if wrong:
         holds = report.summary(judgement) if level == "compiled" else str(held)
         raise CollectiveAssertionError(
-            "the collectives are not the expected ones:\n" + "\n".join(wrong)
-            + "\nthe program holds:\n  " + holds.replace("\n", "\n  "),
-            expect=expect, judgement=judgement)
+            "the collectives are not the expected ones:\n"
+            + "\n".join(wrong)
+            + "\nthe program holds:\n  "
+            + holds.replace("\n", "\n  "),
+            expect=expect,
+            judgement=judgement,
+        )
     return judgement
 
 
-def assert_budget(program: Any, *args_then_path, level: str = "compiled", strict: bool = False,
-                  registry: Registry | None = None, mesh: Mapping[str, int] | None = None,
-                  **kwargs) -> hlo.Judgement:
+def assert_budget(
+    program: Any,
+    *args_then_path,
+    level: str = "compiled",
+    strict: bool = False,
+    registry: Registry | None = None,
+    mesh: Mapping[str, int] | None = None,
+    **kwargs,
+) -> hlo.Judgement:
     """Assert that a program's collectives are those of a checked-in file.
 
     ``assert_budget(compiled, "budgets/train.toml")``, or with the function's arguments between the
@@ -197,8 +252,10 @@ def assert_budget(program: Any, *args_then_path, level: str = "compiled", strict
       ShardrulesError: no path was given, or as ``account``.
     """
     if not args_then_path or not isinstance(args_then_path[-1], (str, os.PathLike)):
-        raise ShardrulesError("assert_budget takes the budget's path last: "
-                              "assert_budget(compiled, 'budgets/train.toml')")
+        raise ShardrulesError(
+            "assert_budget takes the budget's path last: "
+            "assert_budget(compiled, 'budgets/train.toml')"
+        )
     *args, given = args_then_path
     caller = inspect.stack()[1].filename
     path = pathlib.Path(caller).parent / given if os.path.exists(caller) else pathlib.Path(given)
@@ -213,15 +270,22 @@ def assert_budget(program: Any, *args_then_path, level: str = "compiled", strict
     elif not path.exists():
         raise CollectiveAssertionError(
             f"there is no budget {given}; write it with pytest --update-budgets. It would hold\n"
-            + budgets.dump(now), judgement=judgement, path=path)
+            + budgets.dump(now),
+            judgement=judgement,
+            path=path,
+        )
     else:
         before = budgets.load(path)
     lines = before.differences(now)
     if lines:
         raise CollectiveAssertionError(
             f"the collectives are not those of the budget {given} (- budget, + program):\n  "
-            + "\n  ".join(lines) + "\nif that is meant: pytest --update-budgets",
-            differences=tuple(lines), judgement=judgement, path=path)
+            + "\n  ".join(lines)
+            + "\nif that is meant: pytest --update-budgets",
+            differences=tuple(lines),
+            judgement=judgement,
+            path=path,
+        )
     if level == "logical":
         return judgement
     bad, _, unused = findings.Allowances(before.allow).split(findings.find(judgement, strict))
@@ -229,8 +293,12 @@ def assert_budget(program: Any, *args_then_path, level: str = "compiled", strict
         names = dict.fromkeys(f"{f.verdict.verdict} {f.entry.what}" for f in bad)
         raise CollectiveAssertionError(
             f"{len(bad)} collectives are not shown to be needed:\n"
-            + "\n".join(map(_describe, bad)) + f"\nif they may stay, say why in {given}:\n"
+            + "\n".join(map(_describe, bad))
+            + f"\nif they may stay, say why in {given}:\n"
             + "\n".join(f'[[allow]]\nwhat = "{name}"\nreason = "..."' for name in names),
-            verdicts=tuple(f.verdict for f in bad), judgement=judgement, path=path)
+            verdicts=tuple(f.verdict for f in bad),
+            judgement=judgement,
+            path=path,
+        )
     _no_unused(unused, judgement)
     return judgement

@@ -3,8 +3,9 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = " ".join([
-    os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]).strip()
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+).strip()
 
 # Kernels in TPU interpret mode wait for each other, in as many threads as there are devices; with
 # fewer threads than that, XLA's CPU client hangs.
@@ -33,6 +34,7 @@ def pytest_collection_modifyitems(config, items):
 
 def _mesh(devices):
     import jax
+
     return jax.sharding.Mesh(np.array(devices).reshape(4, 2), AXES)
 
 
@@ -48,6 +50,7 @@ def _accelerator(platform, devices):
 def cpu_mesh():
     """Eight CPU devices as (4 data, 2 model)."""
     import jax
+
     return _mesh(jax.devices())
 
 
@@ -63,8 +66,11 @@ def gpu_mesh():
     return _accelerator("gpu", lambda: aot.gpu("h100", 8))
 
 
-PLATFORMS = [pytest.param("cpu"), pytest.param("tpu", marks=pytest.mark.tpu),
-             pytest.param("gpu", marks=pytest.mark.gpu)]
+PLATFORMS = [
+    pytest.param("cpu"),
+    pytest.param("tpu", marks=pytest.mark.tpu),
+    pytest.param("gpu", marks=pytest.mark.gpu),
+]
 
 
 @pytest.fixture(params=PLATFORMS)
@@ -77,6 +83,7 @@ def platform(request):
 def hooks():
     """The hooks, installed for one test."""
     import shardrules
+
     with shardrules.install() as handle:
         yield handle
 
@@ -85,6 +92,7 @@ def hooks():
 def declared_only():
     """The hooks, installed for one test; kernels are not proven, declarations alone count."""
     import shardrules
+
     with shardrules.install(prove=False) as handle:
         yield handle
 

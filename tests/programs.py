@@ -24,12 +24,16 @@ def scale_bwd_kernel(x_ref, g_ref, o_ref):
 
 def options(platform):
     """Keyword arguments of pallas_call for a platform."""
-    return {"cpu": {"interpret": True}, "tpu": {},
-            "gpu": {"compiler_params": plgpu.CompilerParams()}}[platform]
+    return {
+        "cpu": {"interpret": True},
+        "tpu": {},
+        "gpu": {"compiler_params": plgpu.CompilerParams()},
+    }[platform]
 
 
 def copy_op(platform, kernel=copy_kernel, annotate=False, **call):
     """The report's custom_vjp: a kernel that copies, also as its own bwd."""
+
     def struct(x):
         kwargs = {"manual_axis_type": jax.typeof(x).manual_axis_type} if annotate else {}
         return jax.ShapeDtypeStruct(x.shape, x.dtype, **kwargs)
@@ -44,16 +48,20 @@ def copy_op(platform, kernel=copy_kernel, annotate=False, **call):
 
 def scale_op(platform, kernel=scale_kernel, bwd_kernel=scale_bwd_kernel):
     """x * w with a replicated row w, forward and both cotangents by kernels."""
+
     def call(body, out, *args):
-        return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
-                              **options(platform))(*args)
+        return pl.pallas_call(
+            body, out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype), **options(platform)
+        )(*args)
 
     @jax.custom_vjp
     def op(x, w):
         return call(kernel, x, x, w)
 
-    op.defvjp(lambda x, w: (op(x, w), (x, w)),
-              lambda res, g: (call(kernel, g, g, res[1]), call(bwd_kernel, res[1], res[0], g)))
+    op.defvjp(
+        lambda x, w: (op(x, w), (x, w)),
+        lambda res, g: (call(kernel, g, g, res[1]), call(bwd_kernel, res[1], res[0], g)),
+    )
     return op
 
 
@@ -65,8 +73,10 @@ def loss_of(op, mesh, specs, out=P("data", None), check_vma=True):
 
 def structs(mesh, *pairs):
     """ShapeDtypeStructs of (shape, spec) pairs in f32."""
-    return [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-            for shape, spec in pairs]
+    return [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in pairs
+    ]
 
 
 def copy_gradient(platform, mesh, check_vma=True, **kwargs):
@@ -77,14 +87,17 @@ def copy_gradient(platform, mesh, check_vma=True, **kwargs):
 
 def scale_gradient(platform, mesh, check_vma=True, **kwargs):
     """Gradients for x and the replicated weight: jitted function and its arguments."""
-    loss = loss_of(scale_op(platform, **kwargs), mesh, (P("data", None), P()),
-                   check_vma=check_vma)
-    return (jax.jit(jax.grad(loss, argnums=(0, 1))),
-            structs(mesh, (SHAPE, P("data", None)), ((1, SHAPE[1]), P())))
+    loss = loss_of(scale_op(platform, **kwargs), mesh, (P("data", None), P()), check_vma=check_vma)
+    return (
+        jax.jit(jax.grad(loss, argnums=(0, 1))),
+        structs(mesh, (SHAPE, P("data", None)), ((1, SHAPE[1]), P())),
+    )
 
 
 def random_like(args, key=0):
     """Random arrays for ShapeDtypeStructs, placed as they say."""
     keys = jax.random.split(jax.random.key(key), len(args))
-    return [jax.device_put(jax.random.normal(k, a.shape, a.dtype), a.sharding)
-            for k, a in zip(keys, args)]
+    return [
+        jax.device_put(jax.random.normal(k, a.shape, a.dtype), a.sharding)
+        for k, a in zip(keys, args)
+    ]

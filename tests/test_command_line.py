@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-
 from hlo import text as T
+
 from shardrules import __main__ as command_line
 
 DATA = pathlib.Path(__file__).parent / "hlo" / "data"
@@ -16,14 +16,21 @@ UVW = str(DATA / "tpu_uvw.hlo")
 MESH = "--mesh=data=4,model=2"
 
 # Runs `python -m shardrules`, with every import of jax failing.
-NO_JAX = ("import runpy, sys; sys.modules['jax'] = sys.modules['jaxlib'] = None; "
-          "sys.argv[0] = 'shardrules'; runpy.run_module('shardrules', run_name='__main__', "
-          "alter_sys=True)")
+NO_JAX = (
+    "import runpy, sys; sys.modules['jax'] = sys.modules['jaxlib'] = None; "
+    "sys.argv[0] = 'shardrules'; runpy.run_module('shardrules', run_name='__main__', "
+    "alter_sys=True)"
+)
 
 
 def run(*args, stdin="", cwd=None):
-    done = subprocess.run([sys.executable, "-c", NO_JAX, *map(str, args)], input=stdin,
-                          capture_output=True, text=True, cwd=cwd)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_JAX, *map(str, args)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
@@ -33,9 +40,15 @@ def clean_module():
 
 
 def kernel_module():
-    return T.module("\n".join([
-        T.parameter(T.DATA), '%k = f32[8] custom-call(%x), custom_call_target="mine"',
-        T.all_reduce("%k")]))
+    return T.module(
+        "\n".join(
+            [
+                T.parameter(T.DATA),
+                '%k = f32[8] custom-call(%x), custom_call_target="mine"',
+                T.all_reduce("%k"),
+            ]
+        )
+    )
 
 
 def test_exit_codes_of_verify(tmp_path):
@@ -43,7 +56,8 @@ def test_exit_codes_of_verify(tmp_path):
     assert done.returncode == 1 and done.stderr == ""
     assert done.stdout.startswith(
         "tpu_uvw.hlo: 8 devices (data=4, model=2), 3 collectives run 3 times, 9088 wire bytes per "
-        "device; 1 overwide, 2 redundant\n")
+        "device; 1 overwide, 2 redundant\n"
+    )
     path = tmp_path / "clean.hlo"
     path.write_text(clean_module())
     done = run("verify", path)
@@ -53,32 +67,51 @@ def test_exit_codes_of_verify(tmp_path):
     assert run("report", UVW, MESH).returncode == 0
 
 
-@pytest.mark.parametrize("args, stdin, message", [
-    (["verify", "missing.hlo"], "", "shardrules: can't read missing.hlo: No such file or dir"),
-    (["verify", "-"], "", "shardrules: stdin is empty"),
-    (["verify", "-"], "nonsense\n", "shardrules: stdin is not HLO text: expected 'HloModule NAME'"),
-    (["verify", "-"], "HloModule m\n\nENTRY %e (", "line 3, column "),
-    (["verify", "-"], "#loc = loc(unknown)\nmodule @jit_f attributes {}\n",
-     "shardrules: stdin is StableHLO or another MLIR module, which no compiler has partitioned "
-     "yet; pass f.lower(...).compile().as_text()\n  line 1, column 1:"),
-    (["verify", "."], "", "shardrules: can't read .: Is a directory"),
-    (["verify"], "", "shardrules: verify takes 1 file(s), got 0"),
-    (["diff", "-", "-"], "", "shardrules: only one of the two programs can be read from stdin"),
-    ([], "", "shardrules: expected a command: verify, report or diff (--help says more)"),
-    (["frobnicate"], "", "shardrules: expected a command: verify, report or diff"),
-    (["verify", UVW, "--nothing"], "", "shardrules: Unknown command line flag 'nothing'"),
-    (["verify", UVW, "--format=pdf"], "", "value should be one of <text|markdown|json|html>"),
-    (["verify", UVW, "--mesh=data"], "",
-     "shardrules: --mesh=data is no mesh; write --mesh=data=4,model=2"),
-    (["verify", UVW, "--mesh=data=3"], "", "shardrules: the mesh (data=3) has 3 devices, but"),
-    (["verify", UVW, "--allow=all-reduce(model)"], "",
-     "shardrules: --allow='all-reduce(model)' gives no reason; write --allow='redundant "
-     "all-reduce(model): issue 12'"),
-    (["verify", UVW, "--allow=all-reduce: x"], "", "'all-reduce' names no collectives; write"),
-    (["verify", UVW, "--rules=no_such_module"], "",
-     "shardrules: --rules=no_such_module can't be imported: ModuleNotFoundError: "),
-    (["report", UVW, "--output=no/such/folder"], "", "No such file or directory"),
-])
+@pytest.mark.parametrize(
+    "args, stdin, message",
+    [
+        (["verify", "missing.hlo"], "", "shardrules: can't read missing.hlo: No such file or dir"),
+        (["verify", "-"], "", "shardrules: stdin is empty"),
+        (
+            ["verify", "-"],
+            "nonsense\n",
+            "shardrules: stdin is not HLO text: expected 'HloModule NAME'",
+        ),
+        (["verify", "-"], "HloModule m\n\nENTRY %e (", "line 3, column "),
+        (
+            ["verify", "-"],
+            "#loc = loc(unknown)\nmodule @jit_f attributes {}\n",
+            "shardrules: stdin is StableHLO or another MLIR module, which no compiler has partitioned "
+            "yet; pass f.lower(...).compile().as_text()\n  line 1, column 1:",
+        ),
+        (["verify", "."], "", "shardrules: can't read .: Is a directory"),
+        (["verify"], "", "shardrules: verify takes 1 file(s), got 0"),
+        (["diff", "-", "-"], "", "shardrules: only one of the two programs can be read from stdin"),
+        ([], "", "shardrules: expected a command: verify, report or diff (--help says more)"),
+        (["frobnicate"], "", "shardrules: expected a command: verify, report or diff"),
+        (["verify", UVW, "--nothing"], "", "shardrules: Unknown command line flag 'nothing'"),
+        (["verify", UVW, "--format=pdf"], "", "value should be one of <text|markdown|json|html>"),
+        (
+            ["verify", UVW, "--mesh=data"],
+            "",
+            "shardrules: --mesh=data is no mesh; write --mesh=data=4,model=2",
+        ),
+        (["verify", UVW, "--mesh=data=3"], "", "shardrules: the mesh (data=3) has 3 devices, but"),
+        (
+            ["verify", UVW, "--allow=all-reduce(model)"],
+            "",
+            "shardrules: --allow='all-reduce(model)' gives no reason; write --allow='redundant "
+            "all-reduce(model): issue 12'",
+        ),
+        (["verify", UVW, "--allow=all-reduce: x"], "", "'all-reduce' names no collectives; write"),
+        (
+            ["verify", UVW, "--rules=no_such_module"],
+            "",
+            "shardrules: --rules=no_such_module can't be imported: ModuleNotFoundError: ",
+        ),
+        (["report", UVW, "--output=no/such/folder"], "", "No such file or directory"),
+    ],
+)
 def test_what_cant_be_read_exits_with_2(args, stdin, message, tmp_path):
     done = run(*args, stdin=stdin, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
@@ -95,7 +128,8 @@ def test_binary_files_exit_with_2(tmp_path):
 
 def test_rules_come_from_a_module(tmp_path):
     (tmp_path / "our_rules.py").write_text(
-        "import shardrules\nshardrules.register('mine', shardrules.no_communication)\n")
+        "import shardrules\nshardrules.register('mine', shardrules.no_communication)\n"
+    )
     (tmp_path / "broken.py").write_text("1 / 0\n")
     done = run("verify", "-", stdin=kernel_module(), cwd=tmp_path)
     assert done.returncode == 1 and "unproven: all-reduce" in done.stdout
@@ -116,9 +150,15 @@ def test_allowances_and_strictness():
     done = run("verify", UVW, MESH, *known, "--allow=all-gather(data): gone")
     assert done.returncode == 1
     assert "allowances that match nothing:\n  all-gather(data)\n" in done.stdout
-    tagged = kernel_module().replace(
-        'target="mine"', 'target="mine", frontend_attributes={shardrules.effects="local",'
-        'shardrules.kernel="mine",shardrules.status="declared"}').replace(T.DATA, T.BOTH)
+    tagged = (
+        kernel_module()
+        .replace(
+            'target="mine"',
+            'target="mine", frontend_attributes={shardrules.effects="local",'
+            'shardrules.kernel="mine",shardrules.status="declared"}',
+        )
+        .replace(T.DATA, T.BOTH)
+    )
     assert run("verify", "-", stdin=tagged).returncode == 0
     done = run("verify", "-", "--strict", stdin=tagged)
     assert done.returncode == 1 and "; 1 declared\n" in done.stdout
@@ -130,15 +170,25 @@ def test_diff_of_two_programs(tmp_path):
     one.write_text(clean_module())
     done = run("diff", one, one, MESH)
     assert (done.returncode, done.stdout) == (0, "the same collectives: 1, 32 B\n")
-    other.write_text(T.module("\n".join([
-        T.parameter(T.BOTH), T.all_reduce("%x", name="a"), T.all_reduce("%a", name="b"),
-        T.all_reduce("%b", T.OVER_DATA)])))
+    other.write_text(
+        T.module(
+            "\n".join(
+                [
+                    T.parameter(T.BOTH),
+                    T.all_reduce("%x", name="a"),
+                    T.all_reduce("%a", name="b"),
+                    T.all_reduce("%b", T.OVER_DATA),
+                ]
+            )
+        )
+    )
     done = run("diff", one, "-", MESH, stdin=other.read_text())
     assert done.returncode == 1
     assert done.stdout == (
         f"- {one}: 1, 32 B, 32 wire bytes\n+ -: 3, 96 B, 112 wire bytes\n\n"
         "+ unknown all-reduce(data) f32: 1, 32 B\n"
-        "~ unknown all-reduce(model) f32: grew from 1, 32 B to 2, 64 B\n")
+        "~ unknown all-reduce(model) f32: grew from 1, 32 B to 2, 64 B\n"
+    )
     assert run("diff", one, "missing").returncode == 2
 
 
@@ -148,11 +198,19 @@ def test_report_as_json(tmp_path):
     found = json.loads(path.read_text())
     assert (found["schema"], found["clean"], found["device_count"]) == (1, False, 8)
     assert found["mesh"] == {"data": 4, "model": 2}
-    assert found["total"] == {"sites": 3, "count": 3, "bytes": 8704, "wire_bytes": 9088,
-                              "unknown": 0}
+    assert found["total"] == {
+        "sites": 3,
+        "count": 3,
+        "bytes": 8704,
+        "wire_bytes": 9088,
+        "unknown": 0,
+    }
     assert found["by_axes"]["model"]["bytes"] == 8192
-    assert [found["collectives"][f["collective"]]["verdict"] for f in found["findings"]] == [
-        f["kind"] for f in found["findings"]] == ["overwide", "redundant", "redundant"]
+    assert (
+        [found["collectives"][f["collective"]]["verdict"] for f in found["findings"]]
+        == [f["kind"] for f in found["findings"]]
+        == ["overwide", "redundant", "redundant"]
+    )
     overwide = found["collectives"][found["findings"][0]["collective"]]
     assert overwide["axes"] == ["data", "model"] and overwide["needed_axes"] == ["data"]
     assert overwide["rests_on"][0]["status"] == "standing"
@@ -162,10 +220,12 @@ def test_report_as_json(tmp_path):
 def test_report_as_markdown():
     done = run("report", UVW, MESH, "--format=markdown")
     assert done.stdout.startswith("# tpu_uvw.hlo\n\n8 devices (data=4, model=2), 3 collectives ")
-    assert ("| backward all-reduce(data, model) | overwide | 1 | 512 | 896 | program.py:29 (l) |\n"
-            ) in done.stdout
+    assert (
+        "| backward all-reduce(data, model) | overwide | 1 | 512 | 896 | program.py:29 (l) |\n"
+    ) in done.stdout
     assert "- **overwide**: backward all-reduce(data, model), 512 B, `program.py:29 (l)`\n" in (
-        done.stdout)
+        done.stdout
+    )
     assert "  - because its operand is proven equal over model; needed over data\n" in done.stdout
 
 
@@ -174,6 +234,7 @@ class _Page:
 
     def __init__(self, text):
         from html.parser import HTMLParser
+
         page, self.open, self.tags, self.fetched = self, [], [], []
 
         class Parser(HTMLParser):
@@ -188,6 +249,7 @@ class _Page:
 
             def handle_endtag(self, tag):
                 assert page.open.pop() == tag
+
         Parser().feed(text)
 
 
@@ -201,22 +263,35 @@ def test_report_as_a_page_that_fetches_nothing():
     assert devices == list("01234567")
     assert 'class="redundant" x="' in done.stdout and "program.py:29 (l)" in done.stdout
     assert "8.19 kB</title>" in done.stdout  # over model, all of it redundant
-    assert run("report", "-", "--format=html", stdin="HloModule m\n\nENTRY %e () -> f32[] {\n  "
-               "ROOT %c = f32[] constant(1)\n}\n").stdout.count("No collectives.") == 2
+    assert (
+        run(
+            "report",
+            "-",
+            "--format=html",
+            stdin="HloModule m\n\nENTRY %e () -> f32[] {\n  ROOT %c = f32[] constant(1)\n}\n",
+        ).stdout.count("No collectives.")
+        == 2
+    )
 
 
 def test_a_page_shows_text_as_text():
-    evil = clean_module().replace("channel_id=1", 'channel_id=1').replace(
-        "to_apply=%add", 'to_apply=%add, metadata={op_name="a" source_file="<script>x</script>" '
-        'source_line=3}')
+    evil = (
+        clean_module()
+        .replace("channel_id=1", "channel_id=1")
+        .replace(
+            "to_apply=%add",
+            'to_apply=%add, metadata={op_name="a" source_file="<script>x</script>" source_line=3}',
+        )
+    )
     page = _Page(run("report", "-", "--format=html", stdin=evil).stdout)
     assert page.open == [] and "script" not in page.tags
 
 
 def test_a_page_of_many_devices_shows_the_first():
-    text = T.module("\n".join([
-        T.parameter("{devices=[1024]<=[1024]}"), T.all_reduce("%x", "[64,16]<=[1024]")]),
-        header="num_partitions=1024")
+    text = T.module(
+        "\n".join([T.parameter("{devices=[1024]<=[1024]}"), T.all_reduce("%x", "[64,16]<=[1024]")]),
+        header="num_partitions=1024",
+    )
     done = run("report", "-", "--mesh=a=16,b=4,c=16", "--format=html", stdin=text)
     assert "the first 8 x 32 of 16 x 64</text>" in done.stdout
     assert _Page(done.stdout).open == []

@@ -9,14 +9,19 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def run(name):
-    done = subprocess.run([sys.executable, f"examples/{name}"], capture_output=True, text=True,
-                          cwd=ROOT, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, f"examples/{name}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ,
+    )
     return done.returncode, done.stdout, done.stderr
 
 
 def test_quickstart_prints_what_the_readme_shows():
     code, out, err = run("quickstart.py")
     assert code == 1
-    shown = out + err[err.index("shardrules.errors.CollectiveAssertionError"):]
+    shown = out + err[err.index("shardrules.errors.CollectiveAssertionError") :]
     block = shown.replace(f"{ROOT}/", "").strip()
     assert f"```text\n{block}\n```" in (ROOT / "README.md").read_text()

@@ -4,18 +4,19 @@ import pickle
 
 import jax
 import numpy as np
+import programs
 import pytest
 from jax import export
 from jax.experimental import serialize_executable
 from jax.sharding import PartitionSpec as P
 
-import programs
 from shardrules import errors, testing
 
 
 def program(mesh):
-    f = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"),
-                      out_specs=P())
+    f = jax.shard_map(
+        lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
     return jax.jit(f), programs.structs(mesh, ((8, 128), P("data")))
 
 
@@ -30,17 +31,20 @@ def test_exported_programs_are_compiled_for_their_arguments(cpu_mesh):
     testing.assert_outputs_replicated(exported, *args)
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.judge(exported)
-    assert ("the exported program '<lambda>' holds StableHLO for 8 devices and no HLO; pass its 1 "
-            "arguments too, as arrays or ShapeDtypeStructs with shardings, and it is compiled for "
-            "their devices") in str(caught.value)
+    assert (
+        "the exported program '<lambda>' holds StableHLO for 8 devices and no HLO; pass its 1 "
+        "arguments too, as arrays or ShapeDtypeStructs with shardings, and it is compiled for "
+        "their devices"
+    ) in str(caught.value)
     with pytest.raises(errors.HloSyntaxError, match="is StableHLO or another MLIR module, which"):
         testing.judge(exported.mlir_module())
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.judge(bytearray(exported.mlir_module_serialized))
-    assert ("bytearray is serialized, and no text of HLO; for jax.export.Exported.serialize() pass "
-            "jax.export.deserialize(data) with its arguments, for "
-            "jax.experimental.serialize_executable what deserialize_and_load returns"
-            ) in str(caught.value)
+    assert (
+        "bytearray is serialized, and no text of HLO; for jax.export.Exported.serialize() pass "
+        "jax.export.deserialize(data) with its arguments, for "
+        "jax.experimental.serialize_executable what deserialize_and_load returns"
+    ) in str(caught.value)
 
 
 def test_deserialized_executables_hold_their_hlo(cpu_mesh):
@@ -90,25 +94,34 @@ class Executable:
 def test_executables_without_hlo_say_what_to_pass():
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.judge(Executable(None))
-    assert ("this executable holds no HLO text; pass the jax.stages.Compiled that f.lower(...)."
-            "compile() returned") in str(caught.value)
+    assert (
+        "this executable holds no HLO text; pass the jax.stages.Compiled that f.lower(...)."
+        "compile() returned"
+    ) in str(caught.value)
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.judge(Executable(RuntimeError("UNIMPLEMENTED: no modules\nmore")))
-    assert ("this executable does not give its HLO (UNIMPLEMENTED: no modules); pass the "
-            "jax.stages.Compiled that f.lower(...).compile() returned, or its text"
-            ) in str(caught.value)
+    assert (
+        "this executable does not give its HLO (UNIMPLEMENTED: no modules); pass the "
+        "jax.stages.Compiled that f.lower(...).compile() returned, or its text"
+    ) in str(caught.value)
 
     class Many:
         def hlo_modules(self):
             return [1, 2]
-    with pytest.raises(errors.ShardrulesError, match="this executable holds 2 HLO modules; pass "
-                                                     "the text of one, module.to_string()"):
+
+    with pytest.raises(
+        errors.ShardrulesError,
+        match="this executable holds 2 HLO modules; pass the text of one, module.to_string()",
+    ):
         testing.judge(Many())
 
 
 def test_files_of_bytes(tmp_path):
     path = tmp_path / "exported.bin"
     path.write_bytes(b"\xff\xfe" + np.arange(9).tobytes())
-    with pytest.raises(errors.ShardrulesError, match="is not text .byte 0.: a serialized program "
-                                                     "can't be read from a file; write compiled"):
+    with pytest.raises(
+        errors.ShardrulesError,
+        match="is not text .byte 0.: a serialized program "
+        "can't be read from a file; write compiled",
+    ):
         testing.judge(path)

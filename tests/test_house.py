@@ -35,8 +35,18 @@ ARROWS = {
     "__main__": {"errors", "hlo", "costs", "report", "program"},
     "__init__": {"registry"},
 }
-NO_JAX = {"errors", "registry", "hlo", "hlo.reader", "hlo.known", "hlo.proof", "costs", "report",
-          "__init__", "__main__"}
+NO_JAX = {
+    "errors",
+    "registry",
+    "hlo",
+    "hlo.reader",
+    "hlo.known",
+    "hlo.proof",
+    "costs",
+    "report",
+    "__init__",
+    "__main__",
+}
 # Of checks/, which may use jax and hooks, these do without.
 NO_JAX_FILES = {"budget.py", "expectations.py", "updates.py", "pytest_plugin.py"}
 
@@ -67,7 +77,8 @@ def wrong_arrows(part, source, no_jax=False):
         if pieces[0] != "shardrules" or len(pieces) == 1:
             continue
         if not {pieces[1], ".".join(pieces[1:3])} & allowed and not any(
-                one.startswith(f"{pieces[1]}.") and len(pieces) == 2 for one in allowed):
+            one.startswith(f"{pieces[1]}.") and len(pieces) == 2 for one in allowed
+        ):
             yield f"{part} -> {name}"
 
 
@@ -87,16 +98,28 @@ def file_arrows():
     for path in FILES:
         pieces = path.relative_to(PACKAGE.parent).with_suffix("").parts
         names[".".join(pieces[:-1] if pieces[-1] == "__init__" else pieces)] = path
-    return {name: {one for one in imports(path.read_text()) if one in names and one != name}
-            - {name.rpartition(".")[0]} for name, path in names.items() if name != "shardrules"}
+    return {
+        name: {one for one in imports(path.read_text()) if one in names and one != name}
+        - {name.rpartition(".")[0]}
+        for name, path in names.items()
+        if name != "shardrules"
+    }
 
 
 def private_names(source):
     """The lines that name JAX's internals, read its version, or compare any with a number."""
     lines = source.splitlines()
     for number, line in enumerate(lines, 1):
-        if any(word in line for word in ("jax._src", "jaxlib.", "jax.__version__", "jax.version",
-                                         "__version_info__")):
+        if any(
+            word in line
+            for word in (
+                "jax._src",
+                "jaxlib.",
+                "jax.__version__",
+                "jax.version",
+                "__version_info__",
+            )
+        ):
             yield f"{number}: {line.strip()}"
     for name in imports(source):
         if name.startswith(("jax.version", "jax.__version__", "shardrules.hooks.door.versions")):
@@ -141,20 +164,23 @@ def test_files_and_folders_stay_small():
     assert [str(one) for one in folders if len(list(one.glob("*.py"))) > 13] == []
 
 
-@pytest.mark.parametrize("part, source", [
-    ("hlo", "import jax"),
-    ("hlo", "def f():\n    from jax import numpy"),
-    ("hlo", "from shardrules import hooks"),
-    ("hlo.proof", "from shardrules.hooks.door import compat"),
-    ("hlo.reader", "from shardrules.hlo.proof import loops"),
-    ("hooks.door", "from shardrules.hooks.calls import opaque"),
-    ("registry", "from shardrules.hooks import install"),
-    ("hooks", "from shardrules import pallas"),
-    ("hooks", "import shardrules.testing"),
-    ("pallas", "from shardrules.hooks.calls import opaque"),
-    ("aot", "from shardrules import registry"),
-    ("report", "from shardrules import testing"),
-])
+@pytest.mark.parametrize(
+    "part, source",
+    [
+        ("hlo", "import jax"),
+        ("hlo", "def f():\n    from jax import numpy"),
+        ("hlo", "from shardrules import hooks"),
+        ("hlo.proof", "from shardrules.hooks.door import compat"),
+        ("hlo.reader", "from shardrules.hlo.proof import loops"),
+        ("hooks.door", "from shardrules.hooks.calls import opaque"),
+        ("registry", "from shardrules.hooks import install"),
+        ("hooks", "from shardrules import pallas"),
+        ("hooks", "import shardrules.testing"),
+        ("pallas", "from shardrules.hooks.calls import opaque"),
+        ("aot", "from shardrules import registry"),
+        ("report", "from shardrules import testing"),
+    ],
+)
 def test_the_test_of_arrows_can_fail(part, source):
     assert list(wrong_arrows(part, source))
 
@@ -176,31 +202,41 @@ def test_examples_are_of_every_jax(path):
     assert list(private_names(path.read_text())) == []
 
 
-@pytest.mark.parametrize("source", [
-    "import jax\nif jax.__version__ > limit: pass",
-    "import jax\nif jax.__version_info__ < (0, 5): pass",
-    "from jax import __version__",
-    "from jax.version import __version__ as v",
-    "from jax._src import core",
-    "from shardrules.hooks.door import versions",
-    "from shardrules.hooks.door.versions import order",
-    "import jaxlib.xla_client",
-    "new = version_of_jax() >= '0.6.1'",
-    "new = '0.10' in supported",
-    "if Version(found) < limit: pass",
-    "import importlib.metadata as m\nold = m.version('jax') in OLD",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import jax\nif jax.__version__ > limit: pass",
+        "import jax\nif jax.__version_info__ < (0, 5): pass",
+        "from jax import __version__",
+        "from jax.version import __version__ as v",
+        "from jax._src import core",
+        "from shardrules.hooks.door import versions",
+        "from shardrules.hooks.door.versions import order",
+        "import jaxlib.xla_client",
+        "new = version_of_jax() >= '0.6.1'",
+        "new = '0.10' in supported",
+        "if Version(found) < limit: pass",
+        "import importlib.metadata as m\nold = m.version('jax') in OLD",
+    ],
+)
 def test_the_test_of_internals_can_fail(source):
     assert list(private_names(source))
 
 
 def test_the_test_of_internals_lets_others_pass():
-    assert list(private_names("x = (0, 5)\nif x > (0, 4) and name != '0.5 s': f(f'{jax}==0.5.1')\n"
-                              "import importlib.metadata as m\nprint(m.version('jax'))")) == []
+    assert (
+        list(
+            private_names(
+                "x = (0, 5)\nif x > (0, 4) and name != '0.5 s': f(f'{jax}==0.5.1')\n"
+                "import importlib.metadata as m\nprint(m.version('jax'))"
+            )
+        )
+        == []
+    )
 
 
 def test_importing_needs_no_jax():
-    code = textwrap.dedent('''
+    code = textwrap.dedent("""
         import sys
         sys.modules["jax"] = None  # an import of it raises
         import shardrules
@@ -208,7 +244,7 @@ def test_importing_needs_no_jax():
         shardrules.register("k", shardrules.no_communication)
         assert shardrules.no_communication(print)
         assert not [name for name in sys.modules if name.startswith("jax.")]
-    ''')
+    """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -226,13 +262,15 @@ def test_every_error_is_a_builtin_too():
         assert issubclass(error, errors.ShardrulesError)
         assert name == "ShardrulesError" or any(
             base.__module__ == "builtins" and base is not Exception and issubclass(base, Exception)
-            for base in error.__mro__[1:-2])
+            for base in error.__mro__[1:-2]
+        )
 
 
 def test_normalised_names_are_those_of_jax():
     from jax._src.interpreters import mlir
 
     from shardrules.registry import normalise
+
     for name in ("foo bar/1", "a.b-c", "é ", "x" * 99, "jit(f)/kernel<4>"):
         assert normalise(name) == mlir.sanitize_name(name)
 

@@ -18,8 +18,10 @@ from shardrules.errors import BudgetError
 __all__ = ["Budget", "dump", "load", "of", "root_of"]
 
 VERSION = 1
-_HEAD = ("# What a program's collectives may cost; pytest --update-budgets rewrites it.\n"
-         "# Bytes are of one execution on one device; [[allow]] is written by hand and kept.\n")
+_HEAD = (
+    "# What a program's collectives may cost; pytest --update-budgets rewrites it.\n"
+    "# Bytes are of one execution on one device; [[allow]] is written by hand and kept.\n"
+)
 _ROW = ("what", "element_type", "source", "sites", "count", "bytes", "wire_bytes", "unknown")
 _PAIR = re.compile(r'([a-z_]+)\s*=\s*("(?:[^"\\]|\\.)*"|\d{1,18})\s*(?:#.*)?')
 
@@ -34,8 +36,13 @@ class Budget:
       allow: findings that may stay, with reasons.
     """
 
-    def __init__(self, level: str, mesh: str, rows: dict[tuple[str, str, str], accounts.Totals],
-                 allow: dict[str, str] | None = None):
+    def __init__(
+        self,
+        level: str,
+        mesh: str,
+        rows: dict[tuple[str, str, str], accounts.Totals],
+        allow: dict[str, str] | None = None,
+    ):
         self.level = level
         self.mesh = mesh
         self.rows = rows
@@ -43,9 +50,11 @@ class Budget:
 
     def differences(self, now: Budget) -> list[str]:
         """Say line by line how another budget differs from this one; allowances don't count."""
-        lines = [f"~ {name} is {new or 'not known'}, was {old or 'not known'}"
-                 for name, old, new in (("level", self.level, now.level),
-                                        ("mesh", self.mesh, now.mesh)) if old != new]
+        lines = [
+            f"~ {name} is {new or 'not known'}, was {old or 'not known'}"
+            for name, old, new in (("level", self.level, now.level), ("mesh", self.mesh, now.mesh))
+            if old != new
+        ]
         return lines + [str(c) for c in accounts.compare(self.rows, now.rows)]
 
 
@@ -53,8 +62,9 @@ def root_of(path: pathlib.Path) -> str:
     """Return the folder that a budget's paths are relative to: the project's that holds it."""
     folder = path.resolve().parent
     for parent in (folder, *folder.parents):
-        if any((parent / name).exists() for name in ("pyproject.toml", "setup.cfg", "setup.py",
-                                                     ".git")):
+        if any(
+            (parent / name).exists() for name in ("pyproject.toml", "setup.cfg", "setup.py", ".git")
+        ):
             return str(parent)
     return str(folder)
 
@@ -67,13 +77,17 @@ def of(account: accounts.Account, root: str) -> Budget:
 
 def dump(budget: Budget) -> str:
     """Write a budget, rows in alphabetical order."""
-    parts = [_HEAD, f"version = {VERSION}\nlevel = {_quoted(budget.level)}\n"
-                    f"mesh = {_quoted(budget.mesh)}\n"]
+    parts = [
+        _HEAD,
+        f"version = {VERSION}\nlevel = {_quoted(budget.level)}\nmesh = {_quoted(budget.mesh)}\n",
+    ]
     for (what, element_type, source), totals in sorted(budget.rows.items()):
-        values = {"what": what, "element_type": element_type, "source": source,
-                  **totals._asdict()}
-        lines = [f"{key} = {_quoted(values[key]) if isinstance(values[key], str) else values[key]}"
-                 for key in _ROW if values[key] not in ("", 0) or key in ("count", "bytes")]
+        values = {"what": what, "element_type": element_type, "source": source, **totals._asdict()}
+        lines = [
+            f"{key} = {_quoted(values[key]) if isinstance(values[key], str) else values[key]}"
+            for key in _ROW
+            if values[key] not in ("", 0) or key in ("count", "bytes")
+        ]
         parts.append("[[collective]]\n" + "\n".join(lines) + "\n")
     for what, reason in sorted(budget.allow.items()):
         parts.append(f"[[allow]]\nwhat = {_quoted(what)}\nreason = {_quoted(reason)}\n")
@@ -96,14 +110,19 @@ def load(path: pathlib.Path) -> Budget:
     except OSError as error:
         raise BudgetError(f"can't read the budget {path}: {error.strerror}", path=path) from error
     except UnicodeDecodeError as error:
-        raise BudgetError(f"the budget {path} is not UTF-8 (byte {error.start})",
-                          path=path) from error
+        raise BudgetError(
+            f"the budget {path} is not UTF-8 (byte {error.start})", path=path
+        ) from error
     head: dict[str, Any] = {}
     tables: list[tuple[int, str, dict[str, Any]]] = [(1, "", head)]
 
     def fail(line: int, why: str) -> BudgetError:
-        return BudgetError(f"{path}, line {line}: {why}; repair it, or delete the file and run "
-                           "pytest --update-budgets", path=path, line=line)
+        return BudgetError(
+            f"{path}, line {line}: {why}; repair it, or delete the file and run "
+            "pytest --update-budgets",
+            path=path,
+            line=line,
+        )
 
     for number, line in enumerate(text.splitlines(), 1):
         line = line.strip()
@@ -117,7 +136,7 @@ def load(path: pathlib.Path) -> Budget:
             continue
         pair = _PAIR.fullmatch(line)
         if pair is None:
-            raise fail(number, f"expected key = \"text\" or key = 123, got {line[:60]!r}")
+            raise fail(number, f'expected key = "text" or key = 123, got {line[:60]!r}')
         if pair[1] in tables[-1][2]:
             raise fail(number, f"{pair[1]!r} is given twice")
         try:
@@ -139,8 +158,9 @@ def load(path: pathlib.Path) -> Budget:
         key = (row["what"], row["element_type"], row["source"])
         if key in budget.rows:
             raise fail(number, f"{row['what']!r} at {row['source']!r} is given twice")
-        budget.rows[key] = accounts.Totals(row["sites"], row["count"], row["bytes"],
-                                           row["wire_bytes"], row["unknown"])
+        budget.rows[key] = accounts.Totals(
+            row["sites"], row["count"], row["bytes"], row["wire_bytes"], row["unknown"]
+        )
     return budget
 
 

@@ -35,8 +35,10 @@ class Expected:
         rest = []
         for entry in account:
             # The most particular name gets the collective: a phase, a file, a verdict count more.
-            names = sorted((t for t, s in selectors.items() if s.matches(entry)),
-                           key=lambda t: -sum(map(bool, selectors[t])))
+            names = sorted(
+                (t for t, s in selectors.items() if s.matches(entry)),
+                key=lambda t: -sum(map(bool, selectors[t])),
+            )
             if names:
                 taken[names[0]].append(entry)
             else:
@@ -46,15 +48,26 @@ class Expected:
             totals = accounts.Totals()
             for entry in taken[text]:
                 totals = totals.plus(entry)
-            bad = [n for n, value in wanted.items()
-                   if (getattr(totals, n) != value if self.exact else getattr(totals, n) > value)]
+            bad = [
+                n
+                for n, value in wanted.items()
+                if (getattr(totals, n) != value if self.exact else getattr(totals, n) > value)
+            ]
             unsure = totals.unknown and set(wanted) != {"sites"}
             if bad or unsure:
                 word = "expected" if self.exact else "expected at most"
-                note = (f" ({totals.unknown} in loops whose trip count isn't known: give 'sites' "
-                        "for these)" if unsure else "")
-                found.append((f"{text}: {word} {_numbers(wanted)}, found "
-                              f"{_found(totals, wanted)}{note}", taken[text]))
+                note = (
+                    f" ({totals.unknown} in loops whose trip count isn't known: give 'sites' "
+                    "for these)"
+                    if unsure
+                    else ""
+                )
+                found.append(
+                    (
+                        f"{text}: {word} {_numbers(wanted)}, found {_found(totals, wanted)}{note}",
+                        taken[text],
+                    )
+                )
         if rest:
             found.append(("not expected:", rest))
         return found
@@ -94,12 +107,17 @@ def _read(numbers: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     for key, value in numbers.items():
         accounts.Selector.read(key)
         wanted = dict(value) if isinstance(value, Mapping) else {"count": value}
-        if not wanted or not set(wanted) <= set(_NUMBERS) or any(
-                not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in wanted.values()):
+        if (
+            not wanted
+            or not set(wanted) <= set(_NUMBERS)
+            or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in wanted.values())
+        ):
             raise ShardrulesError(
                 f"{value!r} for {key!r} is no expectation; give a count, or "
                 "{'count': 1, 'bytes': 512}, of count, bytes, wire_bytes and sites",
-                key=key, value=value)
+                key=key,
+                value=value,
+            )
         found[key] = wanted
     return found
 
@@ -117,14 +135,19 @@ def pick(expect: Any, platform: str | None) -> Expected:
     if isinstance(expect, Expected):
         return expect
     if not isinstance(expect, Mapping):
-        raise ShardrulesError(f"{type(expect).__name__} is no expectation; give a mapping such as "
-                              "{'all-reduce(data)': 1}, exactly({...}) or at_most({...})")
+        raise ShardrulesError(
+            f"{type(expect).__name__} is no expectation; give a mapping such as "
+            "{'all-reduce(data)': 1}, exactly({...}) or at_most({...})"
+        )
     if not expect or not set(expect) <= {*PLATFORMS}:
         return exactly(expect)
     if platform not in expect:
         shown = ", ".join(expect)
         raise ShardrulesError(
-            f"expectations are given for {shown}, and the program is for {platform}" if platform
+            f"expectations are given for {shown}, and the program is for {platform}"
+            if platform
             else f"expectations are given for {shown}, and the text does not say which of these "
-                 "it is for; pass platform=", platform=platform)
+            "it is for; pass platform=",
+            platform=platform,
+        )
     return pick(expect[platform], platform)

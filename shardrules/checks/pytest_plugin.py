@@ -10,8 +10,10 @@ __all__: list[str] = []
 def pytest_addoption(parser):
     """Add the option."""
     parser.getgroup("shardrules").addoption(
-        "--update-budgets", action="store_true",
-        help="rewrite the files that shardrules.testing.assert_budget compares with")
+        "--update-budgets",
+        action="store_true",
+        help="rewrite the files that shardrules.testing.assert_budget compares with",
+    )
 
 
 def pytest_configure(config):

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from shardrules import hlo, program as programs
+from shardrules import hlo
+from shardrules import program as programs
 from shardrules.costs import findings
 from shardrules.errors import ReplicationAssertionError, ShardrulesError
 from shardrules.hlo.reader import devices as hd
@@ -20,10 +21,15 @@ __all__ = ["assert_outputs_replicated", "check_replicated_inputs"]
 _SHOWN = 8  # device groups that a message lists
 
 
-def assert_outputs_replicated(program: Any, *args, registry: Registry | None = None,
-                              mesh: Mapping[str, int] | None = None,
-                              output_shardings: Sequence[str] | None = None,
-                              strict: bool = False, **kwargs) -> hlo.Judgement:
+def assert_outputs_replicated(
+    program: Any,
+    *args,
+    registry: Registry | None = None,
+    mesh: Mapping[str, int] | None = None,
+    output_shardings: Sequence[str] | None = None,
+    strict: bool = False,
+    **kwargs,
+) -> hlo.Judgement:
     """Assert that each output is proven equal on the devices on which its sharding says so.
 
     A missing psum, or out_specs that leave out an axis over which the result varies, passes
@@ -54,16 +60,21 @@ def assert_outputs_replicated(program: Any, *args, registry: Registry | None = N
         count = len(output_shardings)
     elif found.compiled is not None:
         from shardrules.hooks.door import compiled as known
+
         promised = known.output_shardings(found.compiled, [str(o.shape) for o in outputs])
         count = len(outputs)
     if promised is None:
         raise ShardrulesError(
             f"{found.name} does not say how its outputs are sharded; pass the jax.stages.Compiled "
             "(or the function with its arguments), or output_shardings=['{replicated}', ...]",
-            program=program)
+            program=program,
+        )
     if count != len(outputs):
-        raise ShardrulesError(f"output_shardings has {count} entries, but the program returns "
-                              f"{len(outputs)} arrays; give one for each", count=count)
+        raise ShardrulesError(
+            f"output_shardings has {count} entries, but the program returns "
+            f"{len(outputs)} arrays; give one for each",
+            count=count,
+        )
     wrong = []
     for output, promise in zip(outputs, promised):
         if promise is not None:
@@ -72,7 +83,9 @@ def assert_outputs_replicated(program: Any, *args, registry: Registry | None = N
         raise ReplicationAssertionError(
             f"{len(wrong)} of {len(outputs)} outputs are not proven equal where their shardings "
             "call them replicated (which is not to say that they are proven different):\n"
-            + "\n".join(wrong), judgement=judgement)
+            + "\n".join(wrong),
+            judgement=judgement,
+        )
     return judgement
 
 
@@ -80,15 +93,17 @@ def _place(path: tuple[int, ...]) -> str:
     return "".join(f"[{index}]" for index in path)
 
 
-def _broken(judgement: hlo.Judgement, output: hlo.Output, path: str, text: str,
-            strict: bool) -> list[str]:
+def _broken(
+    judgement: hlo.Judgement, output: hlo.Output, path: str, text: str, strict: bool
+) -> list[str]:
     """Say what is not proven of one output, if anything."""
     name = f"output {path}" if path else "the output"
     try:
         tiles = shardings.read_sharding(text, judgement.partitions).tiles
     except hd.NotationError as error:
-        raise ShardrulesError(f"{name} has a sharding that can't be read: {error}",
-                              sharding=text) from None
+        raise ShardrulesError(
+            f"{name} has a sharding that can't be read: {error}", sharding=text
+        ) from None
     if tiles is None:
         return []  # it promises nothing
     members: dict[int, list[int]] = collections.defaultdict(list)
@@ -99,30 +114,49 @@ def _broken(judgement: hlo.Judgement, output: hlo.Output, path: str, text: str,
         return []
     if output.equal_in(groups):
         weak = [s.what for s in findings.unaudited(output.supports)] if strict else []
-        return [f"  {name}, {output.shape}: proven equal, but the proof rests on what is only "
+        return (
+            [
+                f"  {name}, {output.shape}: proven equal, but the proof rests on what is only "
                 f"declared of {', '.join(weak)}\n    to do: let the audit prove it, or leave out "
-                "strict=True"] if weak else []
+                "strict=True"
+            ]
+            if weak
+            else []
+        )
     axes = None
     if judgement.mesh:
-        spread = np.array([tiles[d % judgement.partitions] for d in range(
-            judgement.partitions * judgement.replicas)]).reshape(list(judgement.mesh.values()))
-        called = {axis for i, axis in enumerate(judgement.mesh)
-                  if (spread == spread.take([0], axis=i)).all()}
+        spread = np.array(
+            [
+                tiles[d % judgement.partitions]
+                for d in range(judgement.partitions * judgement.replicas)
+            ]
+        ).reshape(list(judgement.mesh.values()))
+        called = {
+            axis
+            for i, axis in enumerate(judgement.mesh)
+            if (spread == spread.take([0], axis=i)).all()
+        }
         axes = [a for a in judgement.mesh if a in called and a in (output.varying or ())]
     if axes:
         over = ", ".join(axes)
         first = f"  {name}, {output.shape}: called replicated over {{{over}}}, not proven equal"
-        advice = (f"jax.lax.psum (or pmean) it over {', '.join(map(repr, axes))} before it is "
-                  "returned, or name the axes in its out_specs")
+        advice = (
+            f"jax.lax.psum (or pmean) it over {', '.join(map(repr, axes))} before it is "
+            "returned, or name the axes in its out_specs"
+        )
     else:
         shown = " ".join("{" + ",".join(map(str, g)) + "}" for g in groups[:_SHOWN])
         first = f"  {name}, {output.shape}: called equal on devices {shown}, not proven equal"
         advice = "reduce it before it is returned, or give it the out_specs that it has"
     if output.blockers:
         names = [b.kernel for b in output.blockers if b.kernel]
-        advice = (f"shardrules.register({names[0]!r}, shardrules.no_communication), if that holds"
-                  if names else "give the call a rule" if any(b.target for b in output.blockers)
-                  else "pass the jax.stages.Compiled, or give its arguments shardings")
+        advice = (
+            f"shardrules.register({names[0]!r}, shardrules.no_communication), if that holds"
+            if names
+            else "give the call a rule"
+            if any(b.target for b in output.blockers)
+            else "pass the jax.stages.Compiled, or give its arguments shardings"
+        )
     return [f"{first}\n    because {output.reason}\n    to do: {advice}"]
 
 
@@ -144,6 +178,7 @@ def check_replicated_inputs(*args, **kwargs) -> None:
       ReplicationAssertionError: naming each leaf that differs, over which axes, on which devices.
     """
     import jax
+
     leaves, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
     wrong = []
     for path, leaf in leaves:
@@ -154,13 +189,16 @@ def check_replicated_inputs(*args, **kwargs) -> None:
         # The first entry says whether it is of args or of kwargs, the second which one.
         rest = jax.tree_util.keystr(path[2:])
         first = path[1]
-        name = (f"argument {first.idx}" if hasattr(first, "idx") else
-                f"argument {first.key!r}") + rest
+        name = (
+            f"argument {first.idx}" if hasattr(first, "idx") else f"argument {first.key!r}"
+        ) + rest
         wrong += _differing(name, leaf)
     if wrong:
         raise ReplicationAssertionError(
             "arrays differ between devices on which their shardings call them the same:\n"
-            + "\n".join(wrong), leaves=tuple(wrong))
+            + "\n".join(wrong),
+            leaves=tuple(wrong),
+        )
 
 
 def _differing(name: str, array: Any) -> list[str]:
@@ -176,17 +214,25 @@ def _differing(name: str, array: Any) -> list[str]:
     lines = []
     axes = _axes(array.sharding, bad)
     over = f" over {{{', '.join(axes)}}}" if axes else ""
-    lines.append(f"  {name}, {array.dtype}{list(array.shape)}: called replicated{over}, "
-                 f"sharding {array.sharding}")
+    lines.append(
+        f"  {name}, {array.dtype}{list(array.shape)}: called replicated{over}, "
+        f"sharding {array.sharding}"
+    )
     index, found = next(iter(bad.items()))
     one, other = list(found.values())[:2]
     a, b = (np.frombuffer(np.asarray(s[0].data).tobytes(), np.uint8) for s in (one, other))
     width = max(1, a.size // max(1, one[0].data.size))
     count = int((a.reshape(-1, width) != b.reshape(-1, width)).any(axis=1).sum())
-    classes = [", ".join(str(s.device.id) for s in shards[:_SHOWN])
-               + (", ..." if len(shards) > _SHOWN else "") for shards in found.values()]
-    lines.append("    the data of devices " + " | ".join(f"{{{c}}}" for c in classes[:_SHOWN])
-                 + f" differ; {count} of {one[0].data.size} elements between the first two")
+    classes = [
+        ", ".join(str(s.device.id) for s in shards[:_SHOWN])
+        + (", ..." if len(shards) > _SHOWN else "")
+        for shards in found.values()
+    ]
+    lines.append(
+        "    the data of devices "
+        + " | ".join(f"{{{c}}}" for c in classes[:_SHOWN])
+        + f" differ; {count} of {one[0].data.size} elements between the first two"
+    )
     return ["\n".join(lines)]
 
 
@@ -202,7 +248,7 @@ def _axes(sharding: Any, bad: Mapping[Any, Mapping[bytes, list[Any]]]) -> list[s
         label = {place[s.device]: n for n, shards in enumerate(classes.values()) for s in shards}
         for at, value in label.items():
             for axis, name in enumerate(mesh.axis_names):
-                other = at[:axis] + (0,) + at[axis + 1:]
+                other = at[:axis] + (0,) + at[axis + 1 :]
                 if label.get(other, value) != value:
                     found.add(name)
     return [name for name in mesh.axis_names if name in found]

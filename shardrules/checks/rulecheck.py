@@ -18,9 +18,17 @@ from shardrules.errors import RuleCheckError, ShardrulesError
 __all__ = ["check_rule"]
 
 
-def check_rule(op: Callable, mesh: Any, *args, in_specs: Any = None, out_specs: Any = None,
-               reference: Callable | None = None, gradients: bool = True, seed: int = 0,
-               rtol: float = 1e-4) -> None:
+def check_rule(
+    op: Callable,
+    mesh: Any,
+    *args,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    reference: Callable | None = None,
+    gradients: bool = True,
+    seed: int = 0,
+    rtol: float = 1e-4,
+) -> None:
     """Run an op under its rule, and compare what the rule says with what happens.
 
     Outputs that the rule calls invariant over an axis must be bitwise equal along it. The outputs
@@ -49,6 +57,7 @@ def check_rule(op: Callable, mesh: Any, *args, in_specs: Any = None, out_specs: 
       ShardrulesError: if the arguments don't fit.
     """
     import jax
+
     _check_mesh(jax, mesh)
     if in_specs is None:
         in_specs = tuple(_spec_of(i, leaf) for i, leaf in enumerate(args))
@@ -63,23 +72,30 @@ def check_rule(op: Callable, mesh: Any, *args, in_specs: Any = None, out_specs: 
 def _check(jax, op, mesh, values, in_specs, out_specs, reference, gradients, seed, rtol) -> None:
     types, out_specs = _types(jax, op, mesh, values, in_specs, out_specs)
     _check_equal(jax, op, mesh, values, in_specs, types)
-    ways = {f"check {word}": hooks.shard_map(op, mesh, in_specs, out_specs, check=on)
-            for word, on in (("on", True), ("off", False))}
+    ways = {
+        f"check {word}": hooks.shard_map(op, mesh, in_specs, out_specs, check=on)
+        for word, on in (("on", True), ("off", False))
+    }
     shapes = jax.eval_shape(ways["check on"], *values)
     ways["single device"] = reference or _block_by_block(
-        jax, op, mesh, values, in_specs, out_specs, shapes)
+        jax, op, mesh, values, in_specs, out_specs, shapes
+    )
     weights = _draw(jax, jax.tree_util.tree_leaves(shapes), seed + 1)
-    floats = tuple(i for i, leaf in enumerate(values)
-                   if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating))
+    floats = tuple(
+        i for i, leaf in enumerate(values) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+    )
     entering = frozenset().union(*map(_axes_of, in_specs))
     drops = any(entering - varying for varying in types)
     results = {}
     for name, f in ways.items():
+
         def loss(*arguments, f=f):
             leaves = jax.tree_util.tree_leaves(f(*arguments))
-            total = sum(((leaf * w).sum() + (leaf ** 2).sum() / 2).astype("float32")
-                        for leaf, w in zip(leaves, weights)
-                        if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating))
+            total = sum(
+                ((leaf * w).sum() + (leaf**2).sum() / 2).astype("float32")
+                for leaf, w in zip(leaves, weights)
+                if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+            )
             return total, leaves
 
         if gradients and floats:
@@ -87,11 +103,16 @@ def _check(jax, op, mesh, values, in_specs, out_specs, reference, gradients, see
         else:
             grads, leaves = (), jax.jit(loss)(*values)[1]
         results[name] = jax.device_get((leaves, grads))
-    for what, part, numbers in (("output", 0, range(len(weights))),
-                                ("gradient of argument", 1, floats)):
+    for what, part, numbers in (
+        ("output", 0, range(len(weights))),
+        ("gradient of argument", 1, floats),
+    ):
         for position, number in enumerate(numbers):
-            leaves = {name: result[part][position] for name, result in results.items()
-                      if part == 0 or gradients}
+            leaves = {
+                name: result[part][position]
+                for name, result in results.items()
+                if part == 0 or gradients
+            }
             if leaves:
                 off = leaves.pop("check off")
                 _compare(f"{what} {number}", leaves, rtol)
@@ -105,8 +126,12 @@ def _check(jax, op, mesh, values, in_specs, out_specs, reference, gradients, see
 
 
 def _axes_of(spec: Any) -> frozenset[str]:
-    return frozenset(axis for part in spec if part is not None
-                     for axis in (part if isinstance(part, tuple) else (part,)))
+    return frozenset(
+        axis
+        for part in spec
+        if part is not None
+        for axis in (part if isinstance(part, tuple) else (part,))
+    )
 
 
 def _check_mesh(jax, mesh: Any) -> None:
@@ -117,7 +142,9 @@ def _check_mesh(jax, mesh: Any) -> None:
         raise ShardrulesError(
             f"check_rule runs on CPU devices, and this mesh has {', '.join(sorted(others))}; set "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8 before jax starts, and build the "
-            "mesh from jax.devices('cpu')", mesh=mesh)
+            "mesh from jax.devices('cpu')",
+            mesh=mesh,
+        )
 
 
 def _draw(jax, args: Sequence[Any], seed: int) -> list[Any]:
@@ -126,8 +153,9 @@ def _draw(jax, args: Sequence[Any], seed: int) -> list[Any]:
     drawn = []
     for i, (key, leaf) in enumerate(zip(keys, args)):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ShardrulesError(f"argument {i} is {leaf!r}; give arrays or "
-                                  "jax.ShapeDtypeStructs", argument=i)
+            raise ShardrulesError(
+                f"argument {i} is {leaf!r}; give arrays or jax.ShapeDtypeStructs", argument=i
+            )
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             drawn.append(jax.numpy.asarray(leaf))
         elif jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
@@ -137,16 +165,19 @@ def _draw(jax, args: Sequence[Any], seed: int) -> list[Any]:
         elif jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer):
             drawn.append(jax.random.randint(key, leaf.shape, 0, 8, leaf.dtype))
         else:
-            raise ShardrulesError(f"no random data for argument {i} of type {leaf.dtype}; give "
-                                  "the array", argument=i)
+            raise ShardrulesError(
+                f"no random data for argument {i} of type {leaf.dtype}; give the array", argument=i
+            )
     return drawn
 
 
 def _spec_of(number: int, leaf: Any) -> Any:
     spec = getattr(getattr(leaf, "sharding", None), "spec", None)
     if spec is None:
-        raise ShardrulesError(f"argument {number} has no NamedSharding that tells how it is "
-                              "split; pass in_specs", argument=number)
+        raise ShardrulesError(
+            f"argument {number} has no NamedSharding that tells how it is split; pass in_specs",
+            argument=number,
+        )
     return spec
 
 
@@ -165,9 +196,12 @@ def _types(jax, op, mesh, values, in_specs, out_specs):
             if out_specs is None and axes and not leaf.ndim:
                 raise ShardrulesError(
                     f"output {number} is a scalar that varies over {{{', '.join(axes)}}}; pass an "
-                    "op whose outputs can be split, and its out_specs", output=number)
-        specs[:] = [jax.tree_util.tree_unflatten(tree, [P(axes) if axes else P()
-                                                        for axes in order])]
+                    "op whose outputs can be split, and its out_specs",
+                    output=number,
+                )
+        specs[:] = [
+            jax.tree_util.tree_unflatten(tree, [P(axes) if axes else P() for axes in order])
+        ]
         return ()
 
     jax.eval_shape(hooks.shard_map(spy, mesh, in_specs, (), check=True), *values)
@@ -177,13 +211,15 @@ def _types(jax, op, mesh, values, in_specs, out_specs):
 def _check_equal(jax, op, mesh, values, in_specs, types) -> None:
     """Compare, bit by bit, the blocks that the rule says are the same."""
     import numpy as np
+
     axes = tuple(mesh.axis_names)
 
     def stacked(*blocks):
         return [leaf[None] for leaf in jax.tree_util.tree_leaves(op(*blocks))]
 
-    out = jax.jit(hooks.shard_map(stacked, mesh, in_specs, jax.sharding.PartitionSpec(axes),
-                                  check=False))(*values)
+    out = jax.jit(
+        hooks.shard_map(stacked, mesh, in_specs, jax.sharding.PartitionSpec(axes), check=False)
+    )(*values)
     for number, (leaf, varying) in enumerate(zip(out, types)):
         blocks = np.ascontiguousarray(np.asarray(leaf))
         data = blocks.reshape(*mesh.devices.shape, -1).view(np.uint8)
@@ -197,13 +233,16 @@ def _check_equal(jax, op, mesh, values, in_specs, types) -> None:
                     f"{same.size} devices hold other bits than the first along that axis; "
                     f"the rule says that it varies over {{{', '.join(sorted(varying))}}} only. "
                     f"Declare what the op does, such as shardrules.per_device({axis!r}).",
-                    output=number, axis=axis)
+                    output=number,
+                    axis=axis,
+                )
 
 
 def _block_by_block(jax, op, mesh, values, in_specs, out_specs, shapes):
     """Return op as a function of the global arrays, run for one device after the other."""
     specs, tree = jax.tree_util.tree_flatten(
-        out_specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
+        out_specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
+    )
     leaves, out_tree = jax.tree_util.tree_flatten(shapes)
     specs = specs * len(leaves) if len(specs) == 1 else specs
 
@@ -218,13 +257,15 @@ def _block_by_block(jax, op, mesh, values, in_specs, out_specs, shapes):
         done: list[set] = [set() for _ in leaves]
         for device in mesh.devices.flat:
             try:
-                blocks = jax.tree_util.tree_leaves(op(*[
-                    a[places[device]] for a, places in zip(arguments, inputs)]))
+                blocks = jax.tree_util.tree_leaves(
+                    op(*[a[places[device]] for a, places in zip(arguments, inputs)])
+                )
             except NameError as error:
                 raise ShardrulesError(
                     f"the op names mesh axes ({error}), so it can't run on one device; pass "
                     "check_rule(..., reference=f), f being the same function of the global arrays",
-                    op=op) from error
+                    op=op,
+                ) from error
             for i, block in enumerate(blocks):
                 place = outputs[i][device]
                 key = str(place)
@@ -238,17 +279,22 @@ def _block_by_block(jax, op, mesh, values, in_specs, out_specs, shapes):
 
 def _compare(what: str, leaves: dict[str, Any], rtol: float) -> None:
     import numpy as np
+
     names = list(leaves)
     arrays = {name: np.asarray(leaf).astype(np.float64) for name, leaf in leaves.items()}
     scale = max(float(np.max(np.abs(a), initial=0.0)) for a in arrays.values())
     for i, a in enumerate(names):
-        for b in names[i + 1:]:
+        for b in names[i + 1 :]:
             apart = float(np.max(np.abs(arrays[a] - arrays[b]), initial=0.0))
             if not apart <= rtol * scale:
-                sizes = ", ".join(f"{name}: |.| = {np.linalg.norm(arrays[name]):.6g}"
-                                  for name in names)
+                sizes = ", ".join(
+                    f"{name}: |.| = {np.linalg.norm(arrays[name]):.6g}" for name in names
+                )
                 raise RuleCheckError(
                     f"{what} differs between {a!r} and {b!r} by {apart:.6g} (allowed: "
                     f"{rtol * scale:.6g})\n  {sizes}\nA rule that drops an axis changes what a "
                     "custom_vjp's bwd receives: the cotangent is summed over that axis already, "
-                    "and bwd must pass it on or slice it.", what=what, apart=apart)
+                    "and bwd must pass it on or slice it.",
+                    what=what,
+                    apart=apart,
+                )

@@ -23,13 +23,25 @@ from typing import Any, NamedTuple
 from shardrules import hlo
 from shardrules.errors import ShardrulesError
 
-__all__ = ["Account", "Change", "CONVENTION", "Entry", "PHASES", "Selector", "Totals", "compare",
-           "of", "wire_bytes"]
+__all__ = [
+    "Account",
+    "Change",
+    "CONVENTION",
+    "Entry",
+    "PHASES",
+    "Selector",
+    "Totals",
+    "compare",
+    "of",
+    "wire_bytes",
+]
 
 PHASES = ("forward", "backward", "recompute", "mixed", "unknown")
-CONVENTION = ("bytes are a device's operands; wire bytes are what a device sends by ring "
-              "algorithms: all-reduce 2(n-1)/n, reduce-scatter and all-to-all (n-1)/n, "
-              "all-gather n-1, permute and broadcast 1 times the operand")
+CONVENTION = (
+    "bytes are a device's operands; wire bytes are what a device sends by ring "
+    "algorithms: all-reduce 2(n-1)/n, reduce-scatter and all-to-all (n-1)/n, "
+    "all-gather n-1, permute and broadcast 1 times the operand"
+)
 
 
 def wire_bytes(kind: str, operand_bytes: int, group_size: int, moves: bool = True) -> int:
@@ -111,9 +123,13 @@ class Totals(NamedTuple):
         """Add an entry."""
         if entry.runs is None:
             return self._replace(sites=self.sites + 1, unknown=self.unknown + 1)
-        return Totals(self.sites + 1, self.count + entry.runs,
-                      self.bytes + entry.runs * entry.bytes,
-                      self.wire_bytes + entry.runs * entry.wire_bytes, self.unknown)
+        return Totals(
+            self.sites + 1,
+            self.count + entry.runs,
+            self.bytes + entry.runs * entry.bytes,
+            self.wire_bytes + entry.runs * entry.wire_bytes,
+            self.unknown,
+        )
 
     def __str__(self) -> str:
         text = f"{self.count}, {self.bytes} B"
@@ -153,8 +169,10 @@ class Account:
         return self.by().get((), Totals())
 
     def __str__(self) -> str:
-        return "\n".join(f"{what}: {totals}" for (what,), totals in self.by("what").items()
-                         ) or "no collectives"
+        return (
+            "\n".join(f"{what}: {totals}" for (what,), totals in self.by("what").items())
+            or "no collectives"
+        )
 
 
 def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
@@ -175,21 +193,34 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
         moves = collective.pairs is None or any(s != t for s, t in collective.pairs)
         frame = collective.source or hlo.Frame("", 0)
         compiled = level == "compiled"
-        entries.append(Entry(
-            collective.kind, collective.axes, over, collective.phase, collective.element_type,
-            verdict.bytes,
-            wire_bytes(collective.kind, verdict.bytes, collective.group_size, moves),
-            collective.trip_count, collective.loop_depth, frame.file, frame.line, frame.function,
-            verdict.verdict if compiled else "", verdict.reason if compiled else ""))
-    return Account(level, tuple(entries), judgement.mesh,
-                   judgement.partitions * judgement.replicas)
+        entries.append(
+            Entry(
+                collective.kind,
+                collective.axes,
+                over,
+                collective.phase,
+                collective.element_type,
+                verdict.bytes,
+                wire_bytes(collective.kind, verdict.bytes, collective.group_size, moves),
+                collective.trip_count,
+                collective.loop_depth,
+                frame.file,
+                frame.line,
+                frame.function,
+                verdict.verdict if compiled else "",
+                verdict.reason if compiled else "",
+            )
+        )
+    return Account(level, tuple(entries), judgement.mesh, judgement.partitions * judgement.replicas)
 
 
 # -- what names collectives -----------------------------------------------------------------------
 
 
-_SELECTOR = re.compile(r"(?:(redundant|overwide|unproven|needed) )?(?:(\w+) )?([a-z-]+)\(([^()]*)\)"
-                       r"(?: at (\S+?)(?::(\d+))?)?")
+_SELECTOR = re.compile(
+    r"(?:(redundant|overwide|unproven|needed) )?(?:(\w+) )?([a-z-]+)\(([^()]*)\)"
+    r"(?: at (\S+?)(?::(\d+))?)?"
+)
 
 
 class Selector(NamedTuple):
@@ -221,18 +252,29 @@ class Selector(NamedTuple):
             raise ShardrulesError(
                 f"{text!r} names no collectives; write the kind and its mesh axes, such as "
                 f"'all-reduce(data)' or 'backward all-gather(data, model)'; phases are "
-                f"{', '.join(PHASES)}", key=text)
+                f"{', '.join(PHASES)}",
+                key=text,
+            )
         axes = frozenset(a.strip() for a in found[4].split(",") if a.strip())
-        return cls(found[1] or "", found[2] or "", found[3],
-                   None if axes == {"?"} else axes, found[5] or "", int(found[6] or 0))
+        return cls(
+            found[1] or "",
+            found[2] or "",
+            found[3],
+            None if axes == {"?"} else axes,
+            found[5] or "",
+            int(found[6] or 0),
+        )
 
     def matches(self, entry: Entry) -> bool:
         """Tell whether an entry is meant."""
-        return (self.verdict in ("", entry.verdict) and self.phase in ("", entry.phase)
-                and self.kind == entry.kind
-                and self.axes == (None if entry.axes is None else frozenset(entry.axes))
-                and (not self.file or ("/" + entry.file).endswith("/" + self.file))
-                and self.line in (0, entry.line))
+        return (
+            self.verdict in ("", entry.verdict)
+            and self.phase in ("", entry.phase)
+            and self.kind == entry.kind
+            and self.axes == (None if entry.axes is None else frozenset(entry.axes))
+            and (not self.file or ("/" + entry.file).endswith("/" + self.file))
+            and self.line in (0, entry.line)
+        )
 
 
 # -- two accounts ---------------------------------------------------------------------------------
@@ -260,8 +302,10 @@ class Change:
         if self.status == "went":
             return f"- {self.what}: {self.before}"
         if self.status == "moved":
-            return (f"~ {self.what}: {self.before} at {self.before.sites} sites before, "
-                    f"{self.after} at {self.after.sites} sites now")
+            return (
+                f"~ {self.what}: {self.before} at {self.before.sites} sites before, "
+                f"{self.after} at {self.after.sites} sites now"
+            )
         return f"~ {self.what}: {self.status} from {self.before} to {self.after}"
 
 
@@ -278,7 +322,7 @@ def relative_file(file: str, root: str) -> str:
         if marker in path:
             return path.rpartition(marker)[2]
     if path.startswith(base):
-        return path[len(base):]
+        return path[len(base) :]
     return path.rpartition("/")[2]
 
 
@@ -294,8 +338,9 @@ def grouped(entries: Iterable[Entry], root: str = ".") -> dict[tuple[str, str, s
     return found
 
 
-def compare(before: dict[tuple[str, str, str], Totals],
-            after: dict[tuple[str, str, str], Totals]) -> list[Change]:
+def compare(
+    before: dict[tuple[str, str, str], Totals], after: dict[tuple[str, str, str], Totals]
+) -> list[Change]:
     """List the differences between two results of ``grouped``, the costliest first."""
     changes = []
     for key in dict.fromkeys([*before, *after]):

@@ -13,8 +13,10 @@ from shardrules.hlo.proof import loops
 
 __all__ = ["Allowances", "Finding", "Hint", "advice", "find", "hints"]
 
-_PASS_ON = frozenset("bitcast reshape transpose copy convert get-tuple-element all-reduce-done "
-                     "copy-start copy-done".split())
+_PASS_ON = frozenset(
+    "bitcast reshape transpose copy convert get-tuple-element all-reduce-done "
+    "copy-start copy-done".split()
+)
 # Of these a sum of results is the result of the sum.
 _LINEAR = frozenset("bitcast reshape copy get-tuple-element all-reduce-done".split())
 # Functions of their operands alone: of operands that stay the same they stay the same.
@@ -23,7 +25,8 @@ _PURE = _PASS_ON | frozenset(
     "negate maximum minimum select compare and or not exponential tanh rsqrt dot fusion tuple "
     "partition-id replica-id all-gather all-gather-start all-gather-done all-reduce "
     "all-reduce-start reduce-scatter collective-permute collective-permute-start "
-    "collective-permute-done all-to-all".split())
+    "collective-permute-done all-to-all".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,31 +72,45 @@ def advice(verdict: hlo.Verdict) -> str:
     """Say the one change that removes a finding, or that would let it be judged."""
     collective = verdict.collective
     if verdict.divergent:
-        return ("make the predicate equal within each group (jax.lax.psum or pmax it over the "
-                "axes), or move the collective out of the branch or loop")
+        return (
+            "make the predicate equal within each group (jax.lax.psum or pmax it over the "
+            "axes), or move the collective out of the branch or loop"
+        )
     if verdict.verdict in ("redundant", "overwide") and collective.phase == "forward":
         if verdict.verdict == "redundant":
-            return ("drop it: each device can compute the result from its own operand (a sum of "
-                    f"{collective.group_size} equal ones is {collective.group_size} times one)")
+            return (
+                "drop it: each device can compute the result from its own operand (a sum of "
+                f"{collective.group_size} equal ones is {collective.group_size} times one)"
+            )
         if verdict.needed_axes:
-            return (f"run it over {', '.join(verdict.needed_axes)} only, and if the sum over equal "
-                    "values is meant, multiply by their number")
+            return (
+                f"run it over {', '.join(verdict.needed_axes)} only, and if the sum over equal "
+                "values is meant, multiply by their number"
+            )
     if verdict.verdict in ("redundant", "overwide"):
-        return ("trace it under jax.shard_map(check_vma=True), with shardrules.install() and a "
-                "rule for each kernel: the backward pass then reduces over just the axes that "
-                "it needs")
+        return (
+            "trace it under jax.shard_map(check_vma=True), with shardrules.install() and a "
+            "rule for each kernel: the backward pass then reduces over just the axes that "
+            "it needs"
+        )
     if verdict.verdict == "unproven":
         names = [b.kernel for b in verdict.blockers if b.kernel]
         if names:
-            return ("if the kernel reads no other device and no device id, declare that: "
-                    "@shardrules.no_communication above its def, or "
-                    f"shardrules.register({names[0]!r}, shardrules.no_communication)")
+            return (
+                "if the kernel reads no other device and no device id, declare that: "
+                "@shardrules.no_communication above its def, or "
+                f"shardrules.register({names[0]!r}, shardrules.no_communication)"
+            )
         if any(b.target for b in verdict.blockers):
-            return ("trace the program after shardrules.install(), with a rule for the kernel: "
-                    "its custom call then says in the compiled text what it does")
+            return (
+                "trace the program after shardrules.install(), with a rule for the kernel: "
+                "its custom call then says in the compiled text what it does"
+            )
         if any("no sharding" in b.what for b in verdict.blockers):
-            return ("give the jax.stages.Compiled instead of its text, or text that holds the "
-                    "parameters' shardings")
+            return (
+                "give the jax.stages.Compiled instead of its text, or text that holds the "
+                "parameters' shardings"
+            )
     return ""
 
 
@@ -117,9 +134,15 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
             found.append(Finding(verdict.verdict, verdict, entry, advice(verdict)))
         elif strict and unaudited(verdict.rests_on):
             names = ", ".join(dict.fromkeys(s.what for s in unaudited(verdict.rests_on)))
-            found.append(Finding("declared", verdict, entry,
-                                 f"let the audit prove the rule for {names} (a Pallas kernel that "
-                                 "needs no registration is audited), or allow it with a reason"))
+            found.append(
+                Finding(
+                    "declared",
+                    verdict,
+                    entry,
+                    f"let the audit prove the rule for {names} (a Pallas kernel that "
+                    "needs no registration is audited), or allow it with a reason",
+                )
+            )
     return found
 
 
@@ -141,12 +164,16 @@ class Allowances:
         self.reasons = dict(reasons or {})
         for what, reason in self.reasons.items():
             if not isinstance(reason, str) or not reason.strip():
-                raise ShardrulesError(f"the allowance for {what!r} gives no reason; write why the "
-                                      f"finding stays, allow={{{what!r}: 'issue 12'}}", key=what)
+                raise ShardrulesError(
+                    f"the allowance for {what!r} gives no reason; write why the "
+                    f"finding stays, allow={{{what!r}: 'issue 12'}}",
+                    key=what,
+                )
         self.selectors = {what: accounts.Selector.read(what) for what in self.reasons}
 
-    def split(self, findings: Iterable[Finding]
-              ) -> tuple[list[Finding], list[tuple[Finding, str]], list[str]]:
+    def split(
+        self, findings: Iterable[Finding]
+    ) -> tuple[list[Finding], list[tuple[Finding, str]], list[str]]:
         """Give the findings that stay, those allowed with their reasons, the unused names."""
         stay, allowed = [], []
         used: collections.Counter[str] = collections.Counter()
@@ -169,9 +196,12 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
     places: dict[str, dict[str, int]] = {}
     users: dict[str, list[list[int]]] = {}
     stays: dict[str, set[int]] = {}
-    bodies = {(i.attribute("body") or "").lstrip("%")
-              for c in judgement.module.computations.values()
-              for i in c.instructions if i.opcode == "while"}
+    bodies = {
+        (i.attribute("body") or "").lstrip("%")
+        for c in judgement.module.computations.values()
+        for i in c.instructions
+        if i.opcode == "while"
+    }
     for verdict, entry in zip(judgement.verdicts, accounts.of(judgement).entries):
         if verdict.verdict != "needed" or verdict.divergent:
             continue
@@ -192,44 +222,90 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
                 before = None if runs is None else runs * entry.bytes
                 if before is None or before > after:
                     now = f"{entry.bytes} B on every trip" if before is None else f"{before} B"
-                    found.append(Hint("repeated", verdict, entry, before, after, (
-                        f"its operand is the same on every trip of the loop: run it before the "
-                        f"loop, and {now} become {after} B (the result then stays in memory)")))
+                    found.append(
+                        Hint(
+                            "repeated",
+                            verdict,
+                            entry,
+                            before,
+                            after,
+                            (
+                                f"its operand is the same on every trip of the loop: run it before the "
+                                f"loop, and {now} become {after} B (the result then stays in memory)"
+                            ),
+                        )
+                    )
                     continue
-            if (verdict.collective.reduction == "add" and verdict.collective.kind == "all-reduce"
-                    and verdict.range is None and _accumulated(
-                        judgement.module, computation, users[name], position,
-                        verdict.collective.operand)):
+            if (
+                verdict.collective.reduction == "add"
+                and verdict.collective.kind == "all-reduce"
+                and verdict.range is None
+                and _accumulated(
+                    judgement.module, computation, users[name], position, verdict.collective.operand
+                )
+            ):
                 after = entry.bytes * (_outer_runs(judgement, name) or 1)
                 before = None if runs is None else runs * entry.bytes
                 if before is None or before > after:
                     now = f"{entry.bytes} B on every trip" if before is None else f"{before} B"
-                    found.append(Hint("after the loop", verdict, entry, before, after, (
-                        "its results are only added up over the loop's trips: carry the sum of "
-                        f"its operands and psum that once after the loop, and {now} become "
-                        f"{after} B (equal up to rounding)")))
+                    found.append(
+                        Hint(
+                            "after the loop",
+                            verdict,
+                            entry,
+                            before,
+                            after,
+                            (
+                                "its results are only added up over the loop's trips: carry the sum of "
+                                f"its operands and psum that once after the loop, and {now} become "
+                                f"{after} B (equal up to rounding)"
+                            ),
+                        )
+                    )
                     continue
-        if verdict.collective.kind == "all-gather" and computation.is_entry and _only_returned(
-                judgement.module, computation, users[name], position,
-                verdict.collective.operand):
+        if (
+            verdict.collective.kind == "all-gather"
+            and computation.is_entry
+            and _only_returned(
+                judgement.module, computation, users[name], position, verdict.collective.operand
+            )
+        ):
             axes = verdict.collective.axes
             over = f" over {','.join(axes)}" if axes else ""
-            found.append(Hint(
-                "only returned", verdict, entry, None if runs is None else runs * entry.bytes, 0,
-                f"its result is only returned: leave that output sharded{over}, with the axis in "
-                f"its out_specs instead of the all_gather, and {entry.bytes} B become 0 B (the "
-                "array is the same; a device then holds its shard of it)"))
+            found.append(
+                Hint(
+                    "only returned",
+                    verdict,
+                    entry,
+                    None if runs is None else runs * entry.bytes,
+                    0,
+                    f"its result is only returned: leave that output sharded{over}, with the axis in "
+                    f"its out_specs instead of the all_gather, and {entry.bytes} B become 0 B (the "
+                    "array is the same; a device then holds its shard of it)",
+                )
+            )
             continue
-        if (verdict.collective.kind == "all-reduce" and verdict.collective.reduction == "add"
-                and verdict.range is None):
-            size = _reduced_after(judgement.module, computation, users[name], position,
-                                  verdict.collective.operand)
+        if (
+            verdict.collective.kind == "all-reduce"
+            and verdict.collective.reduction == "add"
+            and verdict.range is None
+        ):
+            size = _reduced_after(
+                judgement.module, computation, users[name], position, verdict.collective.operand
+            )
             if size is not None and size < entry.bytes:
-                found.append(Hint(
-                    "reduce first", verdict, entry, None if runs is None else runs * entry.bytes,
-                    size * (runs or 1), f"its result is only summed up on each device: reduce "
-                    f"before you psum (or cast earlier, with shardrules.vary before the "
-                    f"broadcast), and {entry.bytes} B become {size} B"))
+                found.append(
+                    Hint(
+                        "reduce first",
+                        verdict,
+                        entry,
+                        None if runs is None else runs * entry.bytes,
+                        size * (runs or 1),
+                        f"its result is only summed up on each device: reduce "
+                        f"before you psum (or cast earlier, with shardrules.vary before the "
+                        f"broadcast), and {entry.bytes} B become {size} B",
+                    )
+                )
     return found
 
 
@@ -242,8 +318,13 @@ def _outer_runs(judgement: hlo.Judgement, body: str) -> int | None:
     return None
 
 
-def _followed(computation: hlo.Computation, users: list[list[int]], position: int, element: int,
-              through: frozenset[str]) -> tuple[int, int] | None:
+def _followed(
+    computation: hlo.Computation,
+    users: list[list[int]],
+    position: int,
+    element: int,
+    through: frozenset[str],
+) -> tuple[int, int] | None:
     """Follow a value to the one use that isn't in ``through``: the user and what it uses.
 
     None where it is used twice, or is the root.
@@ -252,9 +333,12 @@ def _followed(computation: hlo.Computation, users: list[list[int]], position: in
         current = computation.instructions[position]
         following = users[position]
         if current.shape.is_tuple:
-            following = [u for u in following if computation.instructions[u].opcode
-                         != "get-tuple-element" or computation.instructions[u].attribute("index")
-                         == str(element)]
+            following = [
+                u
+                for u in following
+                if computation.instructions[u].opcode != "get-tuple-element"
+                or computation.instructions[u].attribute("index") == str(element)
+            ]
         if position == computation.root or len(following) != 1:
             return None
         if computation.instructions[following[0]].opcode not in through:
@@ -287,8 +371,9 @@ def _adds_up(module: hlo.Module, instruction: hlo.Instruction) -> bool:
     return len(sides) == 2
 
 
-def _accumulated(module: hlo.Module, body: hlo.Computation, users: list[list[int]],
-                 position: int, element: int) -> bool:
+def _accumulated(
+    module: hlo.Module, body: hlo.Computation, users: list[list[int]], position: int, element: int
+) -> bool:
     """Tell whether a loop adds an all-reduce's result to a carry, and does nothing else with both.
 
     psum is linear, so that the sum of psums is the psum of the sum. XLA's compilers for TPU and
@@ -308,25 +393,31 @@ def _accumulated(module: hlo.Module, body: hlo.Computation, users: list[list[int
             return False
         carry = body.instructions[carry].operands[0]
     taken = body.instructions[carry]
-    if taken.opcode != "get-tuple-element" or len(users[carry]) != 1 or (
-            body.instructions[taken.operands[0]].opcode != "parameter"):
+    if (
+        taken.opcode != "get-tuple-element"
+        or len(users[carry]) != 1
+        or (body.instructions[taken.operands[0]].opcode != "parameter")
+    ):
         return False
     index = taken.attribute("index") or ""
     # No other instruction takes this element of the carry, nor the carry as a whole.
     for user in users[taken.operands[0]]:
         other = body.instructions[user]
-        if user != carry and (other.opcode != "get-tuple-element"
-                              or other.attribute("index") == index):
+        if user != carry and (
+            other.opcode != "get-tuple-element" or other.attribute("index") == index
+        ):
             return False
     back = _followed(body, users, total, 0, frozenset(("copy", "bitcast", "reshape")))
     if back is None or back[0] != body.root:
         return False
     return [k for k, o in enumerate(root.operands) if o == back[1]] == [
-        int(index) if index.isdigit() else -1]
+        int(index) if index.isdigit() else -1
+    ]
 
 
-def _only_returned(module: hlo.Module, entry: hlo.Computation, users: list[list[int]],
-                   position: int, element: int) -> bool:
+def _only_returned(
+    module: hlo.Module, entry: hlo.Computation, users: list[list[int]], position: int, element: int
+) -> bool:
     """Tell whether ENTRY returns an all-gather's result, and does nothing else with it.
 
     Told only where the result reaches the root as it is, or copied: an output that is computed
@@ -340,20 +431,30 @@ def _only_returned(module: hlo.Module, entry: hlo.Computation, users: list[list[
     last = position
     shapes = {_part(entry.instructions[position].shape, element)}
     for _ in range(64):
-        following = [u for u in users[last] if not entry.instructions[last].shape.is_tuple
-                     or entry.instructions[u].opcode != "get-tuple-element"
-                     or entry.instructions[u].attribute("index") == str(element)]
+        following = [
+            u
+            for u in users[last]
+            if not entry.instructions[last].shape.is_tuple
+            or entry.instructions[u].opcode != "get-tuple-element"
+            or entry.instructions[u].attribute("index") == str(element)
+        ]
         if last == entry.root:
             return not following and len(shapes) == 1 and None not in shapes
         if len(following) != 1:
             return False
         instruction = entry.instructions[following[0]]
         if following[0] == entry.root and instruction.opcode == "tuple":
-            return instruction.operands.count(last) == 1 and len(shapes) == 1 and (
-                None not in shapes)
-        copied = instruction.opcode == "fusion" and len(instruction.operands) == 1 and all(
-            i.opcode in ("parameter", "copy", "bitcast")
-            for i in module.computations[instruction.calls[0]].instructions)
+            return (
+                instruction.operands.count(last) == 1 and len(shapes) == 1 and (None not in shapes)
+            )
+        copied = (
+            instruction.opcode == "fusion"
+            and len(instruction.operands) == 1
+            and all(
+                i.opcode in ("parameter", "copy", "bitcast")
+                for i in module.computations[instruction.calls[0]].instructions
+            )
+        )
         if instruction.opcode not in through and not copied:
             return False
         last = following[0]
@@ -384,21 +485,31 @@ def _invariant(body: hlo.Computation) -> set[int]:
     found: set[int] = set()
     for position, instruction in enumerate(body.instructions):
         operands = instruction.operands
-        if (instruction.opcode == "get-tuple-element"
-                and body.instructions[operands[0]].opcode == "parameter"):
+        if (
+            instruction.opcode == "get-tuple-element"
+            and body.instructions[operands[0]].opcode == "parameter"
+        ):
             index = int(instruction.attribute("index") or -1)
             if 0 <= index < len(root.operands):
                 back = body.instructions[passed_on(root.operands[index])]
-                if (back.opcode == "get-tuple-element" and back.operands == operands
-                        and back.attribute("index") == instruction.attribute("index")):
+                if (
+                    back.opcode == "get-tuple-element"
+                    and back.operands == operands
+                    and back.attribute("index") == instruction.attribute("index")
+                ):
                     found.add(position)
         elif instruction.opcode in _PURE and all(o in found for o in operands):
             found.add(position)
     return found
 
 
-def _reduced_after(module: hlo.Module, computation: hlo.Computation, users: list[list[int]],
-                   position: int, element: int) -> int | None:
+def _reduced_after(
+    module: hlo.Module,
+    computation: hlo.Computation,
+    users: list[list[int]],
+    position: int,
+    element: int,
+) -> int | None:
     """Give the bytes of a sum that is all that is made of an all-reduce's result, else None."""
     shape = computation.instructions[position].shape
     size = shape.elements[element] if shape.is_tuple and element < len(shape.elements) else shape
@@ -412,13 +523,19 @@ def _reduced_after(module: hlo.Module, computation: hlo.Computation, users: list
             number = instruction.operands.index(position)
             computation = module.computations[instruction.calls[0]]
             users = computation.users()
-            inside = [n for n, i in enumerate(computation.instructions)
-                      if i.opcode == "parameter" and int(i.literal) == number]
+            inside = [
+                n
+                for n, i in enumerate(computation.instructions)
+                if i.opcode == "parameter" and int(i.literal) == number
+            ]
             if len(inside) != 1:
                 return None
             (position,) = inside
-        elif instruction.opcode == "reduce" and instruction.operands[0] == position and (
-                len(instruction.operands) == 2 and _adds(module, instruction)):
+        elif (
+            instruction.opcode == "reduce"
+            and instruction.operands[0] == position
+            and (len(instruction.operands) == 2 and _adds(module, instruction))
+        ):
             return (instruction.shape.element_count * size.bits + 7) // 8
         else:
             return None
@@ -427,5 +544,8 @@ def _reduced_after(module: hlo.Module, computation: hlo.Computation, users: list
 
 def _adds(module: hlo.Module, instruction: hlo.Instruction) -> bool:
     called = module.computations.get((instruction.attribute("to_apply") or "").lstrip("%"))
-    return called is not None and called.instructions[called.root].opcode == "add" and len(
-        called.instructions) == 3
+    return (
+        called is not None
+        and called.instructions[called.root].opcode == "add"
+        and len(called.instructions) == 3
+    )

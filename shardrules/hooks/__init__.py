@@ -10,20 +10,20 @@ import pathlib
 import threading
 from typing import Any
 
-from shardrules.registry.binding import Binding, Declared
 from shardrules.errors import ShardrulesError, UnsupportedJaxError
-from shardrules.hooks.door import compat
-from shardrules.hooks.flow.control import ControlHooks
 from shardrules.hooks.autodiff.custom_vjp import CustomVjpHooks
 from shardrules.hooks.calls.lowering import LoweringHooks
 from shardrules.hooks.calls.mesh_kernels import MeshKernelHooks
 from shardrules.hooks.calls.opaque import Known
 from shardrules.hooks.calls.pallas_call import PallasHooks
-from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.calls.primitives import PrimitiveHooks
+from shardrules.hooks.door import compat
+from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.flow.control import ControlHooks
 from shardrules.hooks.flow.refs import RefHooks
 from shardrules.hooks.rep import RepHooks
 from shardrules.hooks.state import POLICIES, Scope, State
+from shardrules.registry.binding import Binding, Declared
 from shardrules.registry.table import default
 
 __all__ = ["Handle", "install", "installed", "shard_map", "touched", "varying"]
@@ -80,7 +80,9 @@ def install(*, unknown: str = "error", prove: bool = True) -> Handle:
     if unknown not in POLICIES:
         raise ShardrulesError(
             f"install(unknown={unknown!r}) is not known; it is one of "
-            f"{', '.join(map(repr, POLICIES))}", policy=unknown)
+            f"{', '.join(map(repr, POLICIES))}",
+            policy=unknown,
+        )
     with _lock:
         _hold()
         handle = Handle()
@@ -108,7 +110,8 @@ def varying(value: Any) -> frozenset[str]:
     if not jax.typed:
         raise UnsupportedJaxError(
             f"JAX {jax.version} keeps no axis types on values; this needs JAX 0.6 or newer",
-            version=jax.version)
+            version=jax.version,
+        )
     return jax.axis_type(jax.typeof(value)).varying
 
 
@@ -122,10 +125,11 @@ def shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, *, check: bool) 
       check: whether shard_map tracks how values vary.
     """
     import jax
+
     if hasattr(jax, "shard_map"):
-        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
-                             check_vma=check)
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
     from jax.experimental.shard_map import shard_map as old
+
     return old(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_rep=check)
 
 
@@ -158,8 +162,7 @@ def _hold() -> None:
                 custom_vjp = CustomVjpHooks(jax, _state, known_of)
                 primitives = PrimitiveHooks(jax, _state, lowering)
                 _hooks.extend([pallas, custom_vjp, primitives, ControlHooks(jax, _state)])
-                _hooks.extend([MeshKernelHooks(jax, _state, pallas.noted),
-                               RefHooks(jax, _state)])
+                _hooks.extend([MeshKernelHooks(jax, _state, pallas.noted), RefHooks(jax, _state)])
                 if not jax.typed:
                     _hooks.append(RepHooks(jax, _state, pallas, primitives, custom_vjp))
             for hook in _hooks:
@@ -182,6 +185,7 @@ def _hold_for_ops() -> None:
 def _hide_frames() -> None:
     """Leave this package's frames out of source lines, and of tracebacks that JAX filters."""
     from jax.extend import source_info_util
+
     folder = str(pathlib.Path(__file__).parents[1])
     source_info_util.register_exclusion(folder)
     compat.load().exclude_from_tracebacks(folder)
@@ -203,6 +207,7 @@ def call_declared(declared: Declared, *args, **kwargs):
       *args, **kwargs: refs, for a kernel body that is being traced; else the op's arguments.
     """
     import jax
+
     binding: Binding = declared.__shardrules__
     function = declared.__wrapped__
     symbols = compat.load()

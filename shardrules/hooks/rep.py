@@ -19,15 +19,15 @@ import functools
 import threading
 from typing import Any
 
-from shardrules.registry.axistypes import AxisType, Effect, Resolution
 from shardrules.errors import RuleError
-from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.autodiff.custom_vjp import Bwd, CustomVjpHooks, Parts, inner_jaxprs
 from shardrules.hooks.calls.opaque import Known, resolve
 from shardrules.hooks.calls.pallas_call import PallasHooks
-from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.calls.primitives import PrimitiveHooks
+from shardrules.hooks.door.compat import Jax
+from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.state import State
+from shardrules.registry.axistypes import AxisType, Effect, Resolution
 
 __all__ = ["RepHooks"]
 
@@ -77,8 +77,14 @@ class RepHooks:
       custom_vjp: knows what communicates in a bwd.
     """
 
-    def __init__(self, jax: Jax, state: State, pallas: PallasHooks, primitives: PrimitiveHooks,
-                 custom_vjp: CustomVjpHooks):
+    def __init__(
+        self,
+        jax: Jax,
+        state: State,
+        pallas: PallasHooks,
+        primitives: PrimitiveHooks,
+        custom_vjp: CustomVjpHooks,
+    ):
         self.jax = jax
         self.state = state
         self.pallas = pallas
@@ -92,16 +98,25 @@ class RepHooks:
     def install(self, patches: Patches) -> None:
         """Put the entries in, and replace what is done where there is none."""
         jax = self.jax
-        for primitive in (jax.pallas_call_p, jax.ffi_call_p, jax.pure_callback_p,
-                          jax.io_callback_p, jax.tpu_custom_call_p):
+        for primitive in (
+            jax.pallas_call_p,
+            jax.ffi_call_p,
+            jax.pure_callback_p,
+            jax.io_callback_p,
+            jax.tpu_custom_call_p,
+        ):
             if primitive is not None:
                 missing = functools.partial(jax.rule_missing, primitive)
                 check = jax.check_rules.get(primitive, missing)
                 rewrite = jax.rewrite_rules.get(primitive, missing)
-                patches.entry(jax.check_rules, primitive,
-                              functools.partial(self.check, primitive, check))
-                patches.entry(jax.rewrite_rules, primitive,
-                              functools.partial(self.rewrite, primitive, rewrite))
+                patches.entry(
+                    jax.check_rules, primitive, functools.partial(self.check, primitive, check)
+                )
+                patches.entry(
+                    jax.rewrite_rules,
+                    primitive,
+                    functools.partial(self.rewrite, primitive, rewrite),
+                )
         patches.attribute(*jax.owner("rule_missing"), self._missing)
         patches.attribute(*jax.owner("rewrite_bwd"), self._rewrite_bwd)
         patches.attribute(*jax.owner("match_replication"), self._match_replication)
@@ -118,8 +133,10 @@ class RepHooks:
         resolution = self._resolve(known, primitive, mesh, in_rep, avals, params)
         known.effects = _weaker(known.effects, resolution.effects)
         self._rewritten[primitive.name, known.call.name] = known
-        cast = [self._cast(x, aval, mesh, rep, want)
-                for x, aval, rep, want in zip(args, avals, in_rep, resolution.inputs)]
+        cast = [
+            self._cast(x, aval, mesh, rep, want)
+            for x, aval, rep, want in zip(args, avals, in_rep, resolution.inputs)
+        ]
         results = primitive.bind(*cast, **self.primitives.carrying(known, params))
         reps = [_rep(mesh, one) for one in resolution.outputs]
         return (results if primitive.multiple_results else [results]), reps
@@ -143,7 +160,9 @@ class RepHooks:
                     f"input came to vary after shard_map's casts were put in. JAX "
                     f"{self.jax.version} can't cast it then: map the input over that axis too, "
                     "move the vmap into shard_map, or use JAX 0.6 or newer",
-                    kernel=known.call.name, axes=lost)
+                    kernel=known.call.name,
+                    axes=lost,
+                )
         reps = [_rep(mesh, one) for one in resolution.outputs]
         return reps if primitive.multiple_results else reps[0]
 
@@ -167,22 +186,35 @@ class RepHooks:
         """Whether JAX's table decides: outside our scopes, or by a user's own entry for Pallas."""
         if not known.active(self.state):
             return True
-        return (known.found is None and primitive is self.jax.pallas_call_p
-                and getattr(original, "func", None) is not self.jax.rule_missing)
+        return (
+            known.found is None
+            and primitive is self.jax.pallas_call_p
+            and getattr(original, "func", None) is not self.jax.rule_missing
+        )
 
     def _resolve(self, known: Known, primitive, mesh, in_rep, avals, params) -> Resolution:
         types = tuple(_type(mesh, rep) for rep in in_rep)
         count = self._output_count(primitive, avals, params)
         with self.jax.over_axes(tuple(mesh.axis_names)):
-            resolution = resolve(self.jax, self.state, known.governing(self.state), known.call,
-                                 known.found, types, count, known.audit)
+            resolution = resolve(
+                self.jax,
+                self.state,
+                known.governing(self.state),
+                known.call,
+                known.found,
+                types,
+                count,
+                known.audit,
+            )
         partial = [t for t in resolution.outputs if t.unreduced or t.reduced]
         if partial:
             raise RuleError(
                 f"the rule {known.found.rule!r} of {known.call} makes an output "
                 f"'{partial[0]}', but JAX {self.jax.version} knows only varying and invariant "
                 "values; reduce inside the kernel, or use JAX 0.9 or newer",
-                kernel=known.call.name, rule=known.found.rule)
+                kernel=known.call.name,
+                rule=known.found.rule,
+            )
         return resolution
 
     def _output_count(self, primitive, avals, params) -> int:
@@ -229,11 +261,13 @@ class RepHooks:
         running = self._running
         if running and not running[-1].returned:
             import jax
+
             run = running[-1]
             run.parts = parts
             run.arriving = tuple(
                 AxisType(run.axes - frozenset(leaf.rep)) if hasattr(leaf, "rep") else AxisType()
-                for leaf in jax.tree_util.tree_leaves(args[-1]))
+                for leaf in jax.tree_util.tree_leaves(args[-1])
+            )
 
     def _match_replication(self, src, dst, x):
         """Sum a cotangent that varies where its primal doesn't, if it can't be whole already."""
@@ -245,6 +279,7 @@ class RepHooks:
         if isinstance(x, self.jax.Zero):
             return x  # bwd returned None for it
         from jax.tree_util import SequenceKey
+
         path = (SequenceKey(index),)
         have, want = (AxisType(run.axes - frozenset(rep)) for rep in (src, dst))
         bwd = _Bwd(self.custom_vjp, run)
@@ -281,10 +316,13 @@ def _weaker(known: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> tu
     if known is None or len(known) != len(effects):
         return effects
     return tuple(
-        one if one == other else
-        Effect("typed", tuple(dict.fromkeys((*one.axes, *other.axes))))
-        if one.kind == other.kind == "typed" else Effect("unknown")
-        for one, other in zip(known, effects))
+        one
+        if one == other
+        else Effect("typed", tuple(dict.fromkeys((*one.axes, *other.axes))))
+        if one.kind == other.kind == "typed"
+        else Effect("unknown")
+        for one, other in zip(known, effects)
+    )
 
 
 def _rep(mesh, axis_type: AxisType) -> set[str]:

@@ -8,8 +8,8 @@ import threading
 import weakref
 from typing import Any
 
-from shardrules.registry.binding import Binding
 from shardrules.hooks.door.compat import Jax
+from shardrules.registry.binding import Binding
 from shardrules.registry.table import Overlay, Registry
 
 __all__ = ["COLLECT", "Claims", "Hooks", "Notes", "NotedSum", "Scope", "State", "POLICIES"]

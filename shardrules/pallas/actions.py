@@ -17,6 +17,7 @@ def _for(*names: str):
         for name in names:
             BY_NAME[name] = function
         return function
+
     return note
 
 
@@ -25,8 +26,11 @@ def axes_of(eqn) -> tuple[str, ...]:
     found: list[str] = []
     for key in ("axis_name", "axes", "axis_names", "collective_axes"):
         value = eqn.params.get(key)
-        found += [a for a in (value if isinstance(value, (tuple, list)) else (value,))
-                  if isinstance(a, str)]
+        found += [
+            a
+            for a in (value if isinstance(value, (tuple, list)) else (value,))
+            if isinstance(a, str)
+        ]
     return tuple(dict.fromkeys(found))
 
 
@@ -143,14 +147,16 @@ def _run_scoped(walk, eqn, scope, events):
 def _get_global(walk, eqn, scope, events):
     walk.block(eqn, "it lives on from one run of the kernel to the next")
     scope.refs[eqn.outvars[0]] = walk.new_root(
-        "a global ref", eqn.outvars[0].aval, ready=True, foreign=True)
+        "a global ref", eqn.outvars[0].aval, ready=True, foreign=True
+    )
 
 
 @_for("tpu:get_barrier_semaphore")
 def _get_barrier_semaphore(walk, eqn, scope, events):
     walk.block(eqn, "devices meet at a barrier semaphore")
     scope.refs[eqn.outvars[0]] = walk.new_root(
-        "a barrier semaphore", eqn.outvars[0].aval, ready=True, foreign=True)
+        "a barrier semaphore", eqn.outvars[0].aval, ready=True, foreign=True
+    )
 
 
 @_for("state:run_state")
@@ -162,8 +168,9 @@ def _run_state(walk, eqn, scope, events):
     inner = walk.nested(eqn, scope, jaxpr, atoms)
     for i, (var, is_ready) in enumerate(zip(jaxpr.invars, ready)):
         if var not in inner.refs:
-            root = walk.new_root(f"state {i} of the run_state at {walk.place(eqn)}",
-                                 var.aval, ready=is_ready)
+            root = walk.new_root(
+                f"state {i} of the run_state at {walk.place(eqn)}", var.aval, ready=is_ready
+            )
             inner.refs[var] = root
             inner.bound.pop(var, None)
             events.append(Fresh(root))
@@ -179,8 +186,17 @@ def _run_state(walk, eqn, scope, events):
 # --- nested jaxprs ---------------------------------------------------------------------------
 
 
-@_for("jax:jit", "jax:pjit", "jax:closed_call", "jax:call", "jax:custom_jvp_call",
-      "jax:custom_vjp_call", "jax:custom_vjp_call_jaxpr", "jax:remat2", "jax:checkpoint")
+@_for(
+    "jax:jit",
+    "jax:pjit",
+    "jax:closed_call",
+    "jax:call",
+    "jax:custom_jvp_call",
+    "jax:custom_vjp_call",
+    "jax:custom_vjp_call_jaxpr",
+    "jax:remat2",
+    "jax:checkpoint",
+)
 def _call(walk, eqn, scope, events):
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in eqn.params:
@@ -220,15 +236,22 @@ def _scan(walk, eqn, scope, events):
         count, carried = params["num_consts"], params["num_carry"]
     else:  # from JAX 0.11: a flat tree of consts, carry and what is scanned over
         count, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())
-    atoms = [*eqn.invars[:count],
-             *(a if _is_ref(walk, a) else None for a in eqn.invars[count:])]
+    atoms = [*eqn.invars[:count], *(a if _is_ref(walk, a) else None for a in eqn.invars[count:])]
     body = walk.nested(eqn, scope, params["jaxpr"], atoms)
-    carry = tuple(body.jaxpr.invars[count:count + carried])
+    carry = tuple(body.jaxpr.invars[count : count + carried])
     body.first.update((var, (scope, a)) for var, a in zip(carry, eqn.invars[count:]))
     inside = _loop_body(walk, body)
     if inside:
-        events.append(Loop(inside, True, body, carry, tuple(body.jaxpr.outvars[:carried]),
-                           length=params["length"]))
+        events.append(
+            Loop(
+                inside,
+                True,
+                body,
+                carry,
+                tuple(body.jaxpr.outvars[:carried]),
+                length=params["length"],
+            )
+        )
 
 
 @_for("jax:while")
@@ -236,8 +259,8 @@ def _while(walk, eqn, scope, events):
     params = eqn.params
     for_cond, for_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts = eqn.invars[:for_cond]
-    body_consts = eqn.invars[for_cond:for_cond + for_body]
-    first = eqn.invars[for_cond + for_body:]
+    body_consts = eqn.invars[for_cond : for_cond + for_body]
+    first = eqn.invars[for_cond + for_body :]
     # The condition with the carry's first value says whether it runs at all...
     test = walk.nested(eqn, scope, params["cond_jaxpr"], [*cond_consts, *first])
     events += walk.walk(test)
@@ -250,8 +273,16 @@ def _while(walk, eqn, scope, events):
     with walk.under(*runs, 1):
         inside = _loop_body(walk, body)
     if inside:
-        events.append(Loop(inside, runs, body, carry, tuple(body.jaxpr.outvars),
-                           tuple(test.jaxpr.invars[for_cond:])))
+        events.append(
+            Loop(
+                inside,
+                runs,
+                body,
+                carry,
+                tuple(body.jaxpr.outvars),
+                tuple(test.jaxpr.invars[for_cond:]),
+            )
+        )
 
 
 def _loop_body(walk, body) -> list:
@@ -339,8 +370,9 @@ def _dma_start(walk, eqn, scope, events):
     walk.links.setdefault(barrier, {})[root] = None
     if not root.ready or root.output is not None:
         # What it fills may be read once somebody has waited; an output is filled in any case.
-        walk.stored(root, walk.region(scope, views), eqn,
-                    events if root.output is not None else None)
+        walk.stored(
+            root, walk.region(scope, views), eqn, events if root.output is not None else None
+        )
 
 
 @_for("tpu:dma_wait")
@@ -369,8 +401,9 @@ def _signal(walk, eqn, scope, events):
         semaphore, _, _, device, *_ = tree.unflatten(eqn.invars)
         walk.threads = True
         if device is not None:
-            axes = tuple(a for a in device if isinstance(a, str)) if isinstance(
-                device, dict) else ()
+            axes = (
+                tuple(a for a in device if isinstance(a, str)) if isinstance(device, dict) else ()
+            )
             walk.block(eqn, "it signals a semaphore of another device", True, axes)
             return
         barrier = _own_semaphore(walk, eqn, scope, semaphore)

@@ -17,7 +17,9 @@ def _family(family: str, names: str) -> frozenset[str]:
 # Functions of their operands, and operations without a result that touch no data (hints, fences,
 # prints, waits for what this kernel itself has started).
 PURE = (
-    _family("jax", """
+    _family(
+        "jax",
+        """
         abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bessel_i0e
         bessel_i1e bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz complex concatenate
         conj conv_general_dilated convert_element_type copy copy_p cos cosh cumlogsumexp cummax
@@ -31,19 +33,26 @@ PURE = (
         reduce_xor regularized_incomplete_beta rem reshape rev round rsqrt select_n shift_left
         shift_right_arithmetic shift_right_logical sign sin sinh slice sort split sqrt square
         squeeze stack stop_gradient sub tan tanh threefry2x32 threefry4x32 tile to_edtype top_k
-        transpose unstack xor zeros_like zeta""")
+        transpose unstack xor zeros_like zeta""",
+    )
     | _family("state", "broadcast_to")
     # delay spends time and gives nothing back.
     | _family("pallas", "delay multiple_of num_programs program_id reciprocal einshape_lo")
     # add_dependency orders; trace_value writes to the profiler's trace; stochastic_round takes its
     # random bits as an operand.
-    | _family("tpu", """
+    | _family(
+        "tpu",
+        """
         add_dependency bitcast pack_elementwise prng_join prng_split repeat roll
-        stochastic_round trace_value unpack_elementwise""")
-    | _family("mgpu", """
+        stochastic_round trace_value unpack_elementwise""",
+    )
+    | _family(
+        "mgpu",
+        """
         _copysign async_prefetch commit_group commit_smem commit_tmem griddepcontrol_wait
         layout_cast print_layout set_max_registers set_max_registers_p wait_load_tmem
-        wait_smem_to_gmem wgmma_wait""")
+        wait_smem_to_gmem wgmma_wait""",
+    )
     | _family("triton", "debug_barrier debug_barrier_p max_contiguous")
     # It formats its operands and gives nothing back. debug_callback runs the user's Python.
     | _family("debug", "debug_print")
@@ -75,11 +84,14 @@ REFUSED = {
 }
 
 # Views of a ref that stay on this device.
-KEEPS_SHAPE = frozenset("""
+KEEPS_SHAPE = frozenset(
+    """
     state:BitcastTransform state:ReshapeTransform state:TransposeTransform mgpu:TilingTransform
     mgpu:UntilingTransform mgpu:SwizzleTransform mgpu:UnswizzleRef mgpu:IdentityTransform
     mgpu:CollapseLeadingBatchDimensionsTransform mgpu:ExpandLeadingBatchDimensionsTransform
-    """.split())
+    """.split()
+)
 TRANSFORMS = KEEPS_SHAPE | frozenset(
-    "state:NDIndexer state:Slice state:TransformedRef mgpu:ExtractAliasedRef".split())
+    "state:NDIndexer state:Slice state:TransformedRef mgpu:ExtractAliasedRef".split()
+)
 REMOTE_TRANSFORMS = frozenset("mgpu:PeerMemRef mgpu:MulticastRef".split())

@@ -44,7 +44,8 @@ class Audit:
     def __str__(self) -> str:
         if self.proven:
             return ", assuming that ".join(
-                filter(None, ("proven", "; that ".join(self.assumptions))))
+                filter(None, ("proven", "; that ".join(self.assumptions)))
+            )
         return "not proven:\n  " + "\n  ".join(map(str, self.blockers))
 
 
@@ -58,9 +59,17 @@ class _Signature:
     blocks: bool  # whether a grid cuts arrays into blocks
 
 
-def audit(kernel_jaxpr: Any, *, grid_mapping: Any = None, platform_hint: str | None = None,
-          inputs: int | None = None, outputs: int = 0, aliases: dict[int, int] | None = None,
-          local_axes: Iterable[str] = (), parallel_axes: Iterable[int] | None = None) -> Audit:
+def audit(
+    kernel_jaxpr: Any,
+    *,
+    grid_mapping: Any = None,
+    platform_hint: str | None = None,
+    inputs: int | None = None,
+    outputs: int = 0,
+    aliases: dict[int, int] | None = None,
+    local_axes: Iterable[str] = (),
+    parallel_axes: Iterable[int] | None = None,
+) -> Audit:
     """Say whether a kernel's jaxpr proves that its outputs follow from this device's operands.
 
     Args:
@@ -82,41 +91,79 @@ def audit(kernel_jaxpr: Any, *, grid_mapping: Any = None, platform_hint: str | N
     names = load_audit()
     parallel = None if parallel_axes is None else frozenset(parallel_axes)
     try:
-        return _audit(names, kernel_jaxpr, grid_mapping, platform_hint, inputs, outputs,
-                      dict(aliases or {}), tuple(local_axes), parallel)
+        return _audit(
+            names,
+            kernel_jaxpr,
+            grid_mapping,
+            platform_hint,
+            inputs,
+            outputs,
+            dict(aliases or {}),
+            tuple(local_axes),
+            parallel,
+        )
     except Exception as error:  # noqa: BLE001 - a jaxpr of a form never met is not proven
-        return Audit(False, (Blocker(
-            "the kernel", f"the audit can't read its jaxpr ({type(error).__name__}: {error}); "
-            "please report it", place_of(kernel_jaxpr)),))
+        return Audit(
+            False,
+            (
+                Blocker(
+                    "the kernel",
+                    f"the audit can't read its jaxpr ({type(error).__name__}: {error}); "
+                    "please report it",
+                    place_of(kernel_jaxpr),
+                ),
+            ),
+        )
 
 
-def _audit(names, kernel_jaxpr, grid_mapping, platform, inputs, outputs, aliases, local_axes,
-           parallel) -> Audit:
+def _audit(
+    names, kernel_jaxpr, grid_mapping, platform, inputs, outputs, aliases, local_axes, parallel
+) -> Audit:
     grid_names = getattr(grid_mapping, "grid_names", None) or ()
-    walk = Walk(names, (*local_axes, *(n for n in grid_names if isinstance(n, str))),
-                place_of(kernel_jaxpr))
+    walk = Walk(
+        names, (*local_axes, *(n for n in grid_names if isinstance(n, str))), place_of(kernel_jaxpr)
+    )
     if grid_mapping is None:
         count = len(kernel_jaxpr.invars) if inputs is None else inputs
         signature = _Signature(count, outputs, aliases, False)
     else:
-        signature = _Signature(grid_mapping.num_index_operands + grid_mapping.num_inputs,
-                               grid_mapping.num_outputs, aliases, True)
+        signature = _Signature(
+            grid_mapping.num_index_operands + grid_mapping.num_inputs,
+            grid_mapping.num_outputs,
+            aliases,
+            True,
+        )
         scratch = grid_mapping.num_scratch_operands
         if len(kernel_jaxpr.invars) != signature.inputs + signature.outputs + scratch:
-            return Audit(False, (Blocker(
-                "pallas_call", f"the kernel takes {len(kernel_jaxpr.invars)} refs, but its grid "
-                f"mapping holds {signature.inputs} operands, {signature.outputs} outputs and "
-                f"{scratch} scratch buffers", walk.kernel_place),))
+            return Audit(
+                False,
+                (
+                    Blocker(
+                        "pallas_call",
+                        f"the kernel takes {len(kernel_jaxpr.invars)} refs, but its grid "
+                        f"mapping holds {signature.inputs} operands, {signature.outputs} outputs and "
+                        f"{scratch} scratch buffers",
+                        walk.kernel_place,
+                    ),
+                ),
+            )
     if platform is None:
         platform = _platform_of(kernel_jaxpr)
     scope, roots = _bind(walk, kernel_jaxpr, signature, platform)
     events = walk.walk(scope)
-    grid = Grid(walk, grid_mapping, roots[:signature.inputs])
+    grid = Grid(walk, grid_mapping, roots[: signature.inputs])
     if walk.blockers:
         # What is not allowed need not tell what it stores: the rest would be guesswork.
         return _answer(walk, [])
-    proof = Proof(walk, events, grid, roots[signature.inputs:][:signature.outputs],
-                  aliases, platform, parallel)
+    proof = Proof(
+        walk,
+        events,
+        grid,
+        roots[signature.inputs :][: signature.outputs],
+        aliases,
+        platform,
+        parallel,
+    )
     return _answer(walk, proof.assumptions())
 
 
@@ -125,8 +172,9 @@ def _bind(walk: Walk, jaxpr: Any, signature: _Signature, platform: str | None):
     scope = Scope(jaxpr)
     for i, var in enumerate(jaxpr.constvars):
         if isinstance(var.aval, walk.names.AbstractRef):
-            scope.refs[var] = walk.new_root(f"closed-over ref {i}", var.aval, ready=True,
-                                            foreign=True)
+            scope.refs[var] = walk.new_root(
+                f"closed-over ref {i}", var.aval, ready=True, foreign=True
+            )
     roots: list[Root | None] = []
     for i, var in enumerate(jaxpr.invars):
         root = None
@@ -139,9 +187,15 @@ def _bind(walk: Walk, jaxpr: Any, signature: _Signature, platform: str | None):
             source = signature.aliases.get(number)
             # An aliased output is the operand's memory, but for blocks that are copies of their
             # own. (The ref of a whole array names no memory space on JAX 0.12.)
-            if source is not None and roots[source] is not None and (
-                    not signature.blocks or platform == "triton"
-                    or _space(var.aval) in _SHARED_SPACES):
+            if (
+                source is not None
+                and roots[source] is not None
+                and (
+                    not signature.blocks
+                    or platform == "triton"
+                    or _space(var.aval) in _SHARED_SPACES
+                )
+            ):
                 root = roots[source]
                 root.output = number
             else:
@@ -191,8 +245,11 @@ def _platform_from(params: Any) -> tuple[str | None, Any]:
 def _parallel_axes(params: Any, platform: str | None) -> tuple[int, ...] | None:
     if platform != "tpu":
         return None
-    semantics = (params.get("dimension_semantics") if isinstance(params, Mapping)
-                 else getattr(params, "dimension_semantics", None)) or ()
+    semantics = (
+        params.get("dimension_semantics")
+        if isinstance(params, Mapping)
+        else getattr(params, "dimension_semantics", None)
+    ) or ()
     return tuple(i for i, one in enumerate(semantics) if "parallel" in str(one).lower())
 
 
@@ -214,29 +271,59 @@ def audit_call(name: str, params: dict[str, Any], operand_count: int) -> Audit:
         mesh = params.get("mesh")
         axes = () if mesh is None else mesh_axes(mesh)
         key = (params["grid_mapping"], platform, parallel, tuple(sorted(aliases.items())), axes)
-        return _cached(params["jaxpr"], key, lambda: audit(
-            params["jaxpr"], grid_mapping=params["grid_mapping"], platform_hint=platform,
-            aliases=aliases, local_axes=axes, parallel_axes=parallel))
+        return _cached(
+            params["jaxpr"],
+            key,
+            lambda: audit(
+                params["jaxpr"],
+                grid_mapping=params["grid_mapping"],
+                platform_hint=platform,
+                aliases=aliases,
+                local_axes=axes,
+                parallel_axes=parallel,
+            ),
+        )
     if name == "mpmd_map":
         axes = tuple(a for mesh in params["meshes"] for a in mesh_axes(mesh))
         aliases = {o: i for i, o in dict(params["input_output_aliases"]).items()}
         platform, _ = _platform_from(params["meshes"][0])
         key = (axes, platform, operand_count, tuple(sorted(aliases.items())))
-        audits = [_cached(jaxpr, key, lambda jaxpr=jaxpr: audit(
-            jaxpr, platform_hint=platform, inputs=operand_count,
-            outputs=len(params["out_avals"]), aliases=aliases, local_axes=axes))
-            for jaxpr in params["jaxprs"]]
+        audits = [
+            _cached(
+                jaxpr,
+                key,
+                lambda jaxpr=jaxpr: audit(
+                    jaxpr,
+                    platform_hint=platform,
+                    inputs=operand_count,
+                    outputs=len(params["out_avals"]),
+                    aliases=aliases,
+                    local_axes=axes,
+                ),
+            )
+            for jaxpr in params["jaxprs"]
+        ]
     elif name == "core_map":
         axes = mesh_axes(params["mesh"])
         platform, _ = _platform_from(params["mesh"])
-        audits = [_cached(params["jaxpr"], (axes, platform), lambda: audit(
-            params["jaxpr"], platform_hint=platform, local_axes=axes))]
+        audits = [
+            _cached(
+                params["jaxpr"],
+                (axes, platform),
+                lambda: audit(params["jaxpr"], platform_hint=platform, local_axes=axes),
+            )
+        ]
     else:
-        raise ValueError(f"the audit reads pallas_call, mpmd_map and core_map, not {name!r}; "
-                         "pass the primitive of a Pallas kernel")
+        raise ValueError(
+            f"the audit reads pallas_call, mpmd_map and core_map, not {name!r}; "
+            "pass the primitive of a Pallas kernel"
+        )
     blockers = tuple(b for one in audits for b in one.blockers)
-    assumed = () if blockers else tuple(dict.fromkeys(
-        (*(a for one in audits for a in one.assumptions), NO_CLASHES)))
+    assumed = (
+        ()
+        if blockers
+        else tuple(dict.fromkeys((*(a for one in audits for a in one.assumptions), NO_CLASHES)))
+    )
     return Audit(not blockers, blockers, assumed)
 
 
@@ -278,4 +365,5 @@ def _cached(jaxpr: Any, key: tuple, compute) -> Audit:
 def _same(a: tuple, b: tuple) -> bool:
     # Grid mappings by identity: comparing two of them compares jaxprs and avals.
     return len(a) == len(b) and all(
-        x is y or (isinstance(x, (str, int, tuple)) and x == y) for x, y in zip(a, b))
+        x is y or (isinstance(x, (str, int, tuple)) and x == y) for x, y in zip(a, b)
+    )

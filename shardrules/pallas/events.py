@@ -12,12 +12,22 @@ import functools
 from typing import Any
 
 from shardrules.hooks.door.audit_names import AuditNames
-from shardrules.pallas.allowlist import (
-    KEEPS_SHAPE, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS)
+from shardrules.pallas.allowlist import KEEPS_SHAPE, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS
 from shardrules.pallas.regions import SOME, WHOLE, is_box
 
-__all__ = ["Blocker", "Branch", "Fresh", "Loop", "Read", "Root", "Scope", "Store", "Wait", "Walk",
-           "place_of"]
+__all__ = [
+    "Blocker",
+    "Branch",
+    "Fresh",
+    "Loop",
+    "Read",
+    "Root",
+    "Scope",
+    "Store",
+    "Wait",
+    "Walk",
+    "place_of",
+]
 
 _MOST_EQUATIONS = 200_000  # a bound on the work, where jaxprs are nested in jaxprs
 
@@ -63,11 +73,31 @@ class Root:
       foreign: whether somebody outside of the kernel can see it too.
     """
 
-    __slots__ = ("label", "shape", "ready", "sync", "is_float", "foreign", "stores", "reads",
-                 "atomics", "copies", "output")
+    __slots__ = (
+        "label",
+        "shape",
+        "ready",
+        "sync",
+        "is_float",
+        "foreign",
+        "stores",
+        "reads",
+        "atomics",
+        "copies",
+        "output",
+    )
 
-    def __init__(self, label, *, shape=(), ready=False, sync=False, is_float=False, foreign=False,
-                 output=None):
+    def __init__(
+        self,
+        label,
+        *,
+        shape=(),
+        ready=False,
+        sync=False,
+        is_float=False,
+        foreign=False,
+        output=None,
+    ):
         self.label = label
         self.shape = shape
         self.ready = ready
@@ -101,17 +131,23 @@ class _Parts:
             self.dims = [[[], size] for size in view.shape]
             self._left = list(range(len(self.dims)))
         self.known = (
-            self.known and len(indices) == len(self._left)
-            and not getattr(view, "int_indexer_shape", ()) and all(
-                step == 1 and type(size) is int and (
-                    type(start) is int or getattr(getattr(start, "aval", None), "shape", 0) == ())
-                for start, size, step in indices))
+            self.known
+            and len(indices) == len(self._left)
+            and not getattr(view, "int_indexer_shape", ())
+            and all(
+                step == 1
+                and type(size) is int
+                and (type(start) is int or getattr(getattr(start, "aval", None), "shape", 0) == ())
+                for start, size, step in indices
+            )
+        )
         if self.known:
             for dim, (start, size, _) in zip(self._left, indices):
                 self.dims[dim][0].append(start)
                 self.dims[dim][1] = size
-            self._left = [dim for dim, index in zip(self._left, view.indices)
-                          if hasattr(index, "stride")]
+            self._left = [
+                dim for dim, index in zip(self._left, view.indices) if hasattr(index, "stride")
+            ]
 
 
 class Scope:
@@ -165,6 +201,7 @@ class Store:
 @dataclasses.dataclass
 class Wait:
     """The end of copies: ``target`` is the buffer that it names, or None for all of ``on``'s."""
+
     on: Root
     target: Root | None
     region: Any
@@ -215,8 +252,12 @@ class Walk:
       kernel_place: ``file:line`` of the kernel.
     """
 
-    def __init__(self, names: AuditNames, local_axes: tuple[str, ...] = (),
-                 kernel_place: str = "unknown place"):
+    def __init__(
+        self,
+        names: AuditNames,
+        local_axes: tuple[str, ...] = (),
+        kernel_place: str = "unknown place",
+    ):
         self.names = names
         self.kernel_place = kernel_place
         self.local_axes = set(local_axes)
@@ -241,8 +282,9 @@ class Walk:
 
     def block(self, eqn: Any, reason: str, communicates: bool = False, axes=()) -> None:
         """Note that an equation is not allowed."""
-        self.blockers.append(Blocker(
-            eqn.primitive.name, reason, self.place(eqn), communicates, tuple(axes)))
+        self.blockers.append(
+            Blocker(eqn.primitive.name, reason, self.place(eqn), communicates, tuple(axes))
+        )
 
     def place(self, eqn: Any) -> str:
         """Return ``file:line`` of an equation, or of the kernel where the equation has none."""
@@ -258,8 +300,11 @@ class Walk:
         self._left -= len(scope.jaxpr.eqns)
         if self._left < 0:
             if not any("equations" in b.reason for b in self.blockers):
-                self.block(scope.jaxpr.eqns[0], f"the kernel has more than {_MOST_EQUATIONS} "
-                                                "equations, nested ones counted at each use")
+                self.block(
+                    scope.jaxpr.eqns[0],
+                    f"the kernel has more than {_MOST_EQUATIONS} "
+                    "equations, nested ones counted at each use",
+                )
             return events
         for eqn in scope.jaxpr.eqns:
             action = actions.get(eqn.primitive)
@@ -279,8 +324,13 @@ class Walk:
         """
         closed = getattr(jaxpr, "jaxpr", None)
         inner = Scope(jaxpr if closed is None else closed)
-        variables = (inner.jaxpr.constvars if consts else inner.jaxpr.invars
-                     if closed is not None else [*inner.jaxpr.constvars, *inner.jaxpr.invars])
+        variables = (
+            inner.jaxpr.constvars
+            if consts
+            else inner.jaxpr.invars
+            if closed is not None
+            else [*inner.jaxpr.constvars, *inner.jaxpr.invars]
+        )
         for var, atom in zip(variables, atoms):
             if atom is None:
                 continue
@@ -299,8 +349,7 @@ class Walk:
         is_float, sync = _kind(getattr(aval, "dtype", None))
         if type(aval).__name__ == "WGMMAAbstractAccumulatorRef":
             kwargs["ready"] = True  # Mosaic GPU allocates it as zeros (JAX 0.10.2)
-        root = Root(label, shape=getattr(aval, "shape", ()), sync=sync, is_float=is_float,
-                    **kwargs)
+        root = Root(label, shape=getattr(aval, "shape", ()), sync=sync, is_float=is_float, **kwargs)
         self.roots.append(root)
         return root
 
@@ -360,11 +409,13 @@ class Walk:
                 for index, size in zip(view.indices, view.shape):
                     start, count, step = (
                         (index.start, index.size, index.stride)
-                        if hasattr(index, "stride") else (index, 1, 1))
+                        if hasattr(index, "stride")
+                        else (index, 1, 1)
+                    )
                     start, count = self._static(start), self._static(count)
                     key.append((start, count, step))
                     whole = whole and step == 1 and (start, count) == (0, size)
-                parts.narrow(view, key[-len(view.indices):] if view.indices else [])
+                parts.narrow(view, key[-len(view.indices) :] if view.indices else [])
             else:
                 return SOME
         if whole:
@@ -394,8 +445,7 @@ class Walk:
             events.append(Read(root, region, eqn, scope))
         return root
 
-    def store(self, eqn, scope, events, var, transforms=None, region=None,
-              masks=()) -> Root | None:
+    def store(self, eqn, scope, events, var, transforms=None, region=None, masks=()) -> Root | None:
         """Note that an equation stores to a ref."""
         root = self.root(eqn, scope, var)
         if root is None:
@@ -434,6 +484,7 @@ class Walk:
 
 # What to do with a primitive: an action, found once for each primitive object.
 
+
 def _PURE(walk, eqn, scope, events):  # noqa: N802 - a mark; never called
     raise AssertionError
 
@@ -451,6 +502,7 @@ def _kind(dtype: Any) -> tuple[bool, bool]:
 
 def _action_of(names: AuditNames, primitive: Any):
     from shardrules.pallas import actions
+
     name = names.primitive(primitive)
     if name in PURE:
         action = _PURE
@@ -462,5 +514,6 @@ def _action_of(names: AuditNames, primitive: Any):
 
         def action(walk, eqn, scope, events):
             walk.block(eqn, reason, communicates, actions.axes_of(eqn))
+
     _ACTIONS[primitive] = action
     return action

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardrules.pallas.events import (
-    Branch, Fresh, Loop, Read, Root, Store, Wait, Walk)
+from shardrules.pallas.events import Branch, Fresh, Loop, Read, Root, Store, Wait, Walk
 from shardrules.pallas.kept import keeps_what_was_there
-from shardrules.pallas.regions import (
-    ANY, SOME, WHOLE, Undecided, is_box, left_out, whole_box)
+from shardrules.pallas.regions import ANY, SOME, WHOLE, Undecided, is_box, left_out, whole_box
 from shardrules.pallas.values import Ids, Values
 
 __all__ = ["Budget", "Runner", "State"]
@@ -77,8 +75,11 @@ class State:
     def holds(self, root: Root, region: Any) -> bool:
         """Whether just this region, or all of the buffer, is known to have been stored to."""
         have = self.have.get(root, _NONE)
-        return WHOLE in have or region is not SOME and (
-            region in have or region in self.views.get(root, _NONE))
+        return (
+            WHOLE in have
+            or region is not SOME
+            and (region in have or region in self.views.get(root, _NONE))
+        )
 
     def fills(self, root: Root, box: tuple | None = None) -> bool:
         """Whether a box of a buffer, or all of it, has been stored to on every path."""
@@ -325,8 +326,9 @@ class Runner:
         if runs:
             return after.settled()
         by_floats = self._by_floats(*event.runs)
-        return self._counted(State(state.have, after.may, state.views),
-                             state.may if by_floats else None)
+        return self._counted(
+            State(state.have, after.may, state.views), state.may if by_floats else None
+        )
 
     def _first(self, event: Loop) -> dict:
         return {var: self.values.of(*event.body.first[var]) for var in event.carry}
@@ -347,7 +349,8 @@ class Runner:
             else:
                 test, result = event.runs
                 more = outer.with_given(test, dict(zip(event.tested, carry.values()))).of(
-                    test, result)
+                    test, result
+                )
             if not more or alike == 2:
                 return (None if more is None else False), carry, state
             self.values = outer.with_given(body, carry)
@@ -356,8 +359,7 @@ class Runner:
             state = self.run(event.events, state).settled()
             # Rounds that don't look at the loop's carry do the same: two of them stand for all.
             alike = 0 if body in outer.looked else alike + 1
-            carry = {var: self.values.of(body, atom)
-                     for var, atom in zip(event.carry, event.after)}
+            carry = {var: self.values.of(body, atom) for var, atom in zip(event.carry, event.after)}
             if looked:
                 outer.looked.add(body)
             self.values = outer

@@ -46,7 +46,7 @@ class Window:
         self.shape = tuple(_array(block).shape)
         self._mode = type(getattr(block, "indexing_mode", None)).__name__  # to JAX 0.6
         self._parts = tuple(block.block_shape)
-        axes = {var: i for i, var in enumerate(scope.jaxpr.invars[:len(grid)])}
+        axes = {var: i for i, var in enumerate(scope.jaxpr.invars[: len(grid)])}
         # For each dimension, the axes of the grid that its index follows from.
         self.axes = [_axes_behind(walk, scope, out, axes) for out in scope.jaxpr.outvars]
         self._tables: dict[int, dict] = {}
@@ -66,15 +66,19 @@ class Window:
         if self._parts_read is not None:
             return self._parts_read
         if self._mode not in ("NoneType", "Blocked") or not (
-                len(self._parts) == len(self.shape) == len(self.axes)):
+            len(self._parts) == len(self.shape) == len(self.axes)
+        ):
             raise Undecided
         found = []
         for part in self._parts:
             kind, size = type(part).__name__, getattr(part, "block_size", part)
             if kind in ("NoneType", "Mapped", "Squeezed"):
                 found.append((1, 1, False))
-            elif type(size) is not int or kind not in ("int", "Blocked", "Element") or any(
-                    getattr(part, "padding", ())):
+            elif (
+                type(size) is not int
+                or kind not in ("int", "Blocked", "Element")
+                or any(getattr(part, "padding", ()))
+            ):
                 raise Undecided
             else:
                 found.append((size, 1 if kind == "Element" else size, True))
@@ -93,9 +97,9 @@ class Window:
         if d not in self._tables:
             axes, invars, table = self.axes[d], self.scope.jaxpr.invars, {}
             for ids in every(self.grid[a] for a in axes):
-                index: Any = Values(self.walk, Ids({}, ()), {
-                    self.scope: {invars[a]: i for a, i in zip(axes, ids)}}).of(
-                        self.scope, self.scope.jaxpr.outvars[d])
+                index: Any = Values(
+                    self.walk, Ids({}, ()), {self.scope: {invars[a]: i for a, i in zip(axes, ids)}}
+                ).of(self.scope, self.scope.jaxpr.outvars[d])
                 if index is None or index < 0:
                     raise Undecided
                 table[ids] = index * step
@@ -120,12 +124,15 @@ class Window:
                 end = self._end_of_row(d, size, step)
                 if end is not None and type(full) is int and full <= end:
                     continue
-                gap = left_out((((0, end),),) if end is not None else
-                               (((start, size),) for start in self._table(d, step).values()),
-                               ((0, full),))
+                gap = left_out(
+                    (((0, end),),)
+                    if end is not None
+                    else (((start, size),) for start in self._table(d, step).values()),
+                    ((0, full),),
+                )
                 if gap is not None:
                     whole = whole_box(self.shape)
-                    return (*whole[:d], *gap, *whole[d + 1:])
+                    return (*whole[:d], *gap, *whole[d + 1 :])
             return None
         whole = whole_box(self.shape)
         sizes = [size for size, _, _ in dims]
@@ -148,13 +155,16 @@ class Window:
         Raises:
           Undecided: as ``starts``.
         """
-        return tuple([table[tuple([ids[a] for a in axes])]
-                      for table, axes in zip(self.starts(), self.axes)])
+        return tuple(
+            [table[tuple([ids[a] for a in axes])] for table, axes in zip(self.starts(), self.axes)]
+        )
 
     def elements(self, block: tuple[int, ...]) -> Box:
         """Return the elements of the array that a block which starts there holds."""
-        return tuple((start, max(0, min(size, full - start)))
-                     for start, (size, _, _), full in zip(block, self._dims(), self.shape))
+        return tuple(
+            (start, max(0, min(size, full - start)))
+            for start, (size, _, _), full in zip(block, self._dims(), self.shape)
+        )
 
     def inside(self, block: tuple[int, ...], shape: tuple[int, ...]) -> Box:
         """Return the part of a block, a ref of this shape, that isn't beyond the array's edge.
@@ -165,8 +175,9 @@ class Window:
         dims = self._dims()
         if shape != tuple(size for size, _, kept in dims if kept):
             raise Undecided
-        return tuple((0, size) for (_, size), (_, _, kept) in zip(self.elements(block), dims)
-                     if kept)
+        return tuple(
+            (0, size) for (_, size), (_, _, kept) in zip(self.elements(block), dims) if kept
+        )
 
 
 def _array(block: Any) -> Any:
@@ -212,7 +223,7 @@ class Grid:
         for i, block in enumerate(mapping.block_mappings):
             closed = block.index_map_jaxpr
             scope = Scope(closed.jaxpr)
-            for var, root in zip(closed.jaxpr.invars[len(mapping.grid):], operands):
+            for var, root in zip(closed.jaxpr.invars[len(mapping.grid) :], operands):
                 if root is not None:
                     scope.refs[var] = root
             if closed.jaxpr.eqns:

@@ -36,8 +36,11 @@ def _only_kept(values, scope, var, event, masks, found) -> bool:
         name = walk.names.primitive(eqn.primitive)
         if name == "state:swap" and masks:
             ref, value, *leaves = eqn.invars
-            same = value is var and scope.refs.get(ref) is event.root and (
-                walk.region(scope, eqn.params["tree"].unflatten(leaves)) == event.region)
+            same = (
+                value is var
+                and scope.refs.get(ref) is event.root
+                and (walk.region(scope, eqn.params["tree"].unflatten(leaves)) == event.region)
+            )
             if not same or event.region is SOME:
                 return False
             found.append((eqn, masks))
@@ -48,8 +51,9 @@ def _only_kept(values, scope, var, event, masks, found) -> bool:
             how = _selects(values, scope, eqn, var)
             if how is _DROPS:
                 continue
-            if not how or not _only_kept(values, scope, eqn.outvars[0], event, (*masks, how),
-                                         found):
+            if not how or not _only_kept(
+                values, scope, eqn.outvars[0], event, (*masks, how), found
+            ):
                 return False
     return True
 

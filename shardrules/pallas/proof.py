@@ -13,18 +13,20 @@ from typing import Any
 from shardrules.pallas.events import Blocker, Root, Walk
 from shardrules.pallas.flow import Budget, Runner, State
 from shardrules.pallas.grid import Grid, every
-from shardrules.pallas.regions import (
-    ANY, WHOLE, Undecided, is_box, left_out, shown, whole_box)
+from shardrules.pallas.regions import ANY, WHOLE, Undecided, is_box, left_out, shown, whole_box
 from shardrules.pallas.values import Ids, Values
 
 __all__ = ["NO_CLASHES", "Proof"]
 
 COVERED = "the grid and the stores cover every element of every output"
 IN_ORDER = "the grid's programs run one after the other, as they do on TPUs"
-FROM_THE_START = ("each core starts in the grid's first iteration (a core that starts elsewhere "
-                  "would find its scratch empty)")
-NO_RACES = ("copies are waited for before their buffers are used again, and barriers order the "
-            "threads")
+FROM_THE_START = (
+    "each core starts in the grid's first iteration (a core that starts elsewhere "
+    "would find its scratch empty)"
+)
+NO_RACES = (
+    "copies are waited for before their buffers are used again, and barriers order the threads"
+)
 NO_CLASHES = "programs that run at the same time don't store to the same elements"
 EDGES = "what lies beyond the edge of an array in its last block reaches no output"
 MASKED = "elements that a mask leaves out of a load without other= reach no output"
@@ -48,8 +50,16 @@ class Proof:
       parallel: axes of the grid that may be split over cores; None where it isn't known.
     """
 
-    def __init__(self, walk: Walk, events: list, grid: Grid, outputs: list, aliases: dict,
-                 platform: str | None, parallel: frozenset | None):
+    def __init__(
+        self,
+        walk: Walk,
+        events: list,
+        grid: Grid,
+        outputs: list,
+        aliases: dict,
+        platform: str | None,
+        parallel: frozenset | None,
+    ):
         self.walk = walk
         self.events = events
         self.grid = grid
@@ -57,8 +67,11 @@ class Proof:
         self.aliases = aliases
         self.platform = platform
         self.parallel = parallel
-        self.watched = [r for r in (*walk.roots, walk.random) if not r.ready and not r.sync
-                        and (r.reads or r.atomics or r.output is not None)]
+        self.watched = [
+            r
+            for r in (*walk.roots, walk.random)
+            if not r.ready and not r.sync and (r.reads or r.atomics or r.output is not None)
+        ]
         self.assumed: list[str] = []
         self._budget = Budget(_MOST_STEPS)
         self._ends: dict[tuple, State] = {}
@@ -81,16 +94,22 @@ class Proof:
                 self.assumed.append(IN_ORDER)
             for axes, group in (self._groups() or {(): []}).items():
                 filled.update(self._pass(group, axes))
-        decided = [self._output(root, filled.get(root))
-                   for root in self.outputs if root is not None and not root.sync]
+        decided = [
+            self._output(root, filled.get(root))
+            for root in self.outputs
+            if root is not None and not root.sync
+        ]
         if not all(decided):
             self.assumed.insert(0, COVERED)
         if walk.asynchronous or walk.threads:
             self.assumed.append(NO_RACES)
         if walk.threads or self.platform in _GPU or (self.platform != "tpu" and self.grid.sizes):
             self.assumed.append(NO_CLASHES)
-        for needed, text in ((self.grid.overhangs, EDGES), (walk.masked_loads, MASKED),
-                             (walk.accumulates, FIRST_PRODUCT)):
+        for needed, text in (
+            (self.grid.overhangs, EDGES),
+            (walk.masked_loads, MASKED),
+            (walk.accumulates, FIRST_PRODUCT),
+        ):
             if needed:
                 self.assumed.append(text)
         return self.assumed
@@ -124,7 +143,8 @@ class Proof:
         runners, ends = self._iterations(group, axes)
         reports, asked = runners, runners[0].values.ids.asked
         if any(runner.in_part for runner in runners) and not any(
-                runner.unstored or runner.gaps for runner in runners):
+            runner.unstored or runner.gaps for runner in runners
+        ):
             reports, more = self._exactly(group, axes, runners)
             asked = asked | more
         for runner in reports:
@@ -133,17 +153,25 @@ class Proof:
             for root, (event, gap) in runner.gaps.items():
                 self._gap(root, event.eqn, gap, runner.values.ids)
             for root, event in runner.in_part.items():
-                self._assume(f"the stores to {root.label} cover what is read of it at "
-                             f"{self.walk.place(event.eqn)}")
+                self._assume(
+                    f"the stores to {root.label} cover what is read of it at "
+                    f"{self.walk.place(event.eqn)}"
+                )
         for runner in runners:
             for barrier, event in runner.endless.items():
-                self._block(event.eqn, "no copy that this kernel starts ends at the semaphore "
-                                       f"that it waits on ({barrier.label})")
+                self._block(
+                    event.eqn,
+                    "no copy that this kernel starts ends at the semaphore "
+                    f"that it waits on ({barrier.label})",
+                )
         scratch = any(root.output is None for root in group)
         if scratch and self.parallel is None and (asked - set(self.grid.axes[-1:])) and axes:
             self._assume(FROM_THE_START)
-        return {root: any(end.fills(root) for end in ends)
-                for root in group if any(root in end.have for end in ends)}
+        return {
+            root: any(end.fills(root) for end in ends)
+            for root in group
+            if any(root in end.have for end in ends)
+        }
 
     def _iterations(self, group: list, axes: tuple[int, ...], budget: Budget | None = None):
         """Run a first and a later iteration; return the runners and the states at their ends."""
@@ -198,8 +226,9 @@ class Proof:
         for ids in every(sizes[a] for a in outer):
             state = State()
             for more in every(sizes[a] for a in inner):
-                runner.values = Values(self.walk, Ids(
-                    {**dict(zip(outer, ids)), **dict(zip(inner, more))}, sizes))
+                runner.values = Values(
+                    self.walk, Ids({**dict(zip(outer, ids)), **dict(zip(inner, more))}, sizes)
+                )
                 state = runner.run(self.events, state).settled()
                 if runner.unstored or runner.gaps:
                     return runner
@@ -223,14 +252,19 @@ class Proof:
         else:
             reason = f"{root.label} is read before anything is stored there on every path"
             if root.stores:
-                reason += (f" (the nearest store, at "
-                           f"{self.walk.place(root.stores[0].eqn)}, may not have run)")
+                reason += (
+                    f" (the nearest store, at "
+                    f"{self.walk.place(root.stores[0].eqn)}, may not have run)"
+                )
         self._block(eqn, reason)
 
     def _gap(self, root: Root, eqn: Any, gap: tuple, ids: Ids) -> None:
-        self._block(eqn, f"{root.label} is read before anything is stored to its elements "
-                         f"{shown(gap)}{_in(ids)} (the stores before it, such as the one at "
-                         f"{self.walk.place(root.stores[0].eqn)}, leave them out)")
+        self._block(
+            eqn,
+            f"{root.label} is read before anything is stored to its elements "
+            f"{shown(gap)}{_in(ids)} (the stores before it, such as the one at "
+            f"{self.walk.place(root.stores[0].eqn)}, leave them out)",
+        )
 
     # --- outputs -----------------------------------------------------------------------------
 
@@ -256,9 +290,12 @@ class Proof:
         except Undecided:
             return False
         if gap is not None:
-            self._block_root(root, f"no program of the grid {self.grid.all_sizes} is given its "
-                                   f"elements {shown(gap)}: its index map, at {window.place}, "
-                                   "leaves them out")
+            self._block_root(
+                root,
+                f"no program of the grid {self.grid.all_sizes} is given its "
+                f"elements {shown(gap)}: its index map, at {window.place}, "
+                "leaves them out",
+            )
         return True
 
     def _stored(self, root: Root, filled: bool | None) -> bool:
@@ -267,26 +304,44 @@ class Proof:
             return True
         boxes = root.boxes
         if boxes is not None and not _fill(boxes, root):
-            self._block_root(root, f"{len(boxes)} stores reach it, and they leave elements out"
-                             if boxes else "no store reaches it")
+            self._block_root(
+                root,
+                f"{len(boxes)} stores reach it, and they leave elements out"
+                if boxes
+                else "no store reaches it",
+            )
             return True
         values = Values(self.walk, self.grid.ids(()))
-        stores = [s for s in root.stores if all(
-            values.of(scope, atom) in (None, branch) for scope, atom, branch in s.conditions)]
+        stores = [
+            s
+            for s in root.stores
+            if all(values.of(scope, atom) in (None, branch) for scope, atom, branch in s.conditions)
+        ]
         if not stores:
             self._block_root(root, _NEVER)
             return True
-        fixed = [store for store in stores if not any(
-            values.from_floats(scope, atom)
-            for scope, atom, *_ in (*store.conditions, *store.masks))]
+        fixed = [
+            store
+            for store in stores
+            if not any(
+                values.from_floats(scope, atom)
+                for scope, atom, *_ in (*store.conditions, *store.masks)
+            )
+        ]
         if not fixed:
-            self._block(stores[0].eqn, f"{root.label} is stored only under a condition that "
-                                       "depends on floating-point data")
+            self._block(
+                stores[0].eqn,
+                f"{root.label} is stored only under a condition that "
+                "depends on floating-point data",
+            )
             return True
         if all(is_box(store.region) for store in fixed) and not _fill(
-                [store.region for store in fixed], root):
-            self._block_root(root, "the stores that do not depend on floating-point data leave "
-                                   "elements of it out")
+            [store.region for store in fixed], root
+        ):
+            self._block_root(
+                root,
+                "the stores that do not depend on floating-point data leave elements of it out",
+            )
             return True
         try:
             if self._in_each_block(root):
@@ -294,8 +349,10 @@ class Proof:
         except Undecided:
             pass
         if filled is None:
-            self._assume(f"the condition of the store to {root.label} at "
-                         f"{self.walk.place(fixed[0].eqn)} holds once for each of its blocks")
+            self._assume(
+                f"the condition of the store to {root.label} at "
+                f"{self.walk.place(fixed[0].eqn)} holds once for each of its blocks"
+            )
         return False
 
     def _in_each_block(self, root: Root) -> bool:
@@ -332,12 +389,17 @@ class Proof:
             return True
         block, ids, gap, inside = gaps[0]
         where = "it" if block is None else f"its block {shown(window.elements(block))}"
-        reason = ("the conditions of all of them are false" if gap == inside
-                  else f"they leave the elements {shown(gap)} of it out")
-        self._block_root(root, f"no store reaches all of {where}: {reason}"
-                               f"{_in(Ids(dict(zip(self._asked(), ids)), self.grid.sizes))}"
-                               + (", the last that is given it" if len(visits[block][0]) > 1
-                                  else ""))
+        reason = (
+            "the conditions of all of them are false"
+            if gap == inside
+            else f"they leave the elements {shown(gap)} of it out"
+        )
+        self._block_root(
+            root,
+            f"no store reaches all of {where}: {reason}"
+            f"{_in(Ids(dict(zip(self._asked(), ids)), self.grid.sizes))}"
+            + (", the last that is given it" if len(visits[block][0]) > 1 else ""),
+        )
         return True
 
     def _visits(self, root: Root) -> tuple[dict, Any]:
@@ -403,16 +465,21 @@ class Proof:
             kinds = {name for _, name, _ in root.atomics}
             for eqn, name, used in root.atomics:
                 if root.is_float and name != "xchg":
-                    self._block(eqn, "atomic operations on floating-point numbers come in no "
-                                     "fixed order")
+                    self._block(
+                        eqn, "atomic operations on floating-point numbers come in no fixed order"
+                    )
                 elif name not in _FIXED_ORDER:
                     self._block(eqn, "what it finds depends on which program comes first")
                 elif used:
-                    self._block(eqn, "the old value that it gives back depends on which program "
-                                     "comes first")
+                    self._block(
+                        eqn, "the old value that it gives back depends on which program comes first"
+                    )
                 elif len(kinds) > 1 or len(root.stores) > len(root.atomics) or root.reads:
-                    self._block(eqn, f"{root.label} is also read or stored to in other ways, and "
-                                     "the order of the two is not fixed")
+                    self._block(
+                        eqn,
+                        f"{root.label} is also read or stored to in other ways, and "
+                        "the order of the two is not fixed",
+                    )
 
     def _assume(self, text: str) -> None:
         if text not in self.assumed:

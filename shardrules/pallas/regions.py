@@ -54,14 +54,17 @@ def left_out(boxes: Iterable[Box], within: Box) -> Box | None:
     for box in boxes:
         if len(box) != len(within):
             raise Undecided
-        part = tuple((max(start, a), min(start + size, b))
-                     for (start, size), a, b in zip(box, low, high))
+        part = tuple(
+            (max(start, a), min(start + size, b)) for (start, size), a, b in zip(box, low, high)
+        )
         if all(a < b for a, b in part):
             cut.add(part)
     if tuple(zip(low, high)) in cut:
         return None
-    edges = [sorted({a, b, *(e for part in cut for e in part[d])})
-             for d, (a, b) in enumerate(zip(low, high))]
+    edges = [
+        sorted({a, b, *(e for part in cut for e in part[d])})
+        for d, (a, b) in enumerate(zip(low, high))
+    ]
     # Cells between neighbouring edges are covered as one.
     counts = [len(e) - 1 for e in edges]
     if math.prod(counts) > _MOST_CELLS:

@@ -168,7 +168,8 @@ _CALLS = ("jit", "pjit", "closed_call", "call", "custom_jvp_call")
 def is_integer(atom: Any) -> bool:
     """Whether an atom is an integer or boolean scalar."""
     return getattr(getattr(atom.aval, "dtype", None), "kind", "") in "iub" and (
-        getattr(atom.aval, "shape", None) == ())
+        getattr(atom.aval, "shape", None) == ()
+    )
 
 
 def _fits(value: int, dtype: Any) -> bool:
@@ -229,18 +230,34 @@ def _convert(var, a, *rest):
 
 
 _OPERATIONS = {
-    "add": _both(lambda a, b: a + b), "sub": _both(lambda a, b: a - b), "mul": _mul,
-    "div": _div, "rem": _rem, "max": _both(max), "min": _both(min),
-    "eq": _both(lambda a, b: a == b), "ne": _both(lambda a, b: a != b),
-    "lt": _both(lambda a, b: a < b), "le": _both(lambda a, b: a <= b),
-    "gt": _both(lambda a, b: a > b), "ge": _both(lambda a, b: a >= b),
-    "and": _and, "or": _or, "not": _not, "neg": _one(lambda a: -a),
-    "sign": _one(lambda a: (a > 0) - (a < 0)), "abs": _one(abs),
-    "select_n": _select, "convert_element_type": _convert,
+    "add": _both(lambda a, b: a + b),
+    "sub": _both(lambda a, b: a - b),
+    "mul": _mul,
+    "div": _div,
+    "rem": _rem,
+    "max": _both(max),
+    "min": _both(min),
+    "eq": _both(lambda a, b: a == b),
+    "ne": _both(lambda a, b: a != b),
+    "lt": _both(lambda a, b: a < b),
+    "le": _both(lambda a, b: a <= b),
+    "gt": _both(lambda a, b: a > b),
+    "ge": _both(lambda a, b: a >= b),
+    "and": _and,
+    "or": _or,
+    "not": _not,
+    "neg": _one(lambda a: -a),
+    "sign": _one(lambda a: (a > 0) - (a < 0)),
+    "abs": _one(abs),
+    "select_n": _select,
+    "convert_element_type": _convert,
     "shift_left": _both(lambda a, b: a << b if 0 <= b < 64 else -1 << 64),
     "shift_right_arithmetic": _both(lambda a, b: a >> b if b >= 0 else -1 << 64),
-    "clamp": lambda var, low, x, high: (
-        None if None in (low, x, high) else min(max(x, low), high)),
-    "squeeze": _one(int), "reshape": _one(int), "broadcast_in_dim": _one(int),
-    "stop_gradient": _one(int), "copy": _one(int), "multiple_of": _one(int),
+    "clamp": lambda var, low, x, high: None if None in (low, x, high) else min(max(x, low), high),
+    "squeeze": _one(int),
+    "reshape": _one(int),
+    "broadcast_in_dim": _one(int),
+    "stop_gradient": _one(int),
+    "copy": _one(int),
+    "multiple_of": _one(int),
 }

@@ -12,5 +12,16 @@ from shardrules.registry.table import (
     rules,
 )
 
-__all__ = ["AxisType", "Effect", "Overlay", "Registration", "Registry", "Rule", "RuleContext",
-           "default", "normalise", "register", "rules"]
+__all__ = [
+    "AxisType",
+    "Effect",
+    "Overlay",
+    "Registration",
+    "Registry",
+    "Rule",
+    "RuleContext",
+    "default",
+    "normalise",
+    "register",
+    "rules",
+]

@@ -12,8 +12,15 @@ from typing import Any
 
 from shardrules.errors import RuleError
 
-__all__ = ["AxisType", "Effect", "Resolution", "RuleContext", "format_effects",
-           "parse_effects", "show_axes"]
+__all__ = [
+    "AxisType",
+    "Effect",
+    "Resolution",
+    "RuleContext",
+    "format_effects",
+    "parse_effects",
+    "show_axes",
+]
 
 
 def show_axes(axes: Iterable[str]) -> str:
@@ -44,10 +51,16 @@ class AxisType:
     unreduced: frozenset[str]
     reduced: frozenset[str]
 
-    def __new__(cls, varying: Iterable[str] = frozenset(), unreduced: Iterable[str] = frozenset(),
-                reduced: Iterable[str] = frozenset()):
-        key = tuple(frozenset([axes] if isinstance(axes, str) else axes)
-                    for axes in (varying, unreduced, reduced))
+    def __new__(
+        cls,
+        varying: Iterable[str] = frozenset(),
+        unreduced: Iterable[str] = frozenset(),
+        reduced: Iterable[str] = frozenset(),
+    ):
+        key = tuple(
+            frozenset([axes] if isinstance(axes, str) else axes)
+            for axes in (varying, unreduced, reduced)
+        )
         known = cls._known.get(key)
         if known is not None:
             return known
@@ -57,7 +70,9 @@ class AxisType:
             raise RuleError(
                 f"an axis type can name each mesh axis once, but {show_axes(twice)} stands in "
                 f"more than one of varying={show_axes(varying)}, "
-                f"unreduced={show_axes(unreduced)}, reduced={show_axes(reduced)}", axes=twice)
+                f"unreduced={show_axes(unreduced)}, reduced={show_axes(reduced)}",
+                axes=twice,
+            )
         new = object.__new__(cls)
         for field, axes in zip(cls.__slots__, key):
             object.__setattr__(new, field, axes)
@@ -73,13 +88,16 @@ class AxisType:
         return AxisType, (self.varying, self.unreduced, self.reduced)
 
     def __repr__(self) -> str:
-        return (f"AxisType(varying={self.varying!r}, unreduced={self.unreduced!r}, "
-                f"reduced={self.reduced!r})")
+        return (
+            f"AxisType(varying={self.varying!r}, unreduced={self.unreduced!r}, "
+            f"reduced={self.reduced!r})"
+        )
 
     def vary(self, *axes: str) -> AxisType:
         """Return this type, varying over ``axes`` too."""
-        return AxisType(self.varying | set(axes), self.unreduced - set(axes),
-                        self.reduced - set(axes))
+        return AxisType(
+            self.varying | set(axes), self.unreduced - set(axes), self.reduced - set(axes)
+        )
 
     def drop(self, *axes: str) -> AxisType:
         """Return this type, invariant over ``axes``."""
@@ -117,12 +135,17 @@ class Effect:
 
     def __post_init__(self):
         if self.kind not in self.KINDS:
-            raise RuleError(f"{self.kind!r} is no kind of effect; the kinds are "
-                            f"{', '.join(self.KINDS)}", kind=self.kind)
+            raise RuleError(
+                f"{self.kind!r} is no kind of effect; the kinds are {', '.join(self.KINDS)}",
+                kind=self.kind,
+            )
 
     def __str__(self) -> str:
-        return self.kind if self.kind in ("local", "unknown") else (
-            f"{self.kind}({','.join(self.axes)})")
+        return (
+            self.kind
+            if self.kind in ("local", "unknown")
+            else (f"{self.kind}({','.join(self.axes)})")
+        )
 
 
 def format_effects(effects: Iterable[Effect]) -> str:
@@ -145,10 +168,16 @@ def parse_effects(text: str) -> tuple[Effect, ...]:
     for part in text.split(";"):
         match = _EFFECT.fullmatch(part)
         if match is None:
-            raise RuleError(f"{part!r} in the tag {text!r} is no effect; one looks like 'local', "
-                            "'join(model)' or 'typed(data,model)'", text=text)
-        effects.append(Effect(match[1]) if match[1] else
-                       Effect(match[2], tuple(a for a in match[3].split(",") if a)))
+            raise RuleError(
+                f"{part!r} in the tag {text!r} is no effect; one looks like 'local', "
+                "'join(model)' or 'typed(data,model)'",
+                text=text,
+            )
+        effects.append(
+            Effect(match[1])
+            if match[1]
+            else Effect(match[2], tuple(a for a in match[3].split(",") if a))
+        )
     return tuple(effects)
 
 

@@ -102,11 +102,15 @@ def declare(target: Callable, rule: Any) -> Callable:
         raise RegistrationError(
             f"{rule!r} declares functions, and {target!r} is not callable; write it above a "
             f"kernel's def, or register a name: shardrules.register('name', {rule!r})",
-            target=target, rule=rule)
+            target=target,
+            rule=rule,
+        )
     known = binding_of(target)
     if known is not None and known.rule is not rule:
         raise RegistrationError(
             f"{target!r} is declared twice, with rules that differ:\n"
             f"  {known.rule!r} at {known.where}\n  {rule!r} at {where}\nkeep one of them",
-            target=target, places=(known.where, where))
+            target=target,
+            places=(known.where, where),
+        )
     return target if known is not None else Declared(target, Binding(rule, where))

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from shardrules.errors import RuleError
 from shardrules.registry.axistypes import (
     AxisType,
     Effect,
@@ -23,7 +24,6 @@ from shardrules.registry.axistypes import (
 )
 from shardrules.registry.axistypes import show_axes as _axes
 from shardrules.registry.binding import declare
-from shardrules.errors import RuleError
 
 __all__ = [
     "AxisType",
@@ -66,11 +66,17 @@ class Rule:
 
     _KEPT = 256  # answers that are kept: a program has the same few kinds of calls again and again
 
-    def __init__(self, name: str,
-                 types: Callable[[RuleContext], tuple[Sequence[AxisType], Sequence[AxisType]]],
-                 effects: Callable[[int], tuple[Effect, ...]] | None, *,
-                 named_axes: tuple[str, ...] = (), drops: bool = False, linear: bool = False,
-                 identity: Any = None):
+    def __init__(
+        self,
+        name: str,
+        types: Callable[[RuleContext], tuple[Sequence[AxisType], Sequence[AxisType]]],
+        effects: Callable[[int], tuple[Effect, ...]] | None,
+        *,
+        named_axes: tuple[str, ...] = (),
+        drops: bool = False,
+        linear: bool = False,
+        identity: Any = None,
+    ):
         self.name = name
         self.named_axes = named_axes
         self.drops = drops
@@ -85,7 +91,9 @@ class Rule:
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Rule) and (self.name, self._identity) == (
-            other.name, other._identity)
+            other.name,
+            other._identity,
+        )
 
     def __hash__(self) -> int:
         return hash((self.name, self._identity))
@@ -134,8 +142,9 @@ class Rule:
             self._resolved[context.inputs, context.output_count, context.mesh_axes] = found
         return found
 
-    def kept(self, inputs: tuple[AxisType, ...], output_count: int,
-             mesh_axes: tuple[str, ...]) -> Resolution | None:
+    def kept(
+        self, inputs: tuple[AxisType, ...], output_count: int, mesh_axes: tuple[str, ...]
+    ) -> Resolution | None:
         """Return the answer to such a call, if it was given before and can't change."""
         return self._resolved.get((inputs, output_count, mesh_axes))
 
@@ -149,17 +158,23 @@ class Rule:
                 raise RuleError(
                     f"the rule {self.name} of kernel {context.name!r} casts input {i} from "
                     f"'{have}' to '{want}', but a cast can only add axes: only a collective makes "
-                    "a value invariant", kernel=context.name, rule=self, inputs=context.inputs)
+                    "a value invariant",
+                    kernel=context.name,
+                    rule=self,
+                    inputs=context.inputs,
+                )
         if unreduced:
             # f(x1 + x2 + ...) = f(x1) + f(x2) + ...: the outputs are partial sums too.
             inputs = tuple(t.drop(*unreduced) for t in inputs)
-            outputs = tuple(AxisType(t.varying - unreduced, t.unreduced | unreduced, t.reduced)
-                            for t in outputs)
+            outputs = tuple(
+                AxisType(t.varying - unreduced, t.unreduced | unreduced, t.reduced) for t in outputs
+            )
         effects = self.effects(context.output_count)
         if effects is None:
             effects = tuple(
                 Effect("typed", tuple(a for a in context.mesh_axes if a in out.axes))
-                for out in outputs)
+                for out in outputs
+            )
         return Resolution(inputs, outputs, effects)
 
     def _check_inputs(self, context: RuleContext) -> frozenset[str]:
@@ -170,14 +185,20 @@ class Rule:
                 f"the rule {self.name} of kernel {context.name!r} names {_axes(unknown)}, but the "
                 f"manual mesh axes here are {_axes(context.mesh_axes)}; write the rule with an "
                 "axis of the mesh that this shard_map runs over",
-                kernel=context.name, rule=self, axes=tuple(unknown))
+                kernel=context.name,
+                rule=self,
+                axes=tuple(unknown),
+            )
         for i, have in enumerate(context.inputs):
             if have.unreduced and not self.linear:
                 raise RuleError(
                     f"input {i} of kernel {context.name!r} is {have}, and the rule {self.name} "
                     "does not say that the kernel is linear; reduce the input first with "
                     f"jax.lax.psum, or declare shardrules.linear({self.name})",
-                    kernel=context.name, rule=self, inputs=context.inputs)
+                    kernel=context.name,
+                    rule=self,
+                    inputs=context.inputs,
+                )
         partial = {have.unreduced for have in context.inputs}
         if len(partial) > 1:
             raise RuleError(
@@ -185,38 +206,56 @@ class Rule:
                 f"({', '.join(_axes(p) for p in sorted(partial, key=sorted))}); the rule "
                 f"{self.name} says that it is linear in all of them together, so all must be "
                 "partial sums over the same axes; reduce the others first with jax.lax.psum",
-                kernel=context.name, rule=self, inputs=context.inputs)
+                kernel=context.name,
+                rule=self,
+                inputs=context.inputs,
+            )
         return partial.pop() if partial else frozenset()
 
-    def _checked(self, context: RuleContext, what: str, types: Any,
-                 count: int) -> tuple[AxisType, ...]:
+    def _checked(
+        self, context: RuleContext, what: str, types: Any, count: int
+    ) -> tuple[AxisType, ...]:
         listed = [types] if isinstance(types, AxisType) else types
         if not isinstance(listed, Iterable) or isinstance(listed, (str, bytes)):
             raise RuleError(
                 f"the rule {self.name} of kernel {context.name!r} answered {types!r}; a rule "
                 f"answers with one shardrules.AxisType for each {what}, here {count}",
-                kernel=context.name, rule=self, answer=types)
+                kernel=context.name,
+                rule=self,
+                answer=types,
+            )
         listed = tuple(listed)
         for i, one in enumerate(listed):
             if not isinstance(one, AxisType):
                 raise RuleError(
                     f"the rule {self.name} of kernel {context.name!r} answered {one!r} for "
                     f"{what} {i}; each must be a shardrules.AxisType, such as ctx.union or "
-                    "ctx.inputs[0]", kernel=context.name, rule=self, answer=types)
+                    "ctx.inputs[0]",
+                    kernel=context.name,
+                    rule=self,
+                    answer=types,
+                )
             strange = one.axes - set(context.mesh_axes)
             if strange:
                 raise RuleError(
                     f"the rule {self.name} of kernel {context.name!r} answered '{one}' for "
                     f"{what} {i}, but {_axes(strange)} is no manual mesh axis here; they are "
-                    f"{_axes(context.mesh_axes)}", kernel=context.name, rule=self,
-                    answer=types, axes=strange)
+                    f"{_axes(context.mesh_axes)}",
+                    kernel=context.name,
+                    rule=self,
+                    answer=types,
+                    axes=strange,
+                )
         if len(listed) != count:
             shown = ", ".join(f"'{one}'" for one in listed) or "nothing"
             raise RuleError(
                 f"the rule {self.name} of kernel {context.name!r} answered for {len(listed)} "
                 f"{what}s ({shown}), but the call has {count}; answer with one "
                 f"shardrules.AxisType for each {what}",
-                kernel=context.name, rule=self, answer=types)
+                kernel=context.name,
+                rule=self,
+                answer=types,
+            )
         return listed
 
 
@@ -247,15 +286,18 @@ def _over(name: str, axes: tuple[str, ...], effect: str, drops: bool) -> Rule:
         out = wide.drop(*axes) if drops else wide
         return [wide] * len(context.inputs), [out] * context.output_count
 
-    return Rule(_written(name, axes), types, _same(Effect(effect, axes)), named_axes=axes,
-                drops=drops)
+    return Rule(
+        _written(name, axes), types, _same(Effect(effect, axes)), named_axes=axes, drops=drops
+    )
 
 
 def _named(name: str, axes: tuple[Any, ...]) -> tuple[str, ...]:
     if not axes or not all(isinstance(a, str) and a for a in axes) or len(set(axes)) != len(axes):
-        raise RuleError(f"{name} takes the names of one or more different mesh axes, not "
-                        f"{', '.join(map(repr, axes)) or 'nothing'}; such as {name}('model')",
-                        axes=axes)
+        raise RuleError(
+            f"{name} takes the names of one or more different mesh axes, not "
+            f"{', '.join(map(repr, axes)) or 'nothing'}; such as {name}('model')",
+            axes=axes,
+        )
     return axes
 
 
@@ -372,7 +414,9 @@ def unreduced(*axes: str) -> Rule:
                 f"the rule {name} of kernel {context.name!r} says that its outputs are partial "
                 f"sums over {_axes(lost)}, but its inputs vary over {_axes(union.varying)}; a sum "
                 "over an axis along which nothing varies would count it several times",
-                kernel=context.name, axes=tuple(lost))
+                kernel=context.name,
+                axes=tuple(lost),
+            )
         out = AxisType(union.varying - set(axes), frozenset(axes))
         return [union] * len(context.inputs), [out] * context.output_count
 
@@ -396,21 +440,27 @@ def outputs(*rules: Any) -> Rule:
             raise RuleError(
                 f"the rule {name} of kernel {context.name!r} is for {len(parts)} outputs, but "
                 f"the call has {context.output_count}; give one rule for each",
-                kernel=context.name)
+                kernel=context.name,
+            )
         one = dataclasses.replace(context, output_count=1)
         answers = [part.types(one)[1] for part in parts]
-        return ([context.union] * len(context.inputs),
-                [part._checked(one, "output", answer, 1)[0]
-                 for part, answer in zip(parts, answers)])
+        return (
+            [context.union] * len(context.inputs),
+            [part._checked(one, "output", answer, 1)[0] for part, answer in zip(parts, answers)],
+        )
 
     def effects(output_count: int):
         return tuple((part.effects(1) or (Effect("unknown"),))[0] for part in parts)
 
     known = all(part.effects(1) is not None for part in parts)
-    return Rule(name, types, effects if known else None,
-                named_axes=tuple(dict.fromkeys(a for p in parts for a in p.named_axes)),
-                drops=any(p.drops for p in parts),
-                identity=tuple(p._identity for p in parts))
+    return Rule(
+        name,
+        types,
+        effects if known else None,
+        named_axes=tuple(dict.fromkeys(a for p in parts for a in p.named_axes)),
+        drops=any(p.drops for p in parts),
+        identity=tuple(p._identity for p in parts),
+    )
 
 
 def linear(rule: Any) -> Rule:
@@ -426,9 +476,15 @@ def linear(rule: Any) -> Rule:
       RuleError: if it is not a rule.
     """
     inner = as_rule(rule)
-    return Rule(_written("linear", (inner,)), inner.types, inner._effects,
-                named_axes=inner.named_axes, drops=inner.drops, linear=True,
-                identity=inner._identity)
+    return Rule(
+        _written("linear", (inner,)),
+        inner.types,
+        inner._effects,
+        named_axes=inner.named_axes,
+        drops=inner.drops,
+        linear=True,
+        identity=inner._identity,
+    )
 
 
 def as_rule(rule: Any) -> Rule:
@@ -445,7 +501,9 @@ def as_rule(rule: Any) -> Rule:
     if not callable(rule) or isinstance(rule, type):
         raise RuleError(
             f"{rule!r} is no rule; a rule is shardrules.no_communication or a function from a "
-            "shardrules.RuleContext to one shardrules.AxisType for each output", answer=rule)
+            "shardrules.RuleContext to one shardrules.AxisType for each output",
+            answer=rule,
+        )
 
     def types(context: RuleContext):
         return [context.union] * len(context.inputs), rule(context)

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shardrules.registry.binding import caller_place
 from shardrules.errors import RegistrationError
+from shardrules.registry.binding import caller_place
 from shardrules.registry.rule import Rule, as_rule, no_communication
 
 __all__ = ["Overlay", "Registration", "Registry", "default", "normalise", "register", "rules"]
@@ -152,14 +152,19 @@ class Registry:
         if not isinstance(name, str) or not name.strip():
             raise RegistrationError(
                 f"a kernel name is a non-empty string, not {name!r}; to bind a rule to a function "
-                "object, write @shardrules.no_communication above its def", name=name)
+                "object, write @shardrules.no_communication above its def",
+                name=name,
+            )
         return Registration(name.strip(), as_rule(rule), where, library=library, target=target)
 
     def _add(self, entry: Registration, replace: bool) -> Registration:
         # A library's rule and the user's for the same name stand side by side: find() prefers
         # the user's.
-        key = (entry.name if entry.is_pattern or ":" in entry.name else normalise(entry.name),
-               entry.library, entry.target)
+        key = (
+            entry.name if entry.is_pattern or ":" in entry.name else normalise(entry.name),
+            entry.library,
+            entry.target,
+        )
         with self._lock:
             known = self._entries.get(key)
             if known is not None and not replace:
@@ -167,7 +172,9 @@ class Registry:
                     f"kernel {entry.name!r} has a rule already:\n"
                     f"  {known.rule!r} at {known.where}\n  {entry.rule!r} at {entry.where}\n"
                     "keep one, or pass replace=True to the later",
-                    name=entry.name, places=(known.where, entry.where))
+                    name=entry.name,
+                    places=(known.where, entry.where),
+                )
             self._entries[key] = entry
             self._changed()
         return entry
@@ -213,7 +220,9 @@ class Registry:
                     raise RegistrationError(
                         f"the rules that {library} ships ({group}: {point.value}) can't be "
                         f"loaded: {type(error).__name__}: {error}; tell its authors, or "
-                        "uninstall it", library=library) from error
+                        "uninstall it",
+                        library=library,
+                    ) from error
 
     @contextlib.contextmanager
     def rules(self, entries: Mapping[str, Any]) -> Iterator[Overlay]:
@@ -252,8 +261,9 @@ class Registry:
 
     # Asking.
 
-    def find(self, name: str, module: str = "", function: str = "",
-             target: Any = None) -> Registration | None:
+    def find(
+        self, name: str, module: str = "", function: str = "", target: Any = None
+    ) -> Registration | None:
         """Return the declaration for a kernel, or None.
 
         The innermost scope that matches wins. Then an exact name wins over a pattern, and the
@@ -281,17 +291,25 @@ class Registry:
     def _find(self, name: str, module: str, function: str, target: Any) -> Registration | None:
         compiled = normalise(name)
         for overlay in reversed(self.overlays):
-            matching = [e for e in overlay.entries
-                        if e.target in (None, target) and e.matches(compiled, module)]
+            matching = [
+                e
+                for e in overlay.entries
+                if e.target in (None, target) and e.matches(compiled, module)
+            ]
             if matching:
                 return self._best(name, matching)
         with self._lock:
-            exact = [e for key, e in self._entries.items()
-                     if key[0] == compiled and e.target in (None, target)]
+            exact = [
+                e
+                for key, e in self._entries.items()
+                if key[0] == compiled and e.target in (None, target)
+            ]
             exact = [e for e in exact if e.target is not None] or exact
-            matching = exact + [e for e in self._entries.values()
-                                if (e.is_pattern or ":" in e.name)
-                                and e.matches(compiled, module)]
+            matching = exact + [
+                e
+                for e in self._entries.values()
+                if (e.is_pattern or ":" in e.name) and e.matches(compiled, module)
+            ]
         if not matching:
             return None
         best = self._best(name, matching)
@@ -304,8 +322,11 @@ class Registry:
         def beats(a: Registration, b: Registration) -> bool:
             exact = (not a.is_pattern, not b.is_pattern)
             own = (not a.library, not b.library)
-            return exact[0] >= exact[1] and own[0] >= own[1] and (exact[0], own[0]) != (
-                exact[1], own[1])
+            return (
+                exact[0] >= exact[1]
+                and own[0] >= own[1]
+                and (exact[0], own[0]) != (exact[1], own[1])
+            )
 
         top = [e for e in matching if not any(beats(other, e) for other in matching)]
         for other in top[1:]:
@@ -314,7 +335,9 @@ class Registry:
                     f"two declarations match kernel {name!r} and disagree:\n  {top[0]}\n"
                     f"  {other}\nregister the exact name, which wins over patterns: "
                     f"shardrules.register({name!r}, rule)",
-                    name=name, places=(top[0].where, other.where))
+                    name=name,
+                    places=(top[0].where, other.where),
+                )
         return top[0]
 
     def _claim(self, entry: Registration, function: str) -> None:
@@ -326,7 +349,10 @@ class Registry:
                 f"the rule {entry.rule!r} for {entry.name!r} (at {entry.where}) makes outputs "
                 f"invariant, and two different functions have that name:\n  {first}\n"
                 f"  {function}\ndeclare the one that is meant, as 'module:name' or by decorating "
-                "its def", name=entry.name, places=(first, function))
+                "its def",
+                name=entry.name,
+                places=(first, function),
+            )
 
     def add_prover(self, prover: Callable[[str, dict[str, Any], int], Any]) -> None:
         """Ask ``prover`` about kernels, from now on.
@@ -362,8 +388,9 @@ class Registry:
         """Return the names that the user gave a rule, sorted; not those that libraries ship."""
         with self._lock:
             scoped = [e for overlay in self.overlays for e in overlay.entries]
-            return tuple(sorted({e.name for e in [*self._entries.values(), *scoped]
-                                 if not e.library}))
+            return tuple(
+                sorted({e.name for e in [*self._entries.values(), *scoped] if not e.library})
+            )
 
     # Following.
 
@@ -392,8 +419,11 @@ for _name, _where in (
     # Two kernels of JAX's own that read no other device, and that the audit can't prove: the one
     # leaves rows of no sequence as they are, the other schedules its blocks by inline assembly
     # (read in JAX 0.10.2).
-    ("jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel:"
-     "ragged_paged_attention_kernel", "the kernel's source"),
+    (
+        "jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel:"
+        "ragged_paged_attention_kernel",
+        "the kernel's source",
+    ),
     ("jax.experimental.pallas.ops.gpu.blackwell_matmul_mgpu:kernel", "the kernel's source"),
 ):
     default.ship(_name, no_communication, "jax", _where)

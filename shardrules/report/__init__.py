@@ -4,8 +4,29 @@ from __future__ import annotations
 
 from shardrules.report.content import Content, as_json, content, markdown
 from shardrules.report.page import page
-from shardrules.report.text import (advice, describe, describe_hint, over, plain, source, summary,
-                                    table)
+from shardrules.report.text import (
+    advice,
+    describe,
+    describe_hint,
+    over,
+    plain,
+    source,
+    summary,
+    table,
+)
 
-__all__ = ["Content", "advice", "as_json", "content", "describe", "describe_hint", "markdown",
-           "over", "page", "plain", "source", "summary", "table"]
+__all__ = [
+    "Content",
+    "advice",
+    "as_json",
+    "content",
+    "describe",
+    "describe_hint",
+    "markdown",
+    "over",
+    "page",
+    "plain",
+    "source",
+    "summary",
+    "table",
+]

@@ -51,20 +51,36 @@ class Content:
             kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
         found = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "no findings"
         loops = f", {total.unknown} in loops of unknown length" if total.unknown else ""
-        return (f"{self.title}: {self.account.device_count} devices ({shown}), {total.sites} "
-                f"collectives run {total.count} times{loops}, {total.wire_bytes} wire bytes per "
-                f"device; {found}")
+        return (
+            f"{self.title}: {self.account.device_count} devices ({shown}), {total.sites} "
+            f"collectives run {total.count} times{loops}, {total.wire_bytes} wire bytes per "
+            f"device; {found}"
+        )
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """List the collectives for tables."""
-        return [{"collective": e.what, "verdict": e.verdict, "runs": e.runs, "bytes": e.bytes,
-                 "wire_bytes": e.wire_bytes, "element_type": e.element_type, "source": e.source}
-                for e in self.account]
+        return [
+            {
+                "collective": e.what,
+                "verdict": e.verdict,
+                "runs": e.runs,
+                "bytes": e.bytes,
+                "wire_bytes": e.wire_bytes,
+                "element_type": e.element_type,
+                "source": e.source,
+            }
+            for e in self.account
+        ]
 
 
-def content(judgement: hlo.Judgement, *, title: str | None = None, strict: bool = False,
-            allow: findings.Allowances | None = None) -> Content:
+def content(
+    judgement: hlo.Judgement,
+    *,
+    title: str | None = None,
+    strict: bool = False,
+    allow: findings.Allowances | None = None,
+) -> Content:
     """Gather what a report says.
 
     Args:
@@ -73,10 +89,16 @@ def content(judgement: hlo.Judgement, *, title: str | None = None, strict: bool 
       strict: verdicts that rest on unaudited rules are findings too.
       allow: findings that may stay.
     """
-    stay, allowed, unused = (allow or findings.Allowances()).split(
-        findings.find(judgement, strict))
-    return Content(title or judgement.module.name, judgement, accounts.of(judgement), tuple(stay),
-                   tuple(allowed), tuple(unused), tuple(findings.hints(judgement)))
+    stay, allowed, unused = (allow or findings.Allowances()).split(findings.find(judgement, strict))
+    return Content(
+        title or judgement.module.name,
+        judgement,
+        accounts.of(judgement),
+        tuple(stay),
+        tuple(allowed),
+        tuple(unused),
+        tuple(findings.hints(judgement)),
+    )
 
 
 def _totals(totals: accounts.Totals) -> dict[str, int]:
@@ -90,35 +112,70 @@ def as_json(what: Content) -> str:
     """
     collectives = []
     for entry, verdict in zip(what.account, what.judgement.verdicts):
-        collectives.append({
-            **{f.name: getattr(entry, f.name) for f in dataclasses.fields(entry)},
-            "group_size": verdict.collective.group_size,
-            "needed_axes": verdict.needed_axes,
-            "range": [verdict.range.start, verdict.range.stop] if verdict.range else None,
-            "rests_on": [{"what": s.what, "source": s.source, "status": s.status,
-                          "detail": s.detail} for s in verdict.rests_on]})
+        collectives.append(
+            {
+                **{f.name: getattr(entry, f.name) for f in dataclasses.fields(entry)},
+                "group_size": verdict.collective.group_size,
+                "needed_axes": verdict.needed_axes,
+                "range": [verdict.range.start, verdict.range.stop] if verdict.range else None,
+                "rests_on": [
+                    {"what": s.what, "source": s.source, "status": s.status, "detail": s.detail}
+                    for s in verdict.rests_on
+                ],
+            }
+        )
     numbers = {id(verdict): n for n, verdict in enumerate(what.judgement.verdicts)}
 
     def number(of: findings.Finding | findings.Hint) -> int:
         return numbers[id(of.verdict)]
 
-    return json.dumps({
-        "schema": SCHEMA, "title": what.title, "module": what.judgement.module.name,
-        "mesh": what.account.mesh, "device_count": what.account.device_count,
-        "convention": accounts.CONVENTION, "clean": what.clean,
-        "total": _totals(what.account.total),
-        "by_axes": {over: _totals(t) for (over,), t in what.account.by("over").items()},
-        "collectives": collectives,
-        "findings": [{"kind": f.kind, "collective": number(f), "advice": f.advice}
-                     for f in what.findings],
-        "allowed": [{"kind": f.kind, "collective": number(f), "reason": reason}
-                    for f, reason in what.allowed],
-        "unused_allowances": list(what.unused),
-        "hints": [{"kind": h.kind, "collective": number(h), "bytes_before": h.bytes_before,
-                   "bytes_after": h.bytes_after, "advice": h.advice} for h in what.hints],
-        "outputs": [{"path": list(o.path), "shape": str(o.shape), "equal": o.equal,
-                     "varying": o.varying, "reason": o.reason} for o in what.judgement.outputs],
-    }, indent=1) + "\n"
+    return (
+        json.dumps(
+            {
+                "schema": SCHEMA,
+                "title": what.title,
+                "module": what.judgement.module.name,
+                "mesh": what.account.mesh,
+                "device_count": what.account.device_count,
+                "convention": accounts.CONVENTION,
+                "clean": what.clean,
+                "total": _totals(what.account.total),
+                "by_axes": {over: _totals(t) for (over,), t in what.account.by("over").items()},
+                "collectives": collectives,
+                "findings": [
+                    {"kind": f.kind, "collective": number(f), "advice": f.advice}
+                    for f in what.findings
+                ],
+                "allowed": [
+                    {"kind": f.kind, "collective": number(f), "reason": reason}
+                    for f, reason in what.allowed
+                ],
+                "unused_allowances": list(what.unused),
+                "hints": [
+                    {
+                        "kind": h.kind,
+                        "collective": number(h),
+                        "bytes_before": h.bytes_before,
+                        "bytes_after": h.bytes_after,
+                        "advice": h.advice,
+                    }
+                    for h in what.hints
+                ],
+                "outputs": [
+                    {
+                        "path": list(o.path),
+                        "shape": str(o.shape),
+                        "equal": o.equal,
+                        "varying": o.varying,
+                        "reason": o.reason,
+                    }
+                    for o in what.judgement.outputs
+                ],
+            },
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 def _cell(value: Any) -> str:
@@ -127,24 +184,35 @@ def _cell(value: Any) -> str:
 
 def markdown(what: Content) -> str:
     """Return a report as GitHub's Markdown."""
-    lines = [f"# {what.title}", "", what.headline[len(what.title) + 2:] + ".", ""]
+    lines = [f"# {what.title}", "", what.headline[len(what.title) + 2 :] + ".", ""]
     if what.account.entries:
-        lines += ["| collective | verdict | runs | bytes | wire bytes | source |",
-                  "|---|---|--:|--:|--:|---|"]
-        lines += ["| " + " | ".join(_cell(r[c]) for c in (
-            "collective", "verdict", "runs", "bytes", "wire_bytes", "source")) + " |"
-            for r in what.rows]
+        lines += [
+            "| collective | verdict | runs | bytes | wire bytes | source |",
+            "|---|---|--:|--:|--:|---|",
+        ]
+        lines += [
+            "| "
+            + " | ".join(
+                _cell(r[c])
+                for c in ("collective", "verdict", "runs", "bytes", "wire_bytes", "source")
+            )
+            + " |"
+            for r in what.rows
+        ]
         lines += ["", f"Of one run; {accounts.CONVENTION}.", ""]
     for title, blocks in (
-            ("Findings", [(f.kind, f.entry, f.verdict.reason, f.advice) for f in what.findings]),
-            ("Allowed", [(f.kind, f.entry, f.verdict.reason, r) for f, r in what.allowed]),
-            ("Could be cheaper", [(h.kind, h.entry, "", h.advice) for h in what.hints])):
+        ("Findings", [(f.kind, f.entry, f.verdict.reason, f.advice) for f in what.findings]),
+        ("Allowed", [(f.kind, f.entry, f.verdict.reason, r) for f, r in what.allowed]),
+        ("Could be cheaper", [(h.kind, h.entry, "", h.advice) for h in what.hints]),
+    ):
         if not blocks:
             continue
         lines += [f"## {title}", ""]
         for kind, entry, reason, todo in blocks:
-            lines.append(f"- **{kind}**: {entry.what}, {entry.bytes} B"
-                         + (f", `{entry.source}`" if entry.source else ""))
+            lines.append(
+                f"- **{kind}**: {entry.what}, {entry.bytes} B"
+                + (f", `{entry.source}`" if entry.source else "")
+            )
             lines += [f"  - because {reason}"] if reason else []
             label = "reason" if title == "Allowed" else "to do"
             lines += [f"  - {label}: {todo}"] if todo else []

@@ -50,23 +50,34 @@ code { font: .87em ui-monospace, monospace; overflow-wrap: anywhere; }
 def page(what: Content) -> str:
     """Return a report as an HTML page with pictures: the mesh, bytes per axis, costly lines."""
     total = what.account.total
-    tiles = [("collectives run" + (" (and more)" if total.unknown else ""), f"{total.count:,}"),
-             ("wire bytes per device", _size(total.wire_bytes)),
-             ("findings", str(len(what.findings))), ("could be cheaper", str(len(what.hints)))]
+    tiles = [
+        ("collectives run" + (" (and more)" if total.unknown else ""), f"{total.count:,}"),
+        ("wire bytes per device", _size(total.wire_bytes)),
+        ("findings", str(len(what.findings))),
+        ("could be cheaper", str(len(what.hints))),
+    ]
     parts = [
-        "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{_text(what.title)}: collectives</title><style>{_STYLE}</style></head><body>",
         f"<h1>{_text(what.title)}</h1>",
-        f'<p class="dim">{_text(what.headline[len(what.title) + 2:])}.</p>',
-        '<div class="tiles">', *(f'<div class="tile"><b>{_text(v)}</b>{_text(k)}</div>'
-                                 for k, v in tiles), "</div>",
-        '<div class="pictures">', _figure("Mesh", _mesh(what)),
-        _figure("Wire bytes per device, by mesh axes", _bars(what, _by_axes(what))), "</div>",
-        "<h2>Costly source lines (wire bytes per device)</h2>", _bars(what, _by_source(what), 420),
-        _findings(what), _table(what),
+        f'<p class="dim">{_text(what.headline[len(what.title) + 2 :])}.</p>',
+        '<div class="tiles">',
+        *(f'<div class="tile"><b>{_text(v)}</b>{_text(k)}</div>' for k, v in tiles),
+        "</div>",
+        '<div class="pictures">',
+        _figure("Mesh", _mesh(what)),
+        _figure("Wire bytes per device, by mesh axes", _bars(what, _by_axes(what))),
+        "</div>",
+        "<h2>Costly source lines (wire bytes per device)</h2>",
+        _bars(what, _by_source(what), 420),
+        _findings(what),
+        _table(what),
         f'<p class="dim">{_text(accounts.CONVENTION)}. Not proven equal is not proven different.'
-        "</p>", "</body></html>"]
+        "</p>",
+        "</body></html>",
+    ]
     return "\n".join(parts) + "\n"
 
 
@@ -89,9 +100,12 @@ def _figure(title: str, svg: str) -> str:
 
 
 def _svg(width: int, height: int, label: str, parts: Iterable[str]) -> str:
-    return (f'<svg role="img" aria-label="{_text(label)}" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}" xmlns="http://www.w3.org/2000/svg">'
-            + "".join(parts) + "</svg>")
+    return (
+        f'<svg role="img" aria-label="{_text(label)}" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" xmlns="http://www.w3.org/2000/svg">'
+        + "".join(parts)
+        + "</svg>"
+    )
 
 
 def _mesh(what: Content) -> str:
@@ -105,26 +119,33 @@ def _mesh(what: Content) -> str:
     shown_columns = min(columns, 32)
     shown_rows = min(rows, max(1, _CELLS // shown_columns))
     side, gap, left, top = 34, 4, 78, 26
-    parts = [f'<text x="{left}" y="14">{_text(", ".join(f"{a} ({mesh[a]})" for a in across))} '
-             "&#8594;</text>"]
+    parts = [
+        f'<text x="{left}" y="14">{_text(", ".join(f"{a} ({mesh[a]})" for a in across))} '
+        "&#8594;</text>"
+    ]
     if len(names) > 1:
-        parts.append(f'<text x="0" y="{top + side / 2 + 4}">{_text(names[0][:9])} '
-                     f"({rows}) &#8595;</text>")
+        parts.append(
+            f'<text x="0" y="{top + side / 2 + 4}">{_text(names[0][:9])} ({rows}) &#8595;</text>'
+        )
     # A little air between the lines along the last axis, where there are more than two.
     air = lambda column: 8 * (column // inner) if len(names) > 2 else 0  # noqa: E731
     for row in range(shown_rows):
         for column in range(shown_columns):
             x, y = left + column * (side + gap) + air(column), top + row * (side + gap)
-            parts.append(f'<rect x="{x}" y="{y}" width="{side}" height="{side}" rx="5" '
-                         'fill="var(--cell)" stroke="var(--line)"/>'
-                         f'<text x="{x + side / 2}" y="{y + side / 2 + 4}" '
-                         f'text-anchor="middle">{row * columns + column}</text>')
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{side}" height="{side}" rx="5" '
+                'fill="var(--cell)" stroke="var(--line)"/>'
+                f'<text x="{x + side / 2}" y="{y + side / 2 + 4}" '
+                f'text-anchor="middle">{row * columns + column}</text>'
+            )
     width = left + shown_columns * (side + gap) + air(shown_columns - 1)
     height = top + shown_rows * (side + gap)
     if shown_rows < rows or shown_columns < columns:
         height += 18
-        parts.append(f'<text class="dim" x="{left}" y="{height - 4}">the first '
-                     f"{shown_rows} x {shown_columns} of {rows} x {columns}</text>")
+        parts.append(
+            f'<text class="dim" x="{left}" y="{height - 4}">the first '
+            f"{shown_rows} x {shown_columns} of {rows} x {columns}</text>"
+        )
     return _svg(max(width, 220), height, "the mesh of devices", parts)
 
 
@@ -157,23 +178,30 @@ def _bars(what: Content, sums: dict[str, dict[str, int]], label_width: int = 150
     parts = []
     for number, (label, line) in enumerate(sums.items()):
         y, x = number * height, float(label_width)
-        shown = label if len(label) <= letters else "..." + label[3 - letters:]
-        parts.append(f'<text x="{label_width - 8}" y="{y + 16}" text-anchor="end">'
-                     f"<title>{_text(label)}</title>{_text(shown)}</text>")
+        shown = label if len(label) <= letters else "..." + label[3 - letters :]
+        parts.append(
+            f'<text x="{label_width - 8}" y="{y + 16}" text-anchor="end">'
+            f"<title>{_text(label)}</title>{_text(shown)}</text>"
+        )
         for verdict in keys:
             if line[verdict]:
                 width = max(1.0, bar * line[verdict] / most)
-                parts.append(f'<rect class="{verdict}" x="{x:.1f}" y="{y + 4}" '
-                             f'width="{width:.1f}" height="16"><title>{verdict}: '
-                             f"{_size(line[verdict])}</title></rect>")
+                parts.append(
+                    f'<rect class="{verdict}" x="{x:.1f}" y="{y + 4}" '
+                    f'width="{width:.1f}" height="16"><title>{verdict}: '
+                    f"{_size(line[verdict])}</title></rect>"
+                )
                 x += width
-        parts.append(f'<text class="dim" x="{x + 6:.1f}" y="{y + 16}">'
-                     f"{_size(sum(line.values()))}</text>")
+        parts.append(
+            f'<text class="dim" x="{x + 6:.1f}" y="{y + 16}">{_size(sum(line.values()))}</text>'
+        )
     y = len(sums) * height + 10
     for number, verdict in enumerate(keys):
         x = label_width + number * 96
-        parts.append(f'<rect class="{verdict}" x="{x}" y="{y}" width="11" height="11"/>'
-                     f'<text class="dim" x="{x + 16}" y="{y + 10}">{verdict}</text>')
+        parts.append(
+            f'<rect class="{verdict}" x="{x}" y="{y}" width="11" height="11"/>'
+            f'<text class="dim" x="{x + 16}" y="{y + 10}">{verdict}</text>'
+        )
     width = label_width + max(bar + room, 96 * len(keys))
     return _svg(width, y + 18, "wire bytes per device", parts)
 
@@ -181,25 +209,44 @@ def _bars(what: Content, sums: dict[str, dict[str, int]], label_width: int = 150
 def _findings(what: Content) -> str:
     parts = []
     for title, blocks in (
-            ("Findings", [(f.kind, f.verdict.verdict, f.entry, f.verdict.reason, "To do", f.advice)
-                          for f in what.findings]),
-            ("Allowed", [(f.kind, f.verdict.verdict, f.entry, f.verdict.reason, "Reason", reason)
-                         for f, reason in what.allowed]),
-            ("Could be cheaper", [(h.kind, "needed", h.entry, "", "To do", h.advice)
-                                  for h in what.hints])):
+        (
+            "Findings",
+            [
+                (f.kind, f.verdict.verdict, f.entry, f.verdict.reason, "To do", f.advice)
+                for f in what.findings
+            ],
+        ),
+        (
+            "Allowed",
+            [
+                (f.kind, f.verdict.verdict, f.entry, f.verdict.reason, "Reason", reason)
+                for f, reason in what.allowed
+            ],
+        ),
+        (
+            "Could be cheaper",
+            [(h.kind, "needed", h.entry, "", "To do", h.advice) for h in what.hints],
+        ),
+    ):
         if not blocks:
             continue
         parts.append(f"<h2>{title}</h2><ul>")
         for kind, verdict, entry, reason, label, todo in blocks:
-            parts.append(f'<li><span class="badge {verdict}">{_text(kind)}</span> '
-                         f"{_text(entry.what)}, {_size(entry.bytes)}"
-                         + (f" at <code>{_text(entry.source)}</code>" if entry.source else "")
-                         + (f'<p class="dim">because {_text(reason)}</p>' if reason else "")
-                         + (f"<p>{label}: {_text(todo)}</p>" if todo else "") + "</li>")
+            parts.append(
+                f'<li><span class="badge {verdict}">{_text(kind)}</span> '
+                f"{_text(entry.what)}, {_size(entry.bytes)}"
+                + (f" at <code>{_text(entry.source)}</code>" if entry.source else "")
+                + (f'<p class="dim">because {_text(reason)}</p>' if reason else "")
+                + (f"<p>{label}: {_text(todo)}</p>" if todo else "")
+                + "</li>"
+            )
         parts.append("</ul>")
     if what.unused:
-        parts.append("<h2>Allowances that match nothing</h2><ul>"
-                     + "".join(f"<li><code>{_text(w)}</code></li>" for w in what.unused) + "</ul>")
+        parts.append(
+            "<h2>Allowances that match nothing</h2><ul>"
+            + "".join(f"<li><code>{_text(w)}</code></li>" for w in what.unused)
+            + "</ul>"
+        )
     return "\n".join(parts)
 
 
@@ -209,12 +256,15 @@ def _table(what: Content) -> str:
     rows = []
     for entry in what.account:
         runs = "?" if entry.runs is None else f"{entry.runs:,}"
-        rows.append(f"<tr><td>{_text(entry.what)}</td><td><span class=\"badge {entry.verdict}\">"
-                    f"{entry.verdict}</span></td><td>{_text(entry.element_type)}</td>"
-                    f'<td class="n">{runs}</td><td class="n">{entry.bytes:,}</td>'
-                    f'<td class="n">{entry.wire_bytes:,}</td><td><code>{_text(entry.source)}</code>'
-                    "</td></tr>")
-    return ('<h2>Collectives</h2><div class="wide"><table><tr><th>collective</th><th>verdict</th>'
-            '<th>type</th><th class="n">runs</th><th class="n">bytes</th>'
-            '<th class="n">wire bytes</th><th>source</th></tr>' + "\n".join(rows)
-            + "</table></div>")
+        rows.append(
+            f'<tr><td>{_text(entry.what)}</td><td><span class="badge {entry.verdict}">'
+            f"{entry.verdict}</span></td><td>{_text(entry.element_type)}</td>"
+            f'<td class="n">{runs}</td><td class="n">{entry.bytes:,}</td>'
+            f'<td class="n">{entry.wire_bytes:,}</td><td><code>{_text(entry.source)}</code>'
+            "</td></tr>"
+        )
+    return (
+        '<h2>Collectives</h2><div class="wide"><table><tr><th>collective</th><th>verdict</th>'
+        '<th>type</th><th class="n">runs</th><th class="n">bytes</th>'
+        '<th class="n">wire bytes</th><th>source</th></tr>' + "\n".join(rows) + "</table></div>"
+    )

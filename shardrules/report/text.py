@@ -35,15 +35,19 @@ def describe(verdict: Verdict) -> str:
     part = ""
     if verdict.range is not None:
         part = f", elements {verdict.range.start}:{verdict.range.stop} of its operand"
-    lines = [f"{verdict.verdict}: {collective.kind} over {over(verdict)}, {verdict.bytes} B"
-             f"{part}, {collective.phase} phase ({collective.name})"]
+    lines = [
+        f"{verdict.verdict}: {collective.kind} over {over(verdict)}, {verdict.bytes} B"
+        f"{part}, {collective.phase} phase ({collective.name})"
+    ]
     where = source(verdict)
     if where:
         lines.append(f"at {where}")
     lines.append(f"because {verdict.reason}")
     if verdict.rests_on:
-        lines.append("resting on: " + "; ".join(
-            s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on))
+        lines.append(
+            "resting on: "
+            + "; ".join(s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)
+        )
     hint = advice(verdict)
     if hint:
         lines.append(f"to do: {hint}")
@@ -74,33 +78,54 @@ def table(rows: Sequence[Sequence[Any]]) -> str:
 def summary(judgement: Judgement, verdicts: Iterable[Verdict] | None = None) -> str:
     """Return one line for each collective: verdict, kind, axes, bytes."""
     shown = judgement.verdicts if verdicts is None else verdicts
-    return "\n".join(f"{v.collective.kind} over {over(v)}, {v.bytes} B: {v.verdict}"
-                     for v in shown) or "no collectives"
+    return (
+        "\n".join(f"{v.collective.kind} over {over(v)}, {v.bytes} B: {v.verdict}" for v in shown)
+        or "no collectives"
+    )
 
 
 def describe_hint(hint: Hint) -> str:
     """Return one hint as an indented block."""
     where = f"\n    at {hint.entry.source}" if hint.entry.source else ""
-    return (f"  {hint.kind}: {hint.entry.what}, {hint.entry.bytes} B{where}\n"
-            f"    to do: {hint.advice}")
+    return (
+        f"  {hint.kind}: {hint.entry.what}, {hint.entry.bytes} B{where}\n    to do: {hint.advice}"
+    )
 
 
 def plain(content: Content) -> str:
     """Return a whole report as text."""
     lines = [content.headline, ""]
     rows = [["collective", "verdict", "runs", "bytes", "wire bytes", "source"]]
-    rows += [[r["collective"], r["verdict"], "?" if r["runs"] is None else r["runs"], r["bytes"],
-              r["wire_bytes"], r["source"]] for r in content.rows]
+    rows += [
+        [
+            r["collective"],
+            r["verdict"],
+            "?" if r["runs"] is None else r["runs"],
+            r["bytes"],
+            r["wire_bytes"],
+            r["source"],
+        ]
+        for r in content.rows
+    ]
     if content.rows:
         lines += [table(rows), "", f"({CONVENTION}; of one run)", ""]
     for title, blocks in (
-            ("findings", [describe(f.verdict) if f.kind != "declared" else
-                          describe(f.verdict) + f"\n    strict: {f.advice}"
-                          for f in content.findings]),
-            ("allowed", [describe(f.verdict) + f"\n    allowed: {reason}"
-                         for f, reason in content.allowed]),
-            ("allowances that match nothing", [f"  {what}" for what in content.unused]),
-            ("could be cheaper", [describe_hint(h) for h in content.hints])):
+        (
+            "findings",
+            [
+                describe(f.verdict)
+                if f.kind != "declared"
+                else describe(f.verdict) + f"\n    strict: {f.advice}"
+                for f in content.findings
+            ],
+        ),
+        (
+            "allowed",
+            [describe(f.verdict) + f"\n    allowed: {reason}" for f, reason in content.allowed],
+        ),
+        ("allowances that match nothing", [f"  {what}" for what in content.unused]),
+        ("could be cheaper", [describe_hint(h) for h in content.hints]),
+    ):
         if blocks:
             lines += [f"{title}:", *blocks, ""]
     return "\n".join(lines).rstrip() + "\n"

@@ -6,8 +6,8 @@ import sys
 import textwrap
 
 import pytest
-
 from hlo import text as T
+
 from shardrules import errors, testing
 from shardrules.checks import budget, updates
 from shardrules.costs import accounts
@@ -70,7 +70,8 @@ def test_a_budget_is_written_and_met(folder, monkeypatch):
     with pytest.raises(errors.CollectiveAssertionError) as caught:
         testing.assert_budget(TWO, path, mesh=MESH)
     assert f"there is no budget {path}; write it with pytest --update-budgets. It would hold\n" in (
-        str(caught.value))
+        str(caught.value)
+    )
     assert TEXT in str(caught.value)
     monkeypatch.setattr(updates, "wanted", True)
     testing.assert_budget(TWO, path, mesh=MESH)
@@ -94,7 +95,8 @@ def test_differences_are_said_collective_by_collective(folder):
         "  + forward all-reduce(data, model) f32 at model.py: 1, 32 B\n"
         "  ~ forward all-reduce(data) f32 at model.py: grew from 1, 32 B to 2, 64 B\n"
         "  - forward all-reduce(model) f32 at model.py: 1, 32 B\n"
-        "if that is meant: pytest --update-budgets")
+        "if that is meant: pytest --update-budgets"
+    )
     with pytest.raises(errors.CollectiveAssertionError, match="- forward all-reduce.data. f32 at "):
         testing.assert_budget(module((T.OVER_MODEL, "f32[8]")), path, mesh=MESH)
     with pytest.raises(errors.CollectiveAssertionError, match="~ mesh is data=8, was data=4,model"):
@@ -110,9 +112,12 @@ def test_findings_need_a_reason_in_the_file(folder, updating):
         assert "1 collectives are not shown to be needed:\n  redundant: " in str(caught.value)
         assert str(caught.value).endswith(
             f"if they may stay, say why in {path}:\n[[allow]]\n"
-            'what = "redundant forward all-reduce(model)"\nreason = "..."')
-    path.write_text(path.read_text() + '\n[[allow]]\nwhat = "redundant forward all-reduce(model)"\n'
-                    'reason = "issue \\"12\\""\n')
+            'what = "redundant forward all-reduce(model)"\nreason = "..."'
+        )
+    path.write_text(
+        path.read_text() + '\n[[allow]]\nwhat = "redundant forward all-reduce(model)"\n'
+        'reason = "issue \\"12\\""\n'
+    )
     written = path.read_text()
     testing.assert_budget(redundant, path, mesh=MESH)  # which rewrites it
     assert path.read_text() == written
@@ -155,37 +160,52 @@ def test_a_path_is_asked_for(args):
 
 def test_the_file_is_toml(folder):
     tomllib = pytest.importorskip("tomllib")  # Python 3.11 on
-    rows = {("backward all-to-all(a, b)", "s4", 'we"ird \\ \u00e9 \x7f.py (<lambda>)'):
-            accounts.Totals(2, 5, 7, 8, 1), ("x all-gather(1 groups of 8)", "f32", ""):
-            accounts.Totals(1, 0, 0, 0, 1)}
+    rows = {
+        ("backward all-to-all(a, b)", "s4", 'we"ird \\ \u00e9 \x7f.py (<lambda>)'): accounts.Totals(
+            2, 5, 7, 8, 1
+        ),
+        ("x all-gather(1 groups of 8)", "f32", ""): accounts.Totals(1, 0, 0, 0, 1),
+    }
     one = budget.Budget("logical", "", rows, {"all-reduce(data)": "tab\tand \x01"})
     path = folder / "b.toml"
     path.write_text(budget.dump(one), encoding="utf-8")
     again = budget.load(path)
     assert (again.level, again.mesh, again.rows, again.allow) == (
-        one.level, one.mesh, one.rows, one.allow)
+        one.level,
+        one.mesh,
+        one.rows,
+        one.allow,
+    )
     held = tomllib.loads(path.read_text(encoding="utf-8"))
     assert {(r["what"], r["element_type"], r.get("source", "")) for r in held["collective"]} == {
-        *rows}
+        *rows
+    }
     assert held["allow"] == [{"what": "all-reduce(data)", "reason": "tab\tand \x01"}]
 
 
-@pytest.mark.parametrize("text, message", [
-    ("", "line 1: version is None, and this shardrules reads 1"),
-    (TEXT.replace("version = 1", "version = 2"), "line 1: version is 2, and this shardrules "),
-    (TEXT.replace("sites = 1", "sites = 1.5"), "line 12: expected key = \"text\" or key = 123, got "
-                                               "'sites = 1.5'"),
-    (TEXT.replace("[[collective]]", "[[collectives]]"), "line 8: [[collectives]] is none of"),
-    (TEXT.replace("sites", "site"), "line 8: 'site' is not among what, element_type, source"),
-    (TEXT.replace("sites = 1", "sites = \"1\""), "line 8: 'sites' is '1', no int"),
-    (TEXT.replace('"f32"', "32"), "line 8: 'element_type' is 32, no str"),
-    (TEXT.replace("(data)", "(model)"), "line 17: 'forward all-reduce(model)' at 'model.py' is "
-                                        "given twice"),
-    (TEXT.replace("count = 1\n", "count = 1\ncount = 1\n"), "line 14: 'count' is given twice"),
-    (TEXT + "[[allow]]\nwhat = \"x\"\n", "line 25: 'reason' is missing"),
-    (TEXT.replace('level = "compiled"\n', ""), "line 1: 'level' is missing"),
-    (TEXT.replace('"f32"', '"\\q"'), "line 10: \"\\q\" is no string"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "line 1: version is None, and this shardrules reads 1"),
+        (TEXT.replace("version = 1", "version = 2"), "line 1: version is 2, and this shardrules "),
+        (
+            TEXT.replace("sites = 1", "sites = 1.5"),
+            "line 12: expected key = \"text\" or key = 123, got 'sites = 1.5'",
+        ),
+        (TEXT.replace("[[collective]]", "[[collectives]]"), "line 8: [[collectives]] is none of"),
+        (TEXT.replace("sites", "site"), "line 8: 'site' is not among what, element_type, source"),
+        (TEXT.replace("sites = 1", 'sites = "1"'), "line 8: 'sites' is '1', no int"),
+        (TEXT.replace('"f32"', "32"), "line 8: 'element_type' is 32, no str"),
+        (
+            TEXT.replace("(data)", "(model)"),
+            "line 17: 'forward all-reduce(model)' at 'model.py' is given twice",
+        ),
+        (TEXT.replace("count = 1\n", "count = 1\ncount = 1\n"), "line 14: 'count' is given twice"),
+        (TEXT + '[[allow]]\nwhat = "x"\n', "line 25: 'reason' is missing"),
+        (TEXT.replace('level = "compiled"\n', ""), "line 1: 'level' is missing"),
+        (TEXT.replace('"f32"', '"\\q"'), 'line 10: "\\q" is no string'),
+    ],
+)
 def test_files_that_cant_be_read(folder, text, message):
     path = folder / "b.toml"
     path.write_text(text)
@@ -193,7 +213,8 @@ def test_files_that_cant_be_read(folder, text, message):
         testing.assert_budget(TWO, path, mesh=MESH)
     assert str(caught.value).startswith(f"{path}, line ") and message in str(caught.value)
     assert str(caught.value).endswith(
-        "; repair it, or delete the file and run pytest --update-budgets")
+        "; repair it, or delete the file and run pytest --update-budgets"
+    )
 
 
 def test_a_folder_and_bytes_that_cant_be_read(folder):
@@ -207,19 +228,32 @@ def test_a_folder_and_bytes_that_cant_be_read(folder):
 
 def test_pytest_rewrites_budgets_when_asked(folder):
     (folder / "program.hlo").write_text(TWO)
-    (folder / "test_it.py").write_text(textwrap.dedent('''
+    (folder / "test_it.py").write_text(
+        textwrap.dedent("""
         import pathlib
         from shardrules import testing
 
         def test_budget():
             program = pathlib.Path(__file__).parent / "program.hlo"
             testing.assert_budget(program, "budgets/it.toml", mesh={"data": 4, "model": 2})
-    '''))
+    """)
+    )
 
     def pytest_there(*options):
         return subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "shardrules.checks.pytest_plugin", *options],
-            capture_output=True, text=True, cwd=folder)
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "shardrules.checks.pytest_plugin",
+                *options,
+            ],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+        )
 
     done = pytest_there()
     assert done.returncode == 1
@@ -237,7 +271,10 @@ def test_pytest_rewrites_budgets_when_asked(folder):
 
 def test_the_plugin_is_an_entry_point():
     import configparser
+
     setup = configparser.ConfigParser()
     setup.read(pathlib.Path(__file__).parents[2] / "setup.cfg")
-    assert "shardrules.pytest_plugin = shardrules.checks.pytest_plugin" in (
-        setup["options.entry_points"]["pytest11"])
+    assert (
+        "shardrules.pytest_plugin = shardrules.checks.pytest_plugin"
+        in (setup["options.entry_points"]["pytest11"])
+    )

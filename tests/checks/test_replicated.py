@@ -3,23 +3,24 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
-
 import programs
+import pytest
 from hlo import text as T
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
 from shardrules import errors, testing
 
 
 def program(mesh, f, out_specs, in_specs=P("data"), check_vma=False):
-    inner = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
-                          check_vma=check_vma)
+    inner = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
     return jax.jit(inner), programs.structs(mesh, ((8, 128), P("data")))
 
 
 def test_a_missing_psum_and_wrong_out_specs_are_named(platform):
     def f(x):
         return {"loss": (x * x).sum(), "mean": jax.lax.pmean(x, "data"), "y": jnp.sin(x)}
+
     out = {"loss": P(), "mean": P(), "y": P(None, None)}
     g, args = program(platform[1], f, out)
     with pytest.raises(errors.ReplicationAssertionError) as caught:
@@ -27,11 +28,14 @@ def test_a_missing_psum_and_wrong_out_specs_are_named(platform):
     text = str(caught.value)
     assert text.startswith(
         "2 of 3 outputs are not proven equal where their shardings call them replicated (which is "
-        "not to say that they are proven different):\n")
+        "not to say that they are proven different):\n"
+    )
     assert "  output ['loss'], f32[]: called replicated over {data}, not proven equal\n" in text
     assert "    because parameter 0" in text and "is sharded over data\n" in text
-    assert ("    to do: jax.lax.psum (or pmean) it over 'data' before it is returned, or name the "
-            "axes in its out_specs\n") in text
+    assert (
+        "    to do: jax.lax.psum (or pmean) it over 'data' before it is returned, or name the "
+        "axes in its out_specs\n"
+    ) in text
     assert "  output ['y'], f32[2,128]: called replicated over {data}, not proven equal\n" in text
     assert "['mean']" not in text
 
@@ -39,6 +43,7 @@ def test_a_missing_psum_and_wrong_out_specs_are_named(platform):
 def test_what_is_reduced_or_sharded_as_specified_passes(platform):
     def f(x):
         return jax.lax.psum((x * x).sum(), "data"), jnp.sin(x)
+
     for check_vma in (False, True):
         g, args = program(platform[1], f, (P(), P("data")), check_vma=check_vma)
         testing.assert_outputs_replicated(g, *args)
@@ -60,6 +65,7 @@ def test_tokens_of_ordered_effects_are_no_outputs():
     def f(x):
         io_callback(lambda _: None, None, x, ordered=True)
         return x + 1
+
     judgement = testing.assert_outputs_replicated(jax.jit(f), jnp.ones(3))
     assert [str(o.shape) for o in judgement.outputs] == ["token[]", "f32[3]"]
 
@@ -68,9 +74,13 @@ def test_outputs_of_every_form_are_matched(cpu_mesh):
     """Forwarded, dropped and constant ones; keys, whose data has one more dimension."""
     x, y = programs.structs(cpu_mesh, ((8, 16), P()), ((8, 16), P("data")))
     key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=x.sharding)
-    for f, args, count in ((lambda x, y: (x, y + 1, x), (x, y), 3), (lambda x: None, (x,), 0),
-                           (lambda x, y: y.sum(), (x, y), 1), (jax.random.split, (key,), 1),
-                           (lambda x: (jnp.ones(3), x.shape[0]), (x,), 2)):
+    for f, args, count in (
+        (lambda x, y: (x, y + 1, x), (x, y), 3),
+        (lambda x: None, (x,), 0),
+        (lambda x, y: y.sum(), (x, y), 1),
+        (jax.random.split, (key,), 1),
+        (lambda x: (jnp.ones(3), x.shape[0]), (x,), 2),
+    ):
         assert len(testing.assert_outputs_replicated(jax.jit(f), *args).outputs) == count
 
 
@@ -82,19 +92,24 @@ def test_text_needs_the_outputs_shardings():
     text = entry("ROOT %y = f32[8] add(%x, %x)")
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.assert_outputs_replicated(text)
-    assert ("<text> does not say how its outputs are sharded; pass the jax.stages.Compiled (or the "
-            "function with its arguments), or output_shardings=['{replicated}', ...]"
-            ) in str(caught.value)
+    assert (
+        "<text> does not say how its outputs are sharded; pass the jax.stages.Compiled (or the "
+        "function with its arguments), or output_shardings=['{replicated}', ...]"
+    ) in str(caught.value)
     testing.assert_outputs_replicated(text, output_shardings=[T.DATA])
     testing.assert_outputs_replicated(text, output_shardings=["{manual}"])  # promises nothing
     with pytest.raises(errors.ReplicationAssertionError) as caught:
         testing.assert_outputs_replicated(text, output_shardings=["{replicated}"])
-    assert ("  the output, f32[8]: called equal on devices {0,1,2,3,4,5,6,7}, not proven equal\n"
-            ) in str(caught.value)
+    assert (
+        "  the output, f32[8]: called equal on devices {0,1,2,3,4,5,6,7}, not proven equal\n"
+    ) in str(caught.value)
     assert "to do: reduce it before it is returned, or give it the out_specs that it has" in str(
-        caught.value)
-    with pytest.raises(errors.ShardrulesError, match="output_shardings has 2 entries, but the "
-                                                     "program returns 1 arrays"):
+        caught.value
+    )
+    with pytest.raises(
+        errors.ShardrulesError,
+        match="output_shardings has 2 entries, but the program returns 1 arrays",
+    ):
         testing.assert_outputs_replicated(text, output_shardings=["{replicated}"] * 2)
     with pytest.raises(errors.ShardrulesError, match="the output has a sharding that can't be re"):
         testing.assert_outputs_replicated(text, output_shardings=["{devices=[3]<=[3]}"])
@@ -106,22 +121,27 @@ def test_an_opaque_call_in_the_way_is_named():
     with pytest.raises(errors.ReplicationAssertionError) as caught:
         testing.assert_outputs_replicated(text, output_shardings=["{replicated}"], mesh=T.MESH)
     assert "because custom call 'mine' has no rule" in str(caught.value)
-    assert ("to do: shardrules.register('mine', shardrules.no_communication), if that holds"
-            ) in str(caught.value)
+    assert (
+        "to do: shardrules.register('mine', shardrules.no_communication), if that holds"
+    ) in str(caught.value)
     unknown = T.module("%x = f32[8] parameter(0)\nROOT %y = f32[8] add(%x, %x)")
     with pytest.raises(errors.ReplicationAssertionError) as caught:
         testing.assert_outputs_replicated(unknown, output_shardings=["{replicated}"])
     assert "to do: pass the jax.stages.Compiled, or give its arguments shardings" in str(
-        caught.value)
-    tagged = call + (', frontend_attributes={shardrules.kernel="mine",shardrules.effects="local",'
-                     'shardrules.status="declared"}')
+        caught.value
+    )
+    tagged = call + (
+        ', frontend_attributes={shardrules.kernel="mine",shardrules.effects="local",'
+        'shardrules.status="declared"}'
+    )
     text = entry(tagged).replace(T.DATA, "{replicated}")
     testing.assert_outputs_replicated(text, output_shardings=["{replicated}"])
     with pytest.raises(errors.ReplicationAssertionError) as caught:
         testing.assert_outputs_replicated(text, output_shardings=["{replicated}"], strict=True)
-    assert ("  the output, f32[8]: proven equal, but the proof rests on what is only declared of "
-            "'mine'\n    to do: let the audit prove it, or leave out strict=True"
-            ) in str(caught.value)
+    assert (
+        "  the output, f32[8]: proven equal, but the proof rests on what is only declared of "
+        "'mine'\n    to do: let the audit prove it, or leave out strict=True"
+    ) in str(caught.value)
 
 
 # Arrays.
@@ -131,8 +151,10 @@ def array(mesh, spec, change=lambda device, data: data, value=None):
     """An array whose shards are changed device by device."""
     value = np.arange(16, dtype=np.float32).reshape(4, 4) if value is None else value
     sharding = NamedSharding(mesh, spec)
-    shards = [jax.device_put(change(n, np.array(value[index])), device) for n, (device, index) in
-              enumerate(sharding.devices_indices_map(value.shape).items())]
+    shards = [
+        jax.device_put(change(n, np.array(value[index])), device)
+        for n, (device, index) in enumerate(sharding.devices_indices_map(value.shape).items())
+    ]
     return jax.make_array_from_single_device_arrays(value.shape, sharding, shards)
 
 
@@ -141,30 +163,43 @@ def changed(*devices, to):
         if number in devices:
             data.reshape(-1)[0] = to
         return data
+
     return change
 
 
 def test_equal_shards_pass_nan_included(cpu_mesh):
     nan = np.full((4, 4), np.nan, np.float32)
-    tree = {"a": array(cpu_mesh, P()), "b": [array(cpu_mesh, P("data"), value=nan)], "c": 3,
-            "d": np.ones(3), "e": jax.random.key(0), "f": None, "g": jnp.ones((2,), jnp.int4)}
+    tree = {
+        "a": array(cpu_mesh, P()),
+        "b": [array(cpu_mesh, P("data"), value=nan)],
+        "c": 3,
+        "d": np.ones(3),
+        "e": jax.random.key(0),
+        "f": None,
+        "g": jnp.ones((2,), jnp.int4),
+    }
     testing.check_replicated_inputs(tree, tree, key=tree)
 
 
-@pytest.mark.parametrize("spec, devices, axes, classes", [
-    (P("data"), (3,), "model", "{2} | {3}"),
-    (P(), (3,), "data, model", "{0, 1, 2, 4, 5, 6, 7} | {3}"),
-    (P(), (0, 2, 4, 6), "model", "{0, 2, 4, 6} | {1, 3, 5, 7}"),
-    (P("model"), (4, 6), "data", "{0, 2} | {4, 6}"),
-])
+@pytest.mark.parametrize(
+    "spec, devices, axes, classes",
+    [
+        (P("data"), (3,), "model", "{2} | {3}"),
+        (P(), (3,), "data, model", "{0, 1, 2, 4, 5, 6, 7} | {3}"),
+        (P(), (0, 2, 4, 6), "model", "{0, 2, 4, 6} | {1, 3, 5, 7}"),
+        (P("model"), (4, 6), "data", "{0, 2} | {4, 6}"),
+    ],
+)
 def test_shards_that_differ_are_named(cpu_mesh, spec, devices, axes, classes):
     bad = array(cpu_mesh, spec, changed(*devices, to=99))
     with pytest.raises(errors.ReplicationAssertionError) as caught:
         testing.check_replicated_inputs({"ok": array(cpu_mesh, spec)}, {"w": [bad]})
     text = str(caught.value)
-    assert text.startswith("arrays differ between devices on which their shardings call them the "
-                           f"same:\n  argument 1['w'][0], float32[4, 4]: called replicated over "
-                           f"{{{axes}}}, sharding NamedSharding(")
+    assert text.startswith(
+        "arrays differ between devices on which their shardings call them the "
+        f"same:\n  argument 1['w'][0], float32[4, 4]: called replicated over "
+        f"{{{axes}}}, sharding NamedSharding("
+    )
     assert f"    the data of devices {classes} differ; 1 of " in text
     assert len(caught.value.leaves) == 1
     with pytest.raises(errors.ReplicationAssertionError, match="argument 'w', float32"):
@@ -180,16 +215,22 @@ def test_bits_are_compared(cpu_mesh, one, other):
 
 def test_keys_are_compared_by_their_data(cpu_mesh):
     sharding = NamedSharding(cpu_mesh, P())
-    data = [jax.device_put(np.array([0, n == 7], np.uint32), d)
-            for n, d in enumerate(cpu_mesh.devices.flat)]
-    key = jax.random.wrap_key_data(
-        jax.make_array_from_single_device_arrays((2,), sharding, data))
+    data = [
+        jax.device_put(np.array([0, n == 7], np.uint32), d)
+        for n, d in enumerate(cpu_mesh.devices.flat)
+    ]
+    key = jax.random.wrap_key_data(jax.make_array_from_single_device_arrays((2,), sharding, data))
     with pytest.raises(errors.ReplicationAssertionError, match="argument 0, uint32"):
         testing.check_replicated_inputs(key)
 
 
 def test_a_program_with_wrong_out_specs_makes_such_an_array(cpu_mesh):
-    f = jax.shard_map(lambda x: x.sum(keepdims=True), mesh=cpu_mesh, in_specs=P("data"),
-                      out_specs=P(), check_vma=False)
+    f = jax.shard_map(
+        lambda x: x.sum(keepdims=True),
+        mesh=cpu_mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+        check_vma=False,
+    )
     with pytest.raises(errors.ReplicationAssertionError, match=r"replicated over \{data\}"):
         testing.check_replicated_inputs(jax.jit(f)(jnp.arange(8.0)))

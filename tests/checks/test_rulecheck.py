@@ -3,50 +3,69 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
+from hooks.autodiff.test_custom_vjp import gather_p, my_slice, sum_p, with_bwd
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-import programs
-import shardrules as sr
 from kernels import opaque
+
+import shardrules as sr
 from shardrules import errors, testing
-from hooks.autodiff.test_custom_vjp import gather_p, my_slice, sum_p, with_bwd
 
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
 
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_right_rule_passes(cpu_mesh, installed):
-    op = programs.scale_op("cpu", kernel=sr.no_communication(programs.scale_kernel),
-                           bwd_kernel=sr.no_communication(programs.scale_bwd_kernel))
+    op = programs.scale_op(
+        "cpu",
+        kernel=sr.no_communication(programs.scale_kernel),
+        bwd_kernel=sr.no_communication(programs.scale_bwd_kernel),
+    )
     w = jax.ShapeDtypeStruct((1, 4), jnp.float32)
     with sr.install() if installed else _nothing():
         testing.check_rule(op, cpu_mesh, X, w, in_specs=(P("data"), P()), out_specs=P("data"))
-        testing.check_rule(op, cpu_mesh, X, w, in_specs=(P("data", "model"), P(None, "model")),
-                           out_specs=P("data", "model"))
+        testing.check_rule(
+            op,
+            cpu_mesh,
+            X,
+            w,
+            in_specs=(P("data", "model"), P(None, "model")),
+            out_specs=P("data", "model"),
+        )
         # Specs from the arguments' shardings, out_specs from the rule.
-        placed = [jax.device_put(np.ones(s.shape, np.float32), NamedSharding(cpu_mesh, spec))
-                  for s, spec in ((X, P("data")), (w, P()))]
+        placed = [
+            jax.device_put(np.ones(s.shape, np.float32), NamedSharding(cpu_mesh, spec))
+            for s, spec in ((X, P("data")), (w, P()))
+        ]
         testing.check_rule(op, cpu_mesh, *placed)
 
 
 def _nothing():
     import contextlib
+
     return contextlib.nullcontext()
 
 
 def test_a_c_plus_plus_handler_and_a_callback(cpu_mesh):
     sr.register(opaque.FFI_TARGET, sr.no_communication)
     testing.check_rule(opaque.ffi_double, cpu_mesh, X, in_specs=P("data"), gradients=False)
-    testing.check_rule(opaque.pure_double, cpu_mesh, X, in_specs=P("data", "model"),
-                       out_specs=P("data", "model"), gradients=False)
+    testing.check_rule(
+        opaque.pure_double,
+        cpu_mesh,
+        X,
+        in_specs=P("data", "model"),
+        out_specs=P("data", "model"),
+        gradients=False,
+    )
 
 
 def test_an_output_that_is_not_invariant(cpu_mesh):
     """A primitive that reads its place, declared not to."""
     from hooks.autodiff.test_custom_vjp import primitive
+
     place_p = primitive("test_adds_its_place", lambda x: x + lax.axis_index("model"))
     sr.register(place_p, sr.no_communication)
     with pytest.raises(errors.RuleCheckError) as caught:
@@ -54,19 +73,30 @@ def test_an_output_that_is_not_invariant(cpu_mesh):
     assert str(caught.value) == (
         "output 0 is declared invariant over 'model', but 4 of 8 devices hold other bits than the "
         "first along that axis; the rule says that it varies over {data} only. Declare what the "
-        "op does, such as shardrules.per_device('model').")
+        "op does, such as shardrules.per_device('model')."
+    )
     sr.register(place_p, sr.per_device("model"), replace=True)
-    testing.check_rule(place_p.bind, cpu_mesh, X, in_specs=P("data"), gradients=False,
-                       reference=lambda x: jnp.stack(
-                           [x.reshape(4, 2, 4), x.reshape(4, 2, 4) + 1], 1).reshape(16, 4))
+    testing.check_rule(
+        place_p.bind,
+        cpu_mesh,
+        X,
+        in_specs=P("data"),
+        gradients=False,
+        reference=lambda x: jnp.stack([x.reshape(4, 2, 4), x.reshape(4, 2, 4) + 1], 1).reshape(
+            16, 4
+        ),
+    )
 
 
 def test_a_dropped_axis_with_the_right_and_a_wrong_bwd(cpu_mesh):
     """Wrong with the check on only: the cotangent is scaled by the size of the axis."""
     sr.register(gather_p, sr.all_gather_invariant("data"))
     check = dict(in_specs=P("data"), out_specs=P(), reference=lambda x: x)
-    with pytest.warns(UserWarning, match="right with the check on only: gradient of argument 0 "
-                                         "differs between 'check on' and 'check off'"):
+    with pytest.warns(
+        UserWarning,
+        match="right with the check on only: gradient of argument 0 "
+        "differs between 'check on' and 'check off'",
+    ):
         testing.check_rule(with_bwd(gather_p.bind, my_slice), cpu_mesh, X, **check)
     wrong = with_bwd(gather_p.bind, lambda g: my_slice(g) * 4)
     with pytest.raises(errors.RuleCheckError) as caught:
@@ -83,25 +113,41 @@ def test_a_kernel_that_computes_something_else(cpu_mesh):
     total = lambda x: x.reshape(4, 2, 4).sum(0)  # noqa: E731
     with pytest.warns(UserWarning, match="right with the check on only"):
         testing.check_rule(op, cpu_mesh, X, in_specs=P("data"), out_specs=P(), reference=total)
-    with pytest.raises(errors.RuleCheckError, match="output 0 differs between 'check on' and "
-                                                    "'single device'"):
-        testing.check_rule(op, cpu_mesh, X, in_specs=P("data"), out_specs=P(),
-                           reference=lambda x: total(x) / 4)
+    with pytest.raises(
+        errors.RuleCheckError, match="output 0 differs between 'check on' and 'single device'"
+    ):
+        testing.check_rule(
+            op, cpu_mesh, X, in_specs=P("data"), out_specs=P(), reference=lambda x: total(x) / 4
+        )
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda mesh: testing.check_rule(jnp.sin, mesh, 3.0, in_specs=P()),
-     "argument 0 is 3.0; give arrays or jax.ShapeDtypeStructs"),
-    (lambda mesh: testing.check_rule(jnp.sin, "mesh", X, in_specs=P()),
-     "'mesh' is no jax.sharding.Mesh"),
-    (lambda mesh: testing.check_rule(jnp.sin, mesh, X),
-     "argument 0 has no NamedSharding that tells how it is split; pass in_specs"),
-    (lambda mesh: testing.check_rule(jnp.sum, mesh, X, in_specs=P("data")),
-     "output 0 is a scalar that varies over {data}; pass an op whose outputs can be split"),
-    (lambda mesh: testing.check_rule(lambda x: lax.all_gather(x, "data"), mesh, X,
-                                     in_specs=P("data")),
-     "so it can't run on one device; pass check_rule(..., reference=f)"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda mesh: testing.check_rule(jnp.sin, mesh, 3.0, in_specs=P()),
+            "argument 0 is 3.0; give arrays or jax.ShapeDtypeStructs",
+        ),
+        (
+            lambda mesh: testing.check_rule(jnp.sin, "mesh", X, in_specs=P()),
+            "'mesh' is no jax.sharding.Mesh",
+        ),
+        (
+            lambda mesh: testing.check_rule(jnp.sin, mesh, X),
+            "argument 0 has no NamedSharding that tells how it is split; pass in_specs",
+        ),
+        (
+            lambda mesh: testing.check_rule(jnp.sum, mesh, X, in_specs=P("data")),
+            "output 0 is a scalar that varies over {data}; pass an op whose outputs can be split",
+        ),
+        (
+            lambda mesh: testing.check_rule(
+                lambda x: lax.all_gather(x, "data"), mesh, X, in_specs=P("data")
+            ),
+            "so it can't run on one device; pass check_rule(..., reference=f)",
+        ),
+    ],
+)
 def test_wrong_use(cpu_mesh, call, message):
     with pytest.raises(errors.ShardrulesError) as caught:
         call(cpu_mesh)
@@ -110,6 +156,7 @@ def test_wrong_use(cpu_mesh, call, message):
 
 @pytest.mark.tpu
 def test_a_mesh_of_other_devices(tpu_mesh):
-    with pytest.raises(errors.ShardrulesError, match="check_rule runs on CPU devices, and this "
-                                                     "mesh has tpu"):
+    with pytest.raises(
+        errors.ShardrulesError, match="check_rule runs on CPU devices, and this mesh has tpu"
+    ):
         testing.check_rule(jnp.sin, tpu_mesh, X, in_specs=P())

@@ -16,7 +16,8 @@ def make_copy(kernel):
 
     def call(x):
         return pl.pallas_call(
-            kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+            kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+        )(x)
 
     @jax.custom_vjp
     def copy(x):
@@ -43,7 +44,8 @@ def impure_kernel(x_ref, w_ref, o_ref):
     """Asks the host: nothing in its jaxpr says what the answer depends on."""
     x = x_ref[...]
     o_ref[...] = w_ref[...] * jax.pure_callback(
-        lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x
+    )
 
 
 def call(kernel, shape, *args, **kwargs):

@@ -1,7 +1,7 @@
 """The JAX versions that are tested, and whether each that was asked for was exercised.
 
-    python tests/core/matrix.py record FOLDER VERSION REPORT.xml    in the environment of VERSION
-    python tests/core/matrix.py check FOLDER VERSION...
+python tests/core/matrix.py record FOLDER VERSION REPORT.xml    in the environment of VERSION
+python tests/core/matrix.py check FOLDER VERSION...
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ CORE = "the core suite on CPU"
 
 # From each JAX to its Python, what else pip must be told, and what is tested there.
 VERSIONS = {
-    "0.4.28": ("3.11", ("numpy<2", "scipy<1.14"),
-               f"{CORE}; not there: `ffi_call` (JAX has none) and proofs by a kernel's own jaxpr "
-               "(each kernel needs its rule)"),
+    "0.4.28": (
+        "3.11",
+        ("numpy<2", "scipy<1.14"),
+        f"{CORE}; not there: `ffi_call` (JAX has none) and proofs by a kernel's own jaxpr "
+        "(each kernel needs its rule)",
+    ),
     "0.4.35": ("3.11", (), CORE),
     "0.5.3": ("3.11", (), CORE),
     "0.6.0": ("3.11", (), CORE),
@@ -28,8 +31,11 @@ VERSIONS = {
     "0.7.2": ("3.11", (), CORE),
     "0.8.3": ("3.11", (), CORE),
     "0.9.2": ("3.11", (), CORE),
-    "0.10.2": ("3.11", (),
-               "all: executed on CPU, compiled for TPU (v5e, v5p) and GPU (H100, B200)"),
+    "0.10.2": (
+        "3.11",
+        (),
+        "all: executed on CPU, compiled for TPU (v5e, v5p) and GPU (H100, B200)",
+    ),
     "0.11.2": ("3.12", (), CORE),
     "0.12.0.1": ("3.12", (), f"{CORE}; compiled for TPU (v5e, v5p) and GPU (H100, B200)"),
 }
@@ -42,8 +48,9 @@ def table():
     """Return the README's table of versions."""
     rows = [("JAX", "Python", "tested"), ("---",) * 3]
     rows += [(jax, python, tested) for jax, (python, _, tested) in VERSIONS.items()]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("| --- | --- | --- |",
-                                                                       "|---|---|---|")
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace(
+        "| --- | --- | --- |", "|---|---|---|"
+    )
 
 
 def fingerprint():
@@ -59,8 +66,12 @@ def fingerprint():
 def read_report(path):
     """Return (tests that ran and passed, what keeps the run from counting)."""
     cases = list(tree.parse(path).iter("testcase"))
-    bad = [f"{case.get('classname')}::{case.get('name')}: {child.tag}" for case in cases
-           for child in case if child.tag in ("skipped", "failure", "error")]
+    bad = [
+        f"{case.get('classname')}::{case.get('name')}: {child.tag}"
+        for case in cases
+        for child in case
+        if child.tag in ("skipped", "failure", "error")
+    ]
     return len(cases) - len(bad), bad
 
 
@@ -73,6 +84,7 @@ def record(folder, version, report):
       report: pytest's --junitxml.
     """
     import jax
+
     if jax.__version__ != version:
         return f"JAX {version} was asked for, but this environment has {jax.__version__}"
     passed, bad = read_report(report)

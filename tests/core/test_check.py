@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core import kernels, versions
 from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from core import kernels, versions
 from shardrules import errors, testing
 
 X = jax.ShapeDtypeStruct((8, 128), jnp.float32)
@@ -21,7 +21,8 @@ DATA = P("data", None)
 
 def trace(op, mesh, in_specs, out_specs, *args):
     return jax.eval_shape(
-        versions.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs), *args)
+        versions.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs), *args
+    )
 
 
 def scale(x, w, **kwargs):
@@ -51,8 +52,9 @@ def test_unknown_kernel_is_an_error_that_says_what_to_type(declared_only, cpu_me
 
 
 def test_kernel_that_its_own_jaxpr_proves_trains_without_a_rule(hooks, cpu_mesh):
-    f = versions.shard_map(kernels.make_scale(), mesh=cpu_mesh, in_specs=(DATA, P()),
-                           out_specs=DATA)
+    f = versions.shard_map(
+        kernels.make_scale(), mesh=cpu_mesh, in_specs=(DATA, P()), out_specs=DATA
+    )
     gradient = jax.jit(jax.grad(lambda w, x: (f(x, w) ** 2).sum()))
     x = np.arange(8 * 128, dtype=np.float32).reshape(8, 128)
     w = np.arange(1, 129, dtype=np.float32)
@@ -87,32 +89,47 @@ def test_policy_varying_takes_outputs_to_vary_everywhere(cpu_mesh):
 
 def test_outputs_vary_over_the_union_of_the_inputs(hooks, cpu_mesh):
     sr.register("scale_kernel", sr.no_communication)
-    for x_spec, w_spec, axes in [(P(), P(), set()), (DATA, P(), {"data"}),
-                                 (P(None, "model"), P("model"), {"model"}),
-                                 (P("data", "model"), P("model"), {"data", "model"}),
-                                 (DATA, P("model"), {"data", "model"})]:
+    for x_spec, w_spec, axes in [
+        (P(), P(), set()),
+        (DATA, P(), {"data"}),
+        (P(None, "model"), P("model"), {"model"}),
+        (P("data", "model"), P("model"), {"data", "model"}),
+        (DATA, P("model"), {"data", "model"}),
+    ]:
         w = W if w_spec == P() or x_spec != DATA else jax.ShapeDtypeStruct((256,), jnp.float32)
         assert varies_as(scale, cpu_mesh, (x_spec, w_spec), X, w) == axes
 
 
-@pytest.mark.parametrize("rule, axes", [
-    (sr.all_gather("model"), {"data", "model"}),
-    (sr.all_reduce("data"), set()),
-    (sr.all_gather_invariant("model"), {"data"}),
-    (lambda ctx: ctx.union.vary("model"), {"data", "model"}),
-])
+@pytest.mark.parametrize(
+    "rule, axes",
+    [
+        (sr.all_gather("model"), {"data", "model"}),
+        (sr.all_reduce("data"), set()),
+        (sr.all_gather_invariant("model"), {"data"}),
+        (lambda ctx: ctx.union.vary("model"), {"data", "model"}),
+    ],
+)
 def test_rule_decides_over_which_axes_outputs_vary(rule, axes, hooks, cpu_mesh):
     sr.register("scale_kernel", rule)
     assert varies_as(scale, cpu_mesh, (DATA, P()), X, W) == axes
 
 
-@pytest.mark.parametrize("rule, message", [
-    (lambda ctx: [ctx.union, ctx.union], r"answered for 2 outputs .* but the call has 1"),
-    (lambda ctx: ctx.union.vary("rows"), r"\{rows\} is no manual mesh axis here; they are "
-                                         r"\{data, model\}"),
-    (sr.all_gather("rows"), r"names \{rows\}, but the manual mesh axes here are \{data, model\}"),
-    (lambda ctx: None, "answered None"),
-])
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        (lambda ctx: [ctx.union, ctx.union], r"answered for 2 outputs .* but the call has 1"),
+        (
+            lambda ctx: ctx.union.vary("rows"),
+            r"\{rows\} is no manual mesh axis here; they are "
+            r"\{data, model\}",
+        ),
+        (
+            sr.all_gather("rows"),
+            r"names \{rows\}, but the manual mesh axes here are \{data, model\}",
+        ),
+        (lambda ctx: None, "answered None"),
+    ],
+)
 def test_rule_whose_answer_cant_be_used_is_refused(rule, message, hooks, cpu_mesh):
     sr.register("scale_kernel", rule)
     with pytest.raises(errors.RuleError, match=message):
@@ -166,16 +183,22 @@ def test_two_calls_of_one_kernel_function_are_kept_apart(hooks, cpu_mesh):
 def grid_scale(x, w):
     rows, columns = x.shape
     return pl.pallas_call(
-        kernels.scale_kernel, grid=(rows,),
-        in_specs=[pl.BlockSpec(*versions.block((1, columns), lambda i: (i, 0))),
-                  pl.BlockSpec(*versions.block((columns,), lambda i: (0,)))],
+        kernels.scale_kernel,
+        grid=(rows,),
+        in_specs=[
+            pl.BlockSpec(*versions.block((1, columns), lambda i: (i, 0))),
+            pl.BlockSpec(*versions.block((columns,), lambda i: (0,))),
+        ],
         out_specs=pl.BlockSpec(*versions.block((1, columns), lambda i: (i, 0))),
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x, w)
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        interpret=True,
+    )(x, w)
 
 
 def scanned(x, w):
     def body(carry, row):
         return carry, scale(row[None], carry)[0]
+
     return jax.lax.scan(body, w, x)[1]
 
 
@@ -191,10 +214,18 @@ def branched(x, w):
     return jax.lax.cond(w[0] > 0, lambda: scale(x, w), lambda: scale(x, 2 * w))
 
 
-@pytest.mark.parametrize("op, power", [
-    (scale, 1), (grid_scale, 1), (scanned, 1), (mapped, 1), (looped, 3), (branched, 1),
-    (jax.checkpoint(scale), 1),
-])
+@pytest.mark.parametrize(
+    "op, power",
+    [
+        (scale, 1),
+        (grid_scale, 1),
+        (scanned, 1),
+        (mapped, 1),
+        (looped, 3),
+        (branched, 1),
+        (jax.checkpoint(scale), 1),
+    ],
+)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_interpret_mode_runs_under_the_check(op, power, compiled, hooks, cpu_mesh):
     sr.register("scale_kernel", sr.no_communication)
@@ -205,4 +236,4 @@ def test_interpret_mode_runs_under_the_check(op, power, compiled, hooks, cpu_mes
         return
     x = np.arange(8 * 128, dtype=np.float32).reshape(8, 128)
     w = np.arange(1, 129, dtype=np.float32)
-    np.testing.assert_allclose((jax.jit(f) if compiled else f)(x, w), x * w ** power, rtol=1e-6)
+    np.testing.assert_allclose((jax.jit(f) if compiled else f)(x, w), x * w**power, rtol=1e-6)

@@ -10,35 +10,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core import kernels, versions
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from core import kernels, versions
 
 lax = jax.lax
 # From JAX 0.6 axis types are on avals.
-TYPED = any(hasattr(jax.make_jaxpr(jnp.sin)(1.0).in_avals[0], name)
-            for name in ("vma", "manual_axis_type"))
+TYPED = any(
+    hasattr(jax.make_jaxpr(jnp.sin)(1.0).in_avals[0], name) for name in ("vma", "manual_axis_type")
+)
 REFUSED = (ValueError, NotImplementedError)
 WHY = "out_specs|No replication rule for"
-X = np.array([[1., .5], [-1, 2], [2, 1], [-2, .1]], np.float32)
-W = np.array([1.5, .5], np.float32)
+X = np.array([[1.0, 0.5], [-1, 2], [2, 1], [-2, 0.1]], np.float32)
+W = np.array([1.5, 0.5], np.float32)
 
 
 def closures(op, x, w):
-    return lax.cond(x[0, 0] > 0, lambda: jnp.sin(w), lambda: w ** 2)
+    return lax.cond(x[0, 0] > 0, lambda: jnp.sin(w), lambda: w**2)
 
 
 def switch(op, x, w):
-    return lax.switch((x[0, 0] + 1).astype(int), [lambda: w, lambda: jnp.zeros(w.shape),
-                                                  lambda: 3 * w])
+    return lax.switch(
+        (x[0, 0] + 1).astype(int), [lambda: w, lambda: jnp.zeros(w.shape), lambda: 3 * w]
+    )
 
 
 def nested(op, x, w):
     def steps():
         def body(c, y):
-            return lax.cond(y > .7, lambda: jax.nn.silu(c) * w, lambda: c + 1), None
+            return lax.cond(y > 0.7, lambda: jax.nn.silu(c) * w, lambda: c + 1), None
+
         return lax.scan(body, w, x[0])[0]
+
     return lax.cond(x[0, 0] > 0, jax.jit(jax.checkpoint(steps)), lambda: w)
 
 
@@ -55,13 +59,23 @@ def beside_what_varies(op, x, w):
     return lax.cond(x[0, 0] > 0, lambda: op(x, w)[0], lambda: x[0])
 
 
-PROGRAMS = [closures, switch, nested, kernel_in_a_branch, kernel_of_the_predicate,
-            beside_what_varies]
+PROGRAMS = [
+    closures,
+    switch,
+    nested,
+    kernel_in_a_branch,
+    kernel_of_the_predicate,
+    beside_what_varies,
+]
 
 
 def sharded(program, op, mesh, out_specs=P("data")):
-    return versions.shard_map(lambda x, w: program(op, x, w)[None], mesh=mesh,
-                              in_specs=(P("data"), P()), out_specs=out_specs)
+    return versions.shard_map(
+        lambda x, w: program(op, x, w)[None],
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=out_specs,
+    )
 
 
 def refused(program, op, mesh):
@@ -99,8 +113,7 @@ def test_what_a_varying_predicate_chooses_varies(program, cpu_mesh):
 
 def test_what_a_loop_carries_varies_as_its_condition(cpu_mesh):
     def doubled(op, x, w):
-        return lax.while_loop(lambda c: c[0] < x[0, 0], lambda c: (c[0] + 1, 2 * c[1]),
-                              (0., w))[1]
+        return lax.while_loop(lambda c: c[0] < x[0, 0], lambda c: (c[0] + 1, 2 * c[1]), (0.0, w))[1]
 
     if TYPED:
         jax.eval_shape(sharded(doubled, None, cpu_mesh, P()), X, W)  # JAX accepts it

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core import kernels, versions
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from core import kernels, versions
 from shardrules import errors, testing
 
 DATA = P("data", None)
@@ -30,8 +30,10 @@ def loss_of(op, mesh, check=True):
 def arguments(mesh):
     x = np.arange(8 * 128, dtype=np.float32).reshape(8, 128) / 1024
     w = np.linspace(1, 2, 128, dtype=np.float32)
-    return (jax.device_put(x, NamedSharding(mesh, DATA)),
-            jax.device_put(w, NamedSharding(mesh, P())))
+    return (
+        jax.device_put(x, NamedSharding(mesh, DATA)),
+        jax.device_put(w, NamedSharding(mesh, P())),
+    )
 
 
 def single_device(x, w):
@@ -85,8 +87,7 @@ def test_psum_at_the_end_of_bwd_is_not_done_twice(cpu_mesh):
 
 def test_cotangent_that_may_be_summed_already_is_refused(cpu_mesh):
     """JAX 0.4.35 and 0.5.3 sum it again: four times the gradient, without a word."""
-    op = kernels.make_scale(
-        finish=lambda ct: jax.lax.all_gather(ct, "data").sum(0))
+    op = kernels.make_scale(finish=lambda ct: jax.lax.all_gather(ct, "data").sum(0))
     with pytest.raises(errors.CotangentError) as caught:
         jax.jit(jax.grad(loss_of(op, cpu_mesh), (0, 1))).lower(*arguments(cpu_mesh))
     message = str(caught.value)
@@ -99,13 +100,17 @@ def test_cotangent_that_may_be_summed_already_is_refused(cpu_mesh):
 
 def test_cotangent_through_a_kernel_that_communicates_is_refused(cpu_mesh):
     sr.register("sum_rows_kernel", sr.all_gather("data"), replace=True)
-    with pytest.raises(errors.CotangentError, match="pallas_call kernel 'sum_rows_kernel'.*whose "
-                                                    r"rule is all_gather\('data'\)"):
+    with pytest.raises(
+        errors.CotangentError,
+        match="pallas_call kernel 'sum_rows_kernel'.*whose "
+        r"rule is all_gather\('data'\)",
+    ):
         jax.grad(loss_of(kernels.make_scale(), cpu_mesh), (0, 1))(*arguments(cpu_mesh))
 
 
 def test_other_cotangents_may_communicate(cpu_mesh):
     """Only what the cotangent depends on counts: x's may gather what w's doesn't see."""
+
     @jax.custom_vjp
     def op(x, w):
         return kernels.call(kernels.scale_kernel, x.shape, x, w)
@@ -113,8 +118,10 @@ def test_other_cotangents_may_communicate(cpu_mesh):
     def bwd(residuals, g):
         x, w = residuals
         everyone = jax.lax.psum(g, "model") / 2
-        return (kernels.call(kernels.scale_kernel, g.shape, everyone, w),
-                kernels.call(kernels.sum_rows_kernel, w.shape, g, x))
+        return (
+            kernels.call(kernels.scale_kernel, g.shape, everyone, w),
+            kernels.call(kernels.sum_rows_kernel, w.shape, g, x),
+        )
 
     op.defvjp(lambda x, w: (op(x, w), (x, w)), bwd)
     assert_gradients(jax.jit(jax.grad(loss_of(op, cpu_mesh), (0, 1))), *arguments(cpu_mesh))
@@ -123,14 +130,18 @@ def test_other_cotangents_may_communicate(cpu_mesh):
 @pytest.mark.parametrize("zero", [lambda w: jnp.zeros_like(w), lambda w: None])
 def test_cotangent_that_varies_over_fewer_axes_is_cast(zero, cpu_mesh):
     """A bwd that gives x no gradient: an invariant zero, or None, for a varying primal."""
+
     @jax.custom_vjp
     def op(x, w):
         return kernels.call(kernels.scale_kernel, x.shape, x, w)
 
-    op.defvjp(lambda x, w: (op(x, w), (x, w)),
-              lambda residuals, g: (zero(jnp.zeros(g.shape, g.dtype)),
-                                    kernels.call(kernels.sum_rows_kernel, residuals[1].shape, g,
-                                                 residuals[0])))
+    op.defvjp(
+        lambda x, w: (op(x, w), (x, w)),
+        lambda residuals, g: (
+            zero(jnp.zeros(g.shape, g.dtype)),
+            kernels.call(kernels.sum_rows_kernel, residuals[1].shape, g, residuals[0]),
+        ),
+    )
     x, w = arguments(cpu_mesh)
     gradient = jax.jit(jax.grad(loss_of(op, cpu_mesh), (0, 1)))
     if zero(x) is None and not versions.takes_none_as_cotangent():
@@ -144,6 +155,7 @@ def test_cotangent_that_varies_over_fewer_axes_is_cast(zero, cpu_mesh):
 
 def test_scope_of_the_forward_is_that_of_the_backward(cpu_mesh):
     """bwd is traced when the with has closed."""
+
     def kernel(x_ref, o_ref):
         o_ref[...] = x_ref[...]
 
@@ -164,15 +176,16 @@ def test_gradient_through_scan_and_checkpoint(cpu_mesh):
 
     x, w = arguments(cpu_mesh)
     gradient = jax.jit(jax.grad(loss_of(op, cpu_mesh), (0, 1)))
-    want = jax.grad(lambda x, w: ((x * w ** 3) ** 2).sum(), (0, 1))(np.asarray(x), np.asarray(w))
+    want = jax.grad(lambda x, w: ((x * w**3) ** 2).sum(), (0, 1))(np.asarray(x), np.asarray(w))
     for have, one in zip(gradient(x, w), want):
         np.testing.assert_allclose(have, one, rtol=1e-5)
     assert {v.verdict for v in testing.judge(gradient, x, w).verdicts} == {"needed"}
 
 
 def test_vmap_over_a_mesh_axis_gives_right_gradients_where_all_is_mapped(cpu_mesh):
-    f = versions.shard_map(kernels.make_scale(), mesh=cpu_mesh, in_specs=(P("model"), P()),
-                           out_specs=P("model"))
+    f = versions.shard_map(
+        kernels.make_scale(), mesh=cpu_mesh, in_specs=(P("model"), P()), out_specs=P("model")
+    )
     g = jax.vmap(f, spmd_axis_name="data")
     x = np.arange(8 * 4 * 16, dtype=np.float32).reshape(8, 4, 16) / 64
     w = np.linspace(1, 2, 8 * 16, dtype=np.float32).reshape(8, 16)
@@ -190,8 +203,9 @@ def test_vmap_over_a_mesh_axis_gives_right_gradients_where_all_is_mapped(cpu_mes
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0)])
 def test_vmap_over_a_mesh_axis_sums_the_gradient_of_what_is_not_mapped(cpu_mesh, in_axes):
     """The axis comes in after the casts. JAX to 0.5.3 lost a psum; from 0.6.0 it refused the type."""
-    f = versions.shard_map(kernels.make_scale(), mesh=cpu_mesh, in_specs=(P("model"), P()),
-                           out_specs=P("model"))
+    f = versions.shard_map(
+        kernels.make_scale(), mesh=cpu_mesh, in_specs=(P("model"), P()), out_specs=P("model")
+    )
     x = np.arange(8 * 4 * 16, dtype=np.float32).reshape(8, 4, 16) / 64
     w = np.linspace(1, 2, 8 * 16, dtype=np.float32).reshape(8, 16)
     x, w = (a if axis == 0 else a[0] for a, axis in zip((x, w), in_axes))
@@ -227,14 +241,19 @@ def gather_with(bwd, mesh):
     return jax.grad(lambda x: (f(x) ** 2).sum())
 
 
-@pytest.mark.parametrize("bwd", [
-    lambda g, n: jax.lax.psum(g, "model")[:, :n],
-    lambda g, n: jax.lax.psum_scatter(g, "model", scatter_dimension=1, tiled=True)])
+@pytest.mark.parametrize(
+    "bwd",
+    [
+        lambda g, n: jax.lax.psum(g, "model")[:, :n],
+        lambda g, n: jax.lax.psum_scatter(g, "model", scatter_dimension=1, tiled=True),
+    ],
+)
 def test_bwd_that_reduces_over_an_axis_that_its_forward_dropped_is_refused(bwd, cpu_mesh):
     """Right with the check off; under it the cotangent arrives summed: N times the gradient."""
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
-    with pytest.raises(errors.CotangentError, match="the forward's outputs are invariant over "
-                                                    "{'model'}"):
+    with pytest.raises(
+        errors.CotangentError, match="the forward's outputs are invariant over {'model'}"
+    ):
         jax.eval_shape(gather_with(bwd, cpu_mesh), x)
 
 

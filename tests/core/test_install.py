@@ -15,16 +15,29 @@ from shardrules import errors
 from shardrules.hooks.door import compat, symbols, versions
 
 NEWER = ("0.13.0.dev1", "0.13.0rc1", "0.13.0", "0.13.0.dev20261201+cuda", "1.0")
-KNOWN = ("0.4.28", "0.4.36", "0.6.1", "0.9.0", "0.12.0rc1", "0.12.0", "0.12.0.1", "0.12.1.dev3",
-         jax.__version__)
+KNOWN = (
+    "0.4.28",
+    "0.4.36",
+    "0.6.1",
+    "0.9.0",
+    "0.12.0rc1",
+    "0.12.0",
+    "0.12.0.1",
+    "0.12.1.dev3",
+    jax.__version__,
+)
 OLDER = ("0.4.27", "0.4.28.dev5", "0.4.28rc1", "0.3.25")
 
 
 def run_alone(code, **environment):
     """Run code in a process of its own; return what it printed."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], text=True,
-                          capture_output=True, cwd=pathlib.Path(__file__).parents[2],
-                          env={**os.environ, **environment})
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        text=True,
+        capture_output=True,
+        cwd=pathlib.Path(__file__).parents[2],
+        env={**os.environ, **environment},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -50,9 +63,25 @@ def test_what_is_no_version_is_refused(version):
 
 
 def test_versions_sort_as_package_installers_sort_them():
-    in_order = ["0.4.28", "0.9.2", "0.10.2", "0.12.0.dev1", "0.12.0a1.dev1", "0.12.0a1", "0.12.0b1",
-                "0.12.0rc1", "0.12.0rc2", "0.12.0", "0.12.0.post1.dev1", "0.12.0.post1", "0.12.0.1",
-                "0.13.0.dev1", "0.13.0.dev2", "0.13.0", "1.0"]
+    in_order = [
+        "0.4.28",
+        "0.9.2",
+        "0.10.2",
+        "0.12.0.dev1",
+        "0.12.0a1.dev1",
+        "0.12.0a1",
+        "0.12.0b1",
+        "0.12.0rc1",
+        "0.12.0rc2",
+        "0.12.0",
+        "0.12.0.post1.dev1",
+        "0.12.0.post1",
+        "0.12.0.1",
+        "0.13.0.dev1",
+        "0.13.0.dev2",
+        "0.13.0",
+        "1.0",
+    ]
     shuffled = sorted(in_order, key=lambda v: v[::-1])
     assert shuffled != in_order
     assert sorted(shuffled, key=versions.order) == in_order
@@ -66,7 +95,8 @@ def refusal(change, **environment):
     A declared op that was called in this process keeps JAX patched, passively; a fresh look would
     find our own functions. There, nothing may have been touched when the error comes.
     """
-    return run_alone("""
+    return run_alone(
+        """
         import jax
         import shardrules
         from shardrules import hooks
@@ -83,7 +113,9 @@ def refusal(change, **environment):
                 raise SystemExit("was not refused")
             assert not hooks.touched() and not hooks.installed()
         print(message)
-    """.replace("CHANGE", change), **environment)
+    """.replace("CHANGE", change),
+        **environment,
+    )
 
 
 def test_unknown_version_is_named_with_what_to_do():
@@ -95,35 +127,47 @@ def test_unknown_version_is_named_with_what_to_do():
 
 
 def test_untested_version_is_tried_when_asked_to():
-    run_alone("""
+    run_alone(
+        """
         import jax
         jax.__version__ = "0.13.0.dev1"
         import shardrules
         shardrules.install()
         assert shardrules.hooks.installed()
-    """, SHARDRULES_ALLOW_UNTESTED_JAX="1")
+    """,
+        SHARDRULES_ALLOW_UNTESTED_JAX="1",
+    )
 
 
 def owner_of(key):
     """Code for the module that holds a symbol, and its name there."""
     paths = [s.path for s in symbols.SYMBOLS if s.key == key]
-    return (f"next(owner for s in symbols.SYMBOLS if s.path in {paths} "
-            "for _, owner, wrong in [symbols.look(s)] if not wrong)")
+    return (
+        f"next(owner for s in symbols.SYMBOLS if s.path in {paths} "
+        "for _, owner, wrong in [symbols.look(s)] if not wrong)"
+    )
 
 
 @pytest.mark.parametrize("key", ["flatten_bwd", "trace_kernel", "pallas_call_p"])
 def test_missing_symbol_is_named_with_what_it_is_for(key):
     path, reason = next((s.path, s.reason) for s in symbols.SYMBOLS if s.key == key)
     message = refusal(f"delattr(*{owner_of(key)})")
-    assert message.startswith(f"shardrules has no hooks for JAX {jax.__version__}: {path} is "
-                              f"missing. It is used for: {reason} (read in JAX ")
+    assert message.startswith(
+        f"shardrules has no hooks for JAX {jax.__version__}: {path} is "
+        f"missing. It is used for: {reason} (read in JAX "
+    )
 
 
 def test_changed_parameters_are_named_on_an_untested_jax_too():
-    message = refusal(f"jax.__version__ = '0.13.0'; setattr(*{owner_of('dce_jaxpr')}, "
-                      "lambda program, wanted: None)", SHARDRULES_ALLOW_UNTESTED_JAX="1")
-    assert ("dce_jaxpr no longer takes jaxpr, used_outputs, instantiate (it takes program, wanted)"
-            in message)
+    message = refusal(
+        f"jax.__version__ = '0.13.0'; setattr(*{owner_of('dce_jaxpr')}, "
+        "lambda program, wanted: None)",
+        SHARDRULES_ALLOW_UNTESTED_JAX="1",
+    )
+    assert (
+        "dce_jaxpr no longer takes jaxpr, used_outputs, instantiate (it takes program, wanted)"
+        in message
+    )
 
 
 def test_each_symbol_that_this_jax_has_is_checked_once():
@@ -135,7 +179,7 @@ def test_each_symbol_that_this_jax_has_is_checked_once():
 
 
 def test_uninstalling_leaves_jax_as_it_was():
-    run_alone('''
+    run_alone("""
         import jax
         import shardrules
         from shardrules import hooks
@@ -151,14 +195,14 @@ def test_uninstalling_leaves_jax_as_it_was():
         assert len(touched) >= 8
         assert all(a is not b for a, b in zip(before, during)), touched
         assert all("shardrules" not in (getattr(v, "__module__", None) or "") for v in before)
-    ''')
+    """)
 
 
 def test_importing_and_declaring_change_nothing_and_need_no_jax():
-    run_alone('''
+    run_alone("""
         import sys
         import shardrules
         shardrules.register("my_kernel", shardrules.no_communication)
         shardrules.no_communication(lambda x_ref, o_ref: None)
         assert "jax" not in sys.modules
-    ''')
+    """)

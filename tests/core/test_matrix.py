@@ -6,6 +6,7 @@ import json
 
 import jax
 import pytest
+
 from core import matrix
 
 PASSED = '<testsuites><testsuite><testcase classname="a" name="b"/></testsuite></testsuites>'
@@ -41,33 +42,41 @@ def test_recorded_version_counts(tmp_path):
 def test_version_that_was_not_run_is_named(tmp_path):
     matrix.record(tmp_path, jax.__version__, report(tmp_path, PASSED))
     assert matrix.check(tmp_path, [jax.__version__, "0.3.1"]) == [
-        "JAX 0.3.1 was asked for and not exercised"]
+        "JAX 0.3.1 was asked for and not exercised"
+    ]
     assert matrix.check(tmp_path / "nowhere", ["0.3.1"])
 
 
 def test_other_jax_than_asked_for_is_refused(tmp_path):
     assert "JAX 0.3.1 was asked for, but this environment has" in matrix.record(
-        tmp_path, "0.3.1", report(tmp_path, PASSED))
+        tmp_path, "0.3.1", report(tmp_path, PASSED)
+    )
     assert not list(tmp_path.glob("*.json"))
 
 
-@pytest.mark.parametrize("text, message", [
-    ("<testsuites/>", "none ran"),
-    (PASSED.replace("/></testsuite>", "><skipped/></testcase></testsuite>"), "a::b: skipped"),
-    (PASSED.replace("/></testsuite>", "><failure/></testcase></testsuite>"), "a::b: failure"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("<testsuites/>", "none ran"),
+        (PASSED.replace("/></testsuite>", "><skipped/></testcase></testsuite>"), "a::b: skipped"),
+        (PASSED.replace("/></testsuite>", "><failure/></testcase></testsuite>"), "a::b: failure"),
+    ],
+)
 def test_run_with_a_skip_or_without_tests_does_not_count(text, message, tmp_path):
     assert message in matrix.record(tmp_path, jax.__version__, report(tmp_path, text))
     assert matrix.check(tmp_path, [jax.__version__]) == [
-        f"JAX {jax.__version__} was asked for and not exercised"]
+        f"JAX {jax.__version__} was asked for and not exercised"
+    ]
 
 
 def test_version_that_ran_a_part_only_is_named(tmp_path):
     for version, passed in (("0.1", 100), ("0.2", 89), ("0.3", 95)):
         (tmp_path / f"{version}.json").write_text(
-            json.dumps({"jax": version, "passed": passed, "files": matrix.fingerprint()}))
+            json.dumps({"jax": version, "passed": passed, "files": matrix.fingerprint()})
+        )
     assert matrix.check(tmp_path, ["0.1", "0.2", "0.3"]) == [
-        "JAX 0.2: only 89 of 100 tests passed there"]
+        "JAX 0.2: only 89 of 100 tests passed there"
+    ]
 
 
 def test_result_of_other_files_is_named(tmp_path, monkeypatch):
@@ -76,7 +85,8 @@ def test_result_of_other_files_is_named(tmp_path, monkeypatch):
     (tmp_path / "shardrules" / "changed.py").write_text("")
     monkeypatch.setattr(matrix, "ROOT", tmp_path)
     assert matrix.check(tmp_path, [jax.__version__]) == [
-        f"JAX {jax.__version__}: the result is of other files than these; run it again"]
+        f"JAX {jax.__version__}: the result is of other files than these; run it again"
+    ]
 
 
 def test_main_exits_with_what_is_wrong(tmp_path):

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core import kernels, versions
-from core.test_check import DATA, varies_as, trace
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from core import kernels, versions
+from core.test_check import DATA, trace, varies_as
 from shardrules import errors, hlo, registry, testing
 
 X = jax.ShapeDtypeStruct((8, 128), jnp.float32)
@@ -32,6 +32,7 @@ def pure_call(x):
 
 def io_call(x):
     from jax.experimental import io_callback
+
     return io_callback(called_back, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
@@ -44,8 +45,7 @@ def make_primitive():
     primitive = Primitive("called_back")
     primitive.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
     primitive.def_impl(lambda x: x * 2)
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
+    mlir.register_lowering(primitive, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
     return primitive
 
 
@@ -113,16 +113,20 @@ if versions.has_ffi_call():
     def test_ffi_call_runs_under_the_check(lapack, hooks, cpu_mesh):
         sr.register("lapack_spotrf_ffi", sr.no_communication)
         a = np.stack([np.eye(4, dtype=np.float32) * (i + 1) ** 2 for i in range(4)])
-        f = versions.shard_map(lambda a: cholesky(a[0])[None], mesh=cpu_mesh,
-                               in_specs=P("data"), out_specs=P("data"))
+        f = versions.shard_map(
+            lambda a: cholesky(a[0])[None], mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data")
+        )
         np.testing.assert_allclose(jax.jit(f)(a), np.sqrt(a))
 
-    @pytest.mark.parametrize("rule, tags", [
-        (sr.no_communication, {"local;local"}),
-        (sr.all_reduce("model"), {"join(model);join(model)"}),
-        (lambda ctx: [ctx.union, ctx.union], {"typed(data,model);typed(data,model)"}),
-        (lambda ctx: [ctx.union.drop("model"), ctx.union], {"typed(data);typed(data,model)"}),
-    ])
+    @pytest.mark.parametrize(
+        "rule, tags",
+        [
+            (sr.no_communication, {"local;local"}),
+            (sr.all_reduce("model"), {"join(model);join(model)"}),
+            (lambda ctx: [ctx.union, ctx.union], {"typed(data,model);typed(data,model)"}),
+            (lambda ctx: [ctx.union.drop("model"), ctx.union], {"typed(data);typed(data,model)"}),
+        ],
+    )
     def test_compiled_call_carries_the_effects_of_its_rule(rule, tags, lapack, hooks, cpu_mesh):
         sr.register("lapack_spotrf_ffi", rule)
         spec = P("data", "model")
@@ -131,25 +135,36 @@ if versions.has_ffi_call():
         text = jax.jit(f).lower(x).compile().as_text()
         assert set(re.findall(r'shardrules\.effects="([^"]*)"', text)) == tags
 
-    @pytest.mark.parametrize("check, expected", [
-        (True, [("needed", None)]),
-        # Only the tag says that what it gathered is equal along model.
-        (False, [("overwide", ("data",))])])
+    @pytest.mark.parametrize(
+        "check, expected",
+        [
+            (True, [("needed", None)]),
+            # Only the tag says that what it gathered is equal along model.
+            (False, [("overwide", ("data",))]),
+        ],
+    )
     def test_verdict_rests_on_what_the_tag_says(check, expected, lapack, hooks, cpu_mesh):
         """LAPACK's target stands in for one that gathers: XLA sees a custom call, and no more."""
         sr.register("lapack_spotrf_ffi", sr.all_gather_invariant("model"))
-        scale = kernels.make_scale(sr.no_communication(kernels.scale_kernel),
-                                   sr.no_communication(kernels.sum_rows_kernel))
+        scale = kernels.make_scale(
+            sr.no_communication(kernels.scale_kernel), sr.no_communication(kernels.sum_rows_kernel)
+        )
 
         def f(x, w):
             gathered = cholesky(jax.lax.stop_gradient(x))
             return scale(gathered, w)
 
-        mapped = versions.shard_map(f, mesh=cpu_mesh, in_specs=(P("data", "model"), P()),
-                                    out_specs=P("data", None), check=check)
+        mapped = versions.shard_map(
+            f,
+            mesh=cpu_mesh,
+            in_specs=(P("data", "model"), P()),
+            out_specs=P("data", None),
+            check=check,
+        )
         gradient = jax.jit(jax.grad(lambda w, x: (mapped(x, w) ** 2).sum()))
-        x = jax.ShapeDtypeStruct((32, 16), jnp.float32,
-                                 sharding=NamedSharding(cpu_mesh, P("data", "model")))
+        x = jax.ShapeDtypeStruct(
+            (32, 16), jnp.float32, sharding=NamedSharding(cpu_mesh, P("data", "model"))
+        )
         w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(cpu_mesh, P()))
         judgement = testing.judge(gradient, w, x)
         assert [(v.verdict, v.needed_axes) for v in judgement.verdicts] == expected
@@ -167,43 +182,55 @@ def make_gather():
     """A user's primitive that communicates: shard_map's check sees its name, and no more."""
     primitive = Primitive("ring_gather")
     primitive.def_abstract_eval(
-        lambda x: jax.core.ShapedArray((x.shape[0], 2 * x.shape[1]), x.dtype))
-    mlir.register_lowering(primitive, mlir.lower_fun(
-        lambda x: jax.lax.all_gather(x, "model", axis=1, tiled=True), multiple_results=False))
+        lambda x: jax.core.ShapedArray((x.shape[0], 2 * x.shape[1]), x.dtype)
+    )
+    mlir.register_lowering(
+        primitive,
+        mlir.lower_fun(
+            lambda x: jax.lax.all_gather(x, "model", axis=1, tiled=True), multiple_results=False
+        ),
+    )
     return primitive
 
 
 @pytest.mark.parametrize("with_ffi", [True, False] if versions.has_ffi_call() else [False])
-@pytest.mark.parametrize("check, reduction", [
-    (True, ("needed", ("data",), None)),
-    (False, ("overwide", ("data", "model"), ("data",)))])
+@pytest.mark.parametrize(
+    "check, reduction",
+    [(True, ("needed", ("data",), None)), (False, ("overwide", ("data", "model"), ("data",)))],
+)
 def test_user_program_gets_the_same_verdicts_on_every_jax(
-        check, reduction, with_ffi, hooks, cpu_mesh):
+    check, reduction, with_ffi, hooks, cpu_mesh
+):
     """A kernel with a replicated weight, an FFI call, a call that gathers over model."""
     sr.register("ring_gather", sr.all_gather_invariant("model"))
     if with_ffi:
         jnp.linalg.cholesky(jnp.eye(2)).block_until_ready()  # loads what the target calls
         sr.register("lapack_spotrf_ffi", sr.no_communication)
-    scale = kernels.make_scale(sr.no_communication(kernels.scale_kernel),
-                               sr.no_communication(kernels.sum_rows_kernel))
+    scale = kernels.make_scale(
+        sr.no_communication(kernels.scale_kernel), sr.no_communication(kernels.sum_rows_kernel)
+    )
 
     def f(x, w):
         x = jax.lax.stop_gradient(x)
         return scale(make_gather().bind(cholesky(x) if with_ffi else x), w)
 
     spec = P("data", "model")
-    mapped = versions.shard_map(f, mesh=cpu_mesh, in_specs=(spec, P()), out_specs=P("data", None),
-                                check=check)
-    gradient = jax.jit(jax.grad(lambda w, x: (mapped(x, w) ** 2).sum()),
-                       in_shardings=(NamedSharding(cpu_mesh, P()), NamedSharding(cpu_mesh, spec)))
-    blocks = [[np.eye(8, dtype=np.float32) * (1 + i + 4 * j) ** 2 for j in range(2)]
-              for i in range(4)]
+    mapped = versions.shard_map(
+        f, mesh=cpu_mesh, in_specs=(spec, P()), out_specs=P("data", None), check=check
+    )
+    gradient = jax.jit(
+        jax.grad(lambda w, x: (mapped(x, w) ** 2).sum()),
+        in_shardings=(NamedSharding(cpu_mesh, P()), NamedSharding(cpu_mesh, spec)),
+    )
+    blocks = [
+        [np.eye(8, dtype=np.float32) * (1 + i + 4 * j) ** 2 for j in range(2)] for i in range(4)
+    ]
     x, w = np.block(blocks), np.arange(1, 17, dtype=np.float32)
 
     gathered = np.block([[np.sqrt(b) for b in row] for row in blocks]) if with_ffi else x
-    np.testing.assert_allclose(gradient(w, x), (2 * gathered ** 2 * w).sum(0), rtol=1e-5)
+    np.testing.assert_allclose(gradient(w, x), (2 * gathered**2 * w).sum(0), rtol=1e-5)
     judgement = testing.judge(gradient, w, x)
     assert judgement.opaque == ()
-    assert sorted((v.collective.kind, v.verdict, v.collective.axes, v.needed_axes)
-                  for v in judgement.verdicts) == [
-        ("all-gather", "needed", ("model",), None), ("all-reduce", *reduction)]
+    assert sorted(
+        (v.collective.kind, v.verdict, v.collective.axes, v.needed_axes) for v in judgement.verdicts
+    ) == [("all-gather", "needed", ("model",), None), ("all-reduce", *reduction)]

@@ -10,11 +10,11 @@ import sys
 import jax
 import numpy as np
 import pytest
-from core import kernels, versions
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from core import kernels, versions
 from shardrules import testing
 
 
@@ -24,7 +24,8 @@ def program(op, mesh, check=True):
     x = jax.random.normal(jax.random.PRNGKey(0), (8, 128))
     # The sum of squares, since XLA folds a constant cotangent away.
     return jax.jit(jax.grad(lambda x: (f(x) ** 2).sum())), jax.device_put(
-        x, NamedSharding(mesh, spec))
+        x, NamedSharding(mesh, spec)
+    )
 
 
 @pytest.mark.parametrize("how", ["decorated kernel", "decorated op", "registered"])
@@ -53,7 +54,11 @@ def test_check_off_has_one_redundant_collective(hooks, cpu_mesh):
     assert verdict.collective.kind == "all-reduce"
     assert judgement.mesh == {"data": 4, "model": 2}
     assert [sorted(group) for group in verdict.collective.groups] == [
-        [0, 1], [2, 3], [4, 5], [6, 7]]
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
     assert verdict.bytes == 2 * 128 * 4
     np.testing.assert_array_equal(gradient(x), 2 * np.asarray(x))
 
@@ -75,11 +80,19 @@ def test_the_example_prints_no_collective_where_shardrules_is_used():
     root = pathlib.Path(__file__).parents[2]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["PYTHONPATH"] = str(pathlib.Path(sr.__file__).parents[1])
-    done = subprocess.run([sys.executable, root / "examples" / "issue_21855.py"], text=True,
-                          capture_output=True, cwd=root, env=environment)
+    done = subprocess.run(
+        [sys.executable, root / "examples" / "issue_21855.py"],
+        text=True,
+        capture_output=True,
+        cwd=root,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr
-    rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines()
-            if line.count("|") == 4]
+    rows = [
+        [cell.strip() for cell in line.split("|")]
+        for line in done.stdout.splitlines()
+        if line.count("|") == 4
+    ]
     header, *rows = rows
     assert header[-1] in ("check_vma=True, shardrules", "check_rep=True, shardrules")
     platforms = {row[0]: row for row in rows if row[0]}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from core import versions
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from core import versions
 from shardrules import errors, hlo, testing
 
 GROUPS = {"data": [[0, 2, 4, 6], [1, 3, 5, 7]], "model": [[0, 1], [2, 3], [4, 5], [6, 7]]}
@@ -16,8 +16,10 @@ GROUPS = {"data": [[0, 2, 4, 6], [1, 3, 5, 7]], "model": [[0, 1], [2, 3], [4, 5]
 
 def compiled(f, mesh, specs, out_spec, check=True):
     f = versions.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_spec, check=check)
-    arguments = [jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, spec))
-                 for spec in specs]
+    arguments = [
+        jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, spec))
+        for spec in specs
+    ]
     return jax.jit(f).lower(*arguments).compile()
 
 
@@ -45,13 +47,18 @@ def test_axis_index_makes_equal_values_differ(cpu_mesh):
     assert verdict.verdict == "needed"
 
 
-@pytest.mark.parametrize("collective, out", [
-    (lambda x: jax.lax.all_gather(x, "model", axis=1, tiled=True), P("data")),
-    (lambda x: jax.lax.psum_scatter(x, "model", scatter_dimension=1, tiled=True),
-     P("data", "model")),
-    (lambda x: jax.lax.all_to_all(x, "model", 1, 1, tiled=True), P("data", "model")),
-    (lambda x: jax.lax.ppermute(x, "model", [(0, 1), (1, 0)]), P("data", "model")),
-])
+@pytest.mark.parametrize(
+    "collective, out",
+    [
+        (lambda x: jax.lax.all_gather(x, "model", axis=1, tiled=True), P("data")),
+        (
+            lambda x: jax.lax.psum_scatter(x, "model", scatter_dimension=1, tiled=True),
+            P("data", "model"),
+        ),
+        (lambda x: jax.lax.all_to_all(x, "model", 1, 1, tiled=True), P("data", "model")),
+        (lambda x: jax.lax.ppermute(x, "model", [(0, 1), (1, 0)]), P("data", "model")),
+    ],
+)
 def test_other_collectives_are_read(collective, out, cpu_mesh):
     program = compiled(collective, cpu_mesh, (P("data", "model"),), out, check=False)
     verdicts = testing.judge(program).verdicts
@@ -62,6 +69,7 @@ def test_collective_in_a_scan_is_judged_in_its_loop(cpu_mesh):
     def f(x):
         def body(carry, _):
             return jnp.tanh(jax.lax.psum(carry, "model") / 2), None
+
         return jax.lax.scan(body, x, None, length=5)[0]
 
     # With a varying argument only the first trip's operand varies: one verdict for all trips.
@@ -80,8 +88,13 @@ def test_replicated_outputs_are_proven_so(cpu_mesh):
 
 
 def test_module_of_this_compiler_is_read_whole(cpu_mesh):
-    program = compiled(lambda x: jnp.sort(jnp.fft.fft(jax.lax.psum(x, "model")).real) @ x.T,
-                       cpu_mesh, (P("data"),), P("data"), check=False)
+    program = compiled(
+        lambda x: jnp.sort(jnp.fft.fft(jax.lax.psum(x, "model")).real) @ x.T,
+        cpu_mesh,
+        (P("data"),),
+        P("data"),
+        check=False,
+    )
     module = hlo.parse(program.as_text())
     assert module.name.startswith("jit_")
     opcodes = {i.opcode for c in module.computations.values() for i in c.instructions}
@@ -89,16 +102,19 @@ def test_module_of_this_compiler_is_read_whole(cpu_mesh):
 
 
 def test_text_that_is_cut_off_is_an_error(cpu_mesh):
-    text = compiled(lambda x: jax.lax.psum(x, "model"), cpu_mesh, (P("data"),), P("data"),
-                    check=False).as_text()
+    text = compiled(
+        lambda x: jax.lax.psum(x, "model"), cpu_mesh, (P("data"),), P("data"), check=False
+    ).as_text()
     with pytest.raises(errors.HloSyntaxError):
-        hlo.parse(text[:text.rindex("all-reduce") + 12])
+        hlo.parse(text[: text.rindex("all-reduce") + 12])
 
 
 def test_assertions_on_a_compiled_program(cpu_mesh):
-    program = compiled(lambda x: jax.lax.psum(x * x, ("data", "model")), cpu_mesh, (P("data"),),
-                       P(), check=False)
+    program = compiled(
+        lambda x: jax.lax.psum(x * x, ("data", "model")), cpu_mesh, (P("data"),), P(), check=False
+    )
     with pytest.raises(errors.CollectiveAssertionError, match="overwide"):
         testing.assert_no_defensive_psum(program)
-    testing.assert_no_defensive_psum(compiled(lambda x: jax.lax.psum(x * x, "data"), cpu_mesh,
-                                              (P("data"),), P()))
+    testing.assert_no_defensive_psum(
+        compiled(lambda x: jax.lax.psum(x * x, "data"), cpu_mesh, (P("data"),), P())
+    )

@@ -34,6 +34,7 @@ def shard_map(f, *, mesh, in_specs, out_specs, check: bool = True):
 def block(shape, index_map):
     """Return BlockSpec's two arguments in this JAX's order."""
     from jax.experimental import pallas as pl
+
     names = list(inspect.signature(pl.BlockSpec).parameters)
     return (shape, index_map) if names.index("block_shape") == 0 else (index_map, shape)
 
@@ -41,8 +42,12 @@ def block(shape, index_map):
 def has_rule_for_cond() -> bool:
     """Whether shard_map's check knows ``lax.cond`` on this JAX, with no kernel anywhere."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("one",))
-    f = shard_map(lambda x: jax.lax.cond(x[0] > 0, lambda: x, lambda: -x), mesh=mesh,
-                  in_specs=P(), out_specs=P())
+    f = shard_map(
+        lambda x: jax.lax.cond(x[0] > 0, lambda: x, lambda: -x),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+    )
     try:
         jax.eval_shape(f, jax.ShapeDtypeStruct((1,), "float32"))
     except NotImplementedError:
@@ -86,8 +91,13 @@ def takes_none_as_cotangent() -> bool:
     mesh = Mesh(np.array(jax.devices()[:2]), ("two",))
     f = jax.custom_vjp(lambda x: x * 2)
     f.defvjp(lambda x: (x * 2, None), lambda _, g: (None,))
-    g = shard_map(f, mesh=mesh, in_specs=P("two"), out_specs=P("two"),
-                  check=getattr(jax, "shard_map", None) is not None)
+    g = shard_map(
+        f,
+        mesh=mesh,
+        in_specs=P("two"),
+        out_specs=P("two"),
+        check=getattr(jax, "shard_map", None) is not None,
+    )
     try:
         jax.eval_shape(jax.grad(lambda x: g(x).sum()), jax.ShapeDtypeStruct((2,), "float32"))
     except ValueError:

@@ -4,11 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import programs
 import pytest
+from hlo import text as T
 from jax.sharding import PartitionSpec as P
 
-import programs
-from hlo import text as T
 from shardrules import errors, hlo, testing
 from shardrules.costs import accounts, findings
 
@@ -17,19 +17,33 @@ TRIPS = 32
 
 def scanned(x, w):
     """A gather in a scan of 32, a sum in f32, a scattered sum in bf16."""
+
     def body(carry, layer):
         return jnp.tanh(carry @ jax.lax.all_gather(layer, "data", tiled=True)), None
+
     y, _ = jax.lax.scan(body, x, w)
-    return (jax.lax.psum((y * y).sum(), "data"),
-            jax.lax.psum_scatter(jnp.sin(y * jax.lax.axis_index("model")).astype(jnp.bfloat16),
-                                 "model", scatter_dimension=1, tiled=True))
+    return (
+        jax.lax.psum((y * y).sum(), "data"),
+        jax.lax.psum_scatter(
+            jnp.sin(y * jax.lax.axis_index("model")).astype(jnp.bfloat16),
+            "model",
+            scatter_dimension=1,
+            tiled=True,
+        ),
+    )
 
 
 def program(mesh):
-    f = jax.shard_map(scanned, mesh=mesh, in_specs=(P("data"), P(None, "data")),
-                      out_specs=(P(), P("data", "model")), check_vma=False)
-    return jax.jit(f), programs.structs(mesh, ((8, 16), P("data")), ((TRIPS, 16, 16),
-                                                                     P(None, "data")))
+    f = jax.shard_map(
+        scanned,
+        mesh=mesh,
+        in_specs=(P("data"), P(None, "data")),
+        out_specs=(P(), P("data", "model")),
+        check_vma=False,
+    )
+    return jax.jit(f), programs.structs(
+        mesh, ((8, 16), P("data")), ((TRIPS, 16, 16), P(None, "data"))
+    )
 
 
 @functools.cache
@@ -43,12 +57,21 @@ def compiled(mesh):
     return lowered(mesh).compile()
 
 
-@pytest.mark.parametrize("kind, size, bytes_, expected", [
-    ("all-reduce", 8, 1000, 1750), ("reduce-scatter", 4, 1000, 750), ("all-to-all", 4, 1000, 750),
-    ("all-gather", 4, 1000, 3000), ("collective-permute", 2, 1000, 1000),
-    ("collective-broadcast", 2, 1000, 1000), ("ragged-all-to-all", 2, 1000, 500),
-    ("all-reduce", 3, 4, 6), ("all-reduce", 1, 1000, 0), ("collective-permute", 1, 1000, 0),
-])
+@pytest.mark.parametrize(
+    "kind, size, bytes_, expected",
+    [
+        ("all-reduce", 8, 1000, 1750),
+        ("reduce-scatter", 4, 1000, 750),
+        ("all-to-all", 4, 1000, 750),
+        ("all-gather", 4, 1000, 3000),
+        ("collective-permute", 2, 1000, 1000),
+        ("collective-broadcast", 2, 1000, 1000),
+        ("ragged-all-to-all", 2, 1000, 500),
+        ("all-reduce", 3, 4, 6),
+        ("all-reduce", 1, 1000, 0),
+        ("collective-permute", 1, 1000, 0),
+    ],
+)
 def test_wire_bytes_are_those_of_ring_algorithms(kind, size, bytes_, expected):
     assert accounts.wire_bytes(kind, bytes_, size) == expected
 
@@ -74,24 +97,34 @@ def test_the_logical_account_is_the_same_on_every_platform(platform):
     for given, rest in ((f, args), (lowered(platform[1]), ())):
         account = testing.account(given, *rest, level="logical")
         assert account.level == "logical" and account.mesh == {"data": 4, "model": 2}
-        found = [(e.what, e.element_type, e.bytes, e.runs, e.line > 0, e.verdict)
-                 for e in account]
+        found = [(e.what, e.element_type, e.bytes, e.runs, e.line > 0, e.verdict) for e in account]
         assert sorted(found) == [
             ("forward all-gather(data)", "f32", 256, TRIPS, True, ""),
             ("forward all-reduce(data)", "f32", 4, 1, True, ""),
-            ("forward reduce-scatter(model)", "bf16", 64, 1, True, "")]
-    testing.assert_collectives(f, *args, level="logical", expect={
-        "all-gather(data)": TRIPS, "all-reduce(data)": 1, "reduce-scatter(model)": {"bytes": 64}})
+            ("forward reduce-scatter(model)", "bf16", 64, 1, True, ""),
+        ]
+    testing.assert_collectives(
+        f,
+        *args,
+        level="logical",
+        expect={
+            "all-gather(data)": TRIPS,
+            "all-reduce(data)": 1,
+            "reduce-scatter(model)": {"bytes": 64},
+        },
+    )
 
 
 def test_a_compiled_program_has_no_logical_account(cpu_mesh):
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.account(compiled(cpu_mesh), level="logical")
-    assert ("Compiled does not hold the program as it was before XLA's passes, which the logical "
-            "account is of; pass the function with its arguments, or the jax.stages.Lowered"
-            ) in str(caught.value)
-    with pytest.raises(errors.ShardrulesError, match="level='logic' is unknown; there are compiled "
-                                                     "and logical"):
+    assert (
+        "Compiled does not hold the program as it was before XLA's passes, which the logical "
+        "account is of; pass the function with its arguments, or the jax.stages.Lowered"
+    ) in str(caught.value)
+    with pytest.raises(
+        errors.ShardrulesError, match="level='logic' is unknown; there are compiled and logical"
+    ):
         testing.account(compiled(cpu_mesh), level="logic")
 
 
@@ -99,26 +132,39 @@ def test_a_compiled_program_has_no_logical_account(cpu_mesh):
 
 
 def test_expectations_by_bytes_wire_bytes_and_sites(cpu_mesh):
-    good = {"all-gather(data)": {"count": TRIPS, "bytes": 8192, "wire_bytes": 24576, "sites": 1},
-            "forward all-reduce(data)": 1, "forward reduce-scatter(model)": 1}
+    good = {
+        "all-gather(data)": {"count": TRIPS, "bytes": 8192, "wire_bytes": 24576, "sites": 1},
+        "forward all-reduce(data)": 1,
+        "forward reduce-scatter(model)": 1,
+    }
     testing.assert_collectives(compiled(cpu_mesh), expect=good)
     testing.assert_collectives(compiled(cpu_mesh), expect=testing.exactly(good))
-    testing.assert_collectives(compiled(cpu_mesh), expect={
-        **good, "all-gather(data)": 0, "all-gather(data) at test_accounts.py": TRIPS})
+    testing.assert_collectives(
+        compiled(cpu_mesh),
+        expect={**good, "all-gather(data)": 0, "all-gather(data) at test_accounts.py": TRIPS},
+    )
     with pytest.raises(errors.CollectiveAssertionError) as caught:
-        testing.assert_collectives(compiled(cpu_mesh), expect={
-            **good, "all-gather(data)": {"wire_bytes": 768, "sites": 2}})
-    assert ("  all-gather(data): expected 768 B on the wire, 2 sites, found 32, 8192 B, 24576 B on "
-            "the wire, 1 sites\n") in str(caught.value)
+        testing.assert_collectives(
+            compiled(cpu_mesh), expect={**good, "all-gather(data)": {"wire_bytes": 768, "sites": 2}}
+        )
+    assert (
+        "  all-gather(data): expected 768 B on the wire, 2 sites, found 32, 8192 B, 24576 B on "
+        "the wire, 1 sites\n"
+    ) in str(caught.value)
 
 
 def test_at_most_allows_less_and_nothing_else(cpu_mesh):
-    enough = {"all-gather(data)": 40, "all-reduce(data)": 2, "reduce-scatter(model)": 1,
-              "all-to-all(data)": 3}
+    enough = {
+        "all-gather(data)": 40,
+        "all-reduce(data)": 2,
+        "reduce-scatter(model)": 1,
+        "all-to-all(data)": 3,
+    }
     testing.assert_collectives(compiled(cpu_mesh), expect=testing.at_most(enough))
     with pytest.raises(errors.CollectiveAssertionError, match="expected at most 31, found 32"):
-        testing.assert_collectives(compiled(cpu_mesh), expect=testing.at_most(
-            {**enough, "all-gather(data)": 31}))
+        testing.assert_collectives(
+            compiled(cpu_mesh), expect=testing.at_most({**enough, "all-gather(data)": 31})
+        )
     del enough["all-reduce(data)"]
     with pytest.raises(errors.CollectiveAssertionError, match="not expected:\n.* all-reduce over"):
         testing.assert_collectives(compiled(cpu_mesh), expect=testing.at_most(enough))
@@ -133,21 +179,30 @@ def test_expectations_for_each_platform(platform):
         assert platform[0] == "tpu"
         scattered = {"all-reduce(model)": 1}
     others = {name: {} for name in ("cpu", "tpu", "gpu") if name != platform[0]}
-    testing.assert_collectives(compiled(platform[1]), expect={
-        **others, platform[0]: {**rest, **scattered}})
-    with pytest.raises(errors.ShardrulesError, match="expectations are given for .*, and the "
-                                                     f"program is for {platform[0]}"):
+    testing.assert_collectives(
+        compiled(platform[1]), expect={**others, platform[0]: {**rest, **scattered}}
+    )
+    with pytest.raises(
+        errors.ShardrulesError,
+        match=f"expectations are given for .*, and the program is for {platform[0]}",
+    ):
         testing.assert_collectives(compiled(platform[1]), expect=others)
 
 
 def test_text_does_not_say_its_platform(cpu_mesh):
     text = compiled(cpu_mesh).as_text()
-    expect = {"cpu": testing.at_most({"all-gather(data)": 32, "all-reduce(data)": 1,
-                                      "reduce-scatter(model)": 1}), "tpu": {}}
+    expect = {
+        "cpu": testing.at_most(
+            {"all-gather(data)": 32, "all-reduce(data)": 1, "reduce-scatter(model)": 1}
+        ),
+        "tpu": {},
+    }
     mesh = {"data": 4, "model": 2}
     testing.assert_collectives(text, mesh=mesh, platform="cpu", expect=expect)
-    with pytest.raises(errors.ShardrulesError, match="the text does not say which of these it is "
-                                                     "for; pass platform="):
+    with pytest.raises(
+        errors.ShardrulesError,
+        match="the text does not say which of these it is for; pass platform=",
+    ):
         testing.assert_collectives(text, mesh=mesh, expect=expect)
 
 
@@ -155,8 +210,10 @@ def test_text_does_not_say_its_platform(cpu_mesh):
 def test_expectations_that_cant_be_read(value):
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.exactly({"all-reduce(data)": value})
-    assert ("is no expectation; give a count, or {'count': 1, 'bytes': 512}, of count, bytes, "
-            "wire_bytes and sites") in str(caught.value)
+    assert (
+        "is no expectation; give a count, or {'count': 1, 'bytes': 512}, of count, bytes, "
+        "wire_bytes and sites"
+    ) in str(caught.value)
     with pytest.raises(errors.ShardrulesError, match="int is no expectation; give a mapping"):
         testing.assert_collectives("HloModule m\n", expect=3)
 
@@ -186,13 +243,21 @@ LOOP = """%body (s: (s32[], f32[8], f32[8])) -> (s32[], f32[8], f32[8]) {{
 
 
 def loop(operand="%twice", limit="constant(32)"):
-    entry = "\n".join([
-        T.parameter(T.DATA, name="w", number=0), T.parameter(T.BOTH, name="x", number=1),
-        "%zero = s32[] constant(0)", "%start = (s32[], f32[8], f32[8]) tuple(%zero, %x, %w)",
-        "%while = (s32[], f32[8], f32[8]) while(%start), condition=%condition, body=%body",
-        "ROOT %result = f32[8] get-tuple-element(%while), index=1"])
-    reduction = T.all_reduce(operand, T.OVER_DATA, extra=', metadata={op_name="jit(f)/psum" '
-                             'source_file="model.py" source_line=7}')
+    entry = "\n".join(
+        [
+            T.parameter(T.DATA, name="w", number=0),
+            T.parameter(T.BOTH, name="x", number=1),
+            "%zero = s32[] constant(0)",
+            "%start = (s32[], f32[8], f32[8]) tuple(%zero, %x, %w)",
+            "%while = (s32[], f32[8], f32[8]) while(%start), condition=%condition, body=%body",
+            "ROOT %result = f32[8] get-tuple-element(%while), index=1",
+        ]
+    )
+    reduction = T.all_reduce(
+        operand,
+        T.OVER_DATA,
+        extra=', metadata={op_name="jit(f)/psum" source_file="model.py" source_line=7}',
+    )
     return T.module(entry, LOOP.format(reduction=reduction, limit=limit))
 
 
@@ -202,7 +267,8 @@ def test_a_gather_that_a_loop_repeats_is_named():
     assert (hint.kind, hint.bytes_before, hint.bytes_after) == ("repeated", 32 * 32, 32)
     assert hint.advice == (
         "its operand is the same on every trip of the loop: run it before the loop, and 1024 B "
-        "become 32 B (the result then stays in memory)")
+        "become 32 B (the result then stays in memory)"
+    )
     for changing in ("%x.in", "%mixed"):
         assert findings.hints(testing.judge(loop(changing), mesh=T.MESH)) == []
 
@@ -214,8 +280,9 @@ def test_a_loop_of_unknown_length_is_said():
     assert str(account) == "forward all-reduce(data): 0, 0 B and 1 in loops of unknown length"
     with pytest.raises(errors.CollectiveAssertionError) as caught:
         testing.assert_collectives(text, mesh=T.MESH, expect={"all-reduce(data)": 0})
-    assert ("found 0, 0 B (1 in loops whose trip count isn't known: give 'sites' for these)"
-            ) in str(caught.value)
+    assert (
+        "found 0, 0 B (1 in loops whose trip count isn't known: give 'sites' for these)"
+    ) in str(caught.value)
     testing.assert_collectives(text, mesh=T.MESH, expect={"all-reduce(data)": {"sites": 1}})
     (hint,) = findings.hints(testing.judge(text, mesh=T.MESH))
     assert "32 B on every trip become 32 B" in hint.advice and hint.bytes_before is None
@@ -224,10 +291,14 @@ def test_a_loop_of_unknown_length_is_said():
 def test_reduce_before_you_psum(cpu_mesh):
     def f(x):
         return jax.lax.psum(x, "data").sum(0)
+
     args = programs.structs(cpu_mesh, ((8, 128), P("data")))
-    for fun, expected in ((f, 1), (lambda x: jax.lax.psum(x.sum(0), "data"), 0),
-                          (lambda x: jax.lax.psum(x, "data").max(0), 0),
-                          (lambda x: (lambda y: y.sum(0) + y[0])(jax.lax.psum(x, "data")), 0)):
+    for fun, expected in (
+        (f, 1),
+        (lambda x: jax.lax.psum(x.sum(0), "data"), 0),
+        (lambda x: jax.lax.psum(x, "data").max(0), 0),
+        (lambda x: (lambda y: y.sum(0) + y[0])(jax.lax.psum(x, "data")), 0),
+    ):
         g = jax.shard_map(fun, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
         found = findings.hints(testing.judge(jax.jit(g), *args))
         assert [h.kind for h in found] == ["reduce first"] * expected
@@ -235,41 +306,71 @@ def test_reduce_before_you_psum(cpu_mesh):
             assert (hint.bytes_before, hint.bytes_after) == (1024, 512)
             assert hint.advice == (
                 "its result is only summed up on each device: reduce before you psum (or cast "
-                "earlier, with shardrules.vary before the broadcast), and 1024 B become 512 B")
+                "earlier, with shardrules.vary before the broadcast), and 1024 B become 512 B"
+            )
 
 
 # Advice, allowances, strictness.
 
 
 def judged(operand_sharding, groups, op_name="jit(f)/psum", before=(), operand="%x"):
-    body = "\n".join([T.parameter(operand_sharding), *before, T.all_reduce(
-        operand, groups, extra=f', metadata={{op_name="{op_name}" source_file="model.py" '
-        'source_line=7}')])
+    body = "\n".join(
+        [
+            T.parameter(operand_sharding),
+            *before,
+            T.all_reduce(
+                operand,
+                groups,
+                extra=f', metadata={{op_name="{op_name}" source_file="model.py" source_line=7}}',
+            ),
+        ]
+    )
     return T.module(body)
 
 
-KERNEL = ('%k = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", '
-          'frontend_attributes={{shardrules.kernel="norm",shardrules.effects="local",'
-          'shardrules.status="{status}",shardrules.mesh="data=4,model=2"}}')
+KERNEL = (
+    '%k = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", '
+    'frontend_attributes={{shardrules.kernel="norm",shardrules.effects="local",'
+    'shardrules.status="{status}",shardrules.mesh="data=4,model=2"}}'
+)
 
 
-@pytest.mark.parametrize("text, advice", [
-    (judged(T.DATA, T.OVER_MODEL), "drop it: each device can compute the result from its own "
-                                   "operand (a sum of 2 equal ones is 2 times one)"),
-    (judged(T.DATA, T.ALL), "run it over data only, and if the sum over equal values is meant, "
-                            "multiply by their number"),
-    (judged(T.DATA, T.ALL, "jit(f)/transpose(jvp())/psum"),
-     "trace it under jax.shard_map(check_vma=True), with shardrules.install() and a rule for each "
-     "kernel: the backward pass then reduces over just the axes that it needs"),
-    (judged(T.DATA, T.ALL, before=['%k = f32[8] custom-call(%x), custom_call_target="mine"'],
-            operand="%k"),
-     "if the kernel reads no other device and no device id, declare that: "
-     "@shardrules.no_communication above its def, or shardrules.register('mine', "
-     "shardrules.no_communication)"),
-    (T.module("%x = f32[8] parameter(0)\n" + T.all_reduce("%x")),
-     "give the jax.stages.Compiled instead of its text, or text that holds the parameters' "
-     "shardings"),
-])
+@pytest.mark.parametrize(
+    "text, advice",
+    [
+        (
+            judged(T.DATA, T.OVER_MODEL),
+            "drop it: each device can compute the result from its own "
+            "operand (a sum of 2 equal ones is 2 times one)",
+        ),
+        (
+            judged(T.DATA, T.ALL),
+            "run it over data only, and if the sum over equal values is meant, "
+            "multiply by their number",
+        ),
+        (
+            judged(T.DATA, T.ALL, "jit(f)/transpose(jvp())/psum"),
+            "trace it under jax.shard_map(check_vma=True), with shardrules.install() and a rule for each "
+            "kernel: the backward pass then reduces over just the axes that it needs",
+        ),
+        (
+            judged(
+                T.DATA,
+                T.ALL,
+                before=['%k = f32[8] custom-call(%x), custom_call_target="mine"'],
+                operand="%k",
+            ),
+            "if the kernel reads no other device and no device id, declare that: "
+            "@shardrules.no_communication above its def, or shardrules.register('mine', "
+            "shardrules.no_communication)",
+        ),
+        (
+            T.module("%x = f32[8] parameter(0)\n" + T.all_reduce("%x")),
+            "give the jax.stages.Compiled instead of its text, or text that holds the parameters' "
+            "shardings",
+        ),
+    ],
+)
 def test_the_one_change_that_removes_a_finding(text, advice):
     (finding,) = findings.find(testing.judge(text, mesh=T.MESH))
     assert finding.advice == advice
@@ -277,40 +378,63 @@ def test_the_one_change_that_removes_a_finding(text, advice):
 
 def test_advice_on_a_collective_that_may_hang():
     condition = "%bit = pred[] slice(%flags), slice={[0:1]}"
-    branch = ("%yes (p: f32[8]) -> f32[8] {\n  %p = f32[8] parameter(0)\n"
-              + "  ROOT " + T.all_reduce("%p", T.ALL) + "\n}\n\n"
-              "%no (q: f32[8]) -> f32[8] {\n  ROOT %q = f32[8] parameter(0)\n}\n\n")
-    body = "\n".join([T.parameter(T.DATA), T.parameter(T.BOTH, "pred[1]", "flags", 1), condition,
-                      "%c = f32[8] conditional(%bit, %x, %x), true_computation=%yes, "
-                      "false_computation=%no"])
+    branch = (
+        "%yes (p: f32[8]) -> f32[8] {\n  %p = f32[8] parameter(0)\n"
+        + "  ROOT "
+        + T.all_reduce("%p", T.ALL)
+        + "\n}\n\n"
+        "%no (q: f32[8]) -> f32[8] {\n  ROOT %q = f32[8] parameter(0)\n}\n\n"
+    )
+    body = "\n".join(
+        [
+            T.parameter(T.DATA),
+            T.parameter(T.BOTH, "pred[1]", "flags", 1),
+            condition,
+            "%c = f32[8] conditional(%bit, %x, %x), true_computation=%yes, false_computation=%no",
+        ]
+    )
     (finding,) = findings.find(testing.judge(T.module(body, branch), mesh=T.MESH))
     assert finding.kind == "may hang"
     assert finding.advice == (
         "make the predicate equal within each group (jax.lax.psum or pmax it over the axes), or "
-        "move the collective out of the branch or loop")
+        "move the collective out of the branch or loop"
+    )
 
 
 def test_known_findings_are_allowed_with_a_reason():
     text = judged(T.DATA, T.OVER_MODEL)
-    for name in ("all-reduce(model)", "redundant all-reduce(model)",
-                 "redundant forward all-reduce(model) at model.py:7"):
+    for name in (
+        "all-reduce(model)",
+        "redundant all-reduce(model)",
+        "redundant forward all-reduce(model) at model.py:7",
+    ):
         testing.assert_no_defensive_psum(text, mesh=T.MESH, allow={name: "issue 12"})
-    for name in ("overwide all-reduce(model)", "all-reduce(data)", "backward all-reduce(model)",
-                 "all-reduce(model) at odel.py", "all-reduce(model) at model.py:8"):
+    for name in (
+        "overwide all-reduce(model)",
+        "all-reduce(data)",
+        "backward all-reduce(model)",
+        "all-reduce(model) at odel.py",
+        "all-reduce(model) at model.py:8",
+    ):
         with pytest.raises(errors.CollectiveAssertionError, match="1 of 1 collectives are not"):
             testing.assert_no_defensive_psum(text, mesh=T.MESH, allow={name: "issue 12"})
     for name in ("all-reduce(?)", "all-reduce(?) at model.py"):  # without a mesh
         testing.assert_no_defensive_psum(text, allow={name: "issue 12"})
-    with pytest.raises(errors.CollectiveAssertionError, match="these allowances match no finding "
-                                                              "any more; remove them:\n  all-r"):
-        testing.assert_no_defensive_psum(judged(T.BOTH, T.OVER_MODEL), mesh=T.MESH,
-                                         allow={"all-reduce(model)": "issue 12"})
+    with pytest.raises(
+        errors.CollectiveAssertionError,
+        match="these allowances match no finding any more; remove them:\n  all-r",
+    ):
+        testing.assert_no_defensive_psum(
+            judged(T.BOTH, T.OVER_MODEL), mesh=T.MESH, allow={"all-reduce(model)": "issue 12"}
+        )
     with pytest.raises(errors.ShardrulesError, match="gives no reason; write why the finding st"):
         testing.assert_no_defensive_psum(text, allow={"all-reduce(model)": " "})
 
 
-@pytest.mark.parametrize("status, strict, kinds", [
-    ("declared", False, []), ("declared", True, ["declared"]), ("audited", True, [])])
+@pytest.mark.parametrize(
+    "status, strict, kinds",
+    [("declared", False, []), ("declared", True, ["declared"]), ("audited", True, [])],
+)
 def test_strict_forbids_verdicts_that_rest_on_unaudited_rules(status, strict, kinds):
     text = judged(T.BOTH, T.OVER_MODEL, before=[KERNEL.format(status=status)], operand="%k")
     found = findings.find(hlo.judge(text, mesh=T.MESH), strict)
@@ -318,18 +442,27 @@ def test_strict_forbids_verdicts_that_rest_on_unaudited_rules(status, strict, ki
     if kinds:
         with pytest.raises(errors.CollectiveAssertionError) as caught:
             testing.assert_no_defensive_psum(text, mesh=T.MESH, strict=True)
-        assert ("strict: let the audit prove the rule for 'norm' (a Pallas kernel that needs no "
-                "registration is audited), or allow it with a reason") in str(caught.value)
+        assert (
+            "strict: let the audit prove the rule for 'norm' (a Pallas kernel that needs no "
+            "registration is audited), or allow it with a reason"
+        ) in str(caught.value)
 
 
 def test_what_came_went_grew_shrank_and_moved():
     one = accounts.Totals(1, 1, 100, 100, 0)
     key = lambda n: (f"forward all-reduce({n})", "f32", "")  # noqa: E731
     before = {key("a"): one, key("b"): one, key("c"): one, key("d"): one, key("s"): one}
-    after = {key("b"): one._replace(bytes=200), key("c"): one._replace(count=0, bytes=50),
-             key("d"): one._replace(sites=2), key("e"): one, key("s"): one}
+    after = {
+        key("b"): one._replace(bytes=200),
+        key("c"): one._replace(count=0, bytes=50),
+        key("d"): one._replace(sites=2),
+        key("e"): one,
+        key("s"): one,
+    }
     assert {str(c) for c in accounts.compare(before, after)} == {
-        "- forward all-reduce(a) f32: 1, 100 B", "+ forward all-reduce(e) f32: 1, 100 B",
+        "- forward all-reduce(a) f32: 1, 100 B",
+        "+ forward all-reduce(e) f32: 1, 100 B",
         "~ forward all-reduce(b) f32: grew from 1, 100 B to 1, 200 B",
         "~ forward all-reduce(c) f32: shrank from 1, 100 B to 0, 50 B",
-        "~ forward all-reduce(d) f32: 1, 100 B at 1 sites before, 1, 100 B at 2 sites now"}
+        "~ forward all-reduce(d) f32: 1, 100 B at 1 sites before, 1, 100 B at 2 sites now",
+    }

@@ -25,8 +25,10 @@ def remat(x, ws):
 
 def fsdp(x, ws):
     """Weights gathered layer by layer."""
+
     def layer(c, w):
         return jnp.tanh(c @ lax.all_gather(w, "data", axis=0, tiled=True)), None
+
     return lax.scan(jax.checkpoint(layer), x, ws)[0]
 
 
@@ -53,8 +55,9 @@ def ring(x, ws):
 
     def step(i, carry):
         total, w = carry
-        total = total + x[:, :ws.shape[1]] @ w * ((index + i) % 4).astype(x.dtype)
+        total = total + x[:, : ws.shape[1]] @ w * ((index + i) % 4).astype(x.dtype)
         return total, lax.ppermute(w, "data", [(k, (k + 1) % 4) for k in range(4)])
+
     shard = lax.pcast(ws[0], "data", to="varying")  # a carry's type is the same before and after
     return lax.fori_loop(0, 4, step, (jnp.zeros_like(x @ ws[0]), shard))[0]
 
@@ -66,6 +69,7 @@ def pipeline(x, ws):
     def tick(c, w):
         y = lax.cond(stage % 2 == 0, jnp.tanh, jnp.sin, c @ w)
         return lax.ppermute(y, "data", [(0, 1), (1, 2), (2, 3)]), None
+
     return lax.scan(tick, x, ws)[0]
 
 
@@ -76,8 +80,7 @@ def dropout(x, ws):
     return jnp.sort(jnp.cumsum(jnp.where(kept, x @ ws[0], 0), axis=0), axis=-1)
 
 
-PROGRAMS = {f.__name__: f for f in (scan, remat, fsdp, sequence, experts, ring, pipeline,
-                                    dropout)}
+PROGRAMS = {f.__name__: f for f in (scan, remat, fsdp, sequence, experts, ring, pipeline, dropout)}
 SHARDED = {"fsdp": P(None, "data", None)}
 
 
@@ -89,9 +92,13 @@ def compile_program(name, mesh, check_vma, layers=3, dtype="float32", grad=True)
         y = PROGRAMS[name](x, ws)
         # Under the check a mean is over just the axes that its operand varies over.
         return lax.pmean(_sum(y), ("data", "model") if name == "sequence" else "data")
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=(ROWS, weights), out_specs=P(),
-                           check_vma=check_vma)
-    args = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
-            for shape, spec in (((64, WIDTH), ROWS), ((layers, WIDTH, WIDTH), weights))]
+
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(ROWS, weights), out_specs=P(), check_vma=check_vma
+    )
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((64, WIDTH), ROWS), ((layers, WIDTH, WIDTH), weights))
+    ]
     function = jax.grad(mapped, argnums=(0, 1)) if grad else mapped
     return jax.jit(function).lower(*args).compile()

@@ -1,6 +1,6 @@
 """Mutations of real modules: the reader gives a Module or an HloSyntaxError, and nothing else.
 
-    python -m tests.hlo.fuzz 5000 [first_seed]
+python -m tests.hlo.fuzz 5000 [first_seed]
 """
 
 from __future__ import annotations
@@ -11,15 +11,49 @@ import signal
 import sys
 import time
 
-from shardrules import errors
-from shardrules import hlo
+from shardrules import errors, hlo
 
 DATA = pathlib.Path(__file__).parent / "data"
 LIMIT_S = 1.0  # of processor time, for one mutation of a module of up to 20 kB
-_TOKENS = ["{", "}", "(", ")", "[", "]", '"', "\\", ",", "=", "%", "/*", "*/", "//", "\n", " ",
-           "ROOT ", "ENTRY ", "parameter(0)", "99999999999999999999", "-1", "<=[8]", "T(1,0)",
-           "mesh['a'=8]", "{{0,1},{2,3}}", "{}", "calls=%", "while", "all-reduce", "\0", "é",
-           "HloModule x", "index=7", "f32[]", "((((((((", "{{{{{{{{", "/*index=5*/"]
+_TOKENS = [
+    "{",
+    "}",
+    "(",
+    ")",
+    "[",
+    "]",
+    '"',
+    "\\",
+    ",",
+    "=",
+    "%",
+    "/*",
+    "*/",
+    "//",
+    "\n",
+    " ",
+    "ROOT ",
+    "ENTRY ",
+    "parameter(0)",
+    "99999999999999999999",
+    "-1",
+    "<=[8]",
+    "T(1,0)",
+    "mesh['a'=8]",
+    "{{0,1},{2,3}}",
+    "{}",
+    "calls=%",
+    "while",
+    "all-reduce",
+    "\0",
+    "é",
+    "HloModule x",
+    "index=7",
+    "f32[]",
+    "((((((((",
+    "{{{{{{{{",
+    "/*index=5*/",
+]
 
 
 def sources() -> list[str]:
@@ -38,7 +72,7 @@ def mutate(rng: random.Random, text: str) -> str:
         if kind == 0:
             text = text[:a]
         elif kind == 1:
-            text = text[:a] + text[min(b, a + rng.randint(1, 60)):]
+            text = text[:a] + text[min(b, a + rng.randint(1, 60)) :]
         elif kind == 2:
             text = text[:b] + text[a:b][:2000] + text[b:]
         elif kind == 3:
@@ -54,16 +88,16 @@ def mutate(rng: random.Random, text: str) -> str:
             token = rng.choice(_TOKENS)
             text = text[:a] + token * rng.choice([1, 1, 1, 2, 400]) + text[a:]
         elif kind == 7 and a < len(text):
-            text = text[:a] + chr(rng.randrange(32, 127)) + text[a + 1:]
+            text = text[:a] + chr(rng.randrange(32, 127)) + text[a + 1 :]
         elif kind == 8:
             digits = [k for k, c in enumerate(text) if c.isdigit()]
             if digits:
                 at = rng.choice(digits)
                 number = rng.choice(["", "0", "7", "8", "-3", "4294967296", "9" * 30, "9" * 5000])
-                text = text[:at] + number + text[at + 1:]
+                text = text[:at] + number + text[at + 1 :]
         else:
-            letters = list(text[a:a + 2])
-            text = text[:a] + "".join(reversed(letters)) + text[a + 2:]
+            letters = list(text[a : a + 2])
+            text = text[:a] + "".join(reversed(letters)) + text[a + 2 :]
         if not text:
             return text
     return text[:40_000]
@@ -78,8 +112,10 @@ def check(text: str) -> str | None:
 
     A text that takes longer than the limit is stopped there, as is one that would never end.
     """
+
     def stop(number, frame):
         raise _TooLong
+
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
     try:

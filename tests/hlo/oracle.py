@@ -21,21 +21,23 @@ import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "")
-                               + " --xla_force_host_platform_device_count=8").strip()
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    ).strip()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax import lax  # noqa: E402
-from jax.sharding import Mesh  # noqa: E402
-from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import (
+    Mesh,  # noqa: E402
+    NamedSharding,  # noqa: E402
+)
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from shardrules import hlo  # noqa: E402
 
-MESHES = [{"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 8},
-          {"a": 1, "b": 8}]
+MESHES = [{"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 8}, {"a": 1, "b": 8}]
 SIZE = 8  # elements of every float array; each axis size divides it
 DRAWS, INTEGERS = 3, 4
 
@@ -189,7 +191,7 @@ class Generator:
     def axes(self, free):
         names = [a for a in self.mesh if a in free]
         self.random.shuffle(names)
-        return tuple(names[:self.random.randint(1, len(names))])
+        return tuple(names[: self.random.randint(1, len(names))])
 
     def collective(self, floats, ints, free, depth):
         x = self.random.choice(floats)
@@ -228,7 +230,7 @@ class Generator:
             self.random.shuffle(sources)
             if self.random.random() < 0.7:
                 self.random.shuffle(targets)
-            pairs = list(zip(sources, targets))[:self.random.randint(1, size)]
+            pairs = list(zip(sources, targets))[: self.random.randint(1, size)]
             floats.append(Value(lax.ppermute(x.array, axes, pairs), spread))
 
     def carried(self, floats, ints):
@@ -248,10 +250,14 @@ class Generator:
             mine += floats[:2]
             numbers += ints[:2]
             self.block(mine, numbers, free, self.random.randint(1, 4), depth - 1)
-            out = (mine[-1].array, self.random.choice(mine).array,
-                   self.random.choice(numbers).array)
+            out = (
+                mine[-1].array,
+                self.random.choice(mine).array,
+                self.random.choice(numbers).array,
+            )
             self.random = saved
             return out
+
         return run
 
     def loop(self, floats, ints, free, depth):
@@ -259,8 +265,9 @@ class Generator:
         everything = frozenset(self.mesh)
         run = self.inner(operands, everything, free, depth, (floats, ints))
         trips = self.random.randint(1, 3)
-        out, _ = lax.scan(lambda c, _: (run(*c), None), tuple(o.array for o in operands), None,
-                          length=trips)
+        out, _ = lax.scan(
+            lambda c, _: (run(*c), None), tuple(o.array for o in operands), None, length=trips
+        )
         self.extend(floats, ints, out, everything)
 
     def extend(self, floats, ints, out, varying):
@@ -272,8 +279,10 @@ class Generator:
         which = self.random.choice(ints)
         everything = frozenset(self.mesh)
         inside = free - which.varying
-        runs = [self.inner(operands, everything, inside, depth, (floats, ints))
-                for _ in range(self.random.randint(2, 5))]
+        runs = [
+            self.inner(operands, everything, inside, depth, (floats, ints))
+            for _ in range(self.random.randint(2, 5))
+        ]
         out = lax.switch(which.array % len(runs), runs, *[o.array for o in operands])
         self.extend(floats, ints, out, everything)
 
@@ -284,8 +293,11 @@ class Generator:
         everything = frozenset(self.mesh)
         run = self.inner(operands, everything, free - count.varying, depth, (floats, ints))
         trips = jnp.abs(count.array) % 4
-        out = lax.while_loop(lambda c: c[0] < trips, lambda c: (c[0] + 1, *run(*c[1:])),
-                             (jnp.int32(0), *[o.array for o in operands]))
+        out = lax.while_loop(
+            lambda c: c[0] < trips,
+            lambda c: (c[0] + 1, *run(*c[1:])),
+            (jnp.int32(0), *[o.array for o in operands]),
+        )
         self.extend(floats, ints, out[1:], everything)
 
 
@@ -308,18 +320,24 @@ def run_program(seed: int) -> Outcome:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), tuple(generator.mesh))
     specs = generator.arguments()
     everywhere = P(tuple(generator.mesh))
-    program = jax.jit(jax.shard_map(generator.body, mesh=mesh, in_specs=tuple(specs),
-                                    out_specs=everywhere, check_vma=False))
-    arguments = [jax.device_put(x, NamedSharding(mesh, s))
-                 for x, s in zip(generator.inputs(0), specs)]
+    program = jax.jit(
+        jax.shard_map(
+            generator.body, mesh=mesh, in_specs=tuple(specs), out_specs=everywhere, check_vma=False
+        )
+    )
+    arguments = [
+        jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(generator.inputs(0), specs)
+    ]
     compiled = program.lower(*arguments).compile()
     text = compiled.as_text()
     judgement = hlo.judge(hlo.parse(text), mesh=generator.mesh)
     draws = []
     for draw in range(DRAWS):
         for part in range(INTEGERS):
-            arguments = [jax.device_put(x, NamedSharding(mesh, s))
-                         for x, s in zip(generator.inputs(draw, part), specs)]
+            arguments = [
+                jax.device_put(x, NamedSharding(mesh, s))
+                for x, s in zip(generator.inputs(draw, part), specs)
+            ]
             draws.append([np.asarray(x) for x in compiled(*arguments)])
     outcome = Outcome([], 0, 0, 0, text)
     assert len(judgement.outputs) == len(draws[0])
@@ -332,8 +350,7 @@ def run_program(seed: int) -> Outcome:
             for j in range(i):
                 same = all(r[i] == r[j] for r in rows)
                 outcome.equal_count += same and counted
-                outcome.narrow_count += counted and all(
-                    r[i] == r[j] for r in rows[::INTEGERS])
+                outcome.narrow_count += counted and all(r[i] == r[j] for r in rows[::INTEGERS])
                 if label[i] == label[j]:
                     outcome.proven_count += same and counted
                     if not same:
@@ -354,8 +371,11 @@ def run(count: int, first: int = 0, verbose: bool = False):
         if seed % 25 == 24:
             jax.clear_caches()
         if verbose and (seed + 1 - first) % 200 == 0:
-            print(f"{seed + 1 - first} programs, {len(wrong)} wrong claims, "
-                  f"{proven / max(equal, 1):.1%} of the equal pairs proven", flush=True)
+            print(
+                f"{seed + 1 - first} programs, {len(wrong)} wrong claims, "
+                f"{proven / max(equal, 1):.1%} of the equal pairs proven",
+                flush=True,
+            )
     return wrong, equal, narrow, proven
 
 
@@ -363,10 +383,17 @@ def _run_beside(count: int, first: int, processes: int):
     """Run programs in several processes; give what ``run`` gives."""
     share = -(-count // processes)
     spans = [(min(share, count - k * share), first + k * share) for k in range(processes)]
-    code = "import json, sys; from tests.hlo import oracle; " \
-           "print(json.dumps(oracle.run(int(sys.argv[1]), int(sys.argv[2]))))"
-    running = [subprocess.Popen([sys.executable, "-c", code, str(n), str(start)],
-                                stdout=subprocess.PIPE, text=True) for n, start in spans if n > 0]
+    code = (
+        "import json, sys; from tests.hlo import oracle; "
+        "print(json.dumps(oracle.run(int(sys.argv[1]), int(sys.argv[2]))))"
+    )
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(n), str(start)], stdout=subprocess.PIPE, text=True
+        )
+        for n, start in spans
+        if n > 0
+    ]
     wrong, counts = [], [0, 0, 0]
     for process in running:
         answer = process.communicate()[0]
@@ -383,12 +410,15 @@ def main(argv: list[str]) -> int:
     count = int(argv[1]) if len(argv) > 1 else 100
     first = int(argv[2]) if len(argv) > 2 else 0
     processes = int(argv[3]) if len(argv) > 3 else 1
-    wrong, equal, narrow, proven = (run(count, first, verbose=True) if processes == 1
-                                    else _run_beside(count, first, processes))
+    wrong, equal, narrow, proven = (
+        run(count, first, verbose=True) if processes == 1 else _run_beside(count, first, processes)
+    )
     share = proven / max(equal, 1)
-    print(f"{count} programs: {len(wrong)} unsound claims; of the pairs of devices that are equal "
-          f"on {DRAWS} random draws {share:.1%} are proven equal (of those equal on {DRAWS} draws "
-          f"of one integer each {proven / max(narrow, 1):.1%})")
+    print(
+        f"{count} programs: {len(wrong)} unsound claims; of the pairs of devices that are equal "
+        f"on {DRAWS} random draws {share:.1%} are proven equal (of those equal on {DRAWS} draws "
+        f"of one integer each {proven / max(narrow, 1):.1%})"
+    )
     for claim in wrong[:20]:
         print("  seed %d, output %d: devices %d and %d" % claim)
     return 1 if wrong or share < 0.95 else 0

@@ -7,21 +7,24 @@ import pytest
 
 from shardrules import testing
 
-from . import corpus
-from . import oracle
+from . import corpus, oracle
 from . import text as T
 from .test_parser import compare
 
 bindings = pytest.importorskip("jaxlib._hlo")
 
 # XLA prints this attribute of an all-reduce-start, and can't read it (JAX 0.12.0.1).
-_UNREADABLE = re.compile(r"(?<=to_apply=)(%[\w.\-]+), output_to_operand_aliasing=\{\{1\}: "
-                         r"\(0, \{\}\)\}")
+_UNREADABLE = re.compile(
+    r"(?<=to_apply=)(%[\w.\-]+), output_to_operand_aliasing=\{\{1\}: "
+    r"\(0, \{\}\)\}"
+)
 
 
 # Layers, element type, whether it is a gradient, whether it is checked: nine modules a program.
-VARIANTS = [(layers, "float32", grad, check) for layers, grad, check in itertools.product(
-    (1, 3), (True, False), (True, False))] + [(2, "bfloat16", True, False)]
+VARIANTS = [
+    (layers, "float32", grad, check)
+    for layers, grad, check in itertools.product((1, 3), (True, False), (True, False))
+] + [(2, "bfloat16", True, False)]
 
 
 def test_there_are_two_hundred_modules():
@@ -48,8 +51,7 @@ def test_a_collective_spread_over_fusions_counts_once(tpu_mesh):
     text = program.as_text()
     assert text.count('custom_call_target="AsyncCollectiveDone"') == 2
     assert text.count(" all-gather(") == 10
-    gathers = [v for v in testing.judge(program).verdicts
-               if v.collective.kind == "all-gather"]
+    gathers = [v for v in testing.judge(program).verdicts if v.collective.kind == "all-gather"]
     assert len(gathers) == 6  # three forward, three backward
     assert {v.verdict for v in gathers} <= {"needed", "redundant"}
 
@@ -60,8 +62,7 @@ def test_random_programs(seed):
 
 
 def test_the_comparison_can_fail():
-    text = T.module(T.parameter("{replicated}", "f32[]") + "\n" + T.all_reduce(
-        "%x", shape="f32[]"))
+    text = T.module(T.parameter("{replicated}", "f32[]") + "\n" + T.all_reduce("%x", shape="f32[]"))
     compare(text, bindings)
 
     class Bindings:
@@ -70,5 +71,6 @@ def test_the_comparison_can_fail():
         @staticmethod
         def hlo_module_from_text(source):
             return bindings.hlo_module_from_text(source.replace("add(%a, %b)", "add(%b, %a)"))
+
     with pytest.raises(AssertionError):
         compare(text, Bindings)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from shardrules import errors
-from shardrules import hlo
+from shardrules import errors, hlo
 
 from . import fuzz
 from . import text as T
@@ -33,6 +32,7 @@ def test_the_fuzzer_stops_what_does_not_end(monkeypatch):
     def forever(text):
         while True:
             pass
+
     monkeypatch.setattr(fuzz, "LIMIT_S", 0.05)
     monkeypatch.setattr(fuzz.hlo, "parse", forever)
     assert fuzz.run(1) == [(0, "took more than 0.05 s")]
@@ -43,7 +43,8 @@ def test_too_many_devices():
         hlo.judge(T.module(T.parameter("{replicated}"), header="num_partitions=999999999"))
     assert str(caught.value) == (
         "module 'test' is for 999999999 devices, more than the 1048576 that this verifier takes; "
-        "is the text damaged?")
+        "is the text damaged?"
+    )
 
 
 def test_dense_calls_do_not_take_exponential_time():
@@ -54,18 +55,29 @@ def test_dense_calls_do_not_take_exponential_time():
             f"%c{level} (p: f32[]) -> f32[] {{\n  %p = f32[] parameter(0)\n"
             f"  %a = f32[] call(%p), to_apply=%c{level - 1}\n  %i = u32[] partition-id()\n"
             f"  %f = f32[] convert(%i)\n  %b = f32[] add(%a, %f)\n"
-            f"  ROOT %d = f32[] call(%b), to_apply=%c{level - 1}\n}}\n")
-    text = T.module("%z = f32[] constant(0)\n%k = f32[] call(%z), to_apply=%c59\n"
-                    + T.all_reduce("%k", shape="f32[]"), "\n".join(pieces))
+            f"  ROOT %d = f32[] call(%b), to_apply=%c{level - 1}\n}}\n"
+        )
+    text = T.module(
+        "%z = f32[] constant(0)\n%k = f32[] call(%z), to_apply=%c59\n"
+        + T.all_reduce("%k", shape="f32[]"),
+        "\n".join(pieces),
+    )
     assert fuzz.check(text) is None
 
 
 def test_calls_nested_beyond_reason_are_opaque():
     pieces = ["%c0 (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}\n"]
-    pieces += [f"%c{n} (p: f32[]) -> f32[] {{\n  %p = f32[] parameter(0)\n  ROOT %a = f32[] "
-               f"call(%p), to_apply=%c{n - 1}\n}}\n" for n in range(1, 3000)]
-    (verdict,) = hlo.judge(T.module("%z = f32[] constant(0)\n%k = f32[] call(%z), to_apply=%c2999\n"
-                                    + T.all_reduce("%k", shape="f32[]"),
-                                    "\n".join(pieces))).verdicts
+    pieces += [
+        f"%c{n} (p: f32[]) -> f32[] {{\n  %p = f32[] parameter(0)\n  ROOT %a = f32[] "
+        f"call(%p), to_apply=%c{n - 1}\n}}\n"
+        for n in range(1, 3000)
+    ]
+    (verdict,) = hlo.judge(
+        T.module(
+            "%z = f32[] constant(0)\n%k = f32[] call(%z), to_apply=%c2999\n"
+            + T.all_reduce("%k", shape="f32[]"),
+            "\n".join(pieces),
+        )
+    ).verdicts
     assert verdict.verdict == "unproven"
     assert "is nested too deep for the proof" in verdict.reason

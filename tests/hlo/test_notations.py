@@ -2,11 +2,10 @@
 
 import pytest
 
-from shardrules import errors
-from shardrules import hlo
+from shardrules import errors, hlo
 
 from . import text as T
-from .test_parser import compare, DATA
+from .test_parser import DATA, compare
 
 bindings = pytest.importorskip("jaxlib._hlo")
 
@@ -29,7 +28,9 @@ NOTATIONS = {
         %c = f4e2m1fn[8]{0} convert(%b)
         %d = s2[8]{0:E(2)} convert(%c)
         ROOT %e = pred[8]{0} convert(%d)""",
-        ["s4[8]", "u4[8]", "f4e2m1fn[8]", "s2[8]", "pred[8]"], [4, 4, 4, 2, 8]),
+        ["s4[8]", "u4[8]", "f4e2m1fn[8]", "s2[8]", "pred[8]"],
+        [4, 4, 4, 2, 8],
+    ),
     "small floats": (
         """%a = f8e4m3fn[8]{0} parameter(0)
         %b = f8e5m2[8]{0} convert(%a)
@@ -37,18 +38,23 @@ NOTATIONS = {
         %d = f8e8m0fnu[8]{0} convert(%c)
         ROOT %e = bf16[8]{0} convert(%d)""",
         ["f8e4m3fn[8]", "f8e5m2[8]", "f8e4m3b11fnuz[8]", "f8e8m0fnu[8]", "bf16[8]"],
-        [8, 8, 8, 8, 16]),
+        [8, 8, 8, 8, 16],
+    ),
     "bounded sizes": (
         """%a = f32[8,4]{1,0} parameter(0)
         %n = s32[] parameter(1)
         %b = f32[<=8,4]{1,0} set-dimension-size(%a, %n), dimensions={0}
         ROOT %c = s32[] get-dimension-size(%b), dimensions={0}""",
-        ["f32[8,4]", "s32[]", "f32[8,4]", "s32[]"], [32, 32, 32, 32]),
+        ["f32[8,4]", "s32[]", "f32[8,4]", "s32[]"],
+        [32, 32, 32, 32],
+    ),
     "tiles and memory spaces": (
         """%a = f32[8,128]{1,0:T(8,128)S(5)} parameter(0)
         %b = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} convert(%a)
         ROOT %c = f32[8,128]{0,1} copy(%b)""",
-        ["f32[8,128]", "bf16[8,128]", "f32[8,128]"], [32, 16, 32]),
+        ["f32[8,128]", "bf16[8,128]", "f32[8,128]"],
+        [32, 16, 32],
+    ),
     "tokens and nested tuples": (
         """%t = token[] after-all()
         %i = ((f32[8]{0}, (s32[], pred[])), token[]) infeed(%t), infeed_config="a\\"b{"
@@ -56,31 +62,46 @@ NOTATIONS = {
         %u = token[] get-tuple-element(%i), index=1
         %x = f32[8]{0} get-tuple-element(%d), index=0
         ROOT %o = token[] outfeed(%x, %u), outfeed_shape=f32[8]{0}""",
-        ["token[]", "((f32[8], (s32[], pred[])), token[])", "(f32[8], (s32[], pred[]))", "token[]",
-         "f32[8]", "token[]"], [0, None, None, 0, 32, 0]),
+        [
+            "token[]",
+            "((f32[8], (s32[], pred[])), token[])",
+            "(f32[8], (s32[], pred[]))",
+            "token[]",
+            "f32[8]",
+            "token[]",
+        ],
+        [0, None, None, 0, 32, 0],
+    ),
     "opaque": (
         """%o = opaque[] custom-call(), custom_call_target="make"
         ROOT %r = f32[8]{0} custom-call(%o), custom_call_target="use\"""",
-        ["opaque[]", "f32[8]"], [0, 32]),
+        ["opaque[]", "f32[8]"],
+        [0, 32],
+    ),
     "asynchronous": (
         """%a = f32[8]{0} parameter(0)
         %s = ((f32[8]{0}), f32[8]{0}, u32[]) async-start(%a), async_execution_thread="t", calls=%wrapped
         %u = ((f32[8]{0}), f32[8]{0}, u32[]) async-update(%s)
         ROOT %d = f32[8]{0} async-done(%u)""",  # noqa: E501
         ["f32[8]", "((f32[8]), f32[8], u32[])", "((f32[8]), f32[8], u32[])", "f32[8]"],
-        [32, None, None, 32]),
+        [32, None, None, 32],
+    ),
     "aliasing and braces in configs": (
         """%a = f32[8]{0} parameter(0)
         %k = (f32[8]{0}, f32[8]{0}) custom-call(%a, /*index=1*/%a), custom_call_target="k", operand_layout_constraints={f32[8]{0}, f32[8]{0}}, output_to_operand_aliasing={{0}: (0, {}), {1}: (1, {})}, backend_config={"a":{"b":["}",{"c":"\\"{"}]}}
         ROOT %r = f32[8]{0} get-tuple-element(%k), index=1, backend_config="{\\"a\\": \\"{\\"}\"""",  # noqa: E501
-        ["f32[8]", "(f32[8], f32[8])", "f32[8]"], [32, None, 32]),
+        ["f32[8]", "(f32[8], f32[8])", "f32[8]"],
+        [32, None, 32],
+    ),
     "constants": (
         """%a = f32[2,3]{1,0} constant({ { 1, -inf, nan }, { 1e-30, 8, 4 } })
         %b = f32[4]{0} constant({...})
         %c = c64[2]{0} constant({ (1, 2), (3, 4) })
         %d = pred[2]{0} constant({1, 0})
         ROOT %t = (f32[2,3]{1,0}, f32[4]{0}, c64[2]{0}, pred[2]{0}) tuple(%a, %b, %c, %d)""",
-        None, None),
+        None,
+        None,
+    ),
 }
 
 
@@ -106,8 +127,10 @@ def test_attributes_with_braces_in_them():
     assert kernel.attribute("backend_config") == r'{"a":{"b":["}",{"c":"\"{"}]}}'
 
 
-@pytest.mark.parametrize("shape, elements", [
-    ("f32[8,8]{1,0:D(D,C)}", 64), ("b(f32[8])", 8), ("b(f32[8]{0})", 8), ("f32[?,8]", 0)])
+@pytest.mark.parametrize(
+    "shape, elements",
+    [("f32[8,8]{1,0:D(D,C)}", 64), ("b(f32[8])", 8), ("b(f32[8]{0})", 8), ("f32[?,8]", 0)],
+)
 def test_shapes_that_compiled_programs_seldom_hold(shape, elements):
     """Sparse (compressed) dimensions, buffers, sizes without a bound."""
     module = hlo.parse(f"HloModule m\nENTRY e {{\n  ROOT p = {shape} parameter(0)\n}}\n")
@@ -133,10 +156,13 @@ def test_what_newer_bindings_cannot_read_is_counted():
 def test_programs_of_older_and_newer_jax(path):
     """One program under check_vma=False, compiled for CPU by JAX 0.4.28 to 0.12."""
     judgement = hlo.judge(path.read_text(), mesh=T.MESH)
-    assert [(v.collective.kind, v.collective.axes, v.collective.trip_count)
-            for v in judgement.verdicts] == [
-        ("all-reduce", ("model",), 3), ("all-reduce", ("data", "model"), 1),
-        ("all-reduce", ("data", "model"), 1)]
+    assert [
+        (v.collective.kind, v.collective.axes, v.collective.trip_count) for v in judgement.verdicts
+    ] == [
+        ("all-reduce", ("model",), 3),
+        ("all-reduce", ("data", "model"), 1),
+        ("all-reduce", ("data", "model"), 1),
+    ]
     found = [v.verdict for v in judgement.verdicts]
     if "before" in path.stem:  # not partitioned yet: the borders of shard_map are custom calls
         assert found == ["unproven"] * 3
@@ -161,17 +187,25 @@ ENTRY e {{
 def test_elements_of_tuples_written_as_operands():
     module = hlo.parse(ELEMENT.format("p#0"))
     assert [(i.name, i.opcode, i.operands) for i in module.entry.instructions] == [
-        ("p", "parameter", ()), ("p#0", "get-tuple-element", (0,)), ("a", "add", (1, 1)),
-        ("p#1", "get-tuple-element", (0,)), ("p#1#1", "get-tuple-element", (3,)),
-        ("t", "tuple", (2, 4))]
+        ("p", "parameter", ()),
+        ("p#0", "get-tuple-element", (0,)),
+        ("a", "add", (1, 1)),
+        ("p#1", "get-tuple-element", (0,)),
+        ("p#1#1", "get-tuple-element", (3,)),
+        ("t", "tuple", (2, 4)),
+    ]
     assert module.entry.root == 5
     assert str(module.entry.instructions[4].shape) == "f32[4]"
 
 
-@pytest.mark.parametrize("operand, message", [
-    ("p#2", "operand 'p#2' takes element 2 of (f32[8], (s32[], f32[4]))\n  line 4, column 1:"),
-    ("p#0#0", "operand 'p#0#0' takes element 0 of f32[8]\n  line 4, column 1:"),
-    ("q#0", "operand 'q#0' of 'a' is not defined in computation 'e'\n  line 4, column 1:")])
+@pytest.mark.parametrize(
+    "operand, message",
+    [
+        ("p#2", "operand 'p#2' takes element 2 of (f32[8], (s32[], f32[4]))\n  line 4, column 1:"),
+        ("p#0#0", "operand 'p#0#0' takes element 0 of f32[8]\n  line 4, column 1:"),
+        ("q#0", "operand 'q#0' of 'a' is not defined in computation 'e'\n  line 4, column 1:"),
+    ],
+)
 def test_elements_that_are_not_there(operand, message):
     with pytest.raises(errors.HloSyntaxError) as caught:
         hlo.parse(ELEMENT.format(operand))

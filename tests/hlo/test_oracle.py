@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 
-from shardrules.hlo.proof import collectives
-from shardrules.hlo.proof import control
+from shardrules.hlo.proof import collectives, control, outside, replication
 from shardrules.hlo.reader import devices
-from shardrules.hlo.proof import outside
-from shardrules.hlo.proof import replication
 
 from . import oracle
 
@@ -44,6 +41,7 @@ def drop_a_join(monkeypatch):
 
     def relation(self, channel, how, number):
         return devices.EQUAL if how == "join" else original(self, channel, how, number)
+
     monkeypatch.setattr(collectives.Transfer, "relation", relation)
 
 
@@ -57,6 +55,7 @@ def swap_groups(monkeypatch):
             rows = [list(r) for r in rows]
             rows[0][0], rows[1][0] = rows[1][0], rows[0][0]
         return rows, mesh
+
     monkeypatch.setattr(devices, "read_groups", read)
 
 
@@ -75,8 +74,10 @@ def forget_positions(monkeypatch):
 def first_iteration_only(monkeypatch):
     """Judge a loop's result by its first iteration."""
     monkeypatch.setattr(
-        replication.Proof, "_unrolled",
-        lambda self, condition, body, carry, guard, trips: self.evaluate(body, (carry,), guard))
+        replication.Proof,
+        "_unrolled",
+        lambda self, condition, body, carry, guard, trips: self.evaluate(body, (carry,), guard),
+    )
 
 
 def floor_for_truncation(monkeypatch):
@@ -85,14 +86,18 @@ def floor_for_truncation(monkeypatch):
 
     def number(self, ids, what):
         return original(self, (ids + 1) % np.uint32(len(ids)) // np.uint32(2), what)
+
     monkeypatch.setattr(replication.Proof, "_device_number", number)
 
 
 def settle_at_once(monkeypatch):
     """Take what iterations make anew for what the loop began with."""
     original = control._settling
-    monkeypatch.setattr(control, "_settling", lambda body, pure: {
-        k: (0, places) for k, (_, places) in original(body, pure).items()})
+    monkeypatch.setattr(
+        control,
+        "_settling",
+        lambda body, pure: {k: (0, places) for k, (_, places) in original(body, pure).items()},
+    )
 
 
 def all_branches_are_one(monkeypatch):
@@ -106,12 +111,24 @@ def all_pieces_are_equal(monkeypatch):
 
     def how(self, *args):
         return "join" if original(self, *args) == "exchange" else original(self, *args)
+
     monkeypatch.setattr(outside.Outside, "_how", how)
 
 
-@pytest.mark.parametrize("fault", [
-    drop_a_join, swap_groups, ignore_guards, forget_positions, first_iteration_only,
-    floor_for_truncation, settle_at_once, all_branches_are_one, all_pieces_are_equal])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        drop_a_join,
+        swap_groups,
+        ignore_guards,
+        forget_positions,
+        first_iteration_only,
+        floor_for_truncation,
+        settle_at_once,
+        all_branches_are_one,
+        all_pieces_are_equal,
+    ],
+)
 def test_the_oracle_catches_faults(fault, monkeypatch):
     fault(monkeypatch)
     for seed in range(FIRST, FIRST + 150):

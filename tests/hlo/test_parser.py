@@ -4,8 +4,7 @@ import pathlib
 
 import pytest
 
-from shardrules import errors
-from shardrules import hlo
+from shardrules import errors, hlo
 
 from . import text as T
 
@@ -88,9 +87,13 @@ def test_stack_frames_and_old_metadata():
     assert metadata.op_name == "jit(l)/transpose(jvp())/shard_map/psum"
     # stack_frame_id=8 is line 29 in l, called at line 71 of the module
     assert [(f.file, f.line, f.function) for f in metadata.frames] == [
-        ("program.py", 29, "l"), ("program.py", 71, "<module>")]
-    old = hlo.parse('HloModule m\nENTRY e {\n  ROOT p = f32[] parameter(0), metadata={op_name='
-                    '"a" source_file="b.py" source_line=7}\n}\n')
+        ("program.py", 29, "l"),
+        ("program.py", 71, "<module>"),
+    ]
+    old = hlo.parse(
+        "HloModule m\nENTRY e {\n  ROOT p = f32[] parameter(0), metadata={op_name="
+        '"a" source_file="b.py" source_line=7}\n}\n'
+    )
     assert str(old.metadata(old.entry.instructions[0]).frames[0]) == "b.py:7"
 
 
@@ -117,61 +120,60 @@ def compare(text, bindings):
             name = str(row.opcode).rpartition(".")[2][1:].replace("-", "").lower()
             opcode = ours.opcode.replace("-", "")
             assert opcode in (name, _SPELLED.get(name)) or name in (
-                "asyncstart", "asyncdone", "asyncupdate"), (ours.name, name, opcode)
+                "asyncstart",
+                "asyncdone",
+                "asyncupdate",
+            ), (ours.name, name, opcode)
             assert [computation.instructions[o].name for o in ours.operands] == [
-                o.name for o in row.operands()]
+                o.name for o in row.operands()
+            ]
             assert {computation.instructions[u].name for u in users[position]} == {
-                u.name for u in row.users()}
+                u.name for u in row.users()
+            }
 
 
-_SPELLED = {"sin": "sine", "cos": "cosine", "exp": "exponential", "clz": "countleadingzeros",
-            "expm1": "exponentialminusone", "log1p": "logplusone", "populationcount": "popcnt",
-            "topk": "topk"}
+_SPELLED = {
+    "sin": "sine",
+    "cos": "cosine",
+    "exp": "exponential",
+    "clz": "countleadingzeros",
+    "expm1": "exponentialminusone",
+    "log1p": "logplusone",
+    "populationcount": "popcnt",
+    "topk": "topk",
+}
 
 BAD = {
     "": "<text> is empty: expected HLO text, which begins with 'HloModule NAME'; pass what "
-        "compiled.as_text() returns\n  line 1, column 1:",
+    "compiled.as_text() returns\n  line 1, column 1:",
     "  \n// nothing\n": "<text> is empty",
     "hello": "<text> is not HLO text: expected 'HloModule NAME', as compiled.as_text() prints it\n"
-             "  line 1, column 1:\n    hello\n    ^",
+    "  line 1, column 1:\n    hello\n    ^",
     "module @jit_f {\n}": "as compiled.as_text() prints it (this looks like StableHLO: compile it "
-                          "first)",
+    "first)",
     "HloModule m\n": "<text> has no ENTRY computation: is the text cut?\n  line 2, column 1:",
-    "HloModule m\nENTRY e {\n  p = f32[] parameter(0)\n":
-        "the text ends inside computation 'e': '}' is missing\n  line 4, column 1:",
+    "HloModule m\nENTRY e {\n  p = f32[] parameter(0)\n": "the text ends inside computation 'e': '}' is missing\n  line 4, column 1:",
     "HloModule m\nENTRY e {\n}\n": "computation 'e' holds no instruction\n  line 2, column 1:",
-    "HloModule m\nENTRY e {\n  p = f32[] add(q)\n}\n":
-        "operand 'q' of 'p' is not defined in computation 'e'\n  line 3, column 1:",
-    "HloModule m\nENTRY e {\n  p = f32[] parameter(0)\n  p = f32[] parameter(1)\n}\n":
-        "instruction 'p' is defined twice in computation 'e'\n  line 4, column 1:",
-    "HloModule m\nENTRY e {\n  p = f32[] parameter(zero)\n}\n":
-        "expected the parameter's number\n  line 3, column 23:",
-    "HloModule m\nENTRY e {\n  p = f32[] parameter(1)\n}\n":
-        "parameter 1 of computation 'e': it has only 1 parameters\n  line 3, column 1:",
-    "HloModule m\nENTRY e {\n  p = f32[] parameter(0\n}\n":
-        "this '(' is never closed\n  line 3, column 22:\n      p = f32[] parameter(0\n"
-        "                         ^",
-    "HloModule m\nENTRY e {\n  p = float parameter(0)\n}\n":
-        "expected a shape such as f32[8,128]{1,0}\n  line 3, column 7:",
-    "HloModule m\nENTRY e {\n  p = f32[x] parameter(0)\n}\n":
-        "expected sizes such as 8,128 or <=8\n  line 3, column 11:",
-    "HloModule m\nENTRY e {\n  what is this\n}\n":
-        "expected an instruction, '%name = shape opcode(operands)', or '}'\n  line 3, column 3:",
+    "HloModule m\nENTRY e {\n  p = f32[] add(q)\n}\n": "operand 'q' of 'p' is not defined in computation 'e'\n  line 3, column 1:",
+    "HloModule m\nENTRY e {\n  p = f32[] parameter(0)\n  p = f32[] parameter(1)\n}\n": "instruction 'p' is defined twice in computation 'e'\n  line 4, column 1:",
+    "HloModule m\nENTRY e {\n  p = f32[] parameter(zero)\n}\n": "expected the parameter's number\n  line 3, column 23:",
+    "HloModule m\nENTRY e {\n  p = f32[] parameter(1)\n}\n": "parameter 1 of computation 'e': it has only 1 parameters\n  line 3, column 1:",
+    "HloModule m\nENTRY e {\n  p = f32[] parameter(0\n}\n": "this '(' is never closed\n  line 3, column 22:\n      p = f32[] parameter(0\n"
+    "                         ^",
+    "HloModule m\nENTRY e {\n  p = float parameter(0)\n}\n": "expected a shape such as f32[8,128]{1,0}\n  line 3, column 7:",
+    "HloModule m\nENTRY e {\n  p = f32[x] parameter(0)\n}\n": "expected sizes such as 8,128 or <=8\n  line 3, column 11:",
+    "HloModule m\nENTRY e {\n  what is this\n}\n": "expected an instruction, '%name = shape opcode(operands)', or '}'\n  line 3, column 3:",
     "HloModule m\nENTRY e {\n  p = f32[] parameter(0)\n  ROOT f = f32[] fusion(p), kind=kLoop, "
     "calls=%gone\n}\n": "'f' calls computation 'gone', which is not in the text\n  line 4, column 1:",
     "HloModule m\na {\n  ROOT x = f32[] call(), to_apply=b\n}\nb {\n  ROOT x = f32[] call(), "
-    "to_apply=a\n}\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\n":
-        "computation 'b' calls itself through 'a'\n  line 6, column 1:",
-    "HloModule m\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\nHloModule n\n":
-        "a second module begins here; pass one module at a time\n  line 5, column 1:",
+    "to_apply=a\n}\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\n": "computation 'b' calls itself through 'a'\n  line 6, column 1:",
+    "HloModule m\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\nHloModule n\n": "a second module begins here; pass one module at a time\n  line 5, column 1:",
     "HloModule m\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\nENTRY f {\n  ROOT p = f32[] "
     "parameter(0)\n}\n": "a second ENTRY computation\n  line 5, column 1:",
-    "HloModule m, num_partitions=many\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\n":
-        "num_partitions is 'many', not a positive count\n  line 1, column 29:",
-    "HloModule m\nENTRY e {\n  a = f32[] add(b)\n  ROOT b = f32[] add(a)\n}\n":
-        "'b' depends on itself\n  line 4, column 1:",
+    "HloModule m, num_partitions=many\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\n": "num_partitions is 'many', not a positive count\n  line 1, column 29:",
+    "HloModule m\nENTRY e {\n  a = f32[] add(b)\n  ROOT b = f32[] add(a)\n}\n": "'b' depends on itself\n  line 4, column 1:",
     "HloModule m\n???\n": "expected a computation, '%name (parameters) -> shape {', a table or the "
-                          "end\n  line 2, column 1:",
+    "end\n  line 2, column 1:",
 }
 
 
@@ -200,8 +202,11 @@ def test_deep_nesting_is_no_recursion_error():
 
 
 def test_only_text_is_taken():
-    with pytest.raises(TypeError, match=r"parse takes HLO text as a str, not bytes; read a file "
-                                        r"first, or pass compiled.as_text\(\)."):
+    with pytest.raises(
+        TypeError,
+        match=r"parse takes HLO text as a str, not bytes; read a file "
+        r"first, or pass compiled.as_text\(\).",
+    ):
         hlo.parse(b"HloModule m")
 
 

@@ -4,9 +4,7 @@ import pathlib
 
 import pytest
 
-from shardrules import errors
-from shardrules import hlo
-from shardrules import testing
+from shardrules import errors, hlo, testing
 from shardrules.registry import Registry
 from shardrules.registry.rule import no_communication
 
@@ -22,9 +20,17 @@ def judge(name, **kwargs):
 
 def rows(judgement):
     """What tests compare: verdict, kind, axes, bytes, range, needed axes."""
-    return [(v.verdict, v.collective.kind, v.collective.axes, v.bytes,
-             (v.range.start, v.range.stop) if v.range else None, v.needed_axes)
-            for v in judgement.verdicts]
+    return [
+        (
+            v.verdict,
+            v.collective.kind,
+            v.collective.axes,
+            v.bytes,
+            (v.range.start, v.range.stop) if v.range else None,
+            v.needed_axes,
+        )
+        for v in judgement.verdicts
+    ]
 
 
 def test_each_range_of_a_packed_all_reduce_has_its_own_verdict():
@@ -33,7 +39,8 @@ def test_each_range_of_a_packed_all_reduce_has_its_own_verdict():
     assert rows(judgement) == [
         ("redundant", "all-reduce", ("model",), 4096, (0, 1024), None),
         ("redundant", "all-reduce", ("model",), 4096, (1024, 2048), None),
-        ("overwide", "all-reduce", ("data", "model"), 512, None, ("data",))]
+        ("overwide", "all-reduce", ("data", "model"), 512, None, ("data",)),
+    ]
     packed = judgement.verdicts[0].collective
     assert (packed.op_name, packed.phase, packed.operand_bytes) == ("", "backward", 8192)
     assert [o.varying for o in judgement.outputs] == [("data",), ("data",), ()]
@@ -42,30 +49,41 @@ def test_each_range_of_a_packed_all_reduce_has_its_own_verdict():
 @pytest.mark.parametrize("name", ["cpu_uvw", "tpu_uvw"])
 def test_a_tuple_of_reductions_has_a_verdict_for_each(name):
     found = sorted(rows(judge(name)), key=str)
-    assert found == [("overwide", "all-reduce", ("data", "model"), 512, None, ("data",))] + [
-        ("redundant", "all-reduce", ("model",), 4096, None, None)] * 2
+    assert (
+        found
+        == [("overwide", "all-reduce", ("data", "model"), 512, None, ("data",))]
+        + [("redundant", "all-reduce", ("model",), 4096, None, None)] * 2
+    )
 
 
 def test_ranges_that_differ_get_different_verdicts():
-    body = "\n".join([
-        T.parameter(T.DATA, "f32[4]", "u", 0), T.parameter(T.BOTH, "f32[2,3]", "w", 1),
-        "%flat = f32[6] bitcast(%w)",
-        "%all = f32[12] fusion(%u, %flat), kind=kLoop, calls=%pack",
-        T.all_reduce("%all", shape="f32[12]"),
-        "%first = f32[4] slice(%r), slice={[0:4]}",
-        "%second = f32[8] slice(%r), slice={[4:12]}",
-        "ROOT %out = (f32[4], f32[8]) tuple(%first, %second)"])
-    pack = ("%pack (p: f32[4], q: f32[6]) -> f32[12] {\n  %p = f32[4] parameter(0)\n"
-            "  %q = f32[6] parameter(1)\n  %z = f32[] constant(0)\n"
-            "  %padded = f32[8] pad(%q, %z), padding=0_2\n"
-            "  ROOT %c = f32[12] concatenate(%p, %padded), dimensions={0}\n}\n\n")
+    body = "\n".join(
+        [
+            T.parameter(T.DATA, "f32[4]", "u", 0),
+            T.parameter(T.BOTH, "f32[2,3]", "w", 1),
+            "%flat = f32[6] bitcast(%w)",
+            "%all = f32[12] fusion(%u, %flat), kind=kLoop, calls=%pack",
+            T.all_reduce("%all", shape="f32[12]"),
+            "%first = f32[4] slice(%r), slice={[0:4]}",
+            "%second = f32[8] slice(%r), slice={[4:12]}",
+            "ROOT %out = (f32[4], f32[8]) tuple(%first, %second)",
+        ]
+    )
+    pack = (
+        "%pack (p: f32[4], q: f32[6]) -> f32[12] {\n  %p = f32[4] parameter(0)\n"
+        "  %q = f32[6] parameter(1)\n  %z = f32[] constant(0)\n"
+        "  %padded = f32[8] pad(%q, %z), padding=0_2\n"
+        "  ROOT %c = f32[12] concatenate(%p, %padded), dimensions={0}\n}\n\n"
+    )
     judgement = hlo.judge(T.module(body, pack), mesh=T.MESH)
     assert rows(judgement) == [
         ("redundant", "all-reduce", ("model",), 16, (0, 4), None),
         ("needed", "all-reduce", ("model",), 24, (4, 10), None),
-        ("redundant", "all-reduce", ("model",), 8, (10, 12), None)]
+        ("redundant", "all-reduce", ("model",), 8, (10, 12), None),
+    ]
     assert judgement.verdicts[1].reason == (
-        "not proven equal: parameter 1 (w) is sharded over data,model")
+        "not proven equal: parameter 1 (w) is sharded over data,model"
+    )
     assert [o.varying for o in judgement.outputs] == [("data",), ("data",)]
 
 
@@ -76,7 +94,8 @@ def test_a_kernel_without_a_rule_is_named():
     assert {b.kernel for b in verdict.blockers} == {"copy_kernel"}
     assert verdict.reason.startswith(
         "on its operand's path: custom call '__gpu$xla.gpu.triton' (kernel 'copy_kernel') has no "
-        "rule at jit(<lambda>)/transpose(jvp())/shard_map/pallas_call (program.py:26 (<lambda>))")
+        "rule at jit(<lambda>)/transpose(jvp())/shard_map/pallas_call (program.py:26 (<lambda>))"
+    )
     assert [b.kernel for b in judgement.opaque] == ["copy_kernel"] * 2
 
 
@@ -86,7 +105,8 @@ def test_a_tpu_kernel_without_a_name_is_reported_by_target_and_place():
     assert verdict.blockers[0].kernel is None
     assert str(verdict.blockers[0]) == (
         "custom call 'tpu_custom_call' (kernel without a name) has no rule at jit(<lambda>)/"
-        "transpose(jvp())/shard_map/pallas_call (program.py:26 (<lambda>))")
+        "transpose(jvp())/shard_map/pallas_call (program.py:26 (<lambda>))"
+    )
 
 
 def test_the_registry_gives_the_kernel_a_rule():
@@ -109,12 +129,14 @@ def test_every_kind_of_collective_in_one_program():
     for name in ("cpu_misc", "gpu_misc", "tpu_misc"):
         judgement = judge(name)
         found = {(v.verdict, v.collective.kind, v.collective.axes) for v in judgement.verdicts}
-        expected = {("redundant", "all-reduce", ("model",)),
-                    ("overwide", "all-reduce", ("data", "model")),
-                    ("needed", "collective-permute", ("data",)),
-                    ("needed", "all-to-all", ("data",)),
-                    ("needed", "all-reduce", ("model",)),  # pmax of axis_index * x
-                    ("needed", "all-gather", ("data",))}
+        expected = {
+            ("redundant", "all-reduce", ("model",)),
+            ("overwide", "all-reduce", ("data", "model")),
+            ("needed", "collective-permute", ("data",)),
+            ("needed", "all-to-all", ("data",)),
+            ("needed", "all-reduce", ("model",)),  # pmax of axis_index * x
+            ("needed", "all-gather", ("data",)),
+        }
         scatter = "all-reduce" if name == "tpu_misc" else "reduce-scatter"
         assert found == expected | {("needed", scatter, ("data",))}, name
         pmax = next(v for v in judgement.verdicts if v.collective.reduction == "maximum")
@@ -127,9 +149,9 @@ def test_loops_have_depth_and_trips_on_tpu_too():
     text = (DATA / "tpu_scan.hlo").read_text()
     assert "known_trip_count" not in text
     inside = [v for v in judge("tpu_scan").verdicts if v.collective.loop_depth]
-    assert [(v.verdict, v.collective.axes, v.collective.trip_count, v.collective.phase)
-            for v in inside] == [("redundant", ("model",), 6, "forward"),
-                                 ("redundant", ("model",), 6, "backward")]
+    assert [
+        (v.verdict, v.collective.axes, v.collective.trip_count, v.collective.phase) for v in inside
+    ] == [("redundant", ("model",), 6, "forward"), ("redundant", ("model",), 6, "backward")]
 
 
 def test_groups_are_shown_where_no_mesh_is_known():
@@ -137,27 +159,43 @@ def test_groups_are_shown_where_no_mesh_is_known():
     assert judgement.mesh is None
     verdict = judgement.overwide[0]
     assert verdict.collective.axes is None and verdict.needed_axes is None
-    assert verdict.reason == ("its operand is proven equal in subgroups of 2 devices within each "
-                              "group of 8")
+    assert verdict.reason == (
+        "its operand is proven equal in subgroups of 2 devices within each group of 8"
+    )
     assert verdict.collective.over() == "over groups {{0,1,2,3,4,5,6,7}}"
     assert judgement.redundant[0].reason == (
-        "its operand is proven equal over groups {{0,1},{2,3},{4,5},{6,7}}")
+        "its operand is proven equal over groups {{0,1},{2,3},{4,5},{6,7}}"
+    )
 
 
 def test_needed_names_the_sharding_where_no_mesh_is_known():
-    (verdict,) = hlo.judge(T.module(T.parameter(T.DATA) + "\n" + T.all_reduce(
-        "%x", T.OVER_DATA))).verdicts
+    (verdict,) = hlo.judge(
+        T.module(T.parameter(T.DATA) + "\n" + T.all_reduce("%x", T.OVER_DATA))
+    ).verdicts
     assert verdict.verdict == "needed"
     assert verdict.reason == f"not proven equal: parameter 0 (x) is sharded as {T.DATA}"
 
 
-@pytest.mark.parametrize("mesh, message", [
-    ({"data": 4}, "the mesh (data=4) has 4 devices, but module 'jit_l' was compiled for 8 (8 "
-                  "partitions x 1 replicas); pass the mesh that the program was compiled for."),
-    ({"data": 0}, "mesh axis 'data' has size 0; sizes are positive integers, mesh={'data': 4, "
-                  "'model': 2}."),
-    ({"data": "4"}, "mesh axis 'data' has size '4'; sizes are positive integers, mesh={'data': 4, "
-                    "'model': 2}.")])
+@pytest.mark.parametrize(
+    "mesh, message",
+    [
+        (
+            {"data": 4},
+            "the mesh (data=4) has 4 devices, but module 'jit_l' was compiled for 8 (8 "
+            "partitions x 1 replicas); pass the mesh that the program was compiled for.",
+        ),
+        (
+            {"data": 0},
+            "mesh axis 'data' has size 0; sizes are positive integers, mesh={'data': 4, "
+            "'model': 2}.",
+        ),
+        (
+            {"data": "4"},
+            "mesh axis 'data' has size '4'; sizes are positive integers, mesh={'data': 4, "
+            "'model': 2}.",
+        ),
+    ],
+)
 def test_a_mesh_that_does_not_fit(mesh, message):
     with pytest.raises(errors.HloError) as caught:
         judge("cpu_uvw", mesh=mesh)
@@ -169,46 +207,59 @@ def test_parameter_shardings_fill_in_what_the_text_lacks():
     text = T.module(body)
     (verdict,) = hlo.judge(text, mesh=T.MESH).verdicts
     assert verdict.verdict == "unproven"
-    assert verdict.reason == ("on its operand's path: parameter 0 has no sharding in the text "
-                              "(pass parameter_shardings=)")
+    assert verdict.reason == (
+        "on its operand's path: parameter 0 has no sharding in the text (pass parameter_shardings=)"
+    )
     (verdict,) = hlo.judge(text, mesh=T.MESH, parameter_shardings=[T.DATA]).verdicts
     assert verdict.verdict == "redundant"
     with pytest.raises(errors.HloError) as caught:
         hlo.judge(text, parameter_shardings=[])
     assert str(caught.value) == (
         "parameter_shardings has 0 entries, but module 'test' has 1 parameters; give one for each "
-        "(None where it isn't known), pruned arguments left out.")
+        "(None where it isn't known), pruned arguments left out."
+    )
 
 
 def kernel(tags, shape="f32[8]", config=""):
-    return (f'%k = {shape} custom-call(%x), custom_call_target="tpu_custom_call", '
-            f"frontend_attributes={{{tags}}}{config}")
+    return (
+        f'%k = {shape} custom-call(%x), custom_call_target="tpu_custom_call", '
+        f"frontend_attributes={{{tags}}}{config}"
+    )
 
 
-QUOTED = ('shardrules.kernel="copy",shardrules.effects="{}",shardrules.mesh="data=4,model=2",'
-          'shardrules.status="audited"')
-BARE = ("shardrules.kernel=copy,shardrules.effects={},shardrules.mesh=data=4,model=2,"
-        "shardrules.status=audited")
+QUOTED = (
+    'shardrules.kernel="copy",shardrules.effects="{}",shardrules.mesh="data=4,model=2",'
+    'shardrules.status="audited"'
+)
+BARE = (
+    "shardrules.kernel=copy,shardrules.effects={},shardrules.mesh=data=4,model=2,"
+    "shardrules.status=audited"
+)
 
 
 def tagged(effect, groups=T.OVER_MODEL, sharding=T.DATA, tags=QUOTED, **kwargs):
-    body = "\n".join([T.parameter(sharding), kernel(tags.format(effect)),
-                      T.all_reduce("%k", groups)])
+    body = "\n".join(
+        [T.parameter(sharding), kernel(tags.format(effect)), T.all_reduce("%k", groups)]
+    )
     return hlo.judge(T.module(body), **kwargs).verdicts[0]
 
 
-@pytest.mark.parametrize("effect, groups, sharding, expected", [
-    ("local", T.OVER_MODEL, T.DATA, "redundant"),
-    ("local", T.OVER_DATA, T.DATA, "needed"),
-    ("join(data)", T.OVER_DATA, T.DATA, "redundant"),
-    ("join(model)", T.OVER_DATA, T.DATA, "needed"),
-    ("join(data)", T.OVER_DATA, T.BOTH, "redundant"),
-    ("join(data)", T.OVER_MODEL, T.BOTH, "needed"),
-    ("exchange(model)", T.OVER_MODEL, T.DATA, "needed"),
-    ("exchange(data)", T.OVER_MODEL, T.DATA, "redundant"),
-    ("typed(data)", T.OVER_MODEL, T.BOTH, "redundant"),
-    ("typed(data)", T.OVER_DATA, T.BOTH, "needed"),
-    ("unknown", T.OVER_MODEL, T.DATA, "unproven")])
+@pytest.mark.parametrize(
+    "effect, groups, sharding, expected",
+    [
+        ("local", T.OVER_MODEL, T.DATA, "redundant"),
+        ("local", T.OVER_DATA, T.DATA, "needed"),
+        ("join(data)", T.OVER_DATA, T.DATA, "redundant"),
+        ("join(model)", T.OVER_DATA, T.DATA, "needed"),
+        ("join(data)", T.OVER_DATA, T.BOTH, "redundant"),
+        ("join(data)", T.OVER_MODEL, T.BOTH, "needed"),
+        ("exchange(model)", T.OVER_MODEL, T.DATA, "needed"),
+        ("exchange(data)", T.OVER_MODEL, T.DATA, "redundant"),
+        ("typed(data)", T.OVER_MODEL, T.BOTH, "redundant"),
+        ("typed(data)", T.OVER_DATA, T.BOTH, "needed"),
+        ("unknown", T.OVER_MODEL, T.DATA, "unproven"),
+    ],
+)
 def test_a_tag_says_what_a_kernel_does(effect, groups, sharding, expected):
     verdict = tagged(effect, groups, sharding)
     assert verdict.verdict == expected
@@ -222,18 +273,28 @@ def test_tags_are_read_quoted_or_not(tags):
     assert tagged("local", tags=tags).verdict == "redundant"
 
 
-@pytest.mark.parametrize("tags, reason", [
-    (QUOTED.format("local;local"), "has a tag for 2 outputs, but 1 outputs"),
-    (QUOTED.format("loca"), "has a tag that can't be read, 'loca'"),
-    (QUOTED.format("join(batch)"),
-     "has a tag for axes that its mesh 'data=4,model=2' lacks, 'join(batch)'"),
-    ('shardrules.effects="join(data)"', "has a tag with mesh axes but no usable mesh, ''"),
-    ('shardrules.effects="join(data)",shardrules.mesh="data=four"',
-     "has a tag with mesh axes but no usable mesh, 'data=four'"),
-    ('shardrules.effects="join(data)",shardrules.mesh="data=4"',
-     "communicates over data, in no mesh known to fit 8 partitions"),
-    (QUOTED.format("unknown"), "is tagged 'unknown': it has no rule"),
-    ("kernel_metadata={}", "has no rule")])
+@pytest.mark.parametrize(
+    "tags, reason",
+    [
+        (QUOTED.format("local;local"), "has a tag for 2 outputs, but 1 outputs"),
+        (QUOTED.format("loca"), "has a tag that can't be read, 'loca'"),
+        (
+            QUOTED.format("join(batch)"),
+            "has a tag for axes that its mesh 'data=4,model=2' lacks, 'join(batch)'",
+        ),
+        ('shardrules.effects="join(data)"', "has a tag with mesh axes but no usable mesh, ''"),
+        (
+            'shardrules.effects="join(data)",shardrules.mesh="data=four"',
+            "has a tag with mesh axes but no usable mesh, 'data=four'",
+        ),
+        (
+            'shardrules.effects="join(data)",shardrules.mesh="data=4"',
+            "communicates over data, in no mesh known to fit 8 partitions",
+        ),
+        (QUOTED.format("unknown"), "is tagged 'unknown': it has no rule"),
+        ("kernel_metadata={}", "has no rule"),
+    ],
+)
 def test_an_unusable_tag_is_unknown_and_says_why(tags, reason):
     body = "\n".join([T.parameter(T.DATA), kernel(tags), T.all_reduce("%k")])
     (verdict,) = hlo.judge(T.module(body), mesh=T.MESH).verdicts
@@ -243,9 +304,15 @@ def test_an_unusable_tag_is_unknown_and_says_why(tags, reason):
 
 def test_xlas_own_targets_are_known_and_others_are_not():
     def verdict(target):
-        body = "\n".join([T.parameter(T.DATA), f"%k = f32[8] custom-call(%x), "
-                          f'custom_call_target="{target}"', T.all_reduce("%k")])
+        body = "\n".join(
+            [
+                T.parameter(T.DATA),
+                f'%k = f32[8] custom-call(%x), custom_call_target="{target}"',
+                T.all_reduce("%k"),
+            ]
+        )
         return hlo.judge(T.module(body), mesh=T.MESH).verdicts[0]
+
     for target in ("TopK", "__cublas$gemm", "MoveToHost", "lapack_sgetrf_ffi"):
         assert verdict(target).verdict == "redundant", target
     for target in ("Sharding", "my_ffi", "xla_ffi_python_cpu_callback", "topk", "cublas"):
@@ -265,15 +332,15 @@ def test_a_rule_for_a_shared_target_is_not_a_rule_for_its_kernels():
 
 def test_kernel_names_in_every_notation():
     for config, op_name, name in [
-            (", backend_config={debug = false, ir = \"name = \\\"no\\\"\", name = \"yes\"}", "",
-             "yes"),
-            (', backend_config={"custom_call_config":{"body":"TUzv","kernel_name":"yes"}}', "",
-             "yes"),
-            ("", "jit(f)/pallas_call[name=yes grid=()]", "yes"),
-            ('', "", None)]:
+        (', backend_config={debug = false, ir = "name = \\"no\\"", name = "yes"}', "", "yes"),
+        (', backend_config={"custom_call_config":{"body":"TUzv","kernel_name":"yes"}}', "", "yes"),
+        ("", "jit(f)/pallas_call[name=yes grid=()]", "yes"),
+        ("", "", None),
+    ]:
         metadata = f', metadata={{op_name="{op_name}"}}' if op_name else ""
-        body = "\n".join([T.parameter(T.DATA), kernel("a=b", config=metadata + config),
-                          T.all_reduce("%k")])
+        body = "\n".join(
+            [T.parameter(T.DATA), kernel("a=b", config=metadata + config), T.all_reduce("%k")]
+        )
         (verdict,) = hlo.judge(T.module(body), mesh=T.MESH).verdicts
         assert verdict.blockers[0].kernel == name, config
 
@@ -289,15 +356,22 @@ FUSED = """%fused (p: f32[8], i: s32[]) -> f32[8] {
 """
 
 
-@pytest.mark.parametrize("index, verdict", [("s32[] constant(3)", "redundant"),
-                                            ("s32[] convert(%id)", "needed")])
+@pytest.mark.parametrize(
+    "index, verdict", [("s32[] constant(3)", "redundant"), ("s32[] convert(%id)", "needed")]
+)
 def test_an_asynchronous_fusion_is_seen_through(index, verdict):
     """As XLA prints it for GPU with JAX 0.12."""
-    body = "\n".join([
-        T.parameter(T.DATA), "%id = u32[] partition-id()", f"%at = {index}",
-        "%fusion-start = ((f32[8], s32[]), f32[8], u32[]) fusion-start(%x, %at), kind=kLoop, "
-        "calls=%fused", "%fusion-done = f32[8] fusion-done(%fusion-start)",
-        T.all_reduce("%fusion-done")])
+    body = "\n".join(
+        [
+            T.parameter(T.DATA),
+            "%id = u32[] partition-id()",
+            f"%at = {index}",
+            "%fusion-start = ((f32[8], s32[]), f32[8], u32[]) fusion-start(%x, %at), kind=kLoop, "
+            "calls=%fused",
+            "%fusion-done = f32[8] fusion-done(%fusion-start)",
+            T.all_reduce("%fusion-done"),
+        ]
+    )
     (found,) = hlo.judge(T.module(body, before=FUSED), mesh=T.MESH).verdicts
     assert (found.verdict, found.blockers) == (verdict, ())
 
@@ -308,25 +382,38 @@ def packed_program(mesh):
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
+
     split = P("data", None)
-    both = jax.shard_map(lambda u, v, w: (jnp.sin(u), v * w), mesh=mesh,
-                         in_specs=(split, split, P()), out_specs=(split, split), check_vma=False)
+    both = jax.shard_map(
+        lambda u, v, w: (jnp.sin(u), v * w),
+        mesh=mesh,
+        in_specs=(split, split, P()),
+        out_specs=(split, split),
+        check_vma=False,
+    )
 
     def loss(u, v, w):
         a, b = both(u, v, w)
-        return (a ** 2).sum() + (b ** 2).sum()
-    args = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-            for shape, spec in (((32, 128), split), ((32, 128), split), ((128,), P()))]
+        return (a**2).sum() + (b**2).sum()
+
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((32, 128), split), ((32, 128), split), ((128,), P()))
+    ]
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args).compile()
 
 
 def test_packed_reductions_as_the_compiler_makes_them(platform):
     name, mesh = platform
     judgement = testing.judge(packed_program(mesh))
-    found = sorted((v.verdict, v.collective.axes, v.bytes, v.needed_axes)
-                   for v in judgement.verdicts)
-    assert found == [("overwide", ("data", "model"), 512, ("data",)),
-                     ("redundant", ("model",), 4096, None), ("redundant", ("model",), 4096, None)]
+    found = sorted(
+        (v.verdict, v.collective.axes, v.bytes, v.needed_axes) for v in judgement.verdicts
+    )
+    assert found == [
+        ("overwide", ("data", "model"), 512, ("data",)),
+        ("redundant", ("model",), 4096, None),
+        ("redundant", ("model",), 4096, None),
+    ]
     flat = [v.range for v in judgement.redundant]
     assert all(flat) if name == "gpu" else not any(flat)
     assert {v.collective.phase for v in judgement.verdicts} == {"backward"}

@@ -40,11 +40,14 @@ def module(entry, before="", header="num_partitions=8", regions=REGIONS):
 
 def parameter(sharding, shape="f32[8]", name="x", number=0):
     """An entry parameter."""
-    return (f"%{name} = {shape} parameter({number}), sharding={sharding}, "
-            f'metadata={{op_name="{name}"}}')
+    return (
+        f'%{name} = {shape} parameter({number}), sharding={sharding}, metadata={{op_name="{name}"}}'
+    )
 
 
 def all_reduce(operand, groups=OVER_MODEL, shape="f32[8]", name="r", apply="add", extra=""):
     """An all-reduce as XLA's SPMD partitioner makes them."""
-    return (f"%{name} = {shape} all-reduce({operand}), channel_id=1, replica_groups={groups}, "
-            f"use_global_device_ids=true, to_apply=%{apply}{extra}")
+    return (
+        f"%{name} = {shape} all-reduce({operand}), channel_id=1, replica_groups={groups}, "
+        f"use_global_device_ids=true, to_apply=%{apply}{extra}"
+    )

@@ -5,21 +5,26 @@
 
 import numpy as np
 import pytest
+from kernels import holes
 
 import shardrules as sr
-from kernels import holes
 from shardrules import errors
 
 # Programs whose own text must change, and what the error says to type.
-REWRITTEN = {"new_ref_type": "jax.new_ref(shardrules.vary(", "new_ref": "jax.new_ref(shardrules.vary("}
+REWRITTEN = {
+    "new_ref_type": "jax.new_ref(shardrules.vary(",
+    "new_ref": "jax.new_ref(shardrules.vary(",
+}
 # Kernels that communicate, with the rule that says so.
 COMMUNICATING = {"collective_kernel": {"ag_kernel": sr.all_gather_invariant("data")}}
 
 
 def declared(hole):
     """The rule lines of a program: one for each opaque call that nothing proves."""
-    return {**{name: sr.no_communication for name in hole.kernels},
-            **COMMUNICATING.get(hole.name, {})}
+    return {
+        **{name: sr.no_communication for name in hole.kernels},
+        **COMMUNICATING.get(hole.name, {}),
+    }
 
 
 @pytest.mark.parametrize("hole", holes.ALL, ids=lambda hole: hole.name)
@@ -43,17 +48,19 @@ def test_hole_is_closed(hole, cpu_mesh, hooks):
 
 def assert_says_what_to_do(hole, message):
     """Refused by JAX's check of out_specs, now that the type is right, or by ours."""
-    assert any(words in message for words in (
-        "out_specs which require replication which can't be statically inferred",
-        "Remove the annotation",
-        "@shardrules.no_communication above its def",
-        "shardrules.already_summed(",
-        "take this device's slice",
-    )), message
+    assert any(
+        words in message
+        for words in (
+            "out_specs which require replication which can't be statically inferred",
+            "Remove the annotation",
+            "@shardrules.no_communication above its def",
+            "shardrules.already_summed(",
+            "take this device's slice",
+        )
+    ), message
 
 
-@pytest.mark.parametrize("hole", [h for h in holes.ALL if h.kernels],
-                         ids=lambda hole: hole.name)
+@pytest.mark.parametrize("hole", [h for h in holes.ALL if h.kernels], ids=lambda hole: hole.name)
 def test_without_its_rule_the_call_is_an_error_not_a_guess(hole, cpu_mesh, hooks):
     """But for pure_callback, whose contract is its rule."""
     if "pure" in hole.name:

@@ -5,7 +5,6 @@ import re
 import jax
 import numpy as np
 import pytest
-
 from kernels import holes
 from kernels.case import REFUSED, Fails
 

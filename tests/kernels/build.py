@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardrules import aot
 from kernels.case import Arg, Case
-
+from shardrules import aot
 
 _CUDA_VERSION = 13000  # 13.0, as the runtime counts.
 _GPUS = []

@@ -150,6 +150,4 @@ NOT_ANNOTATED = Fails(
 BWD_TYPE = Fails(
     "bwd type", "ValueError", "Custom VJP bwd rule must produce an output with the same type"
 )
-NO_DERIVATIVE = Fails(
-    "no derivative", "ValueError", "Linearization failed to produce known values"
-)
+NO_DERIVATIVE = Fails("no derivative", "ValueError", "Linearization failed to produce known values")

@@ -93,7 +93,10 @@ def weight_gradient(op):
     def run(mesh, check_vma):
         f = jax.shard_map(
             lambda x, w: op(x) * w,
-            mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check_vma,
+            mesh=mesh,
+            in_specs=(P("data"), P()),
+            out_specs=P("data"),
+            check_vma=check_vma,
         )
         return np.asarray(jax.jit(jax.grad(lambda w: jnp.sum(f(X, w) ** 2) / 2))(W))
 
@@ -113,16 +116,15 @@ def _silent(name, op, kernels=()):
     """Return the two holes of an op whose output is typed invariant."""
     return (
         Hole(f"{name}_wrong_spec", wrong_spec(op), SHARD, REFUSED, kernels=kernels),
-        Hole(
-            f"{name}_gradient", weight_gradient(op), WRONG_GRADIENT, GRADIENT, kernels=kernels
-        ),
+        Hole(f"{name}_gradient", weight_gradient(op), WRONG_GRADIENT, GRADIENT, kernels=kernels),
     )
 
 
 # --- pallas_call -----------------------------------------------------------------------------
 
 _MUL = Fails(
-    "operands of mul differ", "ValueError",
+    "operands of mul differ",
+    "ValueError",
     "Primitive mul requires varying manual axes to match, but got",
 )
 _WHILE = Fails(
@@ -147,7 +149,10 @@ def _rebatched(mesh, check_vma):
     """Return the axes that a kernel's output varies over, where vmap adds `data` to `model`."""
     f = jax.shard_map(
         _compiled(opaque.pallas_double, opaque.annotated),
-        mesh=mesh, in_specs=P("model"), out_specs=P("model"), check_vma=check_vma,
+        mesh=mesh,
+        in_specs=P("model"),
+        out_specs=P("model"),
+        check_vma=check_vma,
     )
     jaxpr = jax.make_jaxpr(jax.vmap(f, spmd_axis_name="data"))(X).jaxpr
     (body,) = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if "shard_map" in eqn.primitive.name]
@@ -186,26 +191,36 @@ _PALLAS = (
     Hole("pallas_unannotated", forward(opaque.pallas_double), NOT_ANNOTATED, DOUBLED),
     Hole(
         "pallas_interpreted",
-        forward(functools.partial(opaque.pallas_double, out=opaque.annotated)), _MUL, DOUBLED,
+        forward(functools.partial(opaque.pallas_double, out=opaque.annotated)),
+        _MUL,
+        DOUBLED,
     ),
     Hole(
         "pallas_interpreted_grid",
-        forward(functools.partial(opaque.pallas_copy, out=opaque.annotated)), _WHILE, X,
+        forward(functools.partial(opaque.pallas_copy, out=opaque.annotated)),
+        _WHILE,
+        X,
     ),
     Hole(
         "pallas_array_as_out_shape",
-        trace_wrong_spec(_compiled(opaque.pallas_double, lambda x: x)), ACCEPTED, REFUSED,
+        trace_wrong_spec(_compiled(opaque.pallas_double, lambda x: x)),
+        ACCEPTED,
+        REFUSED,
     ),
     Hole(
         "pallas_less_varying_than_inputs",
-        trace_wrong_spec(_compiled(opaque.pallas_double, _less_varying)), ACCEPTED, REFUSED,
+        trace_wrong_spec(_compiled(opaque.pallas_double, _less_varying)),
+        ACCEPTED,
+        REFUSED,
     ),
     Hole("pallas_rebatched", _rebatched, "model", "data,model", unchecked=""),
     Hole("pallas_no_inputs", trace_wrong_spec(_no_inputs), ACCEPTED, REFUSED),
     Hole("pallas_writes_nothing", trace_wrong_spec(_writes_nothing), ACCEPTED, REFUSED),
     Hole("carry_from_zeros", forward(_carry_from_zeros), _CARRY, 2 * DOUBLED),
     Hole(
-        "branch_without_kernel", forward(_branch_without_kernel), _BRANCHES,
+        "branch_without_kernel",
+        forward(_branch_without_kernel),
+        _BRANCHES,
         np.where(_BLOCKS[:, :1].sum(-1, keepdims=True) > 40, 2 * _BLOCKS, 0).reshape(X.shape),
     ),
 )
@@ -251,8 +266,11 @@ _CALLBACK = ("double_on_host",)
 _OTHER = (
     *_silent("ffi", opaque.ffi_double, _FFI),
     Hole(
-        "ffi_annotated", forward(_annotated(opaque.ffi_double)),
-        Fails("bare assertion", "AssertionError", r"^ManualAxisType\("), DOUBLED, kernels=_FFI,
+        "ffi_annotated",
+        forward(_annotated(opaque.ffi_double)),
+        Fails("bare assertion", "AssertionError", r"^ManualAxisType\("),
+        DOUBLED,
+        kernels=_FFI,
     ),
     *_silent("pure_callback", opaque.pure_double, _CALLBACK),
     *_silent("pure_callback_annotated", _annotated(opaque.pure_double), _CALLBACK),
@@ -260,27 +278,40 @@ _OTHER = (
     *_silent("io_callback_annotated", _annotated(opaque.io_double), _CALLBACK),
     *_silent("primitive", opaque.primitive_double, _PRIMITIVE),
     Hole(
-        "pure_callback_scan", forward(_twice(opaque.pure_double)), _CARRY, 2 * DOUBLED,
+        "pure_callback_scan",
+        forward(_twice(opaque.pure_double)),
+        _CARRY,
+        2 * DOUBLED,
         kernels=_CALLBACK,
     ),
     Hole(
-        "primitive_scan", forward(_twice(opaque.primitive_double)), _CARRY, 2 * DOUBLED,
+        "primitive_scan",
+        forward(_twice(opaque.primitive_double)),
+        _CARRY,
+        2 * DOUBLED,
         kernels=_PRIMITIVE,
     ),
     Hole("mosaic_gpu", trace_wrong_spec(opaque.mosaic_gpu_double), ACCEPTED, REFUSED),
     Hole(
-        "raw_mosaic", trace_wrong_spec(opaque.raw_mosaic_double), ACCEPTED, REFUSED,
+        "raw_mosaic",
+        trace_wrong_spec(opaque.raw_mosaic_double),
+        ACCEPTED,
+        REFUSED,
         kernels=("raw_mosaic_double",),
     ),
     Hole("core_map", _case("core_map_zeros_wrongspec"), ACCEPTED, REFUSED),
     *_silent("run_state", opaque.run_state_double),
     Hole(
-        "collective_kernel", _case("all_gather_local"), NOT_ANNOTATED, ACCEPTED,
+        "collective_kernel",
+        _case("all_gather_local"),
+        NOT_ANNOTATED,
+        ACCEPTED,
         kernels=("ag_kernel",),
     ),
     Hole("new_ref_type", _ref_type, "", "data", unchecked=""),
     Hole(
-        "new_ref", forward(opaque.ref_double),
+        "new_ref",
+        forward(opaque.ref_double),
         Fails("cast of what varies already", "ValueError", "pvary is a invariant->variant"),
         DOUBLED,
     ),
@@ -314,9 +345,7 @@ def _scale(x, w):
     return x * w
 
 
-_scale.defvjp(
-    lambda x, w: (x * w, (x, w)), lambda res, g: (g * res[1], (g * res[0]).sum(0))
-)
+_scale.defvjp(lambda x, w: (x * w, (x, w)), lambda res, g: (g * res[1], (g * res[0]).sum(0)))
 
 
 def _reduced(mesh, check_vma):
@@ -358,7 +387,10 @@ _summed_scale.defvjp(lambda x, w: (x * w, (x, w)), _summed_scale_bwd)
 
 def _summed_gradient(mesh, check_vma):
     f = jax.shard_map(
-        _summed_scale, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"),
+        _summed_scale,
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
         check_vma=check_vma,
     )
     return np.asarray(jax.jit(jax.grad(lambda w: jnp.sum(f(_LINE, w))))(np.float32(3)))
@@ -369,23 +401,29 @@ _LINE = np.arange(1, 9, dtype=np.float32)
 _CUSTOM_VJP = (
     Hole(
         "custom_vjp_unequal_inputs",
-        _gradients(opaque.pallas_scale, (X, W), (P("data"), P()), argnums=1), BWD_TYPE,
+        _gradients(opaque.pallas_scale, (X, W), (P("data"), P()), argnums=1),
+        BWD_TYPE,
         (X**2).sum(0) * W,
     ),
     Hole(
         "custom_vjp_less_varying_cotangent",
-        _gradients(_first, (X, X), P("data"), argnums=1), BWD_TYPE, 0 * X,
+        _gradients(_first, (X, X), P("data"), argnums=1),
+        BWD_TYPE,
+        0 * X,
     ),
     Hole("custom_vjp_reduced_primal", _reduced, BWD_TYPE, (X**2).sum(0) * W),
     # w instead of 4w: the cotangent of an output that dropped data is the sum over data already.
     Hole(
-        "dropped_axis_summed_again", _gradients(_gather(_scatter_sum), (_LINE,), P("data"), P()),
-        4 * _LINE, REFUSED, unchecked=_LINE, kernels=("shardrules_test_gather_primitive",),
+        "dropped_axis_summed_again",
+        _gradients(_gather(_scatter_sum), (_LINE,), P("data"), P()),
+        4 * _LINE,
+        REFUSED,
+        unchecked=_LINE,
+        kernels=("shardrules_test_gather_primitive",),
     ),
     # 36, where a psum over data would make it 144.
     Hole(
-        "cotangent_summed_already", _summed_gradient, BWD_TYPE, REFUSED,
-        unchecked=np.float32(144),
+        "cotangent_summed_already", _summed_gradient, BWD_TYPE, REFUSED, unchecked=np.float32(144)
     ),
 )
 

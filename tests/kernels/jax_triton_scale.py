@@ -16,8 +16,14 @@ def multiply_kernel(x_ptr, y_ptr, o_ptr, size: tl.constexpr):
 def multiply(x, y):
     """Multiply x by y, which has its shape, for an H100."""
     return jax_triton.triton_call(
-        x, y, kernel=multiply_kernel, grid=(x.size // 128,), size=128,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), compute_capability=90)
+        x,
+        y,
+        kernel=multiply_kernel,
+        grid=(x.size // 128,),
+        size=128,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        compute_capability=90,
+    )
 
 
 @jax.custom_vjp
@@ -26,6 +32,7 @@ def scale(x, w):
     return multiply(x, jnp.broadcast_to(w, x.shape))
 
 
-scale.defvjp(lambda x, w: (scale(x, w), (x, w)),
-             lambda res, g: (multiply(g, jnp.broadcast_to(res[1], g.shape)),
-                             multiply(g, res[0]).sum(0)))
+scale.defvjp(
+    lambda x, w: (scale(x, w), (x, w)),
+    lambda res, g: (multiply(g, jnp.broadcast_to(res[1], g.shape)), multiply(g, res[0]).sum(0)),
+)

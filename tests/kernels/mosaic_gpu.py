@@ -32,8 +32,13 @@ def _attention(mesh, interpret):
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
     config = attention_mgpu.TuningConfig(
-        block_q=64, block_kv=64, max_concurrent_steps=2,
-        block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64,
+        block_q=64,
+        block_kv=64,
+        max_concurrent_steps=2,
+        block_q_dkv=64,
+        block_kv_dkv=64,
+        block_q_dq=64,
+        block_kv_dq=64,
     )
     return lambda q, k, v: attention_mgpu.attention(q, k, v, config)
 
@@ -119,8 +124,13 @@ def _blackwell_ragged_dot(mesh, interpret):
     from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu, blackwell_ragged_dot_mgpu
 
     config = blackwell_ragged_dot_mgpu.TuningConfig(
-        tile_m=128, tile_n=128, tile_k=64, max_concurrent_steps=4, collective=True,
-        grid_tile_width=1, grid_minor_dim=blackwell_matmul_mgpu.MatmulDimension.N,
+        tile_m=128,
+        tile_n=128,
+        tile_k=64,
+        max_concurrent_steps=4,
+        collective=True,
+        grid_tile_width=1,
+        grid_minor_dim=blackwell_matmul_mgpu.MatmulDimension.N,
     )
     return functools.partial(blackwell_ragged_dot_mgpu.ragged_dot_kernel, config=config)
 
@@ -174,65 +184,103 @@ CASES = (
     Case("attention_mgpu", _H100, (_QKV,) * 3, _attention, _QKV_GRADS, (0, 1, 2)),
     Case("attention_mgpu_resid", _H100, (_QKV,) * 3, _attention_resid, _QKV_GRADS, (0, 1, 2)),
     Case(
-        "attention_mgpu_mixedkv", _H100, (_QKV, _KV_SHARED, _KV_SHARED), _attention,
-        Expected(bytes_(model=524288, both=1048576), BWD_TYPE, bytes_(data=1048576)), (0, 1, 2),
+        "attention_mgpu_mixedkv",
+        _H100,
+        (_QKV, _KV_SHARED, _KV_SHARED),
+        _attention,
+        Expected(bytes_(model=524288, both=1048576), BWD_TYPE, bytes_(data=1048576)),
+        (0, 1, 2),
     ),
     Case("attention_mgpu_pipeline", _H100, (_QKV,) * 3, _attention_pipeline, _TRUSTED),
     Case(
-        "attention_mgpu_stopgrad", _H100, (*(_QKV,) * 3, Arg((64,), "float16")),
+        "attention_mgpu_stopgrad",
+        _H100,
+        (*(_QKV,) * 3, Arg((64,), "float16")),
         _attention_stopgrad,
-        Expected(bytes_(both=128), bytes_(data=524288), bytes_(data=128), wrong=True), (3,),
+        Expected(bytes_(both=128), bytes_(data=524288), bytes_(data=128), wrong=True),
+        (3,),
     ),
     Case("hopper_matmul", _H100, (_A, _B), _hopper_matmul, _TRUSTED),
     Case(
-        "hopper_matmul_user_vjp", _H100, (_A, _B), _hopper_matmul_user_vjp,
-        Expected(bytes_(both=524288, model=1048576), BWD_TYPE, bytes_(data=524288)), (0, 1),
+        "hopper_matmul_user_vjp",
+        _H100,
+        (_A, _B),
+        _hopper_matmul_user_vjp,
+        Expected(bytes_(both=524288, model=1048576), BWD_TYPE, bytes_(data=524288)),
+        (0, 1),
     ),
     Case(
-        "hopper_mixed_matmul", _H100,
+        "hopper_mixed_matmul",
+        _H100,
         (
             Arg((4096, 512), "int8", DATA, lambda rng, shape: rng.integers(-128, 128, shape)),
             Arg((512, 512), "bfloat16"),
         ),
-        _hopper_mixed_matmul, _TRUSTED,
+        _hopper_mixed_matmul,
+        _TRUSTED,
     ),
     Case("ragged_dot_mgpu", _H100, (_A, _EXPERTS, _GROUPS), _ragged_dot, _TRUSTED),
+    Case("transposed_ragged_dot_mgpu", _H100, (_A, _A, _GROUPS), _transposed_ragged_dot, _TRUSTED),
     Case(
-        "transposed_ragged_dot_mgpu", _H100, (_A, _A, _GROUPS), _transposed_ragged_dot, _TRUSTED
-    ),
-    Case(
-        "all_gather_mgpu", _H100, _LINE_X, _all_gather, _RIGHT, out_spec=(), mesh=LINE,
+        "all_gather_mgpu",
+        _H100,
+        _LINE_X,
+        _all_gather,
+        _RIGHT,
+        out_spec=(),
+        mesh=LINE,
         communicates=Communicates(
             "all_gather_invariant", ("x",), _OPS + "all_gather_mgpu:all_gather", "kernel"
         ),
     ),
     Case(
-        "all_gather_mgpu_outD", _H100, _LINE_X, _all_gather, _RIGHT, out_spec=("x",), mesh=LINE,
+        "all_gather_mgpu_outD",
+        _H100,
+        _LINE_X,
+        _all_gather,
+        _RIGHT,
+        out_spec=("x",),
+        mesh=LINE,
         communicates=Communicates(
             "all_gather", ("x",), _OPS + "all_gather_mgpu:all_gather", "kernel"
         ),
     ),
     Case(
-        "reduce_scatter_mgpu", _H100, _LINE_X, _reduce_scatter, _TRUSTED, out_spec=("x",),
+        "reduce_scatter_mgpu",
+        _H100,
+        _LINE_X,
+        _reduce_scatter,
+        _TRUSTED,
+        out_spec=("x",),
         mesh=LINE,
         communicates=Communicates(
             "reduce_scatter", ("x",), _OPS + "reduce_scatter_mgpu:reduce_scatter", "kernel"
         ),
     ),
     Case(
-        "all_reduce_mgpu", _H100, _LINE_X,
-        functools.partial(_reduce_scatter, scatter_dimension=None), _RIGHT, out_spec=(),
+        "all_reduce_mgpu",
+        _H100,
+        _LINE_X,
+        functools.partial(_reduce_scatter, scatter_dimension=None),
+        _RIGHT,
+        out_spec=(),
         mesh=LINE,
         communicates=Communicates(
             "all_reduce", ("x",), _OPS + "reduce_scatter_mgpu:reduce_scatter", "kernel"
         ),
     ),
     Case(
-        "collective_matmul_mgpu", _H100,
+        "collective_matmul_mgpu",
+        _H100,
         (Arg((8192, 512), "float16", ("x",)), Arg((512, 2048), "float16", (None, "x"))),
-        _collective_matmul, _TRUSTED, out_spec=(None, "x"), mesh=LINE,
+        _collective_matmul,
+        _TRUSTED,
+        out_spec=(None, "x"),
+        mesh=LINE,
         communicates=Communicates(
-            "all_gather", ("x",), _OPS + "collective_matmul_mgpu:all_gather_lhs_matmul",
+            "all_gather",
+            ("x",),
+            _OPS + "collective_matmul_mgpu:all_gather_lhs_matmul",
             "kernel_body",
         ),
     ),

@@ -77,7 +77,11 @@ def pallas_copy(x, out=plain):
     """Copy x row by row."""
     row = pl.BlockSpec((1, *x.shape[1:]), lambda i: (i, 0))
     return pl.pallas_call(
-        copy_kernel, out_shape=out(x), grid=x.shape[:1], in_specs=[row], out_specs=row,
+        copy_kernel,
+        out_shape=out(x),
+        grid=x.shape[:1],
+        in_specs=[row],
+        out_specs=row,
         interpret=True,
     )(x)
 
@@ -145,8 +149,17 @@ def _register_ffi():
         source, library = pathlib.Path(folder, "double.cc"), pathlib.Path(folder, "double.so")
         source.write_text(_FFI_SOURCE)
         subprocess.run(
-            ["g++", "-shared", "-fPIC", "-std=c++17", "-I", jax.ffi.include_dir(), str(source),
-             "-o", str(library)],
+            [
+                "g++",
+                "-shared",
+                "-fPIC",
+                "-std=c++17",
+                "-I",
+                jax.ffi.include_dir(),
+                str(source),
+                "-o",
+                str(library),
+            ],
             check=True,
             capture_output=True,
         )

@@ -49,9 +49,7 @@ def test_case_is_well_formed(case):
             assert isinstance(arg, Arg)
             for dim, axis in zip(arg.shape, arg.spec):
                 assert axis is None or dim % sizes[axis] == 0
-    assert [v.shape for v in build.values(case)] == [
-        a.shape for a in case.small_args or case.args
-    ]
+    assert [v.shape for v in build.values(case)] == [a.shape for a in case.small_args or case.args]
     assert not case.expected.wrong or not isinstance(case.expected.checked, Fails)
 
 
@@ -76,12 +74,13 @@ for case in here.interpreted("tpu"):
     here.assert_equals_one_device(case, check_vma=False)
 """
     env = dict(
-        os.environ, PJRT_NPROC="32", JAX_PLATFORMS="cpu",
+        os.environ,
+        PJRT_NPROC="32",
+        JAX_PLATFORMS="cpu",
         XLA_FLAGS="--xla_force_host_platform_device_count=8",
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=HERE, env=env, capture_output=True, text=True,
-        timeout=900,
+        [sys.executable, "-c", code], cwd=HERE, env=env, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
 

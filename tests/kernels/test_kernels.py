@@ -34,8 +34,11 @@ def benchmark():
 @pytest.fixture(scope="module")
 def cells(tpu_mesh, gpu_mesh):
     """Each case compiled with shardrules, check off (tagged) and on (rules), one run for all."""
-    done = subprocess.run([sys.executable, str(BENCHMARK), "--arms=tagged,rules", "--json"],
-                          stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK), "--arms=tagged,rules", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert done.returncode == 0
     found = [benchmark().Cell(**json.loads(line)) for line in done.stdout.splitlines()]
     return {(cell.case, cell.arm): cell for cell in found}
@@ -56,20 +59,33 @@ def test_bytes_and_verdicts(cells, case, arm):
 def test_how_a_cell_is_judged_can_fail(cells):
     """A byte more, another verdict, or any other error is not as expected."""
     import dataclasses
+
     judge = benchmark().as_expected
     case = cases.BY_NAME["matmul_user_vjp"]
     good = cells[case.name, "rules"]
     assert judge(case, good)
-    for change in ({"axes_bytes": {"data": 131073}}, {"axes_bytes": {"model": 4}},
-                   {"verdicts": {"unproven": 1}}, {"axes_bytes": None, "error": "ValueError: x"}):
+    for change in (
+        {"axes_bytes": {"data": 131073}},
+        {"axes_bytes": {"model": 4}},
+        {"verdicts": {"unproven": 1}},
+        {"axes_bytes": None, "error": "ValueError: x"},
+    ):
         assert not judge(case, dataclasses.replace(good, **change))
     refused = cells["example_double_wrongspec", "rules"]
-    assert not judge(cases.BY_NAME["example_double_wrongspec"],
-                     dataclasses.replace(refused, error="UnknownKernelError: no rule"))
+    assert not judge(
+        cases.BY_NAME["example_double_wrongspec"],
+        dataclasses.replace(refused, error="UnknownKernelError: no rule"),
+    )
 
 
-INTERPRETABLE = [case for case in cases.ALL if case.interpret and case.communicates is None
-                 and case.wrap and not isinstance(case.expected.unchecked, Fails)]
+INTERPRETABLE = [
+    case
+    for case in cases.ALL
+    if case.interpret
+    and case.communicates is None
+    and case.wrap
+    and not isinstance(case.expected.unchecked, Fails)
+]
 
 
 @pytest.mark.parametrize("case", INTERPRETABLE, ids=lambda case: case.name)

@@ -5,17 +5,7 @@ Doubling is its own transpose, so that one function serves as forward and backwa
 
 from __future__ import annotations
 
-from kernels.case import (
-    BWD_TYPE,
-    DATA,
-    NOT_ANNOTATED,
-    REFUSED,
-    ZERO,
-    Arg,
-    Case,
-    Expected,
-    bytes_,
-)
+from kernels.case import BWD_TYPE, DATA, NOT_ANNOTATED, REFUSED, ZERO, Arg, Case, Expected, bytes_
 
 _CORES = 2
 
@@ -87,23 +77,46 @@ _V5P = "v5p:2x2x2"
 
 CASES = (
     Case(
-        "pl_kernel", _V5P, _X, _with_vjp(_pl_kernel),
-        Expected(bytes_(model=262144), NOT_ANNOTATED, ZERO), (0,), interpret="tpu",
+        "pl_kernel",
+        _V5P,
+        _X,
+        _with_vjp(_pl_kernel),
+        Expected(bytes_(model=262144), NOT_ANNOTATED, ZERO),
+        (0,),
+        interpret="tpu",
     ),
     Case(
-        "core_map_run_state", _V5P, _X, _with_vjp(_into_itself),
-        Expected(bytes_(model=262144), ZERO, ZERO), (0,), interpret="tpu",
+        "core_map_run_state",
+        _V5P,
+        _X,
+        _with_vjp(_into_itself),
+        Expected(bytes_(model=262144), ZERO, ZERO),
+        (0,),
+        interpret="tpu",
     ),
     Case(
-        "core_map_run_state_zeros", _V5P, _X, _with_vjp(_into_zeros),
-        Expected(bytes_(model=262144), BWD_TYPE, ZERO), (0,), interpret="tpu",
+        "core_map_run_state_zeros",
+        _V5P,
+        _X,
+        _with_vjp(_into_zeros),
+        Expected(bytes_(model=262144), BWD_TYPE, ZERO),
+        (0,),
+        interpret="tpu",
     ),
     Case(
-        "core_map_zeros_wrongspec", _V5P, _X, _with_vjp(_into_zeros),
-        Expected(ZERO, ZERO, REFUSED, wrong=True), out_spec=(),
+        "core_map_zeros_wrongspec",
+        _V5P,
+        _X,
+        _with_vjp(_into_zeros),
+        Expected(ZERO, ZERO, REFUSED, wrong=True),
+        out_spec=(),
     ),
     Case(
-        "pl_kernel_wrongspec", _V5P, _X, _with_vjp(_pl_kernel),
-        Expected(ZERO, NOT_ANNOTATED, REFUSED), out_spec=(),
+        "pl_kernel_wrongspec",
+        _V5P,
+        _X,
+        _with_vjp(_pl_kernel),
+        Expected(ZERO, NOT_ANNOTATED, REFUSED),
+        out_spec=(),
     ),
 )

@@ -29,20 +29,33 @@ def call(kernel, *args, out=X, compiler_params=TPU, **kwargs):
 
     def run():
         return pl.pallas_call(kernel, out_shape=out, compiler_params=compiler_params, **kwargs)(
-            *(jnp.zeros(a.shape, a.dtype) for a in args))
+            *(jnp.zeros(a.shape, a.dtype) for a in args)
+        )
+
     return run
 
 
 def two_steps(kernel, *, over=lambda i: (0, 0), grid=(2,), **kwargs):
     """Call a kernel on a grid of two steps that see one block of the output."""
-    return call(kernel, grid=grid, in_specs=[pl.BlockSpec(ROWS, lambda i: (i, 0))],
-                out_specs=pl.BlockSpec(ROWS, over), **kwargs)
+    return call(
+        kernel,
+        grid=grid,
+        in_specs=[pl.BlockSpec(ROWS, lambda i: (i, 0))],
+        out_specs=pl.BlockSpec(ROWS, over),
+        **kwargs,
+    )
 
 
 def blocks(index_map, *args, kernel=None, grid=(2,), shape=(16, 128), block=ROWS, **kwargs):
     """Call a kernel that gets one block of an output of this shape in each step of a grid."""
-    return call(kernel or ones, *args, grid=grid, out=jax.ShapeDtypeStruct(shape, jnp.float32),
-                out_specs=pl.BlockSpec(block, index_map), **kwargs)
+    return call(
+        kernel or ones,
+        *args,
+        grid=grid,
+        out=jax.ShapeDtypeStruct(shape, jnp.float32),
+        out_specs=pl.BlockSpec(block, index_map),
+        **kwargs,
+    )
 
 
 def at(step, axis=0):
@@ -55,7 +68,8 @@ def at(step, axis=0):
 
 def remote_copy(x, o, send, receive):
     copy = pltpu.make_async_remote_copy(
-        x, o, send, receive, device_id=(1,), device_id_type=pl.DeviceIdType.MESH)
+        x, o, send, receive, device_id=(1,), device_id_type=pl.DeviceIdType.MESH
+    )
     copy.start()
     copy.wait()
 
@@ -146,6 +160,7 @@ def seed_on_one_path(counts, x, o):
     @pl.when(counts[0] > 0)
     def _():
         pltpu.prng_seed(counts[1])
+
     o[...] = x[...] + pltpu.prng_random_bits(ROWS).astype(jnp.float32)
 
 
@@ -159,8 +174,8 @@ def empty(x, o):
 
 def inline_asm(x, o):
     (o[...],) = plt.elementwise_inline_asm(
-        "mov.u32 $0, %clock;", args=[x[...]], constraints="=r,r", pack=1,
-        result_shape_dtypes=[X])
+        "mov.u32 $0, %clock;", args=[x[...]], constraints="=r,r", pack=1, result_shape_dtypes=[X]
+    )
 
 
 def float_atomic(x, into, o):
@@ -192,6 +207,7 @@ def scratch_stored_on_one_path(counts, x, o, scratch):
     @pl.when(counts[0] > 0)
     def _():
         scratch[...] = x[...]
+
     o[...] = scratch[...]
 
 
@@ -199,6 +215,7 @@ def scratch_stored_in_a_loop(counts, x, o, scratch):
     def body(i):
         scratch[...] = x[...]
         return i + 1
+
     lax.while_loop(lambda i: i < counts[0], body, 0)
     o[...] = scratch[...]
 
@@ -207,6 +224,7 @@ def scratch_stored_too_late(x, o, scratch):
     @at(1)
     def _():
         scratch[...] = x[...]
+
     o[...] = x[...] + scratch[...]
 
 
@@ -264,7 +282,9 @@ def read_in_a_later_round(counts, x, o, scratch):
         @pl.when(i == 1)
         def _():
             o[...] = scratch[...]
+
         return i + 1
+
     o[...] = x[...]
     lax.while_loop(lambda i: i < counts[0], body, 0)
 
@@ -320,11 +340,13 @@ def summed_from_the_first_step(x, o):
     @at(0)
     def _():
         o[...] = jnp.zeros(ROWS)
+
     o[...] += x[...]
 
 
 def in_rounds(rounds, *, rows=1, whiles=False, start=0):
     """Return a kernel that fills rows of scratch in the rounds of a loop, and reads all of it."""
+
     def kernel(x, o, scratch):
         def body(i, _):
             row = pl.multiple_of(i * rows, rows)
@@ -333,11 +355,13 @@ def in_rounds(rounds, *, rows=1, whiles=False, start=0):
         def one(i):
             body(i, None)
             return i + 1
+
         if whiles:
             lax.while_loop(lambda i: i < rounds, one, start)
         else:
             lax.fori_loop(start, rounds, body, None)
         o[...] = scratch[...]
+
     return kernel
 
 
@@ -345,6 +369,7 @@ def filled_from_a_count(counts, x, o, scratch):
     def body(i):
         scratch[i, :] = x[i, :]
         return i + 1
+
     lax.while_loop(lambda i: i < 4, body, counts[0])
     scratch[0, :] = x[0, :]
     o[...] = scratch[...]
@@ -352,19 +377,25 @@ def filled_from_a_count(counts, x, o, scratch):
 
 def output_in_rounds(rounds):
     """Return a kernel that stores an output in the rounds of a loop."""
+
     def kernel(x, o):
         def body(i, _):
             o[...] = x[...]
+
         lax.fori_loop(0, rounds, body, None)
+
     return kernel
 
 
 def output_rows_in_rounds(rounds):
     """Return a kernel that stores rows of an output in the rounds of a loop."""
+
     def kernel(x, o):
         def body(i, _):
             o[i, :] = x[i, :]
+
         lax.fori_loop(0, rounds, body, None)
+
     return kernel
 
 
@@ -430,6 +461,7 @@ def ones_at_first_else_by_data(x, o):
 
 def ones_where_it_wraps(x, o):
     """The condition holds: unsigned numbers wrap around."""
+
     @pl.when(pl.program_id(0).astype(jnp.uint32) - jnp.uint32(1) > jnp.uint32(5))
     def _():
         ones(x, o)
@@ -466,18 +498,21 @@ def local_copy(x, o, buffer, semaphore):
 
 def local_copies_in_turn(x, o, buffer, semaphores):
     """Two buffers in turn, the next copy under way while this one is used."""
+
     def copied(i):
         slot = lax.rem(i, 2)
-        return pltpu.make_async_copy(
-            x.at[pl.ds(i * 8, 8)], buffer.at[slot], semaphores.at[slot])
+        return pltpu.make_async_copy(x.at[pl.ds(i * 8, 8)], buffer.at[slot], semaphores.at[slot])
+
     copied(0).start()
 
     def body(i, total):
         @pl.when(i < 3)
         def _():
             copied(i + 1).start()
+
         copied(i).wait()
         return total + buffer[lax.rem(i, 2)]
+
     o[...] = lax.fori_loop(0, 4, body, jnp.zeros(ROWS))
 
 
@@ -486,6 +521,7 @@ def updated_in_place(x, o, buffer, semaphore):
         copy = pltpu.make_async_copy(source, target, semaphore)
         copy.start()
         copy.wait()
+
     copied(o, buffer)
     buffer[...] = buffer[...] * 2
     copied(buffer, o)
@@ -511,6 +547,7 @@ def seeded_once(counts, x, o):
     @at(0)
     def _():
         pltpu.prng_seed(counts[0])
+
     o[...] = x[...] + pltpu.prng_random_bits(ROWS).astype(jnp.float32)
 
 
@@ -521,6 +558,7 @@ def integer_atomic(counts, into, o):
 def scratch_chosen(counts, x, o, scratch):
     def store(value):
         scratch[...] = value
+
     lax.cond(counts[0] > 0, lambda: store(x[...]), lambda: store(-x[...]))
     o[...] = scratch[...]
 
@@ -529,6 +567,7 @@ def scratch_stored_in_a_loop_that_runs(x, o, scratch):
     def body(i, carry):
         scratch[...] = x[...] * i
         return carry
+
     lax.fori_loop(0, 3, body, 0)
     o[...] = scratch[...]
 
@@ -538,8 +577,10 @@ def stored_in_the_first_round(counts, x, o, scratch):
         @pl.when(i == 0)
         def _():
             scratch[...] = jnp.zeros(ROWS)
+
         scratch[...] += x[...]
         return i + 1
+
     lax.while_loop(lambda i: i < counts[0], body, 0)
     o[...] = x[...]
 
@@ -549,6 +590,7 @@ def dropped_in_the_first_round(counts, x, o, scratch):
         before = jnp.where(i == 0, jnp.zeros(ROWS), scratch[...])
         scratch[...] = before + x[...]
         return i + 1
+
     lax.while_loop(lambda i: i < counts[0], body, 0)
     o[...] = x[...]
 
@@ -557,6 +599,7 @@ def summed_in_scratch(x, o, scratch):
     @at(0)
     def _():
         scratch[...] = jnp.zeros(ROWS)
+
     scratch[...] += x[...]
 
     @at(1)
@@ -618,8 +661,10 @@ def read_in_later_rounds(counts, x, o, scratch):
         @pl.when(i > counts[1])
         def _():
             o[...] = scratch[...]
+
         scratch[4:8, :] = x[4:8, :]
         return i + 1
+
     lax.while_loop(lambda i: i < counts[0], body, 0)
 
 
@@ -632,6 +677,7 @@ def row_that_data_chooses(counts, x, o, scratch):
         row = counts[i]
         o[0:1, :] = scratch[pl.ds(row, 1), :]
         scratch[pl.ds(row, 1), :] = x[0:1, :]
+
     lax.fori_loop(0, 3, body, None)
 
 
@@ -655,6 +701,7 @@ def output_read_in_later_steps(x, o):
     @pl.when(pl.program_id(0) > 0)
     def _():
         o[...] += x[...]
+
     o[4:8, :] = x[4:8, :]
 
 
@@ -684,14 +731,17 @@ def printed(x, o):
 
 def nested(x, o):
     """Every kind of nested jaxpr, each of a harmless sort."""
+
     @jax.custom_jvp
     def double(value):
         return value * 2
+
     double.defjvp(lambda p, t: (double(*p), 2 * t[0]))
 
     @jax.custom_vjp
     def negated(value):
         return -value
+
     negated.defvjp(lambda v: (-v, None), lambda _, g: (-g,))
     value = jax.jit(jnp.sin)(x[...]) + jax.checkpoint(jnp.cos)(x[...])
     value = lax.fori_loop(0, 4, lambda i, v: v + i, double(value))
@@ -701,6 +751,7 @@ def nested(x, o):
 
 def inside(kernel, how):
     """Return a kernel that does what ``kernel`` does, inside a nested jaxpr."""
+
     def jitted(x, o):
         jax.jit(lambda: kernel(x, o))()
 
@@ -714,11 +765,13 @@ def inside(kernel, how):
         def body(i):
             kernel(x, o)
             return i + 1
+
         copy(x, o)
         lax.while_loop(lambda i: i < 2, body, 0)
 
     def scoped(x, o):
         pl.run_scoped(lambda _: kernel(x, o), VMEM)
+
     return locals()[how]
 
 
@@ -727,9 +780,12 @@ def inside(kernel, how):
 
 def mosaic(body, *, scratch=(), out=jax.ShapeDtypeStruct((128,), jnp.float32), **kwargs):
     """Call a kernel of Mosaic GPU on one array."""
+
     def run():
         return plgpu.kernel(body, out_shape=out, scratch_shapes=list(scratch), **kwargs)(
-            jnp.zeros((128,), jnp.float32))
+            jnp.zeros((128,), jnp.float32)
+        )
+
     return run
 
 
@@ -775,6 +831,7 @@ def handed_over(x, o, smem, barrier):
 
 def not_handed_over(x, o, smem, barrier):
     """The thread that stores does not arrive at the barrier; the one that reads does."""
+
     def reads():
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
@@ -782,6 +839,7 @@ def not_handed_over(x, o, smem, barrier):
 
     def stores():
         smem[...] = x[...]
+
     lax.cond(lax.axis_index("wg") == 1, reads, stores)
 
 
@@ -790,12 +848,14 @@ def handed_over_in_the_next_round(x, o, smem, barrier):
         @pl.when(i > 0)
         def _():
             plgpu.barrier_arrive(barrier)
+
         smem[...] = x[...]
         return carry
 
     def reads():
         plgpu.barrier_wait(barrier)
         o[...] = smem[...]
+
     lax.cond(lax.axis_index("wg") == 1, reads, lambda: lax.fori_loop(0, 2, body, None))
 
 
@@ -814,6 +874,7 @@ def inline_mgpu(x, o):
     @plgpu.inline_mgpu()
     def nothing(ctx):
         del ctx
+
     nothing()
     o[...] = x[...]
 

@@ -8,15 +8,15 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
+from hooks.calls.test_pallas_check import out_type
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-import programs
 import shardrules as sr
 from shardrules import errors
 from shardrules.registry import Registry
-from hooks.calls.test_pallas_check import out_type
 
 A, B = sr.per_device("data"), sr.per_device("model")
 
@@ -66,12 +66,20 @@ def test_two_that_match_and_disagree_show_both_places():
         mixed.find("ring_gather")
 
 
-@pytest.mark.parametrize("name, rule, error, message", [
-    ("", A, errors.RegistrationError, "a kernel name is a non-empty string, not ''"),
-    (7, A, errors.RegistrationError, "a kernel name is a non-empty string, not 7"),
-    ("k", 7, errors.RuleError, "7 is no rule; a rule is shardrules.no_communication or a function"),
-    ("k", sr.AxisType, errors.RuleError, "is no rule"),
-])
+@pytest.mark.parametrize(
+    "name, rule, error, message",
+    [
+        ("", A, errors.RegistrationError, "a kernel name is a non-empty string, not ''"),
+        (7, A, errors.RegistrationError, "a kernel name is a non-empty string, not 7"),
+        (
+            "k",
+            7,
+            errors.RuleError,
+            "7 is no rule; a rule is shardrules.no_communication or a function",
+        ),
+        ("k", sr.AxisType, errors.RuleError, "is no rule"),
+    ],
+)
 def test_what_cannot_be_registered(name, rule, error, message):
     with pytest.raises(error) as caught:
         Registry().register(name, rule)
@@ -89,16 +97,24 @@ def test_duplicates_are_refused_with_both_places_shown():
     assert own.find("foo_bar").rule == B  # as Pallas compiles the name
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: sr.all_gather(), "all_gather takes the names of one or more different mesh axes, not "
-                              "nothing; such as all_gather('model')"),
-    (lambda: sr.permute("data", "data"), "not 'data', 'data'"),
-    (lambda: sr.all_reduce(3), "not 3"),
-    (lambda: sr.outputs(sr.no_communication, 3), "3 is no rule"),
-    (lambda: sr.AxisType({"data"}, {"data"}), "an axis type can name each mesh axis once, but "
-                                              "{data} stands in more than one"),
-    (lambda: sr.Effect("magic"), "'magic' is no kind of effect"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda: sr.all_gather(),
+            "all_gather takes the names of one or more different mesh axes, not "
+            "nothing; such as all_gather('model')",
+        ),
+        (lambda: sr.permute("data", "data"), "not 'data', 'data'"),
+        (lambda: sr.all_reduce(3), "not 3"),
+        (lambda: sr.outputs(sr.no_communication, 3), "3 is no rule"),
+        (
+            lambda: sr.AxisType({"data"}, {"data"}),
+            "an axis type can name each mesh axis once, but {data} stands in more than one",
+        ),
+        (lambda: sr.Effect("magic"), "'magic' is no kind of effect"),
+    ],
+)
 def test_rules_that_cannot_be_made(make, message):
     with pytest.raises(errors.RuleError) as caught:
         make()
@@ -148,10 +164,14 @@ def test_libraries_ship_rules_through_entry_points(monkeypatch, shipped):
 
 
 def test_a_library_whose_rules_cannot_be_loaded(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "entry_points",
-                        lambda *, group: [_Point({"lib_kernel": 7})])
-    with pytest.raises(errors.RegistrationError, match="the rules that somelib ships "
-                                                       r"\(shardrules.rules: somelib.rules:RULES\) can.t be "):
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda *, group: [_Point({"lib_kernel": 7})]
+    )
+    with pytest.raises(
+        errors.RegistrationError,
+        match="the rules that somelib ships "
+        r"\(shardrules.rules: somelib.rules:RULES\) can.t be ",
+    ):
         Registry("shardrules.rules").find("k")
 
 
@@ -188,7 +208,8 @@ def test_threads_keep_their_scopes_apart():
 
 
 def test_a_scope_that_closes_around_the_forward_holds_for_the_backward_pass(
-        cpu_mesh, declared_only):
+    cpu_mesh, declared_only
+):
     """Inside the traced function: bwd is traced when the ``with`` has long closed."""
     plain = programs.scale_op("cpu")
 
@@ -200,8 +221,11 @@ def test_a_scope_that_closes_around_the_forward_holds_for_the_backward_pass(
     x = jax.random.normal(jax.random.key(0), programs.SHAPE)
     w = jax.random.normal(jax.random.key(1), (1, programs.SHAPE[1]))
     want = jax.grad(lambda x, w: ((x * w) ** 2).sum(), argnums=(0, 1))(x, w)
-    for f in (jax.grad(loss, argnums=(0, 1)), jax.jit(jax.grad(loss, argnums=(0, 1))),
-              jax.grad(jax.jit(loss), argnums=(0, 1))):
+    for f in (
+        jax.grad(loss, argnums=(0, 1)),
+        jax.jit(jax.grad(loss, argnums=(0, 1))),
+        jax.grad(jax.jit(loss), argnums=(0, 1)),
+    ):
         for got, one in zip(f(x, w), want):
             np.testing.assert_allclose(got, one, rtol=1e-5)
     with pytest.raises(errors.UnknownKernelError):
@@ -218,8 +242,10 @@ def test_one_jitted_function_in_two_scopes(cpu_mesh, declared_only):
             out = programs.copy_op("cpu")(x)
             types.append(set(jax.typeof(out).manual_axis_type.varying))
             return out
-        return jax.shard_map(local, mesh=cpu_mesh, in_specs=P("data"),
-                             out_specs=P("data", "model"))(x)
+
+        return jax.shard_map(
+            local, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data", "model")
+        )(x)
 
     x = jnp.ones((8, 4))
     for rule in (sr.no_communication, sr.per_device("model"), sr.no_communication):
@@ -232,9 +258,11 @@ def test_one_jitted_function_in_two_scopes(cpu_mesh, declared_only):
 
 def test_rules_of_the_whole_table(cpu_mesh, hooks):
     """Types of x, which varies over data, and of a second output where there is one."""
+
     def typed(rule, spec=P("data"), out_spec=P(("data", "model"))):
         def kernel(x_ref, o_ref):
             o_ref[...] = x_ref[...]
+
         op = programs.copy_op("cpu", kernel=rule(kernel))
         return out_type(op, cpu_mesh, spec, [(8, 4)], out_spec)
 
@@ -244,22 +272,31 @@ def test_rules_of_the_whole_table(cpu_mesh, hooks):
     for rule in (sr.all_reduce, sr.all_gather_invariant):
         assert typed(rule("data"), out_spec=P()) == set()
         assert typed(rule("model")) == {"data"}
-    with pytest.raises(errors.RuleError, match=r"names \{nosuch\}, but the manual mesh axes here "
-                                               r"are \{data, model\}"):
+    with pytest.raises(
+        errors.RuleError,
+        match=r"names \{nosuch\}, but the manual mesh axes here "
+        r"are \{data, model\}",
+    ):
         typed(sr.all_gather("nosuch"))
-    with pytest.raises(errors.RuleError, match="its inputs vary over {data}; a sum over an axis "
-                                               "along which nothing varies"):
+    with pytest.raises(
+        errors.RuleError,
+        match="its inputs vary over {data}; a sum over an axis along which nothing varies",
+    ):
         typed(sr.unreduced("model"))
 
 
 def test_unreduced_and_linear(cpu_mesh, hooks):
     """A partial sum that a kernel makes, that a linear kernel passes on, and that others refuse."""
+
     def scale(x_ref, o_ref):
         o_ref[...] = x_ref[...] * 2
 
     def call(x, rule):
-        return pl.pallas_call(rule(lambda *refs: scale(*refs)), interpret=True,
-                              out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+        return pl.pallas_call(
+            rule(lambda *refs: scale(*refs)),
+            interpret=True,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        )(x)
 
     seen = []
 
@@ -271,18 +308,20 @@ def test_unreduced_and_linear(cpu_mesh, hooks):
         return jax.lax.psum(out, "data")
 
     def run(second):
-        f = jax.shard_map(lambda x: local(x, second), mesh=cpu_mesh, in_specs=P("data"),
-                          out_specs=P())
+        f = jax.shard_map(
+            lambda x: local(x, second), mesh=cpu_mesh, in_specs=P("data"), out_specs=P()
+        )
         return jax.jit(f)(np.arange(32, dtype=np.float32).reshape(8, 4))
 
     x = np.arange(32, dtype=np.float32).reshape(8, 4)
-    np.testing.assert_allclose(run(sr.linear(sr.no_communication)),
-                               4 * x.reshape(4, 2, 4).sum(0))
+    np.testing.assert_allclose(run(sr.linear(sr.no_communication)), 4 * x.reshape(4, 2, 4).sum(0))
     assert all(set(t.unreduced) == {"data"} and not t.varying for t in seen)
     with pytest.raises(errors.RuleError) as caught:
         run(sr.no_communication)
-    assert ("is unreduced over {data}, and the rule no_communication does not say that the kernel "
-            "is linear") in str(caught.value)
+    assert (
+        "is unreduced over {data}, and the rule no_communication does not say that the kernel "
+        "is linear"
+    ) in str(caught.value)
     assert "shardrules.linear(no_communication)" in str(caught.value)
 
 
@@ -291,7 +330,8 @@ def test_axis_types_are_values():
     assert one is sr.AxisType(frozenset(["model", "data"]), ("expert",))
     assert copy.deepcopy(one) is pickle.loads(pickle.dumps(one)) is one
     assert repr(sr.AxisType("data")) == (
-        "AxisType(varying=frozenset({'data'}), unreduced=frozenset(), reduced=frozenset())")
+        "AxisType(varying=frozenset({'data'}), unreduced=frozenset(), reduced=frozenset())"
+    )
     for change in (lambda: setattr(one, "varying", frozenset()), lambda: delattr(one, "varying")):
         with pytest.raises(AttributeError, match="an AxisType can't be changed"):
             change()

@@ -15,8 +15,17 @@ import numpy as np
 from shardrules.hlo.known import ranges
 from shardrules.hlo.reader.module import Instruction, Shape
 
-_TYPES = {"pred": np.bool_, "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
-          "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64}
+_TYPES = {
+    "pred": np.bool_,
+    "s8": np.int8,
+    "s16": np.int16,
+    "s32": np.int32,
+    "s64": np.int64,
+    "u8": np.uint8,
+    "u16": np.uint16,
+    "u32": np.uint32,
+    "u64": np.uint64,
+}
 
 
 def dtype(shape: Shape):
@@ -35,8 +44,11 @@ def literal(text: str, shape: Shape):
     if len(words) != shape.element_count:
         return None
     try:
-        numbers = [{"true": 1, "false": 0}.get(w) if w in ("true", "false") else int(w)
-                   for w in words if len(w) < 25]
+        numbers = [
+            {"true": 1, "false": 0}.get(w) if w in ("true", "false") else int(w)
+            for w in words
+            if len(w) < 25
+        ]
         if len(numbers) != len(words):
             return None
         return np.array(numbers, dtype=kind).reshape((1,) + shape.dimensions)
@@ -63,9 +75,11 @@ def _shift(op: Callable, arithmetic: bool = False) -> Callable:
         width = a.dtype.itemsize * 8
         if a.dtype == np.bool_ or (b < 0).any() or (b.astype(np.int64) >= width).any():
             return None
-        view = a.view(a.dtype.str.replace("u", "i") if arithmetic else
-                      a.dtype.str.replace("i", "u"))
+        view = a.view(
+            a.dtype.str.replace("u", "i") if arithmetic else a.dtype.str.replace("i", "u")
+        )
         return op(view, b.astype(view.dtype)).view(a.dtype)
+
     return shift
 
 
@@ -78,23 +92,43 @@ def _no_bool(op: Callable) -> Callable:
 
 
 _BINARY: dict[str, Callable] = {
-    "add": _no_bool(np.add), "subtract": _no_bool(np.subtract),
-    "multiply": _no_bool(np.multiply), "divide": _no_bool(_divide),
-    "remainder": _no_bool(_remainder), "maximum": np.maximum, "minimum": np.minimum,
-    "and": _logic(np.bitwise_and, np.logical_and), "or": _logic(np.bitwise_or, np.logical_or),
+    "add": _no_bool(np.add),
+    "subtract": _no_bool(np.subtract),
+    "multiply": _no_bool(np.multiply),
+    "divide": _no_bool(_divide),
+    "remainder": _no_bool(_remainder),
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "and": _logic(np.bitwise_and, np.logical_and),
+    "or": _logic(np.bitwise_or, np.logical_or),
     "xor": _logic(np.bitwise_xor, np.logical_xor),
-    "shift-left": _shift(np.left_shift), "shift-right-logical": _shift(np.right_shift),
+    "shift-left": _shift(np.left_shift),
+    "shift-right-logical": _shift(np.right_shift),
     "shift-right-arithmetic": _shift(np.right_shift, arithmetic=True),
 }
 _UNARY: dict[str, Callable] = {
-    "negate": _no_bool(np.negative), "not": _logic(np.invert, np.logical_not),
-    "abs": _no_bool(np.abs), "sign": _no_bool(np.sign), "copy": lambda a: a,
+    "negate": _no_bool(np.negative),
+    "not": _logic(np.invert, np.logical_not),
+    "abs": _no_bool(np.abs),
+    "sign": _no_bool(np.sign),
+    "copy": lambda a: a,
 }
-_COMPARE = {"EQ": np.equal, "NE": np.not_equal, "LT": np.less, "LE": np.less_equal,
-            "GT": np.greater, "GE": np.greater_equal}
-OPCODES = frozenset(_BINARY) | frozenset(_UNARY) | frozenset(
-    "compare select clamp convert reshape bitcast broadcast slice dynamic-slice "
-    "concatenate".split())
+_COMPARE = {
+    "EQ": np.equal,
+    "NE": np.not_equal,
+    "LT": np.less,
+    "LE": np.less_equal,
+    "GT": np.greater,
+    "GE": np.greater_equal,
+}
+OPCODES = (
+    frozenset(_BINARY)
+    | frozenset(_UNARY)
+    | frozenset(
+        "compare select clamp convert reshape bitcast broadcast slice dynamic-slice "
+        "concatenate".split()
+    )
+)
 
 
 def _full(value: ranges.Exact, shape: Shape) -> np.ndarray | None:
@@ -107,8 +141,12 @@ def _full(value: ranges.Exact, shape: Shape) -> np.ndarray | None:
     return np.broadcast_to(rows, (rows.shape[0],) + shape.dimensions)
 
 
-def evaluate(instruction: Instruction, operands: Sequence[ranges.Exact],
-             shapes: Sequence[Shape], device_count: int) -> tuple[np.ndarray, bool] | None:
+def evaluate(
+    instruction: Instruction,
+    operands: Sequence[ranges.Exact],
+    shapes: Sequence[Shape],
+    device_count: int,
+) -> tuple[np.ndarray, bool] | None:
     """Compute an instruction's rows from its operands' and say whether each row is one number.
 
     Returns None where the result is not certain, or too large to keep.
@@ -131,14 +169,18 @@ def _evaluate(instruction, operands, shapes):
     kind = dtype(shape)
     if kind is None:
         return None
-    if opcode in _BINARY or opcode in _UNARY or opcode in ("compare", "select", "clamp",
-                                                           "convert"):
+    if opcode in _BINARY or opcode in _UNARY or opcode in ("compare", "select", "clamp", "convert"):
         return _elementwise(instruction, operands, shapes)
     value = operands[0]
     if opcode in ("reshape", "bitcast"):
-        if opcode == "bitcast" and (kind != dtype(shapes[0]) or not (
-                shape.is_row_major and shapes[0].is_row_major
-                or shape.dimensions == shapes[0].dimensions)):
+        if opcode == "bitcast" and (
+            kind != dtype(shapes[0])
+            or not (
+                shape.is_row_major
+                and shapes[0].is_row_major
+                or shape.dimensions == shapes[0].dimensions
+            )
+        ):
             return None
         if value.splat:
             return value.array, True
@@ -216,14 +258,23 @@ def _dynamic_slice(instruction, operands, shapes):
     value, indices = operands[0], operands[1:]
     sizes = ranges.read_ints(instruction.attribute("dynamic_slice_sizes"))
     dims = shapes[0].dimensions
-    if len(sizes) != len(dims) or len(indices) != len(dims) or any(
-            s > d for s, d in zip(sizes, dims)):
+    if (
+        len(sizes) != len(dims)
+        or len(indices) != len(dims)
+        or any(s > d for s, d in zip(sizes, dims))
+    ):
         return None
     if value.splat:
         return value.array, True
     rows = max([value.array.shape[0]] + [i.array.shape[0] for i in indices])
-    starts = np.stack([np.broadcast_to(i.array.reshape(-1).astype(np.int64), (rows,))
-                       for i in indices], axis=1) if indices else np.zeros((rows, 0), np.int64)
+    starts = (
+        np.stack(
+            [np.broadcast_to(i.array.reshape(-1).astype(np.int64), (rows,)) for i in indices],
+            axis=1,
+        )
+        if indices
+        else np.zeros((rows, 0), np.int64)
+    )
     limit = np.array([d - s for d, s in zip(dims, sizes)], dtype=np.int64)
     starts = np.clip(starts, 0, limit)
     source = np.broadcast_to(value.array, (rows,) + dims)

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import math
 
-from shardrules.hlo.reader import module as hm
 from shardrules.hlo.known import ranges
+from shardrules.hlo.reader import module as hm
 
 _STEPS = 200  # instructions that are looked at for one array
 _PLACEWISE = frozenset(
     "abs add and ceil clamp compare complex convert copy cosine divide exponential "
     "exponential-minus-one floor imag log log-plus-one logistic maximum minimum multiply negate "
     "not or power real remainder rsqrt select sign sine sqrt subtract tan tanh xor "
-    "all-reduce".split())
+    "all-reduce".split()
+)
 
 
 class _Finder:
-
     def __init__(self, module: hm.Module, left: list[int]):
         self.module = module
         self.left = left  # shared with the insides of fusions
@@ -34,6 +34,7 @@ class _Finder:
 
         def of(index: int) -> int:
             return self.period(computation, operands[index], depth + 1)
+
         shapes = [computation.instructions[o].shape for o in operands]
         if any(s.elements is not None for s in shapes):
             return count
@@ -41,15 +42,20 @@ class _Finder:
             places = ranges.read_ints(instruction.attribute("dimensions"))
             own, rank = of(0), len(shape.dimensions)
             trailing = places == list(range(rank - len(places), rank))
-            whole = shape.dimensions[rank - len(places):] == shapes[0].dimensions
+            whole = shape.dimensions[rank - len(places) :] == shapes[0].dimensions
             return own if own == 1 or trailing and whole else count
         if opcode in ("reshape", "bitcast") and operands:
             plain = opcode == "reshape" or (
                 shape.element_type == shapes[0].element_type
-                and shape.is_row_major and shapes[0].is_row_major)
+                and shape.is_row_major
+                and shapes[0].is_row_major
+            )
             return of(0) if plain and shapes[0].element_count == count else count
-        if opcode in _PLACEWISE and operands and all(
-                s.dimensions in (shape.dimensions, ()) for s in shapes):
+        if (
+            opcode in _PLACEWISE
+            and operands
+            and all(s.dimensions in (shape.dimensions, ()) for s in shapes)
+        ):
             return math.gcd(count, math.lcm(*[max(1, of(k)) for k in range(len(operands))]))
         if opcode == "fusion" and len(instruction.calls) == 1:
             inner = self.module.computations[instruction.calls[0]]
@@ -77,12 +83,17 @@ class _Inner(_Finder):
         return super().period(computation, position, depth)
 
 
-def pieces_equal(module: hm.Module, computation: hm.Computation, position: int, dimension: int,
-                 pieces: int) -> bool:
+def pieces_equal(
+    module: hm.Module, computation: hm.Computation, position: int, dimension: int, pieces: int
+) -> bool:
     """Tell whether an array's pieces along a dimension are equal, whatever its inputs are."""
     shape = computation.instructions[position].shape
-    if shape.elements is not None or not 0 <= dimension < len(shape.dimensions) or pieces < 1 or (
-            any(d != 1 for d in shape.dimensions[:dimension])):
+    if (
+        shape.elements is not None
+        or not 0 <= dimension < len(shape.dimensions)
+        or pieces < 1
+        or (any(d != 1 for d in shape.dimensions[:dimension]))
+    ):
         return False
     count = shape.element_count
     if not count or count % pieces:

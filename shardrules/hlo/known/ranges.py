@@ -71,8 +71,11 @@ class Started:
         self.result = result
 
     def __eq__(self, other: Any) -> bool:
-        return (isinstance(other, Started) and self.operand == other.operand
-                and self.result == other.result)
+        return (
+            isinstance(other, Started)
+            and self.operand == other.operand
+            and self.result == other.result
+        )
 
     def __hash__(self) -> int:
         return hash((self.operand, self.result))
@@ -91,8 +94,9 @@ def normal(cuts: Sequence[tuple[int, int]]) -> Any:
     return Ranged(tuple(kept))
 
 
-def zip_cuts(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]],
-             combine) -> list[tuple[int, int]]:
+def zip_cuts(
+    a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]], combine
+) -> list[tuple[int, int]]:
     """Cut two arrays of one length at each other's cuts."""
     found = []
     i = j = 0
@@ -117,8 +121,9 @@ def between(cuts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tupl
     return found
 
 
-def contiguous(dimensions: Sequence[int], starts: Sequence[int],
-               sizes: Sequence[int]) -> tuple[int, int] | None:
+def contiguous(
+    dimensions: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
+) -> tuple[int, int] | None:
     """Give the flat range of a block, None where it isn't one range."""
     partial = False
     for full, size in zip(dimensions, sizes):
@@ -141,7 +146,8 @@ def read_slice(text: str, shape: Shape) -> list[tuple[int, int, int]] | None:
     """Read ``{[0:8], [0:128:2]}``; None where it doesn't fit the shape."""
     found = [(int(a), int(b), int(c or 1)) for a, b, c in _SLICE.findall(text)]
     if len(found) != len(shape.dimensions) or any(
-            c < 1 or not a <= b <= size for (a, b, c), size in zip(found, shape.dimensions)):
+        c < 1 or not a <= b <= size for (a, b, c), size in zip(found, shape.dimensions)
+    ):
         return None
     return found
 

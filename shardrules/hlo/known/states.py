@@ -104,9 +104,15 @@ class States:
 
     def source(self, relation: int, cause: Cause, supports: tuple[Support, ...] = ()) -> int:
         """Make the state of a value that differs by itself."""
-        return self.intern(State(relation, relation,
-                                 () if relation == hd.EQUAL else ((relation, cause),),
-                                 (), supports))
+        return self.intern(
+            State(
+                relation,
+                relation,
+                () if relation == hd.EQUAL else ((relation, cause),),
+                (),
+                supports,
+            )
+        )
 
     def blocked(self, blocker: Blocker, *others: int) -> int:
         """Make the state of a value of which nothing is known; ``others`` are its operands."""
@@ -125,11 +131,15 @@ class States:
         known = self._refined.get(key)
         if known is None:
             x, y = self._all[a], self._all[b]
-            known = self._refined[key] = self.intern(State(
-                self.relations.refine(x.proven, y.proven),
-                self.relations.refine(x.hoped, y.hoped),
-                self.causes(x.causes + y.causes),
-                _union(x.blockers, y.blockers), _union(x.supports, y.supports)))
+            known = self._refined[key] = self.intern(
+                State(
+                    self.relations.refine(x.proven, y.proven),
+                    self.relations.refine(x.hoped, y.hoped),
+                    self.causes(x.causes + y.causes),
+                    _union(x.blockers, y.blockers),
+                    _union(x.supports, y.supports),
+                )
+            )
         return known
 
     def causes(self, causes) -> tuple[tuple[int, Cause], ...]:

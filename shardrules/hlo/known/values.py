@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from shardrules.hlo.reader import devices as hd
-from shardrules.hlo.known import exact
-from shardrules.hlo.reader import module as hm
-from shardrules.hlo.known import ranges
+from shardrules.hlo.known import exact, ranges
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Exact, Ranged, Started
+from shardrules.hlo.reader import devices as hd
+from shardrules.hlo.reader import module as hm
 
 # Each result element is a function of the operands' elements at the same place.
 ELEMENTWISE = frozenset(
@@ -21,16 +20,19 @@ ELEMENTWISE = frozenset(
     "exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum mulhi "
     "multiply negate not or popcnt power real reduce-precision remainder round-nearest-afz "
     "round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign "
-    "sine sinh sqrt subtract tan tanh xor stochastic-convert".split())
+    "sine sinh sqrt subtract tan tanh xor stochastic-convert".split()
+)
 # Deterministic functions of their operands, element places mixed.
 LOCAL = frozenset(
     "after-all batch-norm-grad batch-norm-inference batch-norm-training broadcast cholesky "
     "concatenate convolution dot dynamic-reshape dynamic-slice dynamic-update-slice fft gather "
     "get-dimension-size iota pad ragged-dot reshape reverse rng-bit-generator scaled-dot "
     "set-dimension-size slice topk transpose triangular-solve bitcast send send-done "
-    "outfeed".split())
-_RANGED = frozenset("bitcast concatenate dynamic-slice dynamic-update-slice pad reshape "
-                    "slice".split())
+    "outfeed".split()
+)
+_RANGED = frozenset(
+    "bitcast concatenate dynamic-slice dynamic-update-slice pad reshape slice".split()
+)
 
 
 class Values:
@@ -109,9 +111,14 @@ class Values:
         if relation == hd.EQUAL:
             rows = rows[:1]
         merged = self.states[self._all(operands)]
-        causes = self.states.causes(
-            [(relation, c) for _, c in merged.causes[:1]]
-            or [(relation, hs.Cause("a computed number", "differs"))]) if relation else ()
+        causes = (
+            self.states.causes(
+                [(relation, c) for _, c in merged.causes[:1]]
+                or [(relation, hs.Cause("a computed number", "differs"))]
+            )
+            if relation
+            else ()
+        )
         state = self.states.intern(hs.State(relation, relation, causes, (), merged.supports))
         return Exact(state, np.ascontiguousarray(rows), splat)
 
@@ -178,14 +185,19 @@ class Values:
         taken = [options[u] for u in used]
         width = next((len(t) for t in taken if isinstance(t, tuple)), None)
         if width is not None:
-            columns = [t if isinstance(t, tuple) and len(t) == width
-                       else (self.collapse(t),) * width for t in taken]
+            columns = [
+                t if isinstance(t, tuple) and len(t) == width else (self.collapse(t),) * width
+                for t in taken
+            ]
             index = Exact(which.state, np.searchsorted(used, numbers), False)
             return tuple([self.choose(index, list(c)) for c in zip(*columns)])
-        if all(isinstance(t, Exact) and t.splat == taken[0].splat
-               and t.array.dtype == taken[0].array.dtype
-               and t.array.shape[1:] == taken[0].array.shape[1:] for t in taken) and (
-                   count * taken[0].array[0].size <= 8 * ranges.MAX_ELEMENTS):
+        if all(
+            isinstance(t, Exact)
+            and t.splat == taken[0].splat
+            and t.array.dtype == taken[0].array.dtype
+            and t.array.shape[1:] == taken[0].array.shape[1:]
+            for t in taken
+        ) and (count * taken[0].array[0].size <= 8 * ranges.MAX_ELEMENTS):
             rows = np.empty((count,) + taken[0].array.shape[1:], taken[0].array.dtype)
             numbers = np.broadcast_to(numbers, (count,))
             for number, option in zip(used, taken):
@@ -202,8 +214,11 @@ class Values:
             found = self.states[state]
             proven[here] = self.relations.labels(found.proven)[here] + number * count
             hoped[here] = self.relations.labels(found.hoped)[here] + number * count
-        return self.states.intern(merged._replace(
-            proven=self.relations.intern(proven), hoped=self.relations.intern(hoped)))
+        return self.states.intern(
+            merged._replace(
+                proven=self.relations.intern(proven), hoped=self.relations.intern(hoped)
+            )
+        )
 
     def _cuts(self, value: Any, count: int):
         if isinstance(value, Ranged):
@@ -215,8 +230,11 @@ class Values:
         cuts: Any = ((count, 0),)
         for operand, place in zip(operands, instruction.operands):
             shape = computation.instructions[place].shape
-            own = self._cuts(operand, count) if shape.element_count == count else (
-                (count, self.collapse(operand)),)
+            own = (
+                self._cuts(operand, count)
+                if shape.element_count == count
+                else ((count, self.collapse(operand)),)
+            )
             if own is None or instruction.shape.is_tuple:
                 return self._all(operands)
             cuts = ranges.zip_cuts(cuts, own, self.states.refine)
@@ -232,10 +250,14 @@ class Values:
         first = shapes[0]
         if opcode in ("reshape", "bitcast"):
             if opcode == "bitcast" and not (
-                    shape.element_type == first.element_type
-                    and (shape.is_row_major and first.is_row_major
-                         or shape.dimensions == first.dimensions
-                         and shape.layout == first.layout)):
+                shape.element_type == first.element_type
+                and (
+                    shape.is_row_major
+                    and first.is_row_major
+                    or shape.dimensions == first.dimensions
+                    and shape.layout == first.layout
+                )
+            ):
                 return None
             if isinstance(operands[0], Ranged) and first.element_count == count:
                 return operands[0]
@@ -246,8 +268,9 @@ class Values:
             block = ranges.read_slice(instruction.attribute("slice") or "", first)
             if block is None or any(step != 1 for _, _, step in block):
                 return None
-            place = ranges.contiguous(first.dimensions, [a for a, _, _ in block],
-                                      [b - a for a, b, _ in block])
+            place = ranges.contiguous(
+                first.dimensions, [a for a, _, _ in block], [b - a for a, b, _ in block]
+            )
             return self._between(operands[0], first, place)
         if opcode == "dynamic-slice":
             starts = self._uniform(operands[1:])
@@ -255,8 +278,9 @@ class Values:
             if starts is None or len(starts) != len(sizes) or len(sizes) != len(first.dimensions):
                 return None
             starts = [max(0, min(a, d - s)) for a, d, s in zip(starts, first.dimensions, sizes)]
-            return self._between(operands[0], first,
-                                 ranges.contiguous(first.dimensions, starts, sizes))
+            return self._between(
+                operands[0], first, ranges.contiguous(first.dimensions, starts, sizes)
+            )
         if opcode == "dynamic-update-slice":
             return self._update(operands, shapes, count)
         if opcode == "pad":
@@ -281,8 +305,11 @@ class Values:
     def _concatenate(self, instruction, operands, shapes) -> Any:
         places = ranges.read_ints(instruction.attribute("dimensions"))
         dims = instruction.shape.dimensions
-        if len(places) != 1 or not 0 <= places[0] < len(dims) or any(
-                d != 1 for d in dims[:places[0]]):
+        if (
+            len(places) != 1
+            or not 0 <= places[0] < len(dims)
+            or any(d != 1 for d in dims[: places[0]])
+        ):
             return None
         cuts: list[tuple[int, int]] = []
         offset = 0
@@ -306,8 +333,10 @@ class Values:
         place = None
         first, update = shapes[0], shapes[1]
         if starts is not None and len(starts) == len(first.dimensions) == len(update.dimensions):
-            starts = [max(0, min(a, d - s)) for a, d, s in zip(
-                starts, first.dimensions, update.dimensions)]
+            starts = [
+                max(0, min(a, d - s))
+                for a, d, s in zip(starts, first.dimensions, update.dimensions)
+            ]
             place = ranges.contiguous(first.dimensions, starts, update.dimensions)
         inside = self._cuts(operands[1], update.element_count)
         if place is None or inside is None:
@@ -327,20 +356,26 @@ class Values:
 
     def _pad(self, instruction, operands, shapes) -> Any:
         text = instruction.attribute("padding") or ""
-        parts = [tuple(map(int, p.split("_"))) for p in text.split("x")
-                 if re.fullmatch(r"-?\d{1,18}_-?\d{1,18}(_\d{1,18})?", p)]
+        parts = [
+            tuple(map(int, p.split("_")))
+            for p in text.split("x")
+            if re.fullmatch(r"-?\d{1,18}_-?\d{1,18}(_\d{1,18})?", p)
+        ]
         dims = instruction.shape.dimensions
-        if len(parts) != len(dims) or any(
-                min(p) < 0 or len(p) == 3 and p[2] for p in parts) or len(operands) != 2:
+        if (
+            len(parts) != len(dims)
+            or any(min(p) < 0 or len(p) == 3 and p[2] for p in parts)
+            or len(operands) != 2
+        ):
             return None
         moved = [i for i, p in enumerate(parts) if p[0] or p[1]]
-        if len(moved) > 1 or moved and any(d != 1 for d in dims[:moved[0]]):
+        if len(moved) > 1 or moved and any(d != 1 for d in dims[: moved[0]]):
             return None
         cuts = self._cuts(operands[0], shapes[0].element_count)
         if cuts is None:
             return None
         row = 1
-        for size in dims[(moved[0] + 1 if moved else 0):]:
+        for size in dims[(moved[0] + 1 if moved else 0) :]:
             row *= size
         low = parts[moved[0]][0] * row if moved else 0
         fill = self.collapse(operands[1])

@@ -25,12 +25,19 @@ from typing import Any
 
 import numpy as np
 
+from shardrules.hlo.known import states as hs
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.known import states as hs
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
-         "collective-broadcast", "ragged-all-to-all")
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
 OPCODES = {k + suffix: k for k in KINDS for suffix in ("", "-start")}
 _JOINS = ("all-reduce", "all-gather")
 OVERWIDE_KINDS = ("all-reduce", "reduce-scatter", "all-gather")
@@ -66,13 +73,22 @@ def make_groups(rows: list[list[int]], relations: hd.Relations) -> hd.Groups:
     labels = np.arange(relations.device_count)
     members = [m for row in rows for m in row]
     labels[members] = [row[0] for row in rows for _ in row]
-    return hd.Groups(tuple(tuple(r) for r in rows), relations.intern(labels),
-                     len(members) == relations.device_count)
+    return hd.Groups(
+        tuple(tuple(r) for r in rows),
+        relations.intern(labels),
+        len(members) == relations.device_count,
+    )
 
 
-def read_channel(module: hm.Module, instruction: hm.Instruction, kind: str,
-                 relations: hd.Relations, partitions: int, replicas: int,
-                 cache: dict[Any, Any]) -> Channel:
+def read_channel(
+    module: hm.Module,
+    instruction: hm.Instruction,
+    kind: str,
+    relations: hd.Relations,
+    partitions: int,
+    replicas: int,
+    cache: dict[Any, Any],
+) -> Channel:
     """Read a collective's attributes.
 
     Raises:
@@ -80,8 +96,13 @@ def read_channel(module: hm.Module, instruction: hm.Instruction, kind: str,
     """
     values: dict[str, tuple[str, int]] = {}
     for key, start, end in instruction.attributes():
-        if key in ("replica_groups", "source_target_pairs", "channel_id",
-                   "use_global_device_ids", "to_apply"):
+        if key in (
+            "replica_groups",
+            "source_target_pairs",
+            "channel_id",
+            "use_global_device_ids",
+            "to_apply",
+        ):
             values[key] = (instruction.text[start:end], start)
         elif key in ("metadata", "backend_config"):
             break
@@ -104,21 +125,29 @@ def read_channel(module: hm.Module, instruction: hm.Instruction, kind: str,
             if mesh is not None:
                 mode = "flattened" if partitions * replicas == mesh.devices.size else "bad"
                 if mode == "bad":
-                    raise hd.NotationError(f"a mesh of {mesh.devices.size} devices in a module "
-                                           f"for {partitions * replicas}")
+                    raise hd.NotationError(
+                        f"a mesh of {mesh.devices.size} devices in a module "
+                        f"for {partitions * replicas}"
+                    )
             elif key[0]:
                 if flat and not channel:
                     raise hd.NotationError("use_global_device_ids without a channel_id")
-                mode = ("flattened" if flat else
-                        "cross_replica_and_partition" if channel else "cross_replica")
+                mode = (
+                    "flattened"
+                    if flat
+                    else "cross_replica_and_partition"
+                    if channel
+                    else "cross_replica"
+                )
             else:
                 mode = "cross_partition" if channel else "cross_replica"
             flattened = hd.flatten_groups(rows, mode, partitions, replicas)
             cache[key] = make_groups(flattened, relations), mesh
         groups, mesh = cache[key]
     except hd.NotationError as error:
-        raise hm.syntax_error(module.text, place,
-                              f"{instruction.opcode} {instruction.name!r}: {error}") from None
+        raise hm.syntax_error(
+            module.text, place, f"{instruction.opcode} {instruction.name!r}: {error}"
+        ) from None
     reduction = ""
     ordered = True
     if "to_apply" in values:
@@ -141,8 +170,11 @@ def _orderless(reduction: str, instruction: hm.Instruction) -> bool:
 def _reduction(computation: hm.Computation) -> str:
     root = computation.instructions[computation.root]
     plain = {computation.instructions[o].opcode for o in root.operands} == {"parameter"}
-    return root.opcode if plain and len(set(root.operands)) == 2 and len(
-        computation.instructions) == 3 else ""
+    return (
+        root.opcode
+        if plain and len(set(root.operands)) == 2 and len(computation.instructions) == 3
+        else ""
+    )
 
 
 def _pairs(text: str, channel: bool, relations: hd.Relations, partitions: int, replicas: int):
@@ -156,11 +188,11 @@ def _pairs(text: str, channel: bool, relations: hd.Relations, partitions: int, r
     if len({t for _, t in rows}) != len(rows):
         raise hd.NotationError("a device is the target of two pairs")
     if channel:
-        pairs = [(r * partitions + s, r * partitions + t)
-                 for r in range(replicas) for s, t in rows]
+        pairs = [(r * partitions + s, r * partitions + t) for r in range(replicas) for s, t in rows]
     else:
-        pairs = [(s * partitions + p, t * partitions + p)
-                 for p in range(partitions) for s, t in rows]
+        pairs = [
+            (s * partitions + p, t * partitions + p) for p in range(partitions) for s, t in rows
+        ]
     relation = relations.merged(hd.DISTINCT, np.array(pairs, np.int64).reshape(-1, 2))
     labels = relations.labels(relation)
     members: dict[int, list[int]] = {}
@@ -168,8 +200,10 @@ def _pairs(text: str, channel: bool, relations: hd.Relations, partitions: int, r
         members.setdefault(int(labels[device]), []).append(device)
     moved = {d for pair in pairs for d in pair}
     groups = tuple(tuple(m) for m in members.values() if set(m) & moved)
-    return (hd.Groups(groups, relation, sum(map(len, groups)) == relations.device_count),
-            tuple(pairs))
+    return (
+        hd.Groups(groups, relation, sum(map(len, groups)) == relations.device_count),
+        tuple(pairs),
+    )
 
 
 class Transfer:
@@ -210,8 +244,12 @@ class Transfer:
             if how == "join" and not channel.ordered:
                 seen = np.sort(seen, axis=1)
             classes: dict[Any, int] = {}
-            numbers = np.array([[classes.setdefault(row.tobytes(), len(classes))]
-                                for row in np.ascontiguousarray(seen)])
+            numbers = np.array(
+                [
+                    [classes.setdefault(row.tobytes(), len(classes))]
+                    for row in np.ascontiguousarray(seen)
+                ]
+            )
             if how == "join":
                 found[groups.matrix] = numbers
             else:
@@ -264,12 +302,18 @@ class Transfer:
             proven = hd.DISTINCT
         if not self.uniform(rules.hoped, channel):
             hoped = hd.DISTINCT
-            causes.append((hoped, hs.Cause(what, "runs under a predicate that differs within a "
-                                                 "group")))
-        result = self.states.intern(hs.State(
-            proven, hoped, self.states.causes(causes),
-            hs._union(old.blockers, rules.blockers if proven == hd.DISTINCT else ()),
-            hs._union(old.supports, rules.supports)))
+            causes.append(
+                (hoped, hs.Cause(what, "runs under a predicate that differs within a group"))
+            )
+        result = self.states.intern(
+            hs.State(
+                proven,
+                hoped,
+                self.states.causes(causes),
+                hs._union(old.blockers, rules.blockers if proven == hd.DISTINCT else ()),
+                hs._union(old.supports, rules.supports),
+            )
+        )
         self._states[key] = (result, rows)
         return result
 
@@ -282,8 +326,7 @@ def result_how(kind: str) -> str:
     """Give the way in which a kind transforms relations."""
     if kind in _JOINS:
         return "join"
-    return {"collective-permute": "permute", "collective-broadcast": "first"}.get(
-        kind, "exchange")
+    return {"collective-permute": "permute", "collective-broadcast": "first"}.get(kind, "exchange")
 
 
 # -- accounts -------------------------------------------------------------------------------------
@@ -304,8 +347,7 @@ def phase_of(op_name: str) -> str:
     return found.pop() if len(found) == 1 else "mixed"
 
 
-def find_phase(module: hm.Module, computation: hm.Computation, position: int,
-               op_name: str) -> str:
+def find_phase(module: hm.Module, computation: hm.Computation, position: int, op_name: str) -> str:
     """Tell an instruction's phase, from its operands' or users' op_names where it has none."""
     if op_name:
         return phase_of(op_name)

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import loops
-from shardrules.hlo.reader import module as hm
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Exact
 from shardrules.hlo.known.values import Values
+from shardrules.hlo.proof import collectives as hc
+from shardrules.hlo.proof import loops
+from shardrules.hlo.reader import module as hm
 
 _MAX_STEPS = 12  # iterations of a loop that are followed one by one
 
@@ -29,12 +29,14 @@ class Control(Values):
         condition = self._called(instruction, "condition")
         body = self._called(instruction, "body")
         if condition is None or body is None or len(operands) != 1:
-            return self._blocked(hs.Blocker(f"while {instruction.name!r} without a condition or "
-                                            "a body"), operands)
+            return self._blocked(
+                hs.Blocker(f"while {instruction.name!r} without a condition or a body"), operands
+            )
         trips = self._trip_counts.get((computation.name, position), -1)
         if trips == -1:
             trips = self._trip_counts[computation.name, position] = loops.trip_count(
-                self.module, computation, instruction)
+                self.module, computation, instruction
+            )
         if trips is not None:
             found = self._unrolled(condition, body, operands[0], guard, trips)
             if found is not None:
@@ -59,8 +61,9 @@ class Control(Values):
             carry = joined
             if step >= 32:  # a chain of carries: take them all together
                 carry = self.with_state(carry, self.collapse(carry))
-        return self._blocked(hs.Blocker(f"while {instruction.name!r} reached no fixpoint"),
-                             operands)
+        return self._blocked(
+            hs.Blocker(f"while {instruction.name!r} reached no fixpoint"), operands
+        )
 
     def _unrolled(self, condition, body, carry: Any, guard: int, trips: int) -> Any:
         """Follow a loop of known trip count until its carry's states repeat; None if too long.
@@ -95,13 +98,17 @@ class Control(Values):
                 return carry
             guard = self.states.refine(guard, predicate.state)
             following = self._keep(body, carry, self.evaluate(body, (carry,), guard))
-            chosen = self.choose(Exact(predicate.state, running.astype(np.int64), False),
-                                 [carry, following])
+            chosen = self.choose(
+                Exact(predicate.state, running.astype(np.int64), False), [carry, following]
+            )
             chosen = self._keep(body, carry, chosen)
             if isinstance(carry, tuple) and isinstance(chosen, tuple):
-                chosen = tuple([
-                    before if self._settled(body, settling.get(k), step, guard) else after
-                    for k, (before, after) in enumerate(zip(carry, chosen))])
+                chosen = tuple(
+                    [
+                        before if self._settled(body, settling.get(k), step, guard) else after
+                        for k, (before, after) in enumerate(zip(carry, chosen))
+                    ]
+                )
             carry = chosen
         return None
 
@@ -117,8 +124,9 @@ class Control(Values):
         """Put back the elements that a loop's body passes on: they stay, whoever leaves when."""
         if not isinstance(carry, tuple) or not isinstance(out, tuple) or len(carry) != len(out):
             return out
-        return tuple([c if _passed(body, k) == k else o
-                      for k, (c, o) in enumerate(zip(carry, out))])
+        return tuple(
+            [c if _passed(body, k) == k else o for k, (c, o) in enumerate(zip(carry, out))]
+        )
 
     def _forget(self, before: Any, after: Any) -> Any:
         """Replace numbers that an iteration changes, as a counter, by their states."""
@@ -139,9 +147,14 @@ class Control(Values):
     def _conditional(self, computation, position, instruction, operands, guard):
         branches = [self.module.computations[c] for c in instruction.calls]
         if not operands or len(operands) != len(branches) + 1:
-            return self._blocked(hs.Blocker(f"conditional {instruction.name!r} has "
-                                            f"{len(branches)} branches and {len(operands)} "
-                                            "operands"), operands)
+            return self._blocked(
+                hs.Blocker(
+                    f"conditional {instruction.name!r} has "
+                    f"{len(branches)} branches and {len(operands)} "
+                    "operands"
+                ),
+                operands,
+            )
         shape = computation.instructions[instruction.operands[0]].shape
         which = operands[0]
         state = self.collapse(which)
@@ -162,8 +175,10 @@ class Control(Values):
             return found
         found = list(found)
         for index in range(len(found)):
-            origins = {_origin(computation, o, b, index)
-                       for b, o in zip(branches, instruction.operands[1:])}
+            origins = {
+                _origin(computation, o, b, index)
+                for b, o in zip(branches, instruction.operands[1:])
+            }
             if len(origins) == 1 and None not in origins:  # all branches pass on one thing
                 first = results[0]
                 found[index] = first[index] if isinstance(first, tuple) else found[index]
@@ -180,15 +195,19 @@ class Control(Values):
         found = []
         for index in range(widths.pop()):
             first: dict[Any, int] = {}
-            same = [first.setdefault(_origin(computation, o, b, index) or ("branch", n), n)
-                    for n, (b, o) in enumerate(zip(branches, instruction.operands[1:]))]
-            found.append(self.choose(Exact(which.state, np.array(same)[numbers], False),
-                                     [r[index] for r in results]))
+            same = [
+                first.setdefault(_origin(computation, o, b, index) or ("branch", n), n)
+                for n, (b, o) in enumerate(zip(branches, instruction.operands[1:]))
+            ]
+            found.append(
+                self.choose(
+                    Exact(which.state, np.array(same)[numbers], False), [r[index] for r in results]
+                )
+            )
         return tuple(found)
 
 
-def _origin(computation: hm.Computation, operand: int, branch: hm.Computation,
-            index: int) -> Any:
+def _origin(computation: hm.Computation, operand: int, branch: hm.Computation, index: int) -> Any:
     """Say what a branch returns as element ``index``: the caller's instruction, or a constant.
 
     None where the branch computes it.
@@ -231,7 +250,8 @@ def _settling(body: hm.Computation, pure) -> dict[int, tuple[int, tuple[int, ...
         if found is not None:
             needs[index] = found
     settled: dict[int, tuple[int, tuple[int, ...]]] = {
-        k: (0, ()) for k in range(len(root.operands)) if _passed(body, k) == k}
+        k: (0, ()) for k in range(len(root.operands)) if _passed(body, k) == k
+    }
     while True:
         ready = [k for k in needs if k not in settled and needs[k][0] <= set(settled)]
         if not ready:
@@ -239,8 +259,10 @@ def _settling(body: hm.Computation, pure) -> dict[int, tuple[int, tuple[int, ...
         fresh = {}
         for k in ready:
             own = [settled[e] for e in needs[k][0]]
-            fresh[k] = (1 + max((count for count, _ in own), default=0),
-                        tuple(sorted({*needs[k][1], *(p for _, ps in own for p in ps)})))
+            fresh[k] = (
+                1 + max((count for count, _ in own), default=0),
+                tuple(sorted({*needs[k][1], *(p for _, ps in own for p in ps)})),
+            )
         settled.update(fresh)
 
 
@@ -252,8 +274,10 @@ def _needs(body: hm.Computation, result: int, pure) -> tuple[set[int], tuple[int
     while stack:
         position = stack.pop()
         instruction = body.instructions[position]
-        if instruction.opcode == "get-tuple-element" and body.instructions[
-                instruction.operands[0]].opcode == "parameter":
+        if (
+            instruction.opcode == "get-tuple-element"
+            and body.instructions[instruction.operands[0]].opcode == "parameter"
+        ):
             text = instruction.attribute("index") or ""
             if not text.isdigit() or len(text) > 9:
                 return None

@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from shardrules import errors
-from shardrules.registry import axistypes
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.reader.module import Instruction, Metadata, Module
+from shardrules.registry import axistypes
 
 LOCAL = "a function of its operands on each device"
 
@@ -34,35 +34,53 @@ OWN_TARGETS: dict[str, str] = {
     "__cub$DeviceRadixSort": "sorts; radix sort is stable",
     "cu_threefry2x32": "a counter-based random generator: a function of key and counter",
     "cu_threefry2x32_ffi": "a counter-based random generator: a function of key and counter",
-    "Cholesky": "a matrix factorization", "LuDecomposition": "a matrix factorization",
-    "Qr": "a matrix factorization", "QrDecomposition": "a matrix factorization",
+    "Cholesky": "a matrix factorization",
+    "LuDecomposition": "a matrix factorization",
+    "Qr": "a matrix factorization",
+    "QrDecomposition": "a matrix factorization",
     "Eigh": "an eigendecomposition",
     "ProductOfElementaryHouseholderReflectors": "a product of its operands",
 }
 _OWN_PREFIXES: dict[str, str] = {
-    "__cublas$": "a matrix product by cuBLAS", "__cudnn$": "a convolution, norm or attention by "
+    "__cublas$": "a matrix product by cuBLAS",
+    "__cudnn$": "a convolution, norm or attention by "
     "cuDNN; dropout takes its seed from the operands or the configuration",
-    "lapack_": "a factorization by LAPACK", "blas_": "a triangular solve by BLAS",
-    "cusolver_": "a factorization by cuSOLVER", "cublas_": "a batched factorization by cuBLAS",
-    "cusparse_": "a tridiagonal solve by cuSPARSE", "__onednn$": "a matrix product by oneDNN",
+    "lapack_": "a factorization by LAPACK",
+    "blas_": "a triangular solve by BLAS",
+    "cusolver_": "a factorization by cuSOLVER",
+    "cublas_": "a batched factorization by cuBLAS",
+    "cusparse_": "a tridiagonal solve by cuSPARSE",
+    "__onednn$": "a matrix product by oneDNN",
 }
 # Its contents are whatever lay there, so it is equal only because nothing reads them.
 UNINITIALISED = {
-    "AllocateBuffer": "an uninitialised buffer: assumed to be overwritten before it is read"}
+    "AllocateBuffer": "an uninitialised buffer: assumed to be overwritten before it is read"
+}
 
 # A TPU collective that is spread over fusions: a start, perhaps steps, a done, each of which holds
 # the collective again, under one `chain_id`. Only the done's is what the program computes with.
 ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 # Targets under which many kernels run: the target alone says nothing.
-SHARED_TARGETS = frozenset((
-    "tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu_v2",
-    "mosaic_gpu", "xla_python_cpu_callback", "xla_ffi_python_cpu_callback",
-    "xla_ffi_partitioned_python_cpu_callback", "xla_python_gpu_callback",
-    "xla_ffi_python_gpu_callback", "xla_ffi_partitioned_python_gpu_callback"))
+SHARED_TARGETS = frozenset(
+    (
+        "tpu_custom_call",
+        "__gpu$xla.gpu.triton",
+        "triton_kernel_call",
+        "mosaic_gpu_v2",
+        "mosaic_gpu",
+        "xla_python_cpu_callback",
+        "xla_ffi_python_cpu_callback",
+        "xla_ffi_partitioned_python_cpu_callback",
+        "xla_python_gpu_callback",
+        "xla_ffi_python_gpu_callback",
+        "xla_ffi_partitioned_python_gpu_callback",
+    )
+)
 
 _ATTRIBUTE = re.compile(
-    r'([\w.\-]+)\s*=\s*("(?:[^"\\]|\\.)*"|\{[^{}]*\}|[^",{}]+(?:,(?!\s*[\w.\-]+\s*=)[^",{}=]*)*)')
+    r'([\w.\-]+)\s*=\s*("(?:[^"\\]|\\.)*"|\{[^{}]*\}|[^",{}]+(?:,(?!\s*[\w.\-]+\s*=)[^",{}=]*)*)'
+)
 _NAME = re.compile(r'(?<![\w.])(?:kernel_name|name)"?\s*[=:]\s*"((?:[^"\\]|\\.)*)"')
 _PALLAS = re.compile(r"pallas_call\[.*?\bname=([\w.<>\-]+)")
 
@@ -81,8 +99,9 @@ def frontend_attributes(text: str | None) -> dict[str, str]:
     return found
 
 
-def kernel_name(instruction: Instruction, target: str, tag: dict[str, str],
-                metadata: Metadata) -> str | None:
+def kernel_name(
+    instruction: Instruction, target: str, tag: dict[str, str], metadata: Metadata
+) -> str | None:
     """Find the kernel's name: in the tag, the backend config or the op's name."""
     if tag.get("shardrules.kernel"):
         return tag["shardrules.kernel"]
@@ -94,8 +113,9 @@ def kernel_name(instruction: Instruction, target: str, tag: dict[str, str],
             config = re.sub(r"\\(.)", r"\1", config[1:-1])
         # The bytes of a kernel's body come in quotes as well and may hold anything; a name is
         # taken only from a key that stands outside of them.
-        outside = re.sub(r'((?:\bir|"?body"?|\bmodule|\bopaque)\s*[=:]\s*)"(?:[^"\\]|\\.)*"',
-                         r'\1""', config)
+        outside = re.sub(
+            r'((?:\bir|"?body"?|\bmodule|\bopaque)\s*[=:]\s*)"(?:[^"\\]|\\.)*"', r'\1""', config
+        )
         found = _NAME.search(outside)
         if found and found[1]:
             return found[1]
@@ -140,7 +160,7 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
     """Ask the tag, the registry and the table, in this order."""
     target = (instruction.attribute("custom_call_target") or "").strip('"')
     attributes = frontend_attributes(instruction.attribute("frontend_attributes"))
-    outputs = (len(instruction.shape.elements) if instruction.shape.elements is not None else 1)
+    outputs = len(instruction.shape.elements) if instruction.shape.elements is not None else 1
     metadata = module.metadata(instruction)
     kernel = kernel_name(instruction, target, attributes, metadata)
     where = metadata.op_name
@@ -177,9 +197,12 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
         if status not in ("audited", "declared"):
             status = "declared"
         name = kernel or target
-        return Resolution(effects, hs.Support(repr(name), "tag", status, text), mesh,
-                          hs.Blocker(f"{shown} is tagged 'unknown' for an output", kernel, target,
-                                     where))
+        return Resolution(
+            effects,
+            hs.Support(repr(name), "tag", status, text),
+            mesh,
+            hs.Blocker(f"{shown} is tagged 'unknown' for an output", kernel, target, where),
+        )
     if registry is not None:
         for name in dict.fromkeys(n for n in (kernel, target) if n):
             if name in SHARED_TARGETS and name != kernel:
@@ -189,18 +212,26 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
                 continue
             effects = found.rule.effects(outputs)
             if effects is None:
-                return unknown("has a rule that needs the operands' types, which text doesn't "
-                               "hold; compile it with shardrules installed")
+                return unknown(
+                    "has a rule that needs the operands' types, which text doesn't "
+                    "hold; compile it with shardrules installed"
+                )
             if len(effects) != outputs:
                 return unknown(f"has a rule for {len(effects)} outputs, but {outputs} outputs")
             detail = f"{axistypes.format_effects(effects)}, {found.status} at {found.where}"
-            return Resolution(tuple(effects), hs.Support(repr(name), "rule", found.status, detail),
-                              None, hs.Blocker(f"{shown} has a rule that says 'unknown'", kernel,
-                                               target, where))
+            return Resolution(
+                tuple(effects),
+                hs.Support(repr(name), "rule", found.status, detail),
+                None,
+                hs.Blocker(f"{shown} has a rule that says 'unknown'", kernel, target, where),
+            )
     if target in UNINITIALISED:
-        return Resolution((axistypes.Effect("local"),) * outputs,
-                          hs.Support(repr(target), "table", "built in", UNINITIALISED[target]),
-                          None, None)
+        return Resolution(
+            (axistypes.Effect("local"),) * outputs,
+            hs.Support(repr(target), "table", "built in", UNINITIALISED[target]),
+            None,
+            None,
+        )
     own = OWN_TARGETS.get(target)
     if own is None:
         own = next((why for p, why in _OWN_PREFIXES.items() if target.startswith(p)), None)

@@ -8,11 +8,11 @@ from typing import Any, Sequence
 import numpy as np
 
 from shardrules import errors
+from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import customcalls
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import shardings
-from shardrules.hlo.known import states as hs
 
 MAX_DEVICES = 1 << 20
 _TAG_MESH = re.compile(r'shardrules\.mesh\s*=\s*(?:"([^"]*)"|([^}"]*?)(?=,\s*[\w.]+=[^,]*"|\}|$))')
@@ -32,7 +32,8 @@ def device_counts(module: hm.Module, mesh_size: int | None) -> tuple[int, int]:
         raise errors.HloError(
             f"module {module.name!r} is for {found * replicas} devices, more than the "
             f"{MAX_DEVICES} that this verifier takes; is the text damaged?",
-            device_count=found * replicas)
+            device_count=found * replicas,
+        )
     return found, replicas
 
 
@@ -44,8 +45,11 @@ def _counts_in_text(module: hm.Module, mesh_size: int | None) -> tuple[int, int]
             for i in computation.instructions:
                 key = None
                 if i.opcode.startswith(("all-", "reduce-scatter", "collective-", "ragged-all")):
-                    key = ("source_target_pairs" if i.opcode.startswith("collective-permute")
-                           else "replica_groups")
+                    key = (
+                        "source_target_pairs"
+                        if i.opcode.startswith("collective-permute")
+                        else "replica_groups"
+                    )
                 elif i.opcode == "parameter" and computation.is_entry:
                     key = "sharding"
                 value = i.attribute(key) if key else None
@@ -83,7 +87,7 @@ def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
     if "mesh['" in text:
         for found in _TEXT_MESH.finditer(text):
             try:
-                named, _ = hd.read_mesh(text[found.end():found.end() + 4096])
+                named, _ = hd.read_mesh(text[found.end() : found.end() + 4096])
             except hd.NotationError:
                 continue
             if named.devices.size == device_count and named.is_row_major:
@@ -91,8 +95,13 @@ def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
     return None
 
 
-def parameter_values(module: hm.Module, states: hs.States, partitions: int, replicas: int,
-                     given: Sequence[str | None] | None) -> list[Any]:
+def parameter_values(
+    module: hm.Module,
+    states: hs.States,
+    partitions: int,
+    replicas: int,
+    given: Sequence[str | None] | None,
+) -> list[Any]:
     """Give the entry parameters' values by their shardings.
 
     Args:
@@ -106,7 +115,10 @@ def parameter_values(module: hm.Module, states: hs.States, partitions: int, repl
         raise errors.HloError(
             f"parameter_shardings has {len(given)} entries, but module {module.name!r} has "
             f"{len(parameters)} parameters; give one for each (None where it isn't known), pruned "
-            "arguments left out.", given=len(given), parameters=len(parameters))
+            "arguments left out.",
+            given=len(given),
+            parameters=len(parameters),
+        )
     count = states.relations.device_count
     replica = np.arange(count) // partitions
     values: list[Any] = []
@@ -116,15 +128,18 @@ def parameter_values(module: hm.Module, states: hs.States, partitions: int, repl
         op_name = module.metadata(instruction).op_name
         what = f"parameter {number}" + (f" ({op_name})" if op_name else "")
         leaves = instruction.shape.leaves()
-        shared = [w == "true" for w in re.findall(
-            r"true|false", attributes.get("parameter_replication", ""))]
+        shared = [
+            w == "true"
+            for w in re.findall(r"true|false", attributes.get("parameter_replication", ""))
+        ]
         if len(shared) != len(leaves):
             shared = [False] * len(leaves)
         if text is None and partitions == 1:
             text = "{replicated}"
         if text is None:
-            state = states.blocked(hs.Blocker(
-                f"{what} has no sharding in the text (pass parameter_shardings=)"))
+            state = states.blocked(
+                hs.Blocker(f"{what} has no sharding in the text (pass parameter_shardings=)")
+            )
             values.append(state)
             continue
         parts = shardings.split_tuple_sharding(text)
@@ -137,20 +152,34 @@ def parameter_values(module: hm.Module, states: hs.States, partitions: int, repl
                     raise hd.NotationError(f"{len(parts)} shardings for {len(leaves)} arrays")
                 sharding = shardings.read_sharding(parts[leaf], partitions)
             except hd.NotationError as error:
-                found.append(states.blocked(hs.Blocker(
-                    f"{what} has a sharding that doesn't say what is equal ({error})")))
+                found.append(
+                    states.blocked(
+                        hs.Blocker(
+                            f"{what} has a sharding that doesn't say what is equal ({error})"
+                        )
+                    )
+                )
                 continue
             name = what if len(leaves) == 1 else f"{what} element {leaf}"
             if sharding.tiles is None:
-                found.append(states.source(hd.DISTINCT, hs.Cause(
-                    name, f"has sharding {parts[leaf]}, under which each device has its own")))
+                found.append(
+                    states.source(
+                        hd.DISTINCT,
+                        hs.Cause(
+                            name, f"has sharding {parts[leaf]}, under which each device has its own"
+                        ),
+                    )
+                )
                 continue
             tiles = np.array(sharding.tiles)[np.arange(count) % partitions]
             if replicas > 1 and not shared[leaf]:
                 tiles = tiles + replica * partitions
-            found.append(states.source(
-                states.relations.intern(tiles),
-                hs.Cause(name, "is sharded", f"as {parts[leaf]}")))
+            found.append(
+                states.source(
+                    states.relations.intern(tiles),
+                    hs.Cause(name, "is sharded", f"as {parts[leaf]}"),
+                )
+            )
         values.append(_tree(instruction.shape, found))
     return values
 
@@ -164,6 +193,7 @@ def _tree(shape: hm.Shape, leaves: list[Any]) -> Any:
         if part.elements is None:
             return next(iterator)
         return tuple([build(e, depth + 1) for e in part.elements])
+
     if _depth(shape) > 100:
         return max(leaves)  # no real parameter nests so deep; one state of many is not safe
     return build(shape, 0)

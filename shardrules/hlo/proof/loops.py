@@ -52,8 +52,7 @@ def executions(module: hm.Module) -> dict[str, Run]:
     return {name: Run(depth[name], count[name]) for name in depth}
 
 
-def trip_count(module: hm.Module, computation: hm.Computation,
-               loop: hm.Instruction) -> int | None:
+def trip_count(module: hm.Module, computation: hm.Computation, loop: hm.Instruction) -> int | None:
     """Give a while loop's trip count, None where it isn't static.
 
     XLA prints ``known_trip_count`` on CPU and GPU. TPU prints none: there the count follows from
@@ -134,8 +133,10 @@ class _Induction:
         if instruction.opcode == "constant":
             number = _constant(instruction)
             return None if number is None else ("constant", number)
-        if instruction.opcode == "get-tuple-element" and computation.instructions[
-                instruction.operands[0]].opcode == "parameter":
+        if (
+            instruction.opcode == "get-tuple-element"
+            and computation.instructions[instruction.operands[0]].opcode == "parameter"
+        ):
             index = re.fullmatch(r"\d{1,9}", instruction.attribute("index") or "")
             return ("element", int(index[0])) if index else None
         if instruction.opcode == "parameter":

@@ -6,19 +6,30 @@ from typing import Any
 
 import numpy as np
 
-from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import customcalls
-from shardrules.hlo.reader import module as hm
-from shardrules.hlo.known import periods
-from shardrules.hlo.known import ranges
+from shardrules.hlo.known import periods, ranges
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Exact, Ranged, Started
 from shardrules.hlo.known.values import Values
+from shardrules.hlo.proof import collectives as hc
+from shardrules.hlo.proof import customcalls
+from shardrules.hlo.reader import module as hm
 
-_BITS = {"add": np.add, "multiply": np.multiply, "minimum": np.minimum, "maximum": np.maximum,
-         "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-_BOOLEANS = {"minimum": np.logical_and, "maximum": np.logical_or, "and": np.logical_and,
-             "or": np.logical_or, "xor": np.logical_xor}
+_BITS = {
+    "add": np.add,
+    "multiply": np.multiply,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+_BOOLEANS = {
+    "minimum": np.logical_and,
+    "maximum": np.logical_or,
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "xor": np.logical_xor,
+}
 
 
 class Record:
@@ -50,8 +61,14 @@ class Outside(Values):
         channel = self._channels.get(where)
         if channel is None:
             channel = self._channels[where] = hc.read_channel(
-                self.module, instruction, kind, self.relations, self.partitions, self.replicas,
-                self._cache)
+                self.module,
+                instruction,
+                kind,
+                self.relations,
+                self.partitions,
+                self.replicas,
+                self._cache,
+            )
         record = self.records.get(where)
         if record is None:
             self.records[where] = Record(list(operands), guard, channel)
@@ -74,8 +91,11 @@ class Outside(Values):
                 result = apply(self._all(operands))
             elif known is not None:
                 result = known
-            elif isinstance(value, Ranged) and kind in ("all-reduce", "collective-permute",
-                                                        "collective-broadcast"):
+            elif isinstance(value, Ranged) and kind in (
+                "all-reduce",
+                "collective-permute",
+                "collective-broadcast",
+            ):
                 result = Ranged(tuple((s, apply(p)) for s, p in value.cuts))
             else:
                 result = apply(self.collapse(value))
@@ -84,9 +104,11 @@ class Outside(Values):
             for value in operands:
                 known = self._known(channel, value, guard)
                 if known is None:
-                    known = (Ranged(tuple((s, apply(p)) for s, p in value.cuts))
-                             if isinstance(value, Ranged) and kind == "all-reduce"
-                             else apply(self.collapse(value)))
+                    known = (
+                        Ranged(tuple((s, apply(p)) for s, p in value.cuts))
+                        if isinstance(value, Ranged) and kind == "all-reduce"
+                        else apply(self.collapse(value))
+                    )
                 result.append(known)
             result = tuple(result)
         if not opcode.endswith("-start") or kind == "all-reduce":
@@ -107,11 +129,12 @@ class Outside(Values):
             # that is added is equal.
             state = self.states[self.collapse(operands[0])]
             if not hc.orderless(channel, instruction) and not self.transfer.uniform(
-                    state.proven, channel):
+                state.proven, channel
+            ):
                 return how
             if len(places) == 1 and periods.pieces_equal(
-                    self.module, computation, instruction.operands[0], places[0],
-                    channel.groups.size):
+                self.module, computation, instruction.operands[0], places[0], channel.groups.size
+            ):
                 return "join"
         return how
 
@@ -122,7 +145,8 @@ class Outside(Values):
         every member of a group is sure to take part.
         """
         if not isinstance(value, Exact) or not self.transfer.uniform(
-                self.states[guard].proven, channel):
+            self.states[guard].proven, channel
+        ):
             return None
         count = self.relations.device_count
         if count * value.array[0].size > 8 * ranges.MAX_ELEMENTS:
@@ -150,8 +174,11 @@ class Outside(Values):
         target = (instruction.attribute("custom_call_target") or "").strip('"')
         if target not in (customcalls.ASYNC_START, customcalls.ASYNC_DONE):
             return None
-        inner = [(o, v) for o, v in zip(instruction.operands, operands)
-                 if computation.instructions[o].opcode in hc.KINDS]
+        inner = [
+            (o, v)
+            for o, v in zip(instruction.operands, operands)
+            if computation.instructions[o].opcode in hc.KINDS
+        ]
         if len(inner) != 1:
             return None
         if target == customcalls.ASYNC_DONE:
@@ -160,12 +187,20 @@ class Outside(Values):
         collective = computation.instructions[inner[0][0]]
         record = self.records.get((computation.name, inner[0][0]))
         elements = instruction.shape.elements
-        if record is None or not elements or len(collective.operands) != 1 or (
-                elements[0].dimensions != computation.instructions[
-                    collective.operands[0]].shape.dimensions):
+        if (
+            record is None
+            or not elements
+            or len(collective.operands) != 1
+            or (
+                elements[0].dimensions
+                != computation.instructions[collective.operands[0]].shape.dimensions
+            )
+        ):
             return None
-        unfinished = self._blocked(hs.Blocker(
-            f"the unfinished result of {collective.opcode} {collective.name!r}"), operands)
+        unfinished = self._blocked(
+            hs.Blocker(f"the unfinished result of {collective.opcode} {collective.name!r}"),
+            operands,
+        )
         return (record.operands[0],) + (unfinished,) * (len(elements) - 1)
 
     def _custom_call(self, computation, position, instruction, operands, guard):
@@ -176,14 +211,16 @@ class Outside(Values):
         where = (computation.name, position)
         found = self.opaque.get(where)
         if found is None:
-            found = self.opaque[where] = customcalls.resolve(self.module, instruction,
-                                                             self.registry)
+            found = self.opaque[where] = customcalls.resolve(
+                self.module, instruction, self.registry
+            )
         if found.effects is None:
             return self._blocked(found.blocker, operands)
         state = self._all(operands)
         if found.support is not None:
-            state = self.states.refine(state, self.states.intern(hs.State(
-                supports=(found.support,))))
+            state = self.states.refine(
+                state, self.states.intern(hs.State(supports=(found.support,)))
+            )
         parts = [self._effect(e, state, found, guard, instruction) for e in found.effects]
         if instruction.shape.elements is None:
             return parts[0] if parts else state
@@ -202,10 +239,14 @@ class Outside(Values):
             sizes = self.default_mesh
             size = int(np.prod(list(sizes.values()))) if sizes else 0
         if sizes is None or size != self.partitions or not set(effect.axes) <= set(sizes):
-            return self.states.blocked(found.blocker._replace(
-                what=f"{found.blocker.what.split(' is tagged')[0].split(' has a rule')[0]} "
-                     f"communicates over {','.join(effect.axes)}, in no mesh known to fit "
-                     f"{self.partitions} partitions"), state)
+            return self.states.blocked(
+                found.blocker._replace(
+                    what=f"{found.blocker.what.split(' is tagged')[0].split(' has a rule')[0]} "
+                    f"communicates over {','.join(effect.axes)}, in no mesh known to fit "
+                    f"{self.partitions} partitions"
+                ),
+                state,
+            )
         key = (effect.kind, effect.axes, tuple(sizes.items()))
         channel = self._meshes.get(key)
         if channel is None:
@@ -213,12 +254,29 @@ class Outside(Values):
         if effect.kind == "typed":
             old = self.states[state]
             relation = channel.groups.relation
-            return self.states.intern(hs.State(
-                relation, relation, self.states.causes(
-                    [*old.causes, (relation, hs.Cause(found.support.what, "is declared to vary"))]
-                    if relation else ()), old.blockers, old.supports))
-        return self.transfer.state(channel, "join" if effect.kind == "join" else "exchange",
-                                   state, guard, found.support.what)
+            return self.states.intern(
+                hs.State(
+                    relation,
+                    relation,
+                    self.states.causes(
+                        [
+                            *old.causes,
+                            (relation, hs.Cause(found.support.what, "is declared to vary")),
+                        ]
+                        if relation
+                        else ()
+                    ),
+                    old.blockers,
+                    old.supports,
+                )
+            )
+        return self.transfer.state(
+            channel,
+            "join" if effect.kind == "join" else "exchange",
+            state,
+            guard,
+            found.support.what,
+        )
 
     def _mesh_channel(self, effect, sizes: dict[str, int]) -> hc.Channel:
         names = list(sizes)
@@ -226,11 +284,14 @@ class Outside(Values):
         # A typed output is equal along the axes that it does not name.
         along = [n for n in names if (n in effect.axes) != (effect.kind == "typed")]
         rest = [i for i, n in enumerate(names) if n not in along]
-        order = ([names.index(n) for n in along] if effect.kind == "typed"
-                 else [names.index(n) for n in effect.axes])
+        order = (
+            [names.index(n) for n in along]
+            if effect.kind == "typed"
+            else [names.index(n) for n in effect.axes]
+        )
         width = int(np.prod([sizes[names[i]] for i in order], dtype=np.int64)) if order else 1
         rows = ids.transpose(rest + order).reshape(-1, width).tolist()
-        rows = [[r * self.partitions + d for d in row]
-                for r in range(self.replicas) for row in rows]
-        return hc.Channel("custom-call", hc.make_groups(rows, self.relations), None, True, None,
-                          "")
+        rows = [
+            [r * self.partitions + d for d in row] for r in range(self.replicas) for row in rows
+        ]
+        return hc.Channel("custom-call", hc.make_groups(rows, self.relations), None, True, None, "")

@@ -12,26 +12,33 @@ from typing import Any
 
 import numpy as np
 
-from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import customcalls
-from shardrules.hlo.reader import devices as hd
-from shardrules.hlo.known import exact
-from shardrules.hlo.reader import module as hm
-from shardrules.hlo.known import ranges
+from shardrules.hlo.known import exact, ranges
 from shardrules.hlo.known import states as hs
-from shardrules.hlo.proof.control import Control
-from shardrules.hlo.proof.outside import Outside, Record
 from shardrules.hlo.known.ranges import Exact, Started
 from shardrules.hlo.known.values import ELEMENTWISE, LOCAL
+from shardrules.hlo.proof import collectives as hc
+from shardrules.hlo.proof import customcalls
+from shardrules.hlo.proof.control import Control
+from shardrules.hlo.proof.outside import Outside, Record
+from shardrules.hlo.reader import devices as hd
+from shardrules.hlo.reader import module as hm
 
 # Deterministic if the computations that they apply are.
 _APPLIERS = frozenset("map reduce reduce-window scatter select-and-scatter sort".split())
-_PURE = ELEMENTWISE | LOCAL | _APPLIERS | frozenset(
-    "parameter constant tuple get-tuple-element call fusion while conditional "
-    "optimization-barrier".split())
-_SOURCES = {"rng": "draws its own random numbers on each device",
-            "rng-get-and-update-state": "reads each device's own random state",
-            "infeed": "reads each device's own infeed"}
+_PURE = (
+    ELEMENTWISE
+    | LOCAL
+    | _APPLIERS
+    | frozenset(
+        "parameter constant tuple get-tuple-element call fusion while conditional "
+        "optimization-barrier".split()
+    )
+)
+_SOURCES = {
+    "rng": "draws its own random numbers on each device",
+    "rng-get-and-update-state": "reads each device's own random state",
+    "infeed": "reads each device's own infeed",
+}
 
 _INDEX = re.compile(r", index=(\d{1,9})(?=[,\n]|$)")
 _MAX_DEPTH = 150  # nested calls; each takes a few of Python's frames
@@ -46,9 +53,16 @@ class Proof(Control, Outside):
       default_mesh: axis sizes for rules that name axes without a mesh of their own.
     """
 
-    def __init__(self, module: hm.Module, partitions: int, replicas: int, registry: Any,
-                 parameters: list[Any], states: hs.States,
-                 mesh: dict[str, int] | None = None):
+    def __init__(
+        self,
+        module: hm.Module,
+        partitions: int,
+        replicas: int,
+        registry: Any,
+        parameters: list[Any],
+        states: hs.States,
+        mesh: dict[str, int] | None = None,
+    ):
         self.module = module
         self.partitions = partitions
         self.replicas = replicas
@@ -77,17 +91,28 @@ class Proof(Control, Outside):
         self._partition_id = self._device_number(ids % partitions, "partition-id")
         self._replica_id = self._device_number(ids // partitions, "replica-id")
         handlers = {
-            "parameter": None, "constant": self._constant, "tuple": self._tuple,
-            "get-tuple-element": self._element, "fusion": self._call, "call": self._call,
-            "while": self._while, "conditional": self._conditional,
-            "custom-call": self._custom_call, "optimization-barrier": self._same,
-            "domain": self._same, "add-dependency": self._same, "copy-start": self._copy_start,
-            "async-start": self._async_start, "async-update": self._same,
+            "parameter": None,
+            "constant": self._constant,
+            "tuple": self._tuple,
+            "get-tuple-element": self._element,
+            "fusion": self._call,
+            "call": self._call,
+            "while": self._while,
+            "conditional": self._conditional,
+            "custom-call": self._custom_call,
+            "optimization-barrier": self._same,
+            "domain": self._same,
+            "add-dependency": self._same,
+            "copy-start": self._copy_start,
+            "async-start": self._async_start,
+            "async-update": self._same,
             "async-done": self._done,
             # So XLA prints asynchronous fusions on GPU (JAX 0.12).
-            "fusion-start": self._async_start, "fusion-done": self._done,
+            "fusion-start": self._async_start,
+            "fusion-done": self._done,
             "partition-id": lambda *a: self._partition_id,
-            "replica-id": lambda *a: self._replica_id}
+            "replica-id": lambda *a: self._replica_id,
+        }
         handlers.update({o: self._collective for o in hc.OPCODES})
         handlers.update({o: self._applier for o in _APPLIERS})
         handlers.update({o: self._source for o in _SOURCES})
@@ -97,8 +122,7 @@ class Proof(Control, Outside):
 
     # -- the pass -----------------------------------------------------------------------------
 
-    def evaluate(self, computation: hm.Computation, arguments: tuple[Any, ...],
-                 guard: int) -> Any:
+    def evaluate(self, computation: hm.Computation, arguments: tuple[Any, ...], guard: int) -> Any:
         """Give the root's value for these arguments."""
         name = computation.name
         if guard and not self._talks(name):
@@ -109,8 +133,9 @@ class Proof(Control, Outside):
         self._budget -= len(computation.instructions)
         if self._depth >= _MAX_DEPTH or self._budget < 0:
             why = "nested too deep" if self._budget >= 0 else "evaluated too often"
-            return self._blocked(hs.Blocker(f"computation {name!r} is {why} for the proof"),
-                                 arguments)
+            return self._blocked(
+                hs.Blocker(f"computation {name!r} is {why} for the proof"), arguments
+            )
         self._depth += 1
         values: list[Any] = []
         append = values.append
@@ -121,12 +146,26 @@ class Proof(Control, Outside):
             if opcode in handlers:
                 if opcode == "parameter":
                     number = int(instruction.literal)
-                    append(arguments[number] if number < len(arguments) else self._blocked(
-                        hs.Blocker(f"parameter {number} of computation {name!r} has no "
-                                   "argument"), ()))
+                    append(
+                        arguments[number]
+                        if number < len(arguments)
+                        else self._blocked(
+                            hs.Blocker(
+                                f"parameter {number} of computation {name!r} has no argument"
+                            ),
+                            (),
+                        )
+                    )
                 else:
-                    append(handlers[opcode](computation, position, instruction,
-                                            [values[o] for o in instruction.operands], guard))
+                    append(
+                        handlers[opcode](
+                            computation,
+                            position,
+                            instruction,
+                            [values[o] for o in instruction.operands],
+                            guard,
+                        )
+                    )
                 continue
             state = 0
             if opcode in ELEMENTWISE or opcode in LOCAL:
@@ -137,18 +176,27 @@ class Proof(Control, Outside):
                             state = refine(state, value)
                     else:
                         state = self._general(
-                            computation, instruction, [values[o] for o in instruction.operands])
+                            computation, instruction, [values[o] for o in instruction.operands]
+                        )
                         break
                 else:
                     if opcode == "concatenate" or opcode == "pad":
                         state = self._general(
-                            computation, instruction, [values[o] for o in instruction.operands])
+                            computation, instruction, [values[o] for o in instruction.operands]
+                        )
                     elif opcode == "iota":
                         state = self._iota(instruction)
                 append(state)
                 continue
-            append(self._unusual(computation, position, instruction,
-                                 [values[o] for o in instruction.operands], guard))
+            append(
+                self._unusual(
+                    computation,
+                    position,
+                    instruction,
+                    [values[o] for o in instruction.operands],
+                    guard,
+                )
+            )
         self._depth -= 1
         result = values[computation.root]
         self._memo[key] = result
@@ -156,8 +204,9 @@ class Proof(Control, Outside):
 
     def _talks(self, name: str) -> bool:
         """Tell whether a computation holds a collective, itself or in what it calls."""
-        return self._reaches(name, self._talking, lambda i: i.opcode in hc.OPCODES or (
-            i.opcode == "custom-call"))
+        return self._reaches(
+            name, self._talking, lambda i: i.opcode in hc.OPCODES or (i.opcode == "custom-call")
+        )
 
     def _pure(self, name: str) -> bool:
         """Tell whether a computation is a deterministic function of its arguments."""
@@ -177,7 +226,8 @@ class Proof(Control, Outside):
             if current in known or not below:
                 stack.pop()
                 known[current] = known.get(current) or any(
-                    test(i) or any(known[c] for c in i.calls) for i in computation.instructions)
+                    test(i) or any(known[c] for c in i.calls) for i in computation.instructions
+                )
             else:
                 stack.extend(dict.fromkeys(below))
         return known[name]
@@ -198,15 +248,20 @@ class Proof(Control, Outside):
         shape = instruction.shape
         kind = exact.dtype(shape)
         places = ranges.read_ints(instruction.attribute("iota_dimension"))
-        if kind is None or kind == np.bool_ or len(places) != 1 or (
-                shape.element_count > ranges.MAX_ELEMENTS or not 0 <= places[0] < len(
-                    shape.dimensions)):
+        if (
+            kind is None
+            or kind == np.bool_
+            or len(places) != 1
+            or (
+                shape.element_count > ranges.MAX_ELEMENTS
+                or not 0 <= places[0] < len(shape.dimensions)
+            )
+        ):
             return 0
         sizes = [1] * (len(shape.dimensions) + 1)
         sizes[places[0] + 1] = -1
         line = np.arange(shape.dimensions[places[0]]).astype(kind).reshape(sizes)
-        return Exact(0, np.ascontiguousarray(
-            np.broadcast_to(line, (1,) + shape.dimensions)), False)
+        return Exact(0, np.ascontiguousarray(np.broadcast_to(line, (1,) + shape.dimensions)), False)
 
     def _tuple(self, computation, position, instruction, operands, guard):
         return tuple(operands)
@@ -216,18 +271,26 @@ class Proof(Control, Outside):
         found = _INDEX.match(instruction.text, instruction.attributes_start, instruction.end)
         text = found[1] if found else instruction.attribute("index")
         if text is None or not re.fullmatch(r"\d{1,9}", text):
-            raise hm.syntax_error(self.module.text, instruction.start,
-                                  f"get-tuple-element {instruction.name!r} has no index")
+            raise hm.syntax_error(
+                self.module.text,
+                instruction.start,
+                f"get-tuple-element {instruction.name!r} has no index",
+            )
         index = int(text)
         if isinstance(value, tuple):
             if index >= len(value):
                 raise hm.syntax_error(
-                    self.module.text, instruction.start, f"get-tuple-element "
-                    f"{instruction.name!r} takes element {index} of {len(value)}")
+                    self.module.text,
+                    instruction.start,
+                    f"get-tuple-element {instruction.name!r} takes element {index} of {len(value)}",
+                )
             return value[index]
         if isinstance(value, Started):
-            return value.operand if index == 0 else (
-                value.result if index == 1 else self.collapse(value))
+            return (
+                value.operand
+                if index == 0
+                else (value.result if index == 1 else self.collapse(value))
+            )
         return self.collapse(value)
 
     def _same(self, computation, position, instruction, operands, guard):
@@ -248,44 +311,67 @@ class Proof(Control, Outside):
     def _applier(self, computation, position, instruction, operands, guard):
         for name in instruction.calls:
             if not self._pure(name):
-                return self._blocked(hs.Blocker(
-                    f"{instruction.opcode} applies computation {name!r}, which is not a "
-                    "deterministic function"), operands)
+                return self._blocked(
+                    hs.Blocker(
+                        f"{instruction.opcode} applies computation {name!r}, which is not a "
+                        "deterministic function"
+                    ),
+                    operands,
+                )
         return self._all(operands)
 
     def _source(self, computation, position, instruction, operands, guard):
-        return self.states.source(hd.DISTINCT, hs.Cause(
-            f"{instruction.opcode} {instruction.name!r}", _SOURCES[instruction.opcode]))
+        return self.states.source(
+            hd.DISTINCT,
+            hs.Cause(f"{instruction.opcode} {instruction.name!r}", _SOURCES[instruction.opcode]),
+        )
 
     def _unusual(self, computation, position, instruction, operands, guard) -> Any:
         """Handle '-start', '-update' and '-done' of any opcode; block on what isn't known."""
         opcode = instruction.opcode
         if opcode.endswith("-done") or opcode.endswith("-update"):
             if operands and isinstance(operands[0], Started):
-                return (operands[0] if opcode.endswith("-update") else operands[0].result)
+                return operands[0] if opcode.endswith("-update") else operands[0].result
             if opcode[:-5] in hc.OPCODES and operands:  # an all-reduce-start gives its result
                 return operands[0]
         elif opcode.endswith("-start"):
             base = opcode[:-6]
             if instruction.calls and base in ("fusion", "call", "while", "custom-call"):
-                return Started(tuple(operands), self.evaluate(
-                    self.module.computations[instruction.calls[0]], tuple(operands), guard))
+                return Started(
+                    tuple(operands),
+                    self.evaluate(
+                        self.module.computations[instruction.calls[0]], tuple(operands), guard
+                    ),
+                )
             if base in ELEMENTWISE or base in LOCAL:
                 return Started(tuple(operands), self._all(operands))
             if base == "custom-call":
-                return Started(tuple(operands), self._blocked(hs.Blocker(
-                    "an asynchronous custom call whose computation the text doesn't show"),
-                    operands))
-        return self._blocked(hs.Blocker(f"opcode {opcode!r} ({instruction.name!r}), which the "
-                                        "proof doesn't know"), operands)
+                return Started(
+                    tuple(operands),
+                    self._blocked(
+                        hs.Blocker(
+                            "an asynchronous custom call whose computation the text doesn't show"
+                        ),
+                        operands,
+                    ),
+                )
+        return self._blocked(
+            hs.Blocker(f"opcode {opcode!r} ({instruction.name!r}), which the proof doesn't know"),
+            operands,
+        )
 
     def _call(self, computation, position, instruction, operands, guard):
         if len(instruction.calls) != 1:
-            return self._blocked(hs.Blocker(f"{instruction.opcode} {instruction.name!r} names "
-                                            f"{len(instruction.calls)} computations"), operands)
-        return self.evaluate(self.module.computations[instruction.calls[0]], tuple(operands),
-                             guard)
+            return self._blocked(
+                hs.Blocker(
+                    f"{instruction.opcode} {instruction.name!r} names "
+                    f"{len(instruction.calls)} computations"
+                ),
+                operands,
+            )
+        return self.evaluate(self.module.computations[instruction.calls[0]], tuple(operands), guard)
 
     def _async_start(self, computation, position, instruction, operands, guard):
-        return Started(tuple(operands),
-                       self._call(computation, position, instruction, operands, guard))
+        return Started(
+            tuple(operands), self._call(computation, position, instruction, operands, guard)
+        )

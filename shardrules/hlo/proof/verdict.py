@@ -9,24 +9,29 @@ import numpy as np
 
 from shardrules import errors
 from shardrules import registry as rule_registry
-from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import customcalls
-from shardrules.hlo.reader import devices as hd
-from shardrules.hlo.proof import inputs
-from shardrules.hlo.proof import loops
-from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader import parser
-from shardrules.hlo.proof import replication
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Ranged
+from shardrules.hlo.proof import collectives as hc
+from shardrules.hlo.proof import customcalls, inputs, loops, replication
+from shardrules.hlo.reader import devices as hd
+from shardrules.hlo.reader import module as hm
+from shardrules.hlo.reader import parser
 
 VERDICTS = ("redundant", "overwide", "unproven", "needed")
 
 ASSUMPTIONS = (
-    hs.Support("inputs", "assumption", "standing",
-               "arrays that their shardings call replicated hold the same data on every device"),
-    hs.Support("arithmetic", "assumption", "standing",
-               "equal operands give equal results on every device, up to the order of reductions"),
+    hs.Support(
+        "inputs",
+        "assumption",
+        "standing",
+        "arrays that their shardings call replicated hold the same data on every device",
+    ),
+    hs.Support(
+        "arithmetic",
+        "assumption",
+        "standing",
+        "equal operands give equal results on every device, up to the order of reductions",
+    ),
 )
 
 
@@ -160,9 +165,13 @@ class Judgement:
         return self._of("needed")
 
 
-def judge(module: hm.Module | str, *, registry: Any = None,
-          mesh: Mapping[str, int] | None = None,
-          parameter_shardings: Sequence[str | None] | None = None) -> Judgement:
+def judge(
+    module: hm.Module | str,
+    *,
+    registry: Any = None,
+    mesh: Mapping[str, int] | None = None,
+    parameter_shardings: Sequence[str | None] | None = None,
+) -> Judgement:
     """Judge every collective of a module.
 
     Args:
@@ -189,19 +198,17 @@ def judge(module: hm.Module | str, *, registry: Any = None,
     partitions, replicas = inputs.device_counts(module, size)
     relations = hd.Relations(partitions * replicas)
     states = hs.States(relations)
-    named = (hd.make_mesh(mesh, relations, module.name, partitions) if mesh is not None else None)
+    named = hd.make_mesh(mesh, relations, module.name, partitions) if mesh is not None else None
     axes = dict(mesh) if mesh is not None else inputs.find_mesh(module, relations.device_count)
     if named is None and axes is not None:
         named = hd.Mesh(axes, relations)
     with parser.uncollected():
-        values = inputs.parameter_values(module, states, partitions, replicas,
-                                         parameter_shardings)
+        values = inputs.parameter_values(module, states, partitions, replicas, parameter_shardings)
         proof = replication.Proof(module, partitions, replicas, registry, values, states, axes)
         return _Judge(module, proof, named).judgement()
 
 
 class _Judge:
-
     def __init__(self, module: hm.Module, proof: replication.Proof, mesh: hd.Mesh | None):
         self.module = module
         self.proof = proof
@@ -220,9 +227,15 @@ class _Judge:
                     verdicts += self._instruction(computation, position)
         outputs = self._outputs()
         opaque = dict.fromkeys(r.blocker for r in self.proof.opaque.values() if r.effects is None)
-        return Judgement(self.module, tuple(verdicts), outputs,
-                         dict(self.mesh.axes) if self.mesh else None, self.proof.partitions,
-                         self.proof.replicas, tuple(opaque))
+        return Judgement(
+            self.module,
+            tuple(verdicts),
+            outputs,
+            dict(self.mesh.axes) if self.mesh else None,
+            self.proof.partitions,
+            self.proof.replicas,
+            tuple(opaque),
+        )
 
     def _steps(self) -> set[tuple[str, int]]:
         """Find the instructions that are steps of a collective whose done stands elsewhere.
@@ -243,7 +256,8 @@ class _Judge:
                     ends = ends or target.strip('"') == customcalls.ASYNC_DONE
                 elif instruction.opcode in hc.KINDS:
                     chain = customcalls.frontend_attributes(
-                        instruction.attribute("frontend_attributes")).get("chain_id")
+                        instruction.attribute("frontend_attributes")
+                    ).get("chain_id")
                     if chain is not None:
                         chains.append((chain, position))
             for chain, position in chains:
@@ -264,8 +278,11 @@ class _Judge:
                 found.append(Output(path, shape, state, self.relations, self.mesh))
                 continue
             for index in reversed(range(len(shape.elements))):
-                part = (value[index] if isinstance(value, tuple) and index < len(value)
-                        else self.proof.collapse(value))
+                part = (
+                    value[index]
+                    if isinstance(value, tuple) and index < len(value)
+                    else self.proof.collapse(value)
+                )
                 stack.append((path + (index,), shape.elements[index], part))
         return tuple(found)
 
@@ -275,10 +292,19 @@ class _Judge:
         record = self.proof.records.get((computation.name, position))
         reached = record is not None
         if record is None:
-            channel = hc.read_channel(self.module, instruction, kind, self.relations,
-                                      self.proof.partitions, self.proof.replicas, {})
-            blocker = hs.Blocker(f"computation {computation.name!r}, which holds it, is not "
-                                 "reached from ENTRY by anything that the proof follows")
+            channel = hc.read_channel(
+                self.module,
+                instruction,
+                kind,
+                self.relations,
+                self.proof.partitions,
+                self.proof.replicas,
+                {},
+            )
+            blocker = hs.Blocker(
+                f"computation {computation.name!r}, which holds it, is not "
+                "reached from ENTRY by anything that the proof follows"
+            )
             state = self.states.blocked(blocker)
             record = replication.Record([state] * len(instruction.operands), 0, channel)
         channel = record.channel
@@ -298,14 +324,23 @@ class _Judge:
                 break  # the indices of a permute that updates in place
             leaves = shape.leaves()
             collective = hc.Collective(
-                kind=kind, opcode=instruction.opcode, name=instruction.name,
-                computation=computation.name, operand=number, axes=axes,
-                groups=channel.groups.rows, pairs=channel.pairs, reduction=channel.reduction,
-                operand_bytes=_bytes(shape), element_type=(leaves[0].element_type if leaves
-                                                           else "token"),
-                phase=phase, loop_depth=run.depth if run else 0,
-                trip_count=run.count if run else None, op_name=metadata.op_name,
-                frames=metadata.frames)
+                kind=kind,
+                opcode=instruction.opcode,
+                name=instruction.name,
+                computation=computation.name,
+                operand=number,
+                axes=axes,
+                groups=channel.groups.rows,
+                pairs=channel.pairs,
+                reduction=channel.reduction,
+                operand_bytes=_bytes(shape),
+                element_type=(leaves[0].element_type if leaves else "token"),
+                phase=phase,
+                loop_depth=run.depth if run else 0,
+                trip_count=run.count if run else None,
+                op_name=metadata.op_name,
+                frames=metadata.frames,
+            )
             if together:
                 value = merged
             if isinstance(value, Ranged) and kind == "all-reduce" and not shape.is_tuple:
@@ -313,12 +348,16 @@ class _Judge:
                 bits = shape.bits
                 for stop, state in value.cuts:
                     part = Range(start, stop, ((stop - start) * bits + 7) // 8)
-                    verdicts.append(self._verdict(collective, channel, state, record.guard, part,
-                                                  reached))
+                    verdicts.append(
+                        self._verdict(collective, channel, state, record.guard, part, reached)
+                    )
                     start = stop
             else:
-                verdicts.append(self._verdict(collective, channel, self.proof.collapse(value),
-                                              record.guard, None, reached))
+                verdicts.append(
+                    self._verdict(
+                        collective, channel, self.proof.collapse(value), record.guard, None, reached
+                    )
+                )
         return verdicts
 
     def _pair_axes(self, pairs) -> tuple[str, ...] | None:
@@ -326,11 +365,13 @@ class _Judge:
         sizes = [s for _, s in self.mesh.axes]
         sources = np.unravel_index([s for s, _ in pairs], sizes)
         targets = np.unravel_index([t for _, t in pairs], sizes)
-        return tuple(name for name, a, b in zip(self.mesh.names, sources, targets)
-                     if (a != b).any())
+        return tuple(
+            name for name, a, b in zip(self.mesh.names, sources, targets) if (a != b).any()
+        )
 
-    def _verdict(self, collective, channel, number: int, guard: int, part: Range | None,
-                 reached: bool) -> Verdict:
+    def _verdict(
+        self, collective, channel, number: int, guard: int, part: Range | None, reached: bool
+    ) -> Verdict:
         state, rules = self.states[number], self.states[guard]
         size = part.bytes if part else collective.operand_bytes
 
@@ -338,33 +379,48 @@ class _Judge:
             rests = hs._union(state.supports, rules.supports)
             if name in ("redundant", "overwide"):
                 rests = rests + ASSUMPTIONS
-            return Verdict(name, collective, part, size, reason, needed, rests, tuple(blockers),
-                           divergent)
+            return Verdict(
+                name, collective, part, size, reason, needed, rests, tuple(blockers), divergent
+            )
 
         if not self.proof.transfer.uniform(rules.proven, channel):
             why = _why_varying(rules, channel.groups.relation, self.relations, self.mesh)
             known = not self.proof.transfer.uniform(rules.hoped, channel)
-            return verdict("unproven", "it runs under a predicate that "
-                           f"{'differs' if known else 'may differ'} within a group, so it may "
-                           f"hang: {why}", blockers=rules.blockers, divergent=True)
+            return verdict(
+                "unproven",
+                "it runs under a predicate that "
+                f"{'differs' if known else 'may differ'} within a group, so it may "
+                f"hang: {why}",
+                blockers=rules.blockers,
+                divergent=True,
+            )
         proven = self._within(channel, state.proven)
         hoped = self._within(channel, state.hoped)
-        if proven == channel.groups.relation and reached and (
-                collective.kind != "ragged-all-to-all"):
+        if (
+            proven == channel.groups.relation
+            and reached
+            and (collective.kind != "ragged-all-to-all")
+        ):
             alone = collective.group_size <= 1
-            return verdict("redundant", "every group has one member" if alone else
-                           f"its operand is proven equal {_members(collective)}")
+            return verdict(
+                "redundant",
+                "every group has one member"
+                if alone
+                else f"its operand is proven equal {_members(collective)}",
+            )
         if collective.kind in hc.OVERWIDE_KINDS:
             found = self._overwide(collective, channel, state, proven)
             if found is not None:
                 return verdict("overwide", found[0], needed=found[1], blockers=state.blockers)
-        if hoped == proven and not (collective.kind == "ragged-all-to-all"
-                                    and proven == channel.groups.relation):
+        if hoped == proven and not (
+            collective.kind == "ragged-all-to-all" and proven == channel.groups.relation
+        ):
             why = _why_varying(state, channel.groups.relation, self.relations, self.mesh)
             return verdict("needed", f"not proven equal: {why}")
         if not state.blockers:
-            return verdict("unproven", f"the proof does not cover equal operands of a "
-                                       f"{collective.kind}")
+            return verdict(
+                "unproven", f"the proof does not cover equal operands of a {collective.kind}"
+            )
         shown = "; ".join(str(b) for b in state.blockers)
         return verdict("unproven", f"on its operand's path: {shown}", blockers=state.blockers)
 
@@ -374,8 +430,13 @@ class _Judge:
             return self.relations.refine(channel.groups.relation, relation)
         labels = self.relations.labels(relation)
         moved = [(s, t) for s, t in channel.pairs if labels[s] != labels[t]]
-        return channel.groups.relation if not moved else self.relations.refine(
-            self.relations.refine(channel.groups.relation, relation), relation)
+        return (
+            channel.groups.relation
+            if not moved
+            else self.relations.refine(
+                self.relations.refine(channel.groups.relation, relation), relation
+            )
+        )
 
     def _overwide(self, collective, channel, state, proven):
         if collective.axes is not None and self.mesh is not None:
@@ -383,16 +444,21 @@ class _Judge:
             needed = tuple(a for a in collective.axes if a in varying)
             if len(needed) < len(collective.axes):
                 spare = ",".join(a for a in collective.axes if a not in varying)
-                return (f"its operand is proven equal over {spare}; needed over "
-                        f"{','.join(needed)}", needed)
+                return (
+                    f"its operand is proven equal over {spare}; needed over {','.join(needed)}",
+                    needed,
+                )
         key = (id(channel.groups), proven)
         if key not in self._widths:
             self._widths[key] = self._subgroups(channel, proven)
         width = self._widths[key]
         if width is None or width < 2:
             return None
-        return (f"its operand is proven equal in subgroups of {width} devices within each group "
-                f"of {collective.group_size}", None)
+        return (
+            f"its operand is proven equal in subgroups of {width} devices within each group "
+            f"of {collective.group_size}",
+            None,
+        )
 
     def _subgroups(self, channel, proven) -> int | None:
         """Give the size of the equal subgroups that every group falls into, if they have one."""
@@ -423,8 +489,9 @@ def _bytes(shape: hm.Shape) -> int:
         return 0
 
 
-def _why_varying(state: hs.State, groups: int, relations: hd.Relations,
-                 mesh: hd.Mesh | None) -> str:
+def _why_varying(
+    state: hs.State, groups: int, relations: hd.Relations, mesh: hd.Mesh | None
+) -> str:
     """Name the first cause that differs within groups (``EQUAL``: between any devices)."""
     for relation, cause in state.causes:
         if relations.refine(groups, relation) != groups:

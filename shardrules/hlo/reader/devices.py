@@ -61,7 +61,7 @@ class Relations:
         key = (a, b) if a < b else (b, a)
         known = self._refined.get(key)
         if known is None:
-            joined = (self._arrays[a].astype(np.int64) * self.device_count + self._arrays[b])
+            joined = self._arrays[a].astype(np.int64) * self.device_count + self._arrays[b]
             known = self._refined[key] = self.intern(joined)
         return known
 
@@ -79,6 +79,7 @@ class Relations:
                 parent[x] = parent[parent[x]]
                 x = parent[x]
             return x
+
         for device, label in enumerate(labels.tolist()):
             parent[find(device)] = find(label)
         for row in groups.tolist():
@@ -122,7 +123,8 @@ _INNER = re.compile(r"\{([\d,\s]*)\}")
 _MESH = re.compile(r"mesh\[([^\]]*?)(?:,\s*(device_ids=\(.*?\)\)?))?\]")
 _AXIS = re.compile(r"'((?:[^'\\]|\\.)*)'\s*=\s*(\d+)")
 _DEVICE_IDS = re.compile(
-    r"device_ids=\(\s*(?:\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?|([\d,\s]*))\s*\)")
+    r"device_ids=\(\s*(?:\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?|([\d,\s]*))\s*\)"
+)
 AXIS_REF = re.compile(r"'((?:[^'\\]|\\.)*)'(?::\((\d+)\)(\d+))?")
 _MAX_DEVICES = 1 << 20
 
@@ -229,8 +231,9 @@ def axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndar
         full = mesh.axes[axis][1]
         before, width = (int(pre[:9]), int(size[:9])) if pre else (1, full)
         if before < 1 or width < 1 or full % (before * width):
-            raise NotationError(f"sub-axis ({before}){width} does not divide axis {name!r} of "
-                                f"size {full}")
+            raise NotationError(
+                f"sub-axis ({before}){width} does not divide axis {name!r} of size {full}"
+            )
         wanted.append((axis, before, width))
         cuts.setdefault(axis, set()).update((before, before * width))
     for axis, (_, full) in enumerate(mesh.axes):
@@ -272,14 +275,16 @@ def read_groups(text: str) -> tuple[list[list[int]], TextMesh | None]:
             raise NotationError(f"expected [groups,members]<=[...], got {text[:60]!r}")
         return tiles.tolist(), None
     if not _LIST.fullmatch(text):
-        raise NotationError(f"expected {{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh[...] {{...}}, got "
-                            f"{text[:60]!r}")
+        raise NotationError(
+            f"expected {{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh[...] {{...}}, got {text[:60]!r}"
+        )
     rows = [read_ints(m[1]) for m in _INNER.finditer(text, 1)]
     return [r for r in rows if r], None
 
 
-def flatten_groups(rows: list[list[int]], mode: str, partitions: int,
-                   replicas: int) -> list[list[int]]:
+def flatten_groups(
+    rows: list[list[int]], mode: str, partitions: int, replicas: int
+) -> list[list[int]]:
     """Turn the ids of a collective's groups into flattened device ids.
 
     Args:
@@ -313,8 +318,7 @@ def flatten_groups(rows: list[list[int]], mode: str, partitions: int,
 class Mesh:
     """A mesh over flattened device ids: names the axes of groups and relations."""
 
-    def __init__(self, axes: Mapping[str, int] | Sequence[tuple[str, int]],
-                 relations: Relations):
+    def __init__(self, axes: Mapping[str, int] | Sequence[tuple[str, int]], relations: Relations):
         self.axes = tuple(dict(axes).items())
         self._relations = relations
         self._ids = np.arange(relations.device_count).reshape([s for _, s in self.axes])
@@ -352,8 +356,10 @@ class Mesh:
         if relation not in self._varying:
             labels = self._relations.labels(relation)[self._ids]
             self._varying[relation] = tuple(
-                name for i, (name, _) in enumerate(self.axes)
-                if (labels != labels.take([0], axis=i)).any())
+                name
+                for i, (name, _) in enumerate(self.axes)
+                if (labels != labels.take([0], axis=i)).any()
+            )
         return self._varying[relation]
 
     def axes_of(self, groups: Groups) -> tuple[str, ...] | None:
@@ -362,15 +368,19 @@ class Mesh:
             return None
         if groups.relation not in self._names:
             labels = self._relations.labels(groups.relation)[self._ids]
-            names = tuple(name for i, (name, size) in enumerate(self.axes) if size > 1
-                          and (labels == labels.take([0], axis=i)).all())
+            names = tuple(
+                name
+                for i, (name, size) in enumerate(self.axes)
+                if size > 1 and (labels == labels.take([0], axis=i)).all()
+            )
             exact = self.relation(names) == groups.relation
             self._names[groups.relation] = names if exact else None
         return self._names[groups.relation]
 
 
-def make_mesh(axes: Mapping[str, int], relations: Relations, module_name: str,
-              partitions: int) -> Mesh:
+def make_mesh(
+    axes: Mapping[str, int], relations: Relations, module_name: str, partitions: int
+) -> Mesh:
     """Check a caller's mesh against the module.
 
     Raises:
@@ -379,8 +389,10 @@ def make_mesh(axes: Mapping[str, int], relations: Relations, module_name: str,
     size = 1
     for name, length in dict(axes).items():
         if not isinstance(length, (int, np.integer)) or length < 1:
-            raise errors.HloError(f"mesh axis {name!r} has size {length!r}; sizes are positive "
-                                  "integers, mesh={'data': 4, 'model': 2}.")
+            raise errors.HloError(
+                f"mesh axis {name!r} has size {length!r}; sizes are positive "
+                "integers, mesh={'data': 4, 'model': 2}."
+            )
         size *= int(length)
     if size != relations.device_count:
         shown = ", ".join(f"{n}={s}" for n, s in dict(axes).items())
@@ -388,5 +400,8 @@ def make_mesh(axes: Mapping[str, int], relations: Relations, module_name: str,
             f"the mesh ({shown}) has {size} devices, but module {module_name!r} was compiled for "
             f"{relations.device_count} ({partitions} partitions x "
             f"{relations.device_count // partitions} replicas); pass the mesh that the program "
-            "was compiled for.", mesh=dict(axes), device_count=relations.device_count)
+            "was compiled for.",
+            mesh=dict(axes),
+            device_count=relations.device_count,
+        )
     return Mesh(axes, relations)

@@ -14,11 +14,38 @@ from shardrules import errors
 
 # Sizes in bits, by the names in XLA's primitive_util. `token` and `opaque` hold no data.
 _ELEMENT_BITS = {
-    "pred": 8, "s1": 1, "u1": 1, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16,
-    "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64, "f4e2m1fn": 4, "f8e8m0fnu": 8,
-    "f8e5m2": 8, "f8e4m3": 8, "f8e4m3fn": 8, "f8e4m3b11fnuz": 8, "f8e5m2fnuz": 8,
-    "f8e4m3fnuz": 8, "f8e3m4": 8, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64,
-    "c128": 128, "token": 0, "opaque": 0,
+    "pred": 8,
+    "s1": 1,
+    "u1": 1,
+    "s2": 2,
+    "u2": 2,
+    "s4": 4,
+    "u4": 4,
+    "s8": 8,
+    "u8": 8,
+    "s16": 16,
+    "u16": 16,
+    "s32": 32,
+    "u32": 32,
+    "s64": 64,
+    "u64": 64,
+    "f4e2m1fn": 4,
+    "f8e8m0fnu": 8,
+    "f8e5m2": 8,
+    "f8e4m3": 8,
+    "f8e4m3fn": 8,
+    "f8e4m3b11fnuz": 8,
+    "f8e5m2fnuz": 8,
+    "f8e4m3fnuz": 8,
+    "f8e3m4": 8,
+    "f16": 16,
+    "bf16": 16,
+    "f32": 32,
+    "f64": 64,
+    "c64": 64,
+    "c128": 128,
+    "token": 0,
+    "opaque": 0,
 }
 
 
@@ -58,7 +85,9 @@ class Shape(NamedTuple):
         except KeyError:
             raise errors.HloError(
                 f"element type {self.element_type!r} has no known size; known are "
-                f"{', '.join(_ELEMENT_BITS)}.", element_type=self.element_type) from None
+                f"{', '.join(_ELEMENT_BITS)}.",
+                element_type=self.element_type,
+            ) from None
 
     def leaves(self) -> list[Shape]:
         """List the arrays of a tuple, depth first; an array lists itself."""
@@ -155,7 +184,7 @@ class Instruction(NamedTuple):
     @property
     def literal(self) -> str:
         """Give the text between the parentheses."""
-        return self.text[self.inner[0]:self.inner[1]]
+        return self.text[self.inner[0] : self.inner[1]]
 
     def __repr__(self) -> str:  # The default would print the module's whole text.
         return f"<{self.name} = {self.shape} {self.opcode}>"
@@ -259,9 +288,11 @@ class FrameTable:
             location = self._fields("FileLocations", row.get("file_location_id", 0))
             if not location:
                 break
-            frame = Frame(self._string("FileNames", location.get("file_name_id", 0)),
-                          location.get("line", 0),
-                          self._string("FunctionNames", location.get("function_name_id", 0)))
+            frame = Frame(
+                self._string("FileNames", location.get("file_name_id", 0)),
+                location.get("line", 0),
+                self._string("FunctionNames", location.get("function_name_id", 0)),
+            )
             if frame not in found[-1:]:  # columns differ, which a Frame doesn't hold
                 found.append(frame)
             current = row.get("parent_frame_id", 0) - self._shift
@@ -299,8 +330,12 @@ def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
     line = text.count("\n", 0, offset) + 1
     start = text.rfind("\n", 0, offset) + 1
     stop = text.find("\n", offset)
-    return errors.HloSyntaxError(message, line=line, column=offset - start + 1,
-                                 text_line=text[start:stop if stop >= 0 else len(text)])
+    return errors.HloSyntaxError(
+        message,
+        line=line,
+        column=offset - start + 1,
+        text_line=text[start : stop if stop >= 0 else len(text)],
+    )
 
 
 _KEY = re.compile(r"(?:[\s,]|/\*.*?\*/|//[^\n]*)*([\w\-]+)=\s*", re.DOTALL)
@@ -347,8 +382,9 @@ def iter_attributes(text: str, start: int, end: int) -> Iterator[tuple[str, int,
             raise syntax_error(text, blank.end(), "expected an attribute, 'key=value'")
         value = key.end()
         simple = _SIMPLE.match(text, value, end)
-        if simple and (simple.end() >= end or text[simple.end()] in ",\n \t"
-                       and text[value] != "m"):
+        if simple and (
+            simple.end() >= end or text[simple.end()] in ",\n \t" and text[value] != "m"
+        ):
             yield key[1], value, simple.end()
             position = simple.end()
             continue
@@ -363,7 +399,8 @@ def iter_attributes(text: str, start: int, end: int) -> Iterator[tuple[str, int,
             if found[0] == ",":
                 position = found.start()
                 if text.startswith("mesh[", value) and re.match(
-                        r",\s*(device_ids=|\{')", text[position:position + 40]):
+                    r",\s*(device_ids=|\{')", text[position : position + 40]
+                ):
                     position += 1
                     continue
                 break

@@ -36,9 +36,14 @@ def _order(edges: list[list[int]], cycle: Callable[[int, int], Exception]) -> li
     return order
 
 
-def operands_first(error, name: str, instructions: list[hm.Instruction],
-                   late: list[tuple[int, list[str]]], index: dict[str, int],
-                   root: int) -> tuple[list[hm.Instruction], int]:
+def operands_first(
+    error,
+    name: str,
+    instructions: list[hm.Instruction],
+    late: list[tuple[int, list[str]]],
+    index: dict[str, int],
+    root: int,
+) -> tuple[list[hm.Instruction], int]:
     """Put operands before their users, for text that was written by hand.
 
     Args:
@@ -56,13 +61,19 @@ def operands_first(error, name: str, instructions: list[hm.Instruction],
                 raise error(
                     instructions[position].start,
                     f"operand {label!r} of {instructions[position].name!r} is not defined in "
-                    f"computation {name!r}")
+                    f"computation {name!r}",
+                )
         edges[position] = [index[label] for label in labels]
-    order = _order(edges, lambda node, _: error(
-        instructions[node].start, f"{instructions[node].name!r} depends on itself"))
+    order = _order(
+        edges,
+        lambda node, _: error(
+            instructions[node].start, f"{instructions[node].name!r} depends on itself"
+        ),
+    )
     place = {old: new for new, old in enumerate(order)}
-    ordered = [instructions[old]._replace(operands=tuple([place[o] for o in edges[old]]))
-               for old in order]
+    ordered = [
+        instructions[old]._replace(operands=tuple([place[o] for o in edges[old]])) for old in order
+    ]
     return ordered, place[root if root >= 0 else len(instructions) - 1]
 
 
@@ -80,11 +91,18 @@ def callees_first(error, computations: dict[str, hm.Computation]) -> tuple[str, 
         for instruction in computation.instructions:
             for name in instruction.calls:
                 if name not in place:
-                    raise error(instruction.start, f"{instruction.name!r} calls computation "
-                                                   f"{name!r}, which is not in the text")
+                    raise error(
+                        instruction.start,
+                        f"{instruction.name!r} calls computation "
+                        f"{name!r}, which is not in the text",
+                    )
                 found.append(place[name])
         edges.append(found)
-    order = _order(edges, lambda node, target: error(
-        computations[names[node]].instructions[0].start,
-        f"computation {names[node]!r} calls itself through {names[target]!r}"))
+    order = _order(
+        edges,
+        lambda node, target: error(
+            computations[names[node]].instructions[0].start,
+            f"computation {names[node]!r} calls itself through {names[target]!r}",
+        ),
+    )
     return tuple([names[number] for number in order])

@@ -14,11 +14,14 @@ import re
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import ordering
 
-_SHAPE = (r"\w+\[[^\]\n{}()]*\](?:\{[^{}\n]*\})?"
-          r"|\([^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)")
+_SHAPE = (
+    r"\w+\[[^\]\n{}()]*\](?:\{[^{}\n]*\})?"
+    r"|\([^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)"
+)
 _LINE = re.compile(
     r"[ \t]*(ROOT )?%?([\w.\-]+) = (" + _SHAPE + r") ([a-z][\w\-]*)"
-    r"\(([^()\n]*)\)(?:, [^\n]*)?\n")
+    r"\(([^()\n]*)\)(?:, [^\n]*)?\n"
+)
 _SLOW_HEAD = re.compile(r"\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"\s*([A-Za-z][\w\-]*)\s*\(")
 # How a line begins that doesn't go on with the instruction before it.
@@ -29,7 +32,7 @@ _FOOTER = re.compile(r"[ \t]*\}([^\n]*)(?:\n|$)")
 _SKIP = re.compile(r"(?:\s|/\*.*?\*/|//[^\n]*)*", re.DOTALL)
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _TABLE = re.compile(r"([A-Z]\w*)[ \t]*\n")
-_ROW = re.compile(r'(\d+)[ \t]+([^\n]*)\n')
+_ROW = re.compile(r"(\d+)[ \t]+([^\n]*)\n")
 _ARRAY = re.compile(r"(\w+)\[([^\]\n]*)\]")
 _DIMENSIONS = re.compile(r"\s*(?:(?:<=)?\d+|\?)\s*(?:,\s*(?:(?:<=)?\d+|\?)\s*)*")
 _MODULE = re.compile(r"HloModule\s+(\"[^\"\n]*\"|[^\s,]+)")
@@ -38,16 +41,17 @@ _MODULE = re.compile(r"HloModule\s+(\"[^\"\n]*\"|[^\s,]+)")
 _CALLERS = frozenset(
     "fusion fusion-start call while conditional async-start async-update async-done custom-call "
     "map reduce reduce-window scatter select-and-scatter sort all-reduce all-reduce-start "
-    "reduce-scatter reduce-scatter-start scan custom-call-start topk composite".split())
+    "reduce-scatter reduce-scatter-start scan custom-call-start topk composite".split()
+)
 _CALL_KEYS = frozenset(
     "calls to_apply body condition branch_computations true_computation false_computation "
-    "called_computations select scatter".split())
+    "called_computations select scatter".split()
+)
 _FAST_CALLS = re.compile(r", (?:kind=\w+, )?(?:calls|to_apply)=%?([\w.\-]+)(?=[,\n])")
 _NAME = re.compile(r"%?([\w.\-]+(?:#\d+)*)")
 
 
 class _Parser:
-
     def __init__(self, text: str):
         self.text = text
         self.shapes: dict[str, hm.Shape] = {}
@@ -114,7 +118,7 @@ class _Parser:
         layout = ""
         if text.startswith("{", end):
             stop = hm.match_bracket(text, end, len(text))
-            layout = text[end + 1:stop - 1]
+            layout = text[end + 1 : stop - 1]
             end = stop
         return hm.Shape(found[1], dimensions, layout), end
 
@@ -153,8 +157,9 @@ class _Parser:
         start = _SKIP.match(text, position).end()
         head = _SLOW_HEAD.match(text, start)
         if not head:
-            raise self.error(start, "expected an instruction, '%name = shape opcode(operands)', "
-                                    "or '}'")
+            raise self.error(
+                start, "expected an instruction, '%name = shape opcode(operands)', or '}'"
+            )
         shape, end = self.shape_at(head.end())
         opcode = _OPCODE.match(text, end)
         if not opcode:
@@ -165,8 +170,16 @@ class _Parser:
         else:
             closing = hm.match_bracket(text, opening, len(text))
         stop = self._attributes_end(closing)
-        return (bool(head[1]), head[2], shape, opcode[1], (opening + 1, closing - 1), closing,
-                start, stop)
+        return (
+            bool(head[1]),
+            head[2],
+            shape,
+            opcode[1],
+            (opening + 1, closing - 1),
+            closing,
+            start,
+            stop,
+        )
 
     _PAREN = re.compile(r'"(?:[^"\\]|\\.)*"|[()"]')
 
@@ -210,8 +223,9 @@ class _Parser:
             else:
                 position = found.end()
 
-    def computation(self, name: str, is_entry: bool, header: int,
-                    position: int) -> tuple[hm.Computation, int]:
+    def computation(
+        self, name: str, is_entry: bool, header: int, position: int
+    ) -> tuple[hm.Computation, int]:
         """Read instructions up to the closing brace."""
         text = self.text
         match = _LINE.match
@@ -247,14 +261,16 @@ class _Parser:
                     position = footer.end()
                     break
                 if begin >= len(text):
-                    raise self.error(len(text), f"the text ends inside computation {name!r}: "
-                                                "'}' is missing")
+                    raise self.error(
+                        len(text), f"the text ends inside computation {name!r}: '}}' is missing"
+                    )
                 is_root, label, shape, opcode, inner, attributes, start, end = self.slow(begin)
-                inside = _COMMENT.sub("", text[inner[0]:inner[1]])
+                inside = _COMMENT.sub("", text[inner[0] : inner[1]])
                 position = end
             if label in index:
-                raise self.error(start, f"instruction {label!r} is defined twice in "
-                                        f"computation {name!r}")
+                raise self.error(
+                    start, f"instruction {label!r} is defined twice in computation {name!r}"
+                )
             opcode = intern(opcode, opcode)
             operands: tuple[int, ...] = ()
             if opcode == "parameter":
@@ -289,19 +305,27 @@ class _Parser:
                     raise self.error(start, f"computation {name!r} has a second ROOT")
                 root = len(instructions)
             index[label] = len(instructions)
-            instructions.append(make(Instruction, (
-                label, opcode, shape, operands, calls, text, start, inner, attributes, end)))
+            instructions.append(
+                make(
+                    Instruction,
+                    (label, opcode, shape, operands, calls, text, start, inner, attributes, end),
+                )
+            )
         if not instructions:
             raise self.error(header, f"computation {name!r} holds no instruction")
         if late:
             instructions, root = ordering.operands_first(
-                self.error, name, instructions, late, index, root)
+                self.error, name, instructions, late, index, root
+            )
         # XLA takes the last instruction where none is marked.
         root = len(instructions) - 1 if root < 0 else root
         for number, start in numbers.items():
             if number >= len(numbers):
-                raise self.error(start, f"parameter {number} of computation {name!r}: it has "
-                                        f"only {len(numbers)} parameters")
+                raise self.error(
+                    start,
+                    f"parameter {number} of computation {name!r}: it has "
+                    f"only {len(numbers)} parameters",
+                )
         return hm.Computation(name, tuple(instructions), root, is_entry), position
 
     def operand_names(self, inside: str, span: tuple[int, int]) -> list[str]:
@@ -326,8 +350,11 @@ class _Parser:
         position = _SKIP.match(text, span[0]).end()
         while position < span[1]:
             name = _NAME.match(text, position)
-            if text[position] == "(" or _ARRAY.match(text, position) or text.startswith(
-                    "b(", position):
+            if (
+                text[position] == "("
+                or _ARRAY.match(text, position)
+                or text.startswith("b(", position)
+            ):
                 _, position = self.shape_at(position)
                 position = _SKIP.match(text, position).end()
                 name = _NAME.match(text, position)
@@ -341,10 +368,14 @@ class _Parser:
                 position = _SKIP.match(text, position + 1).end()
         return names
 
-    def _add_elements(self, labels: list[str], index: dict[str, int],
-                      instructions: list[hm.Instruction], start: int) -> None:
-        """Add a get-tuple-element for each operand ``%tuple#1``: dumps leave them out (JAX 0.12).
-        """
+    def _add_elements(
+        self,
+        labels: list[str],
+        index: dict[str, int],
+        instructions: list[hm.Instruction],
+        start: int,
+    ) -> None:
+        """Add a get-tuple-element for each operand ``%tuple#1``: dumps leave them out (JAX 0.12)."""
         for label in labels:
             place = index.get(label.partition("#")[0])
             if label in index or place is None:
@@ -353,15 +384,29 @@ class _Parser:
             for number in label.split("#")[1:]:
                 elements = instructions[place].shape.elements
                 if not number.isdigit() or len(number) > 9 or int(number) >= len(elements or ()):
-                    raise self.error(start, f"operand {label!r} takes element {number[:20]} of "
-                                            f"{instructions[place].shape}")
+                    raise self.error(
+                        start,
+                        f"operand {label!r} takes element {number[:20]} of "
+                        f"{instructions[place].shape}",
+                    )
                 name = f"{name}#{number}"
                 if name not in index:
                     index[name] = len(instructions)
                     text = f", index={number}"
-                    instructions.append(hm.Instruction(
-                        name, "get-tuple-element", elements[int(number)], (place,), (), text, 0,
-                        (0, 0), 0, len(text)))
+                    instructions.append(
+                        hm.Instruction(
+                            name,
+                            "get-tuple-element",
+                            elements[int(number)],
+                            (place,),
+                            (),
+                            text,
+                            0,
+                            (0, 0),
+                            0,
+                            len(text),
+                        )
+                    )
                 place = index[name]
 
     # -- the module ---------------------------------------------------------------------------
@@ -371,15 +416,21 @@ class _Parser:
         text = self.text
         position = _SKIP.match(text, 0).end()
         if position >= len(text):
-            raise self.error(0, f"{source} is empty: expected HLO text, which begins with "
-                                "'HloModule NAME'; pass what compiled.as_text() returns")
+            raise self.error(
+                0,
+                f"{source} is empty: expected HLO text, which begins with "
+                "'HloModule NAME'; pass what compiled.as_text() returns",
+            )
         head = _MODULE.match(text, position)
         if not head:
             hint = ""
             if re.compile(r"#|module\b|func\.").match(text, position):
                 hint = " (this looks like StableHLO: compile it first)"
-            raise self.error(position, f"{source} is not HLO text: expected 'HloModule NAME', as "
-                                       f"compiled.as_text() prints it{hint}")
+            raise self.error(
+                position,
+                f"{source} is not HLO text: expected 'HloModule NAME', as "
+                f"compiled.as_text() prints it{hint}",
+            )
         stop = self._attributes_end(head.end())
         header: dict[str, str] = {}
         for key, value, end in hm.iter_attributes(text, head.end(), stop):
@@ -405,8 +456,7 @@ class _Parser:
                     position = row.end()
                 continue
             if text.startswith("HloModule", position):
-                raise self.error(position, "a second module begins here; pass one module at a "
-                                           "time")
+                raise self.error(position, "a second module begins here; pass one module at a time")
             is_entry, name, body = self.header(position)
             if name in computations:
                 raise self.error(position, f"computation {name!r} is defined twice")
@@ -420,9 +470,18 @@ class _Parser:
         if entry is None:
             raise self.error(len(text), f"{source} has no ENTRY computation: is the text cut?")
         order = ordering.callees_first(self.error, computations)
-        return hm.Module(head[1].strip('"'), text, source, computations, entry,
-                         self._count(header, "num_partitions"),
-                         self._count(header, "replica_count"), header, hm.FrameTable(tables), order)
+        return hm.Module(
+            head[1].strip('"'),
+            text,
+            source,
+            computations,
+            entry,
+            self._count(header, "num_partitions"),
+            self._count(header, "replica_count"),
+            header,
+            hm.FrameTable(tables),
+            order,
+        )
 
     _LONG = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
 
@@ -435,8 +494,10 @@ class _Parser:
         text = self.text
         name = self._LONG.match(text, position)
         if not name:
-            raise self.error(position, "expected a computation, '%name (parameters) -> shape {', "
-                                       "a table or the end")
+            raise self.error(
+                position,
+                "expected a computation, '%name (parameters) -> shape {', a table or the end",
+            )
         at = name.end()
         if text.startswith("(", at):
             at = _SKIP.match(text, hm.match_bracket(text, at, len(text))).end()
@@ -485,8 +546,10 @@ def parse(text: str, *, name: str = "<text>") -> hm.Module:
       TypeError: text is not a str.
     """
     if not isinstance(text, str):
-        raise TypeError(f"parse takes HLO text as a str, not {type(text).__name__}; read a file "
-                        "first, or pass compiled.as_text().")
+        raise TypeError(
+            f"parse takes HLO text as a str, not {type(text).__name__}; read a file "
+            "first, or pass compiled.as_text()."
+        )
     if "\r" in text:
         text = text.replace("\r\n", "\n")
     with uncollected():

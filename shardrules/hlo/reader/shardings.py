@@ -12,7 +12,8 @@ from shardrules.hlo.reader import devices as hd
 _TILED = re.compile(
     r"devices=(\[[\d,\s]*\])\s*(<=\s*\[[\d,\s]*\]\s*(?:T\([\d,\s]*\))?|[\d,\s]+)"
     r"\s*(last_tile_dim_replicate|last_tile_dims=\{([^}]*)\})?\s*"
-    r"(?:shard_(?:as|like)\s+\d+)?\s*")
+    r"(?:shard_(?:as|like)\s+\d+)?\s*"
+)
 _METADATA = re.compile(r"metadata=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\})*\}")
 
 
@@ -35,7 +36,7 @@ def split_tuple_sharding(text: str) -> list[str]:
         elif letter == "}":
             depth -= 1
             if not depth:
-                leaves.append(inner[start:position + 1])
+                leaves.append(inner[start : position + 1])
     return leaves
 
 
@@ -84,8 +85,10 @@ def read_sharding(text: str, partitions: int) -> Sharding:
                 raise hd.NotationError(f"the sharding {text[:80]!r} lists {len(ids)} devices")
             tiles = np.array(ids, dtype=np.int64).reshape(sizes)
         if sorted(tiles.reshape(-1).tolist()) != list(range(partitions)):
-            raise hd.NotationError(f"the sharding {text[:80]!r} is for {tiles.size} devices, the "
-                                   f"module has {partitions} partitions")
+            raise hd.NotationError(
+                f"the sharding {text[:80]!r} is for {tiles.size} devices, the "
+                f"module has {partitions} partitions"
+            )
         kinds = []
         if found[3] == "last_tile_dim_replicate":
             kinds = ["replicated"]
@@ -96,7 +99,7 @@ def read_sharding(text: str, partitions: int) -> Sharding:
         if any(k != "replicated" for k in kinds):
             # `{unreduced, replicated}` read as replicated would call a needed psum redundant.
             return Sharding(text, None, why=f"sharded as {text}")
-        copies = int(np.prod(tiles.shape[tiles.ndim - len(kinds):], dtype=np.int64))
+        copies = int(np.prod(tiles.shape[tiles.ndim - len(kinds) :], dtype=np.int64))
         flat = tiles.reshape(-1, copies)
         numbers = np.empty(partitions, np.int64)
         numbers[flat.reshape(-1)] = np.repeat(np.arange(flat.shape[0]), copies)
@@ -112,12 +115,14 @@ def _read_named(text: str, inner: str, partitions: int) -> Sharding:
     if rest == "replicated":
         return Sharding(text, (0,) * partitions, mesh, "replicated")
     if mesh.devices.size != partitions:
-        raise hd.NotationError(f"the sharding {text[:80]!r} is for {mesh.devices.size} devices, "
-                               f"the module has {partitions} partitions")
+        raise hd.NotationError(
+            f"the sharding {text[:80]!r} is for {mesh.devices.size} devices, "
+            f"the module has {partitions} partitions"
+        )
     if not rest.startswith("["):
         return Sharding(text, None, mesh, f"sharded as {text}")
     depth = rest.find("]")
-    dims, tail = rest[:depth + 1], rest[depth + 1:]
+    dims, tail = rest[: depth + 1], rest[depth + 1 :]
     leftover = re.sub(r"replicated=\{[^}]*\}", "", tail).replace(",", "").strip()
     if leftover or "?" in dims:  # unreduced=, manual=, an open dimension
         return Sharding(text, None, mesh, f"sharded as {text}")

@@ -48,10 +48,12 @@ class BatchedVjpHooks(Hooks):
             return batched
         return self.jax.wrapped(
             lambda *args: self._sum(batched.call_wrapped(*args), primals, axes, out_dim_dests),
-            like=batched)
+            like=batched,
+        )
 
     def _sum(self, cotangents, primals, axes, out_dim_dests):
         import jax
+
         if not self.jax.checking():
             return cotangents
         if cotangents and isinstance(cotangents[0], (list, tuple)):  # with logs, from JAX 0.11

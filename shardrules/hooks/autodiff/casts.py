@@ -12,12 +12,12 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from shardrules.registry.axistypes import show_axes
-from shardrules.registry.binding import caller_place
 from shardrules.errors import AxisError, CotangentError, UnsupportedJaxError
 from shardrules.hooks.door import compat
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.state import Claims, State
+from shardrules.registry.axistypes import show_axes
+from shardrules.registry.binding import caller_place
 
 __all__ = ["already_summed", "checking_claims", "vary"]
 
@@ -41,6 +41,7 @@ def vary(x: Any, *axes: str) -> Any:
       AxisError: if an axis is not a manual mesh axis here, or a value is a partial sum over it.
     """
     import jax
+
     symbols = compat.load()
     named = _axes(symbols, "vary(x, ...)", axes)
     if not symbols.checking():
@@ -76,13 +77,15 @@ def already_summed(ct: Any, *axes: str) -> Any:
       UnsupportedJaxError: on JAX to 0.5.3.
     """
     import jax
+
     symbols = compat.load()
     named = _axes(symbols, "already_summed(ct, ...)", axes)
     if not symbols.typed:
         raise UnsupportedJaxError(
             f"already_summed needs JAX 0.6 or newer, where values carry axis types, and this is "
             f"JAX {symbols.version}; let the last step of bwd be the collective, jax.lax.psum",
-            version=symbols.version)
+            version=symbols.version,
+        )
     if not symbols.checking():
         return ct
     claims = _state().scope.claims
@@ -117,6 +120,7 @@ def checking_claims() -> Iterator[Claims]:
     import jax
 
     from shardrules import hooks
+
     state = _state()
     claims = Claims()
     hooks._hold()  # for the trace key: what was traced without comparing has to be traced again
@@ -127,16 +131,19 @@ def checking_claims() -> Iterator[Claims]:
     finally:
         hooks._release()
     if claims.wrong:
-        places = "\n".join(f"  at {where}, over {show_axes(axes)}"
-                           for where, axes in sorted(claims.wrong))
+        places = "\n".join(
+            f"  at {where}, over {show_axes(axes)}" for where, axes in sorted(claims.wrong)
+        )
         raise CotangentError(
             "already_summed was given a cotangent that differs between devices, so it is no full "
             f"sum:\n{places}\nreturn jax.lax.psum(ct, axes) there instead",
-            places=tuple(sorted(claims.wrong)))
+            places=tuple(sorted(claims.wrong)),
+        )
 
 
 def _state() -> State:
     from shardrules import hooks
+
     return hooks._state
 
 
@@ -146,13 +153,17 @@ def _axes(jax: Jax, call: str, axes: tuple[Any, ...]) -> frozenset[str]:
         raise AxisError(
             f"{call} takes the names of one or more mesh axes, not "
             f"{', '.join(map(repr, axes)) or 'nothing'}; such as "
-            f"{call.replace('...', repr('model'))}", axes=axes)
+            f"{call.replace('...', repr('model'))}",
+            axes=axes,
+        )
     here = jax.manual_axes()
     strange = [a for a in axes if a not in here]
     if here and strange:
         raise AxisError(
             f"{call.replace('...', ', '.join(map(repr, axes)))}: {show_axes(strange)} is no "
-            f"manual mesh axis here; they are {show_axes(here)}", axes=tuple(strange))
+            f"manual mesh axis here; they are {show_axes(here)}",
+            axes=tuple(strange),
+        )
     return frozenset(axes)
 
 
@@ -162,12 +173,15 @@ def _whole(jax: Jax, what: str, leaf: Any, axes: frozenset[str]):
     if have.unreduced & axes:
         raise AxisError(
             f"{what} over {show_axes(axes)} was given a value that is {have}: a partial sum. "
-            "Reduce it first, with jax.lax.psum", axes=have.unreduced & axes)
+            "Reduce it first, with jax.lax.psum",
+            axes=have.unreduced & axes,
+        )
     return have
 
 
 def _is_float0(leaf: Any) -> bool:
     import jax
+
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
@@ -175,9 +189,9 @@ def _compare(claims: Claims, leaf: Any, axes: tuple[str, ...], where: str) -> No
     """Compare a cotangent along ``axes``, bit by bit, when the program runs."""
     import jax
     import jax.numpy as jnp
+
     claims.made.add((where, axes))
-    bits = jax.lax.bitcast_convert_type(
-        leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
     same = (jax.lax.pmax(bits, axes) == jax.lax.pmin(bits, axes)).all()
 
     def note(same):
@@ -199,11 +213,13 @@ def _primitive() -> Any:
     import jax
     from jax.extend.core import Primitive
     from jax.interpreters import ad, batching, mlir
+
     symbols = compat.load()
     primitive = Primitive("already_summed")
     primitive.def_impl(lambda x, *, axes: x)
-    primitive.def_abstract_eval(lambda aval, *, axes: symbols.with_axis_type(
-        aval, symbols.axis_type(aval).drop(*axes)))
+    primitive.def_abstract_eval(
+        lambda aval, *, axes: symbols.with_axis_type(aval, symbols.axis_type(aval).drop(*axes))
+    )
     mlir.register_lowering(primitive, lambda ctx, x, *, axes: [x])
 
     def transpose(ct, x, *, axes):
@@ -212,5 +228,7 @@ def _primitive() -> Any:
 
     ad.deflinear2(primitive, transpose)
     batching.primitive_batchers[primitive] = lambda args, dims, *, axes: (
-        primitive.bind(args[0], axes=axes), dims[0])
+        primitive.bind(args[0], axes=axes),
+        dims[0],
+    )
     return primitive

@@ -65,13 +65,15 @@ class CustomVjpHooks:
     def _flatten_bwd(self, bwd, in_tree, in_avals, *rest):
         scope = self.state.scope
         if scope.active:
-            parts = Parts(self.jax.function_name(bwd), self._forwards.get(rest[0]), in_tree,
-                          tuple(in_avals))
+            parts = Parts(
+                self.jax.function_name(bwd), self._forwards.get(rest[0]), in_tree, tuple(in_avals)
+            )
             if self.jax.typed:
                 bwd = self.jax.transformation(self._run_bwd)(bwd, scope, parts)
             else:  # matched where replication sets are known: hooks/rep.py
-                bwd = self.jax.scoped(bwd, self.state.enter, scope,
-                                      functools.partial(self.see, parts))
+                bwd = self.jax.scoped(
+                    bwd, self.state.enter, scope, functools.partial(self.see, parts)
+                )
         return self.jax.flatten_bwd(bwd, in_tree, in_avals, *rest)
 
     def _scoped(self, fun):
@@ -92,6 +94,7 @@ class CustomVjpHooks:
     def _match(self, bwd, parts, cotangents):
         """Give each cotangent its primal's type; what can't be matched is left to JAX's errors."""
         import jax
+
         tree = jax.tree_util
         if isinstance(cotangents, list):
             cotangents = tuple(cotangents)
@@ -105,19 +108,24 @@ class CustomVjpHooks:
         def one(path, ct, index):
             # None stands for a whole subtree of the primals; what stands for no leaf of theirs
             # (a cotangent for an argument that is None) JAX drops.
-            if (ct is None or not isinstance(index, int)
-                    or getattr(ct, "dtype", None) == jax.dtypes.float0):
+            if (
+                ct is None
+                or not isinstance(index, int)
+                or getattr(ct, "dtype", None) == jax.dtypes.float0
+            ):
                 return ct
             primal = parts.in_avals[index]
             if isinstance(ct, self.jax.SymbolicZero):  # zero varies over whatever it has to
                 return self.jax.SymbolicZero(
-                    self.jax.with_axis_type(ct.aval, self.jax.cotangent_type(primal)))
+                    self.jax.with_axis_type(ct.aval, self.jax.cotangent_type(primal))
+                )
             return self._cotangent(path, ct, primal, bwd)
 
         return tree.tree_map_with_path(one, cotangents, primals, is_leaf=is_none)
 
     def _cotangent(self, path, ct, primal, bwd):
         import jax
+
         have = self.jax.axis_type(self.jax.typeof(ct))
         want = self.jax.cotangent_type(primal)
         bwd.check_dropped(path, have, want)
@@ -129,9 +137,13 @@ class CustomVjpHooks:
             bwd.check_share(path, extra, have, want)
             order = tuple(a for a in self.jax.manual_axes() if a in extra)
             ct = jax.lax.psum(ct, order)
-            self.state.note_sum(order, ct, self.jax.source_line(self.jax.current_source()),
-                                f"bwd {bwd.parts.name!r} returns one device's share at "
-                                f"output{jax.tree_util.keystr(path)}")
+            self.state.note_sum(
+                order,
+                ct,
+                self.jax.source_line(self.jax.current_source()),
+                f"bwd {bwd.parts.name!r} returns one device's share at "
+                f"output{jax.tree_util.keystr(path)}",
+            )
         return self.jax.cast(ct, want)
 
 
@@ -177,9 +189,15 @@ class Bwd:
         double the time that the backward pass takes to trace.
         """
         import jax
+
         jax_types, leaves = self.hooks.jax, jax.tree_util.tree_leaves(self.args)
-        entering = frozenset().union(*(jax_types.axis_type(jax_types.typeof(leaf)).varying
-                                       for leaf in leaves if isinstance(leaf, jax.Array)))
+        entering = frozenset().union(
+            *(
+                jax_types.axis_type(jax_types.typeof(leaf)).varying
+                for leaf in leaves
+                if isinstance(leaf, jax.Array)
+            )
+        )
         wanted = map(jax_types.cotangent_type, self.parts.in_avals)
         if all(entering <= want.axes for want in wanted):
             return self.bwd(*self.args)
@@ -195,6 +213,7 @@ class Bwd:
             return  # and so nothing in any part of it
         for what in self._communicates(self._sliced(path), axes):
             from jax.tree_util import keystr
+
             names = ", ".join(map(repr, sorted(axes)))
             raise CotangentError(
                 f"the bwd {self.parts.name!r} returns a cotangent at "
@@ -203,7 +222,11 @@ class Bwd:
                 f"is the full sum already; which of them can't be told, because bwd holds {what}. "
                 f"If it is a share, return jax.lax.psum(ct, ({names},)) from bwd. If it is summed "
                 f"already, return shardrules.already_summed(ct, {names}).",
-                path=path, axes=axes, have=have, want=want)
+                path=path,
+                axes=axes,
+                have=have,
+                want=want,
+            )
 
     def check_dropped(self, path, have: AxisType, want: AxisType) -> None:
         """Raise if this cotangent is summed over an axis that the forward made outputs invariant on.
@@ -227,6 +250,7 @@ class Bwd:
         if kernel is None and dropped <= have.varying:
             return
         from jax.tree_util import keystr
+
         names = ", ".join(map(repr, sorted(dropped)))
         raise CotangentError(
             f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} that it "
@@ -236,7 +260,11 @@ class Bwd:
             "device. After an all-reduce, pass it on:\n    return (ct,)\nafter an all-gather, "
             f"take this device's slice:\n    i = jax.lax.axis_index({sorted(dropped)[0]!r})\n"
             "    return (jax.lax.dynamic_slice_in_dim(ct, i * n, n),)",
-            path=path, axes=dropped, have=have, want=want)
+            path=path,
+            axes=dropped,
+            have=have,
+            want=want,
+        )
 
     def check_invariant(self, path, axes: frozenset[str]) -> None:
         """Raise unless a cotangent's type says rightly that it is invariant over ``axes``.
@@ -262,17 +290,21 @@ class Bwd:
                 kept = jax.axis_type(out.aval)
                 if lost - kept.axes:
                     from jax.tree_util import keystr
+
                     names = ", ".join(map(repr, sorted(lost - kept.axes)))
                     raise CotangentError(
                         f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} "
                         f"that is typed invariant over {{{names}}}, but it depends on {name}, "
                         f"which takes what varies over them and whose result JAX types as "
                         f"invariant. Cast its result: shardrules.vary(x, {names}).",
-                        path=path, axes=lost)
+                        path=path,
+                        axes=lost,
+                    )
 
     def _arriving(self):
         """Return the axis types of the outputs' cotangents."""
         import jax
+
         zero = self.hooks.jax.SymbolicZero
         for leaf in jax.tree_util.tree_leaves(self.args[-1]):
             aval = leaf.aval if isinstance(leaf, zero) else self.hooks.jax.typeof(leaf)
@@ -287,13 +319,17 @@ class Bwd:
         if self.parts.fwd is None:
             return None
         import jax
+
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.parts.in_avals]
 
         def run(*flat):
-            flat = [self.hooks.jax.cast(x, self.hooks.jax.axis_type(a))
-                    for x, a in zip(flat, self.parts.in_avals)]
+            flat = [
+                self.hooks.jax.cast(x, self.hooks.jax.axis_type(a))
+                for x, a in zip(flat, self.parts.in_avals)
+            ]
             return self.parts.fwd.call_wrapped(
-                *jax.tree_util.tree_unflatten(self.parts.in_tree, flat))
+                *jax.tree_util.tree_unflatten(self.parts.in_tree, flat)
+            )
 
         try:
             jaxpr = jax.make_jaxpr(run)(*structs).jaxpr
@@ -321,8 +357,9 @@ class Bwd:
             self._traced = _Trace(self.bwd, self.args)
         return self._traced
 
-    def _communicates(self, jaxpr, axes: frozenset[str], *,
-                      reductions: bool = False) -> Iterator[str]:
+    def _communicates(
+        self, jaxpr, axes: frozenset[str], *, reductions: bool = False
+    ) -> Iterator[str]:
         """Yield a description of each equation that may move data along ``axes``.
 
         Args:
@@ -337,12 +374,16 @@ class Bwd:
                 yield from self._opaque(known, len(equation.outvars), axes, reductions)
                 continue
             over = _named_axes(equation.params) & axes
-            if over and name not in _CASTS and (
-                    not reductions or any(word in name for word in _REDUCTIONS)):
+            if (
+                over
+                and name not in _CASTS
+                and (not reductions or any(word in name for word in _REDUCTIONS))
+            ):
                 yield f"{name} over {{{', '.join(sorted(over))}}}"
 
-    def _opaque(self, known, output_count: int, axes: frozenset[str],
-                reductions: bool) -> Iterator[str]:
+    def _opaque(
+        self, known, output_count: int, axes: frozenset[str], reductions: bool
+    ) -> Iterator[str]:
         if known.found is None:
             if self.hooks.state.scope.policy != COLLECT:
                 yield f"{known.call}, which has no rule"
@@ -373,6 +414,7 @@ class _Trace:
 
     def __init__(self, bwd, args):
         import jax
+
         tree = jax.tree_util
         leaves, structure = tree.tree_flatten(args)
         dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -403,17 +445,28 @@ class _Trace:
     def run(self) -> Any:
         """Return the cotangents, as bwd would."""
         import jax
+
         arrays = iter(self._jitted(*self._arrays))  # not traced again
         return jax.tree_util.tree_unflatten(
-            self._structure, [next(arrays) if one is None else one for one in self._constant])
+            self._structure, [next(arrays) if one is None else one for one in self._constant]
+        )
 
 
 # Parts of the names of JAX's primitives that sum over mesh axes.
 _REDUCTIONS = ("psum", "reduce_scatter")
 
 # Equations that name mesh axes and move nothing along them.
-_CASTS = frozenset({"pbroadcast", "pvary", "pcast", "preduced", "vary_unreduced_cast",
-                    "reduced_vary_cast_p", "axis_index"})
+_CASTS = frozenset(
+    {
+        "pbroadcast",
+        "pvary",
+        "pcast",
+        "preduced",
+        "vary_unreduced_cast",
+        "reduced_vary_cast_p",
+        "axis_index",
+    }
+)
 
 
 def _named_axes(params: dict[str, Any]) -> frozenset[str]:

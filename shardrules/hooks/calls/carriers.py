@@ -14,8 +14,8 @@ import functools
 import importlib
 from typing import Any
 
-from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.calls.opaque import Known
+from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.state import Scope, State
 
 __all__ = ["Carriers", "is_lent"]
@@ -30,8 +30,9 @@ def is_lent(known: Known) -> bool:
     if found is None or scope is None:
         return False
     binding = scope.binding
-    return (any(found is entry for overlay in scope.overlays for entry in overlay.entries)
-            or (binding is not None and (found.rule, found.where) == (binding.rule, binding.where)))
+    return any(found is entry for overlay in scope.overlays for entry in overlay.entries) or (
+        binding is not None and (found.rule, found.where) == (binding.rule, binding.where)
+    )
 
 
 class Carriers:
@@ -69,15 +70,22 @@ class Carriers:
         return self.state.enter(dataclasses.replace(scope, claims=here.claims, notes=here.notes))
 
     def _carrier(self, primitive: Any, scope: Scope) -> Any:
-        key = (primitive, tuple(overlay.entries for overlay in scope.overlays), scope.binding,
-               scope.policy, scope.active, scope.prove)
+        key = (
+            primitive,
+            tuple(overlay.entries for overlay in scope.overlays),
+            scope.binding,
+            scope.policy,
+            scope.active,
+            scope.prove,
+        )
         with self.state.lock:
             carrier = self._made.get(key)
             if carrier is None:
                 carrier = self._made[key] = copy.copy(primitive)
                 carrier.bind = self._scoped(lambda *a, **k: primitive.bind(*a, **k), scope)
                 carrier.abstract_eval = self._scoped(
-                    lambda *a, **k: primitive.abstract_eval(*a, **k), scope)
+                    lambda *a, **k: primitive.abstract_eval(*a, **k), scope
+                )
                 self._of[carrier] = primitive, scope
             self._complete(carrier, primitive, scope)
         return carrier
@@ -92,7 +100,8 @@ class Carriers:
             if primitive in table and carrier not in table:
                 entry = table[primitive]
                 table[carrier] = self.jax.lowering_entry(
-                    entry, self._scoped(self.jax.lowering_rule(entry), scope))
+                    entry, self._scoped(self.jax.lowering_rule(entry), scope)
+                )
 
     def _scoped(self, rule: Any, scope: Scope) -> Any:
         @functools.wraps(rule)

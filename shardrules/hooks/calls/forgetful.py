@@ -19,10 +19,20 @@ __all__ = ["ForgetfulHooks"]
 
 # Names of primitives. After the first row, calls of cuDNN's and cuSPARSE's routines on GPU.
 _FORGETFUL = (
-    "sort", "rng_bit_generator", "shard_alike",
-    "dot_product_attention_*", "scaled_dot", "scaled_matmul", "scaled_matmul_wrapper",
-    "cudnn_fusion", "rnn_fwd", "rnn_bwd",
-    "bcoo_*", "bcsr_*", "coo_*", "csr_*",
+    "sort",
+    "rng_bit_generator",
+    "shard_alike",
+    "dot_product_attention_*",
+    "scaled_dot",
+    "scaled_matmul",
+    "scaled_matmul_wrapper",
+    "cudnn_fusion",
+    "rnn_fwd",
+    "rnn_bwd",
+    "bcoo_*",
+    "bcsr_*",
+    "coo_*",
+    "csr_*",
 )
 
 
@@ -43,10 +53,13 @@ class ForgetfulHooks(Hooks):
           primitive: a primitive.
         """
         evaluate = vars(primitive).get("abstract_eval")
-        if (not self.jax.typed or evaluate is None or hasattr(evaluate, "shardrules")
-                or not any(fnmatch.fnmatchcase(primitive.name, one) for one in _FORGETFUL)
-                or not (getattr(_innermost(evaluate), "__module__", None) or "")
-                .startswith("jax.")):
+        if (
+            not self.jax.typed
+            or evaluate is None
+            or hasattr(evaluate, "shardrules")
+            or not any(fnmatch.fnmatchcase(primitive.name, one) for one in _FORGETFUL)
+            or not (getattr(_innermost(evaluate), "__module__", None) or "").startswith("jax.")
+        ):
             return
         bind = primitive.bind
 
@@ -54,8 +67,12 @@ class ForgetfulHooks(Hooks):
             if self.acts:
                 avals = [self.jax.typeof(x) for x in args]
                 union = _union(map(self.jax.axis_type, avals))
-                args = [self.jax.cast(x, self.jax.axis_type(aval).vary(*union))
-                        if self.jax.can_cast(aval) else x for x, aval in zip(args, avals)]
+                args = [
+                    self.jax.cast(x, self.jax.axis_type(aval).vary(*union))
+                    if self.jax.can_cast(aval)
+                    else x
+                    for x, aval in zip(args, avals)
+                ]
             return bind(*args, **params)
 
         def abstract_eval(*avals, **params):
@@ -63,8 +80,10 @@ class ForgetfulHooks(Hooks):
             if self.acts:
                 union = _union(map(self.jax.axis_type, avals))
                 several = primitive.multiple_results
-                listed = [self.jax.with_axis_type(aval, self.jax.axis_type(aval).vary(*union))
-                          for aval in (outputs if several else (outputs,))]
+                listed = [
+                    self.jax.with_axis_type(aval, self.jax.axis_type(aval).vary(*union))
+                    for aval in (outputs if several else (outputs,))
+                ]
                 outputs = listed if several else listed[0]
             return outputs, effects
 

@@ -7,8 +7,8 @@ from typing import Any
 from shardrules.hooks.calls.opaque import confirm, find_rule, resolve, types_of
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.state import Hooks, Scope
-from shardrules.registry.table import normalise
 from shardrules.registry.axistypes import AxisType, Effect, format_effects
+from shardrules.registry.table import normalise
 
 __all__ = ["LoweringHooks"]
 
@@ -55,7 +55,8 @@ class LoweringHooks(Hooks):
         carry. The call's own types were settled outside, so here nothing is left to check.
         """
         stripped = lambda avals: [  # noqa: E731
-            self.jax.with_axis_type(a, AxisType()) for a in avals]
+            self.jax.with_axis_type(a, AxisType()) for a in avals
+        ]
         plain = ctx.replace(avals_in=stripped(ctx.avals_in), avals_out=stripped(ctx.avals_out))
         with self.jax.unchecked():
             results = original(plain, *operands, **params)
@@ -90,8 +91,7 @@ class LoweringHooks(Hooks):
         types = types_of(self.jax, ctx.avals_in)
         if not any(t.axes for t in types):  # the check is off: only what needs no types is known
             return kernel.effects or found.rule.effects(count) or (Effect("unknown"),) * count
-        return resolve(self.jax, self.state, kernel.scope, kernel.call, found, types,
-                       count).effects
+        return resolve(self.jax, self.state, kernel.scope, kernel.call, found, types, count).effects
 
 
 def _custom_calls(operands: Any, results: Any) -> list[Any]:
@@ -125,8 +125,9 @@ def _placed(effects: tuple[Effect, ...], call: Any, results: Any) -> tuple[Effec
     Mosaic GPU returns a kernel's scratch in global memory, too (JAX 0.10.2): that is no output.
     """
     own = list(call.results)
-    at = {own.index(value): effect for effect, value in zip(effects, _flat(results))
-          if value in own}
+    at = {
+        own.index(value): effect for effect, value in zip(effects, _flat(results)) if value in own
+    }
     if len(at) != len(effects):
         return effects
     return tuple(at.get(i, Effect("unknown")) for i in range(len(own)))

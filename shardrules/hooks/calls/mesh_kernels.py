@@ -16,10 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from shardrules.registry.axistypes import AxisType, Effect
-from shardrules.registry.binding import Binding, binding_of
 from shardrules.errors import RegistrationError
-from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.calls.lowering import LoweringHooks
 from shardrules.hooks.calls.opaque import (
     Call,
@@ -31,9 +28,12 @@ from shardrules.hooks.calls.opaque import (
     typed,
     types_of,
 )
+from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Instead, Patches
 from shardrules.hooks.flow.refs import check_written, written
 from shardrules.hooks.state import Hooks, State
+from shardrules.registry.axistypes import AxisType, Effect
+from shardrules.registry.binding import Binding, binding_of
 
 __all__ = ["MeshKernelHooks"]
 
@@ -108,8 +108,11 @@ class _Layout:
             if operand is None:
                 types.append(answered[answer])
             else:  # was a ref, and keeps its type: what is written to it is no wider
-                types.append(inputs[operand] if answer is None
-                             else inputs[operand].vary(*answered[answer].varying))
+                types.append(
+                    inputs[operand]
+                    if answer is None
+                    else inputs[operand].vary(*answered[answer].varying)
+                )
         return types
 
 
@@ -149,21 +152,41 @@ class MeshKernelHooks(Hooks):
         if not jax.typed:
             return
         if jax.mpmd_map_p is not None:
-            self._adopt(patches, _Kind(
-                jax.mpmd_map_p, lambda p: p["jaxprs"], lambda jaxpr, count: jaxpr.invars[:count],
-                lambda p: p["out_avals"],
-                lambda p: {out: at for at, out in dict(p["input_output_aliases"]).items()},
-                jax.mpmd_map_p.bind, jax.mpmd_map_p.abstract_eval), "mpmd_tracing")
+            self._adopt(
+                patches,
+                _Kind(
+                    jax.mpmd_map_p,
+                    lambda p: p["jaxprs"],
+                    lambda jaxpr, count: jaxpr.invars[:count],
+                    lambda p: p["out_avals"],
+                    lambda p: {out: at for at, out in dict(p["input_output_aliases"]).items()},
+                    jax.mpmd_map_p.bind,
+                    jax.mpmd_map_p.abstract_eval,
+                ),
+                "mpmd_tracing",
+            )
         if jax.core_map_p is not None:
-            self._adopt(patches, _Kind(
-                jax.core_map_p, lambda p: (p["jaxpr"],), lambda jaxpr, count: jaxpr.constvars,
-                lambda p: (), lambda p: {}, jax.core_map_p.bind, jax.core_map_p.abstract_eval),
-                "core_map_tracing")
+            self._adopt(
+                patches,
+                _Kind(
+                    jax.core_map_p,
+                    lambda p: (p["jaxpr"],),
+                    lambda jaxpr, count: jaxpr.constvars,
+                    lambda p: (),
+                    lambda p: {},
+                    jax.core_map_p.bind,
+                    jax.core_map_p.abstract_eval,
+                ),
+                "core_map_tracing",
+            )
         if jax.mpmd_map is not None:
             patches.attribute(*jax.owner("mpmd_map"), self._mpmd_map)
             patches.attribute(jax.custom_vmap, "__call__", self._custom_vmap())
-        patches.attribute(jax.custom_vmap_p, "bind", functools.partial(
-            self._bind_custom_vmap, jax.custom_vmap_p.bind))
+        patches.attribute(
+            jax.custom_vmap_p,
+            "bind",
+            functools.partial(self._bind_custom_vmap, jax.custom_vmap_p.bind),
+        )
 
     def _adopt(self, patches: Patches, kind: _Kind, tracing: str) -> None:
         primitive = kind.primitive
@@ -172,16 +195,33 @@ class MeshKernelHooks(Hooks):
         patches.attribute(primitive, "abstract_eval", functools.partial(self._evaluate, kind))
         if primitive is self.jax.mpmd_map_p:
             self.lowering.wrap(
-                patches, self.jax.lowerings, primitive,
-                lambda params: (self._proven(kind, params, self._known(kind, params))
-                                if self._acts(kind, params) else None))
+                patches,
+                self.jax.lowerings,
+                primitive,
+                lambda params: (
+                    self._proven(kind, params, self._known(kind, params))
+                    if self._acts(kind, params)
+                    else None
+                ),
+            )
         module = getattr(self.jax, tracing)
         if module is not None:
-            noting = {"trace_to_jaxpr_dynamic": self._trace, "trace_to_jaxpr": self._trace,
-                      "lower_jaxpr2": self._lower}
-            patches.attribute(*self.jax.owner(tracing), Instead(module, {
-                name: functools.partial(noted, getattr(module, name))
-                for name, noted in noting.items() if hasattr(module, name)}))
+            noting = {
+                "trace_to_jaxpr_dynamic": self._trace,
+                "trace_to_jaxpr": self._trace,
+                "lower_jaxpr2": self._lower,
+            }
+            patches.attribute(
+                *self.jax.owner(tracing),
+                Instead(
+                    module,
+                    {
+                        name: functools.partial(noted, getattr(module, name))
+                        for name, noted in noting.items()
+                        if hasattr(module, name)
+                    },
+                ),
+            )
 
     def known_of(self, primitive: Any, params: dict[str, Any]) -> Known | None:
         """Return what is known of an equation's kernel; None if it is no mesh kernel."""
@@ -235,8 +275,11 @@ class MeshKernelHooks(Hooks):
     def _mpmd_map(self, meshes_and_fns, /, out_types=(), **kwargs):
         """Make the kernel, with the check on again where plgpu.kernel switched it off."""
         jax = self.jax
-        again = (getattr(self._local, "checked", False) and not jax.checking()
-                 and all(_module(function) == _MOSAIC_GPU for _, function in meshes_and_fns))
+        again = (
+            getattr(self._local, "checked", False)
+            and not jax.checking()
+            and all(_module(function) == _MOSAIC_GPU for _, function in meshes_and_fns)
+        )
         checked = functools.partial(jax.check_vma, True) if again else contextlib.nullcontext
         noted = self.noted()
         before = len(noted)
@@ -272,6 +315,7 @@ class MeshKernelHooks(Hooks):
         """Trace the function again where its types are those of other operands (JAX 0.10.2)."""
         if self.acts:
             import jax
+
             call = params["call"]
             if types_of(self.jax, map(self.jax.typeof, args)) != types_of(self.jax, call.in_avals):
                 params["call"] = jax.make_jaxpr(jax.extend.core.jaxpr_as_fun(call))(*args)
@@ -291,8 +335,11 @@ class MeshKernelHooks(Hooks):
         known = self._kernels.get(jaxprs[0])
         if known is None:
             made_of, _ = self._origin(jaxprs[0])
-            known = (self._described(kind, jaxprs, params) if made_of is None
-                     else dataclasses.replace(made_of, annotations=(), layout=None))
+            known = (
+                self._described(kind, jaxprs, params)
+                if made_of is None
+                else dataclasses.replace(made_of, annotations=(), layout=None)
+            )
             self._kernels[jaxprs[0]] = known
         if known.scope is None:
             known.scope = self.state.scope
@@ -317,18 +364,26 @@ class MeshKernelHooks(Hooks):
         if name in _PLACEHOLDERS:
             name = getattr(inner, "__name__", name)
         code = getattr(inner, "__code__", None)
-        call = Call(kind.primitive.name, name,
-                    f"{code.co_filename}:{code.co_firstlineno}" if code else place,
-                    _module(inner), _binding(name, functions), kind.primitive)
+        call = Call(
+            kind.primitive.name,
+            name,
+            f"{code.co_filename}:{code.co_firstlineno}" if code else place,
+            _module(inner),
+            _binding(name, functions),
+            kind.primitive,
+        )
         notes = getattr(self._local, "notes", ())
         if len(notes) != len(kind.out_avals(params)):
             notes = ()
         return _Kernel(call, notes)
 
     def _layout(self, kind: _Kind, params: dict[str, Any], avals: Sequence[Any]) -> _Layout:
-        stored = {at for jaxpr in kind.jaxprs(params)
-                  for at, variable in enumerate(kind.operands(jaxpr, len(avals)))
-                  if variable in _variables(jaxpr, written(self.jax, jaxpr.effects))}
+        stored = {
+            at
+            for jaxpr in kind.jaxprs(params)
+            for at, variable in enumerate(kind.operands(jaxpr, len(avals)))
+            if variable in _variables(jaxpr, written(self.jax, jaxpr.effects))
+        }
         aliases = kind.aliases(params)
         answers: list[int | None] = []
         count = 0
@@ -336,10 +391,14 @@ class MeshKernelHooks(Hooks):
             answered = out not in aliases or aliases[out] in stored
             answers.append(count if answered else None)
             count += answered
-        refs = tuple(at for at, aval in enumerate(avals)
-                     if isinstance(aval, self.jax.AbstractRef) and at in stored)
-        return _Layout(tuple(answers), tuple(map(aliases.get, range(len(answers)))), refs,
-                       len(avals))
+        refs = tuple(
+            at
+            for at, aval in enumerate(avals)
+            if isinstance(aval, self.jax.AbstractRef) and at in stored
+        )
+        return _Layout(
+            tuple(answers), tuple(map(aliases.get, range(len(answers)))), refs, len(avals)
+        )
 
     # Rewrite and check.
 
@@ -355,9 +414,12 @@ class MeshKernelHooks(Hooks):
             resolution, types = self._resolve(self._proven(kind, params, known), layout, avals)
             if first:
                 check_annotations(known, tuple(types))
-            args = [self.jax.cast(x, want)
-                    if self.jax.can_cast(aval) and at not in layout.overwritten else x
-                    for at, (x, aval, want) in enumerate(zip(args, avals, resolution.inputs))]
+            args = [
+                self.jax.cast(x, want)
+                if self.jax.can_cast(aval) and at not in layout.overwritten
+                else x
+                for at, (x, aval, want) in enumerate(zip(args, avals, resolution.inputs))
+            ]
             if layout.answers:
                 # Into the call too, so that a jaxpr that outlives the hooks keeps its types.
                 params["out_avals"] = typed(self.jax, known, params["out_avals"], tuple(types))
@@ -369,16 +431,22 @@ class MeshKernelHooks(Hooks):
             return kind.evaluate(*avals, **params)
         # JAX 0.11 and 0.12 refuse every ref that varies; what is written to one is checked here.
         if not self.jax.checking():  # inside a kernel, where Mosaic GPU maps over warps (JAX 0.12)
-            return kind.evaluate(*(self._plain(aval) if isinstance(aval, self.jax.AbstractRef)
-                                   else aval for aval in avals), **params)
+            return kind.evaluate(
+                *(
+                    self._plain(aval) if isinstance(aval, self.jax.AbstractRef) else aval
+                    for aval in avals
+                ),
+                **params,
+            )
         outputs, effects = kind.evaluate(*map(self._plain, avals), **params)
         known = self._known(kind, params)
         layout = known.layout = self._layout(kind, params, avals)
         if not layout.count:
             return outputs, effects
         resolution, types = self._resolve(self._proven(kind, params, known), layout, avals)
-        for at, answer in zip(layout.refs, resolution.outputs[len(resolution.outputs)
-                                                              - len(layout.refs):]):
+        for at, answer in zip(
+            layout.refs, resolution.outputs[len(resolution.outputs) - len(layout.refs) :]
+        ):
             rule = "" if known.found is None else f", by the rule {known.found.rule!r},"
             check_written(self.jax, f"what {known.call} stores{rule}", avals[at], answer)
         return list(typed(self.jax, known, outputs, tuple(types))), effects
@@ -390,8 +458,15 @@ class MeshKernelHooks(Hooks):
 
     def _resolve(self, known: _Kernel, layout: _Layout, avals: Sequence[Any]):
         inputs = types_of(self.jax, avals)
-        resolution = resolve(self.jax, self.state, known.governing(self.state), known.call,
-                             known.found, inputs, layout.count)
+        resolution = resolve(
+            self.jax,
+            self.state,
+            known.governing(self.state),
+            known.call,
+            known.found,
+            inputs,
+            layout.count,
+        )
         return resolution, layout.types(resolution.outputs, inputs)
 
 
@@ -404,12 +479,14 @@ class _Lowering(LoweringHooks):
             return super()._effects(ctx, kernel, found)
         types = types_of(self.jax, ctx.avals_in)
         if any(t.axes for t in types):
-            effects = resolve(self.jax, self.state, kernel.scope, kernel.call, found, types,
-                              layout.count).effects
+            effects = resolve(
+                self.jax, self.state, kernel.scope, kernel.call, found, types, layout.count
+            ).effects
         else:
             effects = found.rule.effects(layout.count) or (Effect("unknown"),) * layout.count
-        return tuple(Effect("local") if answer is None else effects[answer]
-                     for answer in layout.answers)
+        return tuple(
+            Effect("local") if answer is None else effects[answer] for answer in layout.answers
+        )
 
 
 def _innermost(function: Any) -> Any:
@@ -417,8 +494,11 @@ def _innermost(function: Any) -> Any:
     seen: set[int] = set()
     while id(function) not in seen:
         seen.add(id(function))
-        function = (function.func if isinstance(function, functools.partial)
-                    else getattr(function, "__wrapped__", function))
+        function = (
+            function.func
+            if isinstance(function, functools.partial)
+            else getattr(function, "__wrapped__", function)
+        )
     return function
 
 
@@ -429,8 +509,9 @@ def _module(function: Any) -> str:
 def _held(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of a function's closure."""
     code = getattr(function, "__code__", None)
-    for name, cell in zip(getattr(code, "co_freevars", ()),
-                          getattr(function, "__closure__", None) or ()):
+    for name, cell in zip(
+        getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or ()
+    ):
         with contextlib.suppress(ValueError):  # not assigned yet
             yield name, cell.cell_contents
 
@@ -457,5 +538,7 @@ def _binding(name: str, functions: Sequence[Any]) -> Binding | None:
                 f"  {bindings[0].rule!r} at {bindings[0].where}\n"
                 f"  {other.rule!r} at {other.where}\n"
                 "they run as one call, so declare all of them with the rule of the whole",
-                name=name, places=(bindings[0].where, other.where))
+                name=name,
+                places=(bindings[0].where, other.where),
+            )
     return bindings[0]

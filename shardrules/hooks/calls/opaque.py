@@ -6,16 +6,25 @@ import dataclasses
 import warnings
 from typing import Any, NamedTuple
 
-from shardrules.registry.binding import Binding
 from shardrules.errors import RuleError, UnknownKernelError
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.state import COLLECT, Scope, State
-from shardrules.registry.table import Registration
 from shardrules.registry.axistypes import AxisType, Effect, Resolution, RuleContext
+from shardrules.registry.binding import Binding
 from shardrules.registry.rule import Rule, no_communication
+from shardrules.registry.table import Registration
 
-__all__ = ["Call", "Known", "check_annotations", "confirm", "find_rule", "prove", "resolve",
-           "typed", "types_of"]
+__all__ = [
+    "Call",
+    "Known",
+    "check_annotations",
+    "confirm",
+    "find_rule",
+    "prove",
+    "resolve",
+    "typed",
+    "types_of",
+]
 
 
 class Call(NamedTuple):
@@ -41,8 +50,7 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         kernel = "" if self.name == self.primitive else f" kernel {self.name!r}"
-        return f"{self.primitive}{kernel}" + (
-            f" (defined at {self.place})" if self.place else "")
+        return f"{self.primitive}{kernel}" + (f" (defined at {self.place})" if self.place else "")
 
 
 @dataclasses.dataclass
@@ -85,20 +93,28 @@ def check_annotations(known: Known, types: tuple[AxisType, ...]) -> None:
     for i, (note, one) in enumerate(zip(known.annotations, types)):
         if note is None or (one.varying <= note.varying and one.unreduced == note.unreduced):
             continue
-        said = (f"rule {known.found.rule!r} (declared at {known.found.where})" if known.found
-                else "policy for calls without a rule")
+        said = (
+            f"rule {known.found.rule!r} (declared at {known.found.where})"
+            if known.found
+            else "policy for calls without a rule"
+        )
         raise RuleError(
             f"output {i} of {known.call} is annotated '{note}', but the {said} makes it '{one}'. "
             "Remove the annotation (the rule is enough), or register a rule that says which axes "
             "the kernel makes invariant.",
-            kernel=known.call.name, annotation=note, answer=one)
+            kernel=known.call.name,
+            annotation=note,
+            answer=one,
+        )
 
 
 def typed(jax: Jax, known: Known, avals: Any, types: tuple[AxisType, ...]) -> tuple[Any, ...]:
     """Return avals with their types; an annotation that is wider widens them."""
     if any(known.annotations):
-        types = tuple(one if note is None else one.vary(*(note.varying - one.axes))
-                      for one, note in zip(types, known.annotations))
+        types = tuple(
+            one if note is None else one.vary(*(note.varying - one.axes))
+            for one, note in zip(types, known.annotations)
+        )
     return tuple(map(jax.with_axis_type, avals, types))
 
 
@@ -119,8 +135,9 @@ def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
     return None
 
 
-def prove(known: Known, state: State, primitive: str, params: dict[str, Any],
-          operand_count: int) -> None:
+def prove(
+    known: Known, state: State, primitive: str, params: dict[str, Any], operand_count: int
+) -> None:
     """Settle a call without a declaration by its kernel's own jaxpr, where that proves it.
 
     Args:
@@ -133,12 +150,14 @@ def prove(known: Known, state: State, primitive: str, params: dict[str, Any],
     if known.found is None and known.audit is None and known.governing(state).prove:
         known.audit = state.registry.audit(primitive, params, operand_count)
         if known.audit is not None and known.audit.proven:
-            known.found = Registration(known.call.name, no_communication,
-                                       known.call.place or "its own jaxpr", "audited")
+            known.found = Registration(
+                known.call.name, no_communication, known.call.place or "its own jaxpr", "audited"
+            )
 
 
-def confirm(known: Known, state: State, primitive: str, params: dict[str, Any],
-            operand_count: int) -> None:
+def confirm(
+    known: Known, state: State, primitive: str, params: dict[str, Any], operand_count: int
+) -> None:
     """Hold a declaration that a call doesn't communicate against its kernel's own jaxpr.
 
     What the jaxpr proves is marked audited; what it merely can't confirm stands, as declared. Not
@@ -166,7 +185,10 @@ def confirm(known: Known, state: State, primitive: str, params: dict[str, Any],
             f"{known.call} is declared {found.rule!r} at {found.where}, but its own jaxpr shows "
             f"otherwise:\n  {str(known.audit).replace(chr(10), chr(10) + '  ')}\nDeclare what it "
             "does: shardrules.all_gather, all_reduce, permute, per_device, ... with its mesh axes.",
-            kernel=known.call.name, rule=found.rule, audit=known.audit)
+            kernel=known.call.name,
+            rule=found.rule,
+            audit=known.audit,
+        )
     if known.audit.proven:
         known.found = dataclasses.replace(found, status="audited")
 
@@ -184,8 +206,16 @@ def _everywhere(context: RuleContext):
 _UNKNOWN = Rule("varying", _everywhere, lambda count: (Effect("unknown"),) * count)
 
 
-def resolve(jax: Jax, state: State, scope: Scope, call: Call, found: Registration | None,
-            inputs: tuple[AxisType, ...], output_count: int, audit: Any = None) -> Resolution:
+def resolve(
+    jax: Jax,
+    state: State,
+    scope: Scope,
+    call: Call,
+    found: Registration | None,
+    inputs: tuple[AxisType, ...],
+    output_count: int,
+    audit: Any = None,
+) -> Resolution:
     """Apply the rule of one call where it stands.
 
     Args:
@@ -213,24 +243,31 @@ def resolve(jax: Jax, state: State, scope: Scope, call: Call, found: Registratio
         try:
             return found.rule.resolve(context)
         except RuleError as error:
-            raise RuleError(f"{error}\n  {call}; rule declared at {found.where}",
-                            **{k: v for k, v in vars(error).items() if k != "message"}) from None
+            raise RuleError(
+                f"{error}\n  {call}; rule declared at {found.where}",
+                **{k: v for k, v in vars(error).items() if k != "message"},
+            ) from None
     if scope.policy == "error":
         raise _unknown(call, context, state, audit)
     if scope.policy == COLLECT:
         scope.notes.unknown.append((call, inputs))
         return no_communication.resolve(context)
     if scope.policy == "warn":
-        warnings.warn(f"{call} has no rule; its outputs are taken to vary over all of "
-                      f"{{{', '.join(axes)}}}", stacklevel=2)
+        warnings.warn(
+            f"{call} has no rule; its outputs are taken to vary over all of {{{', '.join(axes)}}}",
+            stacklevel=2,
+        )
     return _UNKNOWN.resolve(context)
 
 
 def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> UnknownKernelError:
     inputs = "\n".join(f"    input {i}: {t}" for i, t in enumerate(context.inputs))
     names = ", ".join(map(repr, state.registry.names())) or "none"
-    why = "" if audit is None else (
-        f"Its own jaxpr is {str(audit).replace(chr(10), chr(10) + '  ')}\n")
+    why = (
+        ""
+        if audit is None
+        else (f"Its own jaxpr is {str(audit).replace(chr(10), chr(10) + '  ')}\n")
+    )
     return UnknownKernelError(
         f"no rule for {call}: shard_map(check_vma=True) over manual axes "
         f"{{{', '.join(context.mesh_axes)}}} can't tell over which of them its outputs vary\n"
@@ -240,4 +277,8 @@ def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> Unkn
         f"    shardrules.register({call.name!r}, shardrules.no_communication)\n"
         f"If it communicates, register a function of a shardrules.RuleContext. "
         f"Names with a rule: {names}.",
-        kernel=call.name, inputs=context.inputs, mesh_axes=context.mesh_axes, audit=audit)
+        kernel=call.name,
+        inputs=context.inputs,
+        mesh_axes=context.mesh_axes,
+        audit=audit,
+    )

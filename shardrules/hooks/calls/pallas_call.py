@@ -14,8 +14,6 @@ import threading
 import weakref
 from typing import Any, NamedTuple
 
-from shardrules.registry.binding import Binding, Declared, binding_of
-from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.calls.lowering import LoweringHooks
 from shardrules.hooks.calls.opaque import (
     Call,
@@ -27,9 +25,11 @@ from shardrules.hooks.calls.opaque import (
     typed,
     types_of,
 )
+from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.state import State
 from shardrules.registry.axistypes import AxisType
+from shardrules.registry.binding import Binding, Declared, binding_of
 
 __all__ = ["PallasHooks"]
 
@@ -78,8 +78,7 @@ class PallasHooks:
         self.lowering = lowering
         # Keyed by the kernel's jaxpr, which is one object through eval, partial eval and dce.
         # What was traced becomes known when it is bound.
-        self._kernels: weakref.WeakKeyDictionary[Any, Known | _Traced] = (
-            weakref.WeakKeyDictionary())
+        self._kernels: weakref.WeakKeyDictionary[Any, Known | _Traced] = weakref.WeakKeyDictionary()
         self._local = _Here()
 
     def install(self, patches: Patches) -> None:
@@ -122,7 +121,7 @@ class PallasHooks:
                 # over from calls that failed in between.
                 if any(noted):
                     grid_mapping = args[1]
-                    annotations = tuple(noted[len(noted) - grid_mapping.num_outputs:])
+                    annotations = tuple(noted[len(noted) - grid_mapping.num_outputs :])
                 noted.clear()
             body = fun.__wrapped__ if isinstance(fun, Declared) else fun
             if jax.traces_kernels_unchecked:
@@ -150,8 +149,10 @@ class PallasHooks:
             name, place = self.jax.describe_kernel(jaxpr, params)
             outer = self._local.outer
             if kernel is not None:
-                kernel = Known(Call("pallas_call", name, place, kernel.module, kernel.binding),
-                               kernel.annotations)
+                kernel = Known(
+                    Call("pallas_call", name, place, kernel.module, kernel.binding),
+                    kernel.annotations,
+                )
             elif outer is not None and outer.call.name == name:
                 # A jaxpr that a transformation made: its name stays, and so does the rule of the
                 # bind that is being transformed. Its outputs are others: no annotation carries on.
@@ -190,12 +191,14 @@ class PallasHooks:
             if first and kernel.annotations:
                 check_annotations(kernel, resolution.outputs)
             if inputs != resolution.inputs:
-                args = [x if have is want or isinstance(aval, self.jax.AbstractRef)
-                        else self.jax.cast(x, want)
-                        for x, aval, have, want in zip(args, avals, inputs, resolution.inputs)]
+                args = [
+                    x
+                    if have is want or isinstance(aval, self.jax.AbstractRef)
+                    else self.jax.cast(x, want)
+                    for x, aval, have, want in zip(args, avals, inputs, resolution.inputs)
+                ]
             # Written into the call too, so that a jaxpr that outlives the hooks keeps its types.
-            params["out_avals"] = typed(self.jax, kernel, params["out_avals"],
-                                        resolution.outputs)
+            params["out_avals"] = typed(self.jax, kernel, params["out_avals"], resolution.outputs)
             settled = jaxpr, resolution.inputs, resolution.outputs
         local.outer, local.settled = kernel, settled
         try:
@@ -208,8 +211,11 @@ class PallasHooks:
         outputs, effects = self._abstract_eval(*avals, **params)
         inputs = types_of(self.jax, avals)
         local = self._local
-        if local.settled is not None and local.settled[0] is params["jaxpr"] and (
-                local.settled[1] == inputs):
+        if (
+            local.settled is not None
+            and local.settled[0] is params["jaxpr"]
+            and (local.settled[1] == inputs)
+        ):
             return typed(self.jax, local.outer, outputs, local.settled[2]), effects
         if not (self._acts(params["jaxpr"]) and self.jax.checking()):
             return outputs, effects
@@ -218,5 +224,13 @@ class PallasHooks:
         return typed(self.jax, kernel, outputs, types), effects
 
     def _resolve(self, kernel: Known, inputs: tuple[AxisType, ...], output_count: int):
-        return resolve(self.jax, self.state, kernel.governing(self.state), kernel.call,
-                       kernel.found, inputs, output_count, kernel.audit)
+        return resolve(
+            self.jax,
+            self.state,
+            kernel.governing(self.state),
+            kernel.call,
+            kernel.found,
+            inputs,
+            output_count,
+            kernel.audit,
+        )

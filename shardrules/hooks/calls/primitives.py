@@ -15,10 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shardrules.registry.axistypes import AxisType
-from shardrules.registry.binding import binding_of
 from shardrules.hooks.calls.carriers import Carriers, is_lent
-from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.calls.forgetful import ForgetfulHooks
 from shardrules.hooks.calls.lowering import LoweringHooks
 from shardrules.hooks.calls.opaque import (
@@ -30,8 +27,11 @@ from shardrules.hooks.calls.opaque import (
     typed,
     types_of,
 )
+from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.state import COLLECT, State
+from shardrules.registry.axistypes import AxisType
+from shardrules.registry.binding import binding_of
 
 __all__ = ["PrimitiveHooks"]
 
@@ -122,12 +122,14 @@ class PrimitiveHooks:
     def install(self, patches: Patches) -> None:
         """Adopt JAX's opaque primitives, users' primitives, and those that are made later."""
         jax = self.jax
-        for key, names, results in (("ffi_call_p", _called("target_name"), "result_avals"),
-                                    ("pure_callback_p", _callback, "result_avals"),
-                                    ("io_callback_p", _callback, "result_avals"),
-                                    ("buffer_callback_p", _callback, "result_avals"),
-                                    ("call_exported_p", _exported, ""),
-                                    ("tpu_custom_call_p", _called("kernel_name"), "out_avals")):
+        for key, names, results in (
+            ("ffi_call_p", _called("target_name"), "result_avals"),
+            ("pure_callback_p", _callback, "result_avals"),
+            ("io_callback_p", _callback, "result_avals"),
+            ("buffer_callback_p", _callback, "result_avals"),
+            ("call_exported_p", _exported, ""),
+            ("tpu_custom_call_p", _called("kernel_name"), "out_avals"),
+        ):
             primitive = getattr(jax, key)
             if primitive is not None:
                 self._adopt(patches, _Kind(primitive, names, results))
@@ -158,21 +160,29 @@ class PrimitiveHooks:
                     self._adopt(patches, _Kind(primitive, _users, own=True))
 
         # Where JAX has it, and where users take it from.
-        for owner in (jax.owner("register_lowering")[0],
-                      importlib.import_module("jax.interpreters.mlir")):
+        for owner in (
+            jax.owner("register_lowering")[0],
+            importlib.import_module("jax.interpreters.mlir"),
+        ):
             patches.attribute(owner, "register_lowering", register_lowering)
 
     def _tag(self, patches: Patches, kind: _Kind) -> None:
         for table in (self.jax.lowerings, *(self.jax.platform_lowerings or {}).values()):
             if kind.primitive in table:
-                self.lowering.wrap(patches, table, kind.primitive,
-                                   lambda params: self._known(kind, params))
+                self.lowering.wrap(
+                    patches, table, kind.primitive, lambda params: self._known(kind, params)
+                )
 
     def _users_primitives(self) -> Iterator[Any]:
         """Yield each primitive that can be lowered and is not JAX's own."""
         jax = self.jax
-        own = {id(value) for name, module in list(sys.modules.items()) if _is_jax(name)
-               for value in list(vars(module).values()) if isinstance(value, jax.Primitive)}
+        own = {
+            id(value)
+            for name, module in list(sys.modules.items())
+            if _is_jax(name)
+            for value in list(vars(module).values())
+            if isinstance(value, jax.Primitive)
+        }
         tables = [jax.lowerings, *(jax.platform_lowerings or {}).values()]
         for primitive in dict.fromkeys(p for table in tables for p in table):
             if id(primitive) not in own and not _is_jax(_module(primitive)):
@@ -241,10 +251,15 @@ class PrimitiveHooks:
             return dataclasses.replace(outer[1], annotations=())
         scope = self.state.scope
         code = getattr(function, "__code__", None)
-        call = Call(kind.primitive.name, names[0],
-                    f"{code.co_filename}:{code.co_firstlineno}" if code else "",
-                    getattr(function, "__module__", None) or "",
-                    binding_of(function), kind.primitive, names[1:])
+        call = Call(
+            kind.primitive.name,
+            names[0],
+            f"{code.co_filename}:{code.co_firstlineno}" if code else "",
+            getattr(function, "__module__", None) or "",
+            binding_of(function),
+            kind.primitive,
+            names[1:],
+        )
         return Known(call, getattr(results, "notes", ()), find_rule(call, scope, self.state), scope)
 
     # Rewrite and check.
@@ -263,8 +278,10 @@ class PrimitiveHooks:
                 resolution = self._resolve(known, avals, count)
                 if not isinstance(results, _Settled):
                     check_annotations(known, resolution.outputs)
-                args = [self.jax.cast(x, want) if self.jax.can_cast(aval) else x
-                        for x, aval, want in zip(args, avals, resolution.inputs)]
+                args = [
+                    self.jax.cast(x, want) if self.jax.can_cast(aval) else x
+                    for x, aval, want in zip(args, avals, resolution.inputs)
+                ]
                 if results is not None:
                     settled = _Settled(typed(self.jax, known, results, resolution.outputs))
                     settled.known = known
@@ -309,8 +326,15 @@ class PrimitiveHooks:
         return kind.own and known.governing(self.state).policy in ("error", COLLECT)
 
     def _resolve(self, known: Known, avals, output_count: int):
-        return resolve(self.jax, self.state, known.governing(self.state), known.call, known.found,
-                       types_of(self.jax, avals), output_count)
+        return resolve(
+            self.jax,
+            self.state,
+            known.governing(self.state),
+            known.call,
+            known.found,
+            types_of(self.jax, avals),
+            output_count,
+        )
 
     @contextlib.contextmanager
     def _transforming(self, kind: _Kind, known: Known):

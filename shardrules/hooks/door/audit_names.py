@@ -21,29 +21,37 @@ AUDIT_SYMBOLS = {
     "AbstractRef": ("jax._src.state", "AbstractRef", "tells a kernel's refs from its values"),
     "Literal": ("jax._src.core", "Literal", "tells a jaxpr's constants from its variables"),
     "Primitive": ("jax._src.core", "Primitive", "finds primitives in the modules below"),
-    "user_frame": ("jax._src.source_info_util", "user_frame",
-                   "the line of the kernel that an equation comes from"),
+    "user_frame": (
+        "jax._src.source_info_util",
+        "user_frame",
+        "the line of the kernel that an equation comes from",
+    ),
 }
 
 # (family, module). Read only where something else has imported them: who holds a primitive has.
 # A module may also hold primitives that it imports; the first family wins.
 AUDIT_MODULES = tuple(
-    (family, f"jax._src.{module}") for family, modules in (
+    (family, f"jax._src.{module}")
+    for family, modules in (
         ("parallel", "lax.parallel"),
         ("debug", "debugging"),
         ("callback", "callback ffi tpu_custom_call custom_partitioning"),
-        ("jax", "lax.lax lax.slicing lax.special lax.convolution lax.control_flow.loops "
-                "lax.control_flow.conditionals lax.windowed_reductions ad_util ad_checkpoint core "
-                "pjit custom_derivatives prng random random.prng random.core random.threefry2x32 "
-                "random.threefry4x32 random.philox2x32 random.philox4x32"),
+        (
+            "jax",
+            "lax.lax lax.slicing lax.special lax.convolution lax.control_flow.loops "
+            "lax.control_flow.conditionals lax.windowed_reductions ad_util ad_checkpoint core "
+            "pjit custom_derivatives prng random random.prng random.core random.threefry2x32 "
+            "random.threefry4x32 random.philox2x32 random.philox4x32",
+        ),
         ("state", "state.primitives state.discharge state.types state.indexing"),
         ("pallas", "pallas.primitives pallas.core pallas.einshape"),
         ("tpu", "pallas.mosaic.primitives pallas.mosaic.pipeline"),
         ("sc", "pallas.mosaic.sc_primitives"),
-        ("mgpu", "pallas.mosaic_gpu.primitives pallas.mosaic_gpu.core "
-                 "pallas.mosaic_gpu.lowering"),
+        ("mgpu", "pallas.mosaic_gpu.primitives pallas.mosaic_gpu.core pallas.mosaic_gpu.lowering"),
         ("triton", "pallas.triton.primitives"),
-    ) for module in modules.split())
+    )
+    for module in modules.split()
+)
 
 
 class AuditNames:
@@ -95,6 +103,7 @@ def load_audit() -> AuditNames:
       UnsupportedJaxError: if one is missing.
     """
     import jax
+
     symbols = {}
     for key, (module, attribute, reason) in AUDIT_SYMBOLS.items():
         try:
@@ -104,6 +113,8 @@ def load_audit() -> AuditNames:
                 f"shardrules can't audit kernels on JAX {jax.__version__}: {module}:{attribute} "
                 f"is missing. It is used for: {reason}. Declare your kernels instead "
                 "(shardrules.no_communication), or install a JAX that the README's table of "
-                "versions lists.", version=jax.__version__, symbol=f"{module}:{attribute}",
+                "versions lists.",
+                version=jax.__version__,
+                symbol=f"{module}:{attribute}",
             ) from error
     return AuditNames(symbols)

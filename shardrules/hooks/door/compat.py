@@ -18,7 +18,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.registry.axistypes import AxisType
 from shardrules.errors import RuleError
 from shardrules.hooks.door import versions
 from shardrules.hooks.door.symbols import (
@@ -32,6 +31,7 @@ from shardrules.hooks.door.symbols import (
     unsupported,
 )
 from shardrules.hooks.door.trace_key import ContextKey, MeshKey
+from shardrules.registry.axistypes import AxisType
 
 __all__ = ["Jax", "check_version", "load"]
 
@@ -59,8 +59,9 @@ class Jax:
       typed: whether axis types are on avals.
     """
 
-    def __init__(self, version: str, symbols: dict[str, Any],
-                 owners: dict[str, tuple[Any, str]], typed: bool):
+    def __init__(
+        self, version: str, symbols: dict[str, Any], owners: dict[str, tuple[Any, str]], typed: bool
+    ):
         self.__dict__.update(symbols)
         self.version = version
         self.typed = typed
@@ -91,16 +92,22 @@ class Jax:
             return _INVARIANT
         # JAX 0.6.1 to 0.9 keep the other two in the sharding's spec.
         spec = getattr(getattr(aval, "sharding", None), "spec", None)
-        return AxisType(varying, getattr(spec, "unreduced", frozenset()) or frozenset(),
-                        getattr(spec, "reduced", frozenset()) or frozenset())
+        return AxisType(
+            varying,
+            getattr(spec, "unreduced", frozenset()) or frozenset(),
+            getattr(spec, "reduced", frozenset()) or frozenset(),
+        )
 
     def _type(self, mat: Any) -> AxisType:
         return self._types.setdefault(mat, AxisType(mat.varying, mat.unreduced, mat.reduced))
 
     def with_axis_type(self, aval: Any, axis_type: AxisType) -> Any:
         """Return ``aval`` with another axis type; what can't carry one is returned as it is."""
-        if (not self.typed or not isinstance(aval, self.ShapedArray)
-                or self.axis_type(aval) == axis_type):
+        if (
+            not self.typed
+            or not isinstance(aval, self.ShapedArray)
+            or self.axis_type(aval) == axis_type
+        ):
             return aval
         if aval.sharding.mesh.empty and axis_type.axes:
             # out_shape given as an array: its aval names no mesh (JAX 0.10.2).
@@ -109,14 +116,19 @@ class Jax:
 
     def _retype(self, aval: Any, axis_type: AxisType) -> Any:
         if self.ManualAxisType is not None:
-            return aval.update(manual_axis_type=self.ManualAxisType(
-                varying=axis_type.varying, unreduced=axis_type.unreduced,
-                reduced=axis_type.reduced))
+            return aval.update(
+                manual_axis_type=self.ManualAxisType(
+                    varying=axis_type.varying,
+                    unreduced=axis_type.unreduced,
+                    reduced=axis_type.reduced,
+                )
+            )
         changes: dict[str, Any] = {"vma": axis_type.varying}
         have = self.axis_type(aval)
         if (have.unreduced, have.reduced) != (axis_type.unreduced, axis_type.reduced):
-            spec = type(aval.sharding.spec)(*aval.sharding.spec, unreduced=axis_type.unreduced,
-                                            reduced=axis_type.reduced)
+            spec = type(aval.sharding.spec)(
+                *aval.sharding.spec, unreduced=axis_type.unreduced, reduced=axis_type.reduced
+            )
             changes["sharding"] = aval.sharding.update(spec=spec)
         return aval.update(**changes)
 
@@ -134,6 +146,7 @@ class Jax:
           shape: one leaf of pallas_call's ``out_shape`` or of ffi_call's ``result_shape_dtypes``.
         """
         import jax
+
         if not isinstance(shape, jax.ShapeDtypeStruct):
             return None  # an array's own type is no annotation
         if self.ManualAxisType is not None:
@@ -144,8 +157,7 @@ class Jax:
 
     def unannotated(self, shape: Any) -> Any:
         """Return an annotated ``ShapeDtypeStruct`` without its annotation."""
-        return shape.update(
-            **{"vma" if self.ManualAxisType is None else "manual_axis_type": None})
+        return shape.update(**{"vma" if self.ManualAxisType is None else "manual_axis_type": None})
 
     def can_cast(self, aval: Any) -> bool:
         """Whether a value of this aval can be cast: an array, that is, not a ref or a token."""
@@ -203,7 +215,9 @@ class Jax:
             return self.pcast(value, order)
         raise RuleError(
             f"JAX {self.version} has no cast to {to} over {{{', '.join(order)}}}; rules that make "
-            "a value unreduced need JAX 0.8 or newer", axes=axes)
+            "a value unreduced need JAX 0.8 or newer",
+            axes=axes,
+        )
 
     def cast_outputs(self, jaxpr: Any, types: Sequence[AxisType]) -> Any:
         """Return a jaxpr whose outputs have these axis types, by casts at its end.
@@ -213,15 +227,20 @@ class Jax:
           types: for each output, one that varies over the same axes or over more.
         """
         import jax
+
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         closed = inner is not jaxpr
-        wide = [i for i, (var, want) in enumerate(zip(inner.outvars, types))
-                if self.axis_type(var.aval) != want]
+        wide = [
+            i
+            for i, (var, want) in enumerate(zip(inner.outvars, types))
+            if self.axis_type(var.aval) != want
+        ]
         if not wide:
             return jaxpr
         outvars = list(inner.outvars)
         casts = jax.make_jaxpr(lambda *xs: [self.cast(x, types[i]) for x, i in zip(xs, wide)])(
-            *(outvars[i].aval for i in wide)).jaxpr
+            *(outvars[i].aval for i in wide)
+        ).jaxpr
         known = dict(zip(casts.invars, (outvars[i] for i in wide)))
         eqns = [eqn.replace(invars=[known.get(v, v) for v in eqn.invars]) for eqn in casts.eqns]
         for i, var in zip(wide, casts.outvars):
@@ -242,8 +261,13 @@ class Jax:
         function, _, place = (getattr(info, "func_src_info", None) or "").partition(" at ")
         # JAX 0.4.31 to 0.5.0 keep both in one parameter, 0.4.28 the name alone.
         both = params.get("name_and_src_info")
-        name = (params.get("name") or getattr(both, "name", None)
-                or getattr(info, "func_name", None) or function or "unknown")
+        name = (
+            params.get("name")
+            or getattr(both, "name", None)
+            or getattr(info, "func_name", None)
+            or function
+            or "unknown"
+        )
         return name, place
 
     def kernel_jaxpr(self, traced: Any) -> tuple[Any, Any]:
@@ -262,7 +286,7 @@ class Jax:
         jaxpr = traced[index]
         if self._caches_kernels:
             jaxpr = jaxpr.replace()
-            traced = (*traced[:index], jaxpr, *traced[index + 1:])
+            traced = (*traced[:index], jaxpr, *traced[index + 1 :])
         return jaxpr, traced
 
     def source_line(self, source_info: Any) -> str:
@@ -351,6 +375,7 @@ def check_version(version: str) -> str:
         return f"it is newer than {'.'.join(map(str, NEWEST))}, the newest that was tested"
     return ""
 
+
 def _types_on_avals() -> bool:
     """Whether this JAX's avals carry axis types; JAX 0.6.0 can be told that they shall not."""
     if not any(not look(s)[2] for s in TYPE_SYMBOLS if s.key == "check_vma"):
@@ -368,13 +393,17 @@ def load() -> Jax:
         hooks on this JAX and ``SHARDRULES_ALLOW_UNTESTED_JAX=1`` is not set; nothing was changed.
     """
     import jax
+
     version = jax.__version__
     typed = _types_on_avals()
     found, owners = find(version, SYMBOLS + (TYPE_SYMBOLS if typed else SET_SYMBOLS))
     strange = check_version(version)
     if strange and os.environ.get(ANYWAY, "") not in ("1", "true", "yes"):
         raise unsupported(
-            version, f"{strange}. The {len(found)} private names that they use are there "
+            version,
+            f"{strange}. The {len(found)} private names that they use are there "
             f"and take what they took, so they may work: set {ANYWAY}=1 in the environment, and "
-            "compare your gradients.", symbol=None)
+            "compare your gradients.",
+            symbol=None,
+        )
     return Jax(version, found, owners, typed)

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["mesh_of", "mesh_of_lowered", "mesh_shape", "output_shardings", "parameter_shardings", "platform",
-           "unoptimized_text"]
+__all__ = [
+    "mesh_of",
+    "mesh_of_lowered",
+    "mesh_shape",
+    "output_shardings",
+    "parameter_shardings",
+    "platform",
+    "unoptimized_text",
+]
 
 
 def mesh_shape(tree: Any) -> dict[str, int] | None:
@@ -15,6 +22,7 @@ def mesh_shape(tree: Any) -> dict[str, int] | None:
       tree: a pytree of shardings, or of arrays and ShapeDtypeStructs that carry them.
     """
     import jax
+
     meshes = set()
     for leaf in jax.tree_util.tree_leaves(tree):
         mesh = getattr(getattr(leaf, "sharding", leaf), "mesh", None)
@@ -36,17 +44,22 @@ def parameter_shardings(compiled: Any) -> list[tuple[tuple[int, ...], str]] | No
       the program does not say.
     """
     import jax
+
     is_none = lambda x: x is None  # noqa: E731
     shardings = jax.tree_util.tree_leaves(_told(compiled, "input_shardings"), is_leaf=is_none)
     infos = jax.tree_util.tree_leaves(_told(compiled, "args_info"))
     if len(shardings) != len(infos):
         return None
     # An argument's shape stands on its aval in JAX 0.4.28.
-    kept = [(_array_shape(getattr(info, "aval", info)), sharding)
-            for info, sharding in zip(infos, shardings)
-            if sharding is not None]
-    return [(sharding.shard_shape(shape), str(sharding._to_xla_hlo_sharding(len(shape))))
-            for shape, sharding in kept]
+    kept = [
+        (_array_shape(getattr(info, "aval", info)), sharding)
+        for info, sharding in zip(infos, shardings)
+        if sharding is not None
+    ]
+    return [
+        (sharding.shard_shape(shape), str(sharding._to_xla_hlo_sharding(len(shape))))
+        for shape, sharding in kept
+    ]
 
 
 def output_shardings(compiled: Any, shapes: list[str]) -> list[tuple[str, str] | None] | None:
@@ -62,6 +75,7 @@ def output_shardings(compiled: Any, shapes: list[str]) -> list[tuple[str, str] |
       One entry for each array, None for a token; or None if the program does not say.
     """
     import jax
+
     told = _told(compiled, "output_shardings")
     if told is None and shapes:
         return None
@@ -69,18 +83,23 @@ def output_shardings(compiled: Any, shapes: list[str]) -> list[tuple[str, str] |
     tokens = len(shapes) - len(leaves)
     if tokens < 0 or any(shape != "token[]" for shape in shapes[:tokens]):
         return None
-    ranks = [len(shape.partition("[")[2].strip("]").split(",")) if "[]" not in shape else 0
-             for shape in shapes[tokens:]]
+    ranks = [
+        len(shape.partition("[")[2].strip("]").split(",")) if "[]" not in shape else 0
+        for shape in shapes[tokens:]
+    ]
     return [None] * tokens + [
         (jax.tree_util.keystr(path), str(sharding._to_xla_hlo_sharding(rank)))
-        for (path, sharding), rank in zip(leaves, ranks)]
+        for (path, sharding), rank in zip(leaves, ranks)
+    ]
 
 
 def platform(compiled: Any) -> str | None:
     """Return ``cpu``, ``tpu`` or ``gpu``, or None if a compiled program does not say."""
     import jax
+
     leaves = jax.tree_util.tree_leaves(
-        [_told(compiled, name) for name in ("input_shardings", "output_shardings")])
+        [_told(compiled, name) for name in ("input_shardings", "output_shardings")]
+    )
     found = {device.platform for leaf in leaves for device in leaf.device_set}
     if len(found) != 1:
         return None
@@ -135,6 +154,7 @@ def _told(compiled: Any, name: str) -> Any:
 def _array_shape(aval: Any) -> tuple[int, ...]:
     """Return the shape of the array that holds an argument: a key's data has more dimensions."""
     import jax
+
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return tuple(aval.shape)

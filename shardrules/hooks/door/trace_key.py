@@ -47,6 +47,7 @@ class MeshKey:
         """Forget every trace, if the value is another one."""
         if value != self._value:
             import jax
+
             self._value = value
             jax.clear_caches()
 

@@ -11,7 +11,9 @@ _VERSION = re.compile(
     r"(?:[._-]?(?P<phase>a|alpha|b|beta|rc|c|pre|preview)[._-]?(?P<number>\d*))?"
     r"(?:-(?P<post_dash>\d+)|[._-]?(?P<post>post|rev|r)[._-]?(?P<post_number>\d*))?"
     r"(?:[._-]?(?P<dev>dev)[._-]?(?P<dev_number>\d*))?"
-    r"(?:\+.*)?", re.IGNORECASE)
+    r"(?:\+.*)?",
+    re.IGNORECASE,
+)
 
 _PHASES = {"a": 0, "alpha": 0, "b": 1, "beta": 1, "c": 2, "rc": 2, "pre": 2, "preview": 2}
 

@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from shardrules.registry.axistypes import show_axes
 from shardrules.errors import ShardrulesError
+from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.door import compat
 from shardrules.hooks.explain.explanation import (
     ExplainedCall,
@@ -28,9 +28,9 @@ from shardrules.hooks.explain.explanation import (
     name_of,
     short,
 )
-from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.flow.equations import scan_counts
 from shardrules.hooks.state import COLLECT, Notes
+from shardrules.registry.axistypes import show_axes
 
 __all__ = ["explain", "scan_calls"]
 
@@ -51,8 +51,12 @@ def explain(f: Callable, *args, **kwargs) -> Explanation:
     with _collecting() as notes:
         walk = _Walk(notes)
         walk.program(_traced(f, args, kwargs))
-    return Explanation(tuple(_counted(walk.calls)), tuple(_counted(walk.casts)),
-                       tuple(_counted(walk.sums)), tuple(dict.fromkeys(walk.claims)))
+    return Explanation(
+        tuple(_counted(walk.calls)),
+        tuple(_counted(walk.casts)),
+        tuple(_counted(walk.sums)),
+        tuple(dict.fromkeys(walk.claims)),
+    )
 
 
 def scan_calls(f: Callable, *args, **kwargs) -> MissingRules:
@@ -82,20 +86,31 @@ def scan_calls(f: Callable, *args, **kwargs) -> MissingRules:
                 raise
             stopped = error
     found: dict[tuple, MissingRule] = {}
-    rows = [(call.primitive, call.kernel, call.defined_at, call.at, call.inputs, call.checked)
-            for call in walk.calls if call.status == "no rule"]
+    rows = [
+        (call.primitive, call.kernel, call.defined_at, call.at, call.inputs, call.checked)
+        for call in walk.calls
+        if call.status == "no rule"
+    ]
     # Before these, in the order of the trace: what the jaxpr shows no longer, or not at all.
-    rows = [(call.primitive, call.name, call.place, "", inputs, True)
-            for call, inputs in notes.unknown] + rows
+    rows = [
+        (call.primitive, call.name, call.place, "", inputs, True) for call, inputs in notes.unknown
+    ] + rows
     for primitive, kernel, defined, at, inputs, checked in rows:
         known = found.get((primitive, kernel, defined))
         if known is None:
             found[primitive, kernel, defined] = MissingRule(
-                kernel, primitive, defined, (at,) if at else (), inputs if checked else (),
-                checked, _lines(primitive, kernel, defined))
+                kernel,
+                primitive,
+                defined,
+                (at,) if at else (),
+                inputs if checked else (),
+                checked,
+                _lines(primitive, kernel, defined),
+            )
         elif at and at not in known.called_at:
             found[primitive, kernel, defined] = dataclasses.replace(
-                known, called_at=(*known.called_at, at))
+                known, called_at=(*known.called_at, at)
+            )
     known_count = sum(call.status != "no rule" for call in walk.calls)
     return MissingRules(tuple(found.values()), known_count, stopped)
 
@@ -103,8 +118,7 @@ def scan_calls(f: Callable, *args, **kwargs) -> MissingRules:
 def _lines(primitive: str, kernel: str, defined: str) -> tuple[str, ...]:
     register = f"shardrules.register({kernel!r}, shardrules.no_communication)"
     if primitive == "pallas_call" and defined:
-        return (f"@shardrules.no_communication  # above the def at {short(defined)}, or",
-                register)
+        return (f"@shardrules.no_communication  # above the def at {short(defined)}, or", register)
     return (register,)
 
 
@@ -115,11 +129,13 @@ def _lines(primitive: str, kernel: str, defined: str) -> tuple[str, ...]:
 def _collecting() -> Iterator[Notes]:
     """Act as after ``install()``, take notes, and never stop at a call without a rule."""
     from shardrules import hooks
+
     state, notes = hooks._state, Notes()
     hooks._hold()
     try:
-        with state.enter(dataclasses.replace(state.scope, active=True, policy=COLLECT,
-                                             notes=notes)):
+        with state.enter(
+            dataclasses.replace(state.scope, active=True, policy=COLLECT, notes=notes)
+        ):
             yield notes
     finally:
         hooks._release()
@@ -127,10 +143,13 @@ def _collecting() -> Iterator[Notes]:
 
 def _traced(f: Callable, args: tuple, kwargs: dict) -> Any:
     import jax
+
     if not callable(f):
         raise ShardrulesError(
             f"{type(f).__name__} can't be called; pass the function and its arguments, not what "
-            "it was lowered or compiled to", program=f)
+            "it was lowered or compiled to",
+            program=f,
+        )
     return jax.make_jaxpr(f)(*args, **kwargs)
 
 
@@ -162,9 +181,14 @@ class _Place:
 
 
 # Casts by JAX's names for them (two of them lost a suffix in 0.12): to what.
-_CASTS = {"pvary": "varying", "pcast": "varying", "reduced_vary_cast": "varying",
-          "reduced_vary_cast_p": "varying", "vary_unreduced_cast": "unreduced",
-          "vary_unreduced_cast_p": "unreduced"}
+_CASTS = {
+    "pvary": "varying",
+    "pcast": "varying",
+    "reduced_vary_cast": "varying",
+    "reduced_vary_cast_p": "varying",
+    "vary_unreduced_cast": "unreduced",
+    "vary_unreduced_cast_p": "unreduced",
+}
 _SUMS = ("psum", "psum_invariant", "psum2")
 _LOOPS = {"scan": "scan", "while": "while_loop"}  # primitive: function
 
@@ -192,12 +216,15 @@ class _Walk:
 
     def _read(self, jaxpr: Any, place: _Place, outcome: str = "a result") -> None:
         from shardrules import hooks
+
         uses = _uses(jaxpr)
         for eqn in jaxpr.eqns:
             around = f"within {place.at.removeprefix('within ')}" if place.at else ""
             here = dataclasses.replace(
-                place, stack=f"{place.stack}/{eqn.source_info.name_stack}",
-                at=self.jax.source_line(eqn.source_info) or around)
+                place,
+                stack=f"{place.stack}/{eqn.source_info.name_stack}",
+                at=self.jax.source_line(eqn.source_info) or around,
+            )
             known = hooks.known_of(eqn.primitive, eqn.params)
             if known is not None:
                 if place.checked is not None:
@@ -210,20 +237,23 @@ class _Walk:
                 self._sum(eqn, here)
             elif place.checked and name == "already_summed":
                 axes, value, _ = _described(eqn)
-                self.claims.append(f"{value} at {short(here.at)} is summed over {show_axes(axes)} "
-                                   "already")
+                self.claims.append(
+                    f"{value} at {short(here.at)} is summed over {show_axes(axes)} already"
+                )
             inside = here
             if name == "shard_map":
                 checked = bool(eqn.params.get("check_vma", eqn.params.get("check_rep")))
                 inside = dataclasses.replace(here, checked=checked)
             elif name in _LOOPS:
                 length = eqn.params.get("length")
-                inside = dataclasses.replace(here, steps=(
-                    here.steps * length if here.steps and length is not None else None))
+                inside = dataclasses.replace(
+                    here, steps=(here.steps * length if here.steps and length is not None else None)
+                )
             result = "a result"
             if name == "cond":
                 result = "the output of a branch" + (
-                    " whose predicate varies" if self._chooses(eqn) else "")
+                    " whose predicate varies" if self._chooses(eqn) else ""
+                )
             elif name in _LOOPS:
                 result = f"what a {_LOOPS[name]} carries"
             for inner in _inner_jaxprs(eqn.params):
@@ -238,19 +268,40 @@ class _Walk:
             status = "own types"
         avals = [[v.aval for v in side] for side in (eqn.invars, eqn.outvars)]
         inputs, outputs = (types_of(self.jax, side) for side in avals)
-        self.calls.append(ExplainedCall(
-            call.name, call.primitive, call.place, place.at, place.phase, bool(place.checked),
-            inputs, outputs, repr(found.rule) if found else "", status,
-            found.where if found else ""))
+        self.calls.append(
+            ExplainedCall(
+                call.name,
+                call.primitive,
+                call.place,
+                place.at,
+                place.phase,
+                bool(place.checked),
+                inputs,
+                outputs,
+                repr(found.rule) if found else "",
+                status,
+                found.where if found else "",
+            )
+        )
 
     def _cast(self, eqn: Any, place: _Place, uses: Sequence[tuple[Any, int]], outcome: str) -> None:
         axes, value, size = _described(eqn)
-        self.casts.append(ExplainedCast(axes, _CASTS[eqn.primitive.name], value, size, place.at,
-                                        place.phase, self._reason(uses, outcome)))
+        self.casts.append(
+            ExplainedCast(
+                axes,
+                _CASTS[eqn.primitive.name],
+                value,
+                size,
+                place.at,
+                place.phase,
+                self._reason(uses, outcome),
+            )
+        )
 
     def _reason(self, uses: Sequence[tuple[Any, int]], outcome: str) -> str:
         """Say what asked for a cast, from what its result is used for."""
         from shardrules import hooks
+
         if not uses:
             return f"{outcome}, to vary as the others do"
         eqn, i = uses[0]
@@ -270,21 +321,29 @@ class _Walk:
 
     def _chooses(self, eqn: Any) -> bool:
         """Whether the predicate of a cond, or the condition of a while_loop, varies."""
-        chooser = (_open(eqn.params["cond_jaxpr"]).outvars if eqn.primitive.name == "while"
-                   else eqn.invars)[0]
+        chooser = (
+            _open(eqn.params["cond_jaxpr"]).outvars if eqn.primitive.name == "while" else eqn.invars
+        )[0]
         return bool(self.jax.axis_type(chooser.aval).varying)
 
     def _sum(self, eqn: Any, place: _Place) -> None:
         axes, value, size = _described(eqn)
         aval = eqn.invars[0].aval
         why = "written in the program, or by JAX for one of its operations"
-        noted = [n for n in self.notes.sums if (n.axes, n.shape, n.dtype) == (
-            axes, aval.shape, aval.dtype) and n.at == place.at.partition("within ")[0]]
+        noted = [
+            n
+            for n in self.notes.sums
+            if (n.axes, n.shape, n.dtype) == (axes, aval.shape, aval.dtype)
+            and n.at == place.at.partition("within ")[0]
+        ]
         if noted:
             why = noted[0].why
         elif place.phase == "backward" and eqn.primitive.name == "psum_invariant":
-            casts = [c.why for c in self.casts if c.phase != "backward"
-                     and (c.at, c.axes, c.value) == (place.at, axes, value)]
+            casts = [
+                c.why
+                for c in self.casts
+                if c.phase != "backward" and (c.at, c.axes, c.value) == (place.at, axes, value)
+            ]
             why = "transpose of a cast" + (f": {casts[0]}" if casts else "")
         self.sums.append(ExplainedSum(axes, value, size, place.at, place.phase, why, place.steps))
 

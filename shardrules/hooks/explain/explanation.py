@@ -6,11 +6,19 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
-from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.hooks.calls.opaque import Call
+from shardrules.registry.axistypes import AxisType, show_axes
 
-__all__ = ["ExplainedCall", "ExplainedCast", "ExplainedSum", "Explanation", "MissingRule",
-           "MissingRules", "name_of", "short"]
+__all__ = [
+    "ExplainedCall",
+    "ExplainedCast",
+    "ExplainedSum",
+    "Explanation",
+    "MissingRule",
+    "MissingRules",
+    "name_of",
+    "short",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,17 +125,37 @@ class Explanation:
         calls = [("kernel", "phase", "called at", "inputs -> outputs", "rule")]
         for call in self.calls:
             types = f"{_show(call.inputs)} -> {_show(call.outputs)}"
-            calls.append((_times(call.kernel, call.count), call.phase, short(call.at),
-                          types if call.checked else "the check is off", _rule(call)))
+            calls.append(
+                (
+                    _times(call.kernel, call.count),
+                    call.phase,
+                    short(call.at),
+                    types if call.checked else "the check is off",
+                    _rule(call),
+                )
+            )
         casts = [("cast to", "phase", "at", "value", "why")]
         for cast in self.casts:
-            casts.append((_times(f"{cast.to} over {show_axes(cast.axes)}", cast.count), cast.phase,
-                          short(cast.at), f"{cast.value}, {cast.bytes} B", cast.why))
+            casts.append(
+                (
+                    _times(f"{cast.to} over {show_axes(cast.axes)}", cast.count),
+                    cast.phase,
+                    short(cast.at),
+                    f"{cast.value}, {cast.bytes} B",
+                    cast.why,
+                )
+            )
         sums = [("psum", "phase", "at", "value", "why")]
         for one in self.sums:
-            sums.append((_times(f"over {show_axes(one.axes)}", one.count), one.phase,
-                         short(one.at), f"{one.value}, {one.bytes} B",
-                         one.why + _advice(one)))
+            sums.append(
+                (
+                    _times(f"over {show_axes(one.axes)}", one.count),
+                    one.phase,
+                    short(one.at),
+                    f"{one.value}, {one.bytes} B",
+                    one.why + _advice(one),
+                )
+            )
         tables = [_table(rows) for rows in (calls, casts, sums) if len(rows) > 1]
         if self.claims:
             tables.append("\n".join(f"claim: {text}" for text in self.claims))
@@ -177,14 +205,18 @@ class MissingRules:
     def __str__(self) -> str:
         if not self.calls:
             return f"every opaque call inside shard_map has a rule ({self.known_count})"
-        text = [f"{len(self.calls)} kernels have no rule" if len(self.calls) > 1
-                else "1 kernel has no rule"]
+        text = [
+            f"{len(self.calls)} kernels have no rule"
+            if len(self.calls) > 1
+            else "1 kernel has no rule"
+        ]
         for call in self.calls:
             defined = f" (defined at {short(call.defined_at)})" if call.defined_at else ""
             text.append(f"\n{name_of(call.primitive, call.kernel)}{defined}")
             for place in call.called_at:
-                text.append(f"  called {'' if place.startswith('within ') else 'at '}"
-                            f"{short(place)}")
+                text.append(
+                    f"  called {'' if place.startswith('within ') else 'at '}{short(place)}"
+                )
             text += [f"  input {i}: {one}" for i, one in enumerate(call.inputs)]
             if not call.checked:
                 text.append("  inside shard_map(check_vma=False)")
@@ -192,11 +224,14 @@ class MissingRules:
         text.append(
             "\nThese lines are right for kernels that read no other device and no device id. For "
             "one that\ncommunicates, register all_gather(axis), all_reduce(axis) or another of "
-            "the rules for that.")
+            "the rules for that."
+        )
         if self.stopped_by is not None:
             first = str(self.stopped_by).splitlines() or [""]
-            text.append("The trace stopped early, so there may be more: "
-                        f"{type(self.stopped_by).__name__}: {first[0]}")
+            text.append(
+                "The trace stopped early, so there may be more: "
+                f"{type(self.stopped_by).__name__}: {first[0]}"
+            )
         return "\n".join(text)
 
 
@@ -214,8 +249,10 @@ def _advice(one: ExplainedSum) -> str:
     if one.steps == 1:
         return ""
     steps = f"each of {one.steps} steps" if one.steps else "every step"
-    return (f"; runs in {steps}: shardrules.vary(x, {', '.join(map(repr, one.axes))}) before the "
-            "loop sums once, if x is the same in all of them")
+    return (
+        f"; runs in {steps}: shardrules.vary(x, {', '.join(map(repr, one.axes))}) before the "
+        "loop sums once, if x is the same in all of them"
+    )
 
 
 def _times(text: str, count: int) -> str:
@@ -224,9 +261,13 @@ def _times(text: str, count: int) -> str:
 
 def _show(types: Sequence[AxisType]) -> str:
     """Write types as short as can be: ``{data}``, ``{}``, ``{data} unreduced {model}``."""
+
     def one(t: AxisType) -> str:
-        more = [f" {name} {show_axes(axes)}" for name, axes in (
-            ("unreduced", t.unreduced), ("reduced", t.reduced)) if axes]
+        more = [
+            f" {name} {show_axes(axes)}"
+            for name, axes in (("unreduced", t.unreduced), ("reduced", t.reduced))
+            if axes
+        ]
         return show_axes(t.varying) + "".join(more)
 
     if len(set(types)) == 1 and len(types) > 1:
@@ -245,6 +286,7 @@ def _rule(call: ExplainedCall) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Align columns, the last one ragged."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(
-        [cell.ljust(width) for cell, width in zip(row[:-1], widths)] + [row[-1]])
-        for row in rows)
+    return "\n".join(
+        "  ".join([cell.ljust(width) for cell, width in zip(row[:-1], widths)] + [row[-1]])
+        for row in rows
+    )

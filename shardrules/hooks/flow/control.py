@@ -20,12 +20,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.registry.axistypes import AxisType
-from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.calls.opaque import types_of
+from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Instead, Patches
 from shardrules.hooks.flow.retyping import Retyping
 from shardrules.hooks.state import Hooks, State
+from shardrules.registry.axistypes import AxisType
 
 __all__ = ["ControlHooks"]
 
@@ -42,15 +42,20 @@ class ControlHooks(Hooks):
         jax = self.jax
         if not jax.typed:
             return
-        hooks = {"promote_carry": self._promote, "merge_branches": self._merge_branches,
-                 "check_branches": self._check_branches}
+        hooks = {
+            "promote_carry": self._promote,
+            "merge_branches": self._merge_branches,
+            "check_branches": self._check_branches,
+        }
         if all(getattr(jax, key) is not None for key in (*hooks, "trace_to_jaxpr")):
             hooks["loop_tracing"] = Instead(jax.loop_tracing, {"trace_to_jaxpr": self._trace})
         else:
-            hooks = {"trace_body": functools.partial(self._trace_body, jax.trace_body),
-                     "trace_scan_body": functools.partial(self._trace_body, jax.trace_scan_body),
-                     "promote_carries": self._promote_carries,
-                     "trace_branches": self._trace_branches}
+            hooks = {
+                "trace_body": functools.partial(self._trace_body, jax.trace_body),
+                "trace_scan_body": functools.partial(self._trace_body, jax.trace_scan_body),
+                "promote_carries": self._promote_carries,
+                "trace_branches": self._trace_branches,
+            }
         for key, hook in hooks.items():
             if getattr(jax, key) is not None:
                 patches.attribute(*jax.owner(key), hook)
@@ -69,11 +74,13 @@ class ControlHooks(Hooks):
         count = _carry_count(operands.tree, traced[1].tree)
 
         def again(types):
-            return self.jax.trace_to_jaxpr(fun, _retyped(self.jax, in_avals, types), debug_info,
-                                           *rest, **kwargs)
+            return self.jax.trace_to_jaxpr(
+                fun, _retyped(self.jax, in_avals, types), debug_info, *rest, **kwargs
+            )
 
         types, (jaxpr, out_avals) = self._fixpoint(
-            in_avals.vals[:count], traced, lambda traced: traced[1].vals, again)
+            in_avals.vals[:count], traced, lambda traced: traced[1].vals, again
+        )
         return self._cast(jaxpr, types), _retyped(self.jax, out_avals, types)
 
     def _trace_body(self, trace, fun, in_tree, in_avals, debug_info):
@@ -88,7 +95,8 @@ class ControlHooks(Hooks):
             return trace(fun, in_tree, avals, debug_info)
 
         types, (jaxpr, *others) = self._fixpoint(
-            in_avals[:count], traced, lambda traced: traced[0].out_avals, again)
+            in_avals[:count], traced, lambda traced: traced[0].out_avals, again
+        )
         return self._cast(jaxpr, types), *others
 
     def _fixpoint(self, carry, traced, results, again):
@@ -118,7 +126,7 @@ class ControlHooks(Hooks):
     def _cast(self, jaxpr, types: Sequence[AxisType]):
         """Cast a body's first outputs, those it carries."""
         have = [self.jax.axis_type(aval) for aval in jaxpr.out_avals]
-        return self.jax.cast_outputs(jaxpr, [*types, *have[len(types):]])
+        return self.jax.cast_outputs(jaxpr, [*types, *have[len(types) :]])
 
     def _promote(self, value, in_aval, out_aval):
         """Cast an initial carry to the type that its body was traced to return."""
@@ -165,7 +173,8 @@ class ControlHooks(Hooks):
             types = _joined(self.jax, [out_avals1.vals, out_avals2.vals])
             if types is not None:
                 out_avals1, out_avals2 = (
-                    _retyped(self.jax, each, types) for each in (out_avals1, out_avals2))
+                    _retyped(self.jax, each, types) for each in (out_avals1, out_avals2)
+                )
         return self.jax.check_branches(api_name, name1, name2, f1, f2, out_avals1, out_avals2)
 
     # What a varying predicate chooses.
@@ -177,8 +186,12 @@ class ControlHooks(Hooks):
             if over:
                 avals = [*map(self.jax.typeof, operands)]
                 self._check_refs(self.jax.cond_p, (self.jax.typeof(index), *avals), params)
-                new = self.retyping.branches(over, types_of(self.jax, avals), params["branches"],
-                                             "the predicate of a cond or switch")
+                new = self.retyping.branches(
+                    over,
+                    types_of(self.jax, avals),
+                    params["branches"],
+                    "the predicate of a cond or switch",
+                )
                 if new is not None:
                     types, params["branches"] = new
                     operands = self._cast_operands(operands, avals, types)
@@ -189,8 +202,9 @@ class ControlHooks(Hooks):
         if self.acts and types_of(self.jax, params["cond_jaxpr"].out_avals)[0].varying:
             avals = [*map(self.jax.typeof, operands)]
             self._check_refs(self.jax.while_p, avals, params)
-            new = self.retyping.loop(types_of(self.jax, avals), params,
-                                     "the condition of a while_loop")
+            new = self.retyping.loop(
+                types_of(self.jax, avals), params, "the condition of a while_loop"
+            )
             if new is not None:
                 types, params = new
                 operands = self._cast_operands(operands, avals, types)
@@ -202,8 +216,10 @@ class ControlHooks(Hooks):
             primitive.abstract_eval(*avals, **params)
 
     def _cast_operands(self, operands, avals, types) -> list[Any]:
-        return [self.jax.cast(x, one) if self.jax.can_cast(aval) else x
-                for x, aval, one in zip(operands, avals, types)]
+        return [
+            self.jax.cast(x, one) if self.jax.can_cast(aval) else x
+            for x, aval, one in zip(operands, avals, types)
+        ]
 
 
 def _from_loop(frame: Any, debug_info: Any) -> bool:
@@ -232,7 +248,7 @@ def _carry_count(operands: Any, results: Any) -> int:
 
 def _retyped(jax: Jax, avals: Any, types: Sequence[AxisType]) -> Any:
     """Return a FlatTree of avals, the first of them with these axis types."""
-    new = iter([*map(jax.with_axis_type, avals.vals, types), *avals.vals[len(types):]])
+    new = iter([*map(jax.with_axis_type, avals.vals, types), *avals.vals[len(types) :]])
     return avals.map(lambda _: next(new))
 
 
@@ -250,9 +266,12 @@ def _join(jax: Jax, a: Any, b: Any, carry: bool = False) -> AxisType | None:
     if not (isinstance(a, jax.ShapedArray) and isinstance(b, jax.ShapedArray)):
         return None
     first, second = jax.axis_type(a), jax.axis_type(b)
-    if (a.shape != b.shape or (a.dtype != b.dtype and not (carry and a.weak_type))
-            or (first.unreduced, first.reduced) != (second.unreduced, second.reduced)
-            or getattr(a, "memory_space", None) != getattr(b, "memory_space", None)):
+    if (
+        a.shape != b.shape
+        or (a.dtype != b.dtype and not (carry and a.weak_type))
+        or (first.unreduced, first.reduced) != (second.unreduced, second.reduced)
+        or getattr(a, "memory_space", None) != getattr(b, "memory_space", None)
+    ):
         return None
     return first.vary(*second.varying)
 

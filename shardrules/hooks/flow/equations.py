@@ -8,13 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.autodiff.custom_vjp import inner_jaxprs
 from shardrules.hooks.calls.opaque import types_of
+from shardrules.registry.axistypes import AxisType, show_axes
 
-__all__ = ["CASTS", "Equation", "callable_of", "is_inexact", "known_of", "named", "opened", "read",
-           "scan_counts", "variable", "widened"]
+__all__ = [
+    "CASTS",
+    "Equation",
+    "callable_of",
+    "is_inexact",
+    "known_of",
+    "named",
+    "opened",
+    "read",
+    "scan_counts",
+    "variable",
+    "widened",
+]
 
 # Casts to varying, by JAX's names.
 CASTS = ("pvary", "pcast", "reduced_vary_cast", "reduced_vary_cast_p")
@@ -37,8 +48,9 @@ class Equation:
       what: that which it stands in, for messages.
     """
 
-    def __init__(self, retyping: Retyping, eqn: Any, operands: list[Any], env: dict[Any, Any],
-                 what: str):
+    def __init__(
+        self, retyping: Retyping, eqn: Any, operands: list[Any], env: dict[Any, Any], what: str
+    ):
         self.retyping = retyping
         self.jax = retyping.jax
         self.eqn = eqn
@@ -57,15 +69,18 @@ class Equation:
         if name in CASTS:
             return self._recast()
         if name == "cond":
-            new = self.retyping.branches(self.types[0].varying, self.types[1:],
-                                         self.eqn.params["branches"], self.what)
+            new = self.retyping.branches(
+                self.types[0].varying, self.types[1:], self.eqn.params["branches"], self.what
+            )
             if new is None:
                 return self._done({}, types_of(self.jax, (v.aval for v in self.eqn.outvars)))
             self._cast([self.types[0], *new[0]])
             return self._done({"branches": new[1]}, self.retyping.results(new[1][0]))
         if name == "while":
             types, params = self.retyping.loop(self.types, self.eqn.params, self.what) or (
-                self.types, self.eqn.params)
+                self.types,
+                self.eqn.params,
+            )
             self._cast(types)
             return self._done(params, self.retyping.results(params["body_jaxpr"]))
         if name == "scan":
@@ -93,11 +108,13 @@ class Equation:
         while True:
             body = self.retyping.jaxpr(jaxpr, types, self.what)
             results = self.retyping.results(body)
-            wider = [widened(have, result.varying) for have, result in zip(
-                types[constants:constants + carries], results)]
-            if wider == types[constants:constants + carries]:
+            wider = [
+                widened(have, result.varying)
+                for have, result in zip(types[constants : constants + carries], results)
+            ]
+            if wider == types[constants : constants + carries]:
                 break
-            types[constants:constants + carries] = wider
+            types[constants : constants + carries] = wider
         self._cast(types)
         body = self.jax.cast_outputs(body, [*wider, *results[carries:]])
         return self._done({"jaxpr": body}, [*wider, *results[carries:]])
@@ -110,7 +127,7 @@ class Equation:
         if thunks:
             axes = self._gained()
             self._cast([widened(one, axes) for one in self.types])
-            primals = self.types[eqn.params["num_consts"]:]
+            primals = self.types[eqn.params["num_consts"] :]
             for name in thunks:
                 changes[name] = retyping.thunk(eqn.params[name], primals, self.what)
             if "bwd" in eqn.params:
@@ -126,64 +143,91 @@ class Equation:
         new = []
         for each in jaxprs:
             if each is not None:
-                each = self.retyping.jaxpr(each, [
-                    widened(self.jax.axis_type(var.aval), axes) for var in opened(each).invars],
-                    self.what)
-                each = self.jax.cast_outputs(each, [
-                    widened(one, axes) for one in self.retyping.results(each)])
+                each = self.retyping.jaxpr(
+                    each,
+                    [widened(self.jax.axis_type(var.aval), axes) for var in opened(each).invars],
+                    self.what,
+                )
+                each = self.jax.cast_outputs(
+                    each, [widened(one, axes) for one in self.retyping.results(each)]
+                )
             new.append(each)
-        return self._done({"jaxprs": type(jaxprs)(*new)},
-                          [widened(self.jax.axis_type(var.aval), axes)
-                           for var in self.eqn.outvars])
+        return self._done(
+            {"jaxprs": type(jaxprs)(*new)},
+            [widened(self.jax.axis_type(var.aval), axes) for var in self.eqn.outvars],
+        )
 
     def _operation(self) -> list[Any]:
         """Renew an operation by its abstract eval; its operands vary alike, as JAX asks."""
         eqn = self.eqn
-        if known_of(eqn) is None and any(var.aval.shape for inner in inner_jaxprs(eqn.params)
-                                       for var in inner.invars):
+        if known_of(eqn) is None and any(
+            var.aval.shape for inner in inner_jaxprs(eqn.params) for var in inner.invars
+        ):
             raise self._error("the functions that it takes would have to be traced again")
         if all(map(self.jax.can_cast, (atom.aval for atom in self.operands))):
             axes = self._gained() & frozenset().union(*(one.varying for one in self.types))
             self._cast([widened(one, axes) for one in self.types])
         try:
-            avals, _ = eqn.primitive.abstract_eval(*(atom.aval for atom in self.operands),
-                                                   **eqn.params)
+            avals, _ = eqn.primitive.abstract_eval(
+                *(atom.aval for atom in self.operands), **eqn.params
+            )
         except ShardrulesError:
             raise
         except Exception as error:
-            raise self._error(f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                              if str(error) else type(error).__name__) from error
+            raise self._error(
+                f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                if str(error)
+                else type(error).__name__
+            ) from error
         avals = avals if eqn.primitive.multiple_results else [avals]
         return self._done({}, types_of(self.jax, avals))
 
     def _gained(self) -> frozenset[str]:
         """Return the axes over which an operand varies that did not vary over them before."""
-        return frozenset().union(*(
-            new.varying - old.varying for new, old in zip(
-                self.types, types_of(self.jax, (atom.aval for atom in self.eqn.invars)))))
+        return frozenset().union(
+            *(
+                new.varying - old.varying
+                for new, old in zip(
+                    self.types, types_of(self.jax, (atom.aval for atom in self.eqn.invars))
+                )
+            )
+        )
 
     def _cast(self, types: Sequence[AxisType]) -> None:
         """Cast operands, in equations before this one."""
         import jax
-        wide = [i for i, (have, want) in enumerate(zip(self.types, types)) if have != want
-                and self.jax.can_cast(self.operands[i].aval)]
+
+        wide = [
+            i
+            for i, (have, want) in enumerate(zip(self.types, types))
+            if have != want and self.jax.can_cast(self.operands[i].aval)
+        ]
         if not wide:
             return
         casts = jax.make_jaxpr(lambda *xs: [self.jax.cast(x, types[i]) for x, i in zip(xs, wide)])(
-            *(self.operands[i].aval for i in wide)).jaxpr
+            *(self.operands[i].aval for i in wide)
+        ).jaxpr
         known = dict(zip(casts.invars, (self.operands[i] for i in wide)))
         for eqn in casts.eqns:
-            self.eqns.append(eqn.replace(invars=[known.get(v, v) for v in eqn.invars],
-                                         source_info=self.eqn.source_info))
+            self.eqns.append(
+                eqn.replace(
+                    invars=[known.get(v, v) for v in eqn.invars], source_info=self.eqn.source_info
+                )
+            )
         for i, var in zip(wide, casts.outvars):
             self.operands[i] = known.get(var, var)
 
     def _done(self, changes: dict[str, Any], types: Sequence[AxisType]) -> list[Any]:
         """Return the casts and the equation, with these parameters and outputs of these types."""
-        outvars = [self.retyping.renew(var, one, self.env)
-                   for var, one in zip(self.eqn.outvars, types)]
-        return [*self.eqns, self.eqn.replace(invars=self.operands, outvars=outvars,
-                                             params={**self.eqn.params, **changes})]
+        outvars = [
+            self.retyping.renew(var, one, self.env) for var, one in zip(self.eqn.outvars, types)
+        ]
+        return [
+            *self.eqns,
+            self.eqn.replace(
+                invars=self.operands, outvars=outvars, params={**self.eqn.params, **changes}
+            ),
+        ]
 
     def _error(self, why: str) -> AxisError:
         axes = self._gained()
@@ -196,7 +240,9 @@ class Equation:
             f"{f' at {at}' if at else ''}: {why}. Make the predicate the same on all devices, with "
             f"jax.lax.pmax over ({names},), or cast what the function takes and closes over "
             f"yourself, before: shardrules.vary(x, {names}).",
-            primitive=self.eqn.primitive.name, axes=axes)
+            primitive=self.eqn.primitive.name,
+            axes=axes,
+        )
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -213,8 +259,12 @@ def _called(eqn: Any) -> str | None:
         return None
     for key, value in eqn.params.items():
         inner = opened(value)
-        if (inner is not None and len(inner.outvars) == len(eqn.outvars)
-                and _alike(inner.invars, eqn.invars) and _alike(inner.outvars, eqn.outvars)):
+        if (
+            inner is not None
+            and len(inner.outvars) == len(eqn.outvars)
+            and _alike(inner.invars, eqn.invars)
+            and _alike(inner.outvars, eqn.outvars)
+        ):
             return key
     return None
 
@@ -229,6 +279,7 @@ def _alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
 def known_of(eqn: Any) -> Any:
     """Return what is known of an equation's opaque call; None where it is none."""
     from shardrules import hooks
+
     return hooks.known_of(eqn.primitive, eqn.params)
 
 
@@ -247,6 +298,7 @@ def named(eqn: Any) -> frozenset[str]:
 def is_inexact(aval: Any) -> bool:
     """Whether a value has a cotangent of its own dtype: floats and complex numbers."""
     import jax
+
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 

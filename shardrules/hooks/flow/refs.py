@@ -13,12 +13,12 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.errors import RefError
-from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.calls.opaque import types_of
+from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.state import Hooks
+from shardrules.registry.axistypes import AxisType, show_axes
 
 __all__ = ["RefHooks", "check_written", "written"]
 
@@ -30,12 +30,22 @@ def written(jax: Jax, effects: Iterable[Any]) -> set[Any]:
       jax: the symbols.
       effects: of a jaxpr (then the inputs are its variables, from JAX 0.10), or of a call.
     """
-    return {effect.input if hasattr(effect, "input") else effect.input_index
-            for effect in effects if isinstance(effect, (jax.WriteEffect, jax.AccumEffect))}
+    return {
+        effect.input if hasattr(effect, "input") else effect.input_index
+        for effect in effects
+        if isinstance(effect, (jax.WriteEffect, jax.AccumEffect))
+    }
 
 
-def check_written(jax: Jax, what: str, ref: Any, value: AxisType, *,
-                  which: str = "that it is written to", stored: bool = True) -> None:
+def check_written(
+    jax: Jax,
+    what: str,
+    ref: Any,
+    value: AxisType,
+    *,
+    which: str = "that it is written to",
+    stored: bool = True,
+) -> None:
     """Refuse that ``value`` goes into a ref that is less varying, or not unreduced as it is.
 
     Args:
@@ -55,14 +65,22 @@ def check_written(jax: Jax, what: str, ref: Any, value: AxisType, *,
         return
     if extra:
         names = ", ".join(map(repr, sorted(extra, key=str)))
-        remedy = ("A ref keeps the type of its first value: make it from one that varies over "
-                  f"{show_axes(extra)} too, jax.new_ref(shardrules.vary(x, {names})).")
+        remedy = (
+            "A ref keeps the type of its first value: make it from one that varies over "
+            f"{show_axes(extra)} too, jax.new_ref(shardrules.vary(x, {names}))."
+        )
     else:
-        remedy = ("Partial sums go only into a ref of partial sums over the same axes: reduce "
-                  "the value first with jax.lax.psum.")
+        remedy = (
+            "Partial sums go only into a ref of partial sums over the same axes: reduce "
+            "the value first with jax.lax.psum."
+        )
     raise RefError(
         f"{what} is {value}, but the ref {which} (shape {tuple(ref.shape)}) is {have}, and so "
-        f"would be what is read from it afterwards. {remedy}", ref=ref, have=have, value=value)
+        f"would be what is read from it afterwards. {remedy}",
+        ref=ref,
+        have=have,
+        value=value,
+    )
 
 
 class RefHooks(Hooks):
@@ -74,17 +92,28 @@ class RefHooks(Hooks):
         if not jax.typed:
             return  # to JAX 0.5.3 shard_map knows no refs
         for primitive, check in ((jax.swap_p, self._store), (jax.addupdate_p, self._store)):
-            patches.attribute(primitive, "abstract_eval",
-                              functools.partial(self._first, check, primitive.abstract_eval))
-        for primitive, check in ((jax.get_p, self._read), (jax.cond_p, self._branches),
-                                 (jax.while_p, self._loop)):
-            patches.attribute(primitive, "abstract_eval",
-                              functools.partial(self._then, check, primitive.abstract_eval))
+            patches.attribute(
+                primitive,
+                "abstract_eval",
+                functools.partial(self._first, check, primitive.abstract_eval),
+            )
+        for primitive, check in (
+            (jax.get_p, self._read),
+            (jax.cond_p, self._branches),
+            (jax.while_p, self._loop),
+        ):
+            patches.attribute(
+                primitive,
+                "abstract_eval",
+                functools.partial(self._then, check, primitive.abstract_eval),
+            )
         for primitive in (jax.swap_p, jax.addupdate_p):
-            patches.attribute(primitive, "bind",
-                              functools.partial(self._bind_store, primitive.bind))
-        patches.attribute(jax.run_state_p, "bind",
-                          functools.partial(self._bind_run_state, jax.run_state_p.bind))
+            patches.attribute(
+                primitive, "bind", functools.partial(self._bind_store, primitive.bind)
+            )
+        patches.attribute(
+            jax.run_state_p, "bind", functools.partial(self._bind_run_state, jax.run_state_p.bind)
+        )
         if jax.trace_run_state is not None:
             patches.attribute(*jax.owner("trace_run_state"), self._trace_run_state)
 
@@ -110,8 +139,14 @@ class RefHooks(Hooks):
         """Refuse a store before JAX does (0.12), whose error run_state could not grow by."""
         ref, value, *indices = avals
         check_written(self.jax, "a value", ref, self.jax.axis_type(value))
-        check_written(self.jax, "an index", ref, AxisType(_union(types_of(self.jax, indices))),
-                      which="that it stores to", stored=False)
+        check_written(
+            self.jax,
+            "an index",
+            ref,
+            AxisType(_union(types_of(self.jax, indices))),
+            which="that it stores to",
+            stored=False,
+        )
 
     def _bind_store(self, bind, ref, value, *indices, **params):
         """Cast a stored value to the ref's type, so that its cotangent is reduced again."""
@@ -126,14 +161,24 @@ class RefHooks(Hooks):
     # A branch is taken, or a loop runs on, where a predicate says so.
 
     def _branches(self, answer, avals, params):
-        self._controlled(answer[1], avals, self.jax.axis_type(avals[0]),
-                         "the predicate of a cond or switch", "that a branch writes")
+        self._controlled(
+            answer[1],
+            avals,
+            self.jax.axis_type(avals[0]),
+            "the predicate of a cond or switch",
+            "that a branch writes",
+        )
         return answer
 
     def _loop(self, answer, avals, params):
         predicate = params["cond_jaxpr"].out_avals[0]
-        self._controlled(answer[1], avals, self.jax.axis_type(predicate),
-                         "the condition of a while_loop", "that its body writes")
+        self._controlled(
+            answer[1],
+            avals,
+            self.jax.axis_type(predicate),
+            "the condition of a while_loop",
+            "that its body writes",
+        )
         return answer
 
     def _controlled(self, effects, avals, decides: AxisType, what: str, which: str) -> None:
@@ -172,26 +217,34 @@ class RefHooks(Hooks):
 
     def _wider(self, ref: Any, extra: frozenset[str]) -> Any:
         inner = ref.inner_aval
-        return ref.update(inner_aval=self.jax.with_axis_type(
-            inner, self.jax.axis_type(inner).vary(*extra)))
+        return ref.update(
+            inner_aval=self.jax.with_axis_type(inner, self.jax.axis_type(inner).vary(*extra))
+        )
 
     def _bind_run_state(self, bind, *args, **params):
         """Cast the initial values to the types that the body's refs have grown to."""
         if self.acts and all(params["is_initialized"]):
             jaxpr = params["jaxpr"]
             avals = [variable.aval for variable in jaxpr.invars]
-            extra = [types.varying - self.jax.axis_type(ref).varying for types, ref in zip(
-                types_of(self.jax, map(self.jax.typeof, args)), avals)]
+            extra = [
+                types.varying - self.jax.axis_type(ref).varying
+                for types, ref in zip(types_of(self.jax, map(self.jax.typeof, args)), avals)
+            ]
             if any(extra) and self.jax.trace_run_state is not None:
                 params["jaxpr"] = self._replayed(jaxpr, list(map(self._wider, avals, extra)))
                 avals = [variable.aval for variable in params["jaxpr"].invars]
-            args = [self.jax.cast(x, self.jax.axis_type(ref))
-                    if self.jax.can_cast(self.jax.typeof(x)) else x for x, ref in zip(args, avals)]
+            args = [
+                self.jax.cast(x, self.jax.axis_type(ref))
+                if self.jax.can_cast(self.jax.typeof(x))
+                else x
+                for x, ref in zip(args, avals)
+            ]
         return bind(*args, **params)
 
     def _replayed(self, jaxpr: Any, avals: Sequence[Any]) -> Any:
         """Trace a body again, where it is replayed with values that vary more."""
         import jax
+
         tree = jax.tree_util.tree_structure(list(avals))
         body = functools.partial(_call_jaxpr, jaxpr)
         return self._trace_run_state(body, tree, avals, jaxpr.debug_info)[0]
@@ -199,6 +252,7 @@ class RefHooks(Hooks):
 
 def _call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> None:
     import jax
+
     jax.core.eval_jaxpr(jaxpr, (), *values)
 
 

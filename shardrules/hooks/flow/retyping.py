@@ -14,9 +14,10 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from shardrules.registry.axistypes import AxisType
-from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.autodiff.custom_vjp import inner_jaxprs
+from shardrules.hooks.calls.opaque import types_of
+from shardrules.hooks.door.compat import Jax
+from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.flow.equations import (
     CASTS,
     Equation,
@@ -29,9 +30,8 @@ from shardrules.hooks.flow.equations import (
     variable,
     widened,
 )
-from shardrules.hooks.calls.opaque import types_of
-from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.state import Hooks, State
+from shardrules.registry.axistypes import AxisType
 
 __all__ = ["Retyping"]
 
@@ -79,6 +79,7 @@ class Retyping(Hooks):
         stands before the branch now, and its psum adds up what the devices return.
         """
         import jax
+
         cotangents = bwd(*args)
         primals = jax.tree_util.tree_unflatten(in_tree, in_avals)
 
@@ -110,8 +111,9 @@ class Retyping(Hooks):
 
     # What is chosen.
 
-    def branches(self, over: frozenset[str], operands: Sequence[AxisType], branches: Sequence[Any],
-                 what: str) -> tuple[list[AxisType], tuple[Any, ...]] | None:
+    def branches(
+        self, over: frozenset[str], operands: Sequence[AxisType], branches: Sequence[Any], what: str
+    ) -> tuple[list[AxisType], tuple[Any, ...]] | None:
         """Return the types that a cond's operands must be cast to, and its branches for these.
 
         Args:
@@ -125,23 +127,29 @@ class Retyping(Hooks):
         """
         jax = self.jax
         avals = [var.aval for var in opened(branches[0]).invars]
-        wide = any(one.varying - jax.axis_type(aval).varying
-                   for one, aval in zip(operands, avals))
+        wide = any(one.varying - jax.axis_type(aval).varying for one, aval in zip(operands, avals))
         if self._missing(over, [var.aval for b in branches for var in opened(b).outvars]) or (
-                self._casts_inside(over, operands, avals, branches)):
-            operands = [widened(one, over) if jax.can_cast(aval) else one
-                        for one, aval in zip(operands, avals)]
+            self._casts_inside(over, operands, avals, branches)
+        ):
+            operands = [
+                widened(one, over) if jax.can_cast(aval) else one
+                for one, aval in zip(operands, avals)
+            ]
         elif not wide:
             return None
         new = [self.jaxpr(branch, operands, what) for branch in branches]
         results = [*map(self.results, new)]
-        types = [widened(each[0], over.union(*(one.varying for one in each)))
-                 if jax.can_cast(var.aval) else each[0]
-                 for each, var in zip(zip(*results), opened(new[0]).outvars)]
+        types = [
+            widened(each[0], over.union(*(one.varying for one in each)))
+            if jax.can_cast(var.aval)
+            else each[0]
+            for each, var in zip(zip(*results), opened(new[0]).outvars)
+        ]
         return list(operands), tuple(jax.cast_outputs(branch, types) for branch in new)
 
-    def loop(self, types: Sequence[AxisType], params: dict[str, Any], what: str
-             ) -> tuple[list[AxisType], dict[str, Any]] | None:
+    def loop(
+        self, types: Sequence[AxisType], params: dict[str, Any], what: str
+    ) -> tuple[list[AxisType], dict[str, Any]] | None:
         """Return the types that a while_loop's operands must be cast to, and its parameters then.
 
         A carry that the body hands on as it is holds the same however often the body runs.
@@ -156,23 +164,28 @@ class Retyping(Hooks):
         """
         jax = self.jax
         first, second = params["cond_nconsts"], params["body_nconsts"]
-        constants, carry = list(types[:first + second]), list(types[first + second:])
+        constants, carry = list(types[: first + second]), list(types[first + second :])
         inner = opened(params["body_jaxpr"])
-        changed = [out is not var and jax.can_cast(var.aval)
-                   for out, var in zip(inner.outvars, inner.invars[second:])]
+        changed = [
+            out is not var and jax.can_cast(var.aval)
+            for out, var in zip(inner.outvars, inner.invars[second:])
+        ]
         while True:
             condition = self.jaxpr(params["cond_jaxpr"], constants[:first] + carry, what)
             body = self.jaxpr(params["body_jaxpr"], constants[first:] + carry, what)
             (decides,) = self.results(condition)
-            wider = [widened(have, result.varying | decides.varying) if change else have
-                     for have, result, change in zip(carry, self.results(body), changed)]
+            wider = [
+                widened(have, result.varying | decides.varying) if change else have
+                for have, result, change in zip(carry, self.results(body), changed)
+            ]
             if wider == carry:
                 break
             carry = wider
         if condition is params["cond_jaxpr"] and body is params["body_jaxpr"]:
             return None
-        return constants + carry, dict(params, cond_jaxpr=condition,
-                                       body_jaxpr=jax.cast_outputs(body, carry))
+        return constants + carry, dict(
+            params, cond_jaxpr=condition, body_jaxpr=jax.cast_outputs(body, carry)
+        )
 
     def _missing(self, over: frozenset[str], avals: Iterable[Any]) -> bool:
         """Whether what is chosen is typed as if all devices along ``over`` chose alike."""
@@ -184,12 +197,15 @@ class Retyping(Hooks):
 
     def _casts_inside(self, over, operands, avals, branches) -> bool:
         """Whether a branch casts what may come from an operand: then its gradient is a psum."""
-        narrow = [i for i, (one, aval) in enumerate(zip(operands, avals))
-                  if self._missing(over, [self.jax.with_axis_type(aval, one)])
-                  and is_inexact(aval)]
+        narrow = [
+            i
+            for i, (one, aval) in enumerate(zip(operands, avals))
+            if self._missing(over, [self.jax.with_axis_type(aval, one)]) and is_inexact(aval)
+        ]
         return bool(narrow) and any(
             self._casts(branch, [branch.invars[i] for i in narrow], over)
-            for branch in map(opened, branches))
+            for branch in map(opened, branches)
+        )
 
     def _casts(self, jaxpr, narrow, over) -> bool:
         """Whether a jaxpr casts what comes from inputs that don't vary over all of ``over``."""
@@ -202,14 +218,16 @@ class Retyping(Hooks):
             if "bwd" in eqn.params and self._mixed(eqn, over):
                 return True  # a custom_vjp, whose bwd's cotangents are summed
             if known_of(eqn) is None and any(
-                    self._casts(inner, inner.invars, over) for inner in inner_jaxprs(eqn.params)):
+                self._casts(inner, inner.invars, over) for inner in inner_jaxprs(eqn.params)
+            ):
                 return True
             narrow |= {var for var in eqn.outvars if is_inexact(var.aval)}
         return False
 
     def _mixed(self, eqn, over) -> bool:
-        kinds = {self.jax.axis_type(v.aval).varying & over for v in eqn.invars
-                 if is_inexact(v.aval)}
+        kinds = {
+            self.jax.axis_type(v.aval).varying & over for v in eqn.invars if is_inexact(v.aval)
+        }
         return len(kinds) > 1
 
     def results(self, jaxpr: Any) -> tuple[AxisType, ...]:
@@ -276,11 +294,18 @@ class Retyping(Hooks):
                     tangents = [one for one, zero in zip(types, zeros) if not zero]
                     jaxpr = self.jaxpr(jaxpr, [*types, *tangents], what)
                     results, out_zeros = self.results(jaxpr), others[1]
-                    primals = results[:len(out_zeros)]
+                    primals = results[: len(out_zeros)]
                     wants = [one for one, zero in zip(primals, out_zeros) if not zero]
-                    jaxpr = self.jax.cast_outputs(jaxpr, [*primals, *(
-                        widened(have, want.varying)
-                        for have, want in zip(results[len(primals):], wants))])
+                    jaxpr = self.jax.cast_outputs(
+                        jaxpr,
+                        [
+                            *primals,
+                            *(
+                                widened(have, want.varying)
+                                for have, want in zip(results[len(primals) :], wants)
+                            ),
+                        ],
+                    )
                 else:
                     jaxpr = self.jaxpr(jaxpr, types, what)
                 known[zeros] = (jaxpr, *others)
@@ -290,6 +315,7 @@ class Retyping(Hooks):
 
     def bwd(self, bwd: Any, axes: frozenset[str]) -> Any:
         """Return a custom_vjp's bwd, for primals that vary over ``axes`` too."""
+
         def run(*args):
             with self._primals_over(axes | getattr(self._local, "axes", frozenset())):
                 return callable_of(bwd)(*args)

@@ -25,8 +25,11 @@ def primitive(name, implementation, out_shape=lambda x: x.shape):
 
 
 sum_p = primitive("test_sum_over_data", lambda x: lax.psum(x, "data"))
-gather_p = primitive("test_gather_over_data", lambda x: lax.all_gather(x, "data", tiled=True),
-                     lambda x: (4 * x.shape[0], *x.shape[1:]))
+gather_p = primitive(
+    "test_gather_over_data",
+    lambda x: lax.all_gather(x, "data", tiled=True),
+    lambda x: (4 * x.shape[0], *x.shape[1:]),
+)
 X = np.arange(1, 33, dtype=np.float32).reshape(8, 4)
 
 
@@ -55,10 +58,11 @@ def my_slice(g):
 SUMMED = np.tile(X.reshape(4, 2, 4).sum(0), (4, 1))
 
 
-@pytest.mark.parametrize("forward, bwd, want", [
-    (sum_p.bind, lambda g: g, SUMMED),
-    (gather_p.bind, my_slice, X),
-], ids=["all_reduce passes it on", "all_gather_invariant slices it"])
+@pytest.mark.parametrize(
+    "forward, bwd, want",
+    [(sum_p.bind, lambda g: g, SUMMED), (gather_p.bind, my_slice, X)],
+    ids=["all_reduce passes it on", "all_gather_invariant slices it"],
+)
 def test_right_forms_after_a_dropped_axis(cpu_mesh, forward, bwd, want):
     f = gradient(with_bwd(forward, bwd), cpu_mesh)
     np.testing.assert_allclose(f(X), want)
@@ -66,14 +70,22 @@ def test_right_forms_after_a_dropped_axis(cpu_mesh, forward, bwd, want):
         assert verdict.collective.phase != "backward"
 
 
-@pytest.mark.parametrize("forward, bwd, reduction", [
-    (sum_p.bind, lambda g: lax.psum(g, "data"), "psum"),
-    (gather_p.bind, lambda g: lax.psum_scatter(g, "data", tiled=True), "reduce_scatter"),
-    (sum_p.bind, sum_p.bind, "all_reduce('data')"),
-    (lambda x: lax.psum(x, "data"), lambda g: lax.psum(g, "data"), "psum"),
-], ids=["psum after all_reduce", "psum_scatter after all_gather_invariant", "kernel", "plain psum"])
-def test_bwd_that_reduces_over_an_axis_that_the_forward_dropped(cpu_mesh, forward, bwd,
-                                                                reduction):
+@pytest.mark.parametrize(
+    "forward, bwd, reduction",
+    [
+        (sum_p.bind, lambda g: lax.psum(g, "data"), "psum"),
+        (gather_p.bind, lambda g: lax.psum_scatter(g, "data", tiled=True), "reduce_scatter"),
+        (sum_p.bind, sum_p.bind, "all_reduce('data')"),
+        (lambda x: lax.psum(x, "data"), lambda g: lax.psum(g, "data"), "psum"),
+    ],
+    ids=[
+        "psum after all_reduce",
+        "psum_scatter after all_gather_invariant",
+        "kernel",
+        "plain psum",
+    ],
+)
+def test_bwd_that_reduces_over_an_axis_that_the_forward_dropped(cpu_mesh, forward, bwd, reduction):
     """Right with the check off, N times the gradient with it on: 4w for w on 4 devices."""
     with pytest.raises(errors.CotangentError) as caught:
         gradient(with_bwd(forward, bwd), cpu_mesh)(X)
@@ -86,6 +98,7 @@ def test_bwd_that_reduces_over_an_axis_that_the_forward_dropped(cpu_mesh, forwar
 
 def test_reduction_that_plain_jax_accepts_is_left_alone(cpu_mesh):
     """No kernel dropped the axis, and the types match: it may be right, as it is here."""
+
     def forward(x):  # the sum of deviations from the mean over data, weighted
         return lax.psum((x - lax.pmean(x, "data")) * (1 + lax.axis_index("data")), "data")
 
@@ -102,12 +115,15 @@ def test_reduction_that_plain_jax_accepts_is_left_alone(cpu_mesh):
 
 def test_replicated_weight_behind_a_dropped_axis(cpu_mesh):
     """A weight's share is summed by the hook, though the forward dropped the axis."""
+
     @jax.custom_vjp
     def op(x, w):
         return sum_p.bind(x * w)
 
-    op.defvjp(lambda x, w: (op(x, w), (x, w)),
-              lambda res, g: (g * res[1], (g * res[0]).sum(0, keepdims=True)))
+    op.defvjp(
+        lambda x, w: (op(x, w), (x, w)),
+        lambda res, g: (g * res[1], (g * res[0]).sum(0, keepdims=True)),
+    )
     f = jax.shard_map(op, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P())
     w = np.arange(1, 5, dtype=np.float32)[None]
     dx, dw = jax.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum() / 2, argnums=(0, 1)))(X, w)
@@ -127,8 +143,10 @@ def mul_kernel(x_ref, y_ref, o_ref):
 
 def mul(x, y):
     from jax.experimental import pallas as pl
+
     return pl.pallas_call(mul_kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(
-        x, jnp.broadcast_to(y, x.shape))
+        x, jnp.broadcast_to(y, x.shape)
+    )
 
 
 def both(op, mesh, *args, specs, argnums):
@@ -175,8 +193,9 @@ def test_symbolic_zero_of_the_output_and_of_another_type(cpu_mesh):
         return jax.custom_derivatives.SymbolicZero(aval), (x * g).sum(0)
 
     op.defvjp(lambda x, w: (op(x.value, w.value), (x.value, w.value)), bwd, symbolic_zeros=True)
-    f = jax.shard_map(lambda x, w: op(x, w)[0], mesh=cpu_mesh, in_specs=(P("data"), P()),
-                      out_specs=P("data"))
+    f = jax.shard_map(
+        lambda x, w: op(x, w)[0], mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data")
+    )
     dx, dw = jax.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum() / 2, argnums=(0, 1)))(X, W)
     np.testing.assert_array_equal(dx, np.zeros_like(X))
     np.testing.assert_allclose(dw, (X * X * W).sum(0), rtol=1e-6)
@@ -196,8 +215,15 @@ def test_nondiff_argnums_none_and_integer_inputs(cpu_mesh):
 
     op.defvjp(fwd, bwd)
     tree = {"w": W, "unused": np.ones(3, np.float32)}
-    both(functools.partial(op, 3.0), cpu_mesh, X, tree, np.arange(8),
-         specs=(P("data"), P(), P("data")), argnums=(0, 1))
+    both(
+        functools.partial(op, 3.0),
+        cpu_mesh,
+        X,
+        tree,
+        np.arange(8),
+        specs=(P("data"), P(), P("data")),
+        argnums=(0, 1),
+    )
 
 
 def test_scan_and_remat_around_it(cpu_mesh):
@@ -205,8 +231,7 @@ def test_scan_and_remat_around_it(cpu_mesh):
     def op(x, w):
         return mul(x, w)
 
-    op.defvjp(lambda x, w: (op(x, w), (x, w)),
-              lambda res, g: (mul(g, res[1]), (g * res[0]).sum(0)))
+    op.defvjp(lambda x, w: (op(x, w), (x, w)), lambda res, g: (mul(g, res[1]), (g * res[0]).sum(0)))
 
     def stack(x, ws):
         return lax.scan(jax.checkpoint(lambda c, w: (op(c, w), None)), x, ws)[0]
@@ -235,8 +260,7 @@ def test_a_bwd_whose_share_is_summed_is_traced_once(cpu_mesh, jit):
         op.defvjp(lambda x, w: (op(x, w), (x, w)), bwd)
         return jax.grad(lambda x, w: op(x, w).sum(), argnums=(0, 1))(x, w)
 
-    f = jax.shard_map(local, mesh=cpu_mesh, in_specs=(P("data"), P()),
-                      out_specs=(P("data"), P()))
+    f = jax.shard_map(local, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=(P("data"), P()))
     w = np.full((4,), 2, np.float32)
     dx, dw = (jax.jit(f) if jit else f)(X, w)
     np.testing.assert_array_equal(dx, np.broadcast_to(w, X.shape))

@@ -47,14 +47,25 @@ def test_vary_is_nothing_without_the_check(cpu_mesh):
     inside(cpu_mesh, f, jnp.ones(ROWS), check_vma=False)
 
 
-@pytest.mark.parametrize("axes, message", [
-    ((), "vary(x, ...) takes the names of one or more mesh axes, not nothing; such as "
-         "vary(x, 'model')"),
-    ((("data", "model"),), "vary(x, ...) takes the names of one or more mesh axes, not "
-                           "('data', 'model'); such as vary(x, 'model')"),
-    (("modle", "data"), "vary(x, 'modle', 'data'): {modle} is no manual mesh axis here; they are "
-                        "{data, model}"),
-])
+@pytest.mark.parametrize(
+    "axes, message",
+    [
+        (
+            (),
+            "vary(x, ...) takes the names of one or more mesh axes, not nothing; such as "
+            "vary(x, 'model')",
+        ),
+        (
+            (("data", "model"),),
+            "vary(x, ...) takes the names of one or more mesh axes, not "
+            "('data', 'model'); such as vary(x, 'model')",
+        ),
+        (
+            ("modle", "data"),
+            "vary(x, 'modle', 'data'): {modle} is no manual mesh axis here; they are {data, model}",
+        ),
+    ],
+)
 def test_vary_refuses_what_is_no_axis(cpu_mesh, axes, message):
     for check in (True, False):
         with pytest.raises(errors.AxisError) as caught:
@@ -66,9 +77,13 @@ def test_partial_sums_are_refused(cpu_mesh):
     def f(x):
         partial = jax.lax.pcast(x, "data", to="unreduced")
         for helper in (sr.vary, sr.already_summed):
-            with pytest.raises(errors.AxisError, match=re.escape(
+            with pytest.raises(
+                errors.AxisError,
+                match=re.escape(
                     f"{helper.__name__} over {{data}} was given a value that is unreduced over "
-                    "{data}: a partial sum. Reduce it first, with jax.lax.psum")):
+                    "{data}: a partial sum. Reduce it first, with jax.lax.psum"
+                ),
+            ):
                 helper(partial, "data")
         return x
 
@@ -77,20 +92,29 @@ def test_partial_sums_are_refused(cpu_mesh):
 
 def test_an_early_cast_costs_fewer_bytes(cpu_mesh):
     """A row that is broadcast over the local batch of 2: half the bytes where the row is cast."""
+
     def gradient(early):
         def f(x, b):
             row = sr.vary(b, "data") if early else b
             block = jnp.broadcast_to(row, (2, COLUMNS))
             return x * jnp.sin(sr.vary(block, "data"))
 
-        return jax.jit(jax.grad(lambda b, x: inside(
-            cpu_mesh, f, x, b, specs=(P("data"), P()), out=P("data")).sum()))
+        return jax.jit(
+            jax.grad(
+                lambda b, x: inside(cpu_mesh, f, x, b, specs=(P("data"), P()), out=P("data")).sum()
+            )
+        )
 
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.sharding.NamedSharding(
-        cpu_mesh, spec)) for shape, spec in (((COLUMNS,), P()), ((ROWS, COLUMNS), P("data")))]
+    arguments = [
+        jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=jax.sharding.NamedSharding(cpu_mesh, spec)
+        )
+        for shape, spec in (((COLUMNS,), P()), ((ROWS, COLUMNS), P("data")))
+    ]
     for early, size in ((True, 4 * COLUMNS), (False, 2 * 4 * COLUMNS)):
-        testing.assert_collectives(gradient(early), *arguments,
-                                   expect={"all-reduce(data)": {"count": 1, "bytes": size}})
+        testing.assert_collectives(
+            gradient(early), *arguments, expect={"all-reduce(data)": {"count": 1, "bytes": size}}
+        )
 
 
 # already_summed.
@@ -98,6 +122,7 @@ def test_an_early_cast_costs_fewer_bytes(cpu_mesh):
 
 def dense(summed):
     """x * w with a replicated w, whose bwd gathers the shares and sums them itself."""
+
     @jax.custom_vjp
     def op(x, w):
         return x * w
@@ -170,6 +195,7 @@ def test_types_come_from_the_operand(cpu_mesh):
 
 def test_transformations(cpu_mesh):
     """jvp, transpose and vmap: as of the common value, which the gathered sum is."""
+
     def f(x):
         return sr.already_summed(jax.lax.all_gather(x, "data").sum(0), "data") ** 2
 
@@ -180,31 +206,41 @@ def test_transformations(cpu_mesh):
     plain = lambda x: (x.reshape(4, 2, 3).sum(0) ** 2).sum()  # noqa: E731
     np.testing.assert_allclose(g(x), plain(x), rtol=1e-5)
     np.testing.assert_allclose(jax.grad(g)(x), jax.grad(plain)(x), rtol=1e-5)
-    np.testing.assert_allclose(jax.jit(jax.jvp, static_argnums=0)(g, (x,), (x,))[1],
-                               jax.jvp(plain, (x,), (x,))[1], rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(jax.jvp, static_argnums=0)(g, (x,), (x,))[1],
+        jax.jvp(plain, (x,), (x,))[1],
+        rtol=1e-5,
+    )
     np.testing.assert_allclose(jax.hessian(g)(x), jax.hessian(plain)(x), rtol=1e-5)
     xs = jnp.stack([x, 2 * x])
-    np.testing.assert_allclose(jax.vmap(jax.grad(g))(xs), jax.vmap(jax.grad(plain))(xs),
-                               rtol=1e-5)
+    np.testing.assert_allclose(jax.vmap(jax.grad(g))(xs), jax.vmap(jax.grad(plain))(xs), rtol=1e-5)
 
 
 def test_a_type_is_computed_at_every_bind(cpu_mesh):
     """Batched over another mesh axis, the value varies over that one too."""
+
     def f(x):
         out = sr.already_summed(jax.lax.all_gather(x, "model").sum(0), "model")
         return out
 
-    mapped = jax.vmap(jax.shard_map(f, mesh=cpu_mesh, in_specs=P("model"), out_specs=P(None)),
-                      spmd_axis_name="data")
-    (call,) = [line for line in str(jax.make_jaxpr(mapped)(jnp.ones((4, 6)))).splitlines()
-               if "already_summed[" in line]
+    mapped = jax.vmap(
+        jax.shard_map(f, mesh=cpu_mesh, in_specs=P("model"), out_specs=P(None)),
+        spmd_axis_name="data",
+    )
+    (call,) = [
+        line
+        for line in str(jax.make_jaxpr(mapped)(jnp.ones((4, 6)))).splitlines()
+        if "already_summed[" in line
+    ]
     assert re.search(r"\{V:\(?data\)?\} = already_summed", call), call
 
 
 def test_a_wrong_claim_is_detected(cpu_mesh, hooks):
     """The share itself, called the sum: wrong gradients, and an error where claims are compared."""
-    wrong, right = dense(lambda share: sr.already_summed(share, "data")), dense(
-        lambda share: sr.already_summed(gathered(share), "data"))
+    wrong, right = (
+        dense(lambda share: sr.already_summed(share, "data")),
+        dense(lambda share: sr.already_summed(gathered(share), "data")),
+    )
     with casts.checking_claims() as claims:
         jax.jit(gradient_of(right, cpu_mesh))(*arguments())
     assert len(claims.made) == 1 and not claims.wrong
@@ -218,11 +254,17 @@ def test_a_wrong_claim_is_detected(cpu_mesh, hooks):
     assert re.fullmatch(
         r"already_summed was given a cotangent that differs between devices, so it is no full "
         r"sum:\n  at .*test_vary.py:\d+, over \{data\}\n"
-        r"return jax.lax.psum\(ct, axes\) there instead", str(caught.value))
+        r"return jax.lax.psum\(ct, axes\) there instead",
+        str(caught.value),
+    )
 
 
 def test_already_summed_refuses_what_is_no_axis(cpu_mesh):
-    with pytest.raises(errors.AxisError, match=re.escape(
+    with pytest.raises(
+        errors.AxisError,
+        match=re.escape(
             "already_summed(ct, 'modle'): {modle} is no manual mesh axis here; they are "
-            "{data, model}")):
+            "{data, model}"
+        ),
+    ):
         inside(cpu_mesh, lambda x: sr.already_summed(x, "modle"), jnp.ones(ROWS))

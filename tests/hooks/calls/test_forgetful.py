@@ -44,6 +44,7 @@ def gradients(op, mesh):
 def reference(op):
     def f(x, w):
         return jnp.concatenate([op(block, w) for block in x.reshape(4, 4)])
+
     return jax.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1)))(X, W)
 
 
@@ -65,6 +66,7 @@ def test_plain_jax_gets_the_weights_gradient_wrong(cpu_mesh):
 
 def alike(x):
     from jax.experimental.shard_alike import shard_alike  # gone in JAX 0.12
+
     return shard_alike(jnp.ones(x.shape), x)[0]
 
 

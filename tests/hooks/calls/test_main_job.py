@@ -7,16 +7,18 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import programs
 import shardrules as sr
 from shardrules import errors, hlo, testing
 
 declared_copy = sr.no_communication(programs.copy_kernel)
-declared_scale = dict(kernel=sr.no_communication(programs.scale_kernel),
-                      bwd_kernel=sr.no_communication(programs.scale_bwd_kernel))
+declared_scale = dict(
+    kernel=sr.no_communication(programs.scale_kernel),
+    bwd_kernel=sr.no_communication(programs.scale_bwd_kernel),
+)
 
 # Each program is compiled once, for whichever tests ask for it.
 _compiled = {}
@@ -33,13 +35,18 @@ def compiled(name, platform, build, *, hooks=True, prove=True):
 
 
 def with_shardrules(platform):
-    return compiled("copy", platform, functools.partial(
-        programs.copy_gradient, kernel=declared_copy))
+    return compiled(
+        "copy", platform, functools.partial(programs.copy_gradient, kernel=declared_copy)
+    )
 
 
 def check_off(platform, kernel, prove=True):
-    return compiled(("copy off", kernel, prove), platform, functools.partial(
-        programs.copy_gradient, kernel=kernel, check_vma=False), prove=prove)
+    return compiled(
+        ("copy off", kernel, prove),
+        platform,
+        functools.partial(programs.copy_gradient, kernel=kernel, check_vma=False),
+        prove=prove,
+    )
 
 
 def test_with_shardrules_the_backward_pass_has_no_collective(platform):
@@ -47,8 +54,12 @@ def test_with_shardrules_the_backward_pass_has_no_collective(platform):
     assert testing.assert_no_defensive_psum(program).verdicts == ()
     testing.assert_collectives(program, expect={})
     targets = re.findall(r'custom_call_target="([^"]*)"', program.as_text())
-    assert targets == {"cpu": [], "tpu": ["tpu_custom_call"] * 2,
-                       "gpu": ["__gpu$xla.gpu.triton"] * 2}[platform[0]]
+    assert (
+        targets
+        == {"cpu": [], "tpu": ["tpu_custom_call"] * 2, "gpu": ["__gpu$xla.gpu.triton"] * 2}[
+            platform[0]
+        ]
+    )
 
 
 def test_check_off_has_exactly_one_redundant_all_reduce_over_model(platform):
@@ -59,8 +70,9 @@ def test_check_off_has_exactly_one_redundant_all_reduce_over_model(platform):
     assert verdict.collective.axes == ("model",)
     assert verdict.bytes == programs.SHAPE[0] // 4 * programs.SHAPE[1] * 4
     assert verdict.collective.phase == "backward"
-    testing.assert_collectives(program, expect={
-        "backward all-reduce(model)": {"count": 1, "bytes": verdict.bytes}})
+    testing.assert_collectives(
+        program, expect={"backward all-reduce(model)": {"count": 1, "bytes": verdict.bytes}}
+    )
     rests = "\n".join(map(str, verdict.rests_on))
     assert "arrays that their shardings call replicated" in rests
     if platform[0] != "cpu":
@@ -91,17 +103,21 @@ def test_a_rule_registered_by_name_is_enough_for_a_compiled_program(tpu_mesh):
 
 def normalised(text):
     """HLO text without names' numbers, locations and tags, which say nothing about the program."""
-    text = re.sub(r"(?m)^(FileNames|FunctionNames|FileLocations|StackFrames)\n(\d+ .*\n)*", "", text)
-    text = re.sub(r', metadata=\{[^{}]*\}', "", text)
+    text = re.sub(
+        r"(?m)^(FileNames|FunctionNames|FileLocations|StackFrames)\n(\d+ .*\n)*", "", text
+    )
+    text = re.sub(r", metadata=\{[^{}]*\}", "", text)
     text = re.sub(r'shardrules\.\w+="[^"]*",?', "", text)
-    text = re.sub(r',? frontend_attributes=\{(kernel_metadata=\{\})?,?\}', "", text)
+    text = re.sub(r",? frontend_attributes=\{(kernel_metadata=\{\})?,?\}", "", text)
     text = re.sub(r'fingerprint_before_lhs="\w+"', "", text)
     names = {}
     return re.sub(r"%[\w.\-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), text)
 
 
-@pytest.mark.parametrize("platform", [pytest.param("tpu", marks=pytest.mark.tpu),
-                                      pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "platform",
+    [pytest.param("tpu", marks=pytest.mark.tpu), pytest.param("gpu", marks=pytest.mark.gpu)],
+)
 def test_hlo_equals_that_of_a_hand_annotated_kernel(platform, request):
     """But for names, locations and tags, kernel bodies included."""
     mesh = request.getfixturevalue(f"{platform}_mesh")
@@ -109,21 +125,30 @@ def test_hlo_equals_that_of_a_hand_annotated_kernel(platform, request):
     # A kernel's body holds its trace's source lines; with one frame each, they are the kernel's.
     jax.config.update("jax_include_full_tracebacks_in_locations", False)
     try:
-        with_rule = compiled("copy, one frame", (platform, mesh), functools.partial(
-            programs.copy_gradient, kernel=declared_copy)).as_text()
-        by_hand = compiled("copy by hand", (platform, mesh), functools.partial(
-            programs.copy_gradient, annotate=True), hooks=False).as_text()
+        with_rule = compiled(
+            "copy, one frame",
+            (platform, mesh),
+            functools.partial(programs.copy_gradient, kernel=declared_copy),
+        ).as_text()
+        by_hand = compiled(
+            "copy by hand",
+            (platform, mesh),
+            functools.partial(programs.copy_gradient, annotate=True),
+            hooks=False,
+        ).as_text()
     finally:
         jax.config.update("jax_include_full_tracebacks_in_locations", full)
     assert "shardrules." in with_rule and "shardrules." not in by_hand
     assert normalised(with_rule) == normalised(by_hand)
     assert normalised(with_rule) != normalised(
-        check_off((platform, mesh), programs.copy_kernel).as_text())
+        check_off((platform, mesh), programs.copy_kernel).as_text()
+    )
 
 
 def test_replicated_weight_needs_one_psum_over_data(platform):
-    program = compiled("scale", platform, functools.partial(
-        programs.scale_gradient, **declared_scale))
+    program = compiled(
+        "scale", platform, functools.partial(programs.scale_gradient, **declared_scale)
+    )
     judgement = testing.assert_no_defensive_psum(program)
     (verdict,) = judgement.verdicts
     assert (verdict.collective.axes, verdict.bytes) == (("data",), programs.SHAPE[1] * 4)
@@ -132,8 +157,11 @@ def test_replicated_weight_needs_one_psum_over_data(platform):
 
 
 def test_replicated_weight_with_the_check_off_is_overwide(platform):
-    program = compiled("scale off", platform, functools.partial(
-        programs.scale_gradient, check_vma=False, **declared_scale))
+    program = compiled(
+        "scale off",
+        platform,
+        functools.partial(programs.scale_gradient, check_vma=False, **declared_scale),
+    )
     with pytest.raises(errors.CollectiveAssertionError) as caught:
         testing.assert_no_defensive_psum(program)
     overwide = [v for v in caught.value.verdicts if v.verdict == "overwide"]
@@ -149,17 +177,26 @@ def test_replicated_weight_with_the_check_off_is_overwide(platform):
 @pytest.mark.gpu
 def test_each_range_of_a_flat_combined_all_reduce_gets_its_verdict(gpu_mesh):
     """XLA's GPU combiner packs several reductions into one operand without a name."""
+
     def local(u, v, w):
         return jnp.sin(u), v * w
 
     def program(check_vma):
-        inner = jax.shard_map(local, mesh=gpu_mesh, in_specs=(P("data"), P("data"), P()),
-                              out_specs=(P("data"), P("data")), check_vma=check_vma)
+        inner = jax.shard_map(
+            local,
+            mesh=gpu_mesh,
+            in_specs=(P("data"), P("data"), P()),
+            out_specs=(P("data"), P("data")),
+            check_vma=check_vma,
+        )
+
         def loss(u, v, w):
             a, b = inner(u, v, w)
-            return (a ** 2).sum() + (b ** 2).sum()
-        args = programs.structs(gpu_mesh, ((4, 128), P("data")), ((4, 128), P("data")),
-                                ((1, 128), P()))
+            return (a**2).sum() + (b**2).sum()
+
+        args = programs.structs(
+            gpu_mesh, ((4, 128), P("data")), ((4, 128), P("data")), ((1, 128), P())
+        )
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args).compile()
 
     with pytest.raises(errors.CollectiveAssertionError) as caught:
@@ -175,11 +212,14 @@ def test_each_range_of_a_flat_combined_all_reduce_gets_its_verdict(gpu_mesh):
 # Wrong use.
 
 
-@pytest.mark.parametrize("text, message", [
-    ("", "<text> is empty"),
-    ("module @jit_f attributes {mhlo.num_partitions = 8 : i32} {\n}\n", "line 1, column 1"),
-    ("hello\nworld\n", "line 1, column 1"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "<text> is empty"),
+        ("module @jit_f attributes {mhlo.num_partitions = 8 : i32} {\n}\n", "line 1, column 1"),
+        ("hello\nworld\n", "line 1, column 1"),
+    ],
+)
 def test_text_that_is_not_hlo(text, message):
     with pytest.raises(errors.HloSyntaxError) as caught:
         testing.assert_no_defensive_psum(text + "\n")
@@ -231,24 +271,31 @@ def test_hooks_that_are_not_installed(cpu_mesh):
     f, args = programs.copy_gradient("cpu", cpu_mesh)
     with pytest.raises(errors.NotInstalledError) as caught:
         testing.assert_no_defensive_psum(f, *args)
-    assert ("the hooks of shardrules are not installed; call shardrules.install() before tracing "
-            "it.\nJAX says: When `check_vma=True`") in str(caught.value)
+    assert (
+        "the hooks of shardrules are not installed; call shardrules.install() before tracing "
+        "it.\nJAX says: When `check_vma=True`"
+    ) in str(caught.value)
 
 
 def test_what_is_no_program():
     with pytest.raises(errors.ShardrulesError, match="int is no program; pass a function with "):
         testing.judge(3)
-    with pytest.raises(errors.ShardrulesError, match="1 arguments were given with a program that "
-                                                     "is lowered already"):
+    with pytest.raises(
+        errors.ShardrulesError,
+        match="1 arguments were given with a program that is lowered already",
+    ):
         testing.judge("HloModule m\n", 3)
 
 
-@pytest.mark.parametrize("key, value, message", [
-    ("all-reduce", 1, "'all-reduce' names no collectives; write the kind and its mesh axes"),
-    ("bakward all-reduce(data)", 1, "phases are forward, backward, recompute, mixed, unknown"),
-    ("all-reduce(data)", "one", "'one' for 'all-reduce(data)' is no expectation"),
-    ("all-reduce(data)", -1, "-1 for 'all-reduce(data)' is no expectation"),
-])
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("all-reduce", 1, "'all-reduce' names no collectives; write the kind and its mesh axes"),
+        ("bakward all-reduce(data)", 1, "phases are forward, backward, recompute, mixed, unknown"),
+        ("all-reduce(data)", "one", "'one' for 'all-reduce(data)' is no expectation"),
+        ("all-reduce(data)", -1, "-1 for 'all-reduce(data)' is no expectation"),
+    ],
+)
 def test_expectations_that_cant_be_read(key, value, message):
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.assert_collectives("HloModule m\n", expect={key: value})
@@ -262,10 +309,13 @@ def test_assert_collectives_shows_each_difference(cpu_mesh):
     text = str(caught.value)
     assert "  all-reduce(data): expected 1, found 0, 0 B\n  not expected:\n" in text
     assert "all-reduce over {model}, 4096 B: redundant" in text
-    with pytest.raises(errors.CollectiveAssertionError,
-                       match=r"all-reduce\(model\): expected 1, 512 B, found 1, 4096 B"):
-        testing.assert_collectives(program, expect={"all-reduce(model)": {"count": 1,
-                                                                         "bytes": 512}})
+    with pytest.raises(
+        errors.CollectiveAssertionError,
+        match=r"all-reduce\(model\): expected 1, 512 B, found 1, 4096 B",
+    ):
+        testing.assert_collectives(
+            program, expect={"all-reduce(model)": {"count": 1, "bytes": 512}}
+        )
 
 
 def test_gradient_of_the_compiled_program_equals_the_single_device_one(cpu_mesh):

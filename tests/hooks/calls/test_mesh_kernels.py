@@ -17,10 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 from jax.sharding import PartitionSpec as P
-
-import shardrules as sr
 from kernels import build
 from kernels.cases import BY_NAME
+
+import shardrules as sr
 from shardrules import errors, pallas, registry, testing
 
 HERE = pathlib.Path(__file__).parents[2]  # tests/
@@ -53,16 +53,25 @@ def core_map(body):
     def op(x, *rest):
         def run(refs):
             pl.core_map(CORES)(functools.partial(body, *refs))
+
         return pl.run_state(run)((x, *rest, jnp.zeros(x.shape, x.dtype)))[-1]
+
     return op
 
 
-KINDS = pytest.mark.parametrize("kind", [pl_kernel, plgpu_kernel, core_map],
-                                ids=lambda k: k.__name__)
+KINDS = pytest.mark.parametrize(
+    "kind", [pl_kernel, plgpu_kernel, core_map], ids=lambda k: k.__name__
+)
 # JAX 0.12 makes an mpmd_map of a core_map.
-PRIMITIVE = {pl_kernel: "mpmd_map", plgpu_kernel: "mpmd_map", core_map: next(
-    name for name in ("mpmd_map", "core_map")
-    if f"{name}[" in str(jax.make_jaxpr(core_map(copy))(np.zeros(SHAPE, np.float32))))}
+PRIMITIVE = {
+    pl_kernel: "mpmd_map",
+    plgpu_kernel: "mpmd_map",
+    core_map: next(
+        name
+        for name in ("mpmd_map", "core_map")
+        if f"{name}[" in str(jax.make_jaxpr(core_map(copy))(np.zeros(SHAPE, np.float32)))
+    ),
+}
 
 
 def varying(x):
@@ -93,8 +102,7 @@ def test_output_varies_over_the_union_of_the_inputs(cpu_mesh, hooks, kind):
     op = kind(sr.no_communication(multiply))
     assert out_type(lambda x, w: op(x, w[:2]), cpu_mesh, P("data"), P()) == {"data"}
     assert out_type(lambda x, w: op(w[:2], x), cpu_mesh, P("data"), P()) == {"data"}
-    assert out_type(lambda x, w: op(x, w[:2]), cpu_mesh, P("data"), P("model")) == {
-        "data", "model"}
+    assert out_type(lambda x, w: op(x, w[:2]), cpu_mesh, P("data"), P("model")) == {"data", "model"}
 
 
 @KINDS
@@ -106,8 +114,11 @@ def test_a_varying_output_is_refused_as_replicated(cpu_mesh, hooks, kind):
 
 
 # As an mpmd_map, JAX 0.12 refuses its varying refs.
-ALONE = [kind for kind in (plgpu_kernel, core_map) if kind is plgpu_kernel
-         or PRIMITIVE[kind] == "core_map"]
+ALONE = [
+    kind
+    for kind in (plgpu_kernel, core_map)
+    if kind is plgpu_kernel or PRIMITIVE[kind] == "core_map"
+]
 
 
 @pytest.mark.parametrize("kind", ALONE, ids=lambda k: k.__name__)
@@ -122,8 +133,10 @@ def test_unknown_kernel_is_an_error_that_says_what_to_type(cpu_mesh, declared_on
         out_type(kind(copy), cpu_mesh, P("data"))
     line = copy.__code__.co_firstlineno
     text = str(caught.value)
-    assert text.startswith(f"no rule for {PRIMITIVE[kind]} kernel 'copy' (defined at {__file__}:"
-                           f"{line}): shard_map(check_vma=True) over manual axes {{data, model}}")
+    assert text.startswith(
+        f"no rule for {PRIMITIVE[kind]} kernel 'copy' (defined at {__file__}:"
+        f"{line}): shard_map(check_vma=True) over manual axes {{data, model}}"
+    )
     assert "input 0: varying over {data}" in text
     assert "shardrules.register('copy', shardrules.no_communication)" in text
     assert caught.value.kernel == "copy"
@@ -166,8 +179,12 @@ def test_a_declaration_binds_to_its_function_and_to_no_other(cpu_mesh, declared_
 def test_rules_that_communicate_add_and_drop_axes(cpu_mesh, hooks, kind):
     assert out_type(kind(sr.per_device("model")(copy)), cpu_mesh, P("data")) == {"data", "model"}
     assert out_type(kind(sr.all_gather("model")(copy)), cpu_mesh, P()) == {"model"}
-    assert out_type(kind(sr.all_reduce("data")(lambda *refs: copy(*refs))), cpu_mesh,
-                    P(("data", "model")), shape=(16, 4)) == {"model"}
+    assert out_type(
+        kind(sr.all_reduce("data")(lambda *refs: copy(*refs))),
+        cpu_mesh,
+        P(("data", "model")),
+        shape=(16, 4),
+    ) == {"model"}
 
 
 def test_a_kernel_that_was_made_before_install_and_outside_of_shard_map(cpu_mesh):
@@ -185,31 +202,41 @@ def test_a_kernel_that_was_made_before_install_and_outside_of_shard_map(cpu_mesh
             out_type(op, cpu_mesh, P("data"))
 
 
-@pytest.mark.parametrize("kernel", [plgpu.kernel, functools.partial(pl.kernel, mesh=CORES)],
-                         ids=["plgpu", "pl"])
+@pytest.mark.parametrize(
+    "kernel", [plgpu.kernel, functools.partial(pl.kernel, mesh=CORES)], ids=["plgpu", "pl"]
+)
 def test_annotations_are_checked_against_the_rule(cpu_mesh, hooks, kernel):
     def annotated(*axes):
         mat = jax.sharding.ManualAxisType(varying=frozenset(axes))
         return lambda x: kernel(
             sr.no_communication(copy),
-            out_type=jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=mat))(x)
+            out_type=jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=mat),
+        )(x)
 
     assert out_type(annotated("data"), cpu_mesh, P("data")) == {"data"}
     assert out_type(annotated("data", "model"), cpu_mesh, P("data")) == {"data", "model"}
-    with pytest.raises(errors.RuleError, match=re.escape(
-            "output 0 of mpmd_map kernel 'copy' (defined at ") + ".*" + re.escape(
-            ") is annotated 'invariant', but the rule no_communication (declared at ")):
+    with pytest.raises(
+        errors.RuleError,
+        match=re.escape("output 0 of mpmd_map kernel 'copy' (defined at ")
+        + ".*"
+        + re.escape(") is annotated 'invariant', but the rule no_communication (declared at "),
+    ):
         out_type(annotated(), cpu_mesh, P("data"))
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("rules, text", [
-    ((sr.no_communication, sr.no_communication), None),
-    ((sr.no_communication, None), "no rule for mpmd_map kernel 'scalar'"),
-    ((sr.no_communication, sr.all_gather("data")),
-     "the functions of kernel 'scalar' are declared with rules that differ:\n"
-     "  no_communication at "),
-])
+@pytest.mark.parametrize(
+    "rules, text",
+    [
+        ((sr.no_communication, sr.no_communication), None),
+        ((sr.no_communication, None), "no rule for mpmd_map kernel 'scalar'"),
+        (
+            (sr.no_communication, sr.all_gather("data")),
+            "the functions of kernel 'scalar' are declared with rules that differ:\n"
+            "  no_communication at ",
+        ),
+    ],
+)
 def test_all_functions_of_an_mpmd_kernel_are_one_call(hooks, tpu_mesh, rules, text):
     def scalar(x_ref, o_ref):
         del x_ref, o_ref
@@ -221,9 +248,12 @@ def test_all_functions_of_an_mpmd_kernel_are_one_call(hooks, tpu_mesh, rules, te
 
     def op(x):
         # What a SparseCore has is asked of the device: so inside, where shard_map names it.
-        meshes = [plsc.ScalarSubcoreMesh(axis_name="core", num_cores=2),
-                  plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore",
-                                         num_cores=2, num_subcores=16)]
+        meshes = [
+            plsc.ScalarSubcoreMesh(axis_name="core", num_cores=2),
+            plsc.VectorSubcoreMesh(
+                core_axis_name="core", subcore_axis_name="subcore", num_cores=2, num_subcores=16
+            ),
+        ]
         return pl.kernel(bodies, mesh=meshes, out_type=like(x))(x)
 
     mesh = build.mesh_for(BY_NAME["pl_kernel"])
@@ -242,13 +272,15 @@ def test_all_functions_of_an_mpmd_kernel_are_one_call(hooks, tpu_mesh, rules, te
 def test_types_are_those_of_the_operands_when_batched(cpu_mesh, hooks, kind):
     """plgpu.kernel makes another kernel of its own, with another name, under vmap."""
     with sr.rules({"copy": sr.no_communication}):
-        assert out_type(lambda x: jax.vmap(kind(copy))(x[None]), cpu_mesh,
-                        P("data")) == {"data"}
+        assert out_type(lambda x: jax.vmap(kind(copy))(x[None]), cpu_mesh, P("data")) == {"data"}
         f = jax.shard_map(kind(copy), mesh=cpu_mesh, in_specs=P("model"), out_specs=P("model"))
         jaxpr = jax.make_jaxpr(jax.vmap(f, spmd_axis_name="data"))(np.zeros((4, *SHAPE)))
     (shard_map,) = jaxpr.eqns
-    calls = [e for e in shard_map.params["jaxpr"].eqns if e.primitive.name in (
-        "mpmd_map", "custom_vmap_call")]
+    calls = [
+        e
+        for e in shard_map.params["jaxpr"].eqns
+        if e.primitive.name in ("mpmd_map", "custom_vmap_call")
+    ]
     assert [varying_of(e.outvars[0]) for e in calls] == [{"data", "model"}]
 
 
@@ -269,6 +301,7 @@ def test_types_are_those_of_the_operands_when_a_jaxpr_is_replayed(cpu_mesh, hook
 
 def test_the_check_stays_off_where_the_user_switched_it_off(cpu_mesh, hooks):
     """plgpu.kernel switches it off itself; that is undone only where it was on."""
+
     def op(x):
         return plgpu_kernel(copy)(x)  # no rule
 
@@ -279,8 +312,9 @@ def test_the_check_stays_off_where_the_user_switched_it_off(cpu_mesh, hooks):
 @KINDS
 def test_without_the_check_the_jaxpr_is_the_same(cpu_mesh, kind):
     def jaxpr():
-        f = jax.shard_map(kind(copy), mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"),
-                          check_vma=False)
+        f = jax.shard_map(
+            kind(copy), mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+        )
         return re.sub(r"0x[0-9a-f]+", "0x", str(jax.make_jaxpr(f)(np.zeros(SHAPE))))
 
     plain = jaxpr()
@@ -297,7 +331,9 @@ def into_ref(kernel):
             ref = jax.new_ref(start(jnp.zeros(x.shape)))
             kernel(x, ref)
             return ref[...]
+
         return run
+
     return op
 
 
@@ -312,9 +348,11 @@ def core_map_into_ref(x, ref):
     pl.core_map(CORES)(functools.partial(sr.no_communication(copy), x_ref, ref))
 
 
-@pytest.mark.parametrize("op, name", [
-    (kernel_into_ref, "mpmd_map"), (core_map_into_ref, PRIMITIVE[core_map])],
-    ids=["kernel", "core_map"])
+@pytest.mark.parametrize(
+    "op, name",
+    [(kernel_into_ref, "mpmd_map"), (core_map_into_ref, PRIMITIVE[core_map])],
+    ids=["kernel", "core_map"],
+)
 def test_a_kernel_that_writes_a_ref_holds_it_to_its_rule(cpu_mesh, hooks, op, name):
     assert out_type(op(lambda zeros: sr.vary(zeros, "data")), cpu_mesh, P("data")) == {"data"}
     assert out_type(op(lambda zeros: zeros), cpu_mesh, P()) == set()
@@ -326,13 +364,15 @@ def test_a_kernel_that_writes_a_ref_holds_it_to_its_rule(cpu_mesh, hooks, op, na
         " stores, by the rule no_communication, is varying over {data}, but the ref that it is "
         "written to (shape (2, 4)) is invariant, and so would be what is read from it "
         "afterwards. A ref keeps the type of its first value: make it from one that varies over "
-        "{data} too, jax.new_ref(shardrules.vary(x, 'data')).")
+        "{data} too, jax.new_ref(shardrules.vary(x, 'data'))."
+    )
 
 
 def test_refs_that_a_kernel_only_reads_keep_their_type(cpu_mesh, hooks):
     def op(x, w):
         def run(refs):
             pl.kernel(sr.no_communication(multiply), mesh=CORES)(*refs)
+
         return pl.run_state(run)((x, w[:2], jnp.zeros(x.shape)))
 
     assert out_type(lambda *args: op(*args)[2], cpu_mesh, P("data"), P()) == {"data"}
@@ -364,16 +404,23 @@ def bytes_by_axes(judgement):
 
 def assert_only_what_is_needed(case):
     program = compiled(case)
-    kernels = [line for line in program.as_text().splitlines() if re.search(
-        'custom_call_target="(mosaic_gpu|tpu_custom_call)', line)]
+    kernels = [
+        line
+        for line in program.as_text().splitlines()
+        if re.search('custom_call_target="(mosaic_gpu|tpu_custom_call)', line)
+    ]
     assert kernels and all("shardrules.effects=" in line for line in kernels)
     judgement = testing.judge(program)
     assert bytes_by_axes(judgement) == dict(case.expected.needed)
     assert {v.verdict for v in judgement.verdicts} <= {"needed"}
 
 
-MESH_CASES = [c for c in BY_NAME.values() if c.target in ("v5p:2x2x2", "b200") or (
-    c.target == "h100" and "mgpu" in c.make.__module__ + c.name or "hopper" in c.name)]
+MESH_CASES = [
+    c
+    for c in BY_NAME.values()
+    if c.target in ("v5p:2x2x2", "b200")
+    or (c.target == "h100" and "mgpu" in c.make.__module__ + c.name or "hopper" in c.name)
+]
 REFUSED = [c for c in MESH_CASES if c.name.endswith("wrongspec")]
 COMPILED = [c for c in MESH_CASES if c not in REFUSED]
 
@@ -400,14 +447,14 @@ def test_only_needed_collectives_are_left(hooks, compilers, case):
 @pytest.mark.gpu
 def test_only_needed_collectives_are_left_on_blackwell(gpu_mesh):
     """In a process of its own: one process compiles for one GPU."""
-    run_alone('''
+    run_alone("""
         import shardrules as sr, hooks.calls.test_mesh_kernels as here
         sr.install()
         cases = [c for c in here.COMPILED if c.target == "b200"]
         assert len(cases) == 2
         for case in cases:
             here.assert_only_what_is_needed(case)
-    ''')
+    """)
 
 
 @pytest.mark.parametrize("case", by_platform(REFUSED))
@@ -417,47 +464,73 @@ def test_a_wrong_spec_is_refused(hooks, compilers, case):
         f.lower(*args)
 
 
-@pytest.mark.parametrize("case", by_platform(
-    BY_NAME[n] for n in ("core_map_run_state_zeros", "hopper_matmul_user_vjp")))
+@pytest.mark.parametrize(
+    "case", by_platform(BY_NAME[n] for n in ("core_map_run_state_zeros", "hopper_matmul_user_vjp"))
+)
 def test_without_the_check_the_verifier_sees_what_is_defensive(hooks, compilers, case):
     judgement = testing.judge(compiled(case, check_vma=False))
     assert bytes_by_axes(judgement) == dict(case.expected.unchecked)
     assert {(v.verdict, v.collective.axes) for v in judgement.verdicts} <= {
-        ("redundant", ("model",)), ("overwide", ("data", "model"))}
+        ("redundant", ("model",)),
+        ("overwide", ("data", "model")),
+    }
 
 
-TAGS = [("pl_kernel", "_double_share", "local"), ("core_map_run_state_zeros", "_lambda_", "local"),
-        ("hopper_matmul", "kernel", "local"),
-        # The last result is a semaphore.
-        ("all_reduce_mgpu", "kernel", "join(x);unknown"),
-        ("collective_matmul_mgpu", "kernel_body", "exchange(x);exchange(x);unknown")]
+TAGS = [
+    ("pl_kernel", "_double_share", "local"),
+    ("core_map_run_state_zeros", "_lambda_", "local"),
+    ("hopper_matmul", "kernel", "local"),
+    # The last result is a semaphore.
+    ("all_reduce_mgpu", "kernel", "join(x);unknown"),
+    ("collective_matmul_mgpu", "kernel_body", "exchange(x);exchange(x);unknown"),
+]
 
 
-@pytest.mark.parametrize("case, kernel, effects", [
-    pytest.param(BY_NAME[name], *rest, marks=getattr(pytest.mark, BY_NAME[name].platform), id=name)
-    for name, *rest in TAGS])
+@pytest.mark.parametrize(
+    "case, kernel, effects",
+    [
+        pytest.param(
+            BY_NAME[name], *rest, marks=getattr(pytest.mark, BY_NAME[name].platform), id=name
+        )
+        for name, *rest in TAGS
+    ],
+)
 def test_compiled_calls_are_tagged(hooks, compilers, case, kernel, effects):
     text = compiled(case).as_text()
-    calls = [line for line in text.splitlines()
-             if "shardrules.kernel=" in line and "custom-call(" in line]
+    calls = [
+        line
+        for line in text.splitlines()
+        if "shardrules.kernel=" in line and "custom-call(" in line
+    ]
     assert calls
     # What doesn't communicate is confirmed by its jaxpr; what does is believed.
     status = "audited" if effects.startswith("local") else "declared"
     mesh = ",".join(f"{a}={n}" for a, n in case.mesh)
-    for tag in (f'shardrules.kernel="{kernel}"', f'shardrules.effects="{effects}"',
-                f'shardrules.status="{status}"', f'shardrules.mesh="{mesh}"'):
+    for tag in (
+        f'shardrules.kernel="{kernel}"',
+        f'shardrules.effects="{effects}"',
+        f'shardrules.status="{status}"',
+        f'shardrules.mesh="{mesh}"',
+    ):
         assert all(tag in line for line in calls), (tag, calls)
 
 
 @pytest.mark.gpu
 def test_the_verifier_believes_the_tag_of_a_kernel_that_drops_an_axis(hooks, gpu_mesh):
     """A psum of what an all-reduce kernel returned is redundant; of what a gather returned, not."""
-    for name, rule, verdict in (("all_reduce_mgpu", sr.all_reduce("x"), "redundant"),
-                                ("all_reduce_mgpu", None, "unproven"),
-                                ("reduce_scatter_mgpu", sr.reduce_scatter("x"), "needed")):
+    for name, rule, verdict in (
+        ("all_reduce_mgpu", sr.all_reduce("x"), "redundant"),
+        ("all_reduce_mgpu", None, "unproven"),
+        ("reduce_scatter_mgpu", sr.reduce_scatter("x"), "needed"),
+    ):
         case = BY_NAME[name]
-        f, args = build.build(case, check_vma=False, wrap_local=lambda f, rule=rule: (
-            lambda x: jax.lax.psum((rule or (lambda f: f))(f)(x), "x")))
+        f, args = build.build(
+            case,
+            check_vma=False,
+            wrap_local=lambda f, rule=rule: (
+                lambda x: jax.lax.psum((rule or (lambda f: f))(f)(x), "x")
+            ),
+        )
         judgement = testing.judge(f.lower(*args).compile())
         assert [v.verdict for v in judgement.verdicts] == [verdict], name
 
@@ -483,14 +556,20 @@ def test_what_a_prover_finds_is_asked_for_once_it_is_needed(gpu_mesh, hooks, mon
 
 def run_alone(code, **env):
     """Run code in a process of its own, with eight CPU devices."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], text=True, cwd=HERE,
-                          capture_output=True, env={**os.environ, **env})
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        text=True,
+        cwd=HERE,
+        capture_output=True,
+        env={**os.environ, **env},
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
 
 
 def test_interpreted_gradients_equal_those_of_one_device():
     """On TPU's interpreter: x split over data, and a row w that is replicated."""
-    run_alone('''
+    run_alone(
+        """
         import jax, numpy as np, hooks.calls.test_mesh_kernels as here
         import shardrules as sr
         from kernels import build
@@ -502,7 +581,9 @@ def test_interpreted_gradients_equal_those_of_one_device():
             case = BY_NAME[name]
             assert_equals_one_device(case, check_vma=True, wrap_local=here.rule_of(case))
         here.check_scale(build.mesh_for(BY_NAME["pl_kernel"], jax.devices()))
-    ''', PJRT_NPROC="32")
+    """,
+        PJRT_NPROC="32",
+    )
 
 
 def check_scale(mesh):
@@ -515,8 +596,10 @@ def check_scale(mesh):
             pltpu.sync_copy(w_ref, w)
             x[...] = x[...] * w[...]
             pltpu.sync_copy(x, o_ref)
-        pl.run_scoped(run, pltpu.VMEM(x_ref.shape, jnp.float32),
-                      pltpu.VMEM(w_ref.shape, jnp.float32))
+
+        pl.run_scoped(
+            run, pltpu.VMEM(x_ref.shape, jnp.float32), pltpu.VMEM(w_ref.shape, jnp.float32)
+        )
 
     def rows(x_ref, g_ref, o_ref):
         def run(x, g, out):
@@ -524,19 +607,26 @@ def check_scale(mesh):
             pltpu.sync_copy(g_ref, g)
             out[...] = jnp.sum(x[...] * g[...], axis=0, keepdims=True)
             pltpu.sync_copy(out, o_ref)
+
         block = pltpu.VMEM(x_ref.shape, jnp.float32)
         pl.run_scoped(run, block, block, pltpu.VMEM(o_ref.shape, jnp.float32))
 
     def call(body, out, *args):
-        return pl.kernel(sr.no_communication(body), out_type=like(out), mesh=one,
-                         interpret=pltpu.InterpretParams())(*args)
+        return pl.kernel(
+            sr.no_communication(body),
+            out_type=like(out),
+            mesh=one,
+            interpret=pltpu.InterpretParams(),
+        )(*args)
 
     @jax.custom_vjp
     def op(x, w):
         return call(scale, x, x, w)
 
-    op.defvjp(lambda x, w: (op(x, w), (x, w)),
-              lambda res, g: (call(scale, g, g, res[1]), call(rows, res[1], res[0], g)))
+    op.defvjp(
+        lambda x, w: (op(x, w), (x, w)),
+        lambda res, g: (call(scale, g, g, res[1]), call(rows, res[1], res[0], g)),
+    )
     f = jax.shard_map(op, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     x = jax.random.normal(jax.random.key(0), (32, 128))
     w = jax.random.normal(jax.random.key(1), (1, 128))

@@ -11,22 +11,29 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-import programs
 import shardrules as sr
-from shardrules import errors, hooks as hooks_module
+from shardrules import errors
+from shardrules import hooks as hooks_module
 
-scale_bodies = dict(kernel=sr.no_communication(programs.scale_kernel),
-                    bwd_kernel=sr.no_communication(programs.scale_bwd_kernel))
+scale_bodies = dict(
+    kernel=sr.no_communication(programs.scale_kernel),
+    bwd_kernel=sr.no_communication(programs.scale_bwd_kernel),
+)
 
 
 def run_alone(code):
     """Run code in a process of its own, with eight CPU devices."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], text=True,
-                          capture_output=True, cwd=pathlib.Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        text=True,
+        capture_output=True,
+        cwd=pathlib.Path(__file__).parents[2],
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -39,14 +46,16 @@ def out_type(op, mesh, specs, shapes, out_spec=P("data", None)):
         seen.append(jax.typeof(out).manual_axis_type)
         return out
 
-    jax.eval_shape(jax.shard_map(spy, mesh=mesh, in_specs=specs, out_specs=out_spec),
-                   *[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
+    jax.eval_shape(
+        jax.shard_map(spy, mesh=mesh, in_specs=specs, out_specs=out_spec),
+        *[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes],
+    )
     return set(seen[-1].varying)
 
 
 def test_importing_declaring_and_uninstalling_leave_jax_as_it_was():
     """In a process of its own: a declared op that was called once keeps JAX patched, passively."""
-    run_alone('''
+    run_alone("""
         import shardrules as sr
         from shardrules import hooks
         sr.no_communication(lambda x_ref, o_ref: None)
@@ -70,7 +79,7 @@ def test_importing_declaring_and_uninstalling_leave_jax_as_it_was():
         assert not hooks.touched() and not hooks.installed()
         assert all(value(*one) is old for one, old in zip(touched, before))
         assert all(old is not new for old, new in zip(before, during))
-    ''')
+    """)
 
 
 def test_two_handles_hold_until_both_are_gone():
@@ -82,8 +91,12 @@ def test_two_handles_hold_until_both_are_gone():
 
 
 def test_unknown_policy_is_refused():
-    with pytest.raises(errors.ShardrulesError, match=re.escape(
-            "install(unknown='maybe') is not known; it is one of 'error', 'warn', 'varying'")):
+    with pytest.raises(
+        errors.ShardrulesError,
+        match=re.escape(
+            "install(unknown='maybe') is not known; it is one of 'error', 'warn', 'varying'"
+        ),
+    ):
         sr.install(unknown="maybe")
 
 
@@ -93,8 +106,9 @@ def test_output_varies_over_the_union_of_the_inputs(cpu_mesh, hooks):
     assert out_type(op, cpu_mesh, (P("data"), P()), shapes) == {"data"}
     assert out_type(op, cpu_mesh, (P("data"), P(None, None)), shapes) == {"data"}
     assert out_type(op, cpu_mesh, (P(), P()), shapes, P()) == set()
-    assert out_type(op, cpu_mesh, (P("data", "model"), P(None, "model")), shapes,
-                    P("data", "model")) == {"data", "model"}
+    assert out_type(
+        op, cpu_mesh, (P("data", "model"), P(None, "model")), shapes, P("data", "model")
+    ) == {"data", "model"}
 
 
 def test_unknown_kernel_is_an_error_that_says_what_to_type(cpu_mesh, declared_only):
@@ -103,8 +117,10 @@ def test_unknown_kernel_is_an_error_that_says_what_to_type(cpu_mesh, declared_on
         f.lower(*args)
     text = str(caught.value)
     assert text.startswith("no rule for pallas_call kernel 'copy_kernel' (defined at ")
-    assert ("shard_map(check_vma=True) over manual axes {data, model} can't tell over which of "
-            "them its outputs vary\n    input 0: varying over {data}\n") in text
+    assert (
+        "shard_map(check_vma=True) over manual axes {data, model} can't tell over which of "
+        "them its outputs vary\n    input 0: varying over {data}\n"
+    ) in text
     assert "shardrules.register('copy_kernel', shardrules.no_communication)" in text
     assert caught.value.kernel == "copy_kernel"
 
@@ -113,7 +129,8 @@ def test_a_kernel_that_its_own_jaxpr_proves_needs_no_declaration(cpu_mesh, hooks
     f, args = programs.scale_gradient("cpu", cpu_mesh)
     x, w = programs.random_like(args)
     want = jax.grad(lambda x, w: ((x * w) ** 2).sum(), argnums=(0, 1))(
-        jax.device_get(x), jax.device_get(w))
+        jax.device_get(x), jax.device_get(w)
+    )
     for got, one in zip(f(x, w), want):
         np.testing.assert_allclose(got, one, rtol=1e-5)
 
@@ -144,16 +161,23 @@ def test_a_declaration_that_the_jaxpr_contradicts_is_refused(cpu_mesh, hooks):
     assert "Declare what it does: shardrules.all_gather, " in text
     sr.register("kernel", sr.per_device("model"))
     undeclared = programs.copy_op("cpu", kernel=kernel.__wrapped__)
-    assert out_type(undeclared, cpu_mesh, P("data"), [programs.SHAPE],
-                    P("data", "model")) == {"data", "model"}
+    assert out_type(undeclared, cpu_mesh, P("data"), [programs.SHAPE], P("data", "model")) == {
+        "data",
+        "model",
+    }
 
 
 def test_policy_varying_and_warn(cpu_mesh):
     op = programs.copy_op("cpu")
     with sr.install(unknown="varying", prove=False):
-        assert out_type(op, cpu_mesh, P("data"), [programs.SHAPE],
-                        P("data", "model")) == {"data", "model"}
-    with sr.install(unknown="warn", prove=False), pytest.warns(UserWarning, match="copy_kernel.*has no rule"):
+        assert out_type(op, cpu_mesh, P("data"), [programs.SHAPE], P("data", "model")) == {
+            "data",
+            "model",
+        }
+    with (
+        sr.install(unknown="warn", prove=False),
+        pytest.warns(UserWarning, match="copy_kernel.*has no rule"),
+    ):
         out_type(op, cpu_mesh, P("data"), [programs.SHAPE], P("data", "model"))
 
 
@@ -174,8 +198,10 @@ def test_rule_registered_after_a_trace_takes_effect(cpu_mesh, declared_only):
             out = op(x)
             seen.append(set(jax.typeof(out).manual_axis_type.varying))
             return out
-        return jax.shard_map(spy, mesh=cpu_mesh, in_specs=P("data"),
-                             out_specs=P("data", "model"))(x)
+
+        return jax.shard_map(spy, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data", "model"))(
+            x
+        )
 
     g.lower(*args)
     g.lower(*args)
@@ -185,20 +211,33 @@ def test_rule_registered_after_a_trace_takes_effect(cpu_mesh, declared_only):
     assert seen == [{"data"}, {"data", "model"}]
 
 
-@pytest.mark.parametrize("rule, message", [
-    (lambda ctx: [],
-     "answered for 0 outputs (nothing), but the call has 1; answer with one "
-     "shardrules.AxisType for each output"),
-    (lambda ctx: [ctx.union, ctx.union],
-     "answered for 2 outputs ('varying over {data}', 'varying over {data}'), but the call has 1"),
-    (lambda ctx: [ctx.union.vary("modle")],
-     "answered 'varying over {data, modle}' for output 0, but {modle} is no manual mesh axis "
-     "here; they are {data, model}"),
-    (lambda ctx: ["data"],
-     "answered 'data' for output 0; each must be a shardrules.AxisType, such as ctx.union"),
-    (lambda ctx: 7,
-     "answered 7; a rule answers with one shardrules.AxisType for each output, here 1"),
-])
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        (
+            lambda ctx: [],
+            "answered for 0 outputs (nothing), but the call has 1; answer with one "
+            "shardrules.AxisType for each output",
+        ),
+        (
+            lambda ctx: [ctx.union, ctx.union],
+            "answered for 2 outputs ('varying over {data}', 'varying over {data}'), but the call has 1",
+        ),
+        (
+            lambda ctx: [ctx.union.vary("modle")],
+            "answered 'varying over {data, modle}' for output 0, but {modle} is no manual mesh axis "
+            "here; they are {data, model}",
+        ),
+        (
+            lambda ctx: ["data"],
+            "answered 'data' for output 0; each must be a shardrules.AxisType, such as ctx.union",
+        ),
+        (
+            lambda ctx: 7,
+            "answered 7; a rule answers with one shardrules.AxisType for each output, here 1",
+        ),
+    ],
+)
 def test_rule_with_a_wrong_answer(cpu_mesh, hooks, rule, message):
     sr.register("copy_kernel", rule)
     f, args = programs.copy_gradient("cpu", cpu_mesh)
@@ -213,15 +252,19 @@ def test_annotation_is_checked_against_the_rule(cpu_mesh, hooks):
         def op(x):
             mat = jax.sharding.ManualAxisType(varying=frozenset(axes))
             return pl.pallas_call(
-                sr.no_communication(programs.copy_kernel), interpret=True,
-                out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=mat))(x)
+                sr.no_communication(programs.copy_kernel),
+                interpret=True,
+                out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=mat),
+            )(x)
+
         return op
 
     shapes = [programs.SHAPE]
     assert out_type(annotated("data"), cpu_mesh, P("data"), shapes) == {"data"}
     # Wider than the rule's answer is sound.
-    assert out_type(annotated("data", "model"), cpu_mesh, P("data"), shapes,
-                    P("data", "model")) == {"data", "model"}
+    assert out_type(
+        annotated("data", "model"), cpu_mesh, P("data"), shapes, P("data", "model")
+    ) == {"data", "model"}
     with pytest.raises(errors.RuleError) as caught:
         out_type(annotated(), cpu_mesh, P("data"), shapes)
     assert "is annotated 'invariant', but the rule no_communication " in str(caught.value)
@@ -234,8 +277,9 @@ def test_type_is_recomputed_when_batched_over_a_mesh_axis(cpu_mesh, hooks):
     mesh = cpu_mesh
 
     def local(x):  # x: (16,) of model
-        out = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-                             interpret=True)(x)
+        out = pl.pallas_call(
+            kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+        )(x)
         return out
 
     inner = jax.shard_map(local, mesh=mesh, in_specs=P("model"), out_specs=P("model"))
@@ -253,7 +297,8 @@ def test_replicated_weight_gradient_gets_exactly_the_psum_it_needs(cpu_mesh, hoo
     x, w = programs.random_like(args)
     dx, dw = f(x, w)
     want_dx, want_dw = jax.grad(lambda x, w: ((x * w) ** 2).sum(), argnums=(0, 1))(
-        jax.device_get(x), jax.device_get(w))
+        jax.device_get(x), jax.device_get(w)
+    )
     np.testing.assert_allclose(dx, want_dx, rtol=1e-6)
     np.testing.assert_allclose(dw, want_dw, rtol=1e-5)
 
@@ -287,6 +332,7 @@ def test_declaration_binds_to_the_object_not_to_its_name(cpu_mesh, declared_only
     def make():
         def kernel(x_ref, o_ref):
             o_ref[...] = x_ref[...]
+
         return kernel
 
     programs_ok = programs.copy_op("cpu", kernel=sr.no_communication(make()))
@@ -295,8 +341,7 @@ def test_declaration_binds_to_the_object_not_to_its_name(cpu_mesh, declared_only
     helper = sr.no_communication(make())
     for body in (make(), lambda x_ref, o_ref: helper(x_ref, o_ref)):
         with pytest.raises(errors.UnknownKernelError):
-            out_type(programs.copy_op("cpu", kernel=body), cpu_mesh, P("data"),
-                     [programs.SHAPE])
+            out_type(programs.copy_op("cpu", kernel=body), cpu_mesh, P("data"), [programs.SHAPE])
 
 
 def test_op_declaration_works_without_install(cpu_mesh):
@@ -324,8 +369,9 @@ def test_op_declared_before_its_vjp_is_defined(cpu_mesh):
     @sr.no_communication
     @jax.custom_vjp
     def op(x):
-        return pl.pallas_call(programs.copy_kernel, interpret=True,
-                              out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+        return pl.pallas_call(
+            programs.copy_kernel, interpret=True, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype)
+        )(x)
 
     op.defvjp(lambda x: (op(x), ()), lambda _, g: (op(g),))
     loss = programs.loss_of(op, cpu_mesh, P("data", None))
@@ -351,8 +397,9 @@ def test_bwd_that_communicates_is_not_summed_again(cpu_mesh, hooks):
 
     op.defvjp(lambda x, w: (op(x, w), (x, w)), backward)
     loss = programs.loss_of(op, cpu_mesh, (P("data", None), P()))
-    args = programs.structs(cpu_mesh, (programs.SHAPE, P("data", None)),
-                            ((1, programs.SHAPE[1]), P()))
+    args = programs.structs(
+        cpu_mesh, (programs.SHAPE, P("data", None)), ((1, programs.SHAPE[1]), P())
+    )
     with pytest.raises(errors.CotangentError) as caught:
         jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*args)
     text = str(caught.value)
@@ -405,8 +452,12 @@ def test_lowered_call_is_tagged_and_interpreted_code_is_not(tpu_mesh, cpu_mesh, 
         text = f.lower(*args).as_text()
         calls = [line for line in text.splitlines() if "@tpu_custom_call(" in line]
         assert len(calls) == 2
-        for tag in ('shardrules.kernel = "copy_kernel"', 'shardrules.effects = "local"',
-                    'shardrules.status = "audited"', 'shardrules.mesh = "data=4,model=2"'):
+        for tag in (
+            'shardrules.kernel = "copy_kernel"',
+            'shardrules.effects = "local"',
+            'shardrules.status = "audited"',
+            'shardrules.mesh = "data=4,model=2"',
+        ):
             assert all(tag in line for line in calls), tag
     f, args = programs.copy_gradient("cpu", cpu_mesh, kernel=kernel)
     assert "shardrules." not in f.lower(*args).as_text()

@@ -33,13 +33,15 @@ def assert_right(got):
 
 def around(multiply):
     """A custom_vjp whose both cotangents come from an opaque product."""
+
     @jax.custom_vjp
     def op(x, w):
         return multiply(x, jnp.broadcast_to(w, x.shape))
 
-    op.defvjp(lambda x, w: (op(x, w), (x, w)),
-              lambda res, g: (multiply(g, jnp.broadcast_to(res[1], g.shape)),
-                              multiply(g, res[0]).sum(0)))
+    op.defvjp(
+        lambda x, w: (op(x, w), (x, w)),
+        lambda res, g: (multiply(g, jnp.broadcast_to(res[1], g.shape)), multiply(g, res[0]).sum(0)),
+    )
     return op
 
 
@@ -90,8 +92,9 @@ def test_a_primitive_that_reads_its_place_without_inputs_is_no_guess(cpu_mesh, h
     p = Primitive("test_rank")
     p.def_impl(lambda: lax.axis_index("data"))
     p.def_abstract_eval(lambda: jax.core.ShapedArray((), jnp.int32))
-    mlir.register_lowering(p, mlir.lower_fun(lambda: lax.axis_index("data"),
-                                             multiple_results=False))
+    mlir.register_lowering(
+        p, mlir.lower_fun(lambda: lax.axis_index("data"), multiple_results=False)
+    )
     f = jax.shard_map(lambda: p.bind()[None], mesh=cpu_mesh, in_specs=(), out_specs=P())
     with pytest.raises(errors.UnknownKernelError, match="test_rank"):
         jax.jit(f)()
@@ -118,13 +121,18 @@ def test_callbacks_also_without_jit(cpu_mesh, hooks, callback, jit):
         return np.asarray(x) * np.float32(2)
 
     sr.register("doubled", sr.no_communication)
-    f = jax.shard_map(lambda x: callback(doubled, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
-                      mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))
+    f = jax.shard_map(
+        lambda x: callback(doubled, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
+        mesh=cpu_mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
     np.testing.assert_array_equal((jax.jit(f) if jit else f)(X), 2 * X)
 
 
-def test_a_cotangent_whose_invariant_type_is_wrong_is_refused(cpu_mesh, hooks, monkeypatch,
-                                                              request):
+def test_a_cotangent_whose_invariant_type_is_wrong_is_refused(
+    cpu_mesh, hooks, monkeypatch, request
+):
     """As JAX types the indices of a sort, whatever the keys vary over (JAX 0.10.2)."""
     # shardrules would type them right.
     monkeypatch.setattr(forgetful.ForgetfulHooks, "acts", False)
@@ -135,8 +143,10 @@ def test_a_cotangent_whose_invariant_type_is_wrong_is_refused(cpu_mesh, hooks, m
     def op(x, w):
         return x * w
 
-    op.defvjp(lambda x, w: (op(x, w), (x, w)),
-              lambda res, g: (jnp.argsort(g).astype(g.dtype), (g * res[0]).sum(0)))
+    op.defvjp(
+        lambda x, w: (op(x, w), (x, w)),
+        lambda res, g: (jnp.argsort(g).astype(g.dtype), (g * res[0]).sum(0)),
+    )
     with pytest.raises(errors.CotangentError) as caught:
         gradients(op, cpu_mesh)
     text = str(caught.value)
@@ -177,9 +187,11 @@ def mapped(f):
 
 def by_rules(p):
     """The primitive under a scope that has closed when its transpose is taken."""
+
     def op(x, w):
         with sr.rules({p.name: sr.no_communication}):
             return p.bind(x, w)
+
     return op
 
 
@@ -187,8 +199,11 @@ def by_op(p):
     return sr.no_communication(lambda x, w: p.bind(x, w))
 
 
-@pytest.mark.parametrize("around", [lambda f: f, looped, mapped, jax.checkpoint, jax.jit],
-                         ids=["as it is", "scan", "vmap", "remat", "jit"])
+@pytest.mark.parametrize(
+    "around",
+    [lambda f: f, looped, mapped, jax.checkpoint, jax.jit],
+    ids=["as it is", "scan", "vmap", "remat", "jit"],
+)
 @pytest.mark.parametrize("scope, installed", [(by_rules, True), (by_op, True), (by_op, False)])
 def test_a_scopes_rule_holds_for_the_transpose_too(cpu_mesh, bilinear, scope, around, installed):
     f = around(scope(bilinear))
@@ -198,8 +213,12 @@ def test_a_scopes_rule_holds_for_the_transpose_too(cpu_mesh, bilinear, scope, ar
 
 def test_a_scopes_rule_holds_nowhere_else(cpu_mesh, hooks, bilinear):
     """Neither for the same primitive beside the scope, nor for another scope's."""
-    f = jax.shard_map(lambda x, w: by_rules(bilinear)(x, x) + bilinear.bind(x, x), mesh=cpu_mesh,
-                      in_specs=(P("data"), P()), out_specs=P("data"))
+    f = jax.shard_map(
+        lambda x, w: by_rules(bilinear)(x, x) + bilinear.bind(x, x),
+        mesh=cpu_mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+    )
     with pytest.raises(errors.UnknownKernelError, match="no rule for test_bilinear"):
         jax.eval_shape(f, X, W)
 
@@ -219,11 +238,13 @@ def test_a_scopes_rule_holds_nowhere_else(cpu_mesh, hooks, bilinear):
 
 
 def test_a_scopes_rule_is_what_explain_shows(cpu_mesh, hooks, bilinear):
-    f = jax.shard_map(by_rules(bilinear), mesh=cpu_mesh, in_specs=(P("data"), P("data")),
-                      out_specs=P("data"))
+    f = jax.shard_map(
+        by_rules(bilinear), mesh=cpu_mesh, in_specs=(P("data"), P("data")), out_specs=P("data")
+    )
     explained = sr.explain(jax.grad(lambda x: f(x, X).sum()), X)
     assert explained.calls and all(
         (call.kernel, call.rule) == ("test_bilinear", "no_communication")
-        for call in explained.calls)
+        for call in explained.calls
+    )
     missing = sr.scan_calls(jax.grad(lambda x: f(x, X).sum()), X)
     assert str(missing) == "every opaque call inside shard_map has a rule (2)"

@@ -16,8 +16,10 @@ from shardrules import errors, testing
 
 
 def structs(mesh, dtype, *shapes_and_specs):
-    return [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-            for shape, spec in shapes_and_specs]
+    return [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, spec in shapes_and_specs
+    ]
 
 
 def gradient(f, argnums=(0, 1)):
@@ -26,8 +28,10 @@ def gradient(f, argnums=(0, 1)):
 
 def collectives(judgement):
     """Each collective's verdict, kind, axes, phase and bytes, sorted."""
-    return sorted((v.verdict, v.collective.kind, v.collective.axes, v.collective.phase, v.bytes)
-                  for v in judgement.verdicts)
+    return sorted(
+        (v.verdict, v.collective.kind, v.collective.axes, v.collective.phase, v.bytes)
+        for v in judgement.verdicts
+    )
 
 
 # --- jax-triton ------------------------------------------------------------------------------
@@ -42,12 +46,14 @@ def scale():
         # .ci/run installs it, and fails when a test was skipped.
         pytest.skip("no jax-triton: pip install '.[triton]'")
     from kernels.jax_triton_scale import scale
+
     return scale
 
 
 def sharded(op, mesh, check_vma=True, out_specs=P("data")):
-    return jax.shard_map(op, mesh=mesh, in_specs=(P("data"), P()), out_specs=out_specs,
-                         check_vma=check_vma)
+    return jax.shard_map(
+        op, mesh=mesh, in_specs=(P("data"), P()), out_specs=out_specs, check_vma=check_vma
+    )
 
 
 XW = (((64, 128), P("data")), ((128,), P()))
@@ -70,7 +76,8 @@ def test_a_triton_kernel_without_rule_is_refused(scale, gpu_mesh, hooks):
         "above its def, or\n"
         "    shardrules.register('multiply_kernel', shardrules.no_communication)\n"
         "If it communicates, register a function of a shardrules.RuleContext. "
-        "Names with a rule: none.")
+        "Names with a rule: none."
+    )
 
 
 @needs_triton
@@ -91,12 +98,15 @@ def test_a_triton_kernel_is_typed_by_its_rule(scale, gpu_mesh, hooks):
 def test_a_triton_kernel_compiled_for_gpus(scale, gpu_mesh, hooks):
     sr.register("multiply_kernel", sr.no_communication)
     args = structs(gpu_mesh, "float32", *XW)
-    judged = {check: testing.judge(gradient(sharded(scale, gpu_mesh, check)), *args)
-              for check in (True, False)}
+    judged = {
+        check: testing.judge(gradient(sharded(scale, gpu_mesh, check)), *args)
+        for check in (True, False)
+    }
     assert collectives(judged[True]) == [("needed", "all-reduce", ("data",), "backward", 512)]
     assert collectives(judged[False]) == [
         ("overwide", "all-reduce", ("data", "model"), "backward", 512),
-        ("redundant", "all-reduce", ("model",), "backward", 8192)]
+        ("redundant", "all-reduce", ("model",), "backward", 8192),
+    ]
 
 
 # --- cuDNN attention -------------------------------------------------------------------------
@@ -108,6 +118,7 @@ BATCH, SHARED = ((8, 128, 4, 64), P("data")), ((2, 128, 4, 64), P())
 def attention(monkeypatch):
     """JAX's attention by cuDNN, as on a machine with H100s and a cuDNN of 2024."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
@@ -115,8 +126,9 @@ def attention(monkeypatch):
 
 
 def attend(attention, mesh, inputs, out_specs=P("data")):
-    f = jax.shard_map(attention, mesh=mesh, in_specs=tuple(spec for _, spec in inputs),
-                      out_specs=out_specs)
+    f = jax.shard_map(
+        attention, mesh=mesh, in_specs=tuple(spec for _, spec in inputs), out_specs=out_specs
+    )
     return f, structs(mesh, "bfloat16", *inputs)
 
 
@@ -179,10 +191,15 @@ def partitioned(x, w):
 
 
 partitioned.def_partition(
-    partition=lambda mesh, args, out: (mesh, lambda x, w: x * w, out.sharding,
-                                       [a.sharding for a in args]),
+    partition=lambda mesh, args, out: (
+        mesh,
+        lambda x, w: x * w,
+        out.sharding,
+        [a.sharding for a in args],
+    ),
     infer_sharding_from_operands=lambda mesh, args, out: args[0].sharding,
-    sharding_rule="i j, i j -> i j")
+    sharding_rule="i j, i j -> i j",
+)
 
 
 @jax.custom_vjp
@@ -192,14 +209,18 @@ def partitioned_scale(x, w):
 
 partitioned_scale.defvjp(
     lambda x, w: (partitioned_scale(x, w), (x, w)),
-    lambda res, g: (partitioned(g, jnp.broadcast_to(res[1], g.shape)),
-                    partitioned(g, res[0]).sum(0)))
+    lambda res, g: (
+        partitioned(g, jnp.broadcast_to(res[1], g.shape)),
+        partitioned(g, res[0]).sum(0),
+    ),
+)
 
 
 def test_custom_partitioning_is_as_jax_types_it(cpu_mesh):
     """It is traced into: right already, and nothing to declare."""
-    f = jax.shard_map(partitioned, mesh=cpu_mesh, in_specs=(P("data"), P("model")),
-                      out_specs=P(("data", "model")))
+    f = jax.shard_map(
+        partitioned, mesh=cpu_mesh, in_specs=(P("data"), P("model")), out_specs=P(("data", "model"))
+    )
     args = np.ones((8, 4), np.float32), np.ones((4, 4), np.float32)
     plain = str(jax.make_jaxpr(f)(*args))
     with sr.install():

@@ -6,24 +6,27 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-import programs
 import shardrules as sr
-from shardrules import errors, hooks as hooks_module
+from shardrules import errors
+from shardrules import hooks as hooks_module
 
 ROOT = pathlib.Path(__file__).parents[3]
 
 
 def pinned(text):
     """The text with paths of this file as ``here``, and each line number by its content."""
+
     def line(match):
         path = pathlib.Path(match[1])
         path = path if path.is_absolute() else pathlib.Path.cwd() / path
         found = path.read_text().splitlines()[int(match[2]) - 1]
         return f"<{found.strip()}>"
+
     text = re.sub(r"((?:/|tests/)\S*?\.py):(\d+)", line, str(text))
     return "\n".join(re.sub(r"  +", "  ", row.rstrip()) for row in text.splitlines())
 
@@ -39,7 +42,9 @@ def test_explain_says_types_rules_casts_and_psums(cpu_mesh):
     sr.register("scale_kernel", sr.no_communication)
     program = Shapes(cpu_mesh, bwd_kernel=sr.no_communication(programs.scale_bwd_kernel))
     explanation = sr.explain(program.f, *program.args)
-    assert pinned(explanation) == """\
+    assert (
+        pinned(explanation)
+        == """\
 kernel  phase  called at  inputs -> outputs  rule
 scale_kernel  forward  <return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),>  2 of {data} -> {data}  no_communication, declared at <sr.register("scale_kernel", sr.no_communication)>
 scale_kernel  backward  within <return lambda *args: (inner(*args) ** 2).sum()>  2 of {data} -> {data}  no_communication, declared at <sr.register("scale_kernel", sr.no_communication)>
@@ -50,10 +55,17 @@ varying over {data}  forward  <return pl.pallas_call(body, out_shape=jax.ShapeDt
 varying over {data}  backward  within <return lambda *args: (inner(*args) ** 2).sum()>  float32[1,128], 512 B  input 1 of pallas_call kernel 'scale_kernel', for its rule
 
 psum  phase  at  value  why
-over {data}  backward  within <return lambda *args: (inner(*args) ** 2).sum()>  float32[1,128], 512 B  bwd '<lambda>' returns one device's share at output[1]"""  # noqa: E501
+over {data}  backward  within <return lambda *args: (inner(*args) ** 2).sum()>  float32[1,128], 512 B  bwd '<lambda>' returns one device's share at output[1]"""
+    )  # noqa: E501
     first = explanation.calls[0]
-    assert (first.kernel, first.primitive, first.phase, first.checked, first.status, first.count
-            ) == ("scale_kernel", "pallas_call", "forward", True, "declared", 1)
+    assert (
+        first.kernel,
+        first.primitive,
+        first.phase,
+        first.checked,
+        first.status,
+        first.count,
+    ) == ("scale_kernel", "pallas_call", "forward", True, "declared", 1)
     assert first.inputs == (sr.AxisType("data"),) * 2 and first.outputs == (sr.AxisType("data"),)
     assert first.rule == "no_communication" and "test_explain.py:" in first.declared_at
     (one,) = explanation.sums
@@ -66,9 +78,9 @@ def test_explain_of_loops_and_branches(cpu_mesh):
 
     def f(x, w):
         def body(carry, _):
-            y = pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype),
-                               interpret=True)(x, w)
+            y = pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x, w)
             return carry + jax.lax.cond(w[0, 0] > 0, lambda: y, lambda: jnp.zeros(x.shape)), None
+
         return jax.lax.scan(body, jnp.zeros(x.shape), None, length=5)[0]
 
     mapped = jax.shard_map(f, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
@@ -76,7 +88,8 @@ def test_explain_of_loops_and_branches(cpu_mesh):
     assert [cast.why for cast in explanation.casts] == [
         "an initial carry of scan, to vary as its body returns it",
         "input 1 of pallas_call kernel 'scale_kernel', for its rule",
-        "the output of a branch, to vary as the others do"]
+        "the output of a branch, to vary as the others do",
+    ]
 
 
 def test_a_psum_in_a_loop_is_told_how_to_leave_it(cpu_mesh):
@@ -86,15 +99,19 @@ def test_a_psum_in_a_loop_is_told_how_to_leave_it(cpu_mesh):
             body = lambda carry, _: (jnp.sin(carry) * w, None)  # noqa: E731
             return jax.lax.scan(body, x, None, length=5)[0]
 
-        return jax.grad(lambda w, x: jax.shard_map(
-            f, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))(x, w).sum())
+        return jax.grad(
+            lambda w, x: jax.shard_map(
+                f, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data")
+            )(x, w).sum()
+        )
 
     args = jnp.ones((1, 4)), jnp.ones((8, 4))
     (inside,) = sr.explain(gradient(False), *args).sums
     assert inside.steps == 5
     assert str(sr.explain(gradient(False), *args)).endswith(
         "transpose of a cast: operand 1 of mul, by JAX or the program; runs in each of 5 steps: "
-        "shardrules.vary(x, 'data') before the loop sums once, if x is the same in all of them")
+        "shardrules.vary(x, 'data') before the loop sums once, if x is the same in all of them"
+    )
     (before,) = sr.explain(gradient(True), *args).sums
     assert before.steps == 1
 
@@ -109,8 +126,10 @@ def test_explain_of_what_a_varying_predicate_chooses(cpu_mesh):
     why = [cast.why for cast in explanation.casts]
     assert "an operand of cond, whose predicate varies" in why
     assert "the output of a branch whose predicate varies, to vary as the others do" in why
-    assert ("an initial carry of while_loop, to vary as its body returns it or its condition does"
-            in why)
+    assert (
+        "an initial carry of while_loop, to vary as its body returns it or its condition does"
+        in why
+    )
 
 
 def test_explain_of_casts_of_partial_sums(cpu_mesh):
@@ -121,7 +140,8 @@ def test_explain_of_casts_of_partial_sums(cpu_mesh):
     mapped = jax.shard_map(f, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P())
     assert [(c.to, c.why) for c in sr.explain(mapped, jnp.ones(8), jnp.ones(2)).casts] == [
         ("varying", "operand 1 of mul, by JAX or the program"),
-        ("unreduced", "operand 0 of unreduced_psum, by JAX or the program")]
+        ("unreduced", "operand 0 of unreduced_psum, by JAX or the program"),
+    ]
 
 
 def test_explain_shows_claims(cpu_mesh):
@@ -132,14 +152,16 @@ def test_explain_shows_claims(cpu_mesh):
     mapped = jax.shard_map(f, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
     explanation = sr.explain(mapped, jnp.ones(8))
     assert pinned(explanation) == (
-        "claim: float32[2] at <return sr.already_summed(total, \"data\")> is summed over {data} "
-        "already")
+        'claim: float32[2] at <return sr.already_summed(total, "data")> is summed over {data} '
+        "already"
+    )
     assert len(explanation.claims) == 1
 
 
 def test_explain_where_there_is_nothing():
     assert str(sr.explain(lambda x: x + 1, 1.0)) == (
-        "no opaque call, cast or psum inside a shard_map")
+        "no opaque call, cast or psum inside a shard_map"
+    )
 
 
 # scan_calls.
@@ -150,7 +172,9 @@ def test_scan_calls_goes_on_after_the_first(cpu_mesh, declared_only):
     with pytest.raises(errors.UnknownKernelError):
         program.f.lower(*program.args)
     missing = sr.scan_calls(program.f, *program.args)
-    assert pinned(missing) == """\
+    assert (
+        pinned(missing)
+        == """\
 2 kernels have no rule
 
 pallas_call kernel 'scale_kernel' (defined at <def scale_kernel(x_ref, w_ref, o_ref):>)
@@ -170,8 +194,11 @@ pallas_call kernel 'scale_bwd_kernel' (defined at <def scale_bwd_kernel(x_ref, g
 
 These lines are right for kernels that read no other device and no device id. For one that
 communicates, register all_gather(axis), all_reduce(axis) or another of the rules for that."""
+    )
     assert missing and [call.kernel for call in missing.calls] == [
-        "scale_kernel", "scale_bwd_kernel"]
+        "scale_kernel",
+        "scale_bwd_kernel",
+    ]
     assert missing.stopped_by is None and missing.known_count == 0
 
 
@@ -181,7 +208,8 @@ def test_what_scan_calls_says_is_enough(cpu_mesh, hooks):
         eval(call.lines[-1], {"shardrules": sr})
     x, w = programs.random_like(program.args)
     want = jax.grad(lambda x, w: ((x * w) ** 2).sum(), argnums=(0, 1))(
-        jax.device_get(x), jax.device_get(w))
+        jax.device_get(x), jax.device_get(w)
+    )
     for one, other in zip(program.f(x, w), want):
         np.testing.assert_allclose(one, other, rtol=1e-5)
     missing = sr.scan_calls(program.f, *program.args)
@@ -207,7 +235,10 @@ def test_scan_calls_of_other_primitives(cpu_mesh):
     missing = sr.scan_calls(mapped, jnp.ones(8))
     (call,) = missing.calls
     assert (call.primitive, call.kernel, call.inputs) == (
-        "ffi_call", "my_target", (sr.AxisType("data"),))
+        "ffi_call",
+        "my_target",
+        (sr.AxisType("data"),),
+    )
     assert call.lines == ("shardrules.register('my_target', shardrules.no_communication)",)
 
 
@@ -221,7 +252,8 @@ def test_scan_calls_reports_what_it_found_before_an_error(cpu_mesh, declared_onl
     assert [call.kernel for call in missing.calls] == ["copy_kernel"]
     assert str(missing).endswith(
         "The trace stopped early, so there may be more: "
-        "ZeroDivisionError: the model is not finished")
+        "ZeroDivisionError: the model is not finished"
+    )
     sr.register("copy_kernel", sr.no_communication)
     with pytest.raises(ZeroDivisionError):
         sr.scan_calls(mapped, jnp.ones(programs.SHAPE))
@@ -241,8 +273,10 @@ def test_looking_leaves_no_trace_behind(cpu_mesh, declared_only, look):
 def test_what_is_no_function_is_refused(look):
     with pytest.raises(errors.ShardrulesError) as caught:
         look("HloModule m")
-    assert str(caught.value) == ("str can't be called; pass the function and its arguments, not "
-                                 "what it was lowered or compiled to")
+    assert str(caught.value) == (
+        "str can't be called; pass the function and its arguments, not "
+        "what it was lowered or compiled to"
+    )
 
 
 def test_a_declared_op_is_explained_by_its_declaration(cpu_mesh):

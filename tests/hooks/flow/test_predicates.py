@@ -16,8 +16,8 @@ from shardrules import errors, testing
 lax = jax.lax
 COLUMNS = 4
 # As many rows as the data axis has devices: one each, and the predicates differ between them.
-X = np.array([[1., .5, 2, 1], [-1, 2, .3, 1], [2, 1, .7, .2], [-2, .1, 1, 3]], np.float32)
-W = np.array([[.5, 1.5, 2, .8]], np.float32)
+X = np.array([[1.0, 0.5, 2, 1], [-1, 2, 0.3, 1], [2, 1, 0.7, 0.2], [-2, 0.1, 1, 3]], np.float32)
+W = np.array([[0.5, 1.5, 2, 0.8]], np.float32)
 
 
 def cube_kernel(w_ref, o_ref):
@@ -33,8 +33,9 @@ def scale_kernel(x_ref, w_ref, o_ref):
 
 
 def call(kernel, *args):
-    return pl.pallas_call(kernel, jax.ShapeDtypeStruct(args[0].shape, args[0].dtype),
-                          interpret=True)(*args)
+    return pl.pallas_call(
+        kernel, jax.ShapeDtypeStruct(args[0].shape, args[0].dtype), interpret=True
+    )(*args)
 
 
 class Kernels:
@@ -50,8 +51,10 @@ class Kernels:
     def scale(x, w):
         return call(scale_kernel, x, w)
 
-    scale.defvjp(lambda x, w: (call(scale_kernel, x, w), (x, w)),
-                 lambda r, g: (call(scale_kernel, g, r[1]), call(scale_kernel, g, r[0])))
+    scale.defvjp(
+        lambda x, w: (call(scale_kernel, x, w), (x, w)),
+        lambda r, g: (call(scale_kernel, g, r[1]), call(scale_kernel, g, r[0])),
+    )
 
 
 class Plain:
@@ -59,7 +62,7 @@ class Plain:
 
     @staticmethod
     def cube(w):
-        return w ** 3
+        return w**3
 
     @staticmethod
     def scale(x, w):
@@ -68,8 +71,9 @@ class Plain:
 
 # Each returns what a predicate chose among values that are the same on every device.
 
+
 def closures(ops, x, w):
-    return lax.cond(x[0, 0] > 0, lambda: jnp.sin(w), lambda: w ** 2)
+    return lax.cond(x[0, 0] > 0, lambda: jnp.sin(w), lambda: w**2)
 
 
 def operands(ops, x, w):
@@ -81,14 +85,20 @@ def literal_branch(ops, x, w):
 
 
 def pytree(ops, x, w):
-    out = lax.cond(x[0, 0] > 0, lambda w: {"a": w, "b": 2 * w, "n": 3},
-                   lambda w: {"a": w, "b": w ** 2, "n": 5}, w)
+    out = lax.cond(
+        x[0, 0] > 0,
+        lambda w: {"a": w, "b": 2 * w, "n": 3},
+        lambda w: {"a": w, "b": w**2, "n": 5},
+        w,
+    )
     return out["a"] * out["b"] * out["n"]
 
 
 def switch(ops, x, w):
-    return lax.switch((x[0, 0] + 1).astype(int), [
-        lambda: w, lambda: jnp.zeros(w.shape), lambda: jnp.sin(w) * w, lambda: w ** 3])
+    return lax.switch(
+        (x[0, 0] + 1).astype(int),
+        [lambda: w, lambda: jnp.zeros(w.shape), lambda: jnp.sin(w) * w, lambda: w**3],
+    )
 
 
 def integers(ops, x, w):
@@ -98,39 +108,44 @@ def integers(ops, x, w):
 
 def nested(ops, x, w):
     def inner():
-        return lax.cond(x[0, 1] > .6, lambda: jnp.sin(w), lambda: w ** 3)
+        return lax.cond(x[0, 1] > 0.6, lambda: jnp.sin(w), lambda: w**3)
+
     return lax.cond(x[0, 0] > 0, inner, lambda: 2 * w)
 
 
 def nested_with_another_predicate(ops, x, w):
     def inner():
-        return lax.cond(w[0, 0] > 0, lambda: jnp.sin(w), lambda: w ** 3)
+        return lax.cond(w[0, 0] > 0, lambda: jnp.sin(w), lambda: w**3)
+
     return lax.cond(x[0, 0] > 0, inner, lambda: 2 * w)
 
 
 def in_scan(ops, x, w):
     def body(carry, step):
         return lax.cond(x[0, 0] > step, lambda c: jnp.sin(c) * w, lambda c: c + w, carry), carry
-    carry, ys = lax.scan(body, jnp.ones(w.shape), jnp.arange(3.))
+
+    carry, ys = lax.scan(body, jnp.ones(w.shape), jnp.arange(3.0))
     return carry + ys.sum(0)
 
 
 def scan_inside(ops, x, w):
     def steps():
         return lax.scan(lambda c, y: (c * w + y, c), jnp.ones(w.shape), jnp.stack([w, w]))[0]
+
     return lax.cond(x[0, 0] > 0, steps, lambda: w)
 
 
 def fori_inside(ops, x, w):
-    return lax.cond(x[0, 0] > 0, lambda: lax.fori_loop(0, 3, lambda i, c: c * w + i, w),
-                    lambda: w)
+    return lax.cond(x[0, 0] > 0, lambda: lax.fori_loop(0, 3, lambda i, c: c * w + i, w), lambda: w)
 
 
 def scan_of_cond_in_cond(ops, x, w):
     def steps():
         def body(c, y):
-            return lax.cond(y > .5, lambda: c * w, lambda: c + w), None
+            return lax.cond(y > 0.5, lambda: c * w, lambda: c + w), None
+
         return lax.scan(body, w, x[0])[0]
+
     return lax.cond(x[0, 0] > 0, steps, lambda: w)
 
 
@@ -180,12 +195,14 @@ def vmap_inside(ops, x, w):
 def vmap_outside(ops, x, w):
     def one(row):
         return lax.cond(x[0, 0] > 0, lambda: row * w[0], lambda: jnp.sin(row))
+
     return jax.vmap(one)(w)
 
 
 def batched_predicate(ops, x, w):
     def one(y):
-        return lax.cond(y > .6, lambda: jnp.sin(w[0, 1]), lambda: w[0, 2] ** 2)
+        return lax.cond(y > 0.6, lambda: jnp.sin(w[0, 1]), lambda: w[0, 2] ** 2)
+
     return jax.vmap(one)(x[0])[None]
 
 
@@ -198,36 +215,62 @@ def kernel_in_both_branches(ops, x, w):
 
 
 def kernel_of_the_predicate(ops, x, w):
-    return lax.cond(ops.scale(x, w)[0, 0] > 0, lambda: jnp.sin(w), lambda: w ** 2)
+    return lax.cond(ops.scale(x, w)[0, 0] > 0, lambda: jnp.sin(w), lambda: w**2)
 
 
 def kernel_under_vmap(ops, x, w):
-    return lax.cond(x[0, 0] > 0, lambda: jax.vmap(lambda w: ops.cube(w[None])[0])(w),
-                    lambda: w)
+    return lax.cond(x[0, 0] > 0, lambda: jax.vmap(lambda w: ops.cube(w[None])[0])(w), lambda: w)
 
 
 def kernel_in_scan_in_a_branch(ops, x, w):
     def steps():
         return lax.scan(lambda c, _: (ops.scale(c, w), None), w, None, length=2)[0]
+
     return lax.cond(x[0, 0] > 0, steps, lambda: w)
 
 
 def kernel_in_remat_in_jit_in_a_branch(ops, x, w):
-    return lax.cond(x[0, 0] > 0, jax.jit(jax.checkpoint(lambda w: ops.scale(w, ops.cube(w)))),
-                    lambda w: w, w)
+    return lax.cond(
+        x[0, 0] > 0, jax.jit(jax.checkpoint(lambda w: ops.scale(w, ops.cube(w)))), lambda w: w, w
+    )
 
 
-CHOSEN = [closures, operands, literal_branch, pytree, switch, integers, nested,
-          nested_with_another_predicate, in_scan, scan_inside, fori_inside, scan_of_cond_in_cond,
-          jit_inside, jit_outside, remat_inside, remat_outside, remat_that_saves,
-          custom_jvp_inside, gradient_inside, linear_solve_inside, random_inside, vmap_inside,
-          vmap_outside, kernel_in_a_branch, kernel_in_both_branches, kernel_of_the_predicate,
-          kernel_under_vmap,
-          kernel_in_scan_in_a_branch, kernel_in_remat_in_jit_in_a_branch]
+CHOSEN = [
+    closures,
+    operands,
+    literal_branch,
+    pytree,
+    switch,
+    integers,
+    nested,
+    nested_with_another_predicate,
+    in_scan,
+    scan_inside,
+    fori_inside,
+    scan_of_cond_in_cond,
+    jit_inside,
+    jit_outside,
+    remat_inside,
+    remat_outside,
+    remat_that_saves,
+    custom_jvp_inside,
+    gradient_inside,
+    linear_solve_inside,
+    random_inside,
+    vmap_inside,
+    vmap_outside,
+    kernel_in_a_branch,
+    kernel_in_both_branches,
+    kernel_of_the_predicate,
+    kernel_under_vmap,
+    kernel_in_scan_in_a_branch,
+    kernel_in_remat_in_jit_in_a_branch,
+]
 
 
 # Outputs that vary by themselves: JAX's types are right, and its gradient's psum of w's cotangent
 # stands in a branch.
+
 
 def varying_product(ops, x, w):
     return lax.cond(x[0, 0] > 0, lambda: x * jnp.sin(w), lambda: x)
@@ -241,8 +284,9 @@ HIDDEN = [varying_product, varying_kernel]
 
 
 def sharded(program, mesh, ops, out_specs=P("data")):
-    return jax.shard_map(functools.partial(program, ops), mesh=mesh, in_specs=(P("data"), P()),
-                         out_specs=out_specs)
+    return jax.shard_map(
+        functools.partial(program, ops), mesh=mesh, in_specs=(P("data"), P()), out_specs=out_specs
+    )
 
 
 def used(program):
@@ -303,8 +347,10 @@ def test_psums_leave_branches_whose_outputs_vary_by_themselves(cpu_mesh, program
 
 
 def placed(mesh):
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
-            for a, spec in ((X, P("data")), (W, P()))]
+    return [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+        for a, spec in ((X, P("data")), (W, P()))
+    ]
 
 
 def inner_jaxprs(equation):
@@ -333,9 +379,12 @@ def psums_inside(jaxpr):
             over = equation.params["cond_jaxpr"].out_avals[0].manual_axis_type.varying
         else:
             continue
-        found += [each.primitive.name for inner in inner_jaxprs(equation)
-                  for each in equations(inner)
-                  if "psum" in each.primitive.name and over & set(each.params["axes"])]
+        found += [
+            each.primitive.name
+            for inner in inner_jaxprs(equation)
+            for each in equations(inner)
+            if "psum" in each.primitive.name and over & set(each.params["axes"])
+        ]
     return found
 
 
@@ -357,13 +406,14 @@ def jaxpr_text(f):
 
 # Programs that JAX types rightly.
 
+
 def invariant_predicate(ops, x, w):
-    chosen = lax.cond(w[0, 0] > 0, lambda: jnp.sin(w), lambda: w ** 2)
+    chosen = lax.cond(w[0, 0] > 0, lambda: jnp.sin(w), lambda: w**2)
     return x * lax.switch(2, [lambda: w, lambda: chosen, lambda: 2 * w])
 
 
 def all_vary(ops, x, w):
-    return lax.cond(x[0, 0] > 0, lambda y: jnp.sin(y), lambda y: y ** 2, x * w)
+    return lax.cond(x[0, 0] > 0, lambda y: jnp.sin(y), lambda y: y**2, x * w)
 
 
 def by_platform(ops, x, w):
@@ -376,8 +426,9 @@ def handed_on(ops, x, w):
     return w * y
 
 
-@pytest.mark.parametrize("program", [invariant_predicate, all_vary, by_platform, handed_on],
-                         ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "program", [invariant_predicate, all_vary, by_platform, handed_on], ids=lambda p: p.__name__
+)
 def test_what_jax_types_rightly_keeps_its_jaxpr(cpu_mesh, program):
     f = sharded(program, cpu_mesh, Plain)
     plain = jaxpr_text(f)
@@ -387,28 +438,48 @@ def test_what_jax_types_rightly_keeps_its_jaxpr(cpu_mesh, program):
 
 
 def test_what_both_branches_hand_on_stays_invariant(cpu_mesh, hooks):
-    f = sharded(lambda ops, x, w: lax.cond(x[0, 0] > 0, lambda w: (w, 1), lambda w: (w, 2), w)[0],
-                cpu_mesh, Plain, P())
+    f = sharded(
+        lambda ops, x, w: lax.cond(x[0, 0] > 0, lambda w: (w, 1), lambda w: (w, 2), w)[0],
+        cpu_mesh,
+        Plain,
+        P(),
+    )
     np.testing.assert_array_equal(jax.jit(f)(X, W), W)
 
 
 def test_without_the_check_nothing_is_cast(cpu_mesh, hooks):
-    jaxpr = jax.make_jaxpr(jax.shard_map(
-        functools.partial(closures, Plain), mesh=cpu_mesh, in_specs=(P("data"), P()),
-        out_specs=P(), check_vma=False))(X, W)
+    jaxpr = jax.make_jaxpr(
+        jax.shard_map(
+            functools.partial(closures, Plain),
+            mesh=cpu_mesh,
+            in_specs=(P("data"), P()),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )(X, W)
     assert "pvary" not in [e.primitive.name for e in equations(jaxpr)]
 
 
 # Transformations of the whole, and derivatives of derivatives.
 
+
 def test_second_derivatives(cpu_mesh, hooks):
     def curvature(f):
         def g(x, w):
             return (jax.grad(loss(f), argnums=1)(x, w) ** 2).sum()
+
         return jax.jit(jax.grad(g, argnums=(0, 1)))
 
-    for program in (closures, in_scan, jit_inside, remat_inside, custom_jvp_inside, nested,
-                    literal_branch, varying_product):
+    for program in (
+        closures,
+        in_scan,
+        jit_inside,
+        remat_inside,
+        custom_jvp_inside,
+        nested,
+        literal_branch,
+        varying_product,
+    ):
         f = sharded(used(program), cpu_mesh, Plain)
         assert psums_inside(jax.make_jaxpr(curvature(f))(X, W)) == []
         got, want = curvature(f)(X, W), curvature(by_rows(used(program)))(X, W)
@@ -419,10 +490,15 @@ def test_forward_mode_and_linearize(cpu_mesh, hooks):
     for program in (closures, switch, in_scan, jit_inside, custom_jvp_inside):
         f, g = sharded(program, cpu_mesh, Plain), by_rows(program)
         tangents = (np.sin(X), np.cos(W))
-        np.testing.assert_allclose(jax.jvp(f, (X, W), tangents)[1],
-                                   jax.jvp(g, (X, W), tangents)[1], rtol=2e-5, atol=1e-6)
-        np.testing.assert_allclose(jax.linearize(f, X, W)[1](*tangents),
-                                   jax.linearize(g, X, W)[1](*tangents), rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            jax.jvp(f, (X, W), tangents)[1], jax.jvp(g, (X, W), tangents)[1], rtol=2e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(
+            jax.linearize(f, X, W)[1](*tangents),
+            jax.linearize(g, X, W)[1](*tangents),
+            rtol=2e-5,
+            atol=1e-6,
+        )
 
 
 def test_eager(cpu_mesh, hooks):
@@ -437,60 +513,83 @@ def test_vmap_of_the_shard_map(cpu_mesh, hooks):
     ws = np.stack([W, 2 * W])
     got = jax.jit(jax.vmap(jax.grad(loss(f), argnums=1), in_axes=(None, 0)))(X, ws)
     np.testing.assert_allclose(
-        got, jax.vmap(jax.grad(loss(g), argnums=1), in_axes=(None, 0))(X, ws), rtol=2e-5)
-    spread = jax.jit(jax.vmap(sharded(closures, cpu_mesh, Plain), in_axes=(None, 0),
-                              spmd_axis_name="model"))(X, ws)
+        got, jax.vmap(jax.grad(loss(g), argnums=1), in_axes=(None, 0))(X, ws), rtol=2e-5
+    )
+    spread = jax.jit(
+        jax.vmap(sharded(closures, cpu_mesh, Plain), in_axes=(None, 0), spmd_axis_name="model")
+    )(X, ws)
     np.testing.assert_allclose(spread, jax.vmap(g, in_axes=(None, 0))(X, ws), rtol=2e-5)
 
 
 def test_predicates_over_several_axes(cpu_mesh, hooks):
     """An outer one over data and an inner one over both: each psum stands where all take part."""
+
     def program(x, y, w):
         def inner():
-            return lax.cond(x[0, 1] > y[0, 0], lambda: jnp.sin(w), lambda: w ** 3)
+            return lax.cond(x[0, 1] > y[0, 0], lambda: jnp.sin(w), lambda: w**3)
+
         return lax.cond(x[0, 0] > 0, inner, lambda: 2 * w)
 
-    y = np.array([[.6], [1.2]], np.float32)
-    f = jax.shard_map(program, mesh=cpu_mesh, in_specs=(P("data"), P("model"), P()),
-                      out_specs=P(("data", "model")))
+    y = np.array([[0.6], [1.2]], np.float32)
+    f = jax.shard_map(
+        program,
+        mesh=cpu_mesh,
+        in_specs=(P("data"), P("model"), P()),
+        out_specs=P(("data", "model")),
+    )
     with pytest.raises(ValueError, match="out_specs"):
-        jax.eval_shape(jax.shard_map(program, mesh=cpu_mesh, out_specs=P("data"),
-                                     in_specs=(P("data"), P("model"), P())), X, y, W)
+        jax.eval_shape(
+            jax.shard_map(
+                program, mesh=cpu_mesh, out_specs=P("data"), in_specs=(P("data"), P("model"), P())
+            ),
+            X,
+            y,
+            W,
+        )
     got = jax.jit(jax.grad(lambda w: (f(X, y, w) ** 2).sum()))(W)
-    want = jax.grad(lambda w: sum((program(a, b, w) ** 2).sum()
-                                  for a in jnp.split(X, 4) for b in jnp.split(y, 2)))(W)
+    want = jax.grad(
+        lambda w: sum(
+            (program(a, b, w) ** 2).sum() for a in jnp.split(X, 4) for b in jnp.split(y, 2)
+        )
+    )(W)
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 # while_loop.
 
+
 def doubled(ops, x, w):
-    return lax.while_loop(lambda c: c[0] < x[0, 0], lambda c: (c[0] + 1, 2 * c[1]), (0., w))[1]
+    return lax.while_loop(lambda c: c[0] < x[0, 0], lambda c: (c[0] + 1, 2 * c[1]), (0.0, w))[1]
 
 
 def through_the_carry(ops, x, w):
     """The carry that the condition compares varies only once the one that it comes from does."""
+
     def body(carry):
         n, a, b, limit = carry
-        chosen = lax.cond(x[0, 0] > 1, lambda: 2., lambda: 3.)
+        chosen = lax.cond(x[0, 0] > 1, lambda: 2.0, lambda: 3.0)
         return n + 1, a * 2, b + chosen, limit
-    return lax.while_loop(lambda c: (c[0] < c[3]) & (c[2] < 6), body, (0, w, 0., 5))[1]
+
+    return lax.while_loop(lambda c: (c[0] < c[3]) & (c[2] < 6), body, (0, w, 0.0, 5))[1]
 
 
 def in_a_branch(ops, x, w):
-    return lax.cond(x[0, 1] > .6, lambda: doubled(ops, x, w), lambda: w)
+    return lax.cond(x[0, 1] > 0.6, lambda: doubled(ops, x, w), lambda: w)
 
 
 def counted_in_a_branch(ops, x, w):
     """A condition that is invariant outside of a branch."""
+
     def count():
-        return lax.while_loop(lambda c: c[0] < w[0, 2], lambda c: (c[0] + 1, c[1] * w), (0., w))[1]
+        return lax.while_loop(lambda c: c[0] < w[0, 2], lambda c: (c[0] + 1, c[1] * w), (0.0, w))[1]
+
     return lax.cond(x[0, 0] > 0, count, lambda: w)
 
 
 def batched(ops, x, w):
     def one(limit, row):
-        return lax.while_loop(lambda c: c[0] < limit, lambda c: (c[0] + 1, 2 * c[1]), (0., row))[1]
+        return lax.while_loop(lambda c: c[0] < limit, lambda c: (c[0] + 1, 2 * c[1]), (0.0, row))[1]
+
     return jax.vmap(one, in_axes=(None, 0))(x[0, 0], w)
 
 
@@ -499,12 +598,20 @@ def kernel_of_the_condition(ops, x, w):
 
 
 def kernel_in_the_body(ops, x, w):
-    return lax.while_loop(lambda c: c[0] < x[0, 0], lambda c: (c[0] + 1, ops.scale(c[1], w)),
-                          (0., w))[1]
+    return lax.while_loop(
+        lambda c: c[0] < x[0, 0], lambda c: (c[0] + 1, ops.scale(c[1], w)), (0.0, w)
+    )[1]
 
 
-LOOPS = [doubled, through_the_carry, in_a_branch, counted_in_a_branch, batched, kernel_in_the_body,
-         kernel_of_the_condition]
+LOOPS = [
+    doubled,
+    through_the_carry,
+    in_a_branch,
+    counted_in_a_branch,
+    batched,
+    kernel_in_the_body,
+    kernel_of_the_condition,
+]
 
 
 @pytest.mark.parametrize("program", LOOPS, ids=lambda p: p.__name__)
@@ -515,15 +622,20 @@ def test_what_a_loop_carries_varies_as_its_condition(cpu_mesh, program):
     with sr.install():
         with pytest.raises(ValueError, match="out_specs"):
             jax.eval_shape(sharded(program, cpu_mesh, Kernels, P()), X, W)
-        np.testing.assert_allclose(jax.jit(sharded(program, cpu_mesh, Kernels))(X, W), want,
-                                   rtol=1e-5)
+        np.testing.assert_allclose(
+            jax.jit(sharded(program, cpu_mesh, Kernels))(X, W), want, rtol=1e-5
+        )
         f, tangents = sharded(program, cpu_mesh, Plain), (np.sin(X), np.cos(W))
-        np.testing.assert_allclose(jax.jvp(f, (X, W), tangents)[1],
-                                   jax.jvp(by_rows(program), (X, W), tangents)[1], rtol=1e-5)
+        np.testing.assert_allclose(
+            jax.jvp(f, (X, W), tangents)[1],
+            jax.jvp(by_rows(program), (X, W), tangents)[1],
+            rtol=1e-5,
+        )
 
 
 def test_gradient_past_a_loop(cpu_mesh):
     """A loop's result that nothing differentiates, where it decides about what is: it varies."""
+
     def program(ops, x, w):
         return w * lax.stop_gradient(doubled(ops, x, lax.stop_gradient(w)))
 
@@ -535,8 +647,10 @@ def test_gradient_past_a_loop(cpu_mesh):
 
 def test_what_a_body_hands_on_stays_invariant(cpu_mesh, hooks):
     def program(x, w):
-        return lax.while_loop(lambda c: (c[0] < x[0, 0]) & (c[1][0, 0] > 0),
-                              lambda c: (c[0] + 1, c[1]), (0., w))[1]
+        return lax.while_loop(
+            lambda c: (c[0] < x[0, 0]) & (c[1][0, 0] > 0), lambda c: (c[0] + 1, c[1]), (0.0, w)
+        )[1]
+
     f = jax.shard_map(program, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P())
     np.testing.assert_array_equal(jax.jit(f)(X, W), W)
 
@@ -544,9 +658,10 @@ def test_what_a_body_hands_on_stays_invariant(cpu_mesh, hooks):
 @pytest.mark.parametrize("limit", ["w", "x"])
 def test_loops_that_jax_types_rightly_keep_their_jaxpr(cpu_mesh, limit):
     def program(x, w):
-        start = (0., w) if limit == "w" else (0. * x[0, 0], w * x)
-        n, c = lax.while_loop(lambda c: c[0] < (w if limit == "w" else x)[0, 0],
-                              lambda c: (c[0] + 1, c[1] * 2), start)
+        start = (0.0, w) if limit == "w" else (0.0 * x[0, 0], w * x)
+        n, c = lax.while_loop(
+            lambda c: c[0] < (w if limit == "w" else x)[0, 0], lambda c: (c[0] + 1, c[1] * 2), start
+        )
         return n * c * x
 
     f = jax.shard_map(program, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
@@ -557,21 +672,25 @@ def test_loops_that_jax_types_rightly_keep_their_jaxpr(cpu_mesh, limit):
 
 # Collectives that users write where some devices run only.
 
+
 def test_a_collective_over_another_axis_stays(cpu_mesh, hooks):
     def program(x, y, w):
         return lax.cond(x[0, 0] > 0, lambda: lax.psum(y * w, "model"), lambda: w)
 
-    y = np.array([[.6], [1.2]], np.float32)
-    f = jax.shard_map(program, mesh=cpu_mesh, in_specs=(P("data"), P("model"), P()),
-                      out_specs=P("data"))
+    y = np.array([[0.6], [1.2]], np.float32)
+    f = jax.shard_map(
+        program, mesh=cpu_mesh, in_specs=(P("data"), P("model"), P()), out_specs=P("data")
+    )
     got = jax.jit(jax.grad(lambda w: (f(X, y, w) ** 2).sum()))(W)
-    want = jax.grad(lambda w: sum(((1.8 * w if a[0, 0] > 0 else w) ** 2).sum() for a in X[:, None]
-                                  ))(W)
+    want = jax.grad(
+        lambda w: sum(((1.8 * w if a[0, 0] > 0 else w) ** 2).sum() for a in X[:, None])
+    )(W)
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_a_psum_under_a_predicate_that_varies_by_its_type_only(cpu_mesh, hooks):
     """All devices take the same branch, so the program is right, and so is its gradient."""
+
     def program(x, w):
         total = lax.all_gather(x, "data").sum()  # varying, says its type
         return lax.cond(total > 0, lambda: lax.psum(x * w, "data"), lambda: w)
@@ -584,12 +703,12 @@ def test_a_psum_under_a_predicate_that_varies_by_its_type_only(cpu_mesh, hooks):
 
 def test_a_bwd_that_reduces_under_such_a_predicate(cpu_mesh, hooks):
     """It returns the full sum, and the psum that stands outside of the branch adds up parts."""
+
     @jax.custom_vjp
     def scale(x, w):
         return x * w
 
-    scale.defvjp(lambda x, w: (x * w, (x, w)),
-                 lambda r, g: (g * r[1], lax.psum(g * r[0], "data")))
+    scale.defvjp(lambda x, w: (x * w, (x, w)), lambda r, g: (g * r[1], lax.psum(g * r[0], "data")))
 
     def program(x, w):
         total = lax.all_gather(x, "data").sum()
@@ -601,13 +720,22 @@ def test_a_bwd_that_reduces_under_such_a_predicate(cpu_mesh, hooks):
 
 def test_what_cant_be_retyped_is_refused_with_what_to_type(cpu_mesh, hooks):
     def program(x, w):
-        twice = jax.shard_map(lambda w: 2 * w, in_specs=P(None, "model"),
-                              out_specs=P(None, "model"), axis_names={"model"})
+        twice = jax.shard_map(
+            lambda w: 2 * w,
+            in_specs=P(None, "model"),
+            out_specs=P(None, "model"),
+            axis_names={"model"},
+        )
         return lax.cond(x[0, 0] > 0, lambda: twice(w), lambda: w)
 
     def mapped(program):
-        return jax.shard_map(program, mesh=cpu_mesh, in_specs=(P("data"), P()),
-                             out_specs=P("data"), axis_names={"data"})
+        return jax.shard_map(
+            program,
+            mesh=cpu_mesh,
+            in_specs=(P("data"), P()),
+            out_specs=P("data"),
+            axis_names={"data"},
+        )
 
     with pytest.raises(errors.AxisError) as caught:
         jax.eval_shape(mapped(program), X, W)
@@ -617,7 +745,8 @@ def test_what_cant_be_retyped_is_refused_with_what_to_type(cpu_mesh, hooks):
         "over {data} before. That can't be done for shard_map at <line>: the functions that it "
         "takes would have to be traced again. Make the predicate the same on all devices, with "
         "jax.lax.pmax over ('data',), or cast what the function takes and closes over yourself, "
-        "before: shardrules.vary(x, 'data').")
+        "before: shardrules.vary(x, 'data')."
+    )
     assert (caught.value.primitive, caught.value.axes) == ("shard_map", {"data"})
     cast = mapped(lambda x, w: program(x, sr.vary(w, "data")))
     np.testing.assert_allclose(jax.jit(cast)(X, W), np.where(X[:, :1] > 0, 2 * W, W))
@@ -625,12 +754,14 @@ def test_what_cant_be_retyped_is_refused_with_what_to_type(cpu_mesh, hooks):
 
 def test_a_cast_that_has_become_needless_leaves_what_takes_it_as_it_was(cpu_mesh, hooks):
     """run_state can't be retyped, and need not be: what it takes has the type that it had."""
+
     def program(ops, x, w):
         def body(refs):
             refs[0][...] = jnp.sin(refs[0][...])
 
-        return lax.cond(x[0, 0] > 0, lambda: pl.run_state(body)((sr.vary(w, "data"),))[0],
-                        lambda: w)
+        return lax.cond(
+            x[0, 0] > 0, lambda: pl.run_state(body)((sr.vary(w, "data"),))[0], lambda: w
+        )
 
     f = sharded(program, cpu_mesh, Plain)
     np.testing.assert_allclose(jax.jit(f)(X, W), np.where(X[:, :1] > 0, np.sin(W), W), rtol=1e-6)
@@ -638,6 +769,7 @@ def test_a_cast_that_has_become_needless_leaves_what_takes_it_as_it_was(cpu_mesh
 
 def test_tangents_of_a_custom_jvp_have_their_primals_types(cpu_mesh, hooks):
     """Its primals vary over different axes: w over none, y over model, and both over data too."""
+
     @jax.custom_jvp
     def product(w, y):
         return jnp.sin(w) * y
@@ -650,19 +782,33 @@ def test_tangents_of_a_custom_jvp_have_their_primals_types(cpu_mesh, hooks):
     def program(x, y, w):
         return lax.cond(x[0, 0] > 0, lambda: product(w, y), lambda: w * y)
 
-    y = np.array([[.6], [1.2]], np.float32)
-    f = jax.shard_map(program, mesh=cpu_mesh, in_specs=(P("data"), P("model"), P()),
-                      out_specs=P(("data", "model")))
+    y = np.array([[0.6], [1.2]], np.float32)
+    f = jax.shard_map(
+        program,
+        mesh=cpu_mesh,
+        in_specs=(P("data"), P("model"), P()),
+        out_specs=P(("data", "model")),
+    )
     got = jax.jit(jax.grad(lambda y, w: (f(X, y, w) ** 2).sum(), argnums=(0, 1)))(y, W)
-    want = jax.grad(lambda y, w: sum((program(a, b, w) ** 2).sum() for a in jnp.split(X, 4)
-                                     for b in jnp.split(y, 2)), argnums=(0, 1))(y, W)
+    want = jax.grad(
+        lambda y, w: sum(
+            (program(a, b, w) ** 2).sum() for a in jnp.split(X, 4) for b in jnp.split(y, 2)
+        ),
+        argnums=(0, 1),
+    )(y, W)
     assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(got, want))
 
 
 def test_what_jax_refuses_of_a_varying_value_is_named(cpu_mesh, hooks):
     def program(x, w):
-        return lax.cond(x[0, 0] > 0, lambda: lax.pcast(w, "data", to="reduced"),
-                        lambda: lax.pcast(2 * w, "data", to="reduced")) * x
+        return (
+            lax.cond(
+                x[0, 0] > 0,
+                lambda: lax.pcast(w, "data", to="reduced"),
+                lambda: lax.pcast(2 * w, "data", to="reduced"),
+            )
+            * x
+        )
 
     with pytest.raises(errors.AxisError, match="for preduced at .*: ValueError: .*Make the predi"):
         jax.eval_shape(sharded(lambda ops, x, w: program(x, w), cpu_mesh, Plain), X, W)
@@ -670,6 +816,7 @@ def test_what_jax_refuses_of_a_varying_value_is_named(cpu_mesh, hooks):
 
 def test_reduced_operands_are_cast_before_too(cpu_mesh, hooks):
     """Plain JAX fails: of a reduced operand, a branch that drops it has another cotangent."""
+
     def program(ops, x, w):
         if ops is Kernels:
             w = lax.pcast(w, "data", to="reduced")
@@ -686,6 +833,7 @@ def test_a_ref_is_refused_by_its_own_error(cpu_mesh, hooks):
         def store():
             ref[...] = 2 * w  # varying once w is cast, which is not the user's doing
             return 3 * w
+
         return lax.cond(x[0, 0] > 0, store, lambda: w) * ref[...]
 
     f = jax.shard_map(program, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))

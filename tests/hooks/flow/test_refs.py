@@ -102,7 +102,8 @@ def test_a_store_that_varies_more_than_its_ref_is_refused(cpu_mesh, hooks, store
     assert str(caught.value) == (
         f"{what} is varying over {{data}}, but the ref {which} (shape (2, 4)) is invariant, and "
         "so would be what is read from it afterwards. A ref keeps the type of its first value: "
-        "make it from one that varies over {data} too, jax.new_ref(shardrules.vary(x, 'data')).")
+        "make it from one that varies over {data} too, jax.new_ref(shardrules.vary(x, 'data'))."
+    )
 
 
 @pytest.mark.parametrize("store", [s for s, *_ in STORES], ids=lambda s: s.__name__)
@@ -112,6 +113,7 @@ def test_the_advice_works_and_plain_jax_gets_it_wrong(cpu_mesh, store):
             ref = jax.new_ref(start(jnp.zeros(BLOCK)))
             store(x, ref)
             return jax.ref.freeze(ref)
+
         return run
 
     assert types(op(lambda zeros: zeros), cpu_mesh) == [set()]  # JAX alone: wrong
@@ -136,13 +138,15 @@ def test_reading_at_an_index_that_varies_gives_what_varies(cpu_mesh):
     assert types(op, cpu_mesh) == [set()]  # JAX alone: wrong
     with sr.install():
         assert types(op, cpu_mesh) == [{"data"}]
-        f = jax.shard_map(lambda x: op(x)[None], mesh=cpu_mesh, in_specs=P("data"),
-                          out_specs=P("data"))
+        f = jax.shard_map(
+            lambda x: op(x)[None], mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data")
+        )
         np.testing.assert_array_equal(jax.jit(f)(X), X[::2, 0])
 
 
 def test_the_cotangent_of_an_invariant_value_in_a_varying_ref_is_summed(cpu_mesh):
     """JAX alone returns each device's share, and then refuses its type."""
+
     def op(x, w):
         ref = jax.new_ref(x)
         ref[...] = ref[...] * w
@@ -175,12 +179,14 @@ def test_partial_sums_do_not_go_into_a_ref_of_whole_values(cpu_mesh, hooks):
     assert str(caught.value) == (
         "a value is unreduced over {data}, but the ref that it is written to (shape (2, 4)) is "
         "invariant, and so would be what is read from it afterwards. Partial sums go only into a "
-        "ref of partial sums over the same axes: reduce the value first with jax.lax.psum.")
+        "ref of partial sums over the same axes: reduce the value first with jax.lax.psum."
+    )
 
 
 @pytest.mark.parametrize("how", ["invariant", "varying"])
 def test_gradients_that_jax_accumulates_in_refs_are_what_they_were(cpu_mesh, how):
     """The cotangent of what a loop's body closes over is a ref of JAX's own."""
+
     def op(x, w):
         w = w if how == "invariant" else jax.lax.pcast(w, "data", to=how)
         c, _ = jax.lax.scan(lambda c, i: (c * w + i, None), x, jnp.arange(3.0))
@@ -232,8 +238,11 @@ def copies_in_run_state(refs):
     pl.run_state(inner)((jnp.zeros(BLOCK),))
 
 
-@pytest.mark.parametrize("body", [copies, copies_by_turns, copies_in_jit, copies_in_branch,
-                                  copies_in_run_state], ids=lambda b: b.__name__)
+@pytest.mark.parametrize(
+    "body",
+    [copies, copies_by_turns, copies_in_jit, copies_in_branch, copies_in_run_state],
+    ids=lambda b: b.__name__,
+)
 def test_refs_of_run_state_grow_to_their_fixpoint(cpu_mesh, body):
     zeros = 2 if body is copies_by_turns else 1
 
@@ -241,8 +250,7 @@ def test_refs_of_run_state_grow_to_their_fixpoint(cpu_mesh, body):
         return pl.run_state(body)((x, *[jnp.zeros(BLOCK)] * zeros))
 
     assert types(op, cpu_mesh) == [{"data"}] + [set()] * zeros  # JAX alone: wrong
-    f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"),
-                      check_vma=False)
+    f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     want = jax.jit(f)(X)
     with sr.install():
         assert types(op, cpu_mesh) == [{"data"}] * (1 + zeros)
@@ -261,7 +269,11 @@ def test_refs_of_run_state_that_nothing_varying_reaches_stay_as_they_are(cpu_mes
         return pl.run_state(body)((x, w, jnp.zeros(BLOCK), jnp.float32(0)))
 
     assert types(op, cpu_mesh, X.shape, BLOCK, specs=(P("data"), P())) == [
-        {"data"}, set(), {"data"}, set()]
+        {"data"},
+        set(),
+        {"data"},
+        set(),
+    ]
 
 
 def test_a_run_state_whose_result_varies_is_refused_as_replicated(cpu_mesh, hooks):
@@ -269,15 +281,17 @@ def test_a_run_state_whose_result_varies_is_refused_as_replicated(cpu_mesh, hook
         return pl.run_state(copies)((x, jnp.zeros(BLOCK)))[1]
 
     f = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
-    with pytest.raises(ValueError, match=re.escape("only varying across mesh axes {} and not "
-                                                   "{data}")):
+    with pytest.raises(
+        ValueError, match=re.escape("only varying across mesh axes {} and not {data}")
+    ):
         jax.eval_shape(f, X)
 
 
 def test_a_run_state_that_is_replayed_with_other_types_has_those(cpu_mesh, hooks):
     def op(x):
-        closed = jax.make_jaxpr(lambda x: pl.run_state(copies)(
-            (x, jnp.zeros(BLOCK))))(jnp.zeros(BLOCK))  # invariant
+        closed = jax.make_jaxpr(lambda x: pl.run_state(copies)((x, jnp.zeros(BLOCK))))(
+            jnp.zeros(BLOCK)
+        )  # invariant
         return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, x)
 
     assert types(op, cpu_mesh) == [{"data"}] * 2

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib as _importlib
 
+from shardrules.registry import binding as _binding
+
 # The version is written here and nowhere else; setup.cfg reads it from this file.
 __version__ = "0.1.0.dev0"
 
@@ -68,6 +70,15 @@ def __getattr__(name: str):
         f"module {__name__!r} has no attribute {name!r}; "
         f"its public names are {', '.join(sorted(_HOME))}"
     )
+
+
+def _call_declared(declared, *args, **kwargs):
+    from shardrules.hooks import handles  # when an op is called: by then there is a JAX
+
+    return handles.call_declared(declared, *args, **kwargs)
+
+
+_binding.Declared.caller = staticmethod(_call_declared)
 
 
 def __dir__():

@@ -230,8 +230,9 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
                             before,
                             after,
                             (
-                                f"its operand is the same on every trip of the loop: run it before the "
-                                f"loop, and {now} become {after} B (the result then stays in memory)"
+                                "its operand is the same on every trip of the loop: run it before "
+                                f"the loop, and {now} become {after} B (the result then stays in "
+                                "memory)"
                             ),
                         )
                     )
@@ -256,9 +257,9 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
                             before,
                             after,
                             (
-                                "its results are only added up over the loop's trips: carry the sum of "
-                                f"its operands and psum that once after the loop, and {now} become "
-                                f"{after} B (equal up to rounding)"
+                                "its results are only added up over the loop's trips: carry the "
+                                "sum of its operands and psum that once after the loop, and "
+                                f"{now} become {after} B (equal up to rounding)"
                             ),
                         )
                     )
@@ -279,9 +280,9 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
                     entry,
                     None if runs is None else runs * entry.bytes,
                     0,
-                    f"its result is only returned: leave that output sharded{over}, with the axis in "
-                    f"its out_specs instead of the all_gather, and {entry.bytes} B become 0 B (the "
-                    "array is the same; a device then holds its shard of it)",
+                    f"its result is only returned: leave that output sharded{over}, with the axis "
+                    f"in its out_specs instead of the all_gather, and {entry.bytes} B become 0 B "
+                    "(the array is the same; a device then holds its shard of it)",
                 )
             )
             continue

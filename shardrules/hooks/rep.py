@@ -26,7 +26,7 @@ from shardrules.hooks.calls.pallas_call import PallasHooks
 from shardrules.hooks.calls.primitives import PrimitiveHooks
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
-from shardrules.hooks.state import State
+from shardrules.hooks.state import Hooks, State
 from shardrules.registry.axistypes import AxisType, Effect, Resolution
 
 __all__ = ["RepHooks"]
@@ -66,30 +66,14 @@ class _Bwd(Bwd):
         return self.run.arriving
 
 
-class RepHooks:
-    """The hooks of ``jax.experimental.shard_map``'s tables.
+class RepHooks(Hooks):
+    """The hooks of ``jax.experimental.shard_map``'s tables."""
 
-    Args:
-      jax: the symbols.
-      state: registry and scopes.
-      pallas: knows each kernel.
-      primitives: knows each call of another opaque primitive.
-      custom_vjp: knows what communicates in a bwd.
-    """
-
-    def __init__(
-        self,
-        jax: Jax,
-        state: State,
-        pallas: PallasHooks,
-        primitives: PrimitiveHooks,
-        custom_vjp: CustomVjpHooks,
-    ):
-        self.jax = jax
-        self.state = state
-        self.pallas = pallas
-        self.primitives = primitives
-        self.custom_vjp = custom_vjp
+    def __init__(self, jax: Jax, state: State):
+        super().__init__(jax, state)
+        self.pallas = state.of(PallasHooks)
+        self.primitives = state.of(PrimitiveHooks)
+        self.custom_vjp = state.of(CustomVjpHooks)
         self._local = threading.local()
         # A user's primitive carries nothing from the rewrite, which runs in the scope of the trace,
         # to the check, which runs at its end, outside every op.
@@ -98,6 +82,8 @@ class RepHooks:
     def install(self, patches: Patches) -> None:
         """Put the entries in, and replace what is done where there is none."""
         jax = self.jax
+        if jax.typed:
+            return  # from JAX 0.6 types are on avals
         for primitive in (
             jax.pallas_call_p,
             jax.ffi_call_p,

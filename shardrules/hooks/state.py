@@ -1,4 +1,4 @@
-"""Which hooks are active where: handles, op scopes, and the part of JAX's trace key that is ours."""
+"""Which hooks are active where: handles, op scopes, and our part of JAX's trace key."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 from shardrules.hooks.door.compat import Jax
+from shardrules.hooks.door.patching import Patches
 from shardrules.registry.binding import Binding
 from shardrules.registry.table import Overlay, Registry
 
 __all__ = ["COLLECT", "Claims", "Hooks", "Notes", "NotedSum", "Scope", "State", "POLICIES"]
 
 POLICIES = ("error", "warn", "varying")
+_H = TypeVar("_H", bound="Hooks")
 COLLECT = "collect"  # internal: note the call, take it for one that does not communicate
 
 
@@ -117,12 +119,32 @@ class State:
     def __init__(self, registry: Registry):
         self.registry = registry
         self.lock = threading.RLock()
+        self.hooks: dict[type[Hooks], Hooks] = {}  # one of each class, in the order of installing
         self._installed: list[tuple[object, Scope]] = []  # one for each installed handle
         self._everywhere = Scope()
         self._local = _Here()
         self._trace_key = None
         # As long as JAX has something that was traced under it.
         self._keys: weakref.WeakValueDictionary[Any, _Key] = weakref.WeakValueDictionary()
+
+    # Hooks.
+
+    def of(self, kind: type[_H]) -> _H:
+        """Return the hooks of a class; for those that come after it in the order."""
+        return self.hooks[kind]  # type: ignore[return-value]  # each is kept under its own class
+
+    def known_of(self, primitive: Any, params: dict[str, Any]) -> Any:
+        """Return the Known of an equation's opaque call; None where it is none.
+
+        Args:
+          primitive: the equation's primitive.
+          params: its parameters.
+        """
+        for hook in self.hooks.values():
+            known = hook.known_of(primitive, params)
+            if known is not None:
+                return known
+        return None
 
     # Handles.
 
@@ -212,7 +234,7 @@ class State:
 
 
 class Hooks:
-    """What is hooked into one part of JAX.
+    """What is hooked into one part of JAX; ``handles.ORDER`` lists them all.
 
     Args:
       jax: the symbols.
@@ -222,6 +244,19 @@ class Hooks:
     def __init__(self, jax: Jax, state: State):
         self.jax = jax
         self.state = state
+
+    def install(self, patches: Patches) -> None:
+        """Replace what it replaces in this JAX; ``patches`` undoes it."""
+        raise NotImplementedError
+
+    def known_of(self, primitive: Any, params: dict[str, Any]) -> Any:
+        """Return what is known of an equation's opaque call; None for what is not its own.
+
+        Args:
+          primitive: the equation's primitive.
+          params: its parameters.
+        """
+        return None
 
     @property
     def acts(self) -> bool:

@@ -141,8 +141,8 @@ def _audit(
                     Blocker(
                         "pallas_call",
                         f"the kernel takes {len(kernel_jaxpr.invars)} refs, but its grid "
-                        f"mapping holds {signature.inputs} operands, {signature.outputs} outputs and "
-                        f"{scratch} scratch buffers",
+                        f"mapping holds {signature.inputs} operands, {signature.outputs} outputs "
+                        f"and {scratch} scratch buffers",
                         walk.kernel_place,
                     ),
                 ),

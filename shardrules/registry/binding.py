@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -39,12 +38,17 @@ def caller_place() -> str:
 
 
 class Declared:
-    """A function with a rule; calls go to ``shardrules.hooks``, everything else to the function.
+    """A function with a rule; calls go to ``Declared.caller``, everything else to the function.
+
+    ``caller`` is told from above: what calls an op under its rule needs JAX, and this module runs
+    where none is installed.
 
     Args:
       target: the kernel body or op.
       binding: its rule and where it was declared.
     """
+
+    caller: Callable[..., Any]
 
     def __init__(self, target: Callable, binding: Binding):
         # __dict__ is not copied: a custom_vjp object still gets its fwd and bwd later, and
@@ -53,9 +57,7 @@ class Declared:
         self.__shardrules__ = binding
 
     def __call__(self, *args, **kwargs):
-        # By name, when called: this module and the rules run where no JAX is installed.
-        hooks = importlib.import_module("shardrules.hooks")
-        return hooks.call_declared(self, *args, **kwargs)
+        return Declared.caller(self, *args, **kwargs)
 
     def __get__(self, instance, owner=None):
         return self if instance is None else functools.partial(self, instance)

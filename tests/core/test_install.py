@@ -11,7 +11,6 @@ import textwrap
 import jax
 import pytest
 
-from shardrules import errors
 from shardrules.hooks.door import compat, symbols, versions
 
 NEWER = ("0.13.0.dev1", "0.13.0rc1", "0.13.0", "0.13.0.dev20261201+cuda", "1.0")

@@ -375,7 +375,7 @@ class _Parser:
         instructions: list[hm.Instruction],
         start: int,
     ) -> None:
-        """Add a get-tuple-element for each operand ``%tuple#1``: dumps leave them out (JAX 0.12)."""
+        """Add a get-tuple-element for each operand ``%tuple#1``, left out in dumps (JAX 0.12)."""
         for label in labels:
             place = index.get(label.partition("#")[0])
             if label in index or place is None:

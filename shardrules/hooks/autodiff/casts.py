@@ -15,7 +15,8 @@ from typing import Any
 from shardrules.errors import AxisError, CotangentError, UnsupportedJaxError
 from shardrules.hooks.door import compat
 from shardrules.hooks.door.compat import Jax
-from shardrules.hooks.state import Claims, State
+from shardrules.hooks.handles import held, state
+from shardrules.hooks.state import Claims
 from shardrules.registry.axistypes import show_axes
 from shardrules.registry.binding import caller_place
 
@@ -62,8 +63,9 @@ def already_summed(ct: Any, *axes: str) -> Any:
     A collective such as ``all_gather`` followed by a local sum gives the same on every device
     along an axis, and still has a varying type. This makes the type invariant and moves nothing.
     A claim that is wrong gives wrong gradients, one device's share for the sum: verify it with
-    ``shardrules.hooks.autodiff.casts.checking_claims`` or by comparing gradients with a single device's.
-    Where the collective can be the last step, that is better: ``jax.lax.psum`` needs no claim.
+    ``shardrules.hooks.autodiff.casts.checking_claims`` or by comparing gradients with a single
+    device's. Where the collective can be the last step, that is better: ``jax.lax.psum`` needs no
+    claim.
 
     Args:
       ct: a pytree of cotangents.
@@ -88,7 +90,7 @@ def already_summed(ct: Any, *axes: str) -> Any:
         )
     if not symbols.checking():
         return ct
-    claims = _state().scope.claims
+    claims = state().scope.claims
     where = caller_place()
 
     def one(leaf):
@@ -119,17 +121,11 @@ def checking_claims() -> Iterator[Claims]:
     """
     import jax
 
-    from shardrules import hooks
-
-    state = _state()
     claims = Claims()
-    hooks._hold()  # for the trace key: what was traced without comparing has to be traced again
-    try:
-        with state.enter(dataclasses.replace(state.scope, claims=claims)):
+    with held() as hooks:  # for the trace key: what was traced without comparing is traced again
+        with hooks.enter(dataclasses.replace(hooks.scope, claims=claims)):
             yield claims
             jax.effects_barrier()
-    finally:
-        hooks._release()
     if claims.wrong:
         places = "\n".join(
             f"  at {where}, over {show_axes(axes)}" for where, axes in sorted(claims.wrong)
@@ -139,12 +135,6 @@ def checking_claims() -> Iterator[Claims]:
             f"sum:\n{places}\nreturn jax.lax.psum(ct, axes) there instead",
             places=tuple(sorted(claims.wrong)),
         )
-
-
-def _state() -> State:
-    from shardrules import hooks
-
-    return hooks._state
 
 
 def _axes(jax: Jax, call: str, axes: tuple[Any, ...]) -> frozenset[str]:

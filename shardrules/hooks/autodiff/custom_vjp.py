@@ -16,29 +16,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardrules.errors import CotangentError
-from shardrules.hooks.autodiff.batched_vjp import BatchedVjpHooks
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
-from shardrules.hooks.state import COLLECT, State
+from shardrules.hooks.state import COLLECT, Hooks, State
 from shardrules.registry.axistypes import AxisType, Effect
 
 __all__ = ["Bwd", "CustomVjpHooks", "Parts", "inner_jaxprs"]
 
 
-class CustomVjpHooks:
-    """The hooks of ``jax.custom_vjp``.
+class CustomVjpHooks(Hooks):
+    """The hooks of ``jax.custom_vjp``."""
 
-    Args:
-      jax: the symbols.
-      state: registry and scopes.
-      known_of: from an equation's primitive and params to what is known of the opaque call, or
-        None where it is none.
-    """
-
-    def __init__(self, jax: Jax, state: State, known_of):
-        self.jax = jax
-        self.state = state
-        self.opaque = known_of
+    def __init__(self, jax: Jax, state: State):
+        super().__init__(jax, state)
         # From what JAX hands on from fwd to bwd (a function that returns their trees) to fwd.
         self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -50,7 +40,6 @@ class CustomVjpHooks:
         patches.attribute(*self.jax.owner("flatten_primal"), self._flatten_primal)
         patches.attribute(*self.jax.owner("flatten_fwd"), self._flatten_fwd)
         patches.attribute(*self.jax.owner("flatten_bwd"), self._flatten_bwd)
-        BatchedVjpHooks(self.jax, self.state).install(patches)
 
     def _flatten_primal(self, fun, *rest):
         return self.jax.flatten_primal(self._scoped(fun), *rest)
@@ -229,7 +218,7 @@ class Bwd:
             )
 
     def check_dropped(self, path, have: AxisType, want: AxisType) -> None:
-        """Raise if this cotangent is summed over an axis that the forward made outputs invariant on.
+        """Raise if this cotangent is summed over an axis that the forward dropped.
 
         Cotangents of outputs that are invariant over an axis arrive summed over it; a bwd that is
         right with the check off (psum, psum_scatter) then gives N times the gradient.
@@ -279,7 +268,7 @@ class Bwd:
         jax = self.hooks.jax
         for equation in _equations(self._sliced(path)):
             name = equation.primitive.name
-            if self.hooks.opaque(equation.primitive, equation.params) is not None:
+            if self.hooks.state.known_of(equation.primitive, equation.params) is not None:
                 continue
             inputs = equation.invars[:1] if name == "cond" else equation.invars  # its predicate
             if name != "cond" and next(inner_jaxprs(equation.params), None) is not None:
@@ -336,7 +325,7 @@ class Bwd:
         except Exception:  # whatever a second trace runs into, the first one did not
             return "a forward that can't be traced again"
         for equation in _equations(jaxpr):
-            known = self.hooks.opaque(equation.primitive, equation.params)
+            known = self.hooks.state.known_of(equation.primitive, equation.params)
             if known is not None and known.found is not None and known.found.rule.drops:
                 named = frozenset(known.found.rule.named_axes)
                 if not named or named & axes:
@@ -369,7 +358,7 @@ class Bwd:
         """
         for equation in _equations(jaxpr):
             name = equation.primitive.name
-            known = self.hooks.opaque(equation.primitive, equation.params)
+            known = self.hooks.state.known_of(equation.primitive, equation.params)
             if known is not None:
                 yield from self._opaque(known, len(equation.outvars), axes, reductions)
                 continue

@@ -1,5 +1,6 @@
-"""Users' primitives that are bound under a rule of a scope: what they are lowered by, differentiated
-by and batched by runs when that scope has closed, and has to find its rule again.
+"""Users' primitives that are bound under a rule of a scope, and find it when that has closed.
+
+What they are lowered by, differentiated by and batched by runs later.
 
 An equation has nothing to note a scope in: its parameters are the user's, and go to each of his
 rules. So what is bound is another primitive, its like in all but that: a carrier. Each of its rules

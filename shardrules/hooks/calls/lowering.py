@@ -5,18 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from shardrules.hooks.calls.opaque import confirm, find_rule, resolve, types_of
+from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
-from shardrules.hooks.state import Hooks, Scope
+from shardrules.hooks.state import Scope, State
 from shardrules.registry.axistypes import AxisType, Effect, format_effects
 from shardrules.registry.table import normalise
 
-__all__ = ["LoweringHooks"]
+__all__ = ["Lowering"]
 
 _ATTRIBUTES = "mhlo.frontend_attributes"  # what XLA prints as frontend_attributes={...}
 
 
-class LoweringHooks(Hooks):
-    """The hooks on the lowering rules of opaque primitives."""
+class Lowering:
+    """Wraps the lowering rules of opaque primitives, for the hooks of each.
+
+    Args:
+      jax: the symbols.
+      state: registry and scopes.
+    """
+
+    def __init__(self, jax: Jax, state: State):
+        self.jax = jax
+        self.state = state
 
     def wrap(self, patches: Patches, table: dict, primitive: Any, known_of) -> None:
         """Replace one primitive's lowering rule in one of JAX's tables.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardrules.errors import RegistrationError
-from shardrules.hooks.calls.lowering import LoweringHooks
+from shardrules.hooks.calls.lowering import Lowering
 from shardrules.hooks.calls.opaque import (
     Call,
     Known,
@@ -28,6 +28,7 @@ from shardrules.hooks.calls.opaque import (
     typed,
     types_of,
 )
+from shardrules.hooks.calls.pallas_call import PallasHooks
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Instead, Patches
 from shardrules.hooks.flow.refs import check_written, written
@@ -133,12 +134,11 @@ class MeshKernelHooks(Hooks):
     Args:
       jax: the symbols.
       state: registry and scopes.
-      noted: returns this thread's list of annotations, one for each output as it is converted.
     """
 
-    def __init__(self, jax: Jax, state: State, noted: Callable[[], list[AxisType | None]]):
+    def __init__(self, jax: Jax, state: State):
         super().__init__(jax, state)
-        self.noted = noted
+        self.noted = state.of(PallasHooks).noted
         self.lowering = _Lowering(jax, state)
         self._sources: weakref.WeakKeyDictionary[Any, _Source] = weakref.WeakKeyDictionary()
         # Keyed by the first jaxpr of a call.
@@ -470,7 +470,7 @@ class MeshKernelHooks(Hooks):
         return resolution, layout.types(resolution.outputs, inputs)
 
 
-class _Lowering(LoweringHooks):
+class _Lowering(Lowering):
     """Tags each result with what the rule answers for it."""
 
     def _effects(self, ctx, kernel, found) -> tuple[Effect, ...]:

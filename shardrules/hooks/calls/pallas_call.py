@@ -14,7 +14,7 @@ import threading
 import weakref
 from typing import Any, NamedTuple
 
-from shardrules.hooks.calls.lowering import LoweringHooks
+from shardrules.hooks.calls.lowering import Lowering
 from shardrules.hooks.calls.opaque import (
     Call,
     Known,
@@ -27,7 +27,7 @@ from shardrules.hooks.calls.opaque import (
 )
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
-from shardrules.hooks.state import State
+from shardrules.hooks.state import Hooks, State
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import Binding, Declared, binding_of
 
@@ -63,19 +63,12 @@ class _Here(threading.local):
         self.settled: tuple[Any, tuple[AxisType, ...], tuple[AxisType, ...]] | None = None
 
 
-class PallasHooks:
-    """The hooks of ``pallas_call``.
+class PallasHooks(Hooks):
+    """The hooks of ``pallas_call``."""
 
-    Args:
-      jax: the symbols.
-      state: registry and scopes.
-      lowering: interprets, and tags what kernels lower to.
-    """
-
-    def __init__(self, jax: Jax, state: State, lowering: LoweringHooks):
-        self.jax = jax
-        self.state = state
-        self.lowering = lowering
+    def __init__(self, jax: Jax, state: State):
+        super().__init__(jax, state)
+        self.lowering = Lowering(jax, state)
         # Keyed by the kernel's jaxpr, which is one object through eval, partial eval and dce.
         # What was traced becomes known when it is bound.
         self._kernels: weakref.WeakKeyDictionary[Any, Known | _Traced] = weakref.WeakKeyDictionary()

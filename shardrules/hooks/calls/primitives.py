@@ -17,7 +17,7 @@ from typing import Any
 
 from shardrules.hooks.calls.carriers import Carriers, is_lent
 from shardrules.hooks.calls.forgetful import ForgetfulHooks
-from shardrules.hooks.calls.lowering import LoweringHooks
+from shardrules.hooks.calls.lowering import Lowering
 from shardrules.hooks.calls.opaque import (
     Call,
     Known,
@@ -29,7 +29,7 @@ from shardrules.hooks.calls.opaque import (
 )
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
-from shardrules.hooks.state import COLLECT, State
+from shardrules.hooks.state import COLLECT, Hooks, State
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import binding_of
 
@@ -92,20 +92,13 @@ def _users(params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     return function, tuple(name for name in names if isinstance(name, str) and name)
 
 
-class PrimitiveHooks:
-    """The hooks of opaque primitives.
+class PrimitiveHooks(Hooks):
+    """The hooks of opaque primitives."""
 
-    Args:
-      jax: the symbols.
-      state: registry and scopes.
-      lowering: tags what they lower to.
-    """
-
-    def __init__(self, jax: Jax, state: State, lowering: LoweringHooks):
-        self.jax = jax
-        self.state = state
-        self.lowering = lowering
-        self.forgetful = ForgetfulHooks(jax, state)
+    def __init__(self, jax: Jax, state: State):
+        super().__init__(jax, state)
+        self.lowering = Lowering(jax, state)
+        self.forgetful = state.of(ForgetfulHooks)
         self.carriers = Carriers(jax, state)
         self._local = threading.local()
         self._kinds: dict[Any, _Kind] = {}
@@ -137,7 +130,6 @@ class PrimitiveHooks:
             patches.attribute(*jax.owner("result_avals"), self._result_avals)
         for primitive in self._users_primitives():
             self._adopt(patches, _Kind(primitive, _users, own=True))
-        self.forgetful.install(patches)
         original = jax.Primitive.__init__
 
         def made(primitive, *args, **kwargs):

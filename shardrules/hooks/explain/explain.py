@@ -29,6 +29,7 @@ from shardrules.hooks.explain.explanation import (
     short,
 )
 from shardrules.hooks.flow.equations import scan_counts
+from shardrules.hooks.handles import held, state
 from shardrules.hooks.state import COLLECT, Notes
 from shardrules.registry.axistypes import show_axes
 
@@ -128,17 +129,11 @@ def _lines(primitive: str, kernel: str, defined: str) -> tuple[str, ...]:
 @contextlib.contextmanager
 def _collecting() -> Iterator[Notes]:
     """Act as after ``install()``, take notes, and never stop at a call without a rule."""
-    from shardrules import hooks
-
-    state, notes = hooks._state, Notes()
-    hooks._hold()
-    try:
-        with state.enter(
-            dataclasses.replace(state.scope, active=True, policy=COLLECT, notes=notes)
-        ):
+    notes = Notes()
+    with held() as state:
+        scope = dataclasses.replace(state.scope, active=True, policy=COLLECT, notes=notes)
+        with state.enter(scope):
             yield notes
-    finally:
-        hooks._release()
 
 
 def _traced(f: Callable, args: tuple, kwargs: dict) -> Any:
@@ -215,8 +210,6 @@ class _Walk:
         self._read(_open(closed), _Place())
 
     def _read(self, jaxpr: Any, place: _Place, outcome: str = "a result") -> None:
-        from shardrules import hooks
-
         uses = _uses(jaxpr)
         for eqn in jaxpr.eqns:
             around = f"within {place.at.removeprefix('within ')}" if place.at else ""
@@ -225,7 +218,7 @@ class _Walk:
                 stack=f"{place.stack}/{eqn.source_info.name_stack}",
                 at=self.jax.source_line(eqn.source_info) or around,
             )
-            known = hooks.known_of(eqn.primitive, eqn.params)
+            known = state().known_of(eqn.primitive, eqn.params)
             if known is not None:
                 if place.checked is not None:
                     self._call(eqn, known, here)
@@ -300,12 +293,10 @@ class _Walk:
 
     def _reason(self, uses: Sequence[tuple[Any, int]], outcome: str) -> str:
         """Say what asked for a cast, from what its result is used for."""
-        from shardrules import hooks
-
         if not uses:
             return f"{outcome}, to vary as the others do"
         eqn, i = uses[0]
-        known = hooks.known_of(eqn.primitive, eqn.params)
+        known = state().known_of(eqn.primitive, eqn.params)
         if known is not None:
             return f"input {i} of {name_of(known.call.primitive, known.call.name)}, for its rule"
         name = eqn.primitive.name

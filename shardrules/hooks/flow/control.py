@@ -35,7 +35,7 @@ class ControlHooks(Hooks):
 
     def __init__(self, jax: Jax, state: State):
         super().__init__(jax, state)
-        self.retyping = Retyping(jax, state)
+        self.retyping = state.of(Retyping)
 
     def install(self, patches: Patches) -> None:
         """Replace the functions in which this JAX traces bodies and branches and compares them."""
@@ -59,7 +59,6 @@ class ControlHooks(Hooks):
         for key, hook in hooks.items():
             if getattr(jax, key) is not None:
                 patches.attribute(*jax.owner(key), hook)
-        self.retyping.install(patches)
         for primitive, bind in ((jax.cond_p, self._bind_cond), (jax.while_p, self._bind_while)):
             patches.attribute(primitive, "bind", functools.partial(bind, primitive.bind))
 

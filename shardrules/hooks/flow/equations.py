@@ -11,6 +11,7 @@ from typing import Any
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.autodiff.custom_vjp import inner_jaxprs
 from shardrules.hooks.calls.opaque import types_of
+from shardrules.hooks.state import State
 from shardrules.registry.axistypes import AxisType, show_axes
 
 __all__ = [
@@ -18,7 +19,6 @@ __all__ = [
     "Equation",
     "callable_of",
     "is_inexact",
-    "known_of",
     "named",
     "opened",
     "read",
@@ -41,7 +41,7 @@ class Equation:
     """One equation whose operands have become more varying.
 
     Args:
-      retyping: the hooks.
+      retyping: the hooks' Retyping, which imports this module.
       eqn: the equation.
       operands: what its operands have become.
       env: from the old jaxpr's variables to what they have become; its outputs are noted there.
@@ -49,7 +49,7 @@ class Equation:
     """
 
     def __init__(
-        self, retyping: Retyping, eqn: Any, operands: list[Any], env: dict[Any, Any], what: str
+        self, retyping: Any, eqn: Any, operands: list[Any], env: dict[Any, Any], what: str
     ):
         self.retyping = retyping
         self.jax = retyping.jax
@@ -87,7 +87,7 @@ class Equation:
             return self._scan()
         if name == "custom_linear_solve":
             return self._linear_solve()
-        called = _called(self.eqn)
+        called = _called(self.retyping.state, self.eqn)
         if called is not None:
             return self._call(called)
         return self._operation()
@@ -160,7 +160,7 @@ class Equation:
     def _operation(self) -> list[Any]:
         """Renew an operation by its abstract eval; its operands vary alike, as JAX asks."""
         eqn = self.eqn
-        if known_of(eqn) is None and any(
+        if self.retyping.state.known_of(eqn.primitive, eqn.params) is None and any(
             var.aval.shape for inner in inner_jaxprs(eqn.params) for var in inner.invars
         ):
             raise self._error("the functions that it takes would have to be traced again")
@@ -253,9 +253,12 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def _called(eqn: Any) -> str | None:
+def _called(state: State, eqn: Any) -> str | None:
     """Return the parameter with the one jaxpr that an equation calls with all of its operands."""
-    if known_of(eqn) is not None or len(list(inner_jaxprs(eqn.params))) != 1:
+    if (
+        state.known_of(eqn.primitive, eqn.params) is not None
+        or len(list(inner_jaxprs(eqn.params))) != 1
+    ):
         return None
     for key, value in eqn.params.items():
         inner = opened(value)
@@ -274,13 +277,6 @@ def _alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
         return getattr(var.aval, "shape", None), getattr(var.aval, "dtype", None)
 
     return len(some) == len(others) and all(shape(a) == shape(b) for a, b in zip(some, others))
-
-
-def known_of(eqn: Any) -> Any:
-    """Return what is known of an equation's opaque call; None where it is none."""
-    from shardrules import hooks
-
-    return hooks.known_of(eqn.primitive, eqn.params)
 
 
 def opened(value: Any) -> Any:

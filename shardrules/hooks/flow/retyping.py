@@ -23,7 +23,6 @@ from shardrules.hooks.flow.equations import (
     Equation,
     callable_of,
     is_inexact,
-    known_of,
     named,
     opened,
     read,
@@ -217,7 +216,7 @@ class Retyping(Hooks):
                 return True
             if "bwd" in eqn.params and self._mixed(eqn, over):
                 return True  # a custom_vjp, whose bwd's cotangents are summed
-            if known_of(eqn) is None and any(
+            if self.state.known_of(eqn.primitive, eqn.params) is None and any(
                 self._casts(inner, inner.invars, over) for inner in inner_jaxprs(eqn.params)
             ):
                 return True

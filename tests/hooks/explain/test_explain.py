@@ -46,12 +46,12 @@ def test_explain_says_types_rules_casts_and_psums(cpu_mesh):
         pinned(explanation)
         == """\
 kernel  phase  called at  inputs -> outputs  rule
-scale_kernel  forward  <return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),>  2 of {data} -> {data}  no_communication, declared at <sr.register("scale_kernel", sr.no_communication)>
+scale_kernel  forward  <return pl.pallas_call(>  2 of {data} -> {data}  no_communication, declared at <sr.register("scale_kernel", sr.no_communication)>
 scale_kernel  backward  within <return lambda *args: (inner(*args) ** 2).sum()>  2 of {data} -> {data}  no_communication, declared at <sr.register("scale_kernel", sr.no_communication)>
 scale_bwd_kernel  backward  within <return lambda *args: (inner(*args) ** 2).sum()>  2 of {data} -> {data}  no_communication, declared at <program = Shapes(cpu_mesh, bwd_kernel=sr.no_communication(programs.scale_bwd_kernel))>
 
 cast to  phase  at  value  why
-varying over {data}  forward  <return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),>  float32[1,128], 512 B  input 1 of pallas_call kernel 'scale_kernel', for its rule
+varying over {data}  forward  <return pl.pallas_call(>  float32[1,128], 512 B  input 1 of pallas_call kernel 'scale_kernel', for its rule
 varying over {data}  backward  within <return lambda *args: (inner(*args) ** 2).sum()>  float32[1,128], 512 B  input 1 of pallas_call kernel 'scale_kernel', for its rule
 
 psum  phase  at  value  why
@@ -178,7 +178,7 @@ def test_scan_calls_goes_on_after_the_first(cpu_mesh, declared_only):
 2 kernels have no rule
 
 pallas_call kernel 'scale_kernel' (defined at <def scale_kernel(x_ref, w_ref, o_ref):>)
-  called at <return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),>
+  called at <return pl.pallas_call(>
   called within <return lambda *args: (inner(*args) ** 2).sum()>
   input 0: varying over {data}
   input 1: invariant

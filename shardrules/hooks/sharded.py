@@ -1,0 +1,43 @@
+"""shard_map and the types inside of it, by whatever names this JAX has for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardrules.errors import UnsupportedJaxError
+from shardrules.hooks.door import compat
+
+__all__ = ["shard_map", "varying"]
+
+
+def varying(value: Any) -> frozenset[str]:
+    """Return the mesh axes over which a value varies, as its type here says.
+
+    Args:
+      value: an array inside shard_map.
+    """
+    jax = compat.load()
+    if not jax.typed:
+        raise UnsupportedJaxError(
+            f"JAX {jax.version} keeps no axis types on values; this needs JAX 0.6 or newer",
+            version=jax.version,
+        )
+    return jax.axis_type(jax.typeof(value)).varying
+
+
+def shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, *, check: bool) -> Any:
+    """Return ``f`` in shard_map, by whatever name this JAX has for it and for its check.
+
+    Args:
+      f: the function of one device's blocks.
+      mesh: the mesh.
+      in_specs, out_specs: the specs.
+      check: whether shard_map tracks how values vary.
+    """
+    import jax
+
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
+    from jax.experimental.shard_map import shard_map as old
+
+    return old(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_rep=check)

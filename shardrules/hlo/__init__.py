@@ -2,7 +2,8 @@
 
 from shardrules.hlo.known.states import Blocker, Support
 from shardrules.hlo.proof.collectives import Collective
-from shardrules.hlo.proof.verdict import VERDICTS, Judgement, Output, Range, Verdict, judge
+from shardrules.hlo.proof.judgement import VERDICTS, Judgement, Output, Range, Verdict
+from shardrules.hlo.proof.verdict import judge
 from shardrules.hlo.reader.module import Computation, Frame, Instruction, Metadata, Module, Shape
 from shardrules.hlo.reader.parser import parse
 

@@ -40,40 +40,43 @@ def literal(text: str, shape: Shape):
     kind = dtype(shape)
     if kind is None or shape.element_count > ranges.MAX_ELEMENTS:
         return None
-    words = re.findall(r"-?\d+|true|false|[^\s{},]+", re.sub(r"/\*.*?\*/", "", text))
+    # Of a large constant XLA prints '{...}' alone: a value that nobody knows.
+    words = re.findall(r"[^\s{},]+", re.sub(r"/\*.*?\*/", "", text))
     if len(words) != shape.element_count:
         return None
-    try:
-        numbers = [
-            {"true": 1, "false": 0}.get(w) if w in ("true", "false") else int(w)
-            for w in words
-            if len(w) < 25
-        ]
-        if len(numbers) != len(words):
+    numbers = []
+    for word in words:
+        if word in ("true", "false"):
+            numbers.append(int(word == "true"))
+        elif re.fullmatch(r"-?\d{1,24}", word):
+            numbers.append(int(word))
+        else:
             return None
-        return np.array(numbers, dtype=kind).reshape((1,) + shape.dimensions)
-    except (ValueError, OverflowError):
+    low, high = (0, 1) if kind == np.bool_ else (np.iinfo(kind).min, np.iinfo(kind).max)
+    if any(not low <= n <= high for n in numbers):
         return None
-
-
-def _divide(a, b):
-    if (b == 0).any() or (a.dtype.kind == "i" and (a == np.iinfo(a.dtype).min).any()):
-        return None
-    if a.dtype.kind == "u":
-        return a // b
-    quotient = np.abs(a) // np.abs(b)
-    return np.where((a < 0) != (b < 0), -quotient, quotient).astype(a.dtype)
+    return np.array(numbers, dtype=kind).reshape((1,) + shape.dimensions)
 
 
 def _remainder(a, b):
-    quotient = _divide(a, b)
-    return None if quotient is None else a - quotient * b
+    """Give what truncated division leaves: it has the dividend's sign, as in C."""
+    if (b == 0).any():
+        return None
+    if a.dtype.kind == "i" and (a == np.iinfo(a.dtype).min).any():
+        return None  # divided by -1 it has no quotient
+    return np.fmod(a, b)
+
+
+def _divide(a, b):
+    rest = _remainder(a, b)
+    return None if rest is None else (a - rest) // b
 
 
 def _shift(op: Callable, arithmetic: bool = False) -> Callable:
     def shift(a, b):
         width = a.dtype.itemsize * 8
-        if a.dtype == np.bool_ or (b < 0).any() or (b.astype(np.int64) >= width).any():
+        # Compared in b's own type: an unsigned 64-bit number doesn't fit a signed one.
+        if a.dtype == np.bool_ or (b < 0).any() or (b >= width).any():
             return None
         view = a.view(
             a.dtype.str.replace("u", "i") if arithmetic else a.dtype.str.replace("i", "u")
@@ -151,6 +154,8 @@ def evaluate(
 
     Returns None where the result is not certain, or too large to keep.
     """
+    if not all(s.element_count for s in (*shapes, instruction.shape)):
+        return None
     with np.errstate(all="ignore"):
         found = _evaluate(instruction, operands, shapes)
     if found is None:
@@ -159,7 +164,9 @@ def evaluate(
     if rows.size > ranges.MAX_ELEMENTS * 8 and rows.shape[0] > 1 and not splat:
         return None
     kind = dtype(instruction.shape)
-    if rows is None or kind is None or rows.dtype != kind:
+    if kind is None or rows.dtype != kind:
+        return None
+    if not splat and rows.shape[1:] != instruction.shape.dimensions:
         return None
     return rows, splat
 
@@ -173,14 +180,9 @@ def _evaluate(instruction, operands, shapes):
         return _elementwise(instruction, operands, shapes)
     value = operands[0]
     if opcode in ("reshape", "bitcast"):
-        if opcode == "bitcast" and (
-            kind != dtype(shapes[0])
-            or not (
-                shape.is_row_major
-                and shapes[0].is_row_major
-                or shape.dimensions == shapes[0].dimensions
-            )
-        ):
+        if opcode == "bitcast" and not ranges.keeps_order(shapes[0], shape):
+            return None
+        if kind != dtype(shapes[0]) or shape.element_count != shapes[0].element_count:
             return None
         if value.splat:
             return value.array, True
@@ -188,13 +190,22 @@ def _evaluate(instruction, operands, shapes):
     if opcode == "broadcast":
         if value.splat or not shapes[0].dimensions:
             return value.array.reshape(-1), True
+        own = shapes[0].dimensions
         places = ranges.read_ints(instruction.attribute("dimensions"))
-        if shape.element_count > ranges.MAX_ELEMENTS or len(places) != len(shapes[0].dimensions):
+        if (
+            shape.element_count > ranges.MAX_ELEMENTS
+            or len(set(places)) != len(own)
+            or len(places) != len(own)
+            or any(not 0 <= p < len(shape.dimensions) for p in places)
+            or any(shape.dimensions[p] != size for p, size in zip(places, own))
+        ):
             return None
+        # Operand dimension k becomes dimension places[k]: in falling order they are transposed.
+        order = sorted(range(len(own)), key=lambda k: places[k])
         sizes = [1] * len(shape.dimensions)
-        for place, size in zip(places, shapes[0].dimensions):
+        for place, size in zip(places, own):
             sizes[place] = size
-        rows = value.array.reshape([-1] + sizes)
+        rows = value.array.transpose([0] + [k + 1 for k in order]).reshape([-1] + sizes)
         return np.broadcast_to(rows, (rows.shape[0],) + shape.dimensions), False
     if opcode == "slice":
         cuts = ranges.read_slice(instruction.attribute("slice") or "", shapes[0])
@@ -207,7 +218,12 @@ def _evaluate(instruction, operands, shapes):
         return _dynamic_slice(instruction, operands, shapes)
     if opcode == "concatenate":
         places = ranges.read_ints(instruction.attribute("dimensions"))
-        if len(places) != 1 or shape.element_count > ranges.MAX_ELEMENTS:
+        if (
+            len(places) != 1
+            or not 0 <= places[0] < len(shape.dimensions)
+            or shape.element_count > ranges.MAX_ELEMENTS
+            or sum(s.element_count for s in shapes) != shape.element_count
+        ):
             return None
         parts = [_full(v, s) for v, s in zip(operands, shapes)]
         rows = max(p.shape[0] for p in parts)
@@ -231,16 +247,20 @@ def _elementwise(instruction, operands, shapes):
                 full = full.reshape((-1,) + (1,) * len(shape.dimensions))
             arrays.append(full)
     result = None
-    if opcode in _BINARY and len(arrays) == 2 and arrays[0].dtype == arrays[1].dtype:
+    alike = len({a.dtype for a in arrays}) == 1
+    if opcode in _BINARY and len(arrays) == 2 and alike:
         result = _BINARY[opcode](*arrays)
     elif opcode in _UNARY and len(arrays) == 1:
         result = _UNARY[opcode](*arrays)
-    elif opcode == "compare" and len(arrays) == 2 and arrays[0].dtype == arrays[1].dtype:
+    elif opcode == "compare" and len(arrays) == 2 and alike:
         direction = instruction.attribute("direction")
-        result = _COMPARE[direction](*arrays) if direction in _COMPARE else None
+        # The type is printed where it isn't the operands' own.
+        own = "SIGNED" if arrays[0].dtype.kind == "i" else "UNSIGNED"
+        if direction in _COMPARE and instruction.attribute("type") in (None, own):
+            result = _COMPARE[direction](*arrays)
     elif opcode == "select" and len(arrays) == 3 and arrays[0].dtype == np.bool_:
-        result = np.where(*arrays)
-    elif opcode == "clamp" and len(arrays) == 3:
+        result = np.where(*arrays) if arrays[1].dtype == arrays[2].dtype else None
+    elif opcode == "clamp" and len(arrays) == 3 and alike:
         result = np.minimum(np.maximum(arrays[1], arrays[0]), arrays[2])
     elif opcode == "convert" and len(arrays) == 1:
         kind = dtype(shape)
@@ -252,6 +272,24 @@ def _elementwise(instruction, operands, shapes):
             return result.reshape(-1), False
         return result, True
     return result, False
+
+
+def clamped_index(index: ranges.Exact, last: int) -> np.ndarray | None:
+    """Clamp a slice's start on each device to 0 and ``last``; None where that isn't certain.
+
+    Backends bring an index to their own width before they clamp it: what doesn't fit 32 signed
+    bits may be cut, and an unsigned one with its highest bit set taken for negative.
+    """
+    rows = index.array
+    if rows.dtype == np.bool_ or rows[0].size != 1 or not 0 <= last < 2**31:
+        return None
+    rows = rows.reshape(-1)
+    most = min(np.iinfo(np.int32).max, np.iinfo(rows.dtype).max)
+    if rows.dtype.kind == "u":
+        most = min(most, np.iinfo(rows.dtype).max >> 1)
+    if rows.size and (int(rows.max()) > most or int(rows.min()) < np.iinfo(np.int32).min):
+        return None
+    return np.clip(rows.astype(np.int64), 0, last)
 
 
 def _dynamic_slice(instruction, operands, shapes):
@@ -267,16 +305,12 @@ def _dynamic_slice(instruction, operands, shapes):
     if value.splat:
         return value.array, True
     rows = max([value.array.shape[0]] + [i.array.shape[0] for i in indices])
-    starts = (
-        np.stack(
-            [np.broadcast_to(i.array.reshape(-1).astype(np.int64), (rows,)) for i in indices],
-            axis=1,
-        )
-        if indices
-        else np.zeros((rows, 0), np.int64)
-    )
-    limit = np.array([d - s for d, s in zip(dims, sizes)], dtype=np.int64)
-    starts = np.clip(starts, 0, limit)
+    starts = np.zeros((rows, len(dims)), np.int64)
+    for k, index in enumerate(indices):
+        clamped = clamped_index(index, dims[k] - sizes[k])
+        if clamped is None:
+            return None
+        starts[:, k] = clamped
     source = np.broadcast_to(value.array, (rows,) + dims)
     found = np.empty((rows,) + tuple(sizes), value.array.dtype)
     for row in range(rows):

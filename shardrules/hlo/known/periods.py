@@ -4,6 +4,7 @@ position, and is the same on the whole group."""
 from __future__ import annotations
 
 import math
+import re
 
 from shardrules.hlo.known import ranges
 from shardrules.hlo.reader import module as hm
@@ -12,8 +13,7 @@ _STEPS = 200  # instructions that are looked at for one array
 _PLACEWISE = frozenset(
     "abs add and ceil clamp compare complex convert copy cosine divide exponential "
     "exponential-minus-one floor imag log log-plus-one logistic maximum minimum multiply negate "
-    "not or power real remainder rsqrt select sign sine sqrt subtract tan tanh xor "
-    "all-reduce".split()
+    "not or power real remainder rsqrt select sign sine sqrt subtract tan tanh xor".split()
 )
 
 
@@ -45,14 +45,12 @@ class _Finder:
             whole = shape.dimensions[rank - len(places) :] == shapes[0].dimensions
             return own if own == 1 or trailing and whole else count
         if opcode in ("reshape", "bitcast") and operands:
-            plain = opcode == "reshape" or (
-                shape.element_type == shapes[0].element_type
-                and shape.is_row_major
-                and shapes[0].is_row_major
-            )
+            plain = opcode == "reshape" or ranges.keeps_order(shapes[0], shape)
             return of(0) if plain and shapes[0].element_count == count else count
+        # A ring adds each piece of an array up from another device on: in floats that shows.
+        summed = opcode == "all-reduce" and re.fullmatch(r"[su]\d+|pred", shape.element_type)
         if (
-            opcode in _PLACEWISE
+            (opcode in _PLACEWISE or summed)
             and operands
             and all(s.dimensions in (shape.dimensions, ()) for s in shapes)
         ):

@@ -82,15 +82,18 @@ class Started:
 
 
 def normal(cuts: Sequence[tuple[int, int]]) -> Any:
-    """Make a value of cuts, with empty ranges dropped: one state where there is one range."""
+    """Make a value of cuts, with empty ranges dropped: one state where there is one range.
+
+    An array without elements is the same everywhere.
+    """
     kept = []
     last = 0
     for stop, state in cuts:
         if stop > last:
             kept.append((stop, state))
             last = stop
-    if len(kept) == 1:
-        return kept[0][1]
+    if len(kept) <= 1:
+        return kept[0][1] if kept else 0
     return Ranged(tuple(kept))
 
 
@@ -119,6 +122,20 @@ def between(cuts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tupl
             if end >= stop:
                 break
     return found
+
+
+def keeps_order(before: Shape, after: Shape) -> bool:
+    """Tell whether a bitcast leaves the elements' row-major order as it is.
+
+    A bitcast reads the same bytes under another layout: where the layouts differ, or the widths of
+    the elements, it permutes or cuts them.
+    """
+    return before.element_type == after.element_type and (
+        before.is_row_major
+        and after.is_row_major
+        or before.dimensions == after.dimensions
+        and before.layout == after.layout
+    )
 
 
 def contiguous(

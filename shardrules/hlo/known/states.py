@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shardrules.hlo.reader import devices as hd
 
-_KEEP = 8  # blockers and supports that a state lists; a path through more names these
+_KEEP = 8  # blockers that a state lists; a path through more names these
 
 
 class Cause(NamedTuple):
@@ -71,7 +71,7 @@ class State(NamedTuple):
       hoped: the relation that would hold if every blocker gave equal values everywhere.
       causes: pairs of relation and cause whose refinement is at least as fine as ``hoped``.
       blockers: what stands on the path, at most a few.
-      supports: what the proof rests on, at most a few.
+      supports: all that the proof rests on: one that is left out would pass as audited.
     """
 
     proven: int = hd.EQUAL
@@ -118,7 +118,7 @@ class States:
         """Make the state of a value of which nothing is known; ``others`` are its operands."""
         blockers: tuple[Blocker, ...] = (blocker,)
         for other in others:
-            blockers = _union(blockers, self._all[other].blockers)
+            blockers = union(blockers, self._all[other].blockers)[:_KEEP]
         return self.intern(State(hd.DISTINCT, hd.EQUAL, (), blockers))
 
     def refine(self, a: int, b: int) -> int:
@@ -136,8 +136,8 @@ class States:
                     self.relations.refine(x.proven, y.proven),
                     self.relations.refine(x.hoped, y.hoped),
                     self.causes(x.causes + y.causes),
-                    _union(x.blockers, y.blockers),
-                    _union(x.supports, y.supports),
+                    union(x.blockers, y.blockers)[:_KEEP],
+                    union(x.supports, y.supports),
                 )
             )
         return known
@@ -158,9 +158,10 @@ class States:
         return self.intern(self._all[state]._replace(**changes))
 
 
-def _union(a: tuple, b: tuple) -> tuple:
+def union(a: tuple, b: tuple) -> tuple:
+    """Join two lists, each entry once."""
     if not b or a == b:
         return a
     if not a:
         return b
-    return tuple(dict.fromkeys(a + b))[:_KEEP]
+    return tuple(dict.fromkeys(a + b))

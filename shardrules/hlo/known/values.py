@@ -40,6 +40,9 @@ class Values:
 
     states: hs.States
     relations: hd.Relations
+    # The states of buffers that hold whatever lay there, each with how often a loop runs that may
+    # fill it (0 outside of loops), and the state of one that is filled.
+    unwritten: dict[int, tuple[int, int]]
 
     def collapse(self, value: Any) -> int:
         """Give one state for a whole value."""
@@ -156,9 +159,9 @@ class Values:
             return operands
         found = list(operands[:first])
         for index, whole, size in zip(operands[first:], full, block):
-            if isinstance(index, Exact) and index.array[0].size == 1 and 0 <= whole - size < 2**31:
-                rows = np.clip(index.array.astype(np.int64), 0, whole - size)
-                index = self._exact(rows, index.splat, [index])
+            if isinstance(index, Exact):
+                rows = exact.clamped_index(index, whole - size)
+                index = index.state if rows is None else self._exact(rows, False, [index])
             found.append(index)
         return found
 
@@ -181,7 +184,10 @@ class Values:
         numbers = np.where((numbers < 0) | (numbers >= len(options)), len(options) - 1, numbers)
         used = np.unique(numbers).tolist()
         if len(used) == 1:
-            return options[used[0]]
+            supports = self.states[which.state].supports
+            return self.with_state(
+                options[used[0]], self.states.intern(hs.State(supports=supports)) if supports else 0
+            )
         taken = [options[u] for u in used]
         width = next((len(t) for t in taken if isinstance(t, tuple)), None)
         if width is not None:
@@ -249,15 +255,7 @@ class Values:
         count = shape.element_count
         first = shapes[0]
         if opcode in ("reshape", "bitcast"):
-            if opcode == "bitcast" and not (
-                shape.element_type == first.element_type
-                and (
-                    shape.is_row_major
-                    and first.is_row_major
-                    or shape.dimensions == first.dimensions
-                    and shape.layout == first.layout
-                )
-            ):
+            if opcode == "bitcast" and not ranges.keeps_order(first, shape):
                 return None
             if isinstance(operands[0], Ranged) and first.element_count == count:
                 return operands[0]
@@ -341,7 +339,13 @@ class Values:
         inside = self._cuts(operands[1], update.element_count)
         if place is None or inside is None:
             state = self._all(operands[1:])
-            return ranges.normal([(s, self.states.refine(p, state)) for s, p in base])
+            filled = []
+            start = 0
+            for stop, part in base:
+                part = self._filled(part, update.element_count, stop - start, len(base) > 1)
+                filled.append((stop, self.states.refine(part, state)))
+                start = stop
+            return ranges.normal(filled)
         if self._alike([p for _, p in (*base, *inside)]):
             # A buffer filled piece by piece, as scan does, is not an array packed of several.
             return self.states.refine(self._all(operands[:2]), self._all(operands[2:]))
@@ -349,6 +353,15 @@ class Values:
         cuts += [(place[0] + stop, state) for stop, state in inside]
         cuts += [(place[1] + stop, state) for stop, state in ranges.between(base, place[1], count)]
         return ranges.normal(cuts) if len(cuts) <= ranges.MAX_RANGES else None
+
+    def _filled(self, state: int, written: int, count: int, begun: bool) -> int:
+        """Give the state of a buffer of which each iteration of a loop writes some elements.
+
+        Where they are isn't known; that they are the whole buffer in the end is assumed only if
+        there are enough of them. If it is ``begun``, one iteration may have written elsewhere.
+        """
+        trips, filled = self.unwritten.get(state, (0, state))
+        return filled if (trips - begun) * written >= count else state
 
     def _alike(self, states) -> bool:
         """Tell whether all states hold the same relations, whatever their causes."""

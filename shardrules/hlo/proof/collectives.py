@@ -310,8 +310,8 @@ class Transfer:
                 proven,
                 hoped,
                 self.states.causes(causes),
-                hs._union(old.blockers, rules.blockers if proven == hd.DISTINCT else ()),
-                hs._union(old.supports, rules.supports),
+                hs.union(old.blockers, rules.blockers if proven == hd.DISTINCT else ()),
+                hs.union(old.supports, rules.supports),
             )
         )
         self._states[key] = (result, rows)

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrules.hlo.known import states as hs
-from shardrules.hlo.known.ranges import Exact
+from shardrules.hlo.known.ranges import Exact, Ranged
 from shardrules.hlo.known.values import Values
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import loops
@@ -30,7 +29,10 @@ class Control(Values):
         body = self._called(instruction, "body")
         if condition is None or body is None or len(operands) != 1:
             return self._blocked(
-                hs.Blocker(f"while {instruction.name!r} without a condition or a body"), operands
+                self._abandon(
+                    instruction.calls, f"while {instruction.name!r} has no condition or no body"
+                ),
+                operands,
             )
         trips = self._trip_counts.get((computation.name, position), -1)
         if trips == -1:
@@ -39,13 +41,20 @@ class Control(Values):
             )
         if trips is not None:
             found = self._unrolled(condition, body, operands[0], guard, trips)
-            if found is not None:
-                return found
         else:
             found = self._stepped(condition, body, operands[0], guard)
-            if found is not None:
-                return found
-        carry = operands[0]
+        if found is None:
+            found = self._settle(condition, body, operands[0], guard, trips)
+        if found is None:
+            found = self._blocked(
+                self._abandon(instruction.calls, f"while {instruction.name!r} reached no fixpoint"),
+                operands,
+            )
+        return found
+
+    def _settle(self, condition, body, start: Any, guard: int, trips: int | None) -> Any:
+        """Follow a loop until its carry's states stay as they are; None if they never do."""
+        carry = start
         inner = guard
         for step in range(64):
             before = inner
@@ -56,14 +65,12 @@ class Control(Values):
             joined = self.join(carry, out)
             if joined == carry and inner == before:
                 if trips is not None:  # what a loop gives that is known to run is what body gives
-                    return out if trips else operands[0]
+                    return out if trips else start
                 return self._keep(body, carry, self._diverged(carry, predicate))
             carry = joined
             if step >= 32:  # a chain of carries: take them all together
                 carry = self.with_state(carry, self.collapse(carry))
-        return self._blocked(
-            hs.Blocker(f"while {instruction.name!r} reached no fixpoint"), operands
-        )
+        return None
 
     def _unrolled(self, condition, body, carry: Any, guard: int, trips: int) -> Any:
         """Follow a loop of known trip count until its carry's states repeat; None if too long.
@@ -71,6 +78,26 @@ class Control(Values):
         What a carry starts as doesn't matter after the iteration that replaces it: a carry that
         starts sharded and is summed in each iteration comes out equal.
         """
+        if self.unwritten and trips:
+            # A buffer that the loop fills is unwritten to it in another way than to others.
+            known = sorted(((n, s) for s, (n, _) in self.unwritten.items()), reverse=True)
+            inside = {s: self._empty_buffer(max(1, n) * trips) for n, s in known}
+            outside = {new: old for old, new in inside.items()}  # of two the one that fills less
+            found = self._iterated(condition, body, self._renamed(carry, inside), guard, trips)
+            return found if found is None else self._renamed(found, outside)
+        return self._iterated(condition, body, carry, guard, trips)
+
+    def _renamed(self, value: Any, names: dict[int, int]) -> Any:
+        """Replace states that stand alone."""
+        if type(value) is int:
+            return names.get(value, value)
+        if isinstance(value, tuple):
+            return tuple([self._renamed(v, names) for v in value])
+        if isinstance(value, Ranged):
+            return Ranged(tuple((stop, names.get(s, s)) for stop, s in value.cuts))
+        return value
+
+    def _iterated(self, condition, body, carry: Any, guard: int, trips: int) -> Any:
         history = [carry]
         seen = {carry: 0}
         for step in range(1, min(trips, _MAX_STEPS) + 1):
@@ -148,10 +175,10 @@ class Control(Values):
         branches = [self.module.computations[c] for c in instruction.calls]
         if not operands or len(operands) != len(branches) + 1:
             return self._blocked(
-                hs.Blocker(
-                    f"conditional {instruction.name!r} has "
-                    f"{len(branches)} branches and {len(operands)} "
-                    "operands"
+                self._abandon(
+                    instruction.calls,
+                    f"conditional {instruction.name!r} has {len(branches)} branches and "
+                    f"{len(operands)} operands",
                 ),
                 operands,
             )
@@ -217,6 +244,8 @@ def _origin(computation: hm.Computation, operand: int, branch: hm.Computation, i
         result = _behind_copies(branch, root.operands[index])
         if branch.instructions[result].opcode == "constant":
             constant = branch.instructions[result]
+            if "..." in constant.literal:  # elided: one value only as one instruction
+                return "elided", branch.name, result
             return "constant", constant.shape, constant.literal
     element = _passed(branch, index)
     packed = computation.instructions[operand]

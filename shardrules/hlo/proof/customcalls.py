@@ -52,10 +52,14 @@ _OWN_PREFIXES: dict[str, str] = {
     "cusparse_": "a tridiagonal solve by cuSPARSE",
     "__onednn$": "a matrix product by oneDNN",
 }
-# Its contents are whatever lay there, so it is equal only because nothing reads them.
-UNINITIALISED = {
-    "AllocateBuffer": "an uninitialised buffer: assumed to be overwritten before it is read"
-}
+# Targets whose result is whatever lay there, the same on no two devices until it is overwritten.
+UNINITIALISED = frozenset(["AllocateBuffer"])
+FILLED = hs.Support(
+    "an uninitialised buffer",
+    "table",
+    "built in",
+    "assumed to be overwritten, by a loop or a kernel that has it to write to, before it is read",
+)
 
 # A TPU collective that is spread over fusions: a start, perhaps steps, a done, each of which holds
 # the collective again, under one `chain_id`. Only the done's is what the program computes with.
@@ -145,15 +149,17 @@ class Resolution:
       support: what the effects rest on.
       mesh: the tag's mesh.
       blocker: set where effects is None.
+      uninitialised: its result is whatever lay in memory.
     """
 
-    __slots__ = ("effects", "support", "mesh", "blocker")
+    __slots__ = ("effects", "support", "mesh", "blocker", "uninitialised")
 
-    def __init__(self, effects, support, mesh, blocker):
+    def __init__(self, effects, support, mesh, blocker, uninitialised=False):
         self.effects = effects
         self.support = support
         self.mesh = mesh
         self.blocker = blocker
+        self.uninitialised = uninitialised
 
 
 def resolve(module: Module, instruction: Instruction, registry: Any) -> Resolution:
@@ -226,12 +232,7 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
                 hs.Blocker(f"{shown} has a rule that says 'unknown'", kernel, target, where),
             )
     if target in UNINITIALISED:
-        return Resolution(
-            (axistypes.Effect("local"),) * outputs,
-            hs.Support(repr(target), "table", "built in", UNINITIALISED[target]),
-            None,
-            None,
-        )
+        return Resolution((), None, None, None, uninitialised=True)
     own = OWN_TARGETS.get(target)
     if own is None:
         own = next((why for p, why in _OWN_PREFIXES.items() if target.startswith(p)), None)

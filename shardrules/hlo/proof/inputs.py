@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, Sequence
 
@@ -180,11 +181,11 @@ def parameter_values(
                     hs.Cause(name, "is sharded", f"as {parts[leaf]}"),
                 )
             )
-        values.append(_tree(instruction.shape, found))
+        values.append(_tree(instruction.shape, found, states))
     return values
 
 
-def _tree(shape: hm.Shape, leaves: list[Any]) -> Any:
+def _tree(shape: hm.Shape, leaves: list[int], states: hs.States) -> Any:
     if shape.elements is None:
         return leaves[0]
     iterator = iter(leaves)
@@ -194,8 +195,8 @@ def _tree(shape: hm.Shape, leaves: list[Any]) -> Any:
             return next(iterator)
         return tuple([build(e, depth + 1) for e in part.elements])
 
-    if _depth(shape) > 100:
-        return max(leaves)  # no real parameter nests so deep; one state of many is not safe
+    if _depth(shape) > 100:  # no real parameter nests so deep
+        return functools.reduce(states.refine, leaves, 0)
     return build(shape, 0)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+import numpy as np
+
 from shardrules.hlo.known import exact
 from shardrules.hlo.reader import module as hm
 
@@ -97,7 +99,14 @@ class _Induction:
         step = self._step(left[1])
         if limit is None or start is None or not step:
             return None
-        return _trips(direction, start, limit, step)
+        trips = _trips(direction, start, limit, step)
+        carried = self.loop.shape.elements or ()
+        kind = exact.dtype(carried[left[1]]) if left[1] < len(carried) else None
+        if trips is None or kind is None or kind == np.bool_:
+            return None
+        # A counter that wraps around before it stops runs another number of times.
+        bounds = np.iinfo(kind)
+        return trips if bounds.min <= start + trips * step <= bounds.max else None
 
     def _compare(self, computation, position):
         """Find a comparison, in a fusion too, with each side an element or a constant."""
@@ -107,29 +116,37 @@ class _Induction:
             found = self._compare(inner, inner.root)
             if found is None:
                 return None
-            sides = []
-            for side in found[1:]:
-                if side[0] == "parameter":
-                    if side[1] >= len(root.operands):
-                        return None
-                    side = self._side(computation, root.operands[side[1]])
-                if side is None:
-                    return None
-                sides.append(side)
-            return (found[0], *sides)
-        if root.opcode == "copy" or root.opcode == "bitcast" and root.operands:
+            sides = [self._outer(computation, root.operands, side) for side in found[1:]]
+            return None if None in sides else (found[0], *sides)
+        if root.opcode in ("copy", "bitcast") and root.operands:
             return self._compare(computation, root.operands[0])
         if root.opcode != "compare" or len(root.operands) != 2:
             return None
         sides = [self._side(computation, o) for o in root.operands]
-        if None in sides:
+        own = exact.dtype(computation.instructions[root.operands[0]].shape)
+        signed = "UNSIGNED" if own is None or own(0).dtype.kind != "i" else "SIGNED"
+        if None in sides or root.attribute("type") not in (None, signed):
             return None
         return (root.attribute("direction"), *sides)
+
+    def _outer(self, computation, operands, side):
+        """Say what a side inside of a fusion is to the computation that holds the fusion.
+
+        An element inside of it is of the fusion's own operand, not of the loop's carry.
+        """
+        if side is None or side[0] == "element":
+            return None
+        if side[0] != "parameter":
+            return side
+        return self._side(computation, operands[side[1]]) if side[1] < len(operands) else None
 
     def _side(self, computation, position):
         instruction = computation.instructions[position]
         while instruction.opcode in ("copy", "bitcast", "reshape") and instruction.operands:
-            instruction = computation.instructions[instruction.operands[0]]
+            before = computation.instructions[instruction.operands[0]]
+            if before.shape.element_type != instruction.shape.element_type:
+                return None  # the same bits are another number there
+            instruction = before
         if instruction.opcode == "constant":
             number = _constant(instruction)
             return None if number is None else ("constant", number)
@@ -175,12 +192,9 @@ class _Induction:
             root = inner.instructions[inner.root]
             if root.opcode not in ("add", "subtract") or len(root.operands) != 2:
                 return None
-            sides = []
-            for operand in root.operands:
-                found = self._side(inner, operand)
-                if found and found[0] == "parameter" and found[1] < len(operands):
-                    found = self._side(computation, operands[found[1]])
-                sides.append(found)
+            sides = [
+                self._outer(computation, operands, self._side(inner, o)) for o in root.operands
+            ]
             opcode = root.opcode
         elif instruction.opcode in ("add", "subtract") and len(operands) == 2:
             sides = [self._side(computation, o) for o in operands]
@@ -212,7 +226,10 @@ def _follow(computation: hm.Computation, position: int, index: int) -> int | Non
     element = computation.instructions[instruction.operands[index]]
     for _ in range(64):
         if element.opcode in ("copy", "bitcast", "reshape", "copy-done") and element.operands:
-            element = computation.instructions[element.operands[0]]
+            before = computation.instructions[element.operands[0]]
+            if before.shape.element_type != element.shape.element_type:
+                return None
+            element = before
         elif element.opcode == "copy-start" and element.operands:
             element = computation.instructions[element.operands[0]]
         else:

@@ -214,8 +214,16 @@ class Outside(Values):
             found = self.opaque[where] = customcalls.resolve(
                 self.module, instruction, self.registry
             )
+        if found.uninitialised:
+            return self._empty_buffer(0)
         if found.effects is None:
             return self._blocked(found.blocker, operands)
+        if self.unwritten and found.support is not None:
+            # A kernel that is well formed reads no buffer that it was given to write to.
+            operands = [
+                self.unwritten[o][1] if type(o) is int and o in self.unwritten else o
+                for o in operands
+            ]
         state = self._all(operands)
         if found.support is not None:
             state = self.states.refine(
@@ -225,6 +233,21 @@ class Outside(Values):
         if instruction.shape.elements is None:
             return parts[0] if parts else state
         return tuple(parts)
+
+    def _empty_buffer(self, trips: int) -> int:
+        """Give the state of a buffer that holds whatever lay there.
+
+        Args:
+          trips: how often a loop runs that may fill it, 0 outside of loops.
+        """
+        loop = f" in a loop of {trips}" if trips else ""
+        state = self.states.blocked(
+            hs.Blocker(f"an uninitialised buffer that nothing is shown to fill{loop}")
+        )
+        if state not in self.unwritten:
+            filled = self.states.intern(hs.State(supports=(customcalls.FILLED,)))
+            self.unwritten[state] = trips, filled
+        return state
 
     def _effect(self, effect, state: int, found, guard: int, instruction) -> int:
         if effect.kind == "local":

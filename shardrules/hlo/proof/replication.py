@@ -8,7 +8,7 @@ fixpoint. Every step errs to "may differ": what is not understood blocks, and is
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Iterable
 
 import numpy as np
 
@@ -40,6 +40,12 @@ _SOURCES = {
     "infeed": "reads each device's own infeed",
 }
 
+# Opcodes whose handlers evaluate what they call, or abandon it where they can't.
+_FOLLOWED = frozenset("call call-start fusion fusion-start while conditional async-start".split())
+_CONTINUED = frozenset(
+    "async-update async-done fusion-update fusion-done call-update call-done".split()
+)
+_NAMED = re.compile(r"[={,]\s*%?([\w.\-]+)")
 _INDEX = re.compile(r", index=(\d{1,9})(?=[,\n]|$)")
 _MAX_DEPTH = 150  # nested calls; each takes a few of Python's frames
 
@@ -49,6 +55,8 @@ class Proof(Control, Outside):
 
     Attributes:
       records: by computation name and position, what was seen at each collective.
+      unfollowed: by name, why a computation runs in a way that no evaluation covers: nothing
+        holds for the collectives in it, whatever other callers showed.
       result: the entry computation's value.
       default_mesh: axis sizes for rules that name axes without a mesh of their own.
     """
@@ -72,8 +80,9 @@ class Proof(Control, Outside):
         self.transfer = hc.Transfer(states)
         self.records: dict[tuple[str, int], Record] = {}
         self.opaque: dict[tuple[str, int], customcalls.Resolution] = {}
-        self.supports: dict[tuple[str, int], hs.Support] = {}
         self.default_mesh = mesh
+        self.unwritten = {}
+        self.unfollowed: dict[str, hs.Blocker] = {}
         self._memo: dict[Any, Any] = {}
         self._talking: dict[str, bool] = {}
         self._impure: dict[str, bool] = {}
@@ -83,10 +92,9 @@ class Proof(Control, Outside):
         self._meshes: dict[Any, Any] = {}
         self._trip_counts: dict[tuple[str, int], int | None] = {}
         self._depth = 0
-        # Called again and again with ever new arguments, text that was made to do so would take
-        # exponential time; real modules stay below 3 evaluations for each instruction.
-        size = sum(len(c.instructions) for c in module.computations.values())
-        self._budget = 40 * size + 100_000
+        self._budget = self._budget_for(
+            sum(len(c.instructions) for c in module.computations.values())
+        )
         ids = np.arange(self.relations.device_count, dtype=np.uint32)
         self._partition_id = self._device_number(ids % partitions, "partition-id")
         self._replica_id = self._device_number(ids // partitions, "replica-id")
@@ -110,6 +118,8 @@ class Proof(Control, Outside):
             # So XLA prints asynchronous fusions on GPU (JAX 0.12).
             "fusion-start": self._async_start,
             "fusion-done": self._done,
+            "call-start": self._async_start,
+            "call-done": self._done,
             "partition-id": lambda *a: self._partition_id,
             "replica-id": lambda *a: self._replica_id,
         }
@@ -117,8 +127,18 @@ class Proof(Control, Outside):
         handlers.update({o: self._applier for o in _APPLIERS})
         handlers.update({o: self._source for o in _SOURCES})
         self._handlers = handlers
+        self._find_unfollowed()
         entry = module.entry
         self.result = self.evaluate(entry, tuple(parameters), 0)
+
+    @staticmethod
+    def _budget_for(size: int) -> int:
+        """Say how many instructions are evaluated of a module that holds ``size``.
+
+        Called again and again with ever new arguments, text that was made to do so would take
+        exponential time; real modules stay below 3 evaluations for each instruction.
+        """
+        return 40 * size + 100_000
 
     # -- the pass -----------------------------------------------------------------------------
 
@@ -134,7 +154,7 @@ class Proof(Control, Outside):
         if self._depth >= _MAX_DEPTH or self._budget < 0:
             why = "nested too deep" if self._budget >= 0 else "evaluated too often"
             return self._blocked(
-                hs.Blocker(f"computation {name!r} is {why} for the proof"), arguments
+                self._abandon((name,), f"computation {name!r} is {why} for the proof"), arguments
             )
         self._depth += 1
         values: list[Any] = []
@@ -180,7 +200,11 @@ class Proof(Control, Outside):
                         )
                         break
                 else:
-                    if opcode == "concatenate" or opcode == "pad":
+                    if (
+                        opcode == "concatenate"
+                        or opcode == "pad"
+                        or (self.unwritten and opcode == "dynamic-update-slice")
+                    ):
                         state = self._general(
                             computation, instruction, [values[o] for o in instruction.operands]
                         )
@@ -201,6 +225,37 @@ class Proof(Control, Outside):
         result = values[computation.root]
         self._memo[key] = result
         return result
+
+    def _find_unfollowed(self) -> None:
+        """Abandon what instructions name that evaluate none of the computations they name."""
+        for computation in self.module.computations.values():
+            for instruction in computation.instructions:
+                opcode = instruction.opcode
+                names: Iterable[str] = instruction.calls
+                if opcode in ELEMENTWISE or opcode in LOCAL or opcode in _FOLLOWED and names:
+                    continue
+                if opcode in _CONTINUED:  # it goes on with what its operand started
+                    before = [computation.instructions[o].calls for o in instruction.operands[:1]]
+                    names = () if names in before else names
+                elif not names and (opcode not in self._handlers or opcode in _FOLLOWED):
+                    text = instruction.text[instruction.attributes_start : instruction.end]
+                    names = [w for w in _NAMED.findall(text) if w in self.module.computations]
+                if names:
+                    self._abandon(
+                        names, f"{opcode} {instruction.name!r} runs it in a way not followed"
+                    )
+
+    def _abandon(self, names: Iterable[str], why: str) -> hs.Blocker:
+        """Note that computations run, with all that they call, in a way that isn't evaluated."""
+        blocker = hs.Blocker(why)
+        stack = list(names)
+        while stack:
+            name = stack.pop()
+            if name not in self.unfollowed:
+                self.unfollowed[name] = blocker
+                for instruction in self.module.computations[name].instructions:
+                    stack.extend(instruction.calls)
+        return blocker
 
     def _talks(self, name: str) -> bool:
         """Tell whether a computation holds a collective, itself or in what it calls."""
@@ -336,13 +391,6 @@ class Proof(Control, Outside):
                 return operands[0]
         elif opcode.endswith("-start"):
             base = opcode[:-6]
-            if instruction.calls and base in ("fusion", "call", "while", "custom-call"):
-                return Started(
-                    tuple(operands),
-                    self.evaluate(
-                        self.module.computations[instruction.calls[0]], tuple(operands), guard
-                    ),
-                )
             if base in ELEMENTWISE or base in LOCAL:
                 return Started(tuple(operands), self._all(operands))
             if base == "custom-call":
@@ -363,9 +411,10 @@ class Proof(Control, Outside):
     def _call(self, computation, position, instruction, operands, guard):
         if len(instruction.calls) != 1:
             return self._blocked(
-                hs.Blocker(
+                self._abandon(
+                    instruction.calls,
                     f"{instruction.opcode} {instruction.name!r} names "
-                    f"{len(instruction.calls)} computations"
+                    f"{len(instruction.calls)} computations",
                 ),
                 operands,
             )

@@ -41,7 +41,8 @@ _MODULE = re.compile(r"HloModule\s+(\"[^\"\n]*\"|[^\s,]+)")
 _CALLERS = frozenset(
     "fusion fusion-start call call-start while conditional async-start async-update async-done "
     "custom-call map reduce reduce-window scatter select-and-scatter sort all-reduce "
-    "all-reduce-start reduce-scatter reduce-scatter-start scan custom-call-start topk composite".split()
+    "all-reduce-start reduce-scatter reduce-scatter-start scan custom-call-start topk "
+    "composite".split()
 )
 _CALL_KEYS = frozenset(
     "calls to_apply body condition branch_computations true_computation false_computation "

@@ -11,6 +11,7 @@ __all__ = [
     "BudgetError",
     "AxisError",
     "CollectiveAssertionError",
+    "CostAssertionError",
     "CotangentError",
     "HloError",
     "HloSyntaxError",
@@ -123,3 +124,7 @@ class CollectiveAssertionError(ShardrulesError, AssertionError):
 
 class ReplicationAssertionError(ShardrulesError, AssertionError):
     """Arrays that are called replicated and differ, or are not proven not to."""
+
+
+class CostAssertionError(ShardrulesError, AssertionError):
+    """A compiled program with a silent cost: lost donation, a transfer, a loop of many launches."""

@@ -18,6 +18,7 @@ from shardrules import program as programs
 from shardrules.checks import budget as budgets
 from shardrules.checks import updates
 from shardrules.checks.expectations import at_most, exactly, pick
+from shardrules.checks.host import assert_donated, assert_no_host_transfers
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
 from shardrules.costs import accounts, findings
@@ -29,7 +30,9 @@ __all__ = [
     "account",
     "assert_budget",
     "assert_collectives",
+    "assert_donated",
     "assert_no_defensive_psum",
+    "assert_no_host_transfers",
     "assert_outputs_replicated",
     "at_most",
     "check_replicated_inputs",

@@ -25,3 +25,23 @@ def test_quickstart_prints_what_the_readme_shows():
     shown = out + err[err.index("shardrules.errors.CollectiveAssertionError") :]
     block = shown.replace(f"{ROOT}/", "").strip()
     assert f"```text\n{block}\n```" in (ROOT / "README.md").read_text()
+
+
+def test_a_loop_on_the_host():
+    code, out, err = run("loop_on_the_host.py")
+    assert code == 0, err
+    rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if "|" in line]
+    assert rows[1:] == [
+        ["update", "passes", "passes"],
+        [
+            "narrower",
+            "1 of 3 donated arrays are not reused for an output (4096 B on each device)",
+            "passes",
+        ],
+        [
+            "forgotten",
+            "1 of 4 donated arrays are not reused for an output (4096 B on each device)",
+            "passes",
+        ],
+        ["chatty", "passes", "chatty talks to the host in 1 places"],
+    ]

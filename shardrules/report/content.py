@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
 from shardrules import hlo
 from shardrules.costs import accounts, findings
+from shardrules.report.sections import Section, sections
 
 __all__ = ["Content", "as_json", "content", "markdown"]
 
@@ -39,6 +41,11 @@ class Content:
     def clean(self) -> bool:
         """Tell whether there is nothing to do."""
         return not self.findings and not self.unused
+
+    @functools.cached_property
+    def costs(self) -> tuple[Section, ...]:
+        """List the other silent costs: donation, transfers, and what else holds anything."""
+        return sections(self.judgement.module)
 
     @property
     def headline(self) -> str:
@@ -171,6 +178,7 @@ def as_json(what: Content) -> str:
                     }
                     for o in what.judgement.outputs
                 ],
+                "costs": [section._asdict() for section in what.costs],
             },
             indent=1,
         )
@@ -217,6 +225,11 @@ def markdown(what: Content) -> str:
             label = "reason" if title == "Allowed" else "to do"
             lines += [f"  - {label}: {todo}"] if todo else []
         lines.append("")
+    for section in what.costs:
+        lines += [f"## {section.title}", "", "| " + " | ".join(section.columns) + " |"]
+        lines += ["|---" * len(section.columns) + "|"]
+        lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in section.rows]
+        lines += ["", f"{section.note[0].upper()}{section.note[1:]}.", ""]
     if what.unused:
         lines += ["## Allowances that match nothing", "", *(f"- `{w}`" for w in what.unused), ""]
     return "\n".join(lines).rstrip() + "\n"

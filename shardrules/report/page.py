@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from shardrules.costs import accounts
 from shardrules.report.content import Content
+from shardrules.report.sections import Section
 
 __all__ = ["page"]
 
@@ -74,6 +75,7 @@ def page(what: Content) -> str:
         _bars(what, _by_source(what), 420),
         _findings(what),
         _table(what),
+        *map(_section, what.costs),
         f'<p class="dim">{_text(accounts.CONVENTION)}. Not proven equal is not proven different.'
         "</p>",
         "</body></html>",
@@ -248,6 +250,23 @@ def _findings(what: Content) -> str:
             + "</ul>"
         )
     return "\n".join(parts)
+
+
+def _section(section: Section) -> str:
+    """Write the table of one of the other costs."""
+
+    def line(cells: Iterable[object], tag: str) -> str:
+        shown = (
+            "?" if cell is None else f"{cell:,}" if type(cell) is int else cell for cell in cells
+        )
+        return "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in shown) + "</tr>"
+
+    rows = "\n".join(line(row, "td") for row in section.rows)
+    return (
+        f'<h2>{_text(section.title)}</h2><div class="wide"><table>'
+        f"{line(section.columns, 'th')}{rows}</table></div>"
+        f'<p class="dim">{_text(section.note)}.</p>'
+    )
 
 
 def _table(what: Content) -> str:

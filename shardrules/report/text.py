@@ -128,4 +128,8 @@ def plain(content: Content) -> str:
     ):
         if blocks:
             lines += [f"{title}:", *blocks, ""]
+    for section in content.costs:
+        cells = [["?" if cell is None else cell for cell in row] for row in section.rows]
+        lines += [f"{section.title.lower()}:", table([section.columns, *cells])]
+        lines += [f"({section.note})", ""]
     return "\n".join(lines).rstrip() + "\n"

@@ -1,0 +1,271 @@
+"""What became of the memory of donated arguments, leaf by leaf.
+
+The module's header holds the truth (XLA, ``HloModuleConfig`` and ``HloInputOutputAliasConfig``):
+``input_output_alias`` says which output is written into which parameter's memory, ``buffer_donor``
+which parameters were given away and are not reused. What JAX pruned before compiling stands in
+neither, nor does, before JAX 0.9, a donated argument that no output fits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardrules import hlo
+from shardrules.errors import HloError
+
+__all__ = ["ADVICE", "Argument", "Leaf", "Result", "read"]
+
+# Each status of a donated leaf that is not "aliased", and what to type next.
+ADVICE = {
+    "dtype": "return it in the argument's dtype, or don't donate it",
+    "shape": "return it in the argument's shape, or don't donate it",
+    "sharding": "give that output the argument's sharding (out_shardings= of jax.jit)",
+    "layout": "give that output the argument's layout, or leave both to XLA",
+    "taken": "donate one argument for each output",
+    "no output": "don't donate it, or return what is computed from it",
+    "unused": "stop passing it, or don't donate it: its memory is freed with the last reference",
+    "twice": "pass a copy (jnp.copy), or drop one of the two",
+    "not donated": "name it in donate_argnums or donate_argnames of jax.jit",
+    "unknown": "don't donate it, or return it as it came",
+}
+
+
+class Argument(NamedTuple):
+    """A leaf of a program's arguments, as JAX tells of it.
+
+    Attributes:
+      path: the parameter's name and the keys below it, ``"state['m']"``.
+      donated: whether it was declared donated.
+      kept: whether the compiled program takes it; JAX prunes what is not used.
+      shape: of the whole array, ``"f32[8,16]"``.
+      sharding: as HLO prints it; empty where it isn't known.
+    """
+
+    path: str
+    donated: bool
+    kept: bool
+    shape: str
+    sharding: str
+
+
+class Result(NamedTuple):
+    """A leaf of a program's outputs: path, whole shape and sharding, as for Argument."""
+
+    path: str
+    shape: str
+    sharding: str
+
+
+class Leaf(NamedTuple):
+    """What became of one leaf of the arguments.
+
+    Attributes:
+      path: as for Argument; ``"parameter 3"`` where the text holds no name.
+      shape: on one device; of the whole array where it was pruned.
+      bytes: of that shape.
+      donated: whether it was declared donated; None where only the text is known, in which an
+        argument that was donated in vain may leave no trace.
+      status: ``aliased``, ``donor`` (given away, not reused), ``pruned`` or ``kept``.
+      output: the path of the output that has its memory, or of the one that comes nearest.
+      cause: a key of ADVICE; empty where it is aliased or was not donated.
+      reason: why its memory is not reused.
+    """
+
+    path: str
+    shape: str
+    bytes: int
+    donated: bool | None
+    status: str
+    output: str
+    cause: str
+    reason: str
+
+
+_ALIAS = re.compile(r"\{([\d\s,]*)\}:\s*\(\s*(\d{1,9}),\s*\{([\d\s,]*)\}")
+_DONOR = re.compile(r"\(\s*(\d{1,9}),\s*\{([\d\s,]*)\}\s*\)")
+
+
+def _index(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+def _places(roots: Sequence[hlo.Shape]) -> dict[tuple[int, tuple[int, ...]], int]:
+    """Number the array leaves of several shapes, by shape and index below it."""
+    found: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def visit(number: int, index: tuple[int, ...], shape: hlo.Shape) -> None:
+        if shape.elements is None:
+            found[number, index] = len(found)
+            return
+        for position, element in enumerate(shape.elements):
+            visit(number, (*index, position), element)
+
+    for number, shape in enumerate(roots):
+        visit(number, (), shape)
+    return found
+
+
+def read(
+    module: hlo.Module,
+    arguments: Sequence[Argument] | None = None,
+    results: Sequence[Result] | None = None,
+) -> list[Leaf]:
+    """List the leaves of a program's arguments, with what became of each one's memory.
+
+    Args:
+      module: the compiled module.
+      arguments: all leaves as JAX tells of them, pruned ones too; None where only text is there.
+      results: the leaves of the outputs; None where only text is there.
+
+    Raises:
+      HloError: the module's parameters are not the kept ones of ``arguments``, or its alias table
+        names something that isn't there.
+    """
+    parameters = module.entry.parameters
+    roots = [parameter.shape for parameter in parameters]
+    inputs = [leaf for root in roots for leaf in root.leaves()]
+    output_root = module.entry.instructions[module.entry.root].shape
+    outputs = output_root.leaves()
+    in_places, out_places = _places(roots), _places([output_root])
+    aliased: dict[int, int] = {}
+    donors: set[int] = set()
+    try:
+        for out, number, inner in _ALIAS.findall(module.header.get("input_output_alias", "")):
+            aliased[in_places[int(number), _index(inner)]] = out_places[0, _index(out)]
+        for number, inner in _DONOR.findall(module.header.get("buffer_donor", "")):
+            donors.add(in_places[int(number), _index(inner)])
+    except KeyError as error:
+        raise HloError(
+            f"the module's alias table names {error.args[0]}, which is no parameter or output of it"
+        ) from None
+    # The tokens of ordered effects stand before a program's own arguments and outputs.
+    skip_in, skip_out = _leading_tokens(inputs), _leading_tokens(outputs)
+    named = _results(results, outputs[skip_out:])
+    sure = arguments is not None
+    if arguments is None:
+        arguments = _from_text(module, inputs, skip_in, {*aliased, *donors})
+    kept = [argument for argument in arguments if argument.kept]
+    first = len(inputs) - len(kept)  # after tokens, and constants that JAX passes as arguments
+    if first < skip_in:
+        raise HloError(
+            f"the module takes {len(inputs) - skip_in} arrays, and {len(kept)} arguments are "
+            "said to be kept"
+        )
+    taken = {
+        out - skip_out: kept[place - first].path for place, out in aliased.items() if place >= first
+    }
+    places = iter(range(first, len(inputs)))
+    leaves = []
+    for argument in arguments:
+        path, donated = argument.path, argument.donated
+        if not argument.kept:
+            why = ("unused", "the compiled program does not take it") if donated else ("", "")
+            size = _bytes(argument.shape)
+            leaves.append(Leaf(path, argument.shape, size, donated, "pruned", "", *why))
+            continue
+        place = next(places)
+        shape = inputs[place]
+        if place in aliased:
+            output = named[aliased[place] - skip_out].path
+            leaves.append(Leaf(path, str(shape), shape.bytes, True, "aliased", output, "", ""))
+        elif donated:
+            why = _why(argument, shape, named, outputs[skip_out:], taken)
+            leaves.append(Leaf(path, str(shape), shape.bytes, True, "donor", *why))
+        else:
+            known = False if sure else None
+            leaves.append(Leaf(path, str(shape), shape.bytes, known, "kept", "", "", ""))
+    return leaves
+
+
+def _from_text(
+    module: hlo.Module, inputs: Sequence[hlo.Shape], skip: int, given: set[int]
+) -> list[Argument]:
+    """Make arguments of the entry's parameters; JAX's names for them stand in their metadata."""
+    parameters = module.entry.parameters
+    names = [module.metadata(parameter).op_name for parameter in parameters]
+    if len(names) != len(inputs):  # they come as one tuple
+        names = [""] * len(inputs)
+    return [
+        Argument(names[n] or f"parameter {n}", n in given, True, str(inputs[n]), "")
+        for n in range(skip, len(inputs))
+    ]
+
+
+def _bytes(shape: str) -> int:
+    """Count the bytes of ``"f32[8,16]"``, 0 for a type that HLO has not (a key's)."""
+    element_type, _, dimensions = shape.rstrip("]").partition("[")
+    try:
+        return hlo.Shape(element_type, _index(dimensions)).bytes
+    except HloError:
+        return 0
+
+
+def _differ(one: str, other: str) -> bool:
+    """Tell shardings apart that are written alike, both as specs or both as HLO does."""
+    return bool(one and other) and one[0] == other[0] and one != other
+
+
+def _leading_tokens(shapes: Sequence[hlo.Shape]) -> int:
+    count = 0
+    while count < len(shapes) and shapes[count].element_type == "token":
+        count += 1
+    return count
+
+
+def _results(results: Sequence[Result] | None, outputs: Sequence[hlo.Shape]) -> list[Result]:
+    """Give each output a path, a whole shape and a sharding, as far as they are known."""
+    if results is not None and len(results) == len(outputs):
+        return [result._replace(path=result.path or "(all of it)") for result in results]
+    return [Result(f"{n}", "", "") for n in range(len(outputs))]
+
+
+def _why(
+    argument: Argument,
+    shape: hlo.Shape,
+    named: Sequence[Result],
+    outputs: Sequence[hlo.Shape],
+    taken: dict[int, str],
+) -> tuple[str, str, str]:
+    """Find the output that comes nearest; give its path, what differs, and that in words."""
+    keys = re.findall(r"\w+", argument.path)
+
+    def rank(n: int) -> tuple[bool, int]:
+        """Prefer an output whose memory is free, and one with the argument's keys."""
+        theirs = re.findall(r"\w+", named[n].path)
+        common = 0
+        for mine, other in zip(reversed(keys), reversed(theirs)):
+            if mine != other:
+                break
+            common += 1
+        return n not in taken, common
+
+    def differs(n: int) -> tuple[str, str] | None:
+        output, result = outputs[n], named[n]
+        alike = output[:2] == shape[:2]
+        if alike and n not in taken:
+            if output.layout != shape.layout:
+                return "layout", f"lies in memory as {{{output.layout}}}, it as {{{shape.layout}}}"
+            if _differ(argument.sharding, result.sharding):
+                return "sharding", f"is sharded as {result.sharding}, it as {argument.sharding}"
+            return "unknown", "has its shape, and XLA wrote it elsewhere all the same"
+        if not alike and result.shape and result.shape == argument.shape:
+            return "sharding", f"is sharded as {result.sharding}, it as {argument.sharding}"
+        if alike:
+            return "taken", f"has its shape and the memory of {taken[n]}"
+        if output.dimensions == shape.dimensions:
+            return "dtype", f"is {output}"
+        if output[0] == shape[0] and output.element_count == shape.element_count:
+            return "shape", f"is {output}"
+        return None
+
+    order = ("layout", "unknown", "sharding", "taken", "dtype", "shape")
+    found = [(n, why) for n in range(len(outputs)) if (why := differs(n)) is not None]
+    if not found:
+        return "", "no output", f"no output is {shape}, nor that in another dtype or shape"
+    # A same-named output of another dtype says more than a stranger that is taken.
+    n, (cause, text) = max(
+        found, key=lambda f: (rank(f[0])[0], rank(f[0])[1], -order.index(f[1][0]))
+    )
+    return named[n].path, cause, f"output {named[n].path} {text}"

@@ -1,0 +1,108 @@
+"""Where a compiled program talks to the host: callbacks, feeds, sends, and copies of memory."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from shardrules import hlo
+from shardrules.costs import walk
+
+__all__ = ["Transfer", "read"]
+
+# JAX's targets of callbacks (jax/_src/callback.py and interpreters/mlir.py, 0.4.28 to 0.12): on CPU
+# and GPU as a custom call, of the FFI from 0.5 on; a TPU sends and receives instead.
+_CALLBACK = re.compile(r"xla_(ffi_)?(partitioned_)?python_\w*callback")
+_FEEDS = {"infeed": "from host", "outfeed": "to host"}
+_SENDS = {"send": "to host", "recv": "from host"}
+
+
+class Transfer(NamedTuple):
+    """One place where data goes to the host or comes from it.
+
+    Attributes:
+      kind: ``callback``, ``infeed``, ``outfeed``, ``send``, ``recv``, ``copy`` or ``host
+        computation``.
+      direction: ``to host``, ``from host`` or ``both``.
+      bytes: of one run, on one device, without tokens.
+      runs: how often one execution runs it at most; None where a loop's trip count isn't known.
+      loop_depth: how many while loops stand around it.
+      name: of the instruction.
+      target: of a callback.
+      source: its source line, or JAX's name for it.
+    """
+
+    kind: str
+    direction: str
+    bytes: int
+    runs: int | None
+    loop_depth: int
+    name: str
+    target: str
+    source: str
+
+    @property
+    def what(self) -> str:
+        """Say in a few words what it is."""
+        ways = {"to host": " to the host", "from host": " from the host"}
+        return self.kind + ways.get(self.direction, "")
+
+
+def read(module: hlo.Module) -> list[Transfer]:
+    """List a program's transfers, those in loops first, the costliest of these first.
+
+    A TPU's callback is listed as its send and its recv. Copies between memories are those between
+    buffers whose layouts say so: TPU and GPU print them, CPU has one memory.
+    """
+    found = []
+    for place in walk.executed(module):
+        told = _transfer(module, place)
+        if told is not None:
+            kind, direction, size, target = told
+            found.append(
+                Transfer(
+                    kind,
+                    direction,
+                    size,
+                    place.runs,
+                    place.loop_depth,
+                    place.instruction.name,
+                    target,
+                    walk.where(module, place),
+                )
+            )
+    # A loop of unknown length may be the longest.
+    return sorted(
+        found, key=lambda t: (-t.loop_depth, t.runs is not None, -(t.runs or 1) * t.bytes)
+    )
+
+
+def _transfer(module: hlo.Module, place: walk.Place) -> tuple[str, str, int, str] | None:
+    instruction = place.instruction
+    opcode = instruction.opcode
+    operands = [place.computation.instructions[o].shape for o in instruction.operands]
+    if opcode in _FEEDS:
+        size = operands[0].bytes if opcode == "outfeed" and operands else instruction.shape.bytes
+        return opcode, _FEEDS[opcode], size, ""
+    if opcode in _SENDS:
+        if instruction.attribute("is_host_transfer") != "true":
+            return None
+        return opcode, _SENDS[opcode], instruction.shape.leaves()[0].bytes, ""
+    if opcode.startswith("custom-call") and not opcode.endswith("-done"):
+        target = (instruction.attribute("custom_call_target") or "").strip('"')
+        if _CALLBACK.fullmatch(target):
+            size = sum(s.bytes for s in operands) + instruction.shape.bytes
+            return "callback", "both", size, target
+    if opcode in ("call", "async-start") and _on_host(instruction):
+        size = sum(s.bytes for s in operands)
+        return "host computation", "both", size, ""
+    if (moved := walk.moved(module, place)) is not None:
+        return "copy", "to host" if moved.to_host else "from host", moved.bytes, ""
+    return None
+
+
+def _on_host(instruction: hlo.Instruction) -> bool:
+    """Tell whether a call runs on the host (``jax.experimental.compute_on``)."""
+    thread = (instruction.attribute("async_execution_thread") or "").strip('"')
+    hints = instruction.attribute("frontend_attributes") or ""
+    return thread == "host" or '_xla_compute_type="host"' in hints

@@ -1,0 +1,117 @@
+"""What a compiled program executes, instruction by instruction: without the insides of fusions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shardrules import hlo
+from shardrules.hlo.proof import loops
+
+__all__ = ["Place", "executed", "host_buffer", "moved", "where"]
+
+# Instructions that hand control to a computation whose instructions run one by one. What fusions,
+# reductions, sorts and scatters call is part of one kernel.
+_CONTROL = ("while", "conditional", "call", "async-start")
+_HOST_SPACE = "S(5)"  # xla::Layout::kHostMemorySpace
+# Opcodes that name or arrange buffers and move nothing.
+_STILL = frozenset(
+    "parameter constant tuple get-tuple-element bitcast while conditional call opt-barrier "
+    "optimization-barrier domain after-all add-dependency partition-id replica-id".split()
+)
+
+
+class Place(NamedTuple):
+    """An instruction that runs, and how often.
+
+    Attributes:
+      computation: that holds it.
+      instruction: itself.
+      loop_depth: how many while loops stand around it.
+      runs: how often one execution of the program runs it at most; None where a loop's count
+        isn't known.
+    """
+
+    computation: hlo.Computation
+    instruction: hlo.Instruction
+    loop_depth: int
+    runs: int | None
+
+
+def executed(module: hlo.Module) -> Iterator[Place]:
+    """Yield each instruction that runs, computation by computation, ENTRY first."""
+    runs = loops.executions(module)
+    seen: set[str] = set()
+    stack = [module.entry.name]
+    while stack:
+        name = stack.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        computation = module.computations[name]
+        for instruction in computation.instructions:
+            yield Place(computation, instruction, runs[name].depth, runs[name].count)
+            if instruction.opcode in _CONTROL:
+                stack += reversed(instruction.calls)
+
+
+def where(module: hlo.Module, place: Place) -> str:
+    """Give an instruction's source line, or JAX's name for it or its operand, or its own."""
+    instructions = place.computation.instructions
+    for instruction in (place.instruction, *(instructions[o] for o in place.instruction.operands)):
+        metadata = module.metadata(instruction)
+        if metadata.frames or metadata.op_name:
+            return str(metadata.frames[0]) if metadata.frames else metadata.op_name
+    return place.instruction.name
+
+
+def host_buffer(shape: hlo.Shape) -> bool:
+    """Tell whether an array lies in host memory."""
+    return not shape.is_tuple and _HOST_SPACE in shape.layout
+
+
+class Moved(NamedTuple):
+    """What an instruction moves between host and device memory: bytes of one run."""
+
+    to_host: bool
+    bytes: int
+
+
+def moved(module: hlo.Module, place: Place) -> Moved | None:
+    """Tell whether an instruction moves data between host and device memory.
+
+    On TPU and GPU layouts carry the memory space; CPU has one memory and prints none.
+    """
+    instruction = place.instruction
+    opcode = instruction.opcode
+    if opcode in _STILL or opcode == "async-start" or opcode.endswith("-done"):
+        return None  # the body of an async-start is followed by itself
+    result = instruction.shape
+    if opcode.endswith("-start") and result.elements and len(result.elements) > 1:
+        # copy-start gives (result, operand, context), others ((operands), result, context).
+        result = result.elements[0 if opcode == "copy-start" else 1]
+    operands = [place.computation.instructions[o].shape for o in instruction.operands]
+    if any(host_buffer(leaf) for leaf in result.leaves()):
+        if not any(not host_buffer(s) and s.bytes for s in operands):
+            return None  # an allocation, or host to host
+        update = _update(module, place.computation, instruction)
+        return Moved(True, result.bytes if update is None else update.bytes)
+    if any(host_buffer(shape) for shape in operands):
+        return Moved(False, result.bytes)
+    return None
+
+
+def _update(
+    module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction
+) -> hlo.Shape | None:
+    """Give the shape of what is written into a buffer in place, None where all of it is new."""
+    while True:
+        if instruction.opcode.startswith("dynamic-update-slice"):
+            return computation.instructions[instruction.operands[1]].shape
+        if instruction.opcode in ("bitcast", "copy") and instruction.operands:
+            instruction = computation.instructions[instruction.operands[0]]
+        elif instruction.opcode.startswith("fusion") and len(instruction.calls) == 1:
+            computation = module.computations[instruction.calls[0]]
+            instruction = computation.instructions[computation.root]
+        else:
+            return None

@@ -1,0 +1,56 @@
+"""The silent costs that a report shows beside the collectives, each as a small table."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from shardrules import hlo
+from shardrules.costs import donation, transfers
+
+__all__ = ["Section", "sections"]
+
+
+class Section(NamedTuple):
+    """One table of a report.
+
+    Attributes:
+      title: what it is about.
+      note: one sentence that says how to read it.
+      columns: the names of the cells.
+      rows: the cells; None stands for what isn't known.
+    """
+
+    title: str
+    note: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+
+def sections(module: hlo.Module) -> tuple[Section, ...]:
+    """List the sections of a module that hold anything."""
+    made = (make(module) for make in (_donation, _transfers))
+    return tuple(section for section in made if section.rows)
+
+
+def _donation(module: hlo.Module) -> Section:
+    rows = tuple(
+        (leaf.path, leaf.shape, leaf.bytes, leaf.output, leaf.reason)
+        for leaf in donation.read(module)
+        if leaf.donated
+    )
+    return Section(
+        "Donated memory",
+        "by the module's alias table; before JAX 0.9 it drops what was donated in vain",
+        ("argument", "shape", "bytes", "output", "not reused because"),
+        rows,
+    )
+
+
+def _transfers(module: hlo.Module) -> Section:
+    rows = tuple((t.what, t.bytes, t.runs, t.loop_depth, t.source) for t in transfers.read(module))
+    return Section(
+        "Transfers between host and device",
+        "bytes are of one run on one device",
+        ("transfer", "bytes", "runs", "in loops", "source"),
+        rows,
+    )

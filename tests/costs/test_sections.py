@@ -1,0 +1,73 @@
+"""The other silent costs in a report: text, Markdown, JSON and HTML say the same."""
+
+import json
+
+import pytest
+
+from shardrules import hlo, report
+
+DONATING = """\
+HloModule step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, \
+buffer_donor={ (1, {}) }
+
+ENTRY %main (s: f32[8], m: f32[8]) -> (f32[8], bf16[8]) {
+  %s = f32[8]{0} parameter(0), metadata={op_name="state['w']"}
+  %m = f32[8]{0} parameter(1), metadata={op_name="state['m']"}
+  %log = () custom-call(%s), custom_call_target="xla_ffi_python_cpu_callback"
+  %n = f32[8]{0} negate(%s)
+  %c = bf16[8]{0} convert(%m)
+  ROOT %t = (f32[8]{0}, bf16[8]{0}) tuple(%n, %c)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def content():
+    return report.content(hlo.judge(hlo.parse(DONATING)), title="step")
+
+
+def test_text(content):
+    assert report.plain(content).endswith(
+        "donated memory:\n"
+        "argument   | shape  | bytes | output | not reused because\n"
+        "-----------+--------+-------+--------+--------------------\n"
+        "state['w'] | f32[8] | 32    | 0      |\n"
+        "state['m'] | f32[8] | 32    | 1      | output 1 is bf16[8]\n"
+        "(by the module's alias table; before JAX 0.9 it drops what was donated in vain)\n"
+        "\n"
+        "transfers between host and device:\n"
+        "transfer | bytes | runs | in loops | source\n"
+        "---------+-------+------+----------+-----------\n"
+        "callback | 32    | 1    | 0        | state['w']\n"
+        "(bytes are of one run on one device)\n"
+    )
+
+
+def test_markdown(content):
+    shown = report.markdown(content)
+    assert (
+        "## Donated memory\n\n| argument | shape | bytes | output | not reused because |" in shown
+    )
+    assert "| state['m'] | f32[8] | 32 | 1 | output 1 is bf16[8] |" in shown
+
+
+def test_json(content):
+    donated, transfers = json.loads(report.as_json(content))["costs"]
+    assert donated["title"] == "Donated memory"
+    assert dict(zip(transfers["columns"], transfers["rows"][0])) == {
+        "transfer": "callback",
+        "bytes": 32,
+        "runs": 1,
+        "in loops": 0,
+        "source": "state['w']",
+    }
+
+
+def test_html(content):
+    shown = report.page(content)
+    assert "<h2>Donated memory</h2>" in shown and "<td>output 1 is bf16[8]</td>" in shown
+
+
+def test_a_program_without_them_shows_nothing():
+    text = "HloModule m\nENTRY %e (x: f32[8]) -> f32[8] {\n  ROOT %x = f32[8] parameter(0)\n}\n"
+    assert report.content(hlo.judge(hlo.parse(text))).costs == ()

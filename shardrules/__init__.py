@@ -27,7 +27,7 @@ _RULES = (
     "unreduced",
 )
 _HOME = {
-    **dict.fromkeys(_RULES, "registry.rule"),
+    **dict.fromkeys(_RULES, "registry.builtin"),
     "AxisType": "registry.axistypes",
     "Effect": "registry.axistypes",
     "RuleContext": "registry.axistypes",

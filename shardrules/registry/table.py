@@ -17,7 +17,8 @@ from typing import Any
 
 from shardrules.errors import RegistrationError
 from shardrules.registry.binding import caller_place
-from shardrules.registry.rule import Rule, as_rule, no_communication
+from shardrules.registry.builtin import no_communication
+from shardrules.registry.rule import Rule, as_rule
 
 __all__ = ["Overlay", "Registration", "Registry", "default", "normalise", "register", "rules"]
 

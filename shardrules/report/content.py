@@ -9,6 +9,7 @@ from typing import Any
 
 from shardrules import hlo
 from shardrules.costs import accounts, findings
+from shardrules.costs.hints import Hint, hints
 from shardrules.report.sections import Section, sections
 
 __all__ = ["Content", "as_json", "content", "markdown"]
@@ -35,7 +36,7 @@ class Content:
     findings: tuple[findings.Finding, ...]
     allowed: tuple[tuple[findings.Finding, str], ...]
     unused: tuple[str, ...]
-    hints: tuple[findings.Hint, ...]
+    hints: tuple[Hint, ...]
 
     @property
     def clean(self) -> bool:
@@ -104,7 +105,7 @@ def content(
         tuple(stay),
         tuple(allowed),
         tuple(unused),
-        tuple(findings.hints(judgement)),
+        tuple(hints(judgement)),
     )
 
 
@@ -133,7 +134,7 @@ def as_json(what: Content) -> str:
         )
     numbers = {id(verdict): n for n, verdict in enumerate(what.judgement.verdicts)}
 
-    def number(of: findings.Finding | findings.Hint) -> int:
+    def number(of: findings.Finding | Hint) -> int:
         return numbers[id(of.verdict)]
 
     return (

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardrules.costs.accounts import CONVENTION
-from shardrules.costs.findings import Hint, advice
+from shardrules.costs.findings import advice
+from shardrules.costs.hints import Hint
 from shardrules.hlo import Judgement, Verdict
 from shardrules.report.content import Content
 

@@ -99,7 +99,7 @@ def refusal(change, **environment):
         import jax
         import shardrules
         from shardrules import hooks
-        from shardrules.hooks.door import symbols
+        from shardrules.hooks.door import lookup, symbols
         CHANGE
         for start in (shardrules.install, lambda: shardrules.no_communication(lambda x: x)(1.0)):
             try:
@@ -143,7 +143,7 @@ def owner_of(key):
     paths = [s.path for s in symbols.SYMBOLS if s.key == key]
     return (
         f"next(owner for s in symbols.SYMBOLS if s.path in {paths} "
-        "for _, owner, wrong in [symbols.look(s)] if not wrong)"
+        "for _, owner, wrong in [lookup.look(s)] if not wrong)"
     )
 
 

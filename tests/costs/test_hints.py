@@ -8,14 +8,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardrules import testing
-from shardrules.costs import findings
+from shardrules.costs import hints as costs_hints
 
 
 def hints(mesh, body, in_specs, out_specs, *shapes):
     # Unchecked, as without a rule for a kernel: what is returned replicated is not looked at.
     mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     args = programs.structs(mesh, *zip(shapes, in_specs))
-    return findings.hints(testing.judge(jax.jit(mapped).lower(*args).compile()))
+    return costs_hints.hints(testing.judge(jax.jit(mapped).lower(*args).compile()))
 
 
 def gather(x):

@@ -6,7 +6,7 @@ import pytest
 
 from shardrules import errors, hlo, testing
 from shardrules.registry import Registry
-from shardrules.registry.rule import no_communication
+from shardrules.registry.builtin import no_communication
 
 from . import text as T
 

@@ -13,11 +13,11 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardrules.errors import RegistrationError
-from shardrules.hooks.calls.lowering import Lowering
+from shardrules.hooks.calls.mesh_layout import Kind, Layout, MeshKernel, MeshLowering, layout_of
 from shardrules.hooks.calls.opaque import (
     Call,
     Known,
@@ -31,9 +31,9 @@ from shardrules.hooks.calls.opaque import (
 from shardrules.hooks.calls.pallas_call import PallasHooks
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Instead, Patches
-from shardrules.hooks.flow.refs import check_written, written
+from shardrules.hooks.flow.refs import check_written
 from shardrules.hooks.state import Hooks, State
-from shardrules.registry.axistypes import AxisType, Effect
+from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import Binding, binding_of
 
 __all__ = ["MeshKernelHooks"]
@@ -57,77 +57,6 @@ class _Source:
     jaxpr: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    """How to read the parameters of one of the two primitives.
-
-    Args:
-      primitive: the primitive.
-      jaxprs: one for each group of cores.
-      operands: from a jaxpr and a number of operands to its variables for them.
-      out_avals: the avals of the arrays that it returns.
-      aliases: from such an array's position to that of the operand that it overwrites.
-      bind: as it was.
-      evaluate: its abstract eval, as it was.
-    """
-
-    primitive: Any
-    jaxprs: Callable[[dict], Sequence[Any]]
-    operands: Callable[[Any, int], Sequence[Any]]
-    out_avals: Callable[[dict], Sequence[Any]]
-    aliases: Callable[[dict], dict[int, int]]
-    bind: Callable
-    evaluate: Callable
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """For which of its outputs a call's rule answers: what it writes.
-
-    Args:
-      answers: for each returned array the position of the rule's answer, None where the kernel
-        leaves the operand as it is (a ref that was discharged and is read only).
-      overwritten: for each returned array the operand that it overwrites, or None.
-      refs: the operands that are refs and are written; their answers come last.
-      operand_count: how many operands there are.
-    """
-
-    answers: tuple[int | None, ...]
-    overwritten: tuple[int | None, ...]
-    refs: tuple[int, ...]
-    operand_count: int
-
-    @property
-    def count(self) -> int:
-        """How many answers the rule gives."""
-        return sum(answer is not None for answer in self.answers) + len(self.refs)
-
-    def types(self, answered: Sequence[AxisType], inputs: Sequence[AxisType]) -> list[AxisType]:
-        """Return the type of each returned array."""
-        types = []
-        for answer, operand in zip(self.answers, self.overwritten):
-            if operand is None:
-                types.append(answered[answer])
-            else:  # was a ref, and keeps its type: what is written to it is no wider
-                types.append(
-                    inputs[operand]
-                    if answer is None
-                    else inputs[operand].vary(*answered[answer].varying)
-                )
-        return types
-
-
-@dataclasses.dataclass
-class _Kernel(Known):
-    """What is known of one mesh kernel.
-
-    Args:
-      layout: as it was last bound.
-    """
-
-    layout: _Layout | None = None
-
-
 class MeshKernelHooks(Hooks):
     """The hooks of ``mpmd_map`` and ``core_map``.
 
@@ -139,12 +68,12 @@ class MeshKernelHooks(Hooks):
     def __init__(self, jax: Jax, state: State):
         super().__init__(jax, state)
         self.noted = state.of(PallasHooks).noted
-        self.lowering = _Lowering(jax, state)
+        self.lowering = MeshLowering(jax, state)
         self._sources: weakref.WeakKeyDictionary[Any, _Source] = weakref.WeakKeyDictionary()
         # Keyed by the first jaxpr of a call.
-        self._kernels: weakref.WeakKeyDictionary[Any, _Kernel] = weakref.WeakKeyDictionary()
+        self._kernels: weakref.WeakKeyDictionary[Any, MeshKernel] = weakref.WeakKeyDictionary()
         self._local = threading.local()
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, Kind] = {}
 
     def install(self, patches: Patches) -> None:
         """Replace the seams of those primitives that this JAX has."""
@@ -154,7 +83,7 @@ class MeshKernelHooks(Hooks):
         if jax.mpmd_map_p is not None:
             self._adopt(
                 patches,
-                _Kind(
+                Kind(
                     jax.mpmd_map_p,
                     lambda p: p["jaxprs"],
                     lambda jaxpr, count: jaxpr.invars[:count],
@@ -168,7 +97,7 @@ class MeshKernelHooks(Hooks):
         if jax.core_map_p is not None:
             self._adopt(
                 patches,
-                _Kind(
+                Kind(
                     jax.core_map_p,
                     lambda p: (p["jaxpr"],),
                     lambda jaxpr, count: jaxpr.constvars,
@@ -188,7 +117,7 @@ class MeshKernelHooks(Hooks):
             functools.partial(self._bind_custom_vmap, jax.custom_vmap_p.bind),
         )
 
-    def _adopt(self, patches: Patches, kind: _Kind, tracing: str) -> None:
+    def _adopt(self, patches: Patches, kind: Kind, tracing: str) -> None:
         primitive = kind.primitive
         self._kinds[primitive] = kind
         patches.attribute(primitive, "bind", functools.partial(self._bind, kind))
@@ -263,7 +192,7 @@ class MeshKernelHooks(Hooks):
             function = held["body"]
         return _Source(function)
 
-    def _origin(self, jaxpr: Any) -> tuple[_Kernel | None, Any]:
+    def _origin(self, jaxpr: Any) -> tuple[MeshKernel | None, Any]:
         """Return the kernel of which a jaxpr was made, and the function of which that was."""
         source = self._sources.get(jaxpr)
         while source is not None and source.jaxpr is not None:
@@ -323,14 +252,14 @@ class MeshKernelHooks(Hooks):
 
     # What is known of a call.
 
-    def _acts(self, kind: _Kind, params: dict[str, Any]) -> bool:
+    def _acts(self, kind: Kind, params: dict[str, Any]) -> bool:
         if self.state.active:
             return True
         jaxpr = kind.jaxprs(params)[0]
         known = self._kernels.get(jaxpr) or self._origin(jaxpr)[0]
         return known is not None and known.active(self.state)
 
-    def _known(self, kind: _Kind, params: dict[str, Any]) -> _Kernel:
+    def _known(self, kind: Kind, params: dict[str, Any]) -> MeshKernel:
         jaxprs = kind.jaxprs(params)
         known = self._kernels.get(jaxprs[0])
         if known is None:
@@ -347,7 +276,7 @@ class MeshKernelHooks(Hooks):
             known.found = find_rule(known.call, known.scope, self.state)
         return known
 
-    def _proven(self, kind: _Kind, params: dict[str, Any], known: _Kernel) -> _Kernel:
+    def _proven(self, kind: Kind, params: dict[str, Any], known: MeshKernel) -> MeshKernel:
         """Look for a proof where there is no declaration.
 
         Not as soon as a kernel is bound: Mosaic GPU binds a core_map inside of kernels, too.
@@ -357,7 +286,7 @@ class MeshKernelHooks(Hooks):
             prove(known, self.state, kind.primitive.name, params, known.operand_count)
         return known
 
-    def _described(self, kind: _Kind, jaxprs, params) -> _Kernel:
+    def _described(self, kind: Kind, jaxprs, params) -> MeshKernel:
         functions = [self._origin(jaxpr)[1] for jaxpr in jaxprs]
         name, place = self.jax.describe_kernel(jaxprs[0], params)
         inner = _innermost(functions[0])
@@ -375,41 +304,18 @@ class MeshKernelHooks(Hooks):
         notes = getattr(self._local, "notes", ())
         if len(notes) != len(kind.out_avals(params)):
             notes = ()
-        return _Kernel(call, notes)
-
-    def _layout(self, kind: _Kind, params: dict[str, Any], avals: Sequence[Any]) -> _Layout:
-        stored = {
-            at
-            for jaxpr in kind.jaxprs(params)
-            for at, variable in enumerate(kind.operands(jaxpr, len(avals)))
-            if variable in _variables(jaxpr, written(self.jax, jaxpr.effects))
-        }
-        aliases = kind.aliases(params)
-        answers: list[int | None] = []
-        count = 0
-        for out in range(len(kind.out_avals(params))):
-            answered = out not in aliases or aliases[out] in stored
-            answers.append(count if answered else None)
-            count += answered
-        refs = tuple(
-            at
-            for at, aval in enumerate(avals)
-            if isinstance(aval, self.jax.AbstractRef) and at in stored
-        )
-        return _Layout(
-            tuple(answers), tuple(map(aliases.get, range(len(answers)))), refs, len(avals)
-        )
+        return MeshKernel(call, notes)
 
     # Rewrite and check.
 
-    def _bind(self, kind: _Kind, *args, **params):
+    def _bind(self, kind: Kind, *args, **params):
         """Cast the inputs as the rule says, then bind."""
         if not self._acts(kind, params):
             return kind.bind(*args, **params)
         first = kind.jaxprs(params)[0] not in self._kernels
         known = self._known(kind, params)
         avals = [self.jax.typeof(x) for x in args]
-        layout = known.layout = self._layout(kind, params, avals)
+        layout = known.layout = layout_of(self.jax, kind, params, avals)
         if self.jax.checking() and layout.count:
             resolution, types = self._resolve(self._proven(kind, params, known), layout, avals)
             if first:
@@ -425,7 +331,7 @@ class MeshKernelHooks(Hooks):
                 params["out_avals"] = typed(self.jax, known, params["out_avals"], tuple(types))
         return kind.bind(*args, **params)
 
-    def _evaluate(self, kind: _Kind, *avals, **params):
+    def _evaluate(self, kind: Kind, *avals, **params):
         """Give outputs the types that the rule says, and hold written refs to them."""
         if not self._acts(kind, params):
             return kind.evaluate(*avals, **params)
@@ -440,7 +346,7 @@ class MeshKernelHooks(Hooks):
             )
         outputs, effects = kind.evaluate(*map(self._plain, avals), **params)
         known = self._known(kind, params)
-        layout = known.layout = self._layout(kind, params, avals)
+        layout = known.layout = layout_of(self.jax, kind, params, avals)
         if not layout.count:
             return outputs, effects
         resolution, types = self._resolve(self._proven(kind, params, known), layout, avals)
@@ -456,7 +362,7 @@ class MeshKernelHooks(Hooks):
             return aval.update(inner_aval=self._plain(aval.inner_aval))
         return self.jax.with_axis_type(aval, AxisType())
 
-    def _resolve(self, known: _Kernel, layout: _Layout, avals: Sequence[Any]):
+    def _resolve(self, known: MeshKernel, layout: Layout, avals: Sequence[Any]):
         inputs = types_of(self.jax, avals)
         resolution = resolve(
             self.jax,
@@ -468,25 +374,6 @@ class MeshKernelHooks(Hooks):
             layout.count,
         )
         return resolution, layout.types(resolution.outputs, inputs)
-
-
-class _Lowering(Lowering):
-    """Tags each result with what the rule answers for it."""
-
-    def _effects(self, ctx, kernel, found) -> tuple[Effect, ...]:
-        layout = kernel.layout
-        if layout is None or len(layout.answers) != len(ctx.avals_out):
-            return super()._effects(ctx, kernel, found)
-        types = types_of(self.jax, ctx.avals_in)
-        if any(t.axes for t in types):
-            effects = resolve(
-                self.jax, self.state, kernel.scope, kernel.call, found, types, layout.count
-            ).effects
-        else:
-            effects = found.rule.effects(layout.count) or (Effect("unknown"),) * layout.count
-        return tuple(
-            Effect("local") if answer is None else effects[answer] for answer in layout.answers
-        )
 
 
 def _innermost(function: Any) -> Any:
@@ -514,12 +401,6 @@ def _held(function: Any) -> Iterator[tuple[str, Any]]:
     ):
         with contextlib.suppress(ValueError):  # not assigned yet
             yield name, cell.cell_contents
-
-
-def _variables(jaxpr: Any, inputs: set[Any]) -> set[Any]:
-    """Return variables; JAX to 0.9 gives an effect's input as a position."""
-    own = (*jaxpr.constvars, *jaxpr.invars)
-    return {own[i] if isinstance(i, int) else i for i in inputs}
 
 
 def _binding(name: str, functions: Sequence[Any]) -> Binding | None:

@@ -11,7 +11,8 @@ from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.state import COLLECT, Scope, State
 from shardrules.registry.axistypes import AxisType, Effect, Resolution, RuleContext
 from shardrules.registry.binding import Binding
-from shardrules.registry.rule import Rule, no_communication
+from shardrules.registry.builtin import no_communication
+from shardrules.registry.rule import Rule
 from shardrules.registry.table import Registration
 
 __all__ = [

@@ -20,16 +20,8 @@ from typing import Any
 
 from shardrules.errors import RuleError
 from shardrules.hooks.door import versions
-from shardrules.hooks.door.symbols import (
-    SET_SYMBOLS,
-    SYMBOLS,
-    TYPE_SYMBOLS,
-    Symbol,
-    find,
-    is_cached,
-    look,
-    unsupported,
-)
+from shardrules.hooks.door.lookup import Symbol, find, is_cached, look, unsupported
+from shardrules.hooks.door.symbols import SET_SYMBOLS, SYMBOLS, TYPE_SYMBOLS
 from shardrules.hooks.door.trace_key import ContextKey, MeshKey
 from shardrules.registry.axistypes import AxisType
 

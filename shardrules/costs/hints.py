@@ -1,0 +1,411 @@
+"""Hints: collectives that are needed and could be cheaper, each with the change."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from shardrules import hlo
+from shardrules.costs import accounts
+from shardrules.hlo.proof import loops
+
+__all__ = ["Hint", "hints"]
+
+_PASS_ON = frozenset(
+    "bitcast reshape transpose copy convert get-tuple-element all-reduce-done "
+    "copy-start copy-done".split()
+)
+
+# Of these a sum of results is the result of the sum.
+_LINEAR = frozenset("bitcast reshape copy get-tuple-element all-reduce-done".split())
+
+# Functions of their operands alone: of operands that stay the same they stay the same.
+_PURE = _PASS_ON | frozenset(
+    "constant iota broadcast slice dynamic-slice concatenate pad add subtract multiply divide "
+    "negate maximum minimum select compare and or not exponential tanh rsqrt dot fusion tuple "
+    "partition-id replica-id all-gather all-gather-start all-gather-done all-reduce "
+    "all-reduce-start reduce-scatter collective-permute collective-permute-start "
+    "collective-permute-done all-to-all".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hint:
+    """A collective that is needed and could be cheaper.
+
+    Attributes:
+      kind: ``reduce first``, ``repeated``, ``after the loop`` or ``only returned``.
+      verdict: the verifier's.
+      entry: its line in the account.
+      bytes_before, bytes_after: operand bytes on one device, over all runs of one execution;
+        ``bytes_before`` is None where a loop's trip count isn't known.
+      advice: the change.
+    """
+
+    kind: str
+    verdict: hlo.Verdict
+    entry: accounts.Entry
+    bytes_before: int | None
+    bytes_after: int
+    advice: str
+
+
+def hints(judgement: hlo.Judgement) -> list[Hint]:
+    """List the needed collectives that could move less, as far as the program shows it."""
+    found = []
+    places: dict[str, dict[str, int]] = {}
+    users: dict[str, list[list[int]]] = {}
+    stays: dict[str, set[int]] = {}
+    bodies = {
+        (i.attribute("body") or "").lstrip("%")
+        for c in judgement.module.computations.values()
+        for i in c.instructions
+        if i.opcode == "while"
+    }
+    for verdict, entry in zip(judgement.verdicts, accounts.of(judgement).entries):
+        if verdict.verdict != "needed" or verdict.divergent:
+            continue
+        name = verdict.collective.computation
+        computation = judgement.module.computations[name]
+        if name not in places:
+            places[name] = {i.name: n for n, i in enumerate(computation.instructions)}
+            users[name] = computation.users()
+        position = places[name][verdict.collective.name]
+        runs = entry.runs
+        if name in bodies and runs != 1:
+            if name not in stays:
+                stays[name] = _invariant(computation)
+            operand = computation.instructions[position].operands[verdict.collective.operand]
+            if operand in stays[name]:
+                outer = _outer_runs(judgement, name)
+                after = entry.bytes * (outer or 1)
+                before = None if runs is None else runs * entry.bytes
+                if before is None or before > after:
+                    now = f"{entry.bytes} B on every trip" if before is None else f"{before} B"
+                    found.append(
+                        Hint(
+                            "repeated",
+                            verdict,
+                            entry,
+                            before,
+                            after,
+                            (
+                                "its operand is the same on every trip of the loop: run it before "
+                                f"the loop, and {now} become {after} B (the result then stays in "
+                                "memory)"
+                            ),
+                        )
+                    )
+                    continue
+            if (
+                verdict.collective.reduction == "add"
+                and verdict.collective.kind == "all-reduce"
+                and verdict.range is None
+                and _accumulated(
+                    judgement.module, computation, users[name], position, verdict.collective.operand
+                )
+            ):
+                after = entry.bytes * (_outer_runs(judgement, name) or 1)
+                before = None if runs is None else runs * entry.bytes
+                if before is None or before > after:
+                    now = f"{entry.bytes} B on every trip" if before is None else f"{before} B"
+                    found.append(
+                        Hint(
+                            "after the loop",
+                            verdict,
+                            entry,
+                            before,
+                            after,
+                            (
+                                "its results are only added up over the loop's trips: carry the "
+                                "sum of its operands and psum that once after the loop, and "
+                                f"{now} become {after} B (equal up to rounding)"
+                            ),
+                        )
+                    )
+                    continue
+        if (
+            verdict.collective.kind == "all-gather"
+            and computation.is_entry
+            and _only_returned(
+                judgement.module, computation, users[name], position, verdict.collective.operand
+            )
+        ):
+            axes = verdict.collective.axes
+            over = f" over {','.join(axes)}" if axes else ""
+            found.append(
+                Hint(
+                    "only returned",
+                    verdict,
+                    entry,
+                    None if runs is None else runs * entry.bytes,
+                    0,
+                    f"its result is only returned: leave that output sharded{over}, with the axis "
+                    f"in its out_specs instead of the all_gather, and {entry.bytes} B become 0 B "
+                    "(the array is the same; a device then holds its shard of it)",
+                )
+            )
+            continue
+        if (
+            verdict.collective.kind == "all-reduce"
+            and verdict.collective.reduction == "add"
+            and verdict.range is None
+        ):
+            size = _reduced_after(
+                judgement.module, computation, users[name], position, verdict.collective.operand
+            )
+            if size is not None and size < entry.bytes:
+                found.append(
+                    Hint(
+                        "reduce first",
+                        verdict,
+                        entry,
+                        None if runs is None else runs * entry.bytes,
+                        size * (runs or 1),
+                        f"its result is only summed up on each device: reduce "
+                        f"before you psum (or cast earlier, with shardrules.vary before the "
+                        f"broadcast), and {entry.bytes} B become {size} B",
+                    )
+                )
+    return found
+
+
+def _outer_runs(judgement: hlo.Judgement, body: str) -> int | None:
+    runs = loops.executions(judgement.module)
+    for name, computation in judgement.module.computations.items():
+        for instruction in computation.instructions:
+            if instruction.opcode == "while" and body in instruction.calls:
+                return runs[name].count if name in runs else None
+    return None
+
+
+def _followed(
+    computation: hlo.Computation,
+    users: list[list[int]],
+    position: int,
+    element: int,
+    through: frozenset[str],
+) -> tuple[int, int] | None:
+    """Follow a value to the one use that isn't in ``through``: the user and what it uses.
+
+    None where it is used twice, or is the root.
+    """
+    for _ in range(64):
+        current = computation.instructions[position]
+        following = users[position]
+        if current.shape.is_tuple:
+            following = [
+                u
+                for u in following
+                if computation.instructions[u].opcode != "get-tuple-element"
+                or computation.instructions[u].attribute("index") == str(element)
+            ]
+        if position == computation.root or len(following) != 1:
+            return None
+        if computation.instructions[following[0]].opcode not in through:
+            return following[0], position
+        position = following[0]
+    return None
+
+
+def _adds_up(module: hlo.Module, instruction: hlo.Instruction) -> bool:
+    """Tell whether an instruction is the sum of its two operands, in a fusion too."""
+    if len(set(instruction.operands)) != 2 or len(instruction.operands) != 2:
+        return False
+    if instruction.opcode == "add":
+        return True
+    if instruction.opcode != "fusion" or len(instruction.calls) != 1:
+        return False
+    inner = module.computations[instruction.calls[0]]
+    position = inner.root
+    while inner.instructions[position].opcode in ("bitcast", "copy", "reshape"):
+        position = inner.instructions[position].operands[0]
+    if inner.instructions[position].opcode != "add":
+        return False
+    sides = set()
+    for side in inner.instructions[position].operands:
+        while inner.instructions[side].opcode in ("bitcast", "copy", "reshape"):
+            side = inner.instructions[side].operands[0]
+        if inner.instructions[side].opcode != "parameter":
+            return False
+        sides.add(side)
+    return len(sides) == 2
+
+
+def _accumulated(
+    module: hlo.Module, body: hlo.Computation, users: list[list[int]], position: int, element: int
+) -> bool:
+    """Tell whether a loop adds an all-reduce's result to a carry, and does nothing else with both.
+
+    psum is linear, so that the sum of psums is the psum of the sum. XLA's compilers for TPU and
+    GPU move such an all-reduce behind a plain loop themselves (seen with JAX 0.10.2); the one for
+    CPU doesn't.
+    """
+    root = body.instructions[body.root]
+    end = _followed(body, users, position, element, _LINEAR)
+    if end is None or root.opcode != "tuple":
+        return False
+    total, used = end
+    if not _adds_up(module, body.instructions[total]):
+        return False
+    (carry,) = set(body.instructions[total].operands) - {used}
+    while body.instructions[carry].opcode in ("copy", "bitcast", "reshape"):
+        if len(users[carry]) != 1:
+            return False
+        carry = body.instructions[carry].operands[0]
+    taken = body.instructions[carry]
+    if (
+        taken.opcode != "get-tuple-element"
+        or len(users[carry]) != 1
+        or (body.instructions[taken.operands[0]].opcode != "parameter")
+    ):
+        return False
+    index = taken.attribute("index") or ""
+    # No other instruction takes this element of the carry, nor the carry as a whole.
+    for user in users[taken.operands[0]]:
+        other = body.instructions[user]
+        if user != carry and (
+            other.opcode != "get-tuple-element" or other.attribute("index") == index
+        ):
+            return False
+    back = _followed(body, users, total, 0, frozenset(("copy", "bitcast", "reshape")))
+    if back is None or back[0] != body.root:
+        return False
+    return [k for k, o in enumerate(root.operands) if o == back[1]] == [
+        int(index) if index.isdigit() else -1
+    ]
+
+
+def _only_returned(
+    module: hlo.Module, entry: hlo.Computation, users: list[list[int]], position: int, element: int
+) -> bool:
+    """Tell whether ENTRY returns an all-gather's result, and does nothing else with it.
+
+    Told only where the result reaches the root as it is, or copied: an output that is computed
+    from the whole array needs it, and one of another shape need not be sharded as any spec says.
+    """
+    through = frozenset("copy bitcast get-tuple-element all-gather-done".split())
+    if entry.instructions[position].opcode.endswith("-start"):  # its tuple holds operands too
+        if len(users[position]) != 1:
+            return False
+        (position,) = users[position]
+    last = position
+    shapes = {_part(entry.instructions[position].shape, element)}
+    for _ in range(64):
+        following = [
+            u
+            for u in users[last]
+            if not entry.instructions[last].shape.is_tuple
+            or entry.instructions[u].opcode != "get-tuple-element"
+            or entry.instructions[u].attribute("index") == str(element)
+        ]
+        if last == entry.root:
+            return not following and len(shapes) == 1 and None not in shapes
+        if len(following) != 1:
+            return False
+        instruction = entry.instructions[following[0]]
+        if following[0] == entry.root and instruction.opcode == "tuple":
+            return (
+                instruction.operands.count(last) == 1 and len(shapes) == 1 and (None not in shapes)
+            )
+        copied = (
+            instruction.opcode == "fusion"
+            and len(instruction.operands) == 1
+            and all(
+                i.opcode in ("parameter", "copy", "bitcast")
+                for i in module.computations[instruction.calls[0]].instructions
+            )
+        )
+        if instruction.opcode not in through and not copied:
+            return False
+        last = following[0]
+        shapes.add(_part(instruction.shape, element))
+    return False
+
+
+def _part(shape: hlo.Shape, element: int) -> tuple[int, ...] | None:
+    """Give the sizes of a collective's one result; None where there is no such."""
+    if not shape.is_tuple:
+        return shape.dimensions
+    if element < len(shape.elements) and not shape.elements[element].is_tuple:
+        return shape.elements[element].dimensions
+    return None
+
+
+def _invariant(body: hlo.Computation) -> set[int]:
+    """List the positions in a loop's body whose values are the same on every trip."""
+    root = body.instructions[body.root]
+    if root.opcode != "tuple":
+        return set()
+
+    def passed_on(position: int) -> int:
+        while body.instructions[position].opcode == "copy":
+            position = body.instructions[position].operands[0]
+        return position
+
+    found: set[int] = set()
+    for position, instruction in enumerate(body.instructions):
+        operands = instruction.operands
+        if (
+            instruction.opcode == "get-tuple-element"
+            and body.instructions[operands[0]].opcode == "parameter"
+        ):
+            index = int(instruction.attribute("index") or -1)
+            if 0 <= index < len(root.operands):
+                back = body.instructions[passed_on(root.operands[index])]
+                if (
+                    back.opcode == "get-tuple-element"
+                    and back.operands == operands
+                    and back.attribute("index") == instruction.attribute("index")
+                ):
+                    found.add(position)
+        elif instruction.opcode in _PURE and all(o in found for o in operands):
+            found.add(position)
+    return found
+
+
+def _reduced_after(
+    module: hlo.Module,
+    computation: hlo.Computation,
+    users: list[list[int]],
+    position: int,
+    element: int,
+) -> int | None:
+    """Give the bytes of a sum that is all that is made of an all-reduce's result, else None."""
+    shape = computation.instructions[position].shape
+    size = shape.elements[element] if shape.is_tuple and element < len(shape.elements) else shape
+    for _ in range(64):
+        end = _followed(computation, users, position, element, _PASS_ON)
+        if end is None:
+            return None
+        user, position = end
+        instruction = computation.instructions[user]
+        if instruction.opcode == "fusion" and instruction.operands.count(position) == 1:
+            number = instruction.operands.index(position)
+            computation = module.computations[instruction.calls[0]]
+            users = computation.users()
+            inside = [
+                n
+                for n, i in enumerate(computation.instructions)
+                if i.opcode == "parameter" and int(i.literal) == number
+            ]
+            if len(inside) != 1:
+                return None
+            (position,) = inside
+        elif (
+            instruction.opcode == "reduce"
+            and instruction.operands[0] == position
+            and (len(instruction.operands) == 2 and _adds(module, instruction))
+        ):
+            return (instruction.shape.element_count * size.bits + 7) // 8
+        else:
+            return None
+    return None
+
+
+def _adds(module: hlo.Module, instruction: hlo.Instruction) -> bool:
+    called = module.computations.get((instruction.attribute("to_apply") or "").lstrip("%"))
+    return (
+        called is not None
+        and called.instructions[called.root].opcode == "add"
+        and len(called.instructions) == 3
+    )

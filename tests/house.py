@@ -1,0 +1,163 @@
+"""Who imports whom in the package. ``python tests/house.py`` prints it; exit 1 if it is not so.
+
+Reads the sources and imports nothing of them: it runs with any Python and no packages.
+"""
+
+import ast
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "shardrules"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# From each part of the package to the parts that it may import (CONTRIBUTING.md draws them). A part
+# is a file or folder at the top, or a folder's folder where it has arrows of its own.
+ARROWS = {
+    "errors": set(),
+    "registry": {"errors"},
+    "hooks.door": {"errors", "registry"},
+    "hooks": {"errors", "registry"},
+    "pallas": {"errors", "registry", "hooks.door"},
+    "hlo.reader": {"errors"},
+    "hlo.known": {"errors", "hlo.reader"},
+    "hlo.proof": {"errors", "registry", "hlo.reader", "hlo.known"},
+    "hlo": set(),
+    "costs": {"errors", "registry", "hlo"},
+    "report": {"errors", "hlo", "costs"},
+    "program": {"errors", "registry", "hlo", "hooks"},
+    "checks": {"errors", "registry", "hlo", "costs", "report", "program", "hooks"},
+    "testing": {"errors", "registry", "hlo", "costs", "report", "program", "checks", "hooks"},
+    "aot": {"errors"},
+    "__main__": {"errors", "hlo", "costs", "report", "program"},
+    "__init__": {"registry", "hooks"},  # the roof: it tells what is below what calls it
+}
+NO_JAX = {
+    "errors",
+    "registry",
+    "hlo",
+    "hlo.reader",
+    "hlo.known",
+    "hlo.proof",
+    "costs",
+    "report",
+    "__init__",
+    "__main__",
+}
+# Of checks/, which may use jax and hooks, these do without.
+NO_JAX_FILES = {"budget.py", "expectations.py", "updates.py", "pytest_plugin.py"}
+
+
+# Files that import each other and are still to be parted.
+CIRCLE = {"shardrules.pallas.actions", "shardrules.pallas.events"}
+
+
+def imports(source):
+    """Yield each module that a source file imports, ``from x import y`` as x.y too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(path):
+    """The name in ARROWS of a file of the package."""
+    pieces = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(pieces[:2]) if ".".join(pieces[:2]) in ARROWS else pieces[0]
+
+
+def wrong_arrows(part, source, no_jax=False):
+    """The imports of a source file that its part may not have."""
+    allowed = ARROWS[part] | {part}
+    for name in imports(source):
+        pieces = name.split(".")
+        if pieces[0] in ("jax", "jaxlib") and (no_jax or part in NO_JAX):
+            yield f"{part} -> {name}"
+        if pieces[0] != "shardrules" or len(pieces) == 1:
+            continue
+        if not {pieces[1], ".".join(pieces[1:3])} & allowed and not any(
+            one.startswith(f"{pieces[1]}.") and len(pieces) == 2 for one in allowed
+        ):
+            yield f"{part} -> {name}"
+
+
+def wrong_arrows_of(path):
+    """The imports of a file that it may not have."""
+    no_jax = path.parent.name == "checks" and path.name in NO_JAX_FILES
+    return list(wrong_arrows(part_of(path), path.read_text(), no_jax))
+
+
+def circles(arrows):
+    """The files that import each other, however indirectly: from each to those it imports."""
+    reached = {name: set(direct) for name, direct in arrows.items()}
+    for middle in arrows:
+        for name in arrows:
+            if middle in reached[name]:
+                reached[name] |= reached[middle]
+    return sorted(name for name in arrows if name in reached[name])
+
+
+def file_arrows():
+    """From each module of the package to those that it imports, wherever the import stands."""
+    names = {}
+    for path in FILES:
+        pieces = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        names[".".join(pieces[:-1] if pieces[-1] == "__init__" else pieces)] = path
+    return {
+        name: {one for one in imports(path.read_text()) if one in names and one != name}
+        - {name.rpartition(".")[0]}
+        for name, path in names.items()
+        if name != "shardrules"
+    }
+
+
+def part_arrows():
+    """From each part to the parts that its files import."""
+    found = {part: set() for part in ARROWS}
+    for path in FILES:
+        part = part_of(path)
+        for name in imports(path.read_text()):
+            pieces = name.split(".")
+            if pieces[0] == "shardrules" and len(pieces) > 1:
+                one = ".".join(pieces[1:3])
+                one = one if one in ARROWS else pieces[1]
+                if one in ARROWS and one != part:
+                    found[part].add(one)
+    return found
+
+
+def map_of(text):
+    """What CONTRIBUTING.md draws: its arrows as ARROWS holds them, and the paths of its map."""
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", text, re.MULTILINE)
+    arrows = {part: set(re.findall(r"`([\w.]+)`", row)) for part, row in rows}
+    drawn = text[text.index("```\nshardrules/\n") :].split("```")[1]
+    paths, folders = set(), []
+    for line in drawn.splitlines()[2:]:
+        depth = (len(line) - len(line.lstrip())) // 2
+        path = line.split()[0] if depth else ""
+        if path.endswith("/") or path.endswith(".py"):
+            folders = [*folders[: depth - 1], path]
+            paths.add("".join(folders))
+            folders = folders if path.endswith("/") else folders[:-1]
+    return arrows, paths
+
+
+def main():
+    """Print each part's arrows, and the files on a circle."""
+    wrong = []
+    for part, ones in part_arrows().items():
+        print(f"{part:12} -> {', '.join(sorted(ones)) or '(nothing)'}")
+    for path in FILES:
+        wrong += [f"{path.relative_to(ROOT)}: {one}" for one in wrong_arrows_of(path)]
+    for one in wrong:
+        print(f"not allowed: {one}")
+    around = circles(file_arrows())
+    print("in a circle: " + ", ".join(around) if around else "no circle")
+    return 1 if wrong or around else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from shardrules.errors import UnsupportedJaxError
-from shardrules.pallas.audit import Audit, audit, audit_call, prove
-from shardrules.pallas.events import Blocker
+from shardrules.pallas.audit import Audit, audit_call
+from shardrules.pallas.walk import Blocker
 from shardrules.registry.table import default
 
-__all__ = ["Audit", "Blocker", "audit", "audit_call", "prove"]
+__all__ = ["Audit", "Blocker", "audit_call"]
 
 _READABLE = ("pallas_call", "mpmd_map", "core_map")
 

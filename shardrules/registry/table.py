@@ -20,9 +20,22 @@ from shardrules.registry.binding import caller_place
 from shardrules.registry.builtin import no_communication
 from shardrules.registry.rule import Rule, as_rule
 
-__all__ = ["Overlay", "Registration", "Registry", "default", "normalise", "register", "rules"]
+__all__ = [
+    "PROVEN",
+    "Overlay",
+    "Registration",
+    "Registry",
+    "default",
+    "normalise",
+    "register",
+    "rules",
+]
 
 ENTRY_POINTS = "shardrules.rules"
+
+# What the status ``audited`` stands for. A kernel is well formed if its result on one device is
+# determined by its operands: check_rule looks into that, no audit does.
+PROVEN = "proven to depend on its operands alone, if it is well formed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,14 +430,8 @@ default = Registry(ENTRY_POINTS, ("shardrules.pallas",))
 for _name, _where in (
     # Not a guess: the callback is a pure function of its arguments, or the program is undefined.
     ("pure_callback", "jax.pure_callback's contract"),
-    # Two kernels of JAX's own that read no other device, and that the audit can't prove: the one
-    # leaves rows of no sequence as they are, the other schedules its blocks by inline assembly
-    # (read in JAX 0.10.2).
-    (
-        "jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel:"
-        "ragged_paged_attention_kernel",
-        "the kernel's source",
-    ),
+    # A kernel of JAX's own that reads no other device and that the audit can't prove: it takes its
+    # next tile when the scheduler has one for it (read in JAX 0.10.2).
     ("jax.experimental.pallas.ops.gpu.blackwell_matmul_mgpu:kernel", "the kernel's source"),
 ):
     default.ship(_name, no_communication, "jax", _where)

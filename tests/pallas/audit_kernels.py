@@ -21,6 +21,7 @@ ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
 IN_SMEM = pl.BlockSpec(memory_space=pltpu.SMEM)
 VMEM = pltpu.VMEM(ROWS, jnp.float32)
 DMA = pltpu.SemaphoreType.DMA
+REGULAR = pltpu.SemaphoreType.REGULAR
 
 
 def call(kernel, *args, out=X, compiler_params=TPU, **kwargs):
@@ -35,32 +36,9 @@ def call(kernel, *args, out=X, compiler_params=TPU, **kwargs):
     return run
 
 
-def two_steps(kernel, *, over=lambda i: (0, 0), grid=(2,), **kwargs):
-    """Call a kernel on a grid of two steps that see one block of the output."""
-    return call(
-        kernel,
-        grid=grid,
-        in_specs=[pl.BlockSpec(ROWS, lambda i: (i, 0))],
-        out_specs=pl.BlockSpec(ROWS, over),
-        **kwargs,
-    )
-
-
-def blocks(index_map, *args, kernel=None, grid=(2,), shape=(16, 128), block=ROWS, **kwargs):
-    """Call a kernel that gets one block of an output of this shape in each step of a grid."""
-    return call(
-        kernel or ones,
-        *args,
-        grid=grid,
-        out=jax.ShapeDtypeStruct(shape, jnp.float32),
-        out_specs=pl.BlockSpec(block, index_map),
-        **kwargs,
-    )
-
-
-def at(step, axis=0):
-    """Run a function in one step of the grid."""
-    return pl.when(pl.program_id(axis) == step)
+def bits():
+    """Draw random bits."""
+    return pltpu.prng_random_bits(ROWS).astype(jnp.float32)
 
 
 # --- what the audit refuses ------------------------------------------------------------------
@@ -71,6 +49,19 @@ def remote_copy(x, o, send, receive):
         x, o, send, receive, device_id=(1,), device_id_type=pl.DeviceIdType.MESH
     )
     copy.start()
+    copy.wait()
+
+
+def remote_wait(x, o, send, receive):
+    """Only waits for a copy that another device starts."""
+    pltpu.make_async_remote_copy(
+        x, o, send, receive, device_id=(1,), device_id_type=pl.DeviceIdType.MESH
+    ).wait_recv()
+
+
+def adding_copy(x, o, semaphore):
+    copy = pltpu.make_async_copy(x, o, semaphore)
+    copy.start(add=True)
     copy.wait()
 
 
@@ -92,31 +83,8 @@ def semaphore_handed_out(x, o, semaphore):
     o[...] = x[...]
 
 
-def wait_for_nothing(x, o, buffer, semaphore):
-    pltpu.make_async_copy(x, buffer, semaphore).wait()
-    o[...] = buffer[...]
-
-
-def read_before_wait(x, o, buffer, semaphore):
-    copy = pltpu.make_async_copy(x, buffer, semaphore)
-    copy.start()
-    o[...] = buffer[...]
-    copy.wait()
-
-
-def wait_for_another(x, o, buffer, other, semaphores):
-    copy = pltpu.make_async_copy(x, buffer, semaphores.at[0])
-    copy.start()
-    copy.wait()
-    o[...] = other[...]
-
-
 def device_place(x, o):
     o[...] = x[...] + lax.axis_index("data")
-
-
-def device_place_in_index_map(x, o):
-    o[...] = x[...]
 
 
 def psum(x, o):
@@ -152,24 +120,56 @@ def own_primitive(x, o):
     o[...] = own_add_p.bind(x[...], x[...])
 
 
+def another_kernel(x, o):
+    o[...] = pl.pallas_call(copy, out_shape=X)(x[...])
+
+
 def bits_without_seed(x, o):
-    o[...] = x[...] + pltpu.prng_random_bits(ROWS).astype(jnp.float32)
+    o[...] = x[...] + bits()
+
+
+def seed_too_late(counts, x, o):
+    o[...] = x[...] + bits()
+    pltpu.prng_seed(counts[0])
 
 
 def seed_on_one_path(counts, x, o):
-    @pl.when(counts[0] > 0)
-    def _():
-        pltpu.prng_seed(counts[1])
+    pl.when(counts[0] > 0)(lambda: pltpu.prng_seed(counts[1]))
+    o[...] = x[...] + bits()
 
-    o[...] = x[...] + pltpu.prng_random_bits(ROWS).astype(jnp.float32)
+
+def seed_in_a_loop(counts, x, o):
+    def body(i):
+        pltpu.prng_seed(counts[1])
+        return i + 1
+
+    lax.while_loop(lambda i: i < counts[0], body, 0)
+    o[...] = x[...] + bits()
+
+
+def seed_in_no_round(counts, x, o):
+    lax.fori_loop(0, 0, lambda i, c: (pltpu.prng_seed(counts[0]), c)[1], 0)
+    o[...] = x[...] + bits()
+
+
+def seed_in_the_first_step(counts, x, o):
+    """What the other steps draw from is what was left, on a core that may be another."""
+    pl.when(pl.program_id(0) == 0)(lambda: pltpu.prng_seed(counts[0]))
+    o[...] = x[...] + bits()
+
+
+def seed_of_nothing(x, o):
+    pltpu.prng_seed()
+    o[...] = x[...] + bits()
+
+
+def stateful_key(x, o):
+    """Looks like a draw from a key; the key stands for the device's own generator."""
+    o[...] = pltpu.stateful_uniform(ROWS)
 
 
 def rng_uniform(x, o):
     o[...] = x[...] + lax.rng_uniform(0.0, 1.0, ROWS)
-
-
-def empty(x, o):
-    o[...] = x[...] + lax.empty(ROWS, jnp.float32)
 
 
 def inline_asm(x, o):
@@ -191,6 +191,19 @@ def atomics_of_two_kinds(counts, into, o):
     plt.atomic_max(o, (0,), counts[0])
 
 
+def atomic_beside_a_read(counts, into, o):
+    """The aliased operand is the same memory."""
+    plt.atomic_add(o, (0,), into[1])
+
+
+def atomic_beside_a_nested_read(counts, into, o):
+    plt.atomic_add(o, (0,), jax.jit(lambda: lax.cond(counts[0] > 0, lambda: o[1], lambda: 1))())
+
+
+def atomic_exchange(counts, into, o):
+    plt.atomic_xchg(o, (0,), counts[0])
+
+
 def atomic_cas(counts, o):
     plt.atomic_cas(o, counts[0], counts[1])
 
@@ -199,283 +212,8 @@ def volatile_load(x, o):
     o[...] = plt.load(x, volatile=True)
 
 
-def scratch_never_stored(x, o, scratch):
-    o[...] = x[...] + scratch[...]
-
-
-def scratch_stored_on_one_path(counts, x, o, scratch):
-    @pl.when(counts[0] > 0)
-    def _():
-        scratch[...] = x[...]
-
-    o[...] = scratch[...]
-
-
-def scratch_stored_in_a_loop(counts, x, o, scratch):
-    def body(i):
-        scratch[...] = x[...]
-        return i + 1
-
-    lax.while_loop(lambda i: i < counts[0], body, 0)
-    o[...] = scratch[...]
-
-
-def scratch_stored_too_late(x, o, scratch):
-    @at(1)
-    def _():
-        scratch[...] = x[...]
-
-    o[...] = x[...] + scratch[...]
-
-
-def another_row_stored(x, o, scratch):
-    scratch[0:4, :] = x[0:4, :]
-    o[...] = x[...]
-    o[0:4, :] = scratch[4:8, :]
-
-
-def half_stored(x, o, scratch):
-    scratch[0:4, :] = x[0:4, :]
-    o[...] = scratch[...]
-
-
-def half_copied(x, o, buffer, semaphore):
-    copied = pltpu.make_async_copy(x.at[pl.ds(0, 4)], buffer.at[pl.ds(0, 4)], semaphore)
-    copied.start()
-    copied.wait()
-    o[...] = buffer[...]
-
-
-def kept_and_used(counts, x, o, scratch):
-    """The mask keeps elements that nobody stored, and then somebody reads them."""
-    kept = jnp.where(x[...] > 0, x[...], scratch[...])
-    scratch[...] = kept
-    o[...] = kept
-
-
-def kept_then_read(x, o, scratch):
-    mask = lax.broadcasted_iota(jnp.int32, ROWS, 0) < 4
-    scratch[...] = jnp.where(mask, x[...], scratch[...])
-    o[...] = scratch[...]
-
-
-def kept_over_zeros(x, o, scratch):
-    """What was kept from before the zeros is put over them."""
-    before = scratch[...]
-    scratch[...] = jnp.zeros(ROWS)
-    scratch[...] = jnp.where(x[...] > 0, x[...], before)
-    o[...] = scratch[...]
-
-
-def kept_elsewhere(x, o, scratch):
-    scratch[0:4, :] = jnp.where(x[0:4, :] > 0, x[0:4, :], scratch[4:8, :])
-    o[...] = x[...]
-
-
-def kept_by_itself(x, o, scratch):
-    scratch[...] = lax.select(scratch[...], x[...] > 0, x[...] < 0)
-    o[...] = x[...]
-
-
-def read_in_a_later_round(counts, x, o, scratch):
-    def body(i):
-        @pl.when(i == 1)
-        def _():
-            o[...] = scratch[...]
-
-        return i + 1
-
-    o[...] = x[...]
-    lax.while_loop(lambda i: i < counts[0], body, 0)
-
-
-def output_added_to(x, o):
-    o[...] += x[...]
-
-
-def output_never_stored(x, o):
-    x[...]
-
-
-def output_half_stored(x, o):
-    o[0:4, :] = x[0:4, :]
-
-
-def output_stored_if_data_says_so(x, o):
-    @pl.when(x[0, 0] > 0)
-    def _():
-        o[...] = x[...]
-
-
-def output_stored_if_a_loop_over_data_says_so(x, o):
-    steps = lax.while_loop(lambda i: x[0, i] > 0, lambda i: i + 1, 0)
-
-    @pl.when(steps > 3)
-    def _():
-        o[...] = x[...]
-
-
-def output_masked_by_data(x, o):
-    plt.store(o, x[...], mask=x[...] > 0)
-
-
-def output_masked_in_part_by_data(x, o):
-    o[0:4, :] = x[0:4, :]
-    o[4:8, :] = jnp.where(x[4:8, :] > 0, x[4:8, :], o[4:8, :])
-
-
-def output_stored_never(x, o):
-    @pl.when(pl.program_id(0) * 0 == 1)
-    def _():
-        o[...] = x[...]
-
-
-def output_stored_in_step_seven(x, o):
-    @at(7)
-    def _():
-        o[...] = x[...]
-
-
-def summed_from_the_first_step(x, o):
-    @at(0)
-    def _():
-        o[...] = jnp.zeros(ROWS)
-
-    o[...] += x[...]
-
-
-def in_rounds(rounds, *, rows=1, whiles=False, start=0):
-    """Return a kernel that fills rows of scratch in the rounds of a loop, and reads all of it."""
-
-    def kernel(x, o, scratch):
-        def body(i, _):
-            row = pl.multiple_of(i * rows, rows)
-            scratch[pl.ds(row, rows), :] = x[pl.ds(row, rows), :]
-
-        def one(i):
-            body(i, None)
-            return i + 1
-
-        if whiles:
-            lax.while_loop(lambda i: i < rounds, one, start)
-        else:
-            lax.fori_loop(start, rounds, body, None)
-        o[...] = scratch[...]
-
-    return kernel
-
-
-def filled_from_a_count(counts, x, o, scratch):
-    def body(i):
-        scratch[i, :] = x[i, :]
-        return i + 1
-
-    lax.while_loop(lambda i: i < 4, body, counts[0])
-    scratch[0, :] = x[0, :]
-    o[...] = scratch[...]
-
-
-def output_in_rounds(rounds):
-    """Return a kernel that stores an output in the rounds of a loop."""
-
-    def kernel(x, o):
-        def body(i, _):
-            o[...] = x[...]
-
-        lax.fori_loop(0, rounds, body, None)
-
-    return kernel
-
-
-def output_rows_in_rounds(rounds):
-    """Return a kernel that stores rows of an output in the rounds of a loop."""
-
-    def kernel(x, o):
-        def body(i, _):
-            o[i, :] = x[i, :]
-
-        lax.fori_loop(0, rounds, body, None)
-
-    return kernel
-
-
-def read_between(first, x, o, scratch):
-    """Half of scratch is stored, then some of it is read, then the rest is stored."""
-    scratch[0:4, :] = x[0:4, :]
-    o[...] = x[...]
-    o[0:first, :] = scratch[0:first, :]
-    scratch[4:8, :] = x[4:8, :]
-
-
-def row_for_each_program(x, o, scratch):
-    scratch[pl.program_id(0), :] = x[0, :]
-    o[...] = x[...]
-
-    @pl.when(pl.program_id(0) == pl.num_programs(0) - 1)
-    def _():
-        o[...] = scratch[...]
-
-
-def waits_for(rows, x, o, buffer, semaphore):
-    """The wait names ``rows`` rows of a buffer to which eight are copied, or four."""
-    copied = pltpu.make_async_copy(x.at[pl.ds(0, rows)], buffer.at[pl.ds(0, rows)], semaphore)
-    copied.start()
-    pltpu.make_async_copy(x, buffer, semaphore).wait()
-    o[...] = buffer[...]
-
-
-def ones(x, o):
-    o[...] = jnp.ones_like(o)
-
-
-def ones_at_first(axis, x, o):
-    @at(0, axis)
-    def _():
-        ones(x, o)
-
-
-def rows_at_first(x, o):
-    """All of a block in the first step, half of it in the others."""
-    o[0:4, :] = jnp.ones((4, 128))
-
-    @at(0)
-    def _():
-        o[4:8, :] = jnp.ones((4, 128))
-
-
-def ones_at_first_or_by_data(x, o):
-    @pl.when((pl.program_id(0) == 0) | (x[0, 0] > 0))
-    def _():
-        ones(x, o)
-
-
-def ones_at_first_else_by_data(x, o):
-    ones_at_first(0, x, o)
-
-    @pl.when(pl.program_id(0) != 0)
-    def _():
-        @pl.when(x[0, 0] > 0)
-        def _():
-            ones(x, o)
-
-
-def ones_where_it_wraps(x, o):
-    """The condition holds: unsigned numbers wrap around."""
-
-    @pl.when(pl.program_id(0).astype(jnp.uint32) - jnp.uint32(1) > jnp.uint32(5))
-    def _():
-        ones(x, o)
-
-
-def row_after_additions(x, o):
-    row = pl.program_id(0)
-    for _ in range(3000):
-        row = row + 1
-    o[pl.ds(row, 1), :] = x[0:1, :]
-
-
-def nothing(x, o):
-    pass
+def float_scatter_add(counts, x, o):
+    o[...] = x[...].at[counts[...]].add(1.0)
 
 
 # --- neighbours that are proven --------------------------------------------------------------
@@ -485,46 +223,11 @@ def copy(x, o):
     o[...] = x[...]
 
 
-def constant(o):
-    o[...] = jnp.ones(ROWS)
-
-
 def local_copy(x, o, buffer, semaphore):
     copied = pltpu.make_async_copy(x, buffer, semaphore)
     copied.start()
     copied.wait()
     o[...] = buffer[...]
-
-
-def local_copies_in_turn(x, o, buffer, semaphores):
-    """Two buffers in turn, the next copy under way while this one is used."""
-
-    def copied(i):
-        slot = lax.rem(i, 2)
-        return pltpu.make_async_copy(x.at[pl.ds(i * 8, 8)], buffer.at[slot], semaphores.at[slot])
-
-    copied(0).start()
-
-    def body(i, total):
-        @pl.when(i < 3)
-        def _():
-            copied(i + 1).start()
-
-        copied(i).wait()
-        return total + buffer[lax.rem(i, 2)]
-
-    o[...] = lax.fori_loop(0, 4, body, jnp.zeros(ROWS))
-
-
-def updated_in_place(x, o, buffer, semaphore):
-    def copied(source, target):
-        copy = pltpu.make_async_copy(source, target, semaphore)
-        copy.start()
-        copy.wait()
-
-    copied(o, buffer)
-    buffer[...] = buffer[...] * 2
-    copied(buffer, o)
 
 
 def local_signal(x, o, semaphore):
@@ -540,193 +243,47 @@ def unused_place(x, o):
 
 def seeded_bits(counts, x, o):
     pltpu.prng_seed(counts[0], pl.program_id(0))
-    o[...] = x[...] + pltpu.prng_random_bits(ROWS).astype(jnp.float32)
+    o[...] = x[...] + bits()
 
 
-def seeded_once(counts, x, o):
-    @at(0)
-    def _():
-        pltpu.prng_seed(counts[0])
+def seeded_by_a_constant(x, o):
+    pltpu.prng_seed(7)
+    o[...] = pltpu.stateful_uniform(ROWS)
 
-    o[...] = x[...] + pltpu.prng_random_bits(ROWS).astype(jnp.float32)
+
+def seeded_on_both_paths(counts, x, o):
+    lax.cond(counts[0] > 0, lambda: pltpu.prng_seed(counts[1]), lambda: pltpu.prng_seed(0))
+    o[...] = x[...] + lax.fori_loop(0, 3, lambda i, total: total + bits(), jnp.zeros(ROWS))
+
+
+def bits_of_a_key(x, o):
+    key = jax.random.key(3, impl="pallas_tpu")
+    o[...] = x[...] + jax.random.uniform(jax.random.fold_in(key, 1), ROWS)
 
 
 def integer_atomic(counts, into, o):
     plt.atomic_add(o, (0,), counts[0])
 
 
-def scratch_chosen(counts, x, o, scratch):
-    def store(value):
-        scratch[...] = value
-
-    lax.cond(counts[0] > 0, lambda: store(x[...]), lambda: store(-x[...]))
+def scratch_filled_if_data_says_so(x, o, scratch):
+    """Whether it is well formed depends on data: splash attention and megablox are like this."""
+    pl.when(x[0, 0] > 0)(lambda: scratch.__setitem__(..., x[...]))
     o[...] = scratch[...]
 
 
-def scratch_stored_in_a_loop_that_runs(x, o, scratch):
-    def body(i, carry):
-        scratch[...] = x[...] * i
-        return carry
-
-    lax.fori_loop(0, 3, body, 0)
-    o[...] = scratch[...]
+def set_in_a_value(x, o):
+    o[...] = x[...].at[0].set(1.0).at[1, 2].max(3.0)
 
 
-def stored_in_the_first_round(counts, x, o, scratch):
-    def body(i):
-        @pl.when(i == 0)
-        def _():
-            scratch[...] = jnp.zeros(ROWS)
-
-        scratch[...] += x[...]
-        return i + 1
-
-    lax.while_loop(lambda i: i < counts[0], body, 0)
-    o[...] = x[...]
-
-
-def dropped_in_the_first_round(counts, x, o, scratch):
-    def body(i):
-        before = jnp.where(i == 0, jnp.zeros(ROWS), scratch[...])
-        scratch[...] = before + x[...]
-        return i + 1
-
-    lax.while_loop(lambda i: i < counts[0], body, 0)
-    o[...] = x[...]
-
-
-def summed_in_scratch(x, o, scratch):
-    @at(0)
-    def _():
-        scratch[...] = jnp.zeros(ROWS)
-
-    scratch[...] += x[...]
-
-    @at(1)
-    def _():
-        o[...] = scratch[...]
-
-
-def masked_load(x, o):
-    mask = lax.broadcasted_iota(jnp.int32, ROWS, 0) < 4
-    o[...] = plt.load(x, mask=mask)
-
-
-def masked_load_with_other(x, o):
-    mask = lax.broadcasted_iota(jnp.int32, ROWS, 0) < 4
-    o[...] = plt.load(x, mask=mask, other=0.0)
-
-
-def kept_by_data(x, o):
-    o[...] = jnp.where(x[...] > 0, x[...], o[...])
-
-
-def kept_by_a_mask(counts, x, o):
-    mask = lax.broadcasted_iota(jnp.int32, ROWS, 0) < counts[0]
-    o[...] = jnp.where(mask, x[...], o[...])
-
-
-def kept_in_the_last_step(counts, x, o):
-    @at(1)
-    def _():
-        kept_by_a_mask(counts, x, o)
-
-
-def output_masked_by_a_count(counts, x, o):
-    plt.store(o, x[...], mask=lax.broadcasted_iota(jnp.int32, ROWS, 0) < counts[0])
-
-
-def scratch_masked_by_data(x, o, scratch):
-    plt.store(scratch, x[...], mask=x[...] > 0)
-    o[...] = scratch[...]
-
-
-def scratch_masked_by_a_count(counts, x, o, scratch):
-    plt.store(scratch, x[...], mask=lax.broadcasted_iota(jnp.int32, ROWS, 0) < counts[0])
-    o[...] = scratch[...]
-
-
-def kept_after_zeros(x, o, scratch):
-    scratch[...] = jnp.zeros(ROWS)
-    scratch[...] = jnp.where(x[...] > 0, x[...], scratch[...])
-    o[...] = scratch[...]
-
-
-def read_in_later_rounds(counts, x, o, scratch):
-    """Half of scratch is stored in the round before the one that reads it."""
-    scratch[0:4, :] = x[0:4, :]
-    o[...] = x[...]
-
-    def body(i):
-        @pl.when(i > counts[1])
-        def _():
-            o[...] = scratch[...]
-
-        scratch[4:8, :] = x[4:8, :]
-        return i + 1
-
-    lax.while_loop(lambda i: i < counts[0], body, 0)
-
-
-def row_that_data_chooses(counts, x, o, scratch):
-    """What is read is a row that the round before may have stored, or another."""
-    o[...] = x[...]
-    scratch[0, :] = x[0, :]
-
-    def body(i, _):
-        row = counts[i]
-        o[0:1, :] = scratch[pl.ds(row, 1), :]
-        scratch[pl.ds(row, 1), :] = x[0:1, :]
-
-    lax.fori_loop(0, 3, body, None)
-
-
-def read_in_a_later_step(x, o, scratch):
-    """Half of scratch is stored in the second step, and all of it read in the third."""
-    scratch[0:4, :] = x[0:4, :]
-
-    @at(2)
-    def _():
-        o[...] = scratch[...]
-
-    @at(1)
-    def _():
-        scratch[4:8, :] = x[4:8, :]
-
-
-def output_read_in_later_steps(x, o):
-    """Half of the output is stored in the step before the one that reads it."""
-    o[0:4, :] = x[0:4, :]
-
-    @pl.when(pl.program_id(0) > 0)
-    def _():
-        o[...] += x[...]
-
-    o[4:8, :] = x[4:8, :]
-
-
-def rows_stored_one_by_one(x, o, scratch):
-    scratch[0:4, :] = x[0:4, :]
-    scratch[4:8, :] = x[4:8, :]
-    o[0:4, :] = scratch[4:8, :]
-    o[4:8, :] = scratch[0:4, :]
-
-
-def halves_stored(x, o, scratch):
-    scratch[0:4, :] = x[0:4, :]
-    scratch[4:8, :] = x[4:8, :]
-    o[...] = scratch[...]
-
-
-def output_stored_if_a_count_says_so(counts, x, o):
-    @pl.when(counts[0] > 0)
-    def _():
-        o[...] = x[...]
-
-
-def printed(x, o):
+def checked_and_printed(x, o):
+    pl.debug_check(x[0, 0] > 0, "it is negative")
     pl.debug_print("x is {}", x[0, 0])
     o[...] = x[...]
+
+
+def place_in_the_grid(x, o):
+    pl.delay(10)
+    o[...] = x[...] + pl.program_id(0) / pl.num_programs(0)
 
 
 def nested(x, o):
@@ -752,25 +309,24 @@ def nested(x, o):
 def inside(kernel, how):
     """Return a kernel that does what ``kernel`` does, inside a nested jaxpr."""
 
-    def jitted(x, o):
-        jax.jit(lambda: kernel(x, o))()
+    def jitted(*refs):
+        jax.jit(lambda: kernel(*refs))()
 
-    def branched(x, o):
-        lax.cond(x[0, 0] > 0, lambda: kernel(x, o), lambda: copy(x, o))
+    def branched(*refs):
+        lax.cond(refs[0][0, 0] > 0, lambda: kernel(*refs), lambda: copy(*refs[:2]))
 
-    def scanned(x, o):
-        lax.fori_loop(0, 2, lambda i, c: (kernel(x, o), c)[1], 0)
+    def scanned(*refs):
+        lax.fori_loop(0, 2, lambda i, c: (kernel(*refs), c)[1], 0)
 
-    def looped(x, o):
+    def looped(*refs):
         def body(i):
-            kernel(x, o)
+            kernel(*refs)
             return i + 1
 
-        copy(x, o)
         lax.while_loop(lambda i: i < 2, body, 0)
 
-    def scoped(x, o):
-        pl.run_scoped(lambda _: kernel(x, o), VMEM)
+    def scoped(*refs):
+        pl.run_scoped(lambda _: kernel(*refs), VMEM)
 
     return locals()[how]
 
@@ -782,7 +338,7 @@ def mosaic(body, *, scratch=(), out=jax.ShapeDtypeStruct((128,), jnp.float32), *
     """Call a kernel of Mosaic GPU on one array."""
 
     def run():
-        return plgpu.kernel(body, out_shape=out, scratch_shapes=list(scratch), **kwargs)(
+        return plgpu.kernel(body, out_type=out, scratch_types=list(scratch), **kwargs)(
             jnp.zeros((128,), jnp.float32)
         )
 
@@ -793,25 +349,13 @@ SMEM = plgpu.SMEM((128,), jnp.float32)
 BARRIER = plgpu.Barrier()
 
 
-def smem_copy(x, o, smem, barrier):
+def smem_copy(x, o, smem, barrier, *, reduction_op=None):
     plgpu.copy_gmem_to_smem(x, smem, barrier)
     plgpu.barrier_wait(barrier)
     smem[...] = smem[...] * 2
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem, o)
+    plgpu.copy_smem_to_gmem(smem, o, reduction_op=reduction_op)
     plgpu.wait_smem_to_gmem(0)
-
-
-def smem_without_wait(x, o, smem, barrier):
-    plgpu.copy_gmem_to_smem(x, smem, barrier)
-    o[...] = smem[...]
-
-
-def smem_after_own_arrival(x, o, smem, barrier):
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
-    o[...] = smem[...]
-    smem[...] = x[...]
 
 
 def handed_over(x, o, smem, barrier):
@@ -827,43 +371,6 @@ def handed_over(x, o, smem, barrier):
     def _():
         plgpu.barrier_wait(barrier)
         o[...] = smem[...]
-
-
-def not_handed_over(x, o, smem, barrier):
-    """The thread that stores does not arrive at the barrier; the one that reads does."""
-
-    def reads():
-        plgpu.barrier_arrive(barrier)
-        plgpu.barrier_wait(barrier)
-        o[...] = smem[...]
-
-    def stores():
-        smem[...] = x[...]
-
-    lax.cond(lax.axis_index("wg") == 1, reads, stores)
-
-
-def handed_over_in_the_next_round(x, o, smem, barrier):
-    def body(i, carry):
-        @pl.when(i > 0)
-        def _():
-            plgpu.barrier_arrive(barrier)
-
-        smem[...] = x[...]
-        return carry
-
-    def reads():
-        plgpu.barrier_wait(barrier)
-        o[...] = smem[...]
-
-    lax.cond(lax.axis_index("wg") == 1, reads, lambda: lax.fori_loop(0, 2, body, None))
-
-
-def reducing_copy(x, o, smem, barrier):
-    plgpu.copy_gmem_to_smem(x, smem, barrier)
-    plgpu.barrier_wait(barrier)
-    plgpu.copy_smem_to_gmem(smem, o, reduction_op="add")
-    plgpu.wait_smem_to_gmem(0)
 
 
 def peer(x, o):

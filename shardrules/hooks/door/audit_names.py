@@ -43,14 +43,20 @@ AUDIT_MODULES = tuple(
             "pjit custom_derivatives prng random random.prng random.core random.threefry2x32 "
             "random.threefry4x32 random.philox2x32 random.philox4x32",
         ),
+        ("checkify", "checkify"),
         ("state", "state.primitives state.discharge state.types state.indexing"),
-        ("pallas", "pallas.primitives pallas.core pallas.einshape"),
+        ("pallas", "pallas.primitives pallas.core pallas.mpmd pallas.einshape"),
         ("tpu", "pallas.mosaic.primitives pallas.mosaic.pipeline"),
         ("sc", "pallas.mosaic.sc_primitives"),
         ("mgpu", "pallas.mosaic_gpu.primitives pallas.mosaic_gpu.core pallas.mosaic_gpu.lowering"),
         ("triton", "pallas.triton.primitives"),
     )
     for module in modules.split()
+)
+
+# By jax.random.key_impl's names, read in JAX 0.4.28 to 0.12.
+_PURE_GENERATORS = frozenset(
+    "threefry2x32 threefry4x32 philox2x32 philox4x32 rbg unsafe_rbg pallas_tpu".split()
 )
 
 
@@ -79,6 +85,22 @@ class AuditNames:
                     if isinstance(value, self.Primitive):
                         self._primitives.setdefault(value, f"{family}:{value.name}")
         return self._primitives.get(primitive)
+
+    def key_kind(self, aval: Any) -> str | None:
+        """Say what kind of generator random keys are of.
+
+        Returns:
+          ``pure``: its bits are a function of the key; ``stateful``: they are the device's own
+          generator's (``pltpu.stateful_uniform`` draws with such a key); ``unknown``: somebody
+          else's functions make them; None for what holds no keys.
+        """
+        generator = getattr(getattr(aval, "dtype", None), "_impl", None)
+        if generator is None:
+            return None
+        module = getattr(getattr(generator, "random_bits", None), "__module__", "")
+        if generator.name in _PURE_GENERATORS and module.startswith("jax._src."):
+            return "pure"
+        return "stateful" if generator.name == "_pallas_internal_stateful" else "unknown"
 
     def view(self, cls: type) -> str | None:
         """Return ``family:ClassName`` of a view of a ref; None for a class of somebody else."""

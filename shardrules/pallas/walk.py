@@ -1,0 +1,262 @@
+"""One walk over a kernel's jaxpr and those nested in it: what is there that is not an operand?"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from shardrules.hooks.door.audit_names import AuditNames
+from shardrules.pallas.allowlist import LOCAL, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS
+
+__all__ = ["Blocker", "Frame", "Walk", "is_semaphore", "mesh_axes", "place_of"]
+
+_MOST_EQUATIONS = 200_000  # a bound on the work, where jaxprs are nested in jaxprs
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocker:
+    """One thing in a kernel that keeps it from being proven.
+
+    Args:
+      primitive: the primitive's name.
+      reason: what is wrong with it, as the end of a sentence.
+      source: ``file:line`` of the kernel's code.
+      communicates: whether it shows that the kernel communicates or reads where its device
+        stands, so that a ``no_communication`` declaration can't be true.
+      axes: the mesh axes that it names.
+    """
+
+    primitive: str
+    reason: str
+    source: str
+    communicates: bool = False
+    axes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.primitive} at {self.source}: {self.reason}"
+
+
+def place_of(jaxpr: Any) -> str:
+    """Return ``file:line`` of the function that a jaxpr was traced from."""
+    info = getattr(jaxpr, "debug_info", None)
+    return getattr(info, "func_src_info", "").partition(" at ")[2] or "unknown place"
+
+
+def mesh_axes(mesh: Any) -> tuple[str, ...]:
+    """Return the axis names of a mesh of cores or threads."""
+    try:
+        return tuple(mesh.shape)
+    except (AttributeError, NotImplementedError, TypeError):
+        name = getattr(mesh, "axis_name", ())
+        return (name,) if isinstance(name, str) else tuple(name)
+
+
+def is_semaphore(aval: Any) -> bool:
+    """Whether a ref is one of semaphores or barriers."""
+    name = str(getattr(aval, "dtype", "")).lower()
+    return "sem" in name or "barrier" in name
+
+
+@dataclasses.dataclass
+class Buffer:
+    """One piece of memory, under all the names that nested jaxprs give it.
+
+    Args:
+      atomics: the kinds of the atomic operations on it.
+      otherwise: whether anything else reads or stores to it.
+      last: the last atomic operation.
+    """
+
+    atomics: set[str] = dataclasses.field(default_factory=set)
+    otherwise: bool = False
+    last: Any = None
+
+
+class Frame:
+    """One use of one jaxpr.
+
+    Args:
+      jaxpr: the jaxpr.
+      buffers: from variables to the buffers that they stand for, where that is known.
+      seeded: whether a seed was set on every path to here; it stays set.
+    """
+
+    def __init__(self, jaxpr: Any, buffers: dict[Any, Buffer], seeded: bool = False):
+        self.jaxpr = jaxpr
+        self.buffers = buffers
+        self.seeded = seeded
+
+    @functools.cached_property
+    def used(self) -> set:
+        """The variables that an equation or the jaxpr's result looks at."""
+        atoms = (*(a for eqn in self.jaxpr.eqns for a in eqn.invars), *self.jaxpr.outvars)
+        return {a for a in atoms if not hasattr(a, "val")}
+
+    def uses(self, eqn: Any) -> bool:
+        """Whether somebody looks at an equation's results (JAX names swaps' in any case)."""
+        return any(var in self.used for var in eqn.outvars)
+
+
+class Walk:
+    """The walk.
+
+    Args:
+      names: the door to JAX.
+      local_axes: axes that are the kernel's own (its grid, cores, threads), not the mesh's.
+      kernel_place: ``file:line`` of the kernel.
+      actions: what to do with a primitive that needs more than its name, from (walk, eqn, frame).
+    """
+
+    def __init__(
+        self,
+        names: AuditNames,
+        local_axes: Iterable[str],
+        kernel_place: str,
+        actions: Mapping[str | None, Callable[[Walk, Any, Frame], None]],
+    ):
+        self.names = names
+        self.actions = actions
+        self.local_axes = set(local_axes)
+        self.kernel_place = kernel_place
+        self.blockers: list[Blocker] = []
+        self._buffers: list[Buffer] = []
+        self._unknown = self.buffer()  # whatever a variable of unknown origin stands for
+        self._left = _MOST_EQUATIONS
+
+    # Messages.
+
+    def block(self, eqn: Any, reason: str, communicates: bool = False, axes=()) -> None:
+        """Note that an equation is not allowed."""
+        place = self.names.place(eqn) or self.kernel_place
+        self.blockers.append(Blocker(eqn.primitive.name, reason, place, communicates, tuple(axes)))
+
+    # Jaxprs.
+
+    def run(self, frame: Frame) -> None:
+        """Walk over a jaxpr."""
+        eqns = frame.jaxpr.eqns
+        before, self._left = self._left, self._left - len(eqns)
+        if self._left < 0:
+            if before >= 0:
+                self.block(
+                    eqns[0],
+                    f"the kernel has more than {_MOST_EQUATIONS} equations, nested ones counted at "
+                    "each use",
+                )
+            return
+        for eqn in eqns:
+            name = self.names.primitive(eqn.primitive)
+            if name in PURE:
+                continue
+            action = self.actions.get(name)
+            if action is not None:
+                action(self, eqn, frame)
+            elif name in LOCAL:
+                self.touch(eqn, frame)
+            else:
+                self._refuse(eqn, name)
+
+    def _refuse(self, eqn: Any, name: str | None) -> None:
+        reason, communicates = (
+            REFUSED.get(str(name))
+            or REFUSED.get(f"{str(name).partition(':')[0]}:*")
+            or ("it is not on the audit's allow list", False)
+        )
+        axes = _axes_of(eqn)
+        mine = bool(axes) and set(axes) <= self.local_axes
+        self.block(eqn, reason, communicates and not mine, axes)
+
+    def enter(self, jaxpr: Any, frame: Frame, atoms: Iterable[Any], consts: bool = False) -> Frame:
+        """Walk over a jaxpr inside an equation; return its frame.
+
+        Args:
+          jaxpr: the jaxpr, open or closed.
+          frame: the equation's.
+          atoms: what its variables are, in order (constvars first where it is open); None for
+            those that are new or not known.
+          consts: whether ``atoms`` are for its constvars alone.
+        """
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        variables = list(inner.invars) if inner is not jaxpr else [*inner.constvars, *inner.invars]
+        if consts:  # from JAX 0.12 each jaxpr is closed, and doesn't tell
+            variables = list(inner.constvars)
+        buffers = {
+            var: self.buffer_of(frame, atom)
+            for var, atom in zip(variables, atoms)
+            if atom is not None and self.is_ref(atom)
+        }
+        inside = Frame(inner, buffers, frame.seeded)
+        for var in inner.invars:
+            if var not in buffers and self.is_ref(var):
+                buffers[var] = self.buffer()
+        self.run(inside)
+        return inside
+
+    # Refs.
+
+    def is_ref(self, atom: Any) -> bool:
+        """Whether an atom is a ref."""
+        return isinstance(getattr(atom, "aval", None), self.names.AbstractRef)
+
+    def buffer(self) -> Buffer:
+        """Return a new buffer."""
+        self._buffers.append(Buffer())
+        return self._buffers[-1]
+
+    def buffer_of(self, frame: Frame, atom: Any) -> Buffer:
+        """Return the buffer that a variable stands for."""
+        return frame.buffers.get(atom, self._unknown)
+
+    def touch(self, eqn: Any, frame: Frame) -> bool:
+        """Note an equation that reads or stores; return whether all its views are local."""
+        for atom in eqn.invars:
+            if self.is_ref(atom):
+                self.buffer_of(frame, atom).otherwise = True
+        return self.is_local(eqn)
+
+    def is_local(self, eqn: Any) -> bool:
+        """Check the views of refs in an equation's parameters; block those of other devices."""
+        trees = [value for value in eqn.params.values() if hasattr(value, "node_data")]
+        problems = [problem for tree in trees for problem in self._strange_views(tree)]
+        for name, remote in problems:
+            self.block(
+                eqn,
+                f"{name} is a view of another device's memory"
+                if remote
+                else f"{name} is a view of a ref that the audit does not know",
+                remote,
+            )
+        return not problems
+
+    def _strange_views(self, tree: Any):
+        data = tree.node_data()
+        if data is None:
+            return
+        cls = data[0]
+        if cls not in (tuple, list, dict, type(None)):
+            name = self.names.view(cls)
+            if name not in TRANSFORMS:
+                yield cls.__name__, name in REMOTE_TRANSFORMS
+        for child in tree.children():
+            yield from self._strange_views(child)
+
+    def finish(self) -> None:
+        """Look at what atomic operations share their memory with."""
+        for buffer in self._buffers:
+            if len(buffer.atomics) > 1 or (buffer.atomics and buffer.otherwise):
+                self.block(
+                    buffer.last,
+                    "its ref is also read or stored to in other ways, and the order of the two is "
+                    "not fixed",
+                )
+
+
+def _axes_of(eqn: Any) -> tuple[str, ...]:
+    found: list[str] = []
+    for key in ("axis_name", "axes", "axis_names", "collective_axes"):
+        value = eqn.params.get(key)
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        found += [a for a in values if isinstance(a, str)]
+    return tuple(dict.fromkeys(found))

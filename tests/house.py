@@ -49,10 +49,6 @@ NO_JAX = {
 NO_JAX_FILES = {"budget.py", "expectations.py", "updates.py", "pytest_plugin.py"}
 
 
-# Files that import each other and are still to be parted.
-CIRCLE = {"shardrules.pallas.actions", "shardrules.pallas.events"}
-
-
 def imports(source):
     """Yield each module that a source file imports, ``from x import y`` as x.y too."""
     for node in ast.walk(ast.parse(source)):

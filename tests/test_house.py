@@ -72,11 +72,7 @@ def test_imports_run_one_way(path):
 
 
 # Still to be split.
-LONG = {
-    "hlo/proof/verdict.py",
-    "hlo/reader/parser.py",
-    "hooks/autodiff/custom_vjp.py",
-}
+LONG = {"hlo/proof/verdict.py", "hlo/reader/parser.py", "hooks/autodiff/custom_vjp.py"}
 
 
 def test_there_is_no_circle():

@@ -20,7 +20,9 @@ import threading
 from typing import Any
 
 from shardrules.errors import RuleError
-from shardrules.hooks.autodiff.custom_vjp import Bwd, CustomVjpHooks, Parts, inner_jaxprs
+from shardrules.hooks.autodiff.bwd import Bwd, Parts
+from shardrules.hooks.autodiff.custom_vjp import CustomVjpHooks
+from shardrules.hooks.autodiff.origins import inner_jaxprs
 from shardrules.hooks.calls.opaque import Known, resolve
 from shardrules.hooks.calls.pallas_call import PallasHooks
 from shardrules.hooks.calls.primitives import PrimitiveHooks
@@ -41,7 +43,9 @@ class _Run:
       args: its arguments.
       axes: the mesh's.
       parts: what it belongs to.
-      arriving: the axis types of its outputs' cotangents.
+      primals: the axis types of its primals.
+      entering: those of its arguments, leaf by leaf, its outputs' cotangents last.
+      arriving: how many these are.
       returned: whether it has.
       matched: how many cotangents were.
     """
@@ -50,7 +54,9 @@ class _Run:
     args: tuple[Any, ...]
     axes: frozenset[str]
     parts: Parts
-    arriving: tuple[AxisType, ...] = ()
+    primals: tuple[AxisType, ...] = ()
+    entering: tuple[AxisType, ...] = ()
+    arriving: int = 0
     returned: bool = False
     matched: int = 0
 
@@ -62,8 +68,18 @@ class _Bwd(Bwd):
         super().__init__(hooks, lambda *args: tuple(run.call(*args)), run.parts, run.args)
         self.run = run
 
+    @property
+    def mesh_axes(self):
+        return self.run.axes
+
+    def _entering(self):
+        return self.run.entering
+
     def _arriving(self):
-        return self.run.arriving
+        return self.run.entering[len(self.run.entering) - self.run.arriving :]
+
+    def _primals(self):
+        return self.run.primals
 
 
 class RepHooks(Hooks):
@@ -237,7 +253,8 @@ class RepHooks(Hooks):
         matched = getattr(rewritten, "call_wrapped", rewritten)
 
         def run(*args):
-            with self._run(_Run(call, args, frozenset(mesh.axis_names), parts)):
+            primals = tuple(_type(mesh, rep) for rep in reps_dst)
+            with self._run(_Run(call, args, frozenset(mesh.axis_names), parts, primals)):
                 return matched(*args)
 
         return self.jax.wrapped(run, rewritten)
@@ -250,10 +267,11 @@ class RepHooks(Hooks):
 
             run = running[-1]
             run.parts = parts
-            run.arriving = tuple(
+            run.entering = tuple(
                 AxisType(run.axes - frozenset(leaf.rep)) if hasattr(leaf, "rep") else AxisType()
-                for leaf in jax.tree_util.tree_leaves(args[-1])
+                for leaf in jax.tree_util.tree_leaves(args)
             )
+            run.arriving = len(jax.tree_util.tree_leaves(args[-1]))
 
     def _match_replication(self, src, dst, x):
         """Sum a cotangent that varies where its primal doesn't, if it can't be whole already."""
@@ -269,7 +287,7 @@ class RepHooks(Hooks):
         path = (SequenceKey(index),)
         have, want = (AxisType(run.axes - frozenset(rep)) for rep in (src, dst))
         bwd = _Bwd(self.custom_vjp, run)
-        bwd.check_dropped(path, have, want)
+        bwd.check_sums(path, have, want)
         if have.varying - want.varying:
             bwd.check_share(path, have.varying - want.varying, have, want)
         return self.jax.match_replication(src, dst, x)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shardrules.errors import AxisError, ShardrulesError
-from shardrules.hooks.autodiff.custom_vjp import inner_jaxprs
+from shardrules.hooks.autodiff.origins import inner_jaxprs
 from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.state import State
 from shardrules.registry.axistypes import AxisType, show_axes

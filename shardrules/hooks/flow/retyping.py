@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from shardrules.hooks.autodiff.custom_vjp import inner_jaxprs
+from shardrules.hooks.autodiff.origins import inner_jaxprs
 from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches

@@ -1,0 +1,450 @@
+"""One run of a custom_vjp's bwd: the cotangents that it returns, and what its jaxpr says of them.
+
+A bwd is written for one device. Whether what it returns is this device's share of a gradient, or
+the whole already, follows from what it communicates and from how its cotangents arrive; where it
+does not follow, the answer is an error that shows both right forms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardrules.errors import CotangentError
+from shardrules.hooks.autodiff.origins import (
+    CASTS,
+    NOWHERE,
+    Origin,
+    Origins,
+    equations,
+    inner_jaxprs,
+    named_axes,
+)
+from shardrules.hooks.autodiff.traced import Trace
+from shardrules.hooks.state import COLLECT
+from shardrules.registry.axistypes import AxisType, Effect
+
+__all__ = ["Bwd", "Parts"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """What a bwd belongs to.
+
+    Args:
+      name: the bwd's, for messages.
+      fwd: the custom_vjp's fwd, as JAX wraps it.
+      in_tree: the pytree of the primal inputs.
+      in_avals: their avals.
+    """
+
+    name: str
+    fwd: Any
+    in_tree: Any
+    in_avals: tuple[Any, ...]
+
+
+class Bwd:
+    """One run of a bwd.
+
+    Args:
+      hooks: the hooks.
+      bwd: the function.
+      parts: what it belongs to.
+      args: what it was called with: residuals, and the outputs' cotangents.
+    """
+
+    def __init__(self, hooks, bwd, parts: Parts, args):
+        self.hooks = hooks
+        self.jax = hooks.jax
+        self.bwd = bwd
+        self.parts = parts
+        self.args = args
+        self._traced: Trace | None = None
+        self._forward: tuple[Any] | None = None
+        self._origins: dict[Any, Origins] = {}
+
+    def cotangents(self) -> Any:
+        """Run bwd.
+
+        Where a cotangent may vary over more axes than its primal, bwd's jaxpr will be asked about
+        it. Then bwd is traced to that jaxpr and this is what runs: tracing its kernels twice would
+        double the time that the backward pass takes to trace.
+        """
+        entering = frozenset().union(*(t.varying for t in self._entering()))
+        wanted = map(self.jax.cotangent_type, self.parts.in_avals)
+        if all(entering <= want.axes for want in wanted):
+            return self.bwd(*self.args)
+        return self._trace().run()
+
+    # What the jaxpr shows.
+
+    def check_share(self, path, axes: frozenset[str], have: AxisType, want: AxisType) -> None:
+        """Raise unless this cotangent is one device's share of the sum over ``axes``.
+
+        It is, if nothing that it depends on communicates over them, and each cotangent on which it
+        depends varies over them. Where one is invariant, the outputs are one value for all devices,
+        and what varies came from a residual: of an argument that was gathered before, it may be
+        the whole.
+
+        Raises:
+          CotangentError: naming the cause, and both right ways to write the bwd.
+        """
+        # Asked of all of bwd first: then it is so for each of its parts.
+        for what in self._communicates(self._trace().closed.jaxpr, axes):
+            for what in self._communicates(self._sliced(path), axes):
+                raise self._undecided(path, axes, have, want, f"bwd holds {what}")
+            break
+        arriving = self._arriving()
+        if all(axes <= one.varying | one.unreduced for one in arriving):
+            return
+        first = len(self._entering()) - len(arriving)
+        used = [i - first for i in self._leaves(self._origin(path)) if i >= first]
+        for i in used:
+            whole = axes - arriving[i].varying - arriving[i].unreduced
+            if whole:
+                raise self._undecided(
+                    path,
+                    whole,
+                    have,
+                    want,
+                    f"the cotangent that arrives for output {i} is invariant over {_show(whole)}: "
+                    "what varies comes from a residual or an argument, and these may be gathered",
+                )
+        if not used and not self._is_zero(path):
+            raise self._undecided(
+                path, axes, have, want, "it depends on no cotangent that arrives, only on residuals"
+            )
+
+    def check_sums(self, path, have: AxisType, want: AxisType) -> None:
+        """Raise if what this cotangent depends on sums what is equal on the devices it sums over.
+
+        The cotangent of an output that is invariant over an axis arrives summed over it; a bwd that
+        is right with the check off (psum, psum_scatter) then gives N times the gradient. Only a
+        forward that itself sums equal values over the axis has such a bwd.
+
+        Raises:
+          CotangentError: naming the reduction, and the right forms.
+        """
+        arriving = frozenset().union(*(t.varying | t.unreduced for t in self._arriving()))
+        dropped = (want.varying | want.unreduced) - arriving
+        reductions = list(
+            self._communicates(self._trace().closed.jaxpr, self.mesh_axes, reductions=True)
+        )
+        if not reductions:
+            return
+        # JAX accepts a bwd that varies as its primal does. It may be right where no kernel
+        # dropped the axis (a forward that is more than one reduction); where one did, it is not.
+        by = next(self._communicates(self._sliced(path), dropped, reductions=True), None)
+        if dropped and by is not None:
+            kernel = self._dropping(dropped)
+            if kernel is not None or not dropped <= have.varying:
+                raise self._summed(path, dropped, have, want, by, kernel)
+        first = len(self._entering()) - len(self._arriving())
+        for one in self._of(path).reductions:
+            equal = one.axes - one.origin.axes
+            if equal and any(i >= first for i in self._leaves(one.origin)):
+                if one.divisor == self._size(equal) or one.divisor == self._size(one.axes):
+                    continue  # pmean
+                equal -= self._sums_equals()
+                if equal:
+                    raise self._summed(path, equal, have, want, one.text, self._dropping(equal))
+
+    def check_invariant(self, path, axes: frozenset[str]) -> None:
+        """Raise unless a cotangent's type says rightly that it is invariant over ``axes``.
+
+        JAX refuses a cotangent that varies less than its primal, and a cast makes it pass: where
+        the type is wrong (an opaque primitive that JAX types as invariant), that error was the
+        only sign of it.
+
+        Raises:
+          CotangentError: naming the equation that lost the axes.
+        """
+        jax = self.jax
+        for equation in equations(self._sliced(path)):
+            name = equation.primitive.name
+            if self.hooks.state.known_of(equation.primitive, equation.params) is not None:
+                continue
+            inputs = equation.invars[:1] if name == "cond" else equation.invars  # its predicate
+            if name != "cond" and next(inner_jaxprs(equation.params), None) is not None:
+                continue
+            entering = frozenset().union(*(jax.axis_type(v.aval).varying for v in inputs))
+            lost = (entering & axes) - named_axes(equation.params)
+            for out in equation.outvars:
+                kept = jax.axis_type(out.aval)
+                if lost - kept.axes:
+                    from jax.tree_util import keystr
+
+                    names = _quoted(lost - kept.axes)
+                    raise CotangentError(
+                        f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} "
+                        f"that is typed invariant over {{{names}}}, but it depends on {name}, "
+                        f"which takes what varies over them and whose result JAX types as "
+                        f"invariant. Cast its result: shardrules.vary(x, {names}).",
+                        path=path,
+                        axes=lost,
+                    )
+
+    # The errors.
+
+    def _undecided(self, path, axes, have, want, why: str) -> CotangentError:
+        from jax.tree_util import keystr
+
+        names = _quoted(axes)
+        whole = f"shardrules.already_summed(ct, {names})"
+        if not self.jax.typed:
+            whole = f"jax.lax.pmean(ct, ({names},))"
+        share = (
+            "; a bwd that serves varying ones too is to return its share as it is, and this primal "
+            f"to be cast where the function is called, shardrules.vary(x, {names})"
+            if self.jax.typed
+            else ""
+        )
+        return CotangentError(
+            f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} that is "
+            f"{have}, for a primal that asks for {want}. One psum over {{{names}}} is missing if "
+            "it is this device's share, and none if it is the full sum already; which of them "
+            f"can't be told, because {why}. If it is a share, return jax.lax.psum(ct, ({names},)) "
+            f"from bwd. If it is summed already, return {whole}. Both are for primals that are "
+            f"invariant over {{{names}}}, as here{share}.",
+            path=path,
+            axes=axes,
+            have=have,
+            want=want,
+        )
+
+    def _summed(self, path, axes, have, want, by: str, kernel: str | None) -> CotangentError:
+        from jax.tree_util import keystr
+
+        names = _quoted(axes)
+        return CotangentError(
+            f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} that it "
+            f"reduces over {{{names}}} (by {by}), but the forward's outputs are "
+            f"invariant over {{{names}}}{f' (by {kernel})' if kernel else ''}, so the cotangent "
+            "that bwd receives is the sum over them already, and would be counted once for each "
+            "device. After an all-reduce, pass it on:\n    return (ct,)\nafter an all-gather, "
+            f"take this device's slice:\n    i = jax.lax.axis_index({sorted(axes)[0]!r})\n"
+            "    return (jax.lax.dynamic_slice_in_dim(ct, i * n, n),)\n"
+            f"and after the identity of a primal that is invariant over {{{names}}}, pass it on "
+            f"too. {self._for_both(names)}",
+            path=path,
+            axes=axes,
+            have=have,
+            want=want,
+        )
+
+    def _for_both(self, names: str) -> str:
+        """Say what to do where one function sums shares at one use, and equal copies at another."""
+        use = "Where the same function is to sum equal copies of such a primal, as the outer f of "
+        if not self.jax.typed:  # nothing can be cast there
+            return (
+                f"{use}f(f(x)) does, call another one there, whose bwd counts the copies:\n"
+                f"    return (ct * jax.lax.psum(1, ({names},)),)"
+            )
+        return (
+            f"{use}f(f(x)) does, cast it at the call, f(shardrules.vary(x, {names})): then these "
+            "forms are right for both uses."
+        )
+
+    # How they are found.
+
+    @property
+    def mesh_axes(self) -> frozenset[str]:
+        """The manual mesh axes."""
+        return frozenset(self.jax.manual_axes())
+
+    def _size(self, axes: frozenset[str]) -> int:
+        import jax
+
+        return jax.lax.psum(1, tuple(sorted(axes)))
+
+    def _entering(self) -> Sequence[AxisType]:
+        """Return the axis type of each leaf of the arguments; the cotangents' come last."""
+        import jax
+
+        return [self._type(leaf) for leaf in jax.tree_util.tree_leaves(self.args)]
+
+    def _arriving(self) -> Sequence[AxisType]:
+        """Return the axis types of the outputs' cotangents."""
+        import jax
+
+        return [self._type(leaf) for leaf in jax.tree_util.tree_leaves(self.args[-1])]
+
+    def _type(self, leaf: Any) -> AxisType:
+        import jax
+
+        if isinstance(leaf, self.jax.SymbolicZero):
+            return self.jax.axis_type(leaf.aval)
+        return (
+            self.jax.axis_type(self.jax.typeof(leaf)) if isinstance(leaf, jax.Array) else AxisType()
+        )
+
+    def _primals(self) -> Sequence[AxisType]:
+        """Return the axis type of each primal."""
+        return [self.jax.axis_type(aval) for aval in self.parts.in_avals]
+
+    def _leaves(self, origin: Origin) -> set[int]:
+        """Return the leaves of the arguments that are an origin's inputs."""
+        return {self._trace().dynamic[i] for i in origin.inputs}
+
+    def _of(self, path) -> Origins:
+        """Return the origins of what one cotangent depends on."""
+        if path not in self._origins:
+            entering = self._entering()
+            self._origins[path] = Origins(
+                self.jax,
+                self.hooks.state.known_of,
+                self.mesh_axes,
+                self._sliced(path),
+                [_input(at, entering[leaf]) for at, leaf in enumerate(self._trace().dynamic)],
+            )
+        return self._origins[path]
+
+    def _origin(self, path) -> Origin:
+        joined = NOWHERE
+        for one in self._of(path).outputs:
+            joined |= one
+        return joined
+
+    def _is_zero(self, path) -> bool:
+        """Whether a cotangent is a constant zero, as ``jnp.zeros`` makes it."""
+        jaxpr = self._sliced(path)
+        constants = set(jaxpr.constvars)
+        return not self._origin(path).inputs and all(
+            eqn.primitive.name in CASTS | _OF_ZEROS
+            and all(not a.val if hasattr(a, "val") else a not in constants for a in eqn.invars)
+            for eqn in equations(jaxpr)
+        )
+
+    def _fwd(self) -> tuple[Any] | None:
+        """Trace the forward once more; None where that can't be done.
+
+        It may close over values of a trace that has ended.
+        """
+        if self._forward is None and self.parts.fwd is not None:
+            import jax
+
+            structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.parts.in_avals]
+
+            def run(*flat):
+                flat = [
+                    self.jax.cast(x, self.jax.axis_type(a))
+                    for x, a in zip(flat, self.parts.in_avals)
+                ]
+                return self.parts.fwd.call_wrapped(
+                    *jax.tree_util.tree_unflatten(self.parts.in_tree, flat)
+                )
+
+            try:
+                self._forward = (jax.make_jaxpr(run)(*structs).jaxpr,)
+            except Exception:  # whatever a second trace runs into, the first one did not
+                self._forward = (None,)
+        return None if self._forward is None else self._forward[0]
+
+    def _dropping(self, axes: frozenset[str]) -> str | None:
+        """Describe an opaque call of the forward whose rule makes outputs invariant over ``axes``.
+
+        Where the forward can't be traced again, the answer is that it may.
+        """
+        jaxpr = self._fwd()
+        if jaxpr is None:
+            return None if self.parts.fwd is None else "a forward that can't be traced again"
+        for equation in equations(jaxpr):
+            known = self.hooks.state.known_of(equation.primitive, equation.params)
+            if known is not None and known.found is not None and known.found.rule.drops:
+                named = frozenset(known.found.rule.named_axes)
+                if not named or named & axes:
+                    return f"{known.call}, whose rule is {known.found.rule!r}"
+        return None
+
+    def _sums_equals(self) -> frozenset[str]:
+        """Return the axes over which the forward sums what is equal along them, as pmean may."""
+        jaxpr = self._fwd()
+        if jaxpr is None:
+            return frozenset()
+        origins = Origins(
+            self.jax,
+            self.hooks.state.known_of,
+            self.mesh_axes,
+            jaxpr,
+            [_input(at, one) for at, one in enumerate(self._primals())],
+        )
+        return frozenset().union(*(one.axes - one.origin.axes for one in origins.reductions))
+
+    def _sliced(self, path):
+        """Return the jaxpr of what one cotangent depends on."""
+        trace = self._trace()
+        used = [p == path for p in trace.paths]
+        if path not in trace.returned:  # a bwd that returns another structure each time
+            used = [True] * len(trace.paths)
+        return self.jax.dce_jaxpr(trace.closed.jaxpr, used, instantiate=True)[0]
+
+    def _trace(self) -> Trace:
+        """Trace bwd to a jaxpr, once."""
+        if self._traced is None:
+            self._traced = Trace(self.bwd, self.args)
+        return self._traced
+
+    def _communicates(
+        self, jaxpr, axes: frozenset[str], *, reductions: bool = False
+    ) -> Iterator[str]:
+        """Yield a description of each equation that may move data along ``axes``.
+
+        Args:
+          jaxpr: where to look, inner jaxprs included.
+          axes: mesh axes.
+          reductions: only what sums over them.
+        """
+        for equation in equations(jaxpr):
+            name = equation.primitive.name
+            known = self.hooks.state.known_of(equation.primitive, equation.params)
+            if known is not None:
+                yield from self._opaque(known, len(equation.outvars), axes, reductions)
+                continue
+            over = named_axes(equation.params) & axes
+            if (
+                over
+                and name not in CASTS
+                and name != "axis_index"
+                and (not reductions or any(word in name for word in _REDUCTIONS))
+            ):
+                yield f"{name} over {_show(over)}"
+
+    def _opaque(
+        self, known, output_count: int, axes: frozenset[str], reductions: bool
+    ) -> Iterator[str]:
+        if known.found is None:
+            if self.hooks.state.scope.policy != COLLECT:
+                yield f"{known.call}, which has no rule"
+            return
+        rule = known.found.rule
+        if reductions and not any(word in rule.name for word in ("all_reduce", "reduce_scatter")):
+            return
+        for effect in rule.effects(output_count) or (Effect("unknown"),):
+            if effect.kind in ("unknown", "typed"):
+                yield f"{known.call}, whose rule {rule!r} does not say what it communicates"
+            elif set(effect.axes) & axes:
+                yield f"{known.call}, whose rule is {rule!r}"
+
+
+# Parts of the names of JAX's primitives that sum over mesh axes.
+_REDUCTIONS = ("psum", "reduce_scatter")
+
+# Equations that make zeros of zeros.
+_OF_ZEROS = frozenset(
+    "broadcast_in_dim convert_element_type reshape squeeze transpose copy pjit jit "
+    "reduce_sum add mul neg".split()
+)
+
+
+def _input(at: int, type_: AxisType) -> Origin:
+    return Origin(frozenset((at,)), type_.varying | type_.unreduced)
+
+
+def _show(axes: frozenset[str]) -> str:
+    return f"{{{', '.join(sorted(axes))}}}"
+
+
+def _quoted(axes: frozenset[str]) -> str:
+    return ", ".join(map(repr, sorted(axes)))

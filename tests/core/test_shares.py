@@ -1,0 +1,260 @@
+"""Whether a bwd returns one device's share of a gradient or the whole: shown, or an error.
+
+Every program is executed on four devices along ``data`` and two along ``model``.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from core import kernels, versions
+from shardrules import errors
+
+X = np.arange(1, 9, dtype=np.float32)
+W = np.float32(2)
+pytestmark = pytest.mark.usefixtures("hooks")
+
+
+def op_of(fwd, bwd):
+    """Return the custom_vjp function of a fwd, which returns a result and residuals, and a bwd."""
+    op = jax.custom_vjp(lambda *args: fwd(*args)[0])
+    op.defvjp(fwd, bwd)
+    return op
+
+
+def gradient(body, mesh, *, axis="data", out=P(), x=X):
+    """The gradient of w, which is replicated, where x is split over an axis."""
+    f = versions.shard_map(body, mesh=mesh, in_specs=(P(), P(axis)), out_specs=out)
+    return jax.jit(jax.grad(lambda w: f(w, x).sum()))(W)
+
+
+def gather(x):
+    return lax.all_gather(x, "data", tiled=True)
+
+
+def mean_of(x):
+    """Return a fwd: the mean over data of the products with what ``x`` makes of x, saved."""
+
+    def fwd(w, a):
+        a = x(a)
+        return lax.pmean((w * a).sum(), "data"), (w, a)
+
+    return fwd
+
+
+def share(residuals, g):
+    w, a = residuals
+    return g * a.sum(), g * w * jnp.ones_like(a)
+
+
+def share_by_kernel(residuals, g):
+    w, a = residuals
+    g = jnp.broadcast_to(g, a.shape)
+    return kernels.call(kernels.copy_kernel, a.shape, g * a).sum(), g * w
+
+
+def share_in_a_loop(residuals, g):
+    w, a = residuals
+    (total, _), _ = lax.scan(lambda c, one: ((c[0] + c[1] * one, c[1]), None), (a[0] * 0, g), a)
+    return total, g * w * jnp.ones_like(a)
+
+
+def own_residuals(residuals, g):
+    del g
+    w, a = residuals
+    return a.sum(), w * jnp.ones_like(a)
+
+
+OF_GATHERED = {
+    "argument": (mean_of(lambda a: a), share, gather),
+    "kernel": (mean_of(lambda a: a), share_by_kernel, gather),
+    "loop": (mean_of(lambda a: a), share_in_a_loop, gather),
+    "no cotangent": (mean_of(lambda a: a), own_residuals, gather),
+    "jit": (mean_of(lambda a: a), jax.jit(share), gather),
+}
+
+
+@pytest.mark.parametrize("name", OF_GATHERED)
+def test_whole_gradient_of_gathered_features_is_not_summed_again(cpu_mesh, name):
+    """Four times the gradient, silently: the cotangent arrives whole, the features are gathered."""
+    sr.register("copy_kernel", sr.no_communication)
+    fwd, bwd, feed = OF_GATHERED[name]
+    op = op_of(fwd, bwd)
+    with pytest.raises(errors.CotangentError) as caught:
+        gradient(lambda w, x: op(w, feed(x)), cpu_mesh)
+    assert "jax.lax.psum(ct, ('data',))" in str(caught.value)
+    whole = "shardrules.already_summed(ct, 'data')"
+    assert (whole if versions.types_values() else "jax.lax.pmean(ct, ('data',))") in str(
+        caught.value
+    )
+
+
+def test_residual_that_fwd_gathers_and_saves(cpu_mesh):
+    """A contrastive loss with a learnable temperature, in short."""
+
+    def fwd(t, x):
+        features = gather(x)
+        return lax.pmean((t * features).sum(), "data"), features
+
+    op = op_of(fwd, lambda features, g: (g * features.sum(), jnp.zeros(2)))
+    with pytest.raises(errors.CotangentError, match="output 0 is invariant over {data}"):
+        gradient(op, cpu_mesh)
+
+
+def test_right_forms_for_gathered_features(cpu_mesh):
+    """Both that the error shows, and a mean, which makes equal values invariant on every JAX."""
+
+    def finished(finish):
+        op = op_of(
+            mean_of(lambda a: a), lambda res, g: (finish(share(res, g)[0]), share(res, g)[1])
+        )
+        return gradient(lambda w, x: op(w, gather(x)), cpu_mesh)
+
+    assert finished(lambda ct: lax.pmean(ct, "data")) == X.sum()
+    if versions.types_values():
+        assert finished(lambda ct: sr.already_summed(ct, "data")) == X.sum()
+    op = op_of(
+        mean_of(lambda a: a), lambda res, g: (lax.psum(share(res, g)[0] / 4, "data"), g * res[1])
+    )
+    assert gradient(op, cpu_mesh) == X.sum() / 4
+
+
+def test_residual_that_varies_through_a_cast_alone(cpu_mesh):
+    op = op_of(mean_of(lambda a: sr.vary(jnp.ones(2), "data") + 0 * a), share)
+    with pytest.raises(errors.CotangentError, match="can't be told"):
+        gradient(op, cpu_mesh)
+
+
+@pytest.mark.parametrize("feed", [lambda x: x, gather], ids=["own", "gathered"])
+def test_a_loss_for_each_device_is_a_share(cpu_mesh, feed):
+    op = op_of(lambda w, a: (w * a, (w, a)), lambda r, g: ((g * r[1]).sum(), g * r[0]))
+    assert gradient(lambda w, x: lax.pmean(op(w, feed(x)).sum(), "data"), cpu_mesh) == (
+        X.sum() / 4 if feed is not gather else X.sum()
+    )
+
+
+def two_outputs(bwd):
+    """An op with an output for each device, and one that is the same on all."""
+    return op_of(lambda w, a: ((w * a, w * w), (w, a)), bwd)
+
+
+def added(op):
+    def body(w, x):
+        mine, ours = op(w, x)
+        return lax.psum(mine.sum(), "data") + ours
+
+    return body
+
+
+def test_a_share_and_a_whole_cannot_be_summed_as_one(cpu_mesh):
+    """Right is 40; one psum over both gives 52."""
+
+    def bwd(res, g):
+        w, a = res
+        return (g[0] * a).sum() + 2 * w * g[1], g[0] * w
+
+    with pytest.raises(errors.CotangentError, match="output 1 is invariant over {data}"):
+        gradient(added(two_outputs(bwd)), cpu_mesh)
+
+
+def test_cotangents_that_it_does_not_depend_on_may_be_whole(cpu_mesh):
+    def bwd(res, g):
+        w, a = res
+        return jax.jit(lambda g, h: ((g * a).sum(), g * w + h))(*g)
+
+    op = op_of(lambda w, a: ((w * a, lax.psum(a.sum(), "data")), (w, a)), bwd)
+    assert gradient(added(op), cpu_mesh) == X.sum()
+
+
+def test_zeros_are_no_share(cpu_mesh):
+    op = op_of(
+        mean_of(lambda a: a),
+        lambda res, g: (jnp.zeros_like(res[1]).sum(), g * jnp.ones_like(res[1])),
+    )
+    assert gradient(op, cpu_mesh) == 0
+
+
+# Sums of what is equal on all devices.
+
+
+def through(w, x):
+    return w, None
+
+
+def tensor_parallel(entry, mesh):
+    """Megatron's pair around a layer that is split over model: w goes in, a sum comes out."""
+    leave = op_of(lambda y: (lax.psum(y, "model"), None), lambda _, g: (g,))
+    enter = op_of(lambda w: (w, None), lambda _, g: (entry(g),))
+    return gradient(lambda w, x: leave((enter(w) * x).sum()), mesh, axis="model")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        lambda g: lax.psum(g, "model"),
+        lambda g: lax.psum(g, ("data", "model")),
+        jax.jit(lambda g: lax.psum(g, "model")),
+        lambda g: lax.scan(lambda c, _: (c, lax.psum(g, "model")), 0.0, None, length=1)[1][0],
+    ],
+    ids=["psum", "both axes", "jit", "loop"],
+)
+def test_bwd_that_sums_where_nothing_varied(cpu_mesh, entry):
+    """Right with the check off; under it x's gradient came twice, silently."""
+    with pytest.raises(errors.CotangentError) as caught:
+        tensor_parallel(entry, cpu_mesh)
+    assert "counted once for each device" in str(caught.value)
+    assert "return (ct,)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "entry", [lambda g: g, lambda g: lax.pmean(g, "model"), lambda g: lax.psum(g / 2, "model")]
+)
+def test_bwd_that_passes_on_what_arrives_summed(cpu_mesh, entry):
+    assert tensor_parallel(entry, cpu_mesh) == X.sum()
+
+
+def test_bwd_may_sum_copies_where_its_forward_did(cpu_mesh):
+    """A mean over an axis over which nothing varies, differentiated by JAX inside of bwd."""
+
+    def loss(w, a):
+        return lax.pmean(lax.pmean((w * a).sum(), "data"), "model")
+
+    if not versions.sums_copies():
+        return
+    op = op_of(lambda w, a: (loss(w, a), (w, a)), lambda res, g: jax.vjp(loss, *res)[1](g))
+    if not versions.types_values():  # the sum over data may be a share, or whole
+        with pytest.raises(errors.CotangentError):
+            gradient(op, cpu_mesh)
+        return
+    assert gradient(op, cpu_mesh) == X.sum() / 4
+
+
+def repeated(f, between, mesh):
+    """The gradient of f(f(w x)): f sums what each device has, then four copies of the sum."""
+    return gradient(lambda w, x: f(between(f((w * x).sum()))), mesh)
+
+
+def test_one_bwd_for_a_varying_and_an_invariant_primal(cpu_mesh):
+    """The error's form is right for both of the uses, as it says they are to be written."""
+    if not versions.sums_copies():
+        return
+    f = op_of(lambda x: (lax.psum(x, "data"), None), lambda _, g: (lax.psum(g, "data"),))
+    with pytest.raises(errors.CotangentError) as caught:
+        repeated(f, lambda y: y, cpu_mesh)
+    assert "f(f(x))" in str(caught.value)
+    f = op_of(lambda x: (lax.psum(x, "data"), None), lambda _, g: (g,))
+    if versions.types_values():
+        assert "f(shardrules.vary(x, 'data'))" in str(caught.value)
+        assert repeated(f, lambda y: sr.vary(y, "data"), cpu_mesh) == 4 * X.sum()
+    else:
+        assert "return (ct * jax.lax.psum(1, ('data',)),)" in str(caught.value)
+        copies = op_of(
+            lambda x: (lax.psum(x, "data"), None), lambda _, g: (g * lax.psum(1, ("data",)),)
+        )
+        assert gradient(lambda w, x: copies(f((w * x).sum())), cpu_mesh) == 4 * X.sum()

@@ -75,6 +75,18 @@ def main():
         rows.append([f.__name__, *(text.partition(":")[0] or "passes" for text in said)])
         messages += filter(None, said)
     print(report.table(rows), *messages, sep="\n\n")
+    print("\nThe loop itself, reading the loss in each iteration:\n")
+    print(found(loop, jax.jit(update, donate_argnums=0), jax.device_put(x)))
+
+
+def loop(step, x):
+    state, loss = step(initial_state(), x)  # compiles
+    with testing.steady_state() as s:
+        for _ in range(10):
+            state, loss = step(state, x)
+            if not np.isfinite(float(loss)):
+                break
+            s.tick()
 
 
 if __name__ == "__main__":

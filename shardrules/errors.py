@@ -22,6 +22,7 @@ __all__ = [
     "RuleCheckError",
     "RuleError",
     "ShardrulesError",
+    "SteadyStateError",
     "UnknownKernelError",
     "UnsupportedJaxError",
 ]
@@ -128,3 +129,7 @@ class ReplicationAssertionError(ShardrulesError, AssertionError):
 
 class CostAssertionError(ShardrulesError, AssertionError):
     """A compiled program with a silent cost: lost donation, a transfer, a loop of many launches."""
+
+
+class SteadyStateError(CostAssertionError):
+    """A loop on the host that compiles, talks to the host, keeps donated memory, or grows."""

@@ -21,6 +21,7 @@ from shardrules.checks.expectations import at_most, exactly, pick
 from shardrules.checks.host import assert_donated, assert_no_host_transfers
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
+from shardrules.checks.steady import steady_state
 from shardrules.costs import accounts, findings
 from shardrules.errors import CollectiveAssertionError, ShardrulesError
 from shardrules.program import judge
@@ -39,6 +40,7 @@ __all__ = [
     "check_rule",
     "exactly",
     "judge",
+    "steady_state",
 ]
 
 _LEVELS = ("compiled", "logical")

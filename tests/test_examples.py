@@ -45,3 +45,4 @@ def test_a_loop_on_the_host():
         ],
         ["chatty", "passes", "chatty talks to the host in 1 places"],
     ]
+    assert "an array float32[] is read by the host (read) inside steady_state" in out

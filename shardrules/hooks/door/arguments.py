@@ -7,7 +7,17 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["argument_leaves", "result_leaves", "shared_buffers"]
+__all__ = [
+    "Leaf",
+    "argument_leaves",
+    "argument_names",
+    "executable_text",
+    "kept_leaves",
+    "result_leaves",
+    "shared_buffers",
+]
+
+Leaf = tuple[str, bool, bool, str, str]
 
 # From NumPy's names of element types to XLA's.
 _PREFIX = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u", "complex": "c"}
@@ -35,7 +45,7 @@ def _executable(compiled: Any) -> Any:
     return getattr(compiled, "_executable", None)
 
 
-def argument_leaves(compiled: Any) -> list[tuple[str, bool, bool, str, str]] | None:
+def argument_leaves(compiled: Any) -> list[Leaf] | None:
     """List path, donated, kept, whole shape and sharding of each leaf of the arguments.
 
     The paths begin with the parameters' names, as JAX keeps them for its own messages. Which leaves
@@ -50,35 +60,60 @@ def argument_leaves(compiled: Any) -> list[tuple[str, bool, bool, str, str]] | N
     """
     import jax
 
-    executable = _executable(compiled)
-    kept = getattr(executable, "_kept_var_idx", None)
-    if kept is None or getattr(compiled, "args_info", None) is None:
+    if getattr(compiled, "args_info", None) is None:
         return None
     infos, _ = jax.tree_util.tree_flatten_with_path(compiled.args_info)
+    names = argument_names(compiled)
+    # The aval stands there in JAX 0.4.28.
+    return kept_leaves(
+        _executable(compiled),
+        [
+            (name, bool(info.donated), getattr(info, "aval", info))
+            for name, (_, info) in zip(names, infos)
+        ],
+    )
+
+
+def argument_names(compiled: Any) -> list[str]:
+    """List the paths of the leaves of a jax.stages.Compiled's arguments."""
+    import jax
+
+    infos, _ = jax.tree_util.tree_flatten_with_path(compiled.args_info)
+    told = getattr(_executable(compiled), "_all_args_info", None)
+    names = list(getattr(getattr(told, "debug_info", None), "arg_names", None) or ())
+    names = names[len(names) - len(infos) :] if len(names) >= len(infos) else [""] * len(infos)
+    return [name or f"args{jax.tree_util.keystr(path)}" for name, (path, _) in zip(names, infos)]
+
+
+def kept_leaves(executable: Any, rows: Sequence[tuple[str, bool, Any]]) -> list[Leaf] | None:
+    """Tell of path, donated and aval which leaves an executable kept, and how they are sharded.
+
+    Args:
+      executable: what JAX runs, below a jax.stages.Compiled or a jitted function.
+      rows: of each leaf of the arguments.
+    """
+    kept = getattr(executable, "_kept_var_idx", None)
+    if kept is None:
+        return None
     # Constants that JAX hoisted into arguments (an option from 0.7 on) stand before the others.
-    told = getattr(executable, "_all_args_info", None)
-    debug = getattr(told, "debug_info", None)
-    names = list(getattr(debug, "arg_names", None) or ())
-    hoisted = max(0, len(getattr(told, "in_avals", infos)) - len(infos))
-    names = names[len(names) - len(infos) :] if len(names) >= len(infos) else [None] * len(infos)
-    shardings = iter(getattr(executable, "_in_shardings", ()))
-    for _ in range(hoisted):
-        next(shardings, None)
+    told = getattr(getattr(executable, "_all_args_info", None), "in_avals", rows)
+    hoisted = max(0, len(told) - len(rows))
+    shardings = itertools.islice(getattr(executable, "_in_shardings", ()), hoisted, None)
     leaves = []
-    for number, ((path, info), name) in enumerate(zip(infos, names)):
-        aval = getattr(info, "aval", info)  # it stands there in JAX 0.4.28
+    for number, (path, donated, aval) in enumerate(rows):
         taken = number + hoisted in kept
-        sharding = next(shardings, None) if taken else None
-        leaves.append(
-            (
-                name or f"args{jax.tree_util.keystr(path)}",
-                bool(info.donated),
-                taken,
-                _shape(aval),
-                _sharding(sharding, len(aval.shape)),
-            )
-        )
+        sharding = _sharding(next(shardings, None), len(aval.shape)) if taken else ""
+        leaves.append((path, donated, taken, _shape(aval), sharding))
     return leaves
+
+
+def executable_text(executable: Any) -> str | None:
+    """Return the HLO of what JAX runs, None where it does not give it."""
+    try:
+        (module,) = executable.xla_executable.hlo_modules()
+    except Exception:  # whatever the backend's C API reports; or there are several
+        return None
+    return module.to_string()
 
 
 def result_leaves(compiled: Any) -> list[tuple[str, str, str]] | None:

@@ -1,0 +1,243 @@
+"""A loop on the host in its steady state: nothing compiled, nothing read, nothing kept."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+from typing import Any
+
+from shardrules import hlo
+from shardrules.costs import donation
+from shardrules.errors import ShardrulesError, SteadyStateError
+from shardrules.hooks.door import arguments as door
+from shardrules.hooks.door import watching
+
+__all__ = ["SteadyState", "steady_state"]
+
+_FIELDS = ("shape", "dtype", "weak_type", "sharding")
+
+
+def steady_state(*, warmup_count: int = 0, growth_bytes: int = 0) -> SteadyState:
+    """Guard a loop on the host, on the thread that enters it.
+
+    ``with steady_state() as s: for ...: s.tick()`` raises where, inside the block,
+
+    - a program is compiled (with what changed in the arguments since the calls before);
+    - an array is read by the host, or a value of NumPy or Python is passed to a compiled function,
+      without ``jax.device_get`` and ``jax.device_put``;
+    - a donated argument was not deleted by the call (and why);
+    - live arrays take more bytes at a ``tick`` than at the one before.
+
+    On CPU ``jax.transfer_guard`` lets ``float(x)`` through, so array methods, ``numpy.asarray`` and
+    ``numpy.array`` are replaced while a block runs, and put back when the last one is left, however
+    it is left. Calls of compiled functions take JAX's slower path inside the block.
+
+    Not seen: reads on CPU by NumPy's other functions (``numpy.add(a, x)``), by ``memoryview`` and
+    DLPack (a GPU's or TPU's guard sees them), and what runs in other threads.
+
+    Args:
+      warmup_count: ticks before which all this is allowed, for what the first iterations compile.
+      growth_bytes: by how much live arrays may grow from one tick to the next.
+
+    Raises:
+      SteadyStateError: when entered, one of the above happened.
+      ShardrulesError: a count is negative.
+    """
+    return SteadyState(warmup_count, growth_bytes)
+
+
+class SteadyState:
+    """What ``steady_state`` returns: a context manager with ``tick``."""
+
+    def __init__(self, warmup_count: int, growth_bytes: int):
+        for name, value in (("warmup_count", warmup_count), ("growth_bytes", growth_bytes)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ShardrulesError(f"{name}={value!r} is no count; give 0 or more")
+        self._warmup_count = warmup_count
+        self._growth_bytes = growth_bytes
+        self._ticks = 0
+        self._seen: dict[str, list[list[watching.Argument]]] = {}
+        self._current: list[tuple[str, list[watching.Argument]]] = []
+        self._live: collections.Counter[str] | None = None
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def _warm(self) -> bool:
+        return self._ticks >= self._warmup_count
+
+    def __enter__(self) -> SteadyState:
+        self._stack.callback(watching.start(self))
+        if self._warm:
+            self._guard()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._stack.close()
+        text = str(error)
+        if (
+            error is not None
+            and not isinstance(error, ShardrulesError)
+            and "Disallowed" in text
+            and "transfer" in text
+        ):
+            raise SteadyStateError(
+                "an implicit transfer between host and device inside steady_state: JAX says\n"
+                f"  {text.splitlines()[0]}\n"
+                "  to do: make it before the loop, or ask for it with jax.device_put or "
+                "jax.device_get"
+            ) from error
+
+    def tick(self) -> None:
+        """End one iteration: live arrays may not take more bytes than at the tick before.
+
+        Raises:
+          SteadyStateError: they do, with the arrays that came.
+        """
+        self._ticks += 1
+        if not self._warm:
+            return
+        if self._ticks == self._warmup_count:
+            self._guard()
+        if self._live is None:
+            gc.collect()  # what is freed later would hide as much growth
+        live = _live()
+        if self._live is not None and self._grown(live) > self._growth_bytes:
+            gc.collect()  # arrays in cycles live until then
+            live = _live()
+        if self._live is not None and (grown := self._grown(live)) > self._growth_bytes:
+            came = {kind: n - self._live[kind] for kind, n in live.items() if n > self._live[kind]}
+            raise SteadyStateError(
+                f"live arrays grew by {grown} B in iteration {self._ticks}: "
+                + ", ".join(f"{n // _size(kind)} more {kind[0]}" for kind, n in came.items())
+                + "\n  to do: keep no array of each iteration (a list of losses, say); read it "
+                "with jax.device_get, or keep a running sum",
+                bytes=grown,
+            )
+        self._live = live
+
+    def _grown(self, live: collections.Counter) -> int:
+        return sum(live.values()) - sum(self._live.values())
+
+    def _guard(self) -> None:
+        import jax
+
+        self._stack.enter_context(jax.transfer_guard_host_to_device("disallow"))
+        self._stack.enter_context(jax.transfer_guard_device_to_host("disallow"))
+
+    # -- what the thread does -----------------------------------------------------------------
+
+    def called(self, name: str, arguments: list[watching.Argument]) -> None:
+        """See ``watching.Listener``."""
+        self._current.append((name, arguments))
+        host = [a for a in arguments if not a.sharding]
+        if self._warm and host:
+            raise SteadyStateError(
+                f"{name} is called with values of the host, each of which is copied to the device:"
+                + "".join(f"\n  {a.path}: {type(a.array).__name__} {_type(a)}" for a in host)
+                + "\n  to do: jax.device_put them, before the loop if they don't change",
+                paths=tuple(a.path for a in host),
+            )
+
+    def compiling(self, name: str) -> None:
+        """See ``watching.Listener``."""
+        if not self._warm:
+            return
+        called, arguments = self._current[-1] if self._current else ("", [])
+        before = self._seen.get(called)
+        if not called:
+            why = "\n  to do: compile it before the loop"
+        elif not before:
+            why = (
+                "\n  it was not called in this block before: call it once before the loop, or pass "
+                "steady_state(warmup_count=1) and tick"
+            )
+        else:
+            changes = min((_changes(old, arguments) for old in before), key=len)
+            why = "".join(f"\n  {line}" for line in changes) or (
+                "\n  none of its arguments changed: a static argument did, or a value that it "
+                "closes over, or it is another function (jax.jit inside the loop)"
+            )
+        raise SteadyStateError(f"{name} is compiled inside steady_state:{why}", name=name)
+
+    def reading(self, array: Any, how: str) -> None:
+        """See ``watching.Listener``."""
+        if self._warm:
+            what = f"{array.dtype}[{','.join(map(str, array.shape))}]"
+            raise SteadyStateError(
+                f"an array {what} is read by the host ({how}) inside steady_state, which waits for "
+                "the device\n  to do: read it after the loop, or ask for it with jax.device_get"
+            )
+
+    def returned(self, name: str, arguments: list[watching.Argument], executable: Any) -> None:
+        """See ``watching.Listener``."""
+        self._current.pop()
+        # The arrays themselves would live on here.
+        self._seen.setdefault(name, []).append([a._replace(array=None) for a in arguments])
+        del self._seen[name][:-8]
+        if not self._warm:
+            return
+        arrays = [a.array for a in arguments]
+        kept = [
+            n
+            for n, a in enumerate(arguments)
+            if a.donated and hasattr(arrays[n], "is_deleted") and not arrays[n].is_deleted()
+        ]
+        if kept:
+            why = _why_kept(arguments, executable)
+            raise SteadyStateError(
+                f"{name} did not take the memory of what was donated:"
+                + "".join(
+                    f"\n  {arguments[n].path}, {_type(arguments[n])}: {why[n]}" for n in kept
+                ),
+                paths=tuple(arguments[n].path for n in kept),
+            )
+
+
+def _why_kept(arguments: list[watching.Argument], executable: Any) -> list[str]:
+    """Say of each argument why its memory was not taken, as if it had been donated."""
+    rows = [(a.path, a.donated, a.array.aval) for a in arguments]
+    told = door.kept_leaves(executable, rows)
+    text = door.executable_text(executable)
+    if told is None or text is None:
+        return ["the program does not say why"] * len(arguments)
+    leaves = donation.read(hlo.parse(text), [donation.Argument(*leaf) for leaf in told])
+    words = {
+        "pruned": "pruned, since the program never reads it\n    to do: "
+        + donation.ADVICE["unused"],
+        "aliased": "the program writes an output there, and this backend could not",
+    }
+    return [
+        words.get(leaf.status) or f"{leaf.reason}\n    to do: {donation.ADVICE.get(leaf.cause)}"
+        for leaf in leaves
+    ]
+
+
+def _type(argument: watching.Argument) -> str:
+    return f"{argument.dtype}{argument.shape}"
+
+
+def _changes(old: list[watching.Argument], new: list[watching.Argument]) -> list[str]:
+    """List what differs between the arguments of two calls."""
+    if [a.path for a in old] != [a.path for a in new]:
+        came = [a.path for a in new if a.path not in {b.path for b in old}]
+        went = [a.path for a in old if a.path not in {b.path for b in new}]
+        return [f"the arguments' tree changed: {', '.join(came)} came, {', '.join(went)} went"]
+    return [
+        f"{b.path}: {field.replace('_', ' ')} was {getattr(a, field)}, is {getattr(b, field)}"
+        for a, b in zip(old, new)
+        for field in _FIELDS
+        if getattr(a, field) != getattr(b, field)
+    ]
+
+
+def _live() -> collections.Counter:
+    """Count the bytes of live arrays, by type and size."""
+    found: collections.Counter = collections.Counter()
+    for kind, size in watching.live_arrays():
+        found[kind, size] += size
+    return found
+
+
+def _size(kind: tuple[str, int]) -> int:
+    return max(kind[1], 1)

@@ -1,0 +1,291 @@
+"""A loop on the host in its steady state, and every way to fall out of it."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardrules import testing
+from shardrules.errors import ShardrulesError, SteadyStateError
+
+ARRAY = type(jnp.ones(1))
+
+
+def init():
+    return {"w": jnp.ones((8,)), "m": jnp.zeros((8,))}
+
+
+@jax.jit
+def loss(state, x):
+    return (state["w"] * x).sum()
+
+
+def make_step(f=None):
+    def step(state, x):
+        m = 0.9 * state["m"] + x
+        return {"w": state["w"] - m, "m": m}
+
+    return jax.jit(f or step, donate_argnums=0)
+
+
+def fails(run, count=3, **options):
+    """Run a body in a guarded loop and return the message; what was replaced must be back."""
+    before = patched()
+    with pytest.raises(SteadyStateError) as caught:
+        with testing.steady_state(**options) as s:
+            for n in range(count):
+                run(n)
+                s.tick()
+    assert patched() == before
+    return str(caught.value)
+
+
+def patched():
+    """What a block replaces, of what everybody can see."""
+    return np.asarray, np.array, ARRAY._value, jax.stages.Compiled.__call__
+
+
+def test_a_steady_loop_passes():
+    step, x = make_step(), jnp.ones(8)
+    state = step(init(), x)
+    loss(state, x)
+    with testing.steady_state() as s:
+        for _ in range(4):
+            state = step(state, x)
+            value = loss(state, x)
+            s.tick()
+    assert np.isfinite(float(value))
+
+
+@pytest.mark.parametrize(
+    "other, text",
+    [
+        (lambda: jnp.ones(9), "x: shape was [8], is [9]"),
+        (lambda: jnp.ones(8, jnp.bfloat16), "x: dtype was float32, is bfloat16"),
+        (lambda: jax.lax.full((8,), 1.0) * 1.0, "x: weak type was strongly typed, is weakly typed"),
+        (lambda: jax.device_put(jnp.ones(8), jax.devices()[1]), "x: sharding was "),
+    ],
+    ids=["shape", "dtype", "weak type", "sharding"],
+)
+def test_a_compilation_says_what_changed(other, text):
+    f = jax.jit(lambda x: x * 2)
+    first, second = jnp.ones(8), jax.block_until_ready(other())
+    f(first)
+    message = fails(lambda n: f(first if n == 0 else second))
+    assert message.startswith("jit__lambda") and "is compiled inside steady_state:\n" in message
+    assert text in message
+
+
+def test_a_first_call_and_a_new_function():
+    x = jnp.ones(8)
+    f = jax.jit(lambda x: x * 3)
+    message = fails(lambda n: f(x))
+    assert "it was not called in this block before: call it once before the loop" in message
+
+    def body(n):
+        jax.jit(lambda x: x * 3)(x)
+
+    body(0)
+    assert "it is another function (jax.jit inside the loop)" in fails(
+        body, count=4, warmup_count=1
+    )
+
+
+def test_warm_up():
+    step, x = make_step(), jnp.ones(8)
+    state = init()
+    with testing.steady_state(warmup_count=1) as s:
+        for _ in range(3):
+            state = step(state, x)
+            if s._ticks == 0:
+                float(state["w"][0])
+            s.tick()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        float,
+        bool,
+        int,
+        repr,
+        lambda x: f"{x:.1f}",
+        lambda x: x.tolist(),
+        lambda x: np.asarray(x),
+        lambda x: np.array(x),
+        lambda x: x.item(),
+    ],
+    ids=["float", "bool", "int", "repr", "format", "tolist", "asarray", "array", "item"],
+)
+def test_reads_by_the_host_are_seen_on_cpu(read):
+    step, x = make_step(), jnp.ones(8)
+    state = step(init(), x)
+    loss(state, x)
+    states = [state]
+
+    def body(n):
+        states[0] = step(states[0], x)
+        read(loss(states[0], x))
+
+    message = fails(body)
+    assert "an array float32[] is read by the host" in message
+    assert "jax.device_get" in message
+
+
+def test_what_is_asked_for_is_no_implicit_transfer():
+    x = jnp.ones(8)
+    with testing.steady_state():
+        assert jax.device_get(x).shape == (8,)
+        jax.device_put(np.ones(8, np.float32))
+
+
+def test_values_of_the_host_are_seen():
+    x = jnp.ones(8)
+    loss({"w": x, "m": x}, x), loss({"w": x, "m": x}, np.ones(8, np.float32))
+    message = fails(lambda n: loss({"w": x, "m": x}, np.ones(8, np.float32)))
+    assert "loss is called with values of the host" in message
+    assert "x: ndarray float32[8]" in message
+    message = fails(lambda n: jnp.array([1.0, 2.0]))  # a copy of its own, and JAX's guard sees it
+    assert "called with values of the host" in message or "JAX says\n  INVALID" in message
+
+
+def test_what_the_guard_of_jax_refuses_is_an_error_of_this_tree():
+    def refused(n):
+        raise RuntimeError("INVALID_ARGUMENT: Disallowed device-to-host transfer: shape=(8)")
+
+    assert fails(refused) == (
+        "an implicit transfer between host and device inside steady_state: JAX says\n"
+        "  INVALID_ARGUMENT: Disallowed device-to-host transfer: shape=(8)\n"
+        "  to do: make it before the loop, or ask for it with jax.device_put or jax.device_get"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_donated_memory_that_stays():
+    x = jnp.ones(8)
+
+    def narrower(state, x):
+        return {"w": state["w"] - x, "m": state["m"].astype(jnp.bfloat16)}
+
+    step = make_step(narrower)
+    step(init(), x)
+    states = [init() for _ in range(3)]
+    message = fails(lambda n: step(states[n], x))
+    assert message.startswith("narrower did not take the memory of what was donated:\n  state['")
+    assert "is bf16[8]" in message
+
+    def unread(state, x):
+        return x + 1
+
+    step = make_step(unread)
+    step(init(), x)
+    message = fails(lambda n: step(states[2], x))
+    assert "state['m'], float32[8]: pruned, since the program never reads it" in message
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_a_compiled_program_is_watched_too():
+    x = jnp.ones(8)
+
+    def shrink(state, x):
+        return state["w"] - x, state["m"].sum()
+
+    compiled = make_step(shrink).lower(init(), x).compile()
+    states = [init() for _ in range(3)]
+    message = fails(lambda n: compiled(states[n], x))
+    assert "did not take the memory of what was donated:\n  state['" in message
+    with testing.steady_state():  # and it is called as before
+        jax.jit(lambda x: x)
+
+
+def test_live_bytes_that_grow():
+    step, x = make_step(), jnp.ones(8)
+    state = step(init(), x)
+    loss(state, x)
+    states, kept = [state], []
+
+    def body(n):
+        states[0] = step(states[0], x)
+        kept.append(loss(states[0], x))
+
+    message = fails(body)
+    assert message.startswith("live arrays grew by 4 B in iteration 2: 1 more float32[]\n")
+    kept.clear()
+    with testing.steady_state(growth_bytes=4) as s:
+        for n in range(3):
+            body(n)
+            s.tick()
+
+
+def test_everything_is_put_back():
+    before = patched()
+    with pytest.raises(KeyError):
+        with testing.steady_state():
+            with testing.steady_state():
+                assert patched() != before
+            assert patched() != before
+            raise KeyError("the user's own")
+    assert patched() == before
+
+
+def test_other_threads_are_left_alone():
+    x, seen = jnp.ones(8), []
+
+    def loader():
+        seen.append(float(np.asarray(x).sum()))
+        seen.append(jax.jit(lambda x: x * 7)(np.ones(8)).shape)
+
+    with testing.steady_state():
+        thread = threading.Thread(target=loader)
+        thread.start()
+        thread.join()
+    assert seen == [8.0, (8,)]
+
+
+def test_two_threads_at_once():
+    before, results = patched(), []
+    x = jnp.ones(8)
+    barrier = threading.Barrier(2)
+
+    def run(read):
+        try:
+            with testing.steady_state():
+                barrier.wait()
+                if read:
+                    float(x.sum())
+        except SteadyStateError:
+            results.append(read)
+
+    float(x.sum())
+    threads = [threading.Thread(target=run, args=(read,)) for read in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True]
+    assert patched() == before
+
+
+def test_calls_are_fast_again_and_nothing_is_compiled_anew():
+    traces = []
+
+    @jax.jit
+    def f(x):
+        traces.append(1)
+        return x + 1
+
+    x = jnp.ones(8)
+    f(x)
+    with testing.steady_state():
+        f(x)
+    f(x)
+    assert len(traces) == 1
+
+
+def test_bad_options():
+    with pytest.raises(ShardrulesError, match="warmup_count=-1 is no count; give 0 or more"):
+        testing.steady_state(warmup_count=-1)

@@ -153,7 +153,7 @@ BAD = {
     "first)",
     "HloModule m\n": "<text> has no ENTRY computation: is the text cut?\n  line 2, column 1:",
     "HloModule m\nENTRY e {\n  p = f32[] parameter(0)\n": "the text ends inside computation 'e': '}' is missing\n  line 4, column 1:",
-    "HloModule m\nENTRY e {\n}\n": "computation 'e' holds no instruction\n  line 2, column 1:",
+    "HloModule m\nENTRY e {\n}\n": "computation 'e' holds no instruction\n  line 2, column 9:",
     "HloModule m\nENTRY e {\n  p = f32[] add(q)\n}\n": "operand 'q' of 'p' is not defined in computation 'e'\n  line 3, column 1:",
     "HloModule m\nENTRY e {\n  p = f32[] parameter(0)\n  p = f32[] parameter(1)\n}\n": "instruction 'p' is defined twice in computation 'e'\n  line 4, column 1:",
     "HloModule m\nENTRY e {\n  p = f32[] parameter(zero)\n}\n": "expected the parameter's number\n  line 3, column 23:",

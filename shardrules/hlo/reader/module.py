@@ -7,10 +7,23 @@ An ``Instruction`` keeps offsets into the text instead of parsed attributes: mos
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Iterator, NamedTuple
 
 from shardrules import errors
+from shardrules.hlo.reader.attributes import iter_attributes, syntax_error
+
+__all__ = [
+    "Computation",
+    "Frame",
+    "FrameTable",
+    "Instruction",
+    "Metadata",
+    "Module",
+    "Shape",
+    "syntax_error",
+]
 
 # Sizes in bits, by the names in XLA's primitive_util. `token` and `opaque` hold no data.
 _ELEMENT_BITS = {
@@ -170,7 +183,7 @@ class Instruction(NamedTuple):
     def attributes(self) -> Iterator[tuple[str, int, int]]:
         """Yield each attribute's key and the offsets of its value in the text.
 
-        Raises HloSyntaxError where something between the attributes is not ``key=value``.
+        Raises HloSyntaxError where a comma is not followed by ``key=value``.
         """
         return iter_attributes(self.text, self.attributes_start, self.end)
 
@@ -227,6 +240,7 @@ class Module:
       header: the header's other attributes as text.
       frames: the stack-frame tables.
       order: names of the computations, callees before callers.
+      strange: by the offset at which an instruction starts, an attribute of it that is not known.
     """
 
     name: str
@@ -239,6 +253,7 @@ class Module:
     header: dict[str, str]
     frames: FrameTable
     order: tuple[str, ...]
+    strange: dict[int, str]
 
     def metadata(self, instruction: Instruction) -> Metadata:
         """Read an instruction's metadata; empty where there is none."""
@@ -254,26 +269,36 @@ class Module:
 class FrameTable:
     """The FileNames, FunctionNames, FileLocations and StackFrames tables, looked up lazily."""
 
+    _ROW = re.compile(r"(\d+)[ \t]+([^\n]*)\n")
     _LOCATION = re.compile(r"(\w+)=(\d{1,18})")
     _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
     _SOURCE_FILE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"')
     _SOURCE_LINE = re.compile(r"source_line=(\d+)")
     _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 
-    def __init__(self, tables: dict[str, dict[int, str]]):
-        self._tables = tables
-        # XLA prints the parent's id plus one: with 0 for "no parent" the outermost frame, which
-        # stands first, would otherwise name itself as its parent (seen from JAX 0.8 to 0.10).
-        first = self._fields("StackFrames", 1)
-        self._shift = 1 if first.get("parent_frame_id") == 1 else 0
+    def __init__(self, tables: dict[str, str]):
+        self._texts = tables
+        self._rows: dict[str, dict[int, str]] = {}
         self._cache: dict[int, tuple[Frame, ...]] = {}
 
+    @functools.cached_property
+    def _shift(self) -> int:
+        # XLA prints the parent's id plus one: with 0 for "no parent" the outermost frame, which
+        # stands first, would otherwise name itself as its parent (seen from JAX 0.8 to 0.10).
+        return 1 if self._fields("StackFrames", 1).get("parent_frame_id") == 1 else 0
+
+    def _row(self, table: str, key: int) -> str:
+        if table not in self._rows:
+            found = self._ROW.findall(self._texts.get(table, ""))
+            self._rows[table] = {int(number[:9]): row for number, row in found}
+        return self._rows[table].get(key, "")
+
     def _fields(self, table: str, key: int) -> dict[str, int]:
-        row = self._tables.get(table, {}).get(key, "")
+        row = self._row(table, key)
         return {name: int(value) for name, value in self._LOCATION.findall(row)}
 
     def _string(self, table: str, key: int) -> str:
-        return _unquote(self._tables.get(table, {}).get(key, ""))
+        return _unquote(self._row(table, key))
 
     def frames(self, frame_id: int) -> tuple[Frame, ...]:
         """Follow a stack_frame_id to the frames, innermost first."""
@@ -322,98 +347,3 @@ def _unquote(text: str) -> str:
     if len(text) >= 2 and text[0] == text[-1] == '"':
         text = text[1:-1]
     return _unescape(text)
-
-
-def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
-    """Make the error for a place in the text."""
-    offset = min(offset, len(text))
-    line = text.count("\n", 0, offset) + 1
-    start = text.rfind("\n", 0, offset) + 1
-    stop = text.find("\n", offset)
-    return errors.HloSyntaxError(
-        message,
-        line=line,
-        column=offset - start + 1,
-        text_line=text[start : stop if stop >= 0 else len(text)],
-    )
-
-
-_KEY = re.compile(r"(?:[\s,]|/\*.*?\*/|//[^\n]*)*([\w\-]+)=\s*", re.DOTALL)
-_SIMPLE = re.compile(r'\{[^{}"]*\}|"(?:[^"\\]|\\.)*"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$)')
-_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[{}()\[\],"]')
-_BLANK = re.compile(r"(?:[\s,]|/\*.*?\*/|//[^\n]*)*", re.DOTALL)
-_CLOSING = {"{": "}", "(": ")", "[": "]"}
-
-
-def match_bracket(text: str, start: int, end: int) -> int:
-    """Find the end of the bracket that opens at ``start``; HloSyntaxError where it never closes.
-
-    Angle brackets don't count, and neither does anything inside quotes.
-    """
-    open_at: list[int] = []
-    position = start
-    while True:
-        found = _BRACKET.search(text, position, end)
-        if not found:
-            raise syntax_error(text, start, f"this {text[start]!r} is never closed")
-        token = found[0]
-        position = found.end()
-        if token in _CLOSING:
-            open_at.append(found.start())
-        elif token in "})]":
-            opening = open_at.pop()
-            if _CLOSING[text[opening]] != token:
-                raise syntax_error(text, opening, f"this {text[opening]!r} is never closed")
-            if not open_at:
-                return position
-        elif token == '"':
-            raise syntax_error(text, found.start(), "this quote is never closed")
-
-
-def iter_attributes(text: str, start: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """Yield ``(key, value_start, value_end)`` for ``key=value, key=value``."""
-    position = start
-    while True:
-        key = _KEY.match(text, position, end)
-        if not key:
-            blank = _BLANK.match(text, position, end)
-            if blank.end() >= end:
-                return
-            raise syntax_error(text, blank.end(), "expected an attribute, 'key=value'")
-        value = key.end()
-        simple = _SIMPLE.match(text, value, end)
-        if simple and (
-            simple.end() >= end or text[simple.end()] in ",\n \t" and text[value] != "m"
-        ):
-            yield key[1], value, simple.end()
-            position = simple.end()
-            continue
-        # A value such as [4,2]<=[8]T(1,0) or mesh['a'=4], device_ids=(...) {'a'}: it ends at a
-        # comma outside of brackets that is not the mesh notation's own.
-        position = value
-        while True:
-            found = _BRACKET.search(text, position, end)
-            if not found:
-                position = end
-                break
-            if found[0] == ",":
-                position = found.start()
-                if text.startswith("mesh[", value) and re.match(
-                    r",\s*(device_ids=|\{')", text[position : position + 40]
-                ):
-                    position += 1
-                    continue
-                break
-            if found[0] in _CLOSING:
-                position = match_bracket(text, found.start(), end)
-                if found[0] == "{" and found.start() == value:
-                    break
-            elif found[0] in "})]":
-                raise syntax_error(text, found.start(), f"{found[0]!r} closes nothing")
-            elif found[0] == '"':
-                raise syntax_error(text, found.start(), "this quote is never closed")
-            else:
-                position = found.end()
-        if position <= value:
-            raise syntax_error(text, value, f"attribute {key[1]!r} has no value")
-        yield key[1], value, position

@@ -1,41 +1,50 @@
 """Reads HLO text into a ``Module``.
 
 A line that looks like what XLA prints is read by one regular expression; whatever it doesn't fit
-(nested tuples, literals over several lines, comments) goes through a scanner that counts brackets.
-Nothing is skipped in silence: what neither of them reads is an ``HloSyntaxError`` with its place.
+(nested tuples, attributes over several lines, what people write) is read by ``forms``, token by
+token. Nothing is skipped in silence: what neither of them reads is an ``HloSyntaxError`` with its
+place.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gc
 import re
 
+from shardrules.hlo.reader import attributes, forms, ordering, shapes
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader import ordering
+from shardrules.hlo.reader.attributes import SKIP
 
 _SHAPE = (
     r"\w+\[[^\]\n{}()]*\](?:\{[^{}\n]*\})?"
     r"|\([^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)"
 )
-_LINE = re.compile(
-    r"[ \t]*(ROOT )?%?([\w.\-]+) = (" + _SHAPE + r") ([a-z][\w\-]*)"
-    r"\(([^()\n]*)\)(?:, [^\n]*)?\n"
+# The rest of a line that holds one whole instruction: quotes that close on it, and no space but
+# after a comma and in metadata, windows and shardings; any other may stand before an instruction.
+_INNER = (
+    "(?:op_|source_|stack_|deduplicated_|scheduling_|profile_|size|stride|pad|[lr]hs_)[a-z_]*="
 )
-_SLOW_HEAD = re.compile(r"\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
-_OPCODE = re.compile(r"\s*([A-Za-z][\w\-]*)\s*\(")
+_REST = (
+    r'(?:, [^\n" ]*(?:(?:"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
+    r"|(?<=,) | (?=" + _INNER + r"|last_tile|\{'))[^\n\" ]*)*"
+    r"(?<![,={(\[]))?\n"
+)
 # How a line begins that doesn't go on with the instruction before it.
-_FRESH = ("  %", "  ROOT %")
-_FRESH_BARE = re.compile(r"[ \t]+(?:ROOT\s+)?%?[\w.\-]+ = ")
-_HEADER = re.compile(r"[ \t]*(ENTRY\s+)?%?([\w.\-]+)(?=[\s({])[^\n]*\{[ \t]*\n")
-_FOOTER = re.compile(r"[ \t]*\}([^\n]*)(?:\n|$)")
-_SKIP = re.compile(r"(?:\s|/\*.*?\*/|//[^\n]*)*", re.DOTALL)
-_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
-_TABLE = re.compile(r"([A-Z]\w*)[ \t]*\n")
-_ROW = re.compile(r"(\d+)[ \t]+([^\n]*)\n")
-_ARRAY = re.compile(r"(\w+)\[([^\]\n]*)\]")
-_DIMENSIONS = re.compile(r"\s*(?:(?:<=)?\d+|\?)\s*(?:,\s*(?:(?:<=)?\d+|\?)\s*)*")
+_FRESH = r"(?=  %|  ROOT %|\}\n|[ \t]+(?:ROOT )?[\w.\-]+ = )"
+_LINE = re.compile(
+    r"[ \t]*(ROOT )?%?([\w.\-]+) = (" + _SHAPE + r") ([a-z][\w\-]*)\(([^()\n]*)\)" + _REST + _FRESH
+)
+_PRINTED_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \([^={}\"\n]*\) -> [^={}\"\n]*\{\n")
+_HEADER = re.compile(
+    rf"(ENTRY(?=\s|/){attributes.SKIP.pattern})?%?([\w.\-]+){attributes.SKIP.pattern}(?=[({{])",
+    re.DOTALL,
+)
+_TABLE = re.compile(r"([A-Z]\w*)[ \t]*\n((?:\d+[ \t][^\n]*\n)+)")
 _MODULE = re.compile(r"HloModule\s+(\"[^\"\n]*\"|[^\s,]+)")
+_ALONE = re.compile(r"(?:ROOT\s+)?(?:%?[\w.\-]+\s*=\s*)?(?:\(|b\(|\w+\[|[a-z][\w\-]*\()")
+_PRINTED_KEY = re.compile(r", ([a-z][\w\-]*)=")
 
 # Opcodes whose attributes name computations. Others can't call any.
 _CALLERS = frozenset(
@@ -44,378 +53,125 @@ _CALLERS = frozenset(
     "all-reduce-start reduce-scatter reduce-scatter-start scan custom-call-start topk "
     "composite".split()
 )
-_CALL_KEYS = frozenset(
-    "calls to_apply body condition branch_computations true_computation false_computation "
-    "called_computations select scatter".split()
+# Those that call one, in an attribute that XLA prints first.
+_FAST_CALLERS = frozenset("fusion call map reduce".split())
+_FAST_CALLS = re.compile(
+    r", (?:kind=\w+, |dimensions=\{[\d,]*\}, )?(?:calls|to_apply)=%?([\w.\-]+)(?=[,\n])"
 )
-_FAST_CALLS = re.compile(r", (?:kind=\w+, )?(?:calls|to_apply)=%?([\w.\-]+)(?=[,\n])")
-_NAME = re.compile(r"%?([\w.\-]+(?:#\d+)*)")
 
 
-class _Parser:
+class _Parser(forms.Forms):
     def __init__(self, text: str):
-        self.text = text
+        super().__init__(text)
         self.shapes: dict[str, hm.Shape] = {}
         self.names: dict[str, str] = {}
-
-    def error(self, offset: int, message: str):
-        return hm.syntax_error(self.text, offset, message)
-
-    # -- shapes -------------------------------------------------------------------------------
-
-    def shape_at(self, position: int) -> tuple[hm.Shape, int]:
-        """Read a shape; iterative, so that no nesting exhausts the stack."""
-        text = self.text
-        stack: list[list[hm.Shape]] = []
-        while True:
-            position = _SKIP.match(text, position).end()
-            done: hm.Shape | None = None
-            if text.startswith("(", position):
-                stack.append([])
-                position = _SKIP.match(text, position + 1).end()
-                if text.startswith(")", position):
-                    done = hm.Shape("tuple", elements=tuple(stack.pop()))
-                    position += 1
-                else:
-                    continue
-            elif text.startswith("b(", position):  # a buffer: its array with a marker around it
-                end = hm.match_bracket(text, position + 1, len(text))
-                done, stop = self._array_at(position + 2)
-                if _SKIP.match(text, stop).end() != end - 1:
-                    raise self.error(stop, "expected ')' after the buffer's shape")
-                position = end
-            else:
-                done, position = self._array_at(position)
-            while stack:
-                stack[-1].append(done)
-                position = _SKIP.match(text, position).end()
-                if text.startswith(",", position):
-                    position += 1
-                    done = None
-                    break
-                if not text.startswith(")", position):
-                    raise self.error(position, "expected ',' or ')' in a tuple's shape")
-                position += 1
-                done = hm.Shape("tuple", elements=tuple(stack.pop()))
-            if done is not None:
-                return done, position
-
-    def _array_at(self, position: int) -> tuple[hm.Shape, int]:
-        text = self.text
-        found = _ARRAY.match(text, position)
-        if not found:
-            raise self.error(position, "expected a shape such as f32[8,128]{1,0}")
-        dimensions: tuple[int, ...] = ()
-        sizes = found[2].strip()
-        if sizes:
-            if not _DIMENSIONS.fullmatch(sizes):
-                raise self.error(found.start(2), "expected sizes such as 8,128 or <=8")
-            # '?' is an unbounded dynamic size; nothing that XLA compiles still holds one.
-            parts = [p.strip().lstrip("<=") for p in sizes.split(",")]
-            if any(len(p) > 18 for p in parts):
-                raise self.error(found.start(2), "a size of this many digits is no size")
-            dimensions = tuple(0 if p == "?" else int(p) for p in parts)
-        end = found.end()
-        layout = ""
-        if text.startswith("{", end):
-            stop = hm.match_bracket(text, end, len(text))
-            layout = text[end + 1 : stop - 1]
-            end = stop
-        return hm.Shape(found[1], dimensions, layout), end
 
     def shape(self, text: str, offset: int) -> hm.Shape:
         """Read a shape once per distinct text."""
         known = self.shapes.get(text)
         if known is None:
-            known, end = self.shape_at(offset)
+            known, end = shapes.read(self.text, offset)
             if end != offset + len(text):
                 raise self.error(end, "expected an opcode after the shape")
             self.shapes[text] = known
         return known
 
-    # -- instructions -------------------------------------------------------------------------
-
-    def calls(self, start: int, end: int) -> tuple[str, ...]:
-        fast = _FAST_CALLS.match(self.text, start, end + 1)
-        if fast:
-            return (fast[1],)
-        found: list[str] = []
-        for key, value, stop in hm.iter_attributes(self.text, start, end):
-            if key in _CALL_KEYS:
-                if self.text[value] == "{":
-                    value, stop = value + 1, stop - 1
-                for name in _COMMENT.sub("", self.text[value:stop]).split(","):
-                    name = name.strip().lstrip("%")
-                    if name:
-                        found.append(name)
-            elif key in ("metadata", "backend_config"):
-                break  # always printed last
-        return tuple(found)
-
-    def slow(self, position: int):
-        """Read one instruction of any form; gives the fields of ``_LINE`` with offsets."""
-        text = self.text
-        start = _SKIP.match(text, position).end()
-        head = _SLOW_HEAD.match(text, start)
-        if not head:
-            raise self.error(
-                start, "expected an instruction, '%name = shape opcode(operands)', or '}'"
-            )
-        shape, end = self.shape_at(head.end())
-        opcode = _OPCODE.match(text, end)
-        if not opcode:
-            raise self.error(_SKIP.match(text, end).end(), "expected an opcode and '('")
-        opening = opcode.end() - 1
-        if opcode[1] == "constant":
-            closing = self._literal_end(opening)
-        else:
-            closing = hm.match_bracket(text, opening, len(text))
-        stop = self._attributes_end(closing)
-        return (
-            bool(head[1]),
-            head[2],
-            shape,
-            opcode[1],
-            (opening + 1, closing - 1),
-            closing,
-            start,
-            stop,
-        )
-
-    _PAREN = re.compile(r'"(?:[^"\\]|\\.)*"|[()"]')
-
-    def _literal_end(self, opening: int) -> int:
-        depth = 0
-        position = opening
-        while True:
-            found = self._PAREN.search(self.text, position)
-            if not found or found[0] == '"':
-                raise self.error(opening, "this '(' is never closed")
-            position = found.end()
-            if found[0] == "(":
-                depth += 1
-            elif found[0] == ")":
-                depth -= 1
-                if not depth:
-                    return position
-
-    def _attributes_end(self, position: int) -> int:
-        """Find the newline that ends an instruction: the first one outside of brackets."""
-        text = self.text
-        while True:
-            newline = text.find("\n", position)
-            if newline < 0:
-                newline = len(text)
-            found = hm._BRACKET.search(text, position, newline)
-            if not found:
-                return newline
-            if found[0] in "{([":
-                position = hm.match_bracket(text, found.start(), len(text))
-            elif found[0] == "}":  # a computation that ends on this line
-                return found.start()
-            elif found[0] in ")]":
-                raise self.error(found.start(), f"{found[0]!r} closes nothing")
-            elif found[0] == '"':
-                # a quoted string that runs over the line's end
-                quoted = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL).match(text, found.start())
-                if not quoted:
-                    raise self.error(found.start(), "this quote is never closed")
-                position = quoted.end()
-            else:
-                position = found.end()
-
-    def computation(
-        self, name: str, is_entry: bool, header: int, position: int
-    ) -> tuple[hm.Computation, int]:
-        """Read instructions up to the closing brace."""
+    def computation(self, name: str, is_entry: bool, position: int) -> int:
+        """Read instructions from behind the opening brace to behind the closing one."""
         text = self.text
         match = _LINE.match
         intern = self.names.setdefault
-        shapes = self.shapes
-        index: dict[str, int] = {}
-        instructions: list[hm.Instruction] = []
-        late: list[tuple[int, list[str]]] = []
-        numbers: dict[int, int] = {}
-        root = -1
+        known = self.shapes
+        scope = forms.Scope(name)
+        index = scope.index
+        instructions = scope.instructions
         make = tuple.__new__
         Instruction = hm.Instruction
+        opening = position - 1
+        if text.startswith("\n", position):
+            position += 1
         while True:
             line = match(text, position)
-            if line:
-                is_root, label, shape_text, opcode, inside = line.groups()
-                shape = shapes.get(shape_text)
-                if shape is None:
-                    shape = self.shape(shape_text, line.start(3))
-                inner = line.span(5)
-                attributes = inner[1] + 1
-                start = position
-                end = line.end() - 1
-                position = end + 1
-                if not text.startswith(_FRESH, position) and not _FRESH_BARE.match(text, position):
-                    # JAX's kernel metadata runs over several lines (TPU, JAX 0.10.2).
-                    end = self._attributes_end(attributes)
-                    position = end + 1 if text.startswith("\n", end) else end
-            else:
-                begin = _SKIP.match(text, position).end()
-                footer = _FOOTER.match(text, begin)
-                if footer:
-                    position = footer.end()
+            if not line:
+                position = SKIP.match(text, position).end()
+                if text.startswith("}", position):
+                    position += 1
                     break
-                if begin >= len(text):
+                if position >= len(text):
                     raise self.error(
-                        len(text), f"the text ends inside computation {name!r}: '}}' is missing"
+                        position, f"the text ends inside computation {name!r}: '}}' is missing"
                     )
-                is_root, label, shape, opcode, inner, attributes, start, end = self.slow(begin)
-                inside = _COMMENT.sub("", text[inner[0] : inner[1]])
-                position = end
-            if label in index:
-                raise self.error(
-                    start, f"instruction {label!r} is defined twice in computation {name!r}"
-                )
+                position = self.instruction(scope, position)
+                if text.startswith("\n", position):
+                    position += 1
+                continue
+            is_root, label, shape_text, opcode, inside = line.groups()
+            shape = known.get(shape_text)
+            if shape is None:
+                shape = self.shape(shape_text, line.start(3))
+            inner = line.span(5)
+            start = position
+            position = line.end()
+            end = position - 1
             opcode = intern(opcode, opcode)
             operands: tuple[int, ...] = ()
             if opcode == "parameter":
-                number = inside.strip()
-                if not number.isdigit() or len(number) > 9:
-                    raise self.error(inner[0], "expected the parameter's number")
-                if int(number) in numbers:
-                    raise self.error(start, f"computation {name!r} has two parameters {number}")
-                numbers[int(number)] = start
+                self.parameter(scope, start, inner)
             elif inside and opcode != "constant":
                 try:  # what XLA prints now: %a, %b
                     operands = tuple([index[o] for o in inside[1:].split(", %")])
                 except KeyError:
-                    labels = self.operand_names(inside, inner)
-                    if "#" in inside:
-                        self._add_elements(labels, index, instructions, start)
-                    try:
-                        operands = tuple([index[o] for o in labels])
-                    except KeyError:
-                        late.append((len(instructions), labels))
+                    operands = self.resolve(scope, self.operands(scope, inner[0])[0], start)
                 else:
                     if inside[0] != "%":  # "xa" without '%' would have named %a
-                        labels = self.operand_names(inside, inner)
-                        operands = tuple([index[o] for o in labels if o in index])
-                        if len(operands) != len(labels):
-                            late.append((len(instructions), labels))
+                        operands = self.resolve(scope, self.operands(scope, inner[0])[0], start)
             calls: tuple[str, ...] = ()
             if opcode in _CALLERS:
-                calls = self.calls(attributes, end)
-            if is_root:
-                if root >= 0:
-                    raise self.error(start, f"computation {name!r} has a second ROOT")
-                root = len(instructions)
+                fast = opcode in _FAST_CALLERS and _FAST_CALLS.match(text, inner[1] + 1, end + 1)
+                if fast:
+                    calls = (fast[1],)
+                else:
+                    found = attributes.iter_attributes(text, inner[1] + 1, end)
+                    calls = self.calls({k: (a, b) for k, a, b in found}, label)
+            if is_root or label in index:
+                self.place(scope, label, start, bool(is_root))
             index[label] = len(instructions)
             instructions.append(
                 make(
                     Instruction,
-                    (label, opcode, shape, operands, calls, text, start, inner, attributes, end),
+                    (label, opcode, shape, operands, calls, text, start, inner, inner[1] + 1, end),
                 )
             )
+        self.finish(scope, is_entry, opening)
+        return position
+
+    def finish(self, scope: forms.Scope, is_entry: bool, opening: int) -> hm.Computation:
+        """Keep a computation that was read whole."""
+        name, instructions, root = scope.name, scope.instructions, scope.root
         if not instructions:
-            raise self.error(header, f"computation {name!r} holds no instruction")
-        if late:
+            raise self.error(opening, f"computation {name!r} holds no instruction")
+        if scope.late:
             instructions, root = ordering.operands_first(
-                self.error, name, instructions, late, index, root
+                self.error, name, instructions, scope.late, scope.index, root
             )
         # XLA takes the last instruction where none is marked.
         root = len(instructions) - 1 if root < 0 else root
-        for number, start in numbers.items():
-            if number >= len(numbers):
-                raise self.error(
-                    start,
-                    f"parameter {number} of computation {name!r}: it has "
-                    f"only {len(numbers)} parameters",
-                )
-        return hm.Computation(name, tuple(instructions), root, is_entry), position
-
-    def operand_names(self, inside: str, span: tuple[int, int]) -> list[str]:
-        """Read operand names, with or without '%', shapes and comments."""
-        if "/" in inside:
-            inside = _COMMENT.sub("", inside)
-        if inside[:1] == "%" and " " not in inside.replace(", ", ","):
-            return inside[1:].split(", %")
-        if "(" in inside or "\n" in inside or "{" in inside or "[" in inside:
-            return self._slow_operands(span)
-        names = []
-        for part in inside.split(","):
-            words = part.split()
-            if not words:
-                raise self.error(span[0], "expected operands, '%name, %name'")
-            names.append(words[-1].lstrip("%"))
-        return names
-
-    def _slow_operands(self, span: tuple[int, int]) -> list[str]:
-        text = self.text
-        names: list[str] = []
-        position = _SKIP.match(text, span[0]).end()
-        while position < span[1]:
-            name = _NAME.match(text, position)
-            if (
-                text[position] == "("
-                or _ARRAY.match(text, position)
-                or text.startswith("b(", position)
-            ):
-                _, position = self.shape_at(position)
-                position = _SKIP.match(text, position).end()
-                name = _NAME.match(text, position)
-            if not name:
-                raise self.error(position, "expected an operand's name")
-            names.append(name[1])
-            position = _SKIP.match(text, name.end()).end()
-            if position < span[1]:
-                if text[position] != ",":
-                    raise self.error(position, "expected ',' between operands")
-                position = _SKIP.match(text, position + 1).end()
-        return names
-
-    def _add_elements(
-        self,
-        labels: list[str],
-        index: dict[str, int],
-        instructions: list[hm.Instruction],
-        start: int,
-    ) -> None:
-        """Add a get-tuple-element for each operand ``%tuple#1``, left out in dumps (JAX 0.12)."""
-        for label in labels:
-            place = index.get(label.partition("#")[0])
-            if label in index or place is None:
-                continue
-            name = instructions[place].name
-            for number in label.split("#")[1:]:
-                elements = instructions[place].shape.elements
-                if not number.isdigit() or len(number) > 9 or int(number) >= len(elements or ()):
-                    raise self.error(
-                        start,
-                        f"operand {label!r} takes element {number[:20]} of "
-                        f"{instructions[place].shape}",
-                    )
-                name = f"{name}#{number}"
-                if name not in index:
-                    index[name] = len(instructions)
-                    text = f", index={number}"
-                    instructions.append(
-                        hm.Instruction(
-                            name,
-                            "get-tuple-element",
-                            elements[int(number)],
-                            (place,),
-                            (),
-                            text,
-                            0,
-                            (0, 0),
-                            0,
-                            len(text),
-                        )
-                    )
-                place = index[name]
+        if scope.numbers and max(scope.numbers) >= len(scope.numbers):
+            raise self.error(
+                scope.numbers[max(scope.numbers)],
+                f"parameter {max(scope.numbers)} of computation {name!r}: it has "
+                f"only {len(scope.numbers)} parameters",
+            )
+        computation = hm.Computation(name, tuple(instructions), root, is_entry)
+        self.computations[name] = computation
+        return computation
 
     # -- the module ---------------------------------------------------------------------------
 
     def module(self, source: str) -> hm.Module:
         """Read the whole text."""
         text = self.text
-        position = _SKIP.match(text, 0).end()
+        position = SKIP.match(text, 0).end()
         if position >= len(text):
             raise self.error(
                 0,
@@ -423,7 +179,63 @@ class _Parser:
                 "'HloModule NAME'; pass what compiled.as_text() returns",
             )
         head = _MODULE.match(text, position)
-        if not head:
+        header: dict[str, str] = {}
+        tables: dict[str, str] = {}
+        if head:
+            position = head.end()
+            for key, value, position in attributes.iter_attributes(text, position, len(text)):
+                header[key] = text[value:position]
+        elif not _HEADER.match(text, position):
+            return self.alone(source, position)
+        entry: hm.Computation | None = None
+        last: str | None = None
+        while True:
+            position = SKIP.match(text, position).end()
+            if position >= len(text):
+                break
+            table = _TABLE.match(text, position)
+            if table:
+                position = table.end()
+                tables[table[1]] = tables.get(table[1], "") + table[2]
+                continue
+            if text.startswith("HloModule", position):
+                raise self.error(position, "a second module begins here; pass one module at a time")
+            is_entry, last, body = self.header(position)
+            if last in self.computations:
+                raise self.error(position, f"computation {last!r} is defined twice")
+            if is_entry and entry is not None:
+                raise self.error(position, "a second ENTRY computation")
+            position = SKIP.match(text, self.computation(last, is_entry, body)).end()
+            if text.startswith(",", position):
+                position = self.attributes_end(position)  # its execution thread
+            if is_entry:
+                entry = self.computations[last]
+        if entry is None:
+            entry = self.entry_of(source, self.computations.get(last), header)
+        name = head[1].strip('"') if head else f"module_{entry.name}"
+        return self.made(source, name, entry, header, tables)
+
+    def made(self, source, name, entry, header, tables) -> hm.Module:
+        """Put a module together."""
+        self._find_strange()
+        return hm.Module(
+            name,
+            self.text,
+            source,
+            self.computations,
+            entry,
+            self._count(header, "num_partitions"),
+            self._count(header, "replica_count"),
+            header,
+            hm.FrameTable(tables),
+            ordering.callees_first(self.error, self.computations),
+            self.strange,
+        )
+
+    def alone(self, source: str, position: int) -> hm.Module:
+        """Read the text of one instruction, of which the operands' shapes make parameters."""
+        text = self.text
+        if not _ALONE.match(text, position):
             hint = ""
             if re.compile(r"#|module\b|func\.").match(text, position):
                 hint = " (this looks like StableHLO: compile it first)"
@@ -432,68 +244,46 @@ class _Parser:
                 f"{source} is not HLO text: expected 'HloModule NAME', as "
                 f"compiled.as_text() prints it{hint}",
             )
-        stop = self._attributes_end(head.end())
-        header: dict[str, str] = {}
-        for key, value, end in hm.iter_attributes(text, head.end(), stop):
-            header[key] = text[value:end]
-        tables: dict[str, dict[int, str]] = {}
-        computations: dict[str, hm.Computation] = {}
-        starts: dict[str, int] = {}
-        entry: hm.Computation | None = None
-        position = stop
-        while True:
-            position = _SKIP.match(text, position).end()
-            if position >= len(text):
-                break
-            table = _TABLE.match(text, position)
-            if table:
-                position = table.end()
-                rows = tables.setdefault(table[1], {})
-                while True:
-                    row = _ROW.match(text, position)
-                    if not row:
-                        break
-                    rows[int(row[1][:9])] = row[2]
-                    position = row.end()
-                continue
-            if text.startswith("HloModule", position):
-                raise self.error(position, "a second module begins here; pass one module at a time")
-            is_entry, name, body = self.header(position)
-            if name in computations:
-                raise self.error(position, f"computation {name!r} is defined twice")
-            if is_entry and entry is not None:
-                raise self.error(position, "a second ENTRY computation")
-            starts[name] = position
-            computation, position = self.computation(name, is_entry, position, body)
-            computations[name] = computation
-            if is_entry:
-                entry = computation
-        if entry is None:
-            raise self.error(len(text), f"{source} has no ENTRY computation: is the text cut?")
-        order = ordering.callees_first(self.error, computations)
-        return hm.Module(
-            head[1].strip('"'),
-            text,
-            source,
-            computations,
-            entry,
-            self._count(header, "num_partitions"),
-            self._count(header, "replica_count"),
-            header,
-            hm.FrameTable(tables),
-            order,
-        )
+        scope = forms.Scope("main", alone=True)
+        end = SKIP.match(text, self.instruction(scope, position)).end()
+        if end < len(text):
+            raise self.error(
+                end,
+                "expected the end after one instruction, or 'HloModule NAME' "
+                "before several computations",
+            )
+        return self.made(source, "main", self.finish(scope, True, position), {}, {})
 
-    _LONG = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
+    def entry_of(
+        self, source: str, last: hm.Computation | None, header: dict[str, str]
+    ) -> hm.Computation:
+        """Give the entry of a text that marks none: the last computation, as XLA takes it.
+
+        What XLA prints marks it; the layout in its header tells such a text, cut, from a whole one.
+        """
+        layout = header.get("entry_computation_layout")
+        if last is not None and layout is not None:
+            arguments, at = shapes.read(layout, 1)
+            arrow = SKIP.match(layout, at).end()
+            result = (
+                shapes.read(layout, arrow + 2)[0] if layout[arrow : arrow + 2] == "->" else None
+            )
+            found = [str(p.shape) for p in last.parameters]
+            if found != [str(e) for e in arguments.elements or ()] or str(
+                last.instructions[last.root].shape
+            ) != str(result):
+                last = None
+        if last is None:
+            raise self.error(len(self.text), f"{source} has no ENTRY computation: is the text cut?")
+        return last._replace(is_entry=True)
 
     def header(self, position: int) -> tuple[bool, str, int]:
         """Read a computation's header: is it ENTRY, its name, where its body begins."""
-        found = _HEADER.match(self.text, position)
-        if found:
-            return bool(found[1]), found[2], found.end()
-        # A header over several lines, or one whose body begins on its line.
         text = self.text
-        name = self._LONG.match(text, position)
+        printed = _PRINTED_HEADER.match(text, position)
+        if printed:
+            return bool(printed[1]), printed[2], printed.end()
+        name = _HEADER.match(text, position)
         if not name:
             raise self.error(
                 position,
@@ -501,14 +291,31 @@ class _Parser:
             )
         at = name.end()
         if text.startswith("(", at):
-            at = _SKIP.match(text, hm.match_bracket(text, at, len(text))).end()
+            at = SKIP.match(text, attributes.match_bracket(text, at, len(text))).end()
             if not text.startswith("->", at):
                 raise self.error(at, "expected '->' after the computation's parameters")
-            _, at = self.shape_at(at + 2)
-            at = _SKIP.match(text, at).end()
+            _, at = shapes.read(text, at + 2)
+            at = SKIP.match(text, at).end()
         if not text.startswith("{", at):
             raise self.error(at, "expected '{' before the computation's instructions")
         return bool(name[1]), name[2], at + 1
+
+    def _find_strange(self) -> None:
+        """Find the attributes on the lines of the fast path that are not known."""
+        first = min(c.instructions[0].start for c in self.computations.values())
+        if not set(_PRINTED_KEY.findall(self.text, first)) - attributes.KNOWN:
+            return
+        found = sorted(
+            (i for c in self.computations.values() for i in c.instructions if i.text is self.text),
+            key=lambda i: i.start,
+        )
+        starts = [i.start for i in found]
+        for key in _PRINTED_KEY.finditer(self.text, first):
+            place = bisect.bisect_right(starts, key.start()) - 1
+            if key[1] not in attributes.KNOWN and place >= 0:
+                for name, value, _ in found[place].attributes():
+                    if value == key.end():
+                        self.strange[starts[place]] = name
 
     def _count(self, header: dict[str, str], key: str) -> int | None:
         value = header.get(key)
@@ -551,7 +358,8 @@ def parse(text: str, *, name: str = "<text>") -> hm.Module:
             f"parse takes HLO text as a str, not {type(text).__name__}; read a file "
             "first, or pass compiled.as_text()."
         )
+    text = text.removeprefix("\ufeff")  # a byte-order mark, which editors put before UTF-8
     if "\r" in text:
-        text = text.replace("\r\n", "\n")
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
     with uncollected():
         return _Parser(text).module(name)

@@ -1,0 +1,152 @@
+"""The notation of HLO text: brackets, quotes, comments, and ``key=value`` attributes.
+
+A newline is a space like any other (XLA's hlo_lexer.cc): an instruction ends where no comma and
+attribute follow, wherever that is, and a value ends where its own brackets do.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Iterator
+
+from shardrules import errors
+
+SKIP = re.compile(r"(?:\s|/\*.*?\*/|//[^\n]*)*", re.DOTALL)
+COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+# Attributes of instructions that XLA's parser knows (hlo_parser.cc, of JAX 0.4.28 to 0.12), with
+# what its printer alone writes. Any other may mean something that the proof does not know of.
+KNOWN = frozenset(
+    "algorithm api_version async_execution_thread backend_config batch_group_count body "
+    "branch_computations called_computations calls channel_id collapsed_slice_dims condition "
+    "constrain_layout control-predecessors convolution_kind cross_program_prefetch_index "
+    "custom_call_has_side_effect custom_call_target delta dim_labels dimensions direction "
+    "distribution domain dynamic_slice_sizes epsilon exponent_bits false_computation "
+    "feature_group_count feature_index fft_length fft_type frontend_attributes index "
+    "index_vector_dim indices_are_sorted infeed_config inferred_dimension inserted_window_dims "
+    "input_batching_dims iota_dimension is_associative is_composite is_host_transfer is_reverse "
+    "is_scheduled is_stable k kind largest lhs_batch_dims lhs_contracting_dims lhs_ragged_dims "
+    "literal lower mantissa_bits metadata num_carries offset_dims operand_batching_dims "
+    "operand_layout_constraints operand_precision origin original_value outfeed_config "
+    "outfeed_shape output_to_operand_aliasing padding padding_type parameter_replication "
+    "replica_groups result_accuracy rhs_batch_dims rhs_contracting_dims rhs_group_dims scatter "
+    "scatter_dims_to_operand_dims scatter_indices_batching_dims schedule select sharding slice "
+    "slice_sizes source_target_pairs sparsity sparsity_config start_index_map "
+    "start_indices_batching_dims statistics to_apply transpose_a true_computation type "
+    "unique_indices unit_diagonal update_window_dims use_global_device_ids window".split()
+)
+
+_KEY = re.compile(r"([\w\-]+)\s*=")
+_SIMPLE = re.compile(r'\{[^{}"]*\}|"(?:[^"\\]|\\.)*"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$)', re.DOTALL)
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[{}()\[\]"]', re.DOTALL)
+_CLOSING = {"{": "}", "(": ")", "[": "]"}
+_WORD = re.compile(r"[^\s\"{}()\[\],/]+")
+# What goes on with a value after its first bracket: <=[8], T(1,0), a shape's layout, the
+# axes of mesh['a'=4] {'a'} and its device ids.
+_MORE = re.compile(r"\s*<=\s*(?=\[)|\s*T(?=\()|(?=[\[{(])")
+_MESH_MORE = re.compile(r"\s*,\s*device_ids=\s*(?=\()|\s*,?\s*(?=\{)")
+
+
+def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
+    """Make the error for a place in the text."""
+    offset = min(offset, len(text))
+    line = text.count("\n", 0, offset) + 1
+    start = text.rfind("\n", 0, offset) + 1
+    stop = text.find("\n", offset)
+    return errors.HloSyntaxError(
+        message,
+        line=line,
+        column=offset - start + 1,
+        text_line=text[start : stop if stop >= 0 else len(text)],
+    )
+
+
+def match_bracket(text: str, start: int, end: int) -> int:
+    """Find the end of the bracket that opens at ``start``; HloSyntaxError where it never closes.
+
+    Angle brackets don't count, and neither does anything inside quotes.
+    """
+    open_at: list[int] = []
+    position = start
+    while True:
+        found = _BRACKET.search(text, position, end)
+        if not found:
+            raise syntax_error(text, start, f"this {text[start]!r} is never closed")
+        token = found[0]
+        position = found.end()
+        if token in _CLOSING:
+            open_at.append(found.start())
+        elif token in "})]":
+            opening = open_at.pop()
+            if _CLOSING[text[opening]] != token:
+                raise syntax_error(text, opening, f"this {text[opening]!r} is never closed")
+            if not open_at:
+                return position
+        elif token == '"':
+            raise syntax_error(text, found.start(), "this quote is never closed")
+
+
+def _dictionary_end(text: str, start: int, end: int) -> int:
+    """Find the end of a JSON dictionary as XLA does: of brackets only ``{`` and ``}`` count."""
+    depth = 0
+    for found in _BRACKET.finditer(text, start, end):
+        depth += (found[0] == "{") - (found[0] == "}")
+        if not depth:
+            return found.end()
+    raise syntax_error(text, start, "this '{' is never closed")
+
+
+def value_end(text: str, key: str, start: int, end: int) -> int:
+    """Find where an attribute's value ends that begins at ``start``."""
+    first = text[start : start + 1]
+    if first == '"':
+        quoted = _BRACKET.match(text, start, end)
+        if quoted[0] == '"':
+            raise syntax_error(text, start, "this quote is never closed")
+        return quoted.end()
+    if first == "{":
+        close = _dictionary_end if key == "backend_config" else match_bracket
+        return close(text, start, end)
+    position = start
+    word = _WORD.match(text, position, end)
+    if word:
+        position = word.end()
+    elif not first or first not in "[(":
+        raise syntax_error(text, start, f"attribute {key!r} has no value")
+    more = _MESH_MORE if word and "mesh" in word[0] else _MORE
+    if position < end and text[position] in "[({":
+        position = match_bracket(text, position, end)
+        while True:
+            follows = more.match(text, position, end)
+            if not follows or follows.end() >= end:
+                break
+            position = match_bracket(text, follows.end(), end)
+            if more is _MESH_MORE and text[position - 1] == "}":
+                break
+    return position
+
+
+def iter_attributes(text: str, start: int, end: int) -> Iterator[tuple[str, int, int]]:
+    """Yield ``(key, value_start, value_end)`` for ``, key=value, key=value``.
+
+    What follows the last of them is not looked at.
+
+    Raises:
+      HloSyntaxError: a comma is not followed by an attribute, or a value never ends.
+    """
+    position = start
+    skip = SKIP.match
+    while True:
+        position = skip(text, position, end).end()
+        if position >= end or text[position] != ",":
+            return
+        position = skip(text, position + 1, end).end()
+        key = _KEY.match(text, position, end)
+        if not key:
+            raise syntax_error(text, position, "expected an attribute, 'key=value'")
+        value = skip(text, key.end(), end).end()
+        simple = _SIMPLE.match(text, value, end)
+        if simple and key[1] != "backend_config":
+            position = simple.end()
+        else:
+            position = value_end(text, key[1], value, end)
+        yield key[1], value, position

@@ -1,0 +1,336 @@
+"""Reads instructions of any form: as people write them, and as XLA seldom prints them."""
+
+from __future__ import annotations
+
+import re
+
+from shardrules.hlo.reader import attributes, shapes
+from shardrules.hlo.reader import module as hm
+from shardrules.hlo.reader.attributes import COMMENT, SKIP
+
+_HEAD = re.compile(r"(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
+_OPCODE = re.compile(r"([A-Za-z][\w\-]*)\s*\(")
+_NAME = re.compile(r"%?([\w.\-]+(?:#\d+)*)")
+_NAMES = re.compile(r"[ \t]*%?[\w.\-]+[ \t]*(?:,[ \t]*%?[\w.\-]+[ \t]*)*(?=\))")
+_INLINE = re.compile(r"\{" + SKIP.pattern + r"(?:ROOT\s+)?%?[\w.\-]+\s*=", re.DOTALL)
+_PAREN = re.compile(r'"(?:[^"\\]|\\.)*"|[()"]', re.DOTALL)
+# Attributes that name computations, in the order in which ``Instruction.calls`` lists them.
+_CALL_KEYS = (
+    "condition body true_computation false_computation branch_computations calls to_apply "
+    "called_computations select scatter".split()
+)
+_MAX_DEPTH = 100  # of operands and computations that are written inside of one another
+
+
+class Scope:
+    """A computation that is being read.
+
+    Attributes:
+      name: of the computation.
+      instructions: what was read so far.
+      index: places in ``instructions`` by name.
+      late: places of instructions whose operands were not all known, with the operands' names.
+      numbers: where each parameter starts.
+      root: the place of ROOT, negative where none was marked yet.
+      alone: this is the text of one instruction: operands that nothing defines are parameters.
+    """
+
+    def __init__(self, name: str, alone: bool = False):
+        self.name = name
+        self.instructions: list[hm.Instruction] = []
+        self.index: dict[str, int] = {}
+        self.late: list[tuple[int, list[str]]] = []
+        self.numbers: dict[int, int] = {}
+        self.root = -1
+        self.alone = alone
+
+
+class Forms:
+    """Reads what the fast path of the parser doesn't.
+
+    Attributes:
+      text: the module's text.
+      computations: those that are read already, by name.
+      strange: by the offset at which an instruction starts, an attribute that is not known.
+    """
+
+    def __init__(self, text: str):
+        self.text = text
+        self.computations: dict[str, hm.Computation] = {}
+        self.strange: dict[int, str] = {}
+        self.depth = 0
+
+    def error(self, offset: int, message: str):
+        """Make the error for a place in the text."""
+        return attributes.syntax_error(self.text, offset, message)
+
+    def computation(self, name: str, is_entry: bool, position: int) -> int:
+        """Read instructions from behind the opening brace to behind the closing one."""
+        raise NotImplementedError
+
+    def attributes_end(self, position: int) -> int:
+        """Find where the attributes end that begin at a place."""
+        for _, _, position in attributes.iter_attributes(self.text, position, len(self.text)):
+            pass
+        return position
+
+    def instruction(self, scope: Scope, position: int) -> int:
+        """Read one instruction of any form; give its end."""
+        text = self.text
+        start = SKIP.match(text, position).end()
+        head = _HEAD.match(text, start)
+        at = head.end() if head else start
+        if not head and not (scope.alone and shapes.begins(text, start)):
+            raise self.error(
+                start, "expected an instruction, '%name = shape opcode(operands)', or '}'"
+            )
+        label = head[2] if head else "_"
+        return self._right_side(
+            scope, SKIP.match(text, at).end(), label, start, bool(head and head[1])
+        )
+
+    def _right_side(
+        self, scope: Scope, position: int, label: str, start: int, is_root: bool, nested=False
+    ) -> int:
+        """Read what stands right of the '=', or an instruction that is written as an operand."""
+        text = self.text
+        shape: hm.Shape | None = None
+        at = position
+        if shapes.begins(text, at):
+            shape, at = shapes.read(text, at)
+            at = SKIP.match(text, at).end()
+        opcode = _OPCODE.match(text, at)
+        if not opcode:
+            if shape is None:
+                shapes.read(text, at)  # raises: a shape is what most often stands here
+            raise self.error(at, "expected an opcode and '('")
+        opening = opcode.end()
+        labels: list[str] = []
+        if opcode[1] in ("constant", "parameter"):
+            closing = self._literal_end(opening - 1)
+        else:
+            labels, closing = self.operands(scope, opening)
+        end, calls, index = closing, (), None
+        if not nested:
+            keys: dict[str, tuple[int, int]] = {}
+            for key, value, end in attributes.iter_attributes(text, closing, len(text)):
+                keys[key] = (value, end)
+                if key not in attributes.KNOWN:
+                    self.strange[start] = key
+            calls = self.calls(keys, label)
+            index = text[slice(*keys["index"])] if "index" in keys else None
+        operands = self.resolve(scope, labels, start)
+        if shape is None:
+            known = [scope.instructions[o].shape for o in operands]
+            shape = shapes.infer(opcode[1], known, index) if len(known) == len(labels) else None
+            if shape is None:
+                raise self.error(
+                    position, f"the shape of {label!r} is left out; write it before {opcode[1]!r}"
+                )
+        inner = (opening, closing - 1)
+        if opcode[1] == "parameter":
+            self.parameter(scope, start, inner)
+        self.place(scope, label, start, is_root)
+        scope.instructions.append(
+            hm.Instruction(
+                label, opcode[1], shape, operands, calls, text, start, inner, closing, end
+            )
+        )
+        return end
+
+    def place(self, scope: Scope, label: str, start: int, is_root: bool) -> None:
+        """Note the name of the instruction that comes next."""
+        if label in scope.index:
+            raise self.error(
+                start, f"instruction {label!r} is defined twice in computation {scope.name!r}"
+            )
+        if is_root:
+            if scope.root >= 0:
+                raise self.error(start, f"computation {scope.name!r} has a second ROOT")
+            scope.root = len(scope.instructions)
+        scope.index[label] = len(scope.instructions)
+
+    def parameter(self, scope: Scope, start: int, inner: tuple[int, int]) -> None:
+        """Note the number of a parameter."""
+        number = self.text[inner[0] : inner[1]]
+        if not number.isdigit():
+            number = COMMENT.sub("", number).strip()
+        if not number.isdigit() or len(number) > 9:
+            raise self.error(inner[0], "expected the parameter's number")
+        if int(number) in scope.numbers:
+            raise self.error(start, f"computation {scope.name!r} has two parameters {number}")
+        scope.numbers[int(number)] = start
+
+    # -- operands -----------------------------------------------------------------------------
+
+    def resolve(self, scope: Scope, labels: list[str], start: int) -> tuple[int, ...]:
+        """Find operands by their names; those that stand further down are noted for later."""
+        try:
+            return tuple([scope.index[label] for label in labels])
+        except KeyError as missing:
+            if scope.alone:
+                raise self.error(
+                    start, f"operand {missing.args[0]!r} has neither a definition nor a shape"
+                ) from None
+            scope.late.append((len(scope.instructions), labels))
+            return ()
+
+    def operands(self, scope: Scope, position: int) -> tuple[list[str], int]:
+        """Read operands from behind the '('; give their names and the place behind the ')'.
+
+        An operand may be an instruction itself, without a name and attributes, or the element of
+        a tuple (``%t#0#1``); both become instructions before the one that uses them.
+        """
+        text = self.text
+        plain = _NAMES.match(text, position)
+        if plain:
+            labels = [part.strip().lstrip("%") for part in plain[0].split(",")]
+            return labels, plain.end() + 1
+        skip = SKIP.match
+        labels = []
+        at = skip(text, position).end()
+        while not text.startswith(")", at):
+            begin = at
+            shape: hm.Shape | None = None
+            if shapes.begins(text, at):
+                shape, at = shapes.read(text, at)
+                at = skip(text, at).end()
+            name = _NAME.match(text, at)
+            after = skip(text, name.end()).end() if name else at
+            if name and text.startswith("(", after):
+                label = f"{name[1]}.anon.{begin}"
+                if self.depth >= _MAX_DEPTH:
+                    raise self.error(begin, "operands nested deeper than any reader follows")
+                self.depth += 1
+                at = skip(text, self._right_side(scope, begin, label, begin, False, True)).end()
+                self.depth -= 1
+                labels.append(label)
+            elif name or shape is not None and scope.alone:
+                label = name[1] if name else f"_.{len(scope.numbers)}"
+                if "#" in label:
+                    self._elements(scope, label, begin)
+                elif scope.alone and shape is not None and label not in scope.index:
+                    self._free(scope, label, shape, begin)
+                labels.append(label)
+                at = after
+            elif at >= len(text) or text[at] in "}])":
+                raise self.error(position - 1, "this '(' is never closed")
+            else:
+                raise self.error(at, "expected an operand's name")
+            if text.startswith(",", at):
+                at = skip(text, at + 1).end()
+                if text.startswith(")", at):
+                    raise self.error(at, "expected an operand's name")
+            elif not text.startswith(")", at):
+                if at >= len(text) or text[at] == "}":
+                    raise self.error(position - 1, "this '(' is never closed")
+                raise self.error(at, "expected ',' between operands")
+        return labels, at + 1
+
+    def _free(self, scope: Scope, label: str, shape: hm.Shape, start: int) -> None:
+        """Add a parameter for an operand of an instruction that stands alone."""
+        number = str(len(scope.numbers))
+        scope.numbers[int(number)] = start
+        scope.index[label] = len(scope.instructions)
+        end = len(number)
+        scope.instructions.append(
+            hm.Instruction(label, "parameter", shape, (), (), number, 0, (0, end), end, end)
+        )
+
+    def _elements(self, scope: Scope, label: str, start: int) -> None:
+        """Add a get-tuple-element for ``%tuple#1``: dumps leave them out (JAX 0.12)."""
+        place = scope.index.get(label.partition("#")[0])
+        if label in scope.index or place is None:
+            return
+        name = scope.instructions[place].name
+        for number in label.split("#")[1:]:
+            elements = scope.instructions[place].shape.elements or ()
+            if len(number) > 9 or int(number) >= len(elements):
+                raise self.error(
+                    start,
+                    f"operand {label!r} takes element {number[:20]} of "
+                    f"{scope.instructions[place].shape}",
+                )
+            name = f"{name}#{number}"
+            if name not in scope.index:
+                scope.index[name] = len(scope.instructions)
+                text, shape = f", index={number}", elements[int(number)]
+                scope.instructions.append(
+                    hm.Instruction(
+                        name,
+                        "get-tuple-element",
+                        shape,
+                        (place,),
+                        (),
+                        text,
+                        0,
+                        (0, 0),
+                        0,
+                        len(text),
+                    )
+                )
+            place = scope.index[name]
+
+    def _literal_end(self, opening: int) -> int:
+        """Find the end of a literal, in which only round brackets count."""
+        depth = 0
+        for found in _PAREN.finditer(self.text, opening):
+            depth += (found[0] == "(") - (found[0] == ")")
+            if not depth or found[0] == '"':
+                if found[0] != '"':
+                    return found.end()
+                break
+        raise self.error(opening, "this '(' is never closed")
+
+    # -- computations -------------------------------------------------------------------------
+
+    def calls(self, keys: dict[str, tuple[int, int]], label: str) -> tuple[str, ...]:
+        """List the computations that an instruction calls.
+
+        Args:
+          keys: by its attributes' names, where their values stand.
+          label: the instruction's name.
+        """
+        found: list[str] = []
+        for key in _CALL_KEYS:
+            if key not in keys:
+                continue
+            start, end = keys[key]
+            if _INLINE.match(self.text, start, end):
+                found.append(self._inline(f"{label}.{key}", start))
+            elif self.text[start] == "{":
+                found += self._listed(f"{label}.{key}", start + 1, end - 1)
+            else:
+                found.append(self.text[start:end].lstrip("%"))
+        return tuple(found)
+
+    def _listed(self, label: str, at: int, end: int) -> list[str]:
+        found: list[str] = []
+        skip = SKIP.match
+        at = skip(self.text, at, end).end()
+        while at < end:
+            if self.text[at] == "{":
+                found.append(self._inline(f"{label}.{len(found)}", at))
+                at = attributes.match_bracket(self.text, at, end)
+            else:
+                name = _NAME.match(self.text, at, end)
+                if not name:
+                    raise self.error(at, "expected the name of a computation")
+                found.append(name[1])
+                at = name.end()
+            at = skip(self.text, at, end).end()
+            if at < end:
+                if self.text[at] != ",":
+                    raise self.error(at, "expected ',' between computations")
+                at = skip(self.text, at + 1, end).end()
+        return found
+
+    def _inline(self, name: str, start: int) -> str:
+        """Read a computation that is written where it is called, and give it a name."""
+        if self.depth >= _MAX_DEPTH:
+            raise self.error(start, "computations nested deeper than any reader follows")
+        name = f"{name}.{start}"
+        self.depth += 1
+        self.computation(name, False, start + 1)
+        self.depth -= 1
+        return name

@@ -23,9 +23,7 @@ _SHAPE = (
 )
 # The rest of a line that holds one whole instruction: quotes that close on it, and no space but
 # after a comma and in metadata, windows and shardings; any other may stand before an instruction.
-_INNER = (
-    "(?:op_|source_|stack_|deduplicated_|scheduling_|profile_|size|stride|pad|[lr]hs_)[a-z_]*="
-)
+_INNER = "(?:op_|source_|stack_|deduplicated_|scheduling_|profile_|size|stride|pad|[lr]hs_)[a-z_]*="
 _REST = (
     r'(?:, [^\n" ]*(?:(?:"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
     r"|(?<=,) | (?=" + _INNER + r"|last_tile|\{'))[^\n\" ]*)*"

@@ -7,8 +7,42 @@ loaded on first use (PEP 562), so the verifier also runs where no JAX is install
 from __future__ import annotations
 
 import importlib as _importlib
+from typing import TYPE_CHECKING
+from typing import Any as _Any
 
 from shardrules.registry import binding as _binding
+
+if TYPE_CHECKING:  # the names of _HOME and _MODULES, for checkers and editors
+    from shardrules import aot as aot
+    from shardrules import checks as checks
+    from shardrules import costs as costs
+    from shardrules import errors as errors
+    from shardrules import hlo as hlo
+    from shardrules import hooks as hooks
+    from shardrules import pallas as pallas
+    from shardrules import registry as registry
+    from shardrules import report as report
+    from shardrules import testing as testing
+    from shardrules.errors import ShardrulesError
+    from shardrules.hooks.autodiff.casts import already_summed, vary
+    from shardrules.hooks.explain.explain import explain, scan_calls
+    from shardrules.hooks.handles import install
+    from shardrules.registry.axistypes import AxisType, Effect, RuleContext
+    from shardrules.registry.builtin import (
+        all_gather,
+        all_gather_invariant,
+        all_reduce,
+        all_to_all,
+        linear,
+        no_communication,
+        outputs,
+        per_device,
+        permute,
+        reduce_scatter,
+        unreduced,
+    )
+    from shardrules.registry.rule import Rule
+    from shardrules.registry.table import Registration, Registry, register, rules
 
 # The version is written here and nowhere else; setup.cfg reads it from this file.
 __version__ = "0.1.0.dev0"
@@ -56,23 +90,52 @@ _MODULES = (
     "testing",
 )
 
-__all__ = [*_HOME, "__version__"]
+__all__ = [
+    "__version__",
+    "AxisType",
+    "Effect",
+    "Registration",
+    "Registry",
+    "Rule",
+    "RuleContext",
+    "ShardrulesError",
+    "all_gather",
+    "all_gather_invariant",
+    "all_reduce",
+    "all_to_all",
+    "already_summed",
+    "explain",
+    "install",
+    "linear",
+    "no_communication",
+    "outputs",
+    "per_device",
+    "permute",
+    "reduce_scatter",
+    "register",
+    "rules",
+    "scan_calls",
+    "unreduced",
+    "vary",
+]
 
 
-def __getattr__(name: str):
-    if name in _HOME:
-        value = getattr(_importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-        globals()[name] = value
-        return value
-    if name in _MODULES:
-        return _importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}; "
-        f"its public names are {', '.join(sorted(_HOME))}"
-    )
+if not TYPE_CHECKING:  # with it, checkers would take any name for one of the package
+
+    def __getattr__(name: str):
+        if name in _HOME:
+            value = getattr(_importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+            globals()[name] = value
+            return value
+        if name in _MODULES:
+            return _importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; "
+            f"its public names are {', '.join(sorted(_HOME))}"
+        )
 
 
-def _call_declared(declared, *args, **kwargs):
+def _call_declared(declared: _Any, *args: _Any, **kwargs: _Any) -> _Any:
     from shardrules.hooks import handles  # when an op is called: by then there is a JAX
 
     return handles.call_declared(declared, *args, **kwargs)
@@ -81,5 +144,5 @@ def _call_declared(declared, *args, **kwargs):
 _binding.Declared.caller = staticmethod(_call_declared)
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME, *_MODULES})

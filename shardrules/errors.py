@@ -6,6 +6,8 @@ the values are attributes too, so that a caller never has to read them out of th
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 __all__ = [
     "AotError",
     "BudgetError",
@@ -36,11 +38,15 @@ class ShardrulesError(Exception):
       **data: the values behind the text; each becomes an attribute.
     """
 
-    def __init__(self, message: str, **data):
+    def __init__(self, message: str, **data: Any):
         super().__init__(message)
         self.message = message
         for key, value in data.items():
             setattr(self, key, value)
+
+    if TYPE_CHECKING:  # the data
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __str__(self) -> str:
         return self.message

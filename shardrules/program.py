@@ -33,10 +33,10 @@ class Program(NamedTuple):
 
 def judge(
     program: Any,
-    *args,
+    *args: Any,
     registry: Registry | None = None,
     mesh: Mapping[str, int] | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> hlo.Judgement:
     """Compile a program if need be, and judge each of its collectives.
 

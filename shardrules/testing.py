@@ -48,11 +48,11 @@ _LEVELS = ("compiled", "logical")
 
 def account(
     program: Any,
-    *args,
+    *args: Any,
     level: str = "compiled",
     registry: Registry | None = None,
     mesh: Mapping[str, int] | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> accounts.Account:
     """Return what a program's collectives move, by kind, axes, phase and source line.
 
@@ -94,12 +94,12 @@ def _judged(
 
 def assert_no_defensive_psum(
     program: Any,
-    *args,
+    *args: Any,
     registry: Registry | None = None,
     mesh: Mapping[str, int] | None = None,
     strict: bool = False,
     allow: Mapping[str, str] | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> hlo.Judgement:
     """Assert that every collective of a program is needed, as far as it can be proven.
 
@@ -159,13 +159,13 @@ def _no_unused(unused: list[str], judgement: hlo.Judgement) -> None:
 
 def assert_collectives(
     program: Any,
-    *args,
+    *args: Any,
     expect: Any,
     registry: Registry | None = None,
     mesh: Mapping[str, int] | None = None,
     level: str = "compiled",
     platform: str | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> hlo.Judgement:
     """Assert that a program holds just the expected collectives.
 
@@ -223,12 +223,12 @@ def assert_collectives(
 
 def assert_budget(
     program: Any,
-    *args_then_path,
+    *args_then_path: Any,
     level: str = "compiled",
     strict: bool = False,
     registry: Registry | None = None,
     mesh: Mapping[str, int] | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> hlo.Judgement:
     """Assert that a program's collectives are those of a checked-in file.
 

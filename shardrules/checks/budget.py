@@ -7,6 +7,7 @@ same across recompiles and machines. It is TOML, of which this reads just what i
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -82,7 +83,12 @@ def dump(budget: Budget) -> str:
         f"version = {VERSION}\nlevel = {_quoted(budget.level)}\nmesh = {_quoted(budget.mesh)}\n",
     ]
     for (what, element_type, source), totals in sorted(budget.rows.items()):
-        values = {"what": what, "element_type": element_type, "source": source, **totals._asdict()}
+        values = {
+            "what": what,
+            "element_type": element_type,
+            "source": source,
+            **dataclasses.asdict(totals),
+        }
         lines = [
             f"{key} = {_quoted(values[key]) if isinstance(values[key], str) else values[key]}"
             for key in _ROW

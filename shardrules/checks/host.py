@@ -15,10 +15,10 @@ __all__ = ["assert_donated", "assert_no_host_transfers"]
 
 def assert_donated(
     program: Any,
-    *args,
+    *args: Any,
     paths: Sequence[str] | None = None,
     allow: Mapping[str, str] | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> list[donation.Leaf]:
     """Assert that the memory of each donated array is reused for an output.
 
@@ -109,7 +109,7 @@ def _below(path: str, names: Sequence[str] | Mapping[str, str]) -> bool:
 
 
 def assert_no_host_transfers(
-    program: Any, *args, allow: Mapping[str, str] | None = None, **kwargs
+    program: Any, *args: Any, allow: Mapping[str, str] | None = None, **kwargs: Any
 ) -> list[transfers.Transfer]:
     """Assert that a compiled program neither sends to the host nor receives from it.
 

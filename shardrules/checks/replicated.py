@@ -23,12 +23,12 @@ _SHOWN = 8  # device groups that a message lists
 
 def assert_outputs_replicated(
     program: Any,
-    *args,
+    *args: Any,
     registry: Registry | None = None,
     mesh: Mapping[str, int] | None = None,
     output_shardings: Sequence[str] | None = None,
     strict: bool = False,
-    **kwargs,
+    **kwargs: Any,
 ) -> hlo.Judgement:
     """Assert that each output is proven equal on the devices on which its sharding says so.
 
@@ -163,7 +163,7 @@ def _broken(
 # -- arrays ---------------------------------------------------------------------------------------
 
 
-def check_replicated_inputs(*args, **kwargs) -> None:
+def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
     """Check that arrays hold the same bits on the devices on which their shardings say so.
 
     Every proof starts from this promise, and ``jax.make_array_from_single_device_arrays`` or a
@@ -238,7 +238,7 @@ def _differing(name: str, array: Any) -> list[str]:
 
 def _axes(sharding: Any, bad: Mapping[Any, Mapping[bytes, list[Any]]]) -> list[str]:
     """Name the mesh axes along which the shards differ; empty where the sharding has no mesh."""
-    mesh = getattr(sharding, "mesh", None)
+    mesh: Any = getattr(sharding, "mesh", None)
     devices = getattr(mesh, "devices", None)
     if devices is None:
         return []

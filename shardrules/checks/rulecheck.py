@@ -19,12 +19,12 @@ __all__ = ["check_rule"]
 
 
 def check_rule(
-    op: Callable,
+    op: Callable[..., Any],
     mesh: Any,
-    *args,
+    *args: Any,
     in_specs: Any = None,
     out_specs: Any = None,
-    reference: Callable | None = None,
+    reference: Callable[..., Any] | None = None,
     gradients: bool = True,
     seed: int = 0,
     rtol: float = 1e-4,

@@ -104,7 +104,8 @@ class Entry:
         return str(hlo.Frame(self.file, self.line, self.function)) if self.file else ""
 
 
-class Totals(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Totals:
     """Sums over entries.
 
     Attributes:
@@ -122,7 +123,7 @@ class Totals(NamedTuple):
     def plus(self, entry: Entry) -> Totals:
         """Add an entry."""
         if entry.runs is None:
-            return self._replace(sites=self.sites + 1, unknown=self.unknown + 1)
+            return dataclasses.replace(self, sites=self.sites + 1, unknown=self.unknown + 1)
         return Totals(
             self.sites + 1,
             self.count + entry.runs,
@@ -155,9 +156,9 @@ class Account:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
 
-    def by(self, *fields: str) -> dict[tuple, Totals]:
+    def by(self, *fields: str) -> dict[tuple[Any, ...], Totals]:
         """Sum up by fields of Entry, in the order of first appearance."""
-        found: dict[tuple, Totals] = {}
+        found: dict[tuple[Any, ...], Totals] = {}
         for entry in self.entries:
             key = tuple(getattr(entry, field) for field in fields)
             found[key] = found.get(key, Totals()).plus(entry)

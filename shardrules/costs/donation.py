@@ -161,9 +161,9 @@ def read(
     for argument in arguments:
         path, donated = argument.path, argument.donated
         if not argument.kept:
-            why = ("unused", "the compiled program does not take it") if donated else ("", "")
+            pruned = ("unused", "the compiled program does not take it") if donated else ("", "")
             size = _bytes(argument.shape)
-            leaves.append(Leaf(path, argument.shape, size, donated, "pruned", "", *why))
+            leaves.append(Leaf(path, argument.shape, size, donated, "pruned", "", *pruned))
             continue
         place = next(places)
         shape = inputs[place]

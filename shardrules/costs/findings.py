@@ -124,7 +124,7 @@ class Allowances:
     """
 
     def __init__(self, reasons: Mapping[str, str] | None = None):
-        self.reasons = dict(reasons or {})
+        self.reasons: dict[str, str] = dict(reasons or {})
         for what, reason in self.reasons.items():
             if not isinstance(reason, str) or not reason.strip():
                 raise ShardrulesError(
@@ -132,7 +132,9 @@ class Allowances:
                     f"finding stays, allow={{{what!r}: 'issue 12'}}",
                     key=what,
                 )
-        self.selectors = {what: accounts.Selector.read(what) for what in self.reasons}
+        self.selectors: dict[str, accounts.Selector] = {
+            what: accounts.Selector.read(what) for what in self.reasons
+        }
 
     def split(
         self, findings: Iterable[Finding]

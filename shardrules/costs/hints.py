@@ -324,7 +324,7 @@ def _only_returned(
 
 def _part(shape: hlo.Shape, element: int) -> tuple[int, ...] | None:
     """Give the sizes of a collective's one result; None where there is no such."""
-    if not shape.is_tuple:
+    if shape.elements is None:
         return shape.dimensions
     if element < len(shape.elements) and not shape.elements[element].is_tuple:
         return shape.elements[element].dimensions
@@ -372,7 +372,8 @@ def _reduced_after(
 ) -> int | None:
     """Give the bytes of a sum that is all that is made of an all-reduce's result, else None."""
     shape = computation.instructions[position].shape
-    size = shape.elements[element] if shape.is_tuple and element < len(shape.elements) else shape
+    parts = shape.elements or ()
+    size = parts[element] if element < len(parts) else shape
     for _ in range(64):
         end = _followed(computation, users, position, element, _PASS_ON)
         if end is None:

@@ -67,7 +67,7 @@ class Handle:
     def __enter__(self) -> Handle:
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         self.uninstall()
 
     def __repr__(self) -> str:

@@ -210,6 +210,7 @@ class RepHooks(Hooks):
             )
         partial = [t for t in resolution.outputs if t.unreduced or t.reduced]
         if partial:
+            assert known.found is not None, "only a rule makes partial sums"
             raise RuleError(
                 f"the rule {known.found.rule!r} of {known.call} makes an output "
                 f"'{partial[0]}', but JAX {self.jax.version} knows only varying and invariant "

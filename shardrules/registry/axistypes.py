@@ -56,7 +56,7 @@ class AxisType:
         varying: Iterable[str] = frozenset(),
         unreduced: Iterable[str] = frozenset(),
         reduced: Iterable[str] = frozenset(),
-    ):
+    ) -> AxisType:
         key = tuple(
             frozenset([axes] if isinstance(axes, str) else axes)
             for axes in (varying, unreduced, reduced)
@@ -78,13 +78,13 @@ class AxisType:
             object.__setattr__(new, field, axes)
         return cls._known.setdefault(key, new)
 
-    def __setattr__(self, name: str, value: Any):
+    def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"an AxisType can't be changed ({name!r}); make another one")
 
-    def __delattr__(self, name: str):
+    def __delattr__(self, name: str) -> None:
         raise AttributeError(f"an AxisType can't be changed ({name!r}); make another one")
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return AxisType, (self.varying, self.unreduced, self.reduced)
 
     def __repr__(self) -> str:
@@ -133,7 +133,7 @@ class Effect:
 
     KINDS = ("local", "join", "exchange", "typed", "unknown")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in self.KINDS:
             raise RuleError(
                 f"{self.kind!r} is no kind of effect; the kinds are {', '.join(self.KINDS)}",

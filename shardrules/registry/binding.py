@@ -11,9 +11,12 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 from shardrules.errors import RegistrationError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 __all__ = ["Binding", "Declared", "binding_of", "caller_place", "declare"]
 
@@ -28,7 +31,7 @@ class Binding:
 
 def caller_place() -> str:
     """Return ``file:line`` of the nearest frame outside this package."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module != "shardrules" and not module.startswith("shardrules."):
@@ -50,19 +53,19 @@ class Declared:
 
     caller: Callable[..., Any]
 
-    def __init__(self, target: Callable, binding: Binding):
+    def __init__(self, target: Callable[..., Any], binding: Binding):
         # __dict__ is not copied: a custom_vjp object still gets its fwd and bwd later, and
         # attributes are read through __getattr__ instead.
         functools.update_wrapper(self, target, updated=())
         self.__shardrules__ = binding
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return Declared.caller(self, *args, **kwargs)
 
-    def __get__(self, instance, owner=None):
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "__wrapped__" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
@@ -89,7 +92,7 @@ def binding_of(function: Any) -> Binding | None:
     return None
 
 
-def declare(target: Callable, rule: Any) -> Callable:
+def declare(target: _F, rule: Any) -> _F:
     """Bind ``rule`` to the function object ``target``.
 
     Args:
@@ -115,4 +118,5 @@ def declare(target: Callable, rule: Any) -> Callable:
             target=target,
             places=(known.where, where),
         )
-    return target if known is not None else Declared(target, Binding(rule, where))
+    declared: Any = target if known is not None else Declared(target, Binding(rule, where))
+    return declared  # as what it was: it stays that in all but being called on arrays

@@ -9,7 +9,7 @@ from typing import Any
 from shardrules.errors import RuleError
 from shardrules.registry.axistypes import AxisType, Effect, RuleContext
 from shardrules.registry.axistypes import show_axes as _axes
-from shardrules.registry.rule import Rule, as_rule
+from shardrules.registry.rule import AnyRule, Rule, as_rule
 
 __all__ = [
     "all_gather",
@@ -35,7 +35,7 @@ def _no_communication(context: RuleContext):
     return [union] * len(context.inputs), [union] * context.output_count
 
 
-no_communication = Rule("no_communication", _no_communication, _same(Effect("local")))
+no_communication: Rule = Rule("no_communication", _no_communication, _same(Effect("local")))
 
 no_communication.__doc__ = """Declare that a kernel reads no other device and no device id.
 
@@ -191,7 +191,7 @@ def unreduced(*axes: str) -> Rule:
     return Rule(name, types, _same(Effect("local")), named_axes=axes, drops=True)
 
 
-def outputs(*rules: Any) -> Rule:
+def outputs(*rules: AnyRule) -> Rule:
     """Declare one rule for each output; the inputs are cast to the union of their varying axes.
 
     Args:
@@ -231,7 +231,7 @@ def outputs(*rules: Any) -> Rule:
     )
 
 
-def linear(rule: Any) -> Rule:
+def linear(rule: AnyRule) -> Rule:
     """Declare that a kernel obeys ``rule`` and is linear in all its inputs together.
 
     Inputs that are all unreduced over the same axes are then taken, and the outputs are unreduced

@@ -10,14 +10,17 @@ here imports jax.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar, Union
 
 from shardrules.errors import RuleError
 from shardrules.registry.axistypes import AxisType, Effect, Resolution, RuleContext
 from shardrules.registry.axistypes import show_axes as _axes
 from shardrules.registry.binding import declare
 
-__all__ = ["Rule", "as_rule"]
+__all__ = ["AnyRule", "Rule", "as_rule"]
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Rule:
@@ -70,7 +73,7 @@ class Rule:
     def __hash__(self) -> int:
         return hash((self.name, self._identity))
 
-    def __call__(self, target: Callable) -> Callable:
+    def __call__(self, target: _F) -> _F:
         """Declare a kernel body or an op to obey this rule, and return it.
 
         A kernel body is the function that is given to ``pallas_call``; the rule is bound to the
@@ -231,7 +234,11 @@ class Rule:
         return listed
 
 
-def as_rule(rule: Any) -> Rule:
+# What can be declared: a rule, or a function that answers for the outputs.
+AnyRule = Union[Rule, Callable[[RuleContext], Any]]
+
+
+def as_rule(rule: AnyRule) -> Rule:
     """Return ``rule`` as a Rule; a callable on a ``RuleContext`` answers for the outputs.
 
     The callable's inputs are cast to the union of their varying axes. Its output types are

@@ -18,7 +18,7 @@ from typing import Any
 from shardrules.errors import RegistrationError
 from shardrules.registry.binding import caller_place
 from shardrules.registry.builtin import no_communication
-from shardrules.registry.rule import Rule, as_rule
+from shardrules.registry.rule import AnyRule, Rule, as_rule
 
 __all__ = [
     "PROVEN",
@@ -139,7 +139,7 @@ class Registry:
 
     # Declaring.
 
-    def register(self, name: Any, rule: Any, *, replace: bool = False) -> Registration:
+    def register(self, name: Any, rule: AnyRule, *, replace: bool = False) -> Registration:
         """Declare the rule of every kernel called ``name``.
 
         Args:
@@ -239,7 +239,7 @@ class Registry:
                     ) from error
 
     @contextlib.contextmanager
-    def rules(self, entries: Mapping[str, Any]) -> Iterator[Overlay]:
+    def rules(self, entries: Mapping[str, AnyRule]) -> Iterator[Overlay]:
         """Declare rules for what this thread traces inside the ``with``, backward passes included.
 
         An inner scope wins over an outer one, and any scope over ``register``.
@@ -426,7 +426,7 @@ class Registry:
             self._guards.append(guard)
 
 
-default = Registry(ENTRY_POINTS, ("shardrules.pallas",))
+default: Registry = Registry(ENTRY_POINTS, ("shardrules.pallas",))
 for _name, _where in (
     # Not a guess: the callback is a pure function of its arguments, or the program is undefined.
     ("pure_callback", "jax.pure_callback's contract"),
@@ -437,11 +437,11 @@ for _name, _where in (
     default.ship(_name, no_communication, "jax", _where)
 
 
-def register(name: Any, rule: Any, *, replace: bool = False) -> Registration:
+def register(name: Any, rule: AnyRule, *, replace: bool = False) -> Registration:
     """Declare the rule of every kernel called ``name``; see ``Registry.register``."""
     return default.register(name, rule, replace=replace)
 
 
-def rules(entries: Mapping[str, Any]) -> contextlib.AbstractContextManager[Overlay]:
+def rules(entries: Mapping[str, AnyRule]) -> contextlib.AbstractContextManager[Overlay]:
     """Declare rules for what this thread traces inside a ``with``; see ``Registry.rules``."""
     return default.rules(entries)

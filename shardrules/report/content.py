@@ -9,6 +9,7 @@ from typing import Any
 
 from shardrules import hlo
 from shardrules.costs import accounts, findings
+from shardrules.costs.findings import Finding
 from shardrules.costs.hints import Hint, hints
 from shardrules.report.sections import Section, sections
 
@@ -33,8 +34,8 @@ class Content:
     title: str
     judgement: hlo.Judgement
     account: accounts.Account
-    findings: tuple[findings.Finding, ...]
-    allowed: tuple[tuple[findings.Finding, str], ...]
+    findings: tuple[Finding, ...]
+    allowed: tuple[tuple[Finding, str], ...]
     unused: tuple[str, ...]
     hints: tuple[Hint, ...]
 
@@ -110,7 +111,7 @@ def content(
 
 
 def _totals(totals: accounts.Totals) -> dict[str, int]:
-    return dict(totals._asdict())
+    return dataclasses.asdict(totals)
 
 
 def as_json(what: Content) -> str:
@@ -134,7 +135,7 @@ def as_json(what: Content) -> str:
         )
     numbers = {id(verdict): n for n, verdict in enumerate(what.judgement.verdicts)}
 
-    def number(of: findings.Finding | Hint) -> int:
+    def number(of: Finding | Hint) -> int:
         return numbers[id(of.verdict)]
 
     return (

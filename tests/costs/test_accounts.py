@@ -1,5 +1,6 @@
 """Accounts: wire bytes, loops, axes, phases, source lines; compiled and logical; expectations."""
 
+import dataclasses
 import functools
 
 import jax
@@ -453,9 +454,9 @@ def test_what_came_went_grew_shrank_and_moved():
     key = lambda n: (f"forward all-reduce({n})", "f32", "")  # noqa: E731
     before = {key("a"): one, key("b"): one, key("c"): one, key("d"): one, key("s"): one}
     after = {
-        key("b"): one._replace(bytes=200),
-        key("c"): one._replace(count=0, bytes=50),
-        key("d"): one._replace(sites=2),
+        key("b"): dataclasses.replace(one, bytes=200),
+        key("c"): dataclasses.replace(one, count=0, bytes=50),
+        key("d"): dataclasses.replace(one, sites=2),
         key("e"): one,
         key("s"): one,
     }

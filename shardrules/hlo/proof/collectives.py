@@ -114,13 +114,13 @@ def read_channel(
             text, place = values.get("source_target_pairs", ("", instruction.start))
             if not text:
                 raise hd.NotationError("a collective-permute without source_target_pairs")
-            key = (kind, text, channel)
-            if key not in cache:
-                cache[key] = _pairs(text, channel, relations, partitions, replicas)
-            groups, pairs = cache[key]
+            moves = (kind, text, channel)
+            if moves not in cache:
+                cache[moves] = _pairs(text, channel, relations, partitions, replicas)
+            groups, pairs = cache[moves]
             return Channel(kind, groups, pairs, True, None, "")
-        key = (kind in ("all-reduce", "all-gather", "reduce-scatter"), text, channel, flat)
-        if key not in cache:
+        group = (kind in ("all-reduce", "all-gather", "reduce-scatter"), text, channel, flat)
+        if group not in cache:
             rows, mesh = hd.read_groups(text)
             if mesh is not None:
                 mode = "flattened" if partitions * replicas == mesh.devices.size else "bad"
@@ -129,7 +129,7 @@ def read_channel(
                         f"a mesh of {mesh.devices.size} devices in a module "
                         f"for {partitions * replicas}"
                     )
-            elif key[0]:
+            elif group[0]:
                 if flat and not channel:
                     raise hd.NotationError("use_global_device_ids without a channel_id")
                 mode = (
@@ -142,8 +142,8 @@ def read_channel(
             else:
                 mode = "cross_partition" if channel else "cross_replica"
             flattened = hd.flatten_groups(rows, mode, partitions, replicas)
-            cache[key] = make_groups(flattened, relations), mesh
-        groups, mesh = cache[key]
+            cache[group] = make_groups(flattened, relations), mesh
+        groups, mesh = cache[group]
     except hd.NotationError as error:
         raise hm.syntax_error(
             module.text, place, f"{instruction.opcode} {instruction.name!r}: {error}"
@@ -212,8 +212,8 @@ class Transfer:
     def __init__(self, states: hs.States):
         self.states = states
         self.relations = states.relations
-        self._relations: dict[Any, int] = {}
-        self._states: dict[Any, int] = {}
+        self._relations: dict[Any, tuple[int, Any]] = {}
+        self._states: dict[Any, tuple[int, Any]] = {}
 
     def relation(self, channel: Channel, how: str, relation: int) -> int:
         """Give the result's relation for an operand's.
@@ -224,7 +224,7 @@ class Transfer:
         groups = channel.groups
         # Groups of one relation may order their members differently, and permutes of one group
         # may move them differently: the rows are part of the key.
-        rows = channel.pairs if how == "permute" else groups.rows
+        rows: Any = channel.pairs if how == "permute" else groups.rows
         key = (how, channel.ordered, relation, id(rows))
         known = self._relations.get(key)
         if known is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,17 @@ _MAX_STEPS = 12  # iterations of a loop that are followed one by one
 
 
 class Control(Values):
-    """The part of the proof that evaluates while and conditional."""
+    """The part of the proof that evaluates while and conditional.
+
+    What it reads and calls besides is ``Proof``'s.
+    """
 
     module: hm.Module
+    transfer: Any
+    _channels: dict[Any, Any]
+    evaluate: Callable[..., Any]
+    _deterministic: Callable[..., bool]
+    _empty_buffer: Callable[..., Any]
 
     def _called(self, instruction, key: str) -> hm.Computation | None:
         name = (instruction.attribute(key) or "").lstrip("%")

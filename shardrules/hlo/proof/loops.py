@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,8 @@ from shardrules.hlo.reader import module as hm
 _KNOWN = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"?(\d{1,18})"?')
 
 
-class Run(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Run:
     """How a computation runs.
 
     Attributes:

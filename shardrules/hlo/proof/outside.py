@@ -50,9 +50,19 @@ class Record:
 
 
 class Outside(Values):
-    """The part of the proof that evaluates collectives and custom calls."""
+    """The part of the proof that evaluates collectives and custom calls.
+
+    What it reads besides is set by ``Proof``.
+    """
 
     module: hm.Module
+    partitions: int
+    replicas: int
+    transfer: hc.Transfer
+    records: dict[tuple[str, int], Record]
+    default_mesh: dict[str, int] | None
+    _meshes: dict[Any, Any]
+    _channels: dict[Any, hc.Channel]
 
     def _collective(self, computation, position, instruction, operands, guard):
         opcode = instruction.opcode

@@ -98,7 +98,7 @@ class Proof(Control, Outside):
         ids = np.arange(self.relations.device_count, dtype=np.uint32)
         self._partition_id = self._device_number(ids % partitions, "partition-id")
         self._replica_id = self._device_number(ids // partitions, "replica-id")
-        handlers = {
+        handlers: dict[str, Any] = {
             "parameter": None,
             "constant": self._constant,
             "tuple": self._tuple,

@@ -227,6 +227,8 @@ class _Judge:
 
     def _pair_axes(self, pairs) -> tuple[str, ...] | None:
         """Name the axes along which a permute moves data."""
+        if self.mesh is None:
+            return None
         sizes = [s for _, s in self.mesh.axes]
         sources = np.unravel_index([s for s, _ in pairs], sizes)
         targets = np.unravel_index([t for _, t in pairs], sizes)

@@ -87,7 +87,7 @@ class ForgetfulHooks(Hooks):
                 outputs = listed if several else listed[0]
             return outputs, effects
 
-        abstract_eval.shardrules = True
+        setattr(abstract_eval, "shardrules", True)
         patches.attribute(primitive, "bind", bound)
         patches.attribute(primitive, "abstract_eval", abstract_eval)
 

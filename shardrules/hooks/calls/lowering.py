@@ -55,7 +55,7 @@ class Lowering:
             self._tag(ctx, known, operands, results)
             return results
 
-        lower.shardrules = True
+        setattr(lower, "shardrules", True)
         patches.entry(table, primitive, self.jax.lowering_entry(entry, lower))
 
     def _interpret(self, original, ctx, *operands, **params):

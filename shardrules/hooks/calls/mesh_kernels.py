@@ -320,12 +320,12 @@ class MeshKernelHooks(Hooks):
             resolution, types = self._resolve(self._proven(kind, params, known), layout, avals)
             if first:
                 check_annotations(known, tuple(types))
-            args = [
+            args = tuple(
                 self.jax.cast(x, want)
                 if self.jax.can_cast(aval) and at not in layout.overwritten
                 else x
                 for at, (x, aval, want) in enumerate(zip(args, avals, resolution.inputs))
-            ]
+            )
             if layout.answers:
                 # Into the call too, so that a jaxpr that outlives the hooks keeps its types.
                 params["out_avals"] = typed(self.jax, known, params["out_avals"], tuple(types))
@@ -409,9 +409,12 @@ def _binding(name: str, functions: Sequence[Any]) -> Binding | None:
     Raises:
       RegistrationError: if they have different rules.
     """
-    bindings = [binding_of(function) for function in functions]
-    if any(binding is None for binding in bindings):
-        return None
+    bindings = []
+    for function in functions:
+        binding = binding_of(function)
+        if binding is None:
+            return None
+        bindings.append(binding)
     for other in bindings[1:]:
         if other.rule != bindings[0].rule:
             raise RegistrationError(

@@ -65,13 +65,12 @@ class Layout:
         types = []
         for answer, operand in zip(self.answers, self.overwritten):
             if operand is None:
+                assert answer is not None, "only what overwrites an operand is left as it is"
                 types.append(answered[answer])
+            elif answer is None:
+                types.append(inputs[operand])
             else:  # was a ref, and keeps its type: what is written to it is no wider
-                types.append(
-                    inputs[operand]
-                    if answer is None
-                    else inputs[operand].vary(*answered[answer].varying)
-                )
+                types.append(inputs[operand].vary(*answered[answer].varying))
         return types
 
 

@@ -251,6 +251,7 @@ def resolve(
     if scope.policy == "error":
         raise _unknown(call, context, state, audit)
     if scope.policy == COLLECT:
+        assert scope.notes is not None, "who collects takes notes"
         scope.notes.unknown.append((call, inputs))
         return no_communication.resolve(context)
     if scope.policy == "warn":

@@ -281,7 +281,7 @@ class PrimitiveHooks(Hooks):
         elif isinstance(results, _Noted):
             params[kind.results] = tuple(results)
         with self._transforming(kind, known):
-            if kind.own and is_lent(known):
+            if kind.own and known.scope is not None and is_lent(known):
                 return self.carriers.bind(kind.primitive, known.scope, args, params)
             return bind(*args, **params)
 
@@ -301,7 +301,7 @@ class PrimitiveHooks(Hooks):
                     listed = typed(self.jax, known, listed, resolution.outputs)
             return (listed if several else listed[0]), effects
 
-        abstract_eval.shardrules = True
+        setattr(abstract_eval, "shardrules", True)
         return abstract_eval
 
     def _own_answer(self, kind: _Kind, avals, params):

@@ -25,7 +25,7 @@ _PREFIX = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u", "complex": "c"
 
 def _shape(aval: Any) -> str:
     """Write an array's type as HLO does: ``"f32[8,16]"``."""
-    name, bits, rest = re.fullmatch(r"([a-z]+)(\d*)(.*)", str(aval.dtype)).groups()
+    name, bits, rest = re.findall(r"^([a-z]+)(\d*)(.*)$", str(aval.dtype))[0]
     kind = "pred" if name == "bool" else f"{_PREFIX.get(name, name)}{bits}{rest.replace('_', '')}"
     return f"{kind}[{','.join(map(str, aval.shape))}]"
 

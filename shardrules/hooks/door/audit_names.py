@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardrules.errors import UnsupportedJaxError
 
@@ -72,6 +72,10 @@ class AuditNames:
         self._scanned: set[str] = set()
         self._primitives: dict[Any, str] = {}
         self._families = {module: family for family, module in AUDIT_MODULES}
+
+    if TYPE_CHECKING:  # the symbols
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def primitive(self, primitive: Any) -> str | None:
         """Return ``family:name``, or None for a primitive that JAX's own modules don't hold."""

@@ -16,7 +16,7 @@ import os
 import re
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardrules.errors import RuleError
 from shardrules.hooks.door import versions
@@ -65,6 +65,10 @@ class Jax:
         # A program has the same few types and avals again and again.
         self._types: dict[Any, AxisType] = {}
         self._retyped = functools.lru_cache(maxsize=1024)(self._retype)
+
+    if TYPE_CHECKING:  # the symbols: JAX's, and any of them may be anything
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def owner(self, key: str) -> tuple[Any, str]:
         """Return where a symbol lives: the module, and the attribute's name there."""

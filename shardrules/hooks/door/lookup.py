@@ -43,7 +43,7 @@ def look(symbol: Symbol) -> tuple[Any, tuple[Any, str], str]:
     module, _, attribute = symbol.path.partition(":")
     try:
         owner = importlib.import_module(module)
-        found = getattr(owner, attribute) if attribute else owner
+        found: Any = getattr(owner, attribute) if attribute else owner
     except (ImportError, AttributeError):
         return None, (None, ""), "is missing"
     if symbol.parameters:

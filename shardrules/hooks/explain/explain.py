@@ -36,7 +36,7 @@ from shardrules.registry.axistypes import show_axes
 __all__ = ["explain", "scan_calls"]
 
 
-def explain(f: Callable, *args, **kwargs) -> Explanation:
+def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Say what type each opaque call of a program has and why, and what casts and psums are there.
 
     The program is traced as after ``shardrules.install()``, not run.
@@ -60,7 +60,7 @@ def explain(f: Callable, *args, **kwargs) -> Explanation:
     )
 
 
-def scan_calls(f: Callable, *args, **kwargs) -> MissingRules:
+def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules:
     """List the kernels of a program that have no rule, with the lines to paste.
 
     The program is traced as after ``shardrules.install()``, not run. Calls inside a
@@ -136,7 +136,7 @@ def _collecting() -> Iterator[Notes]:
             yield notes
 
 
-def _traced(f: Callable, args: tuple, kwargs: dict) -> Any:
+def _traced(f: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     import jax
 
     if not callable(f):

@@ -42,7 +42,7 @@ class ControlHooks(Hooks):
         jax = self.jax
         if not jax.typed:
             return
-        hooks = {
+        hooks: dict[str, Any] = {
             "promote_carry": self._promote,
             "merge_branches": self._merge_branches,
             "check_branches": self._check_branches,

@@ -91,11 +91,11 @@ class RefHooks(Hooks):
         jax = self.jax
         if not jax.typed:
             return  # to JAX 0.5.3 shard_map knows no refs
-        for primitive, check in ((jax.swap_p, self._store), (jax.addupdate_p, self._store)):
+        for primitive in (jax.swap_p, jax.addupdate_p):
             patches.attribute(
                 primitive,
                 "abstract_eval",
-                functools.partial(self._first, check, primitive.abstract_eval),
+                functools.partial(self._first, self._store, primitive.abstract_eval),
             )
         for primitive, check in (
             (jax.get_p, self._read),

@@ -102,10 +102,11 @@ class SteadyState:
         if self._live is None:
             gc.collect()  # what is freed later would hide as much growth
         live = _live()
-        if self._live is not None and self._grown(live) > self._growth_bytes:
+        if self._grown(live) > self._growth_bytes:
             gc.collect()  # arrays in cycles live until then
             live = _live()
-        if self._live is not None and (grown := self._grown(live)) > self._growth_bytes:
+        grown = self._grown(live)
+        if self._live is not None and grown > self._growth_bytes:
             came = {kind: n - self._live[kind] for kind, n in live.items() if n > self._live[kind]}
             raise SteadyStateError(
                 f"live arrays grew by {grown} B in iteration {self._ticks}: "
@@ -116,8 +117,8 @@ class SteadyState:
             )
         self._live = live
 
-    def _grown(self, live: collections.Counter) -> int:
-        return sum(live.values()) - sum(self._live.values())
+    def _grown(self, live: collections.Counter[Any]) -> int:
+        return 0 if self._live is None else sum(live.values()) - sum(self._live.values())
 
     def _guard(self) -> None:
         import jax

@@ -9,6 +9,7 @@ it, in JAX's own interpreter.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -81,7 +82,10 @@ def audit_call(name: str, params: dict[str, Any], operand_count: int) -> Audit:
     key = (inputs, outputs, aliases, axes, id(mapping))
     audits = [
         _cached(
-            jaxpr, key, mapping, lambda j=jaxpr: _audit(j, mapping, inputs, outputs, aliases, axes)
+            jaxpr,
+            key,
+            mapping,
+            functools.partial(_audit, jaxpr, mapping, inputs, outputs, aliases, axes),
         )
         for jaxpr in jaxprs
     ]

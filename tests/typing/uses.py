@@ -141,6 +141,7 @@ known: list[type[sr.ShardrulesError]] = [
     errors.RuleCheckError,
     errors.RuleError,
     errors.ShardrulesError,
+    errors.SteadyStateError,
     errors.UnknownKernelError,
     errors.UnsupportedJaxError,
 ]
@@ -160,6 +161,9 @@ testing.assert_outputs_replicated(op, 1.0, output_shardings=["{replicated}"])
 testing.assert_budget(op, 1.0, "budgets/train.toml")
 testing.assert_donated(op, 1.0, paths=["state"])
 testing.assert_no_host_transfers(op, 1.0, allow={"callback": "issue 12"})
+with testing.steady_state(warmup_count=1) as steady:
+    steady.tick()
+testing.steady_state(warmup=1)  # wrong
 testing.check_replicated_inputs(1.0, state=2.0)
 testing.check_rule(op, None, 1.0, gradients=False, seed=1)
 testing.check_rule(op)  # wrong

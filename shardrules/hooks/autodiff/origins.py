@@ -264,7 +264,7 @@ def _by_literal(jaxpr: Any, eqn: Any) -> float:
     if hasattr(eqn, "val") or eqn.primitive.name not in ("div", "mul"):
         return 1
     made = [_made(jaxpr, atom) for atom in eqn.invars]
-    values = [getattr(one, "val", None) for one in made]
+    values: list[Any] = [getattr(one, "val", None) for one in made]
     if eqn.primitive.name == "div" and values[1] is not None:
         return float(values[1])
     if eqn.primitive.name == "mul" and (values[0] is None) != (values[1] is None):

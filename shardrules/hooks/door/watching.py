@@ -227,7 +227,7 @@ def _argument(path: str, value: Any, donated: bool) -> Argument:
 
 def _compile(original: Any, *args, **kwargs) -> Any:
     for listener in _listeners():
-        module = args[1] if len(args) > 1 else kwargs.get("computation")
+        module: Any = args[1] if len(args) > 1 else kwargs.get("computation")
         try:
             name = str(module.operation.attributes["sym_name"]).strip('"')
         except (AttributeError, KeyError):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, Optional, Tuple
 
 import numpy as np
 
@@ -42,6 +42,14 @@ OPCODES = {k + suffix: k for k in KINDS for suffix in ("", "-start")}
 _JOINS = ("all-reduce", "all-gather")
 OVERWIDE_KINDS = ("all-reduce", "reduce-scatter", "all-gather")
 
+# The attributes of collectives that say how they connect devices, and those that change nothing
+# of it. Any other may.
+_ATTRIBUTES = frozenset(
+    "async_execution_thread backend_config channel_id constrain_layout control-predecessors "
+    "dimensions frontend_attributes metadata operand_layout_constraints origin original_value "
+    "replica_groups sharding slice_sizes source_target_pairs statistics to_apply "
+    "use_global_device_ids".split()
+)
 # Reductions whose result doesn't depend on the order of the operands, bit for bit. Floats are not
 # among them, not even max and min: max(-0.0, 0.0) depends on the order.
 _ORDERLESS = frozenset("add multiply minimum maximum and or xor".split())
@@ -58,6 +66,7 @@ class Channel:
       ordered: the result depends on the order of the group's members.
       mesh: the mesh that the notation names, if it does.
       reduction: the reduction's opcode, "" where it has none or is not a single operation.
+      unread: what in its attributes is not understood, "" if nothing is.
     """
 
     kind: str
@@ -66,6 +75,7 @@ class Channel:
     ordered: bool
     mesh: hd.TextMesh | None
     reduction: str
+    unread: str = ""
 
 
 def make_groups(rows: list[list[int]], relations: hd.Relations) -> hd.Groups:
@@ -95,66 +105,88 @@ def read_channel(
       HloSyntaxError: its groups or pairs can't be read, or don't fit the module.
     """
     values: dict[str, tuple[str, int]] = {}
+    unread = ""
     for key, start, end in instruction.attributes():
-        if key in (
-            "replica_groups",
-            "source_target_pairs",
-            "channel_id",
-            "use_global_device_ids",
-            "to_apply",
-        ):
-            values[key] = (instruction.text[start:end], start)
-        elif key in ("metadata", "backend_config"):
-            break
-    channel = values.get("channel_id", ("0", 0))[0].strip() not in ("0", "")
-    text, place = values.get("replica_groups", ("{}", instruction.start))
-    flat = values.get("use_global_device_ids", ("false", 0))[0].strip() == "true"
-    try:
-        if kind == "collective-permute":
-            text, place = values.get("source_target_pairs", ("", instruction.start))
-            if not text:
-                raise hd.NotationError("a collective-permute without source_target_pairs")
-            moves = (kind, text, channel)
-            if moves not in cache:
-                cache[moves] = _pairs(text, channel, relations, partitions, replicas)
-            groups, pairs = cache[moves]
-            return Channel(kind, groups, pairs, True, None, "")
-        group = (kind in ("all-reduce", "all-gather", "reduce-scatter"), text, channel, flat)
-        if group not in cache:
-            rows, mesh = hd.read_groups(text)
-            if mesh is not None:
-                mode = "flattened" if partitions * replicas == mesh.devices.size else "bad"
-                if mode == "bad":
-                    raise hd.NotationError(
-                        f"a mesh of {mesh.devices.size} devices in a module "
-                        f"for {partitions * replicas}"
-                    )
-            elif group[0]:
-                if flat and not channel:
-                    raise hd.NotationError("use_global_device_ids without a channel_id")
-                mode = (
-                    "flattened"
-                    if flat
-                    else "cross_replica_and_partition"
-                    if channel
-                    else "cross_replica"
-                )
-            else:
-                mode = "cross_partition" if channel else "cross_replica"
-            flattened = hd.flatten_groups(rows, mode, partitions, replicas)
-            cache[group] = make_groups(flattened, relations), mesh
-        groups, mesh = cache[group]
-    except hd.NotationError as error:
+        if key in values:
+            raise hm.syntax_error(instruction.text, start, f"attribute {key!r} is given twice")
+        values[key] = (instruction.text[start:end], start)
+        if key not in _ATTRIBUTES:
+            unread = f"an attribute that is not known, {key}={values[key][0][:40]}"
+    number = values.get("channel_id", ("", 0))[0].strip()
+    permute = kind == "collective-permute"
+    text, place = values.get(
+        "source_target_pairs" if permute else "replica_groups",
+        ("" if permute else "{}", instruction.start),
+    )
+    flat: bool | None = None
+    if kind in ("all-reduce", "all-gather", "reduce-scatter"):
+        flat = values.get("use_global_device_ids", ("false", 0))[0].strip() == "true"
+    # XLA's text takes any channel_id for one, its protocol buffers only those above 0
+    # (HloInstruction::CreateFromProto): where these readings differ, neither is sure.
+    readings = [True] if re.fullmatch("0*[1-9][0-9]*", number) else [True, False]
+    found: list[_Connections] = []
+    refused: hd.NotationError | None = None
+    for channel in readings if number else [False]:
+        how = (permute, flat, text, channel)
+        try:
+            if how not in cache:
+                read = _pairs if permute else _groups
+                cache[how] = read(text, channel, flat, relations, partitions, replicas)
+            found.append(cache[how])
+        except hd.NotationError as error:
+            refused = error
+    if not found:
         raise hm.syntax_error(
-            module.text, place, f"{instruction.opcode} {instruction.name!r}: {error}"
-        ) from None
+            module.text, place, f"{instruction.opcode} {instruction.name!r}: {refused}"
+        )
+    groups, pairs, mesh = found[0]
+    if number and len(readings) > 1 and [f[0].rows for f in found] != [groups.rows] * 2:
+        unread = f"channel_id={number}, which XLA reads in two ways"
+    if permute:
+        return Channel(kind, groups, pairs, True, None, "", unread)
     reduction = ""
     ordered = True
     if "to_apply" in values:
         called = module.computations.get(values["to_apply"][0].lstrip("%"))
         reduction = _reduction(called) if called else ""
         ordered = not (kind == "all-reduce" and _orderless(reduction, instruction))
-    return Channel(kind, groups, None, ordered, mesh, reduction)
+    return Channel(kind, groups, None, ordered, mesh, reduction, unread)
+
+
+# Groups, a permute's pairs, and the mesh that the notation names.
+_Connections = Tuple[hd.Groups, Optional[Tuple[Tuple[int, int], ...]], Optional[hd.TextMesh]]
+
+
+def _groups(
+    text: str,
+    channel: bool,
+    flat: bool | None,
+    relations: hd.Relations,
+    partitions: int,
+    replicas: int,
+) -> _Connections:
+    """Read groups; give also the pairs, None, and the mesh that they name.
+
+    Args:
+      flat: use_global_device_ids, None for the kinds that don't have it.
+    """
+    rows, mesh = hd.read_groups(text)
+    if mesh is not None:
+        if partitions * replicas != mesh.devices.size:
+            raise hd.NotationError(
+                f"a mesh of {mesh.devices.size} devices in a module for {partitions * replicas}"
+            )
+        mode = "flattened"
+    elif flat is None:
+        mode = "cross_partition" if channel else "cross_replica"
+    elif flat and not channel:
+        raise hd.NotationError("use_global_device_ids without a channel_id")
+    elif flat:
+        mode = "flattened"
+    else:
+        mode = "cross_replica_and_partition" if channel else "cross_replica"
+    flattened = hd.flatten_groups(rows, mode, partitions, replicas)
+    return make_groups(flattened, relations), None, mesh
 
 
 def orderless(channel: Channel, instruction: hm.Instruction) -> bool:
@@ -177,7 +209,16 @@ def _reduction(computation: hm.Computation) -> str:
     )
 
 
-def _pairs(text: str, channel: bool, relations: hd.Relations, partitions: int, replicas: int):
+def _pairs(
+    text: str,
+    channel: bool,
+    flat: bool | None,
+    relations: hd.Relations,
+    partitions: int,
+    replicas: int,
+) -> _Connections:
+    if not text:
+        raise hd.NotationError("a collective-permute without source_target_pairs")
     rows, _ = hd.read_groups(text)
     limit = partitions if channel else replicas
     if any(len(r) != 2 for r in rows):
@@ -203,6 +244,7 @@ def _pairs(text: str, channel: bool, relations: hd.Relations, partitions: int, r
     return (
         hd.Groups(groups, relation, sum(map(len, groups)) == relations.device_count),
         tuple(pairs),
+        None,
     )
 
 

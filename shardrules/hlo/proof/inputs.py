@@ -181,11 +181,30 @@ def parameter_values(
                     hs.Cause(name, "is sharded", f"as {parts[leaf]}"),
                 )
             )
-        values.append(_tree(instruction.shape, found, states))
+        values.append(tree(instruction.shape, found, states))
     return values
 
 
-def _tree(shape: hm.Shape, leaves: list[int], states: hs.States) -> Any:
+def replicated_leaves(shape: hm.Shape, sharding: str | None, partitions: int) -> list[bool]:
+    """Tell for each array of a shape whether a sharding says that all partitions hold the same."""
+    leaves = shape.leaves()
+    parts = shardings.split_tuple_sharding(sharding) if sharding else []
+    if len(parts) == 1:
+        parts *= len(leaves)
+    if len(parts) != len(leaves):
+        return [False] * len(leaves)
+    found = []
+    for part in parts:
+        try:
+            tiles = shardings.read_sharding(part, partitions).tiles
+        except hd.NotationError:
+            tiles = None
+        found.append(tiles is not None and set(tiles) == {0})
+    return found
+
+
+def tree(shape: hm.Shape, leaves: list[int], states: hs.States) -> Any:
+    """Give the value of a shape whose arrays have these states, depth first."""
     if shape.elements is None:
         return leaves[0]
     iterator = iter(leaves)

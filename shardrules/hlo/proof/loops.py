@@ -218,7 +218,10 @@ def _follow(computation: hm.Computation, position: int, index: int) -> int | Non
     """Give the constant that is element ``index`` of a tuple."""
     instruction = computation.instructions[position]
     for _ in range(64):
-        if instruction.opcode in ("copy", "optimization-barrier") and instruction.operands:
+        if (
+            instruction.opcode in ("copy", "optimization-barrier", "opt-barrier")
+            and instruction.operands
+        ):
             instruction = computation.instructions[instruction.operands[0]]
         else:
             break

@@ -79,12 +79,17 @@ class Outside(Values):
                 self.replicas,
                 self._cache,
             )
+        if channel.unread:
+            what = f"{kind} {instruction.name!r} has {channel.unread}"
+            operands = [self._blocked(hs.Blocker(what), [v]) for v in operands]
         record = self.records.get(where)
         if record is None:
             self.records[where] = Record(list(operands), guard, channel)
         else:
             record.operands = [self.join(a, b) for a, b in zip(record.operands, operands)]
             record.guard = self.states.refine(record.guard, guard)
+        if channel.unread:
+            return self._all(operands)
         how = self._how(computation, instruction, kind, channel, operands)
         what = f"{kind} {instruction.name!r}"
 

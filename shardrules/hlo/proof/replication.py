@@ -17,7 +17,7 @@ from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Exact, Started
 from shardrules.hlo.known.values import ELEMENTWISE, LOCAL
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import customcalls
+from shardrules.hlo.proof import customcalls, inputs
 from shardrules.hlo.proof.control import Control
 from shardrules.hlo.proof.outside import Outside, Record
 from shardrules.hlo.reader import devices as hd
@@ -31,7 +31,7 @@ _PURE = (
     | _APPLIERS
     | frozenset(
         "parameter constant tuple get-tuple-element call fusion while conditional "
-        "optimization-barrier".split()
+        "optimization-barrier opt-barrier".split()
     )
 )
 _SOURCES = {
@@ -109,6 +109,7 @@ class Proof(Control, Outside):
             "conditional": self._conditional,
             "custom-call": self._custom_call,
             "optimization-barrier": self._same,
+            "opt-barrier": self._same,
             "domain": self._same,
             "add-dependency": self._same,
             "copy-start": self._copy_start,
@@ -161,8 +162,12 @@ class Proof(Control, Outside):
         append = values.append
         refine = self.states.refine
         handlers = self._handlers
+        strange = self.module.strange
         for position, instruction in enumerate(computation.instructions):
             opcode = instruction.opcode
+            if strange and instruction.start in strange and opcode not in hc.OPCODES:
+                append(self._strange(instruction, [values[o] for o in instruction.operands]))
+                continue
             if opcode in handlers:
                 if opcode == "parameter":
                     number = int(instruction.literal)
@@ -375,11 +380,25 @@ class Proof(Control, Outside):
                 )
         return self._all(operands)
 
-    def _source(self, computation, position, instruction, operands, guard):
-        return self.states.source(
-            hd.DISTINCT,
-            hs.Cause(f"{instruction.opcode} {instruction.name!r}", _SOURCES[instruction.opcode]),
+    def _strange(self, instruction, operands) -> int:
+        """Block what has an attribute that may mean anything."""
+        key = self.module.strange[instruction.start]
+        what = (
+            f"{instruction.opcode} {instruction.name!r} has an attribute that is not known, {key}"
         )
+        return self._blocked(self._abandon(instruction.calls, what), operands)
+
+    def _source(self, computation, position, instruction, operands, guard):
+        what = f"{instruction.opcode} {instruction.name!r}"
+        own = self.states.source(hd.DISTINCT, hs.Cause(what, _SOURCES[instruction.opcode]))
+        if instruction.opcode != "infeed" or self.partitions == 1:
+            return own
+        copies = inputs.replicated_leaves(
+            instruction.shape, instruction.attribute("sharding"), self.partitions
+        )
+        replica = self.relations.intern(np.arange(self.relations.device_count) // self.partitions)
+        same = self.states.source(replica, hs.Cause(what, "differs between replicas"))
+        return inputs.tree(instruction.shape, [same if c else own for c in copies], self.states)
 
     def _unusual(self, computation, position, instruction, operands, guard) -> Any:
         """Handle '-start', '-update' and '-done' of any opcode; block on what isn't known."""

@@ -7,6 +7,7 @@ attribute follow, wherever that is, and a value ends where its own brackets do.
 from __future__ import annotations
 
 import re
+import sys
 from typing import Iterator
 
 from shardrules import errors
@@ -60,6 +61,12 @@ def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
     )
 
 
+def skip(text: str, position: int, end: int = sys.maxsize) -> int:
+    """Find the next place that is neither space nor comment."""
+    found = SKIP.match(text, position, end)
+    return found.end() if found else position
+
+
 def match_bracket(text: str, start: int, end: int) -> int:
     """Find the end of the bracket that opens at ``start``; HloSyntaxError where it never closes.
 
@@ -100,7 +107,7 @@ def value_end(text: str, key: str, start: int, end: int) -> int:
     first = text[start : start + 1]
     if first == '"':
         quoted = _BRACKET.match(text, start, end)
-        if quoted[0] == '"':
+        if not quoted or quoted[0] == '"':
             raise syntax_error(text, start, "this quote is never closed")
         return quoted.end()
     if first == "{":
@@ -134,16 +141,15 @@ def iter_attributes(text: str, start: int, end: int) -> Iterator[tuple[str, int,
       HloSyntaxError: a comma is not followed by an attribute, or a value never ends.
     """
     position = start
-    skip = SKIP.match
     while True:
-        position = skip(text, position, end).end()
+        position = skip(text, position, end)
         if position >= end or text[position] != ",":
             return
-        position = skip(text, position + 1, end).end()
+        position = skip(text, position + 1, end)
         key = _KEY.match(text, position, end)
         if not key:
             raise syntax_error(text, position, "expected an attribute, 'key=value'")
-        value = skip(text, key.end(), end).end()
+        value = skip(text, key.end(), end)
         simple = _SIMPLE.match(text, value, end)
         if simple and key[1] != "backend_config":
             position = simple.end()

@@ -6,7 +6,7 @@ import re
 
 from shardrules.hlo.reader import attributes, shapes
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader.attributes import COMMENT, SKIP
+from shardrules.hlo.reader.attributes import COMMENT, SKIP, skip
 
 _HEAD = re.compile(r"(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"([A-Za-z][\w\-]*)\s*\(")
@@ -77,7 +77,7 @@ class Forms:
     def instruction(self, scope: Scope, position: int) -> int:
         """Read one instruction of any form; give its end."""
         text = self.text
-        start = SKIP.match(text, position).end()
+        start = skip(text, position)
         head = _HEAD.match(text, start)
         at = head.end() if head else start
         if not head and not (scope.alone and shapes.begins(text, start)):
@@ -85,9 +85,7 @@ class Forms:
                 start, "expected an instruction, '%name = shape opcode(operands)', or '}'"
             )
         label = head[2] if head else "_"
-        return self._right_side(
-            scope, SKIP.match(text, at).end(), label, start, bool(head and head[1])
-        )
+        return self._right_side(scope, skip(text, at), label, start, bool(head and head[1]))
 
     def _right_side(
         self, scope: Scope, position: int, label: str, start: int, is_root: bool, nested=False
@@ -98,7 +96,7 @@ class Forms:
         at = position
         if shapes.begins(text, at):
             shape, at = shapes.read(text, at)
-            at = SKIP.match(text, at).end()
+            at = skip(text, at)
         opcode = _OPCODE.match(text, at)
         if not opcode:
             if shape is None:
@@ -110,7 +108,9 @@ class Forms:
             closing = self._literal_end(opening - 1)
         else:
             labels, closing = self.operands(scope, opening)
-        end, calls, index = closing, (), None
+        end = closing
+        calls: tuple[str, ...] = ()
+        index: str | None = None
         if not nested:
             keys: dict[str, tuple[int, int]] = {}
             for key, value, end in attributes.iter_attributes(text, closing, len(text)):
@@ -186,23 +186,22 @@ class Forms:
         if plain:
             labels = [part.strip().lstrip("%") for part in plain[0].split(",")]
             return labels, plain.end() + 1
-        skip = SKIP.match
         labels = []
-        at = skip(text, position).end()
+        at = skip(text, position)
         while not text.startswith(")", at):
             begin = at
             shape: hm.Shape | None = None
             if shapes.begins(text, at):
                 shape, at = shapes.read(text, at)
-                at = skip(text, at).end()
+                at = skip(text, at)
             name = _NAME.match(text, at)
-            after = skip(text, name.end()).end() if name else at
+            after = skip(text, name.end()) if name else at
             if name and text.startswith("(", after):
                 label = f"{name[1]}.anon.{begin}"
                 if self.depth >= _MAX_DEPTH:
                     raise self.error(begin, "operands nested deeper than any reader follows")
                 self.depth += 1
-                at = skip(text, self._right_side(scope, begin, label, begin, False, True)).end()
+                at = skip(text, self._right_side(scope, begin, label, begin, False, True))
                 self.depth -= 1
                 labels.append(label)
             elif name or shape is not None and scope.alone:
@@ -218,7 +217,7 @@ class Forms:
             else:
                 raise self.error(at, "expected an operand's name")
             if text.startswith(",", at):
-                at = skip(text, at + 1).end()
+                at = skip(text, at + 1)
                 if text.startswith(")", at):
                     raise self.error(at, "expected an operand's name")
             elif not text.startswith(")", at):
@@ -306,8 +305,7 @@ class Forms:
 
     def _listed(self, label: str, at: int, end: int) -> list[str]:
         found: list[str] = []
-        skip = SKIP.match
-        at = skip(self.text, at, end).end()
+        at = skip(self.text, at, end)
         while at < end:
             if self.text[at] == "{":
                 found.append(self._inline(f"{label}.{len(found)}", at))
@@ -318,11 +316,11 @@ class Forms:
                     raise self.error(at, "expected the name of a computation")
                 found.append(name[1])
                 at = name.end()
-            at = skip(self.text, at, end).end()
+            at = skip(self.text, at, end)
             if at < end:
                 if self.text[at] != ",":
                     raise self.error(at, "expected ',' between computations")
-                at = skip(self.text, at + 1, end).end()
+                at = skip(self.text, at + 1, end)
         return found
 
     def _inline(self, name: str, start: int) -> str:

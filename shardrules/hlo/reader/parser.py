@@ -15,7 +15,7 @@ import re
 
 from shardrules.hlo.reader import attributes, forms, ordering, shapes
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader.attributes import SKIP
+from shardrules.hlo.reader.attributes import skip
 
 _SHAPE = (
     r"\w+\[[^\]\n{}()]*\](?:\{[^{}\n]*\})?"
@@ -91,7 +91,7 @@ class _Parser(forms.Forms):
         while True:
             line = match(text, position)
             if not line:
-                position = SKIP.match(text, position).end()
+                position = skip(text, position)
                 if text.startswith("}", position):
                     position += 1
                     break
@@ -169,7 +169,7 @@ class _Parser(forms.Forms):
     def module(self, source: str) -> hm.Module:
         """Read the whole text."""
         text = self.text
-        position = SKIP.match(text, 0).end()
+        position = skip(text, 0)
         if position >= len(text):
             raise self.error(
                 0,
@@ -188,7 +188,7 @@ class _Parser(forms.Forms):
         entry: hm.Computation | None = None
         last: str | None = None
         while True:
-            position = SKIP.match(text, position).end()
+            position = skip(text, position)
             if position >= len(text):
                 break
             table = _TABLE.match(text, position)
@@ -203,13 +203,13 @@ class _Parser(forms.Forms):
                 raise self.error(position, f"computation {last!r} is defined twice")
             if is_entry and entry is not None:
                 raise self.error(position, "a second ENTRY computation")
-            position = SKIP.match(text, self.computation(last, is_entry, body)).end()
+            position = skip(text, self.computation(last, is_entry, body))
             if text.startswith(",", position):
                 position = self.attributes_end(position)  # its execution thread
             if is_entry:
                 entry = self.computations[last]
         if entry is None:
-            entry = self.entry_of(source, self.computations.get(last), header)
+            entry = self.entry_of(source, self.computations.get(last or ""), header)
         name = head[1].strip('"') if head else f"module_{entry.name}"
         return self.made(source, name, entry, header, tables)
 
@@ -243,7 +243,7 @@ class _Parser(forms.Forms):
                 f"compiled.as_text() prints it{hint}",
             )
         scope = forms.Scope("main", alone=True)
-        end = SKIP.match(text, self.instruction(scope, position)).end()
+        end = skip(text, self.instruction(scope, position))
         if end < len(text):
             raise self.error(
                 end,
@@ -262,7 +262,7 @@ class _Parser(forms.Forms):
         layout = header.get("entry_computation_layout")
         if last is not None and layout is not None:
             arguments, at = shapes.read(layout, 1)
-            arrow = SKIP.match(layout, at).end()
+            arrow = skip(layout, at)
             result = (
                 shapes.read(layout, arrow + 2)[0] if layout[arrow : arrow + 2] == "->" else None
             )
@@ -289,11 +289,11 @@ class _Parser(forms.Forms):
             )
         at = name.end()
         if text.startswith("(", at):
-            at = SKIP.match(text, attributes.match_bracket(text, at, len(text))).end()
+            at = skip(text, attributes.match_bracket(text, at, len(text)))
             if not text.startswith("->", at):
                 raise self.error(at, "expected '->' after the computation's parameters")
             _, at = shapes.read(text, at + 2)
-            at = SKIP.match(text, at).end()
+            at = skip(text, at)
         if not text.startswith("{", at):
             raise self.error(at, "expected '{' before the computation's instructions")
         return bool(name[1]), name[2], at + 1

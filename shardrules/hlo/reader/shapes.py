@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader.attributes import COMMENT, SKIP, match_bracket, syntax_error
+from shardrules.hlo.reader.attributes import COMMENT, match_bracket, skip, syntax_error
 
 _ARRAY = re.compile(r"(\w+)\s*\[([^\]]*)\]")
 # As XLA prints it.
@@ -33,11 +33,11 @@ def read(text: str, position: int) -> tuple[hm.Shape, int]:
     """
     stack: list[list[hm.Shape]] = []
     while True:
-        position = SKIP.match(text, position).end()
+        position = skip(text, position)
         done: hm.Shape | None = None
         if text.startswith("(", position):
             stack.append([])
-            position = SKIP.match(text, position + 1).end()
+            position = skip(text, position + 1)
             if text.startswith(")", position):
                 done = hm.Shape("tuple", elements=tuple(stack.pop()))
                 position += 1
@@ -46,14 +46,14 @@ def read(text: str, position: int) -> tuple[hm.Shape, int]:
         elif text.startswith("b(", position):  # a buffer: its array with a marker around it
             end = match_bracket(text, position + 1, len(text))
             done, stop = _array(text, position + 2)
-            if SKIP.match(text, stop).end() != end - 1:
+            if skip(text, stop) != end - 1:
                 raise syntax_error(text, stop, "expected ')' after the buffer's shape")
             position = end
         else:
             done, position = _array(text, position)
         while stack:
             stack[-1].append(done)
-            position = SKIP.match(text, position).end()
+            position = skip(text, position)
             if text.startswith(",", position):
                 position += 1
                 done = None
@@ -118,7 +118,7 @@ def infer(opcode: str, operands: list[hm.Shape], index: str | None) -> hm.Shape 
     """
     if opcode == "tuple":
         return hm.Shape("tuple", elements=tuple(operands))
-    if opcode == "get-tuple-element" and len(operands) == 1 and (index or "").isdigit():
+    if opcode == "get-tuple-element" and len(operands) == 1 and index and index.isdigit():
         elements = operands[0].elements or ()
         return elements[int(index)] if len(index) < 10 and int(index) < len(elements) else None
     if opcode in _FIXED or opcode not in _LIKE_OPERAND or not operands:

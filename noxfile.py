@@ -31,7 +31,7 @@ OUT = ROOT / "build" / "matrix"
 NEWEST = list(matrix.VERSIONS)[-1]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def interpreter(version):
     """Return the path of a Python; pyenv has shims on PATH also for those that are not active."""
     names = [shutil.which(f"python{version}")]

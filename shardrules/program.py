@@ -45,6 +45,7 @@ def judge(
         Compiled (a deserialized one too), a jax.export.Exported with its arguments, HLO text, or
         the path of a file with HLO text.
       *args: what the function is called with; arrays or ShapeDtypeStructs with shardings.
+      **kwargs: its keyword arguments.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
 
@@ -84,6 +85,9 @@ def judge_logical(
 
     Args:
       program: a function of ``*args, **kwargs``, a jax.stages.Lowered, or such HLO as text.
+      args: what the function is called with.
+      kwargs: its keyword arguments.
+      mesh: axis names and sizes in the order of the devices.
 
     Raises:
       ShardrulesError: the program is compiled already.

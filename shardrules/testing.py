@@ -59,6 +59,7 @@ def account(
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
       *args: what the function is called with.
+      **kwargs: its keyword arguments.
       level: ``"compiled"`` for the program that runs on this platform, ``"logical"`` for what the
         source asks for in shard_map, before XLA's passes: the same on every platform.
       registry: rules for custom calls that carry no tag; the default registry if None.
@@ -108,6 +109,7 @@ def assert_no_defensive_psum(
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
       *args: what the function is called with.
+      **kwargs: its keyword arguments.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
       strict: also fail on verdicts that rest on a rule which is declared and not audited.
@@ -174,6 +176,7 @@ def assert_collectives(
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
       *args: what the function is called with.
+      **kwargs: its keyword arguments.
       expect: from ``"all-reduce(data)"`` (axes in any order; ``"backward all-reduce(data)"`` for
         one phase) to a count, or to some of ``{"count": 1, "bytes": 512, "wire_bytes": 768,
         "sites": 1}``; ``exactly`` or ``at_most`` of such a mapping; or one of these for each
@@ -241,6 +244,7 @@ def assert_budget(
       program: a function, a Lowered, a Compiled, HLO text or a path.
       *args_then_path: what the function is called with, then the budget's path, relative to the
         file that calls this.
+      **kwargs: its keyword arguments.
       level: ``"compiled"`` or ``"logical"``, as for ``account``; a logical budget holds for all
         platforms and has no findings.
       strict: verdicts that rest on rules which are declared and not audited are findings too.

@@ -29,6 +29,7 @@ def assert_donated(
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
       *args: what the function is called with. Where these are arrays, memory that is passed twice
         is found too.
+      **kwargs: its keyword arguments.
       paths: arguments, or leaves of them, that must be donated: ``["state"]`` stands for all that
         is below the parameter ``state``. Text alone needs them: what was donated in vain leaves no
         trace in it.
@@ -121,6 +122,7 @@ def assert_no_host_transfers(
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
       *args: what the function is called with.
+      **kwargs: its keyword arguments.
       allow: from the end of a transfer's source line (``"train.py:12"``), or its function's name,
         to the reason why it may stay.
 

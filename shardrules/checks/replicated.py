@@ -38,6 +38,7 @@ def assert_outputs_replicated(
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
       *args: what the function is called with.
+      **kwargs: its keyword arguments.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
       output_shardings: for text, which does not hold them: each output's HLO sharding, such as
@@ -172,7 +173,8 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
     this one are compared.
 
     Args:
-      *args, **kwargs: pytrees; leaves that are no jax.Array are passed over.
+      *args: pytrees; leaves that are no jax.Array are passed over.
+      **kwargs: more of them.
 
     Raises:
       ReplicationAssertionError: naming each leaf that differs, over which axes, on which devices.

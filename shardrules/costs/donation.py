@@ -92,7 +92,7 @@ def _index(text: str) -> tuple[int, ...]:
 
 
 def _places(roots: Sequence[hlo.Shape]) -> dict[tuple[int, tuple[int, ...]], int]:
-    """Number the array leaves of several shapes, by shape and index below it."""
+    """Give each array leaf of several shapes its number, by shape and index below it."""
     found: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def visit(number: int, index: tuple[int, ...], shape: hlo.Shape) -> None:

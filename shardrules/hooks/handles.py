@@ -179,7 +179,8 @@ def call_declared(declared: Declared, *args: Any, **kwargs: Any) -> Any:
 
     Args:
       declared: what ``@no_communication`` returned.
-      *args, **kwargs: refs, for a kernel body that is being traced; else the op's arguments.
+      *args: refs, for a kernel body that is being traced; else the op's arguments.
+      **kwargs: its keyword arguments.
     """
     import jax
 

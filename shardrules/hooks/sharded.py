@@ -31,7 +31,8 @@ def shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, *, check: bool) 
     Args:
       f: the function of one device's blocks.
       mesh: the mesh.
-      in_specs, out_specs: the specs.
+      in_specs: the arguments' specs.
+      out_specs: the results' specs.
       check: whether shard_map tracks how values vary.
     """
     import jax

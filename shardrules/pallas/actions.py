@@ -190,7 +190,7 @@ def _draw(walk, eqn, frame):
     "jax:random_unwrap",
 )
 def _keyed(walk, eqn, frame):
-    """A function of its key, but for keys that stand for the device's own generator."""
+    """Take it for a function of its key, but for keys that stand for the device's own generator."""
     atoms = (*eqn.invars, *eqn.outvars)
     kinds = {kind for kind in (walk.names.key_kind(a.aval) for a in atoms) if kind is not None}
     if "stateful" in kinds and eqn.primitive.name == "random_bits" and not frame.seeded:

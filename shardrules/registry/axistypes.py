@@ -57,6 +57,7 @@ class AxisType:
         unreduced: Iterable[str] = frozenset(),
         reduced: Iterable[str] = frozenset(),
     ) -> AxisType:
+        """Return the one object for these axes."""
         key = tuple(
             frozenset([axes] if isinstance(axes, str) else axes)
             for axes in (varying, unreduced, reduced)

@@ -60,6 +60,7 @@ class Declared:
         self.__shardrules__ = binding
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function under its rule."""
         return Declared.caller(self, *args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

@@ -10,7 +10,7 @@ here imports jax.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, Union
+from typing import Any, TypeVar
 
 from shardrules.errors import RuleError
 from shardrules.registry.axistypes import AxisType, Effect, Resolution, RuleContext
@@ -235,7 +235,7 @@ class Rule:
 
 
 # What can be declared: a rule, or a function that answers for the outputs.
-AnyRule = Union[Rule, Callable[[RuleContext], Any]]
+AnyRule = Rule | Callable[[RuleContext], Any]
 
 
 def as_rule(rule: AnyRule) -> Rule:

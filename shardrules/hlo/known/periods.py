@@ -1,5 +1,8 @@
-"""Finds arrays whose pieces are all equal: what a reduce-scatter then gives doesn't depend on the
-position, and is the same on the whole group."""
+"""Finds arrays whose pieces are all equal.
+
+What a reduce-scatter gives of one doesn't depend on the position: it is the same on the whole
+group.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Values that are more than one state: flat arrays whose element ranges differ, integers known
-device by device, and pairs of a started operation.
+"""Values that are more than one state.
+
+Flat arrays whose element ranges differ, integers known device by device, pairs of a started
+operation.
 
 XLA's GPU combiner packs several all-reduces into one flat array by bitcast and concatenate; the
 ranges keep apart what it packed.
@@ -8,7 +10,8 @@ ranges keep apart what it packed.
 from __future__ import annotations
 
 import re
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 

@@ -1,6 +1,7 @@
-"""What is known about one value: on which devices it is equal, why not on the others, and what
-that rests on. States are interned, so that a value is a small integer and combining two values is
-a dictionary look-up."""
+"""What is known about one value: where it is equal, why not elsewhere, and what that rests on.
+
+States are interned: a value is a small integer, and combining two values is a dictionary look-up.
+"""
 
 from __future__ import annotations
 

@@ -178,6 +178,7 @@ class Values:
 
         Args:
           which: one number for each device; beyond the options it means the last one.
+          options: the values to choose from.
         """
         numbers = which.array.reshape(-1).astype(np.int64)
         count = self.relations.device_count

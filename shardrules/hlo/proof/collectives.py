@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Optional, Tuple
+from typing import Any
 
 import numpy as np
 
@@ -154,7 +154,7 @@ def read_channel(
 
 
 # Groups, a permute's pairs, and the mesh that the notation names.
-_Connections = Tuple[hd.Groups, Optional[Tuple[Tuple[int, int], ...]], Optional[hd.TextMesh]]
+_Connections = tuple[hd.Groups, tuple[tuple[int, int], ...] | None, hd.TextMesh | None]
 
 
 def _groups(
@@ -261,6 +261,8 @@ class Transfer:
         """Give the result's relation for an operand's.
 
         Args:
+          channel: how the collective connects devices.
+          relation: the operand's.
           how: ``join``, ``exchange``, ``permute`` or ``first``.
         """
         groups = channel.groups
@@ -317,6 +319,9 @@ class Transfer:
         """Give the result's state.
 
         Args:
+          channel: how it connects devices.
+          how: as for ``relation``.
+          state: the operand's.
           guard: the state of the predicates under which the collective runs.
           what: the collective, for reasons.
         """

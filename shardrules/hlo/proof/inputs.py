@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -106,6 +107,10 @@ def parameter_values(
     """Give the entry parameters' values by their shardings.
 
     Args:
+      module: the module.
+      states: where states are interned.
+      partitions: how many the module is for.
+      replicas: how many the module is for.
       given: shardings by parameter number, for parameters that have none in the text.
 
     Raises:

@@ -8,7 +8,8 @@ fixpoint. Every step errs to "may differ": what is not understood blocks, and is
 from __future__ import annotations
 
 import re
-from typing import Any, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Iterator
+from collections.abc import Iterator
 
 from shardrules import errors
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -217,8 +217,10 @@ def read_mesh(text: str) -> tuple[TextMesh, int]:
 
 
 def axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndarray:
-    """Group a mesh's devices over axes and sub-axes, ``'a':(2)2`` being the factor of size 2 that
-    has 2 before it."""
+    """Group a mesh's devices over axes and sub-axes.
+
+    ``'a':(2)2`` is the factor of size 2 that has 2 before it.
+    """
     names = [name for name, _ in mesh.axes]
     sizes: list[int] = []
     slots: dict[tuple[int, int, int], int] = {}
@@ -288,6 +290,9 @@ def flatten_groups(
     """Turn the ids of a collective's groups into flattened device ids.
 
     Args:
+      rows: the ids of each group.
+      partitions: how many the module is for.
+      replicas: how many the module is for.
       mode: which ids the groups hold, by XLA's GetCollectiveOpGroupMode: ``"cross_replica"``,
         ``"cross_partition"``, ``"cross_replica_and_partition"`` or ``"flattened"``.
     """

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from shardrules import errors
 from shardrules.hlo.reader.attributes import iter_attributes, syntax_error

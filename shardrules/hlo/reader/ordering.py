@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 from shardrules.hlo.reader import module as hm
 
@@ -11,6 +11,7 @@ def _order(edges: list[list[int]], cycle: Callable[[int, int], Exception]) -> li
     """Order nodes so that each one stands after those that its edges name.
 
     Args:
+      edges: for each node those that must stand before it.
       cycle: makes the error for a node and a target of its that depends on it.
     """
     order: list[int] = []
@@ -48,6 +49,9 @@ def operands_first(
 
     Args:
       error: makes a syntax error from an offset and a message.
+      name: the computation's.
+      instructions: in the order of the text.
+      index: from names to places in that order.
       late: the instructions whose operands were not all known, with the operands' names.
       root: the place of ROOT, negative where the last one is it.
 

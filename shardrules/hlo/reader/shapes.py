@@ -114,6 +114,8 @@ def infer(opcode: str, operands: list[hm.Shape], index: str | None) -> hm.Shape 
     """Infer a result's shape that the text leaves out; None where that takes more than this.
 
     Args:
+      opcode: the instruction's.
+      operands: its operands' shapes.
       index: the attribute of that name.
     """
     if opcode == "tuple":

@@ -191,7 +191,7 @@ def _compare(claims: Claims, leaf: Any, axes: tuple[str, ...], where: str) -> No
     jax.debug.callback(note, same)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _primitive() -> Any:
     """Return the primitive: the identity, whose type is invariant over ``axes``.
 

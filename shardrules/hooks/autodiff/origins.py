@@ -209,7 +209,7 @@ class Origins:
         return joined.summed(over) if rule.drops and whole else joined.along(over or self.mesh_axes)
 
     def _loop(self, body, operands, counts, place) -> list[Origin]:
-        """A scan: what its body returns first is what it takes after its constants."""
+        """Follow a scan: what its body returns first is what it takes after its constants."""
         constants, carries = counts
         while True:
             results = self._jaxpr(body, operands, place)

@@ -54,16 +54,17 @@ class Carriers:
         """Return the primitive that one carries, and the scope; None where it is no carrier."""
         return self._of.get(primitive)
 
-    def bind(self, primitive: Any, scope: Scope, args: Any, params: dict[str, Any]) -> Any:
+    def bind(self, primitive: Any, scope: Scope, operands: Any, params: dict[str, Any]) -> Any:
         """Bind the carrier of a primitive for a scope.
 
         Args:
           primitive: the user's.
           scope: the one that its rule came from.
-          args, params: what it is bound to.
+          operands: what it is bound to.
+          params: its parameters.
         """
         carrier = self._carrier(primitive, scope)
-        return type(carrier).bind(carrier, *args, **params)
+        return type(carrier).bind(carrier, *operands, **params)
 
     def enter(self, scope: Scope):
         """Return a context in which the rules of ``scope`` hold; who watches here goes on."""

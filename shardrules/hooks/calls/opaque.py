@@ -81,7 +81,7 @@ class Known:
         return state.active or (self.scope is not None and self.scope.active)
 
     def governing(self, state: State) -> Scope:
-        """The scope whose policy and rules it obeys."""
+        """Return the scope whose policy and rules it obeys."""
         return self.scope if self.scope is not None and self.scope.active else state.scope
 
 

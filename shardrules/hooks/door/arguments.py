@@ -139,7 +139,8 @@ def shared_buffers(compiled: Any, args: Sequence[Any], kwargs: dict) -> list[lis
 
     Args:
       compiled: a jax.stages.Compiled of the function.
-      args, kwargs: what it is called with, static ones too.
+      args: what it is called with, static ones too.
+      kwargs: its keyword arguments, static ones too.
 
     Returns:
       Sets of two or more positions in ``argument_leaves``; none where the arguments are no arrays.

@@ -22,6 +22,7 @@ class ContextKey:
         self._context._obj.set_global(value)
 
     def __call__(self, value: Any):
+        """Return a context manager in which ``value`` is in this thread's trace key."""
         return self._context(value)
 
 
@@ -53,6 +54,7 @@ class MeshKey:
 
     @contextlib.contextmanager
     def __call__(self, value: Any):
+        """Put ``value`` into this thread's trace key, inside."""
         before = self._read()
         self._write((*(m for m in before if not isinstance(m, _Mark)), _Mark((value,))))
         try:

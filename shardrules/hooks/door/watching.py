@@ -50,16 +50,16 @@ class Listener(Protocol):
     """What is told, on the thread that watches."""
 
     def called(self, name: str, arguments: list[Argument]) -> None:
-        """A compiled function is about to run."""
+        """Note that a compiled function is about to run."""
 
     def returned(self, name: str, arguments: list[Argument], executable: Any) -> None:
-        """It ran; what it donated is deleted now."""
+        """Note that it ran; what it donated is deleted now."""
 
     def compiling(self, name: str) -> None:
-        """A program is about to be compiled."""
+        """Note that a program is about to be compiled."""
 
     def reading(self, array: Any, how: str) -> None:
-        """An array is about to be read by the host without ``jax.device_get``."""
+        """Note that the host is about to read an array without ``jax.device_get``."""
 
 
 _lock = threading.Lock()

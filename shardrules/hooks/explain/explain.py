@@ -43,7 +43,8 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
       f: a function, jitted or not; pass the gradient to see the backward pass.
-      *args, **kwargs: what it is called with; arrays or ``jax.ShapeDtypeStruct``.
+      *args: what it is called with; arrays or ``jax.ShapeDtypeStruct``.
+      **kwargs: its keyword arguments.
 
     Raises:
       ShardrulesError: if ``f`` can't be called.
@@ -68,7 +69,8 @@ def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules
 
     Args:
       f: a function, jitted or not; pass the gradient to find the backward pass's kernels too.
-      *args, **kwargs: what it is called with; arrays or ``jax.ShapeDtypeStruct``.
+      *args: what it is called with; arrays or ``jax.ShapeDtypeStruct``.
+      **kwargs: its keyword arguments.
 
     Returns:
       The kernels; false where there are none.

@@ -61,6 +61,7 @@ class Equation:
 
     @property
     def types(self) -> list[AxisType]:
+        """The axis types of what its operands have become."""
         return [*types_of(self.jax, (atom.aval for atom in self.operands))]
 
     def renewed(self) -> list[Any]:

@@ -129,7 +129,7 @@ class RefHooks(Hooks):
         return check(answer, avals, params) if self.acts else answer
 
     def _read(self, answer, avals, params):
-        """What an index picks varies as the index does, too."""
+        """Let what an index picks vary as the index does, too."""
         out, effects = answer
         have = self.jax.axis_type(out)
         index = _union(types_of(self.jax, avals[1:]))

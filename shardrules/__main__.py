@@ -48,7 +48,7 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_bool(
         "strict",
         False,
-        "Verdicts that rest on rules which are declared and not audited are findings.",
+        "Accept proofs alone: verdicts that rest on declared rules are findings.",
         flag_values=values,
     )
     flags.DEFINE_multi_string(

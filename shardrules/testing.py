@@ -112,7 +112,7 @@ def assert_no_defensive_psum(
       **kwargs: its keyword arguments.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
-      strict: also fail on verdicts that rest on a rule which is declared and not audited.
+      strict: accept proofs alone: also fail on verdicts that rest on a declared rule.
       allow: known findings, from ``"redundant all-reduce(model) at model.py"`` to the reason; one
         that matches nothing fails too.
 
@@ -247,7 +247,7 @@ def assert_budget(
       **kwargs: its keyword arguments.
       level: ``"compiled"`` or ``"logical"``, as for ``account``; a logical budget holds for all
         platforms and has no findings.
-      strict: verdicts that rest on rules which are declared and not audited are findings too.
+      strict: accept proofs alone: verdicts that rest on declared rules are findings too.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
 

@@ -43,7 +43,7 @@ def assert_outputs_replicated(
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
       output_shardings: for text, which does not hold them: each output's HLO sharding, such as
         ``"{replicated}"``, in order.
-      strict: also fail where the proof rests on a rule which is declared and not audited.
+      strict: accept proofs alone: also fail where one rests on a declared rule.
 
     Returns:
       The verdicts, for further checks.

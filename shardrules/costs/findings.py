@@ -87,7 +87,7 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
 
     Args:
       judgement: what ``hlo.judge`` returned.
-      strict: also find the verdicts that rest on rules which no audit confirmed.
+      strict: also find the verdicts that rest on declarations and not on proofs.
     """
     found = []
     for verdict, entry in zip(judgement.verdicts, accounts.of(judgement).entries):
@@ -102,8 +102,9 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
                     "declared",
                     verdict,
                     entry,
-                    f"let the audit prove the rule for {names} (a Pallas kernel that "
-                    "needs no registration is audited), or allow it with a reason",
+                    f"it rests on a declaration for {names}, and strict takes proofs alone: let "
+                    "the audit prove the kernel (what needs no registration is proven), or allow "
+                    "it with a reason",
                 )
             )
     return found

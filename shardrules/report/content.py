@@ -95,7 +95,7 @@ def content(
     Args:
       judgement: what ``hlo.judge`` returned.
       title: where the program came from; the module's name if None.
-      strict: verdicts that rest on unaudited rules are findings too.
+      strict: accept proofs alone: verdicts that rest on declared rules are findings too.
       allow: findings that may stay.
     """
     stay, allowed, unused = (allow or findings.Allowances()).split(findings.find(judgement, strict))

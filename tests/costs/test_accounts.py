@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardrules import errors, hlo, testing
 from shardrules.costs import accounts, findings, hints
+from shardrules.registry.table import PROVEN
 
 TRIPS = 32
 
@@ -440,12 +441,15 @@ def test_strict_forbids_verdicts_that_rest_on_unaudited_rules(status, strict, ki
     text = judged(T.BOTH, T.OVER_MODEL, before=[KERNEL.format(status=status)], operand="%k")
     found = findings.find(hlo.judge(text, mesh=T.MESH), strict)
     assert [f.kind for f in found] == kinds
+    said = "\n".join(str(s) for v in hlo.judge(text, mesh=T.MESH).verdicts for s in v.rests_on)
+    assert (PROVEN in said) == (status == "audited") and f"({status})" in said
     if kinds:
         with pytest.raises(errors.CollectiveAssertionError) as caught:
             testing.assert_no_defensive_psum(text, mesh=T.MESH, strict=True)
         assert (
-            "strict: let the audit prove the rule for 'norm' (a Pallas kernel that needs no "
-            "registration is audited), or allow it with a reason"
+            "strict: it rests on a declaration for 'norm', and strict takes proofs alone: let the "
+            "audit prove the kernel (what needs no registration is proven), or allow it with a "
+            "reason"
         ) in str(caught.value)
 
 

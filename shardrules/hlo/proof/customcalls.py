@@ -9,6 +9,7 @@ from shardrules import errors
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.reader.module import Instruction, Metadata, Module
 from shardrules.registry import axistypes
+from shardrules.registry.table import PROVEN
 
 LOCAL = "a function of its operands on each device"
 
@@ -205,7 +206,9 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
         name = kernel or target
         return Resolution(
             effects,
-            hs.Support(repr(name), "tag", status, text),
+            hs.Support(
+                repr(name), "tag", status, f"{text}, {PROVEN}" if status == "audited" else text
+            ),
             mesh,
             hs.Blocker(f"{shown} is tagged 'unknown' for an output", kernel, target, where),
         )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from shardrules.hooks.calls.opaque import Call
 from shardrules.registry.axistypes import AxisType, show_axes
+from shardrules.registry.table import PROVEN
 
 __all__ = [
     "ExplainedCall",
@@ -35,7 +36,8 @@ class ExplainedCall:
       inputs: each operand's axis type, as it is cast.
       outputs: each output's axis type.
       rule: the rule as it is written; empty where there is none.
-      status: ``declared``, ``audited``, ``own types`` (a user's primitive that says wide enough
+      status: ``declared``, ``audited`` (proven to depend on its operands alone, if it is well
+        formed), ``own types`` (a user's primitive that says wide enough
         types itself) or ``no rule``.
       declared_at: where the rule was declared, or what was proven; empty where there is none.
       count: how many such calls the program holds, loops counted once.
@@ -280,7 +282,8 @@ def _rule(call: ExplainedCall) -> str:
         return "no rule"
     if call.status == "own types":
         return "its own types"
-    return f"{call.rule}, {call.status} at {short(call.declared_at)}"
+    status = PROVEN if call.status == "audited" else call.status
+    return f"{call.rule}, {status} at {short(call.declared_at)}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

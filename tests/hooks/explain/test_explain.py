@@ -38,6 +38,15 @@ class Shapes:
         self.f, self.args = programs.scale_gradient("cpu", mesh, **kernels)
 
 
+def test_explain_says_what_a_proof_stands_on(cpu_mesh):
+    program = Shapes(cpu_mesh)
+    (first, *_) = sr.explain(program.f, *program.args).calls
+    assert first.status == "audited" and first.declared_at == first.defined_at
+    assert "no_communication, proven to depend on its operands alone, if it is well formed at " in (
+        str(sr.explain(program.f, *program.args))
+    )
+
+
 def test_explain_says_types_rules_casts_and_psums(cpu_mesh):
     sr.register("scale_kernel", sr.no_communication)
     program = Shapes(cpu_mesh, bwd_kernel=sr.no_communication(programs.scale_bwd_kernel))

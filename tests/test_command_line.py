@@ -162,7 +162,10 @@ def test_allowances_and_strictness():
     assert run("verify", "-", stdin=tagged).returncode == 0
     done = run("verify", "-", "--strict", stdin=tagged)
     assert done.returncode == 1 and "; 1 declared\n" in done.stdout
-    assert "    strict: it rests on a declaration for 'mine', and strict takes proofs alone" in done.stdout
+    assert (
+        "    strict: it rests on a declaration for 'mine', and strict takes proofs alone"
+        in done.stdout
+    )
 
 
 def test_diff_of_two_programs(tmp_path):

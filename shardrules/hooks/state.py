@@ -57,11 +57,14 @@ class Notes:
     """What the hooks note while a program is traced to look at it only; equal to itself alone.
 
     Args:
-      unknown: each call without rule or proof, with its operands' axis types.
+      unknown: each call without rule or proof, with its operands' axis types and the lines to
+        paste.
       sums: each psum that was put in.
     """
 
-    unknown: list[tuple[Any, tuple[Any, ...]]] = dataclasses.field(default_factory=list)
+    unknown: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = dataclasses.field(
+        default_factory=list
+    )
     sums: list[NotedSum] = dataclasses.field(default_factory=list)
 
 

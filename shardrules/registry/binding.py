@@ -30,11 +30,14 @@ class Binding:
 
 
 def caller_place() -> str:
-    """Return ``file:line`` of the nearest frame outside this package."""
+    """Return ``file:line`` of the nearest frame outside this package.
+
+    That of a ``with`` is behind contextlib's.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module != "shardrules" and not module.startswith("shardrules."):
+        if module.partition(".")[0] not in ("shardrules", "contextlib", "functools"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "<unknown>"
@@ -108,6 +111,14 @@ def declare(target: _F, rule: Any) -> _F:
         raise RegistrationError(
             f"{rule!r} declares functions, and {target!r} is not callable; write it above a "
             f"kernel's def, or register a name: shardrules.register('name', {rule!r})",
+            target=target,
+            rule=rule,
+        )
+    if isinstance(target, type):
+        raise RegistrationError(
+            f"{rule!r} declares functions, and {target.__name__} is a class, which it would hide "
+            f"from isinstance; write @shardrules.{rule!r} above the method or function that runs "
+            f"the kernel, or op = shardrules.{rule!r}(instance) where an instance is called",
             target=target,
             rule=rule,
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from shardrules.errors import RuleError
+from shardrules.errors import RegistrationError, RuleError
 from shardrules.registry.axistypes import AxisType, Effect, Resolution, RuleContext
 from shardrules.registry.axistypes import show_axes as _axes
 from shardrules.registry.binding import declare
@@ -73,7 +73,7 @@ class Rule:
     def __hash__(self) -> int:
         return hash((self.name, self._identity))
 
-    def __call__(self, target: _F) -> _F:
+    def __call__(self, target: _F = None) -> _F:  # type: ignore[assignment]  # see below
         """Declare a kernel body or an op to obey this rule, and return it.
 
         A kernel body is the function that is given to ``pallas_call``; the rule is bound to the
@@ -85,9 +85,27 @@ class Rule:
           target: the function.
 
         Raises:
-          RegistrationError: if it is not callable, or is declared already with another rule.
+          RegistrationError: if it is no function, or is declared already with another rule.
         """
+        if target is None:
+            raise RegistrationError(
+                f"{self.name} takes the function that it declares; write @shardrules.{self.name} "
+                f"without a further pair of parentheses, or op = shardrules.{self.name}(op)",
+                rule=self,
+            )
         return declare(target, self)
+
+    def is_written_as(self, other: Rule) -> bool:
+        """Whether both are functions made of the same code and the same values."""
+        mine, theirs = (
+            (
+                getattr(rule._identity, "__code__", None),
+                getattr(rule._identity, "__defaults__", None),
+                [cell.cell_contents for cell in getattr(rule._identity, "__closure__", None) or ()],
+            )
+            for rule in (self, other)
+        )
+        return mine[0] is not None and self.name == other.name and mine == theirs
 
     def effects(self, output_count: int) -> tuple[Effect, ...] | None:
         """Return each output's effect, or None where only the types at a call can tell."""

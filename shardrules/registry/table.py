@@ -78,6 +78,12 @@ class Registration:
         return f"{self.rule!r} for {self.name!r}, {self.status}{by} at {self.where}"
 
 
+def _is_again(known: Registration, entry: Registration) -> bool:
+    """Whether a declaration is that of the same line, which ran before: in a notebook's cell."""
+    same = known.rule == entry.rule or known.rule.is_written_as(entry.rule)
+    return same and (known.where, known.library) == (entry.where, entry.library)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Overlay:
     """The declarations of one ``with rules(...)``; equal to itself alone."""
@@ -153,7 +159,8 @@ class Registry:
           The registration.
 
         Raises:
-          RegistrationError: if the name is not a non-empty string, or is taken.
+          RegistrationError: if the name is not a non-empty string, or is taken; the same line
+            that runs again (a notebook's cell) takes its own place.
           RuleError: if ``rule`` is not a rule.
         """
         return self._add(self._entry(name, rule, caller_place()), replace)
@@ -181,7 +188,7 @@ class Registry:
         )
         with self._lock:
             known = self._entries.get(key)
-            if known is not None and not replace:
+            if known is not None and not replace and not _is_again(known, entry):
                 raise RegistrationError(
                     f"kernel {entry.name!r} has a rule already:\n"
                     f"  {known.rule!r} at {known.where}\n  {entry.rule!r} at {entry.where}\n"

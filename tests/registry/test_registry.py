@@ -335,3 +335,60 @@ def test_axis_types_are_values():
     for change in (lambda: setattr(one, "varying", frozenset()), lambda: delattr(one, "varying")):
         with pytest.raises(AttributeError, match="an AxisType can't be changed"):
             change()
+
+
+def test_a_rule_that_raises_names_the_kernel_and_the_rule(cpu_mesh, hooks):
+    def odd(context):
+        return [context.inputs[7]]
+
+    sr.register("copy_kernel", odd)
+    with pytest.raises(errors.RuleError) as caught:
+        out_type(programs.copy_op("cpu"), cpu_mesh, P("data"), [programs.SHAPE])
+    text = str(caught.value)
+    assert "odd of pallas_call kernel 'copy_kernel' (defined at " in text
+    assert "raised IndexError: tuple index out of range\n  rule declared at " in text
+    assert "it is given a shardrules.RuleContext with 1 inputs" in text
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_a_rule_of_a_scope_names_the_line_of_the_with():
+    own = Registry()
+    with own.rules({"k": A}):
+        found = own.find("k")
+    line = test_a_rule_of_a_scope_names_the_line_of_the_with.__code__.co_firstlineno + 2
+    assert found.where == f"{__file__}:{line}"
+
+
+def test_the_same_line_that_runs_again_takes_its_own_place():
+    """As a notebook's cell does."""
+    own = Registry()
+    for _ in range(2):
+        own.register("k", A)
+        own.register("f", lambda context: [context.union])
+        scale = "data"
+        own.register("g", lambda context, scale=scale: [context.union.vary(scale)])
+    with pytest.raises(errors.RegistrationError, match="has a rule already"):
+        own.register("k", A)
+    with pytest.raises(errors.RegistrationError, match="has a rule already"):
+        for rule in (A, B):
+            own.register("l", rule)
+    with pytest.raises(errors.RegistrationError, match="has a rule already"):
+        for axis in ("data", "model"):
+            own.register("m", lambda context: [context.union.vary(axis)])  # noqa: B023
+    with pytest.raises(errors.RegistrationError, match="has a rule already"):
+        for axis in ("data", "model"):
+            own.register("n", lambda context, axis=axis: [context.union.vary(axis)])
+
+
+def test_what_can_not_be_decorated_says_what_to_write():
+    with pytest.raises(errors.RegistrationError, match="without a further pair of parentheses"):
+
+        @sr.no_communication()
+        def kernel(x, o):
+            pass
+
+    with pytest.raises(errors.RegistrationError, match="above the method or function that runs"):
+
+        @sr.no_communication
+        class Kernel:
+            pass

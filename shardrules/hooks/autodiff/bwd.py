@@ -24,6 +24,7 @@ from shardrules.hooks.autodiff.origins import (
 from shardrules.hooks.autodiff.traced import Trace
 from shardrules.hooks.state import COLLECT
 from shardrules.registry.axistypes import AxisType, Effect
+from shardrules.registry.paste import is_library
 
 __all__ = ["Bwd", "Parts"]
 
@@ -37,12 +38,14 @@ class Parts:
       fwd: the custom_vjp's fwd, as JAX wraps it.
       in_tree: the pytree of the primal inputs.
       in_avals: their avals.
+      place: where the bwd is defined, ``file:line``, or empty.
     """
 
     name: str
     fwd: Any
     in_tree: Any
     in_avals: tuple[Any, ...]
+    place: str = ""
 
 
 class Bwd:
@@ -192,6 +195,8 @@ class Bwd:
         from jax.tree_util import keystr
 
         names = _quoted(axes)
+        if is_library(self.parts.place):
+            return self._not_yours(path, axes, have, want, why)
         whole = f"shardrules.already_summed(ct, {names})"
         if not self.jax.typed:
             whole = f"jax.lax.pmean(ct, ({names},))"
@@ -208,6 +213,27 @@ class Bwd:
             f"can't be told, because {why}. If it is a share, return jax.lax.psum(ct, ({names},)) "
             f"from bwd. If it is summed already, return {whole}. Both are for primals that are "
             f"invariant over {{{names}}}, as here{share}.",
+            path=path,
+            axes=axes,
+            have=have,
+            want=want,
+        )
+
+    def _not_yours(self, path, axes, have, want, why: str) -> CotangentError:
+        """Say what to do where nobody here can change bwd: a cast before the call makes it right."""
+        from jax.tree_util import keystr
+
+        names = _quoted(axes)
+        types = map(self.jax.cotangent_type, self.parts.in_avals)
+        cast = [i for i, one in enumerate(types) if not axes <= one.axes]
+        inputs = f"input {cast[0]}" if len(cast) == 1 else f"inputs {', '.join(map(str, cast))}"
+        return CotangentError(
+            f"the bwd {self.parts.name!r} (at {self.parts.place}) returns a cotangent at "
+            f"output{keystr(path)} that is {have}, for a primal that asks for {want}, and whether "
+            f"one psum over {{{names}}} is missing can't be told, because {why}. It is a library's, "
+            f"so change the call: what it is given and is invariant over {{{names}}} ({inputs} of "
+            f"its flattened arguments) is to be cast before, as in "
+            f"ts, w = shardrules.vary((ts, w), {names}).",
             path=path,
             axes=axes,
             have=have,

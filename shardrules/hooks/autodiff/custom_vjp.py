@@ -52,7 +52,11 @@ class CustomVjpHooks(Hooks):
         scope = self.state.scope
         if scope.active:
             parts = Parts(
-                self.jax.function_name(bwd), self._forwards.get(rest[0]), in_tree, tuple(in_avals)
+                self.jax.function_name(bwd),
+                self._forwards.get(rest[0]),
+                in_tree,
+                tuple(in_avals),
+                self.jax.function_place(bwd),
             )
             if self.jax.typed:
                 bwd = self.jax.transformation(self._run_bwd)(bwd, scope, parts)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardrules.errors import RuleError, UnknownKernelError
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.state import COLLECT, Scope, State
+from shardrules.registry import paste
 from shardrules.registry.axistypes import AxisType, Effect, Resolution, RuleContext
 from shardrules.registry.binding import Binding
 from shardrules.registry.builtin import no_communication
 from shardrules.registry.rule import Rule
 from shardrules.registry.table import Registration
+
+# What runs a Python function, whose name others may share, even where JAX doesn't say which.
+_OF_FUNCTIONS = ("pallas_call", "mpmd_map", "core_map")
 
 __all__ = [
     "Call",
@@ -23,6 +28,7 @@ __all__ = [
     "find_rule",
     "prove",
     "resolve",
+    "to_paste",
     "typed",
     "types_of",
 ]
@@ -248,11 +254,20 @@ def resolve(
                 f"{error}\n  {call}; rule declared at {found.where}",
                 **{k: v for k, v in vars(error).items() if k != "message"},
             ) from None
+        except Exception as error:
+            raise RuleError(
+                f"the rule {found.rule!r} of {call} raised {type(error).__name__}: {error}\n"
+                f"  rule declared at {found.where}; it is given a shardrules.RuleContext with "
+                f"{len(inputs)} inputs and is to answer with one shardrules.AxisType for each of "
+                f"{output_count} outputs",
+                kernel=call.name,
+                rule=found.rule,
+            ) from error
     if scope.policy == "error":
         raise _unknown(call, context, state, audit)
     if scope.policy == COLLECT:
         assert scope.notes is not None, "who collects takes notes"
-        scope.notes.unknown.append((call, inputs))
+        scope.notes.unknown.append((call, inputs, to_paste(call, audit, axes)))
         return no_communication.resolve(context)
     if scope.policy == "warn":
         warnings.warn(
@@ -270,17 +285,47 @@ def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> Unkn
         if audit is None
         else (f"Its own jaxpr is {str(audit).replace(chr(10), chr(10) + '  ')}\n")
     )
+    communicates = audit is not None and audit.contradicts_no_communication
+    pasted = "\n".join(f"    {line}" for line in to_paste(call, audit, context.mesh_axes))
     return UnknownKernelError(
         f"no rule for {call}: shard_map(check_vma=True) over manual axes "
         f"{{{', '.join(context.mesh_axes)}}} can't tell over which of them its outputs vary\n"
         f"{inputs or '    no inputs'}\n{why}"
-        "If the kernel reads no other device and no device id, write "
-        "@shardrules.no_communication above its def, or\n"
-        f"    shardrules.register({call.name!r}, shardrules.no_communication)\n"
-        f"If it communicates, register a function of a shardrules.RuleContext. "
-        f"Names with a rule: {names}.",
+        + (
+            "It communicates, so say what it does, in one of these lines:\n"
+            if communicates
+            else "If the kernel reads no other device and no device id, write one of these lines:\n"
+        )
+        + f"{pasted}\n"
+        + (
+            ""
+            if communicates
+            else "If it communicates, register shardrules.all_gather, all_reduce, permute, "
+            "per_device, ... with its mesh axes, or a function of a shardrules.RuleContext. "
+        )
+        + f"Names with a rule: {names}.",
         kernel=call.name,
         inputs=context.inputs,
         mesh_axes=context.mesh_axes,
         audit=audit,
+    )
+
+
+def to_paste(call: Call, audit: Any, axes: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the lines that would give a call its rule.
+
+    Args:
+      call: the call.
+      audit: what its kernel's jaxpr says, or None.
+      axes: the manual mesh axes, as far as they are known.
+    """
+    blockers = () if audit is None else audit.blockers
+    named = tuple(dict.fromkeys(axis for blocker in blockers for axis in blocker.axes))
+    return paste.lines(
+        call.name,
+        call.module,
+        call.place,
+        is_function=bool(call.place or call.module or call.primitive in _OF_FUNCTIONS),
+        communicates=audit is not None and audit.contradicts_no_communication,
+        axes=named or axes,
     )

@@ -30,6 +30,7 @@ from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.state import Hooks, State
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import Binding, Declared, binding_of
+from shardrules.registry.paste import module_at
 
 __all__ = ["PallasHooks"]
 
@@ -151,7 +152,7 @@ class PallasHooks(Hooks):
                 # bind that is being transformed. Its outputs are others: no annotation carries on.
                 kernel = dataclasses.replace(outer, annotations=())
             else:
-                kernel = Known(Call("pallas_call", name, place))
+                kernel = Known(Call("pallas_call", name, place, module_at(place)))
             self._kernels[jaxpr] = kernel
         if kernel.scope is None:
             kernel.scope = self.state.scope

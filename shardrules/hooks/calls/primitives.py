@@ -263,7 +263,14 @@ class PrimitiveHooks(Hooks):
         results = params.get(kind.results)
         if self.jax.checking() and (results is None or len(results)):
             avals = [self.jax.typeof(x) for x in args]
-            if known.found is not None or not self._may_answer(kind, known):
+            may_answer = known.found is None and self._may_answer(kind, known)
+            if may_answer and known.governing(self.state).policy == COLLECT:
+                # A trace to look at it only goes on as if the rule were there, casts and all.
+                with self.jax.unchecked():
+                    own = vars(kind.primitive)["abstract_eval"](*avals, **params)[0]
+                several = kind.primitive.multiple_results
+                may_answer = self._is_wide(avals, own if several else (own,))
+            if not may_answer:
                 count = 1 if results is None else len(results)
                 if results is None and kind.primitive.multiple_results:
                     count = len(self._own_answer(kind, avals, params))
@@ -293,9 +300,7 @@ class PrimitiveHooks(Hooks):
             # Not our own kinds of tuple, which callbacks hand on: JAX maps over the answer.
             listed = tuple(outputs) if several else (outputs,)
             if listed and known.active(self.state) and self.jax.checking():
-                types = types_of(self.jax, listed)
-                union = frozenset().union(*(t.varying for t in types_of(self.jax, avals)))
-                wide = all(union <= t.varying for t in types) and any(t.axes for t in types)
+                wide = self._is_wide(avals, listed)
                 if not (wide and known.found is None and self._may_answer(kind, known)):
                     resolution = self._resolve(known, avals, len(listed))
                     listed = typed(self.jax, known, listed, resolution.outputs)
@@ -309,6 +314,12 @@ class PrimitiveHooks(Hooks):
         plain = [self.jax.with_axis_type(a, AxisType()) for a in avals]
         with self.jax.unchecked():
             return evaluate(*plain, **params)[0]
+
+    def _is_wide(self, avals, outputs) -> bool:
+        """Whether an answer's types vary as a kernel's that doesn't communicate would."""
+        types = types_of(self.jax, outputs)
+        union = frozenset().union(*(t.varying for t in types_of(self.jax, avals)))
+        return all(union <= t.varying for t in types) and any(t.axes for t in types)
 
     def _may_answer(self, kind: _Kind, known: Known) -> bool:
         """Whether a call without a rule may keep its own abstract eval's types, if wide enough.

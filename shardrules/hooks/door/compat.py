@@ -24,6 +24,7 @@ from shardrules.hooks.door.lookup import Symbol, find, is_cached, look, unsuppor
 from shardrules.hooks.door.symbols import SET_SYMBOLS, SYMBOLS, TYPE_SYMBOLS
 from shardrules.hooks.door.trace_key import ContextKey, MeshKey
 from shardrules.registry.axistypes import AxisType
+from shardrules.registry.paste import is_library
 
 __all__ = ["Jax", "check_version", "load"]
 
@@ -286,7 +287,17 @@ class Jax:
         return jaxpr, traced
 
     def source_line(self, source_info: Any) -> str:
-        """Return the user's line behind an equation, ``file:line``; empty if JAX keeps none."""
+        """Return the user's line behind an equation, ``file:line``; empty if JAX keeps none.
+
+        That is not a library's line where one of the user's own called it.
+        """
+        for info in (getattr(source_info, "traceback", None), source_info):
+            with contextlib.suppress(AttributeError, TypeError):  # to JAX 0.6 it took the info
+                frames = list(self.user_frames(info))
+                own = [frame for frame in frames if not is_library(frame.file_name)]
+                if own:
+                    return f"{own[0].file_name}:{own[0].start_line}"
+                break
         text = self.summarize(source_info)
         # As "file:line:column (function)"; no column to JAX 0.4.
         match = re.match(r"(.+?):(\d+)(:\d+)?( \(|$)", text)
@@ -313,6 +324,14 @@ class Jax:
         """Return a function's name for messages; a WrappedFun has its own way to say it."""
         name = getattr(getattr(fun, "debug_info", None), "func_name", None)
         return name or getattr(fun, "__name__", None) or "<unnamed>"
+
+    def function_place(self, fun: Any) -> str:
+        """Return ``file:line`` of a function, or of what a WrappedFun is of; empty if unknown."""
+        said = getattr(getattr(fun, "debug_info", None), "func_src_info", None) or ""
+        if " at " in said:
+            return said.rpartition(" at ")[2]
+        code = getattr(getattr(fun, "f", fun), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
     # Lowering.
 

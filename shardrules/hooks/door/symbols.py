@@ -175,6 +175,13 @@ SYMBOLS = (
         "the user's line behind an equation",
     ),
     Symbol(
+        "user_frames",
+        "jax._src.source_info_util:user_frames",
+        "0.4.28-0.12",
+        (),
+        "the user's line behind an equation of a library",
+    ),
+    Symbol(
         "current_source",
         "jax._src.source_info_util:current",
         "0.4.28-0.12",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardrules.errors import ShardrulesError
-from shardrules.hooks.calls.opaque import types_of
+from shardrules.hooks.calls.opaque import to_paste, types_of
 from shardrules.hooks.door import compat
 from shardrules.hooks.explain.explanation import (
     ExplainedCall,
@@ -32,6 +32,7 @@ from shardrules.hooks.flow.equations import scan_counts
 from shardrules.hooks.handles import held, state
 from shardrules.hooks.state import COLLECT, Notes
 from shardrules.registry.axistypes import show_axes
+from shardrules.registry.paste import is_library
 
 __all__ = ["explain", "scan_calls"]
 
@@ -90,15 +91,24 @@ def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules
             stopped = error
     found: dict[tuple, MissingRule] = {}
     rows = [
-        (call.primitive, call.kernel, call.defined_at, call.at, call.inputs, call.checked)
+        (
+            call.primitive,
+            call.kernel,
+            call.defined_at,
+            call.at,
+            call.inputs,
+            call.checked,
+            call.to_paste,
+        )
         for call in walk.calls
         if call.status == "no rule"
     ]
     # Before these, in the order of the trace: what the jaxpr shows no longer, or not at all.
     rows = [
-        (call.primitive, call.name, call.place, "", inputs, True) for call, inputs in notes.unknown
+        (call.primitive, call.name, call.place, "", inputs, True, lines)
+        for call, inputs, lines in notes.unknown
     ] + rows
-    for primitive, kernel, defined, at, inputs, checked in rows:
+    for primitive, kernel, defined, at, inputs, checked, lines in rows:
         known = found.get((primitive, kernel, defined))
         if known is None:
             found[primitive, kernel, defined] = MissingRule(
@@ -108,7 +118,7 @@ def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules
                 (at,) if at else (),
                 inputs if checked else (),
                 checked,
-                _lines(primitive, kernel, defined),
+                lines,
             )
         elif at and at not in known.called_at:
             found[primitive, kernel, defined] = dataclasses.replace(
@@ -116,13 +126,6 @@ def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules
             )
     known_count = sum(call.status != "no rule" for call in walk.calls)
     return MissingRules(tuple(found.values()), known_count, stopped)
-
-
-def _lines(primitive: str, kernel: str, defined: str) -> tuple[str, ...]:
-    register = f"shardrules.register({kernel!r}, shardrules.no_communication)"
-    if primitive == "pallas_call" and defined:
-        return (f"@shardrules.no_communication  # above the def at {short(defined)}, or", register)
-    return (register,)
 
 
 # Tracing.
@@ -208,17 +211,20 @@ class _Walk:
 
     def program(self, closed: Any) -> None:
         """Read a whole program."""
-        self.unknown = {(call.primitive, call.name, call.place) for call, _ in self.notes.unknown}
+        self.unknown = {(call.primitive, call.name, call.place) for call, *_ in self.notes.unknown}
         self._read(_open(closed), _Place())
 
     def _read(self, jaxpr: Any, place: _Place, outcome: str = "a result") -> None:
         uses = _uses(jaxpr)
         for eqn in jaxpr.eqns:
             around = f"within {place.at.removeprefix('within ')}" if place.at else ""
+            at = self.jax.source_line(eqn.source_info)
+            if around and is_library(at):  # a jit of the library's ends JAX's traceback there
+                at = "" if is_library(place.at.removeprefix("within ")) else place.at
             here = dataclasses.replace(
                 place,
                 stack=f"{place.stack}/{eqn.source_info.name_stack}",
-                at=self.jax.source_line(eqn.source_info) or around,
+                at=at or self.jax.source_line(eqn.source_info) or around,
             )
             known = state().known_of(eqn.primitive, eqn.params)
             if known is not None:
@@ -276,6 +282,7 @@ class _Walk:
                 repr(found.rule) if found else "",
                 status,
                 found.where if found else "",
+                to_paste=to_paste(call, known.audit) if status == "no rule" else (),
             )
         )
 

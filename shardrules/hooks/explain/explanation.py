@@ -41,6 +41,7 @@ class ExplainedCall:
         types itself) or ``no rule``.
       declared_at: where the rule was declared, or what was proven; empty where there is none.
       count: how many such calls the program holds, loops counted once.
+      to_paste: where there is no rule, the lines that would give it one.
     """
 
     kernel: str
@@ -55,6 +56,7 @@ class ExplainedCall:
     status: str
     declared_at: str
     count: int = 1
+    to_paste: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +177,8 @@ class MissingRule:
       called_at: the source lines of its calls.
       inputs: its operands' axis types, at the first call; empty where the check is off.
       checked: whether the check is on at one of its calls.
-      lines: what to paste if it communicates with no other device.
+      lines: what to paste, one of them: that it doesn't communicate, unless its own jaxpr shows
+        that it does.
     """
 
     kernel: str
@@ -224,9 +227,9 @@ class MissingRules:
                 text.append("  inside shard_map(check_vma=False)")
             text += [f"    {line}" for line in call.lines]
         text.append(
-            "\nThese lines are right for kernels that read no other device and no device id. For "
-            "one that\ncommunicates, register all_gather(axis), all_reduce(axis) or another of "
-            "the rules for that."
+            "\nEach of a kernel's lines is enough. no_communication is right for kernels that read "
+            "no other device\nand no device id; for one that communicates, write all_gather(axis), "
+            "all_reduce(axis) or another\nof the rules for that."
         )
         if self.stopped_by is not None:
             first = str(self.stopped_by).splitlines() or [""]

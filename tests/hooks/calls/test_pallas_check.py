@@ -121,7 +121,8 @@ def test_unknown_kernel_is_an_error_that_says_what_to_type(cpu_mesh, declared_on
         "shard_map(check_vma=True) over manual axes {data, model} can't tell over which of "
         "them its outputs vary\n    input 0: varying over {data}\n"
     ) in text
-    assert "shardrules.register('copy_kernel', shardrules.no_communication)" in text
+    assert "    @shardrules.no_communication  # above the def at tests/programs.py:" in text
+    assert "    shardrules.register('programs:copy_kernel', shardrules.no_communication)\n" in text
     assert caught.value.kernel == "copy_kernel"
 
 

@@ -191,18 +191,19 @@ pallas_call kernel 'scale_kernel' (defined at <def scale_kernel(x_ref, w_ref, o_
   called within <return lambda *args: (inner(*args) ** 2).sum()>
   input 0: varying over {data}
   input 1: invariant
-  @shardrules.no_communication  # above the def at <def scale_kernel(x_ref, w_ref, o_ref):>, or
-  shardrules.register('scale_kernel', shardrules.no_communication)
+  @shardrules.no_communication  # above the def at <def scale_kernel(x_ref, w_ref, o_ref):>
+  shardrules.register('programs:scale_kernel', shardrules.no_communication)
 
 pallas_call kernel 'scale_bwd_kernel' (defined at <def scale_bwd_kernel(x_ref, g_ref, o_ref):>)
   called within <return lambda *args: (inner(*args) ** 2).sum()>
   input 0: varying over {data}
   input 1: varying over {data}
-  @shardrules.no_communication  # above the def at <def scale_bwd_kernel(x_ref, g_ref, o_ref):>, or
-  shardrules.register('scale_bwd_kernel', shardrules.no_communication)
+  @shardrules.no_communication  # above the def at <def scale_bwd_kernel(x_ref, g_ref, o_ref):>
+  shardrules.register('programs:scale_bwd_kernel', shardrules.no_communication)
 
-These lines are right for kernels that read no other device and no device id. For one that
-communicates, register all_gather(axis), all_reduce(axis) or another of the rules for that."""
+Each of a kernel's lines is enough. no_communication is right for kernels that read no other device
+and no device id; for one that communicates, write all_gather(axis), all_reduce(axis) or another
+of the rules for that."""
     )
     assert missing and [call.kernel for call in missing.calls] == [
         "scale_kernel",
@@ -295,3 +296,101 @@ def test_a_declared_op_is_explained_by_its_declaration(cpu_mesh):
     explanation = sr.explain(jax.grad(loss, argnums=(0, 1)), *args)
     assert {call.status for call in explanation.calls} == {"declared"}
     assert not sr.scan_calls(jax.grad(loss, argnums=(0, 1)), *args)
+
+
+def copying_from(device):
+    """The op of a kernel that copies from another device."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    def kernel(x, o, send, receive):
+        copy = pltpu.make_async_remote_copy(x, o, send, receive, device_id=device)
+        copy.start()
+        copy.wait()
+
+    def op(x):
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
+        )(x)
+
+    return op
+
+
+def test_nothing_like_no_communication_is_offered_for_a_kernel_that_communicates(cpu_mesh):
+    mapped = jax.shard_map(
+        copying_from(jnp.int32(1)), mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data")
+    )
+    x = jnp.ones((8, 128))
+    (call,) = sr.scan_calls(mapped, x).calls
+    assert all("no_communication" not in line for line in call.lines)
+    assert call.lines[1].startswith(
+        "shardrules.register('hooks.explain.test_explain:kernel', "
+        "shardrules.per_device('data', 'model'))  # or all_gather, reduce_scatter, "
+    )
+    with sr.install(), pytest.raises(errors.UnknownKernelError) as caught:
+        jax.jit(mapped).lower(x)
+    text = str(caught.value)
+    assert "it copies to or from another device\nIt communicates, so say what it does" in text
+    assert call.lines[1] in text and "no_communication" not in text
+
+
+def test_lines_for_a_lambda_bind_to_the_lambda(cpu_mesh, declared_only):
+    op = lambda x: pl.pallas_call(  # noqa: E731
+        lambda x, o: o.__setitem__(..., x[...]), jax.ShapeDtypeStruct(x.shape, x.dtype)
+    )(x)
+    mapped = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))
+    (call,) = sr.scan_calls(mapped, jnp.ones((8, 128))).calls
+    (line,) = call.lines
+    assert line.startswith("shardrules.no_communication(lambda ...)  # around the lambda at ")
+
+
+def test_lines_for_a_librarys_kernel(cpu_mesh, declared_only):
+    """No decorator: the code is not the user's. And the line of the call is the user's own."""
+    from jax.experimental.pallas.ops.tpu import matmul
+
+    def op(x):
+        return matmul.matmul(x, x, block_shape=(128, 128))
+
+    mapped = jax.shard_map(op, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))
+    (call,) = sr.scan_calls(mapped, jnp.ones((512, 128))).calls
+    assert call.lines == (
+        "shardrules.register('jax.experimental.pallas.ops.tpu.matmul:matmul_kernel', "
+        "shardrules.no_communication)",
+    )
+    line = op.__code__.co_firstlineno + 1
+    assert call.called_at == (f"{__file__}:{line}",)
+
+
+class _Solve:
+    """A primitive of a user's whose gradient needs its inputs cast as its rule would cast them."""
+
+    def __init__(self):
+        from jax.interpreters import ad, mlir
+
+        self.p = jax.extend.core.Primitive("test_scan_solve")
+        self.p.def_abstract_eval(lambda a, b: jax.core.ShapedArray(b.shape, b.dtype))
+        mlir.register_lowering(self.p, mlir.lower_fun(jnp.multiply, multiple_results=False))
+        ad.primitive_jvps[self.p] = lambda primals, tangents: (
+            self.p.bind(*primals),
+            self.p.bind(tangents[0], primals[1]),
+        )
+        ad.primitive_transposes[self.p] = lambda ct, a, b: (
+            jnp.broadcast_to((ct * b).sum(), a.aval.shape),
+            None,
+        )
+
+
+def test_scan_calls_goes_on_where_a_cotangents_type_would_stop_it(cpu_mesh):
+    p = _Solve().p
+    mapped = jax.shard_map(
+        lambda a, b: p.bind(jnp.broadcast_to(a, b.shape), b),
+        mesh=cpu_mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+    )
+    missing = sr.scan_calls(jax.grad(lambda a, b: mapped(a, b).sum()), jnp.ones(1), jnp.ones(8))
+    assert missing.stopped_by is None, missing
+    assert [call.kernel for call in missing.calls] == ["test_scan_solve"]

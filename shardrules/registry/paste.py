@@ -1,0 +1,88 @@
+"""What to type for a kernel without a rule: lines that are safe to paste."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+
+__all__ = ["is_library", "lines", "module_at"]
+
+_STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"))
+
+
+def is_library(path: str) -> bool:
+    """Whether a source file (or ``file:line``) is of an installed library, or Python's own."""
+    parts = os.path.normpath(path).split(os.sep)
+    return (
+        "site-packages" in parts
+        or "dist-packages" in parts
+        or path.startswith(tuple(folder + os.sep for folder in _STANDARD))
+        or path.startswith("<frozen")
+    )
+
+
+def _is_own(place: str) -> bool:
+    """Whether ``file:line`` stands below the working directory or the script's."""
+    path = os.path.abspath(place.rpartition(":")[0])
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    folders = [os.getcwd()] + ([os.path.dirname(os.path.abspath(script))] if script else [])
+    own = any(path.startswith(folder.rstrip(os.sep) + os.sep) for folder in folders)
+    return bool(place) and own and not is_library(path)
+
+
+def module_at(place: str) -> str:
+    """Return the name of the module whose file ``file:line`` stands in, or an empty one."""
+    path = place.rpartition(":")[0]
+    for name, module in list(sys.modules.items()):
+        if path and getattr(module, "__file__", None) == path:
+            return name
+    return ""
+
+
+def lines(
+    kernel: str,
+    module: str = "",
+    place: str = "",
+    *,
+    is_function: bool = True,
+    communicates: bool = False,
+    axes: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Return the lines to paste for a kernel; each is right by itself.
+
+    Args:
+      kernel: its name.
+      module: the module of its function, where it is known.
+      place: where its function is defined, ``file:line``, or empty.
+      is_function: whether a Python function is behind the name, which others may share; an FFI
+        target or a primitive has its name to itself.
+      communicates: whether it is known to communicate: then it is not to be declared otherwise.
+      axes: the mesh axes that it may communicate over.
+    """
+    rule = "shardrules.no_communication"
+    after = ""
+    if communicates:
+        rule = f"shardrules.per_device({', '.join(map(repr, axes)) or 'AXIS'})"
+        after = (
+            "  # or all_gather, reduce_scatter, permute, all_to_all, all_reduce, "
+            "all_gather_invariant: what it does"
+        )
+    module = module or module_at(place)
+    named = not is_function or (module and kernel.isprintable() and kernel != "<lambda>")
+    said = []
+    if is_function and _is_own(place):
+        shown = place.replace(os.getcwd() + os.sep, "", 1)
+        said.append(
+            f"{rule}(lambda ...)  # around the lambda at {shown}{after}"
+            if kernel == "<lambda>"
+            else f"@{rule}  # above the def at {shown}{after}"
+        )
+    if named:
+        name = f"{module}:{glob.escape(kernel)}" if is_function else kernel
+        said.append(f"shardrules.register({name!r}, {rule}){after}")
+    if not said:  # neither a name of its own nor code to edit
+        said.append(f"op = {rule}(op)  # op: the function of arrays that calls it{after}")
+    return tuple(said)

@@ -374,9 +374,6 @@ def test_the_same_line_that_runs_again_takes_its_own_place():
             own.register("l", rule)
     with pytest.raises(errors.RegistrationError, match="has a rule already"):
         for axis in ("data", "model"):
-            own.register("m", lambda context: [context.union.vary(axis)])  # noqa: B023
-    with pytest.raises(errors.RegistrationError, match="has a rule already"):
-        for axis in ("data", "model"):
             own.register("n", lambda context, axis=axis: [context.union.vary(axis)])
 
 

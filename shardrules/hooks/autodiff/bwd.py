@@ -220,7 +220,7 @@ class Bwd:
         )
 
     def _not_yours(self, path, axes, have, want, why: str) -> CotangentError:
-        """Say what to do where nobody here can change bwd: a cast before the call makes it right."""
+        """Say what to do where bwd is not the user's to change: cast before the call."""
         from jax.tree_util import keystr
 
         names = _quoted(axes)
@@ -230,9 +230,9 @@ class Bwd:
         return CotangentError(
             f"the bwd {self.parts.name!r} (at {self.parts.place}) returns a cotangent at "
             f"output{keystr(path)} that is {have}, for a primal that asks for {want}, and whether "
-            f"one psum over {{{names}}} is missing can't be told, because {why}. It is a library's, "
-            f"so change the call: what it is given and is invariant over {{{names}}} ({inputs} of "
-            f"its flattened arguments) is to be cast before, as in "
+            f"one psum over {{{names}}} is missing can't be told, because {why}. It is a "
+            f"library's, so change the call: what it is given and is invariant over {{{names}}} "
+            f"({inputs} of its flattened arguments) is to be cast before, as in "
             f"ts, w = shardrules.vary((ts, w), {names}).",
             path=path,
             axes=axes,

@@ -268,3 +268,30 @@ def test_already_summed_refuses_what_is_no_axis(cpu_mesh):
         ),
     ):
         inside(cpu_mesh, lambda x: sr.already_summed(x, "modle"), jnp.ones(ROWS))
+
+
+def test_a_librarys_bwd_is_not_to_be_edited(cpu_mesh, hooks):
+    """What it says to type before the call is right, and gives the gradient of one device."""
+    from jax.experimental.ode import odeint
+
+    def solve(y, ts, w):
+        return odeint(lambda y, t, w: -w * y, y, ts, w)[-1]
+
+    def cast(y, ts, w):
+        ts, w = sr.vary((ts, w), "data")
+        return solve(y, ts, w)
+
+    def gradient(f):
+        mapped = jax.shard_map(
+            f, mesh=cpu_mesh, in_specs=(P("data"), P(), P()), out_specs=P("data")
+        )
+        return jax.jit(jax.grad(lambda *a: mapped(*a).sum(), argnums=2))
+
+    args = jnp.ones((8, 3)), jnp.linspace(0.0, 1.0, 3), jnp.float32(2.0)
+    with pytest.raises(errors.CotangentError) as caught:
+        gradient(solve)(*args)
+    assert "It is a library's, so change the call" in str(caught.value)
+    assert "(inputs 1, 2 of its flattened arguments)" in str(caught.value)
+    assert "ts, w = shardrules.vary((ts, w), 'data')" in str(caught.value)
+    want = jax.grad(lambda *a: solve(*a).sum(), argnums=2)(*args)
+    np.testing.assert_allclose(gradient(cast)(*args), want, rtol=1e-5)

@@ -320,9 +320,7 @@ def copying_from(device):
 
 
 def test_nothing_like_no_communication_is_offered_for_a_kernel_that_communicates(cpu_mesh):
-    mapped = jax.shard_map(
-        copying_from(jnp.int32(1)), mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data")
-    )
+    mapped = jax.shard_map(copying_from(1), mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))
     x = jnp.ones((8, 128))
     (call,) = sr.scan_calls(mapped, x).calls
     assert all("no_communication" not in line for line in call.lines)

@@ -30,7 +30,8 @@ ARROWS = {
     "checks": {"errors", "registry", "hlo", "costs", "report", "program", "hooks"},
     "testing": {"errors", "registry", "hlo", "costs", "report", "program", "checks", "hooks"},
     "aot": {"errors"},
-    "__main__": {"errors", "hlo", "costs", "report", "program"},
+    "commands": {"errors", "hlo", "costs", "report", "program"},
+    "__main__": {"errors", "commands"},
     # The roof: it names all for type checkers, and tells what is below what calls it.
     "__init__": {
         "errors",
@@ -55,6 +56,7 @@ NO_JAX = {
     "costs",
     "report",
     "__init__",
+    "commands",
     "__main__",
 }
 # Of checks/, which may use jax and hooks, these do without.

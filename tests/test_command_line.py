@@ -85,12 +85,32 @@ def test_exit_codes_of_verify(tmp_path):
             "yet; pass f.lower(...).compile().as_text()\n  line 1, column 1:",
         ),
         (["verify", "."], "", "shardrules: can't read .: Is a directory"),
-        (["verify"], "", "shardrules: verify takes 1 file(s), got 0"),
+        (["verify"], "", "shardrules: the following arguments are required: FILE"),
+        (["verify", UVW, UVW], "", "shardrules: unrecognized arguments: " + UVW),
+        (["diff", UVW], "", "shardrules: the following arguments are required: B"),
         (["diff", "-", "-"], "", "shardrules: only one of the two programs can be read from stdin"),
-        ([], "", "shardrules: expected a command: verify, report or diff (--help says more)"),
-        (["frobnicate"], "", "shardrules: expected a command: verify, report or diff"),
-        (["verify", UVW, "--nothing"], "", "shardrules: Unknown command line flag 'nothing'"),
-        (["verify", UVW, "--format=pdf"], "", "value should be one of <text|markdown|json|html>"),
+        (
+            [],
+            "",
+            "shardrules: the following arguments are required: COMMAND\n(shardrules --help says",
+        ),
+        (
+            ["frobnicate"],
+            "",
+            "shardrules: argument COMMAND: invalid choice: 'frobnicate' (choose from",
+        ),
+        (["verify", UVW, "--nothing"], "", "shardrules: unrecognized arguments: --nothing"),
+        (["verify", UVW, "--form=json"], "", "unrecognized arguments: --form=json"),
+        (["verify", UVW, "--flagfile=x"], "", "unrecognized arguments: --flagfile=x"),
+        (["verify", UVW, "--undefok=x"], "", "unrecognized arguments: --undefok=x"),
+        (["diff", UVW, UVW, "--format=json"], "", "unrecognized arguments: --format=json"),
+        (["diff", UVW, UVW, "--strict"], "", "unrecognized arguments: --strict"),
+        (["verify", UVW, MESH, MESH], "", "shardrules: --mesh was given twice; give it once"),
+        (
+            ["verify", UVW, "--format=pdf"],
+            "",
+            "argument --format: invalid choice: 'pdf' (choose from",
+        ),
         (
             ["verify", UVW, "--mesh=data"],
             "",
@@ -303,8 +323,45 @@ def test_a_page_of_many_devices_shows_the_first():
 def test_help_names_the_commands_and_flags():
     done = run("--help")
     assert done.returncode == 0
-    for word in ("verify FILE|-", "diff A B", "--rules", "--[no]strict", "--mesh", "--allow"):
+    for word in ("verify", "report", "diff", "--version"):
         assert word in done.stdout
+    of_verify, of_diff = (run(name, "--help").stdout for name in ("verify", "diff"))
+    for word in ("FILE", "--rules", "--strict", "--mesh", "--allow", "--format", "--output"):
+        assert word in of_verify
+    for word in ("A B", "--rules", "--mesh", "--output"):
+        assert word in of_diff
+    for word in ("--flagfile", "--undefok", "--helpfull", "--strict", "--format"):
+        assert word not in of_diff
+
+
+def test_version():
+    import shardrules
+
+    assert run("--version").stdout == f"shardrules {shardrules.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "missing, packages",
+    [(["numpy"], "numpy"), (["absl"], "absl-py"), (["numpy", "absl"], "absl-py, numpy")],
+)
+def test_what_is_not_installed_is_named(missing, packages):
+    block = "; ".join(f"sys.modules[{name!r}] = None" for name in missing)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            NO_JAX.replace("sys.argv[0]", f"{block}; sys.argv[0]"),
+            "verify",
+            UVW,
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        f"shardrules: not installed, and needed: {packages}; "
+        f"pip install {packages.replace(',', '')}\n"
+    )
 
 
 def test_main_is_callable(capsys):

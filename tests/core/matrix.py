@@ -37,7 +37,7 @@ VERSIONS = {
         "all: executed on CPU, compiled for TPU (v5e, v5p) and GPU (H100, B200)",
     ),
     "0.11.2": ("3.12", (), CORE),
-    "0.12.0.1": ("3.12", (), f"{CORE}; compiled for TPU (v5e, v5p) and GPU (H100, B200)"),
+    "0.12.0.1": ("3.13", (), f"{CORE}; compiled for TPU (v5e, v5p) and GPU (H100, B200)"),
 }
 
 # Tests of figures and lists that were read off one JAX, 0.10.2: no other is measured by them.

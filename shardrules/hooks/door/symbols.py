@@ -240,6 +240,13 @@ TYPE_SYMBOLS = (
         "which mesh axes are manual where we are",
     ),
     Symbol(
+        "standard_vma_rule",
+        "jax._src.core:standard_vma_rule",
+        "0.6.0-0.12",
+        (),
+        "types a primitive's result as varying as its operands, which it asks to be alike",
+    ),
+    Symbol(
         "convert_out_shape",
         "jax._src.pallas.core:_convert_out_shape_to_aval",
         "0.9-0.12",

@@ -1,0 +1,126 @@
+"""Every primitive's outputs vary at least as the join of its operands, on every JAX with types."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from core import versions
+from shardrules import hooks as shardrules_hooks
+
+pytestmark = pytest.mark.usefixtures("hooks")
+X = np.arange(1, 9, dtype=np.float32)
+GROUPS = [[0, 1], [2, 3]]
+
+
+def varying(f, mesh):
+    """The axes over which each result of f varies, given a block of what is split over data."""
+    seen = []
+
+    def body(x):
+        seen.extend(shardrules_hooks.varying(one) for one in jax.tree_util.tree_leaves(f(x)))
+        return x
+
+    g = versions.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    jax.eval_shape(g, X)
+    return [set(one) for one in seen]
+
+
+def ragged(operand, offset):
+    def rows(n):
+        return jnp.full((4,), n, np.int32)
+
+    return lax.ragged_all_to_all(
+        operand, jnp.zeros(8), rows(0), rows(1), rows(1) * offset, rows(1), axis_name="data"
+    )
+
+
+def index(x):
+    return x[0].astype(np.int32)
+
+
+FORGOTTEN = {
+    "pmax in groups": lambda x: lax.pmax(x, "data", axis_index_groups=GROUPS),
+    "pmin in groups": lambda x: lax.pmin(x, "data", axis_index_groups=GROUPS),
+    "ragged into zeros": lambda x: ragged(x, 1),
+    "ragged offsets": lambda x: ragged(jnp.ones(2), index(x)),
+    "reduce's initial value": lambda x: lax.reduce(jnp.ones(3), x[0], lambda a, b: a + b, (0,)),
+    "window's initial value": lambda x: lax.reduce_window(
+        jnp.ones(3), x[0], lambda a, b: a + b, (2,), (1,), "VALID"
+    ),
+    "argsort": jnp.argsort,
+}
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_axes_of_every_operand_are_kept(cpu_mesh, name):
+    if versions.types_values() and (hasattr(lax, "ragged_all_to_all") or "ragged" not in name):
+        assert varying(FORGOTTEN[name], cpu_mesh) == [{"data"}]
+
+
+def test_a_draw_varies_over_all_axes(cpu_mesh):
+    if versions.types_values():
+        drawn = varying(lambda x: lax.rng_uniform(0.0, 1.0, (3,)), cpu_mesh)
+        assert drawn == [{"data", "model"}]
+
+
+KEPT = {
+    "psum": (lambda x: lax.psum(x, "data"), [set()]),
+    "pmax": (lambda x: lax.pmax(x, "data"), [set()]),
+    "jit": (lambda x: jax.jit(lambda a, b: (a, b * 2))(x, jnp.ones(2)), [{"data"}, set()]),
+    "scan": (lambda x: lax.scan(lambda c, one: (c * 2, one), 1.0, x), [set(), {"data"}]),
+    "device_put": (lambda x: jax.device_put((x, jnp.ones(2))), [{"data"}, set()]),
+    "bits": (lambda x: jax.random.bits(jax.random.key(0)), [set()]),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_types_that_are_right_stay(cpu_mesh, name):
+    """Collectives that make invariant, and results that come from one operand each."""
+    if versions.types_values():
+        f, want = KEPT[name]
+        assert varying(f, cpu_mesh) == want
+
+
+def test_maximum_in_groups(cpu_mesh):
+    """Copies 2, 2, 4, 4 under out_specs=P(), and a gradient of 20 for 34."""
+
+    def body(w, x):
+        return lax.psum((w * lax.pmax(x, "data", axis_index_groups=GROUPS)).sum(), "data")
+
+    def split(out_specs):
+        return versions.shard_map(
+            lambda x: lax.pmax(x, "data", axis_index_groups=GROUPS),
+            mesh=cpu_mesh,
+            in_specs=P("data"),
+            out_specs=out_specs,
+        )
+
+    if not versions.types_values():
+        return
+    np.testing.assert_array_equal(split(P("data"))(X), [3, 4, 3, 4, 7, 8, 7, 8])
+    with pytest.raises(ValueError, match="out_specs"):
+        split(P())(X)
+    f = versions.shard_map(body, mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=P())
+    assert jax.jit(jax.grad(f))(np.float32(1), X) == 2 * (3 + 4 + 7 + 8)
+
+
+FUTURE = """
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+later_p = Primitive("later")
+later_p.def_abstract_eval(lambda x, y: x)
+mlir.register_lowering(later_p, lambda ctx, x, y: [y])
+"""
+
+
+def test_a_primitive_of_a_jax_to_come_errs_to_varying(cpu_mesh):
+    module = {"__name__": "jax._src.later"}
+    exec(FUTURE, module)
+    if versions.types_values():
+        [have] = varying(lambda x: module["later_p"].bind(jnp.ones(2), x), cpu_mesh)
+        assert have == {"data"}

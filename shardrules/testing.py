@@ -19,6 +19,7 @@ from shardrules.checks import budget as budgets
 from shardrules.checks import updates
 from shardrules.checks.expectations import at_most, exactly, pick
 from shardrules.checks.host import assert_donated, assert_no_host_transfers
+from shardrules.checks.offloaded import assert_offloaded, named_values
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
 from shardrules.checks.steady import steady_state
@@ -34,12 +35,14 @@ __all__ = [
     "assert_donated",
     "assert_no_defensive_psum",
     "assert_no_host_transfers",
+    "assert_offloaded",
     "assert_outputs_replicated",
     "at_most",
     "check_replicated_inputs",
     "check_rule",
     "exactly",
     "judge",
+    "named_values",
     "steady_state",
 ]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardrules import hlo
 from shardrules.hlo.proof import loops
 
-__all__ = ["Place", "executed", "host_buffer", "moved", "where"]
+__all__ = ["Place", "executed", "host_buffer", "moved", "result_leaves", "where", "written"]
 
 # Instructions that hand control to a computation whose instructions run one by one. What fusions,
 # reductions, sorts and scatters call is part of one kernel.
@@ -26,16 +26,21 @@ class Place(NamedTuple):
 
     Attributes:
       computation: that holds it.
-      instruction: itself.
+      position: its own in the computation's instructions.
       loop_depth: how many while loops stand around it.
       runs: how often one execution of the program runs it at most; None where a loop's count
         isn't known.
     """
 
     computation: hlo.Computation
-    instruction: hlo.Instruction
+    position: int
     loop_depth: int
     runs: int | None
+
+    @property
+    def instruction(self) -> hlo.Instruction:
+        """Give the instruction."""
+        return self.computation.instructions[self.position]
 
 
 def executed(module: hlo.Module) -> Iterator[Place]:
@@ -49,8 +54,8 @@ def executed(module: hlo.Module) -> Iterator[Place]:
             continue
         seen.add(name)
         computation = module.computations[name]
-        for instruction in computation.instructions:
-            yield Place(computation, instruction, runs[name].depth, runs[name].count)
+        for position, instruction in enumerate(computation.instructions):
+            yield Place(computation, position, runs[name].depth, runs[name].count)
             if instruction.opcode in _CONTROL:
                 stack += reversed(instruction.calls)
 
@@ -86,22 +91,33 @@ def moved(module: hlo.Module, place: Place) -> Moved | None:
     opcode = instruction.opcode
     if opcode in _STILL or opcode == "async-start" or opcode.endswith("-done"):
         return None  # the body of an async-start is followed by itself
-    result = instruction.shape
-    if opcode.endswith("-start") and result.elements and len(result.elements) > 1:
-        # copy-start gives (result, operand, context), others ((operands), result, context).
-        result = result.elements[0 if opcode == "copy-start" else 1]
+    result = [instruction.shape.leaves()[n] for n in result_leaves(instruction)]
+    size = sum(leaf.bytes for leaf in result)
     operands = [place.computation.instructions[o].shape for o in instruction.operands]
-    if any(host_buffer(leaf) for leaf in result.leaves()):
+    if any(map(host_buffer, result)):
         if not any(not host_buffer(s) and s.bytes for s in operands):
             return None  # an allocation, or host to host
-        update = _update(module, place.computation, instruction)
-        return Moved(True, result.bytes if update is None else update.bytes)
-    if any(host_buffer(shape) for shape in operands):
-        return Moved(False, result.bytes)
+        update = written(module, place.computation, instruction)
+        return Moved(True, size if update is None else update.bytes)
+    if any(map(host_buffer, operands)):
+        return Moved(False, size)
     return None
 
 
-def _update(
+def result_leaves(instruction: hlo.Instruction) -> range:
+    """Give the array leaves of an instruction's shape that are its result.
+
+    ``copy-start`` gives (result, operand, context), other starts ((operands), result, context).
+    """
+    elements = instruction.shape.elements
+    if not instruction.opcode.endswith("-start") or not elements or len(elements) < 2:
+        return range(len(instruction.shape.leaves()))
+    which = 0 if instruction.opcode == "copy-start" else 1
+    first = sum(len(e.leaves()) for e in elements[:which])
+    return range(first, first + len(elements[which].leaves()))
+
+
+def written(
     module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction
 ) -> hlo.Shape | None:
     """Give the shape of what is written into a buffer in place, None where all of it is new."""

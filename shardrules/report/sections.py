@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shardrules import hlo
-from shardrules.costs import donation, transfers
+from shardrules.costs import donation, offloading, transfers
 
 __all__ = ["Section", "sections"]
 
@@ -28,7 +28,7 @@ class Section(NamedTuple):
 
 def sections(module: hlo.Module) -> tuple[Section, ...]:
     """List the sections of a module that hold anything."""
-    made = (make(module) for make in (_donation, _transfers))
+    made = (make(module) for make in (_donation, _transfers, _offloading))
     return tuple(section for section in made if section.rows)
 
 
@@ -52,5 +52,26 @@ def _transfers(module: hlo.Module) -> Section:
         "Transfers between host and device",
         "bytes are of one run on one device",
         ("transfer", "bytes", "runs", "in loops", "source"),
+        rows,
+    )
+
+
+def _offloading(module: hlo.Module) -> Section:
+    def moved(accesses: list[offloading.Access]) -> int | None:
+        known = [a.runs for a in accesses if a.runs is not None]
+        if len(known) < len(accesses):
+            return None
+        return sum(a.bytes * n for a, n in zip(accesses, known))
+
+    rows = tuple(
+        (b.kind, b.shape, b.bytes, moved(b.stores), moved(b.loads), b.stores[0].source)
+        if b.stores
+        else (b.kind, b.shape, b.bytes, 0, moved(b.loads), b.loads[0].source if b.loads else "")
+        for b in offloading.read(module)
+    )
+    return Section(
+        "Host memory",
+        "buffers of one device in its host's memory, with the bytes that one execution moves",
+        ("buffer", "shape", "bytes", "stored bytes", "loaded bytes", "source"),
         rows,
     )

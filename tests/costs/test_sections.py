@@ -71,3 +71,21 @@ def test_html(content):
 def test_a_program_without_them_shows_nothing():
     text = "HloModule m\nENTRY %e (x: f32[8]) -> f32[8] {\n  ROOT %x = f32[8] parameter(0)\n}\n"
     assert report.content(hlo.judge(hlo.parse(text))).costs == ()
+
+
+def test_host_memory():
+    text = """\
+HloModule m, is_scheduled=true
+ENTRY %e (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %h = f32[8]{0:S(5)} copy(%x)
+  ROOT %d = f32[8]{0} copy(%h)
+}
+"""
+    shown = report.plain(report.content(hlo.judge(hlo.parse(text))))
+    assert (
+        "host memory:\n"
+        "buffer    | shape  | bytes | stored bytes | loaded bytes | source\n"
+        "----------+--------+-------+--------------+--------------+-------\n"
+        "temporary | f32[8] | 32    | 32           | 32           | h\n"
+    ) in shown

@@ -11,6 +11,7 @@ __all__ = [
     "output_shardings",
     "parameter_shardings",
     "platform",
+    "temp_bytes",
     "unoptimized_text",
 ]
 
@@ -105,6 +106,21 @@ def platform(compiled: Any) -> str | None:
         return None
     name = found.pop()
     return "gpu" if name in ("cuda", "rocm") else name
+
+
+def temp_bytes(compiled: Any) -> tuple[int | None, int | None]:
+    """Return the bytes of a program's temporaries on the host and on one device, if it says.
+
+    The host's are not told before JAX 0.4.31, and by some backends not at all.
+    """
+    try:
+        stats = compiled.memory_analysis()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None, None
+    return (
+        getattr(stats, "host_temp_size_in_bytes", None),
+        getattr(stats, "temp_size_in_bytes", None),
+    )
 
 
 def unoptimized_text(lowered: Any) -> str:

@@ -1,0 +1,143 @@
+"""Residuals that a policy offloads to host memory, and whether the compiled program does it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from shardrules import hlo
+from shardrules import program as programs
+from shardrules.costs import offloading
+from shardrules.errors import CostAssertionError, ShardrulesError
+from shardrules.hooks.explain.residuals import NamedValue, named_values
+
+__all__ = ["Offloading", "assert_offloaded", "named_values"]
+
+_ADVICE = {
+    "saved": "it stays in device memory: name it in names_which_can_be_offloaded of the policy and "
+    "not in names_which_can_be_saved; what a jax.checkpoint takes as its input is always saved",
+    "recomputed": "the policy does not name it, so it is computed again: name it in "
+    "names_which_can_be_offloaded of jax.checkpoint_policies.save_and_offload_only_these_names",
+}
+_SILENT = (
+    "no backward pass of a jax.checkpoint reads it, so there is nothing to save, and no policy "
+    "acts on it"
+)
+_OUTPUT = (
+    "; it is its block's output, and what the backward pass reads is the next block's input: put "
+    "x = checkpoint_name(x, {name!r}) on the first line of the block instead of the last"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Offloading:
+    """What a program keeps in host memory.
+
+    Attributes:
+      buffers: in host memory, with the stores and loads of each.
+      names: each checkpoint_name with what becomes of it; empty without the function.
+      host_temp_bytes, device_temp_bytes: of temporaries on one device, as the compiler says; None
+        where it does not.
+    """
+
+    buffers: tuple[offloading.HostBuffer, ...]
+    names: tuple[NamedValue, ...]
+    host_temp_bytes: int | None
+    device_temp_bytes: int | None
+
+    @property
+    def bytes(self) -> int:
+        """Count the bytes on one device's host that are stored and loaded again."""
+        return sum(b.bytes for b in self.buffers if b.stores and b.loads)
+
+
+def assert_offloaded(
+    program: Any, *args, names: Sequence[str] | None = None, min_bytes: int = 1, **kwargs
+) -> Offloading:
+    """Assert that a program keeps residuals in host memory: stores them there, and loads them.
+
+    Args:
+      program: a function of ``*args, **kwargs`` that takes the gradient, a Lowered, a Compiled, HLO
+        text or a path; for TPU or GPU, also of one that is not here (``shardrules.aot``).
+      *args: what the function is called with.
+      names: of ``checkpoint_name``, each of which must be offloaded wherever it stands; read from
+        the trace, so they take the function.
+      min_bytes: that must be stored and loaded again, on one device.
+      **kwargs: what else the function is called with.
+
+    Returns:
+      The buffers, names and bytes.
+
+    Raises:
+      CostAssertionError: with each name that is not offloaded and why, each buffer that is stored
+        and never loaded, and the bytes on host and device.
+      ShardrulesError: a name is not there, ``names`` without a function, a program for CPU, or as
+        ``judge``.
+    """
+    if isinstance(names, str):
+        raise ShardrulesError(f"names={names!r} is one text; pass a list, names=[{names!r}]")
+    traced: list[NamedValue] = []
+    if names is not None or (callable(program) and not hasattr(program, "as_text")):
+        if hasattr(program, "as_text") or not callable(program):
+            raise ShardrulesError(
+                "names are read from the trace, and a compiled program has none; pass the function "
+                "with its arguments"
+            )
+        traced = named_values(program, *args, **kwargs)
+        for name in names or ():
+            if all(value.name != name for value in traced):
+                shown = ", ".join(sorted({repr(v.name) for v in traced})) or "none"
+                raise ShardrulesError(
+                    f"no value is called {name!r}; the program's checkpoint_names are: {shown}",
+                    name=name,
+                )
+    found = programs.read(program, args, kwargs)
+    buffers = offloading.read(hlo.parse(found.text, name=found.name))
+    host, device = (None, None)
+    if found.compiled is not None:
+        from shardrules.hooks.door import compiled as known
+
+        if known.platform(found.compiled) == "cpu":
+            raise ShardrulesError(
+                f"{found.name} is compiled for CPU, which has one memory and offloads nothing; "
+                "compile it for the devices of shardrules.aot.tpu(...) or gpu(...)"
+            )
+        host, device = known.temp_bytes(found.compiled)
+    told = Offloading(tuple(buffers), tuple(traced), host, device)
+    lines = [
+        f"  {v.name!r}, {v.shape}, {v.status}{f' at {v.source}' if v.source else ''}"
+        f"\n    to do: {_advice(v)}"
+        for v in traced
+        if v.name in (names or ()) and v.status != "offloaded"
+    ]
+    lines += [
+        f"  {b.shape}, {b.bytes} B, is stored in host memory at {b.stores[0].source} and never "
+        "loaded again\n    to do: offload by a policy of jax.checkpoint, which does both"
+        for b in buffers
+        if b.stores and not b.loads and b.kind == "temporary"
+    ]
+    if told.bytes < min_bytes:
+        lines.append(
+            f"  {told.bytes} B are stored in host memory and loaded again, where at least "
+            f"{min_bytes} B are expected"
+        )
+    if lines:
+        raise CostAssertionError(
+            f"{found.name} does not offload what it should"
+            + (
+                ""
+                if host is None
+                else f" (temporaries: {host} B on the host, {device} B on a device)"
+            )
+            + ":\n"
+            + "\n".join(lines),
+            offloading=told,
+        )
+    return told
+
+
+def _advice(value: NamedValue) -> str:
+    if value.status in _ADVICE:
+        return _ADVICE[value.status]
+    return _SILENT + (_OUTPUT.format(name=value.name) if value.is_output else "")

@@ -40,9 +40,9 @@ class Values:
 
     states: hs.States
     relations: hd.Relations
-    # The states of buffers that hold whatever lay there, each with how often a loop runs that may
-    # fill it (0 outside of loops), and the state of one that is filled.
-    unwritten: dict[int, tuple[int, int]]
+    # The states of buffers that hold whatever lay there, each with the state of one that is filled,
+    # if a loop around fills it piece by piece, else with itself.
+    unwritten: dict[int, int]
 
     def collapse(self, value: Any) -> int:
         """Give one state for a whole value."""
@@ -340,13 +340,9 @@ class Values:
         inside = self._cuts(operands[1], update.element_count)
         if place is None or inside is None:
             state = self._all(operands[1:])
-            filled = []
-            start = 0
-            for stop, part in base:
-                part = self._filled(part, update.element_count, stop - start, len(base) > 1)
-                filled.append((stop, self.states.refine(part, state)))
-                start = stop
-            return ranges.normal(filled)
+            # Where in a buffer a loop writes isn't known: what it fills in the end is filled then.
+            filled = [(stop, self.unwritten.get(s, s)) for stop, s in base]
+            return ranges.normal([(stop, self.states.refine(s, state)) for stop, s in filled])
         if self._alike([p for _, p in (*base, *inside)]):
             # A buffer filled piece by piece, as scan does, is not an array packed of several.
             return self.states.refine(self._all(operands[:2]), self._all(operands[2:]))
@@ -354,15 +350,6 @@ class Values:
         cuts += [(place[0] + stop, state) for stop, state in inside]
         cuts += [(place[1] + stop, state) for stop, state in ranges.between(base, place[1], count)]
         return ranges.normal(cuts) if len(cuts) <= ranges.MAX_RANGES else None
-
-    def _filled(self, state: int, written: int, count: int, begun: bool) -> int:
-        """Give the state of a buffer of which each iteration of a loop writes some elements.
-
-        Where they are isn't known; that they are the whole buffer in the end is assumed only if
-        there are enough of them. If it is ``begun``, one iteration may have written elsewhere.
-        """
-        trips, filled = self.unwritten.get(state, (0, state))
-        return filled if (trips - begun) * written >= count else state
 
     def _alike(self, states) -> bool:
         """Tell whether all states hold the same relations, whatever their causes."""

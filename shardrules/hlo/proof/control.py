@@ -87,14 +87,48 @@ class Control(Values):
         What a carry starts as doesn't matter after the iteration that replaces it: a carry that
         starts sharded and is summed in each iteration comes out equal.
         """
-        if self.unwritten and trips:
-            # A buffer that the loop fills is unwritten to it in another way than to others.
-            known = sorted(((n, s) for s, (n, _) in self.unwritten.items()), reverse=True)
-            inside = {s: self._empty_buffer(max(1, n) * trips) for n, s in known}
-            outside = {new: old for old, new in inside.items()}  # of two the one that fills less
-            found = self._iterated(condition, body, self._renamed(carry, inside), guard, trips)
-            return found if found is None else self._renamed(found, outside)
-        return self._iterated(condition, body, carry, guard, trips)
+        if not self.unwritten or trips < 2 or not isinstance(carry, tuple):
+            return self._iterated(condition, body, carry, guard, trips)
+        filled = self._filled(body, carry, guard, trips)
+        inside = {s: self._empty_buffer(True) for s in list(self.unwritten)}
+        found = self._iterated(
+            condition,
+            body,
+            tuple([self._renamed(c, inside) if k in filled else c for k, c in enumerate(carry)]),
+            guard,
+            trips,
+        )
+        outside = {new: old for old, new in inside.items() if new != old}
+        return found if found is None else self._renamed(found, outside)
+
+    def _filled(self, body, carry: tuple, guard: int, trips: int) -> set[int]:
+        """Find the carried buffers that a loop fills, by what its first two iterations write.
+
+        The second must write as much as the first, elsewhere, and so much that all iterations fill
+        the buffer. That the others go on like these is assumed, and said where it is used.
+        """
+        steps: list[Any] = [carry]
+        for _ in range(2):
+            steps.append(self.evaluate(body, (steps[-1],), guard))
+        if any(not isinstance(s, tuple) or len(s) != len(carry) for s in steps):
+            return set()
+        shapes = body.instructions[body.root].shape.elements or ()
+        found = set()
+        for k, shape in enumerate(shapes):
+            left = [self._unwritten_count(s[k], shape.element_count) for s in steps]
+            each = left[1] - left[2]
+            if left[0] - left[1] == each > 0 and left[2] <= (trips - 2) * each:
+                found.add(k)
+        return found
+
+    def _unwritten_count(self, value: Any, count: int) -> int:
+        """Count the elements of an array that nothing was written to."""
+        if type(value) is int:
+            return count if value in self.unwritten else 0
+        if not isinstance(value, Ranged):
+            return 0
+        starts = (0, *[stop for stop, _ in value.cuts])
+        return sum(b - a for a, (b, s) in zip(starts, value.cuts) if s in self.unwritten)
 
     def _renamed(self, value: Any, names: dict[int, int]) -> Any:
         """Replace states that stand alone."""

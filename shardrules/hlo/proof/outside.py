@@ -230,15 +230,13 @@ class Outside(Values):
                 self.module, instruction, self.registry
             )
         if found.uninitialised:
-            return self._empty_buffer(0)
+            return self._empty_buffer(False)
         if found.effects is None:
             return self._blocked(found.blocker, operands)
         if self.unwritten and found.support is not None:
             # A kernel that is well formed reads no buffer that it was given to write to.
-            operands = [
-                self.unwritten[o][1] if type(o) is int and o in self.unwritten else o
-                for o in operands
-            ]
+            written = self.states.intern(hs.State(supports=(customcalls.FILLED,)))
+            operands = [written if type(o) is int and o in self.unwritten else o for o in operands]
         state = self._all(operands)
         if found.support is not None:
             state = self.states.refine(
@@ -249,19 +247,19 @@ class Outside(Values):
             return parts[0] if parts else state
         return tuple(parts)
 
-    def _empty_buffer(self, trips: int) -> int:
+    def _empty_buffer(self, filling: bool) -> int:
         """Give the state of a buffer that holds whatever lay there.
 
         Args:
-          trips: how often a loop runs that may fill it, 0 outside of loops.
+          filling: a loop fills it piece by piece; this is its state inside of the loop.
         """
-        loop = f" in a loop of {trips}" if trips else ""
+        loop = ", in a loop that fills it" if filling else ""
         state = self.states.blocked(
             hs.Blocker(f"an uninitialised buffer that nothing is shown to fill{loop}")
         )
         if state not in self.unwritten:
-            filled = self.states.intern(hs.State(supports=(customcalls.FILLED,)))
-            self.unwritten[state] = trips, filled
+            written = self.states.intern(hs.State(supports=(customcalls.FILLED,)))
+            self.unwritten[state] = written if filling else state
         return state
 
     def _effect(self, effect, state: int, found, guard: int, instruction) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shardrules as sr
 from sweeps import programs
 
-
 PENDING = {1000, 1003}  # pmax and pmin in groups
 
 

@@ -20,6 +20,7 @@ from shardrules.hooks.door import compat
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.flow.control import ControlHooks
 from shardrules.hooks.flow.refs import RefHooks
+from shardrules.hooks.flow.replay import ReplayHooks
 from shardrules.hooks.flow.retyping import Retyping
 from shardrules.hooks.rep import RepHooks
 from shardrules.hooks.state import POLICIES, Hooks, Scope, State
@@ -37,6 +38,7 @@ ORDER: tuple[type[Hooks], ...] = (
     ForgetfulHooks,
     PrimitiveHooks,
     Retyping,
+    ReplayHooks,
     ControlHooks,
     MeshKernelHooks,
     RefHooks,

@@ -205,3 +205,110 @@ def test_importing_and_declaring_change_nothing_and_need_no_jax():
         shardrules.no_communication(lambda x_ref, o_ref: None)
         assert "jax" not in sys.modules
     """)
+
+
+MISTAKEN = """
+def taken(original, ours):
+    '''Return why ours can't be called as the original can, by position or by name.'''
+    try:
+        parameters = list(inspect.signature(original).parameters.values())
+    except (TypeError, ValueError):  # a function of C++ that tells no names
+        return ""
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    more = [0, 0] if any(p.kind is p.VAR_POSITIONAL for p in parameters) else []
+    named = {p.name: 0 for p in parameters if p.kind is p.KEYWORD_ONLY}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        named["any_name"] = 0
+    only = [p for p in positional if p.kind is p.POSITIONAL_ONLY]
+    by_name = {p.name: 0 for p in positional if p not in only} | named
+    calls = [([0] * len(positional) + more, named), ([0] * len(required), {})]
+    if not more:  # after more positional ones, none can be given by name
+        calls.append(([0] * len(only), by_name))
+    try:
+        for args, kwargs in calls:
+            inspect.signature(ours, follow_wrapped=False).bind(*args, **kwargs)
+    except TypeError as error:
+        return f"{inspect.signature(original)}: {error}"
+    return ""
+"""
+
+
+def mistaken_signatures(change=""):
+    """Return a line for each replaced function that can't be called as JAX's own can."""
+    return run_alone(
+        """
+        import inspect
+        import shardrules
+        from shardrules import hooks
+        from shardrules.hooks.door.patching import Instead
+        MISTAKEN
+        def value(owner, name):
+            found = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+            return getattr(found, "rule", found)
+        CHANGE
+        with shardrules.install():
+            touched = hooks.touched()
+            during = [value(*one) for one in touched]
+        count = 0
+        for (owner, name), ours in zip(touched, during):
+            if isinstance(owner, dict) and name not in owner:
+                continue  # there was none
+            theirs = value(owner, name)
+            functions = {name: (theirs, ours)}
+            if isinstance(ours, Instead):
+                own = {k: v for k, v in vars(ours).items() if k != "_module"}
+                functions = {k: (getattr(theirs, k), v) for k, v in own.items()}
+            for what, pair in functions.items():
+                count += 1
+                why = taken(*pair)
+                if why:
+                    print(what, why)
+        assert count >= 8
+    """.replace("MISTAKEN", textwrap.indent(MISTAKEN, " " * 8).strip()).replace("CHANGE", change)
+    )
+
+
+def test_what_stands_instead_of_a_function_takes_what_that_took():
+    assert mistaken_signatures() == ""
+
+
+def test_a_parameter_of_another_name_is_noticed():
+    message = mistaken_signatures(
+        "from shardrules.hooks.handles import CustomVjpHooks; CustomVjpHooks._flatten_primal = "
+        "lambda hooks, function: None"
+    )
+    assert message.startswith("_flatten_fun_nokwargs (")
+
+
+def test_a_lowering_rule_is_registered_by_name_too(hooks):
+    from jax.extend.core import Primitive
+    from jax.interpreters import mlir
+
+    primitive = Primitive("registered_by_name")
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda aval: aval)
+    mlir.register_lowering(prim=primitive, rule=lambda ctx, x: [x])
+    assert jax.jit(primitive.bind)(2.0) == 2.0
+
+
+def test_an_abstract_eval_that_returns_no_tuple_gets_the_error_of_jax():
+    from jax.extend.core import Primitive
+
+    import shardrules
+
+    several, one, bare = (Primitive(name) for name in ("several", "one", "bare"))
+    several.multiple_results = True
+    several.def_abstract_eval(lambda aval: aval)
+    one.def_abstract_eval(lambda aval: [aval, aval])
+    bare.def_effectful_abstract_eval(lambda aval: aval)
+
+    def errors():
+        for primitive in (several, one, bare):
+            with pytest.raises(Exception) as error:
+                jax.make_jaxpr(primitive.bind)(1.0)
+            yield type(error.value), str(error.value)
+
+    plain = [*errors()]
+    with shardrules.install():
+        assert [*errors()] == plain

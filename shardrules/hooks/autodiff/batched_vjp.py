@@ -40,8 +40,8 @@ class BatchedVjpHooks(Hooks):
         finally:
             self._local.primals = before
 
-    def _batch(self, bwd, tag, axis_data, in_dims, out_dim_dests, *rest):
-        batched = self.jax.batch_bwd(bwd, tag, axis_data, in_dims, out_dim_dests, *rest)
+    def _batch(self, bwd, tag, axis_data, in_dims, out_dim_dests, *rest, **named):
+        batched = self.jax.batch_bwd(bwd, tag, axis_data, in_dims, out_dim_dests, *rest, **named)
         axes, primals = axis_data.spmd_name, getattr(self._local, "primals", None)
         axes = frozenset((axes,) if isinstance(axes, str) else axes or ())
         if primals is None or not axes or not self.state.active:

@@ -38,22 +38,23 @@ class CustomVjpHooks(Hooks):
         patches.attribute(*self.jax.owner("flatten_fwd"), self._flatten_fwd)
         patches.attribute(*self.jax.owner("flatten_bwd"), self._flatten_bwd)
 
-    def _flatten_primal(self, fun, *rest):
-        return self.jax.flatten_primal(self._scoped(fun), *rest)
+    def _flatten_primal(self, fun, *rest, **options):
+        return self.jax.flatten_primal(self._scoped(fun), *rest, **options)
 
-    def _flatten_fwd(self, fwd, *rest):
-        scoped = self._scoped(fwd)
-        flat, trees = self.jax.flatten_fwd(scoped, *rest)
+    def _flatten_fwd(self, fun, *rest, **options):
+        scoped = self._scoped(fun)
+        flat, trees = self.jax.flatten_fwd(scoped, *rest, **options)
         if self.state.active:
             self._forwards[trees] = scoped
         return flat, trees
 
-    def _flatten_bwd(self, bwd, in_tree, in_avals, *rest):
-        scope = self.state.scope
+    def _flatten_bwd(self, fun, *rest):
+        bwd, scope = fun, self.state.scope
         if scope.active:
+            in_tree, in_avals, trees = rest[:3]
             parts = Parts(
                 self.jax.function_name(bwd),
-                self._forwards.get(rest[0]),
+                self._forwards.get(trees),
                 in_tree,
                 tuple(in_avals),
                 self.jax.function_place(bwd),
@@ -64,7 +65,7 @@ class CustomVjpHooks(Hooks):
                 bwd = self.jax.scoped(
                     bwd, self.state.enter, scope, functools.partial(self.see, parts)
                 )
-        return self.jax.flatten_bwd(bwd, in_tree, in_avals, *rest)
+        return self.jax.flatten_bwd(bwd, *rest)
 
     def _scoped(self, fun):
         scope = self.state.scope

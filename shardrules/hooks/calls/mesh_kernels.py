@@ -228,13 +228,13 @@ class MeshKernelHooks(Hooks):
         return call
 
     def _custom_vmap(self):
-        original, local = self.jax.custom_vmap.__call__, self._local
+        original, local, hooks = self.jax.custom_vmap.__call__, self._local, self
 
         @functools.wraps(original)
-        def call(function, *args, **kwargs):
-            outer, local.checked = getattr(local, "checked", False), self.acts
+        def call(self, *args, **kwargs):
+            outer, local.checked = getattr(local, "checked", False), hooks.acts
             try:
-                return original(function, *args, **kwargs)
+                return original(self, *args, **kwargs)
             finally:
                 local.checked = outer
 

@@ -132,17 +132,20 @@ class PrimitiveHooks(Hooks):
             self._adopt(patches, _Kind(primitive, _users, own=True))
         original = jax.Primitive.__init__
 
-        def made(primitive, *args, **kwargs):
-            original(primitive, *args, **kwargs)
+        hooks = self
+
+        def made(self, *args, **kwargs):
+            original(self, *args, **kwargs)
             module = sys._getframe(1).f_globals.get("__name__", "")
             if not _is_jax(module):
-                with self.state.lock:
-                    self._adopt(patches, _Kind(primitive, _users, own=True))
+                with hooks.state.lock:
+                    hooks._adopt(patches, _Kind(self, _users, own=True))
 
         patches.attribute(jax.Primitive, "__init__", made)
 
-        def register_lowering(primitive, *args, **kwargs):
-            jax.register_lowering(primitive, *args, **kwargs)
+        def register_lowering(*args, **kwargs):
+            answer = jax.register_lowering(*args, **kwargs)
+            primitive = args[0] if args else kwargs["prim"]
             with self.state.lock:
                 if _is_jax(sys._getframe(1).f_globals.get("__name__", "")):
                     self.forgetful.adopt(patches, primitive)  # from a module that came late
@@ -150,6 +153,7 @@ class PrimitiveHooks(Hooks):
                     self._tag(patches, self._kinds[primitive])
                 else:  # made before the hooks were installed
                     self._adopt(patches, _Kind(primitive, _users, own=True))
+            return answer
 
         # Where JAX has it, and where users take it from.
         for owner in (
@@ -294,12 +298,19 @@ class PrimitiveHooks(Hooks):
 
     def _evaluator(self, kind: _Kind, evaluate):
         def abstract_eval(*avals, **params):
-            known = self._known(kind, params)
-            outputs, effects = evaluate(*avals, **params)
+            answer = evaluate(*avals, **params)
+            if not (isinstance(answer, tuple) and len(answer) == 2):
+                return answer  # JAX's to refuse
+            outputs, effects = answer
+            if isinstance(outputs, (_Noted, _Settled)):
+                # Not our own kinds of tuple, which callbacks hand on: JAX maps over the answer.
+                outputs = tuple(outputs)
             several = kind.primitive.multiple_results
-            # Not our own kinds of tuple, which callbacks hand on: JAX maps over the answer.
+            if not self.jax.checking() or isinstance(outputs, (tuple, list)) != several:
+                return outputs, effects
+            known = self._known(kind, params)
             listed = tuple(outputs) if several else (outputs,)
-            if listed and known.active(self.state) and self.jax.checking():
+            if listed and known.active(self.state):
                 wide = self._is_wide(avals, listed)
                 if not (wide and known.found is None and self._may_answer(kind, known)):
                     resolution = self._resolve(known, avals, len(listed))

@@ -21,6 +21,8 @@ _AVAL = "avals that carry axis types"
 _OUT_SHAPE = "raises on an output without annotation"
 _WRAP = "wraps a custom_vjp's functions without losing their debug info"
 _KERNEL = "the one place where kernel function and jaxpr meet"
+_REPLAY = "runs a custom_vjp of a jaxpr with values that vary more"
+_OUTSIDE = "runs under the check what was traced outside of shard_map"
 _REF = "a ref that is written must vary where what is written does"
 _CHECK = "whether shard_map's check is on where we are"
 _SPMD = "a custom_vjp's cotangents under vmap(..., spmd_axis_name=...)"
@@ -398,6 +400,24 @@ TYPE_SYMBOLS = (
     Symbol("AccumEffect", f"{_STATE}.types:AccumEffect", "0.6.0-0.12", (), _REF),
     Symbol("cond_p", f"{_CONTROL}.conditionals:cond_p", "0.6.0-0.12", (), _REF),
     Symbol("while_p", f"{_CONTROL}.loops:while_p", "0.6.0-0.12", (), _REF),
+    Symbol(
+        "set_current_trace",
+        "jax._src.core:set_current_trace",
+        "0.6.0-0.12",
+        ("trace",),
+        "casts the operands of what JAX refused",
+    ),
+    Symbol(
+        "use_abstract_mesh", "jax._src.mesh:use_abstract_mesh", "0.6.0-0.12", ("mesh",), _OUTSIDE
+    ),
+    Symbol(
+        "JaxprEqnContextManager",
+        "jax._src.core:JaxprEqnContextManager",
+        "0.6.0-0.12",
+        ("context",),
+        _OUTSIDE,
+    ),
+    Symbol("custom_vjp_call_p", f"{_VJP}:custom_vjp_call_p", "0.6.0-0.12", (), _REPLAY),
     Symbol(
         "result_avals",
         "jax._src.ffi:_result_avals",

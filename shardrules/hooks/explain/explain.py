@@ -28,7 +28,7 @@ from shardrules.hooks.explain.explanation import (
     name_of,
     short,
 )
-from shardrules.hooks.flow.equations import scan_counts
+from shardrules.hooks.flow.jaxprs import scan_counts
 from shardrules.hooks.handles import held, state
 from shardrules.hooks.state import COLLECT, Notes
 from shardrules.registry.axistypes import show_axes

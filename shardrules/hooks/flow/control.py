@@ -6,11 +6,6 @@ call in the body has a rule, what comes back varies. A cast from invariant to va
 sound, so where the types differ in nothing but the axes over which they vary, and only there, the
 initial carry is cast to the fixpoint of its type, and each branch to the join of all. The cast
 stands before the loop: a gradient's psum for it is then outside the loop too.
-
-What a predicate chooses varies as the predicate does, and JAX types it by the branches or the body
-alone (0.6 to 0.12): on devices that chose differently, a value that is called equal differs, and
-its gradient is silently wrong. So a cond's, switch's and while_loop's results get the predicate's
-axes when they are bound. Programs that JAX types rightly are left as they are.
 """
 
 from __future__ import annotations
@@ -20,11 +15,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Instead, Patches
-from shardrules.hooks.flow.retyping import Retyping
-from shardrules.hooks.state import Hooks, State
+from shardrules.hooks.state import Hooks
 from shardrules.registry.axistypes import AxisType
 
 __all__ = ["ControlHooks"]
@@ -32,10 +25,6 @@ __all__ = ["ControlHooks"]
 
 class ControlHooks(Hooks):
     """The hooks of ``scan``, ``while_loop``, ``cond``, ``switch``, and what is made of them."""
-
-    def __init__(self, jax: Jax, state: State):
-        super().__init__(jax, state)
-        self.retyping = state.of(Retyping)
 
     def install(self, patches: Patches) -> None:
         """Replace the functions in which this JAX traces bodies and branches and compares them."""
@@ -59,8 +48,6 @@ class ControlHooks(Hooks):
         for key, hook in hooks.items():
             if getattr(jax, key) is not None:
                 patches.attribute(*jax.owner(key), hook)
-        for primitive, bind in ((jax.cond_p, self._bind_cond), (jax.while_p, self._bind_while)):
-            patches.attribute(primitive, "bind", functools.partial(bind, primitive.bind))
 
     # Loops.
 
@@ -127,9 +114,9 @@ class ControlHooks(Hooks):
         have = [self.jax.axis_type(aval) for aval in jaxpr.out_avals]
         return self.jax.cast_outputs(jaxpr, [*types, *have[len(types) :]])
 
-    def _promote(self, value, in_aval, out_aval):
+    def _promote(self, in_val, in_aval, out_aval):
         """Cast an initial carry to the type that its body was traced to return."""
-        value, changed = self.jax.promote_carry(value, in_aval, out_aval)
+        value, changed = self.jax.promote_carry(in_val, in_aval, out_aval)
         if not self.acts:
             return value, changed
         joined = _join(self.jax, in_aval, out_aval, carry=True)
@@ -137,9 +124,9 @@ class ControlHooks(Hooks):
             return value, changed
         return self.jax.cast(value, joined), True
 
-    def _promote_carries(self, values, in_avals, out_avals):
+    def _promote_carries(self, in_vals, in_avals, out_avals):
         """As ``_promote``, where JAX to 0.7 does it for all of a carry at once."""
-        values, changed = self.jax.promote_carries(values, in_avals, out_avals)
+        values, changed = self.jax.promote_carries(in_vals, in_avals, out_avals)
         if not self.acts or not len(values) == len(in_avals) == len(out_avals):
             return values, changed
         joined = [_join(self.jax, a, b, carry=True) for a, b in zip(in_avals, out_avals)]
@@ -149,9 +136,9 @@ class ControlHooks(Hooks):
 
     # Branches.
 
-    def _trace_branches(self, *args):
+    def _trace_branches(self, *args, **kwargs):
         """Cast each branch to the join over all branches, where JAX to 0.7 traces them."""
-        jaxprs, *others = self.jax.trace_branches(*args)
+        jaxprs, *others = self.jax.trace_branches(*args, **kwargs)
         if self.acts:
             types = _joined(self.jax, [jaxpr.out_avals for jaxpr in jaxprs])
             if types is not None:
@@ -175,50 +162,6 @@ class ControlHooks(Hooks):
                     _retyped(self.jax, each, types) for each in (out_avals1, out_avals2)
                 )
         return self.jax.check_branches(api_name, name1, name2, f1, f2, out_avals1, out_avals2)
-
-    # What a varying predicate chooses.
-
-    def _bind_cond(self, bind, index, *operands, **params):
-        """Cast what a cond takes and returns to vary as its predicate does."""
-        if self.acts:
-            over = self.jax.axis_type(self.jax.typeof(index)).varying
-            if over:
-                avals = [*map(self.jax.typeof, operands)]
-                self._check_refs(self.jax.cond_p, (self.jax.typeof(index), *avals), params)
-                new = self.retyping.branches(
-                    over,
-                    types_of(self.jax, avals),
-                    params["branches"],
-                    "the predicate of a cond or switch",
-                )
-                if new is not None:
-                    types, params["branches"] = new
-                    operands = self._cast_operands(operands, avals, types)
-        return bind(index, *operands, **params)
-
-    def _bind_while(self, bind, *operands, **params):
-        """Cast a while_loop's carry to vary as its condition does, where the body changes it."""
-        if self.acts and types_of(self.jax, params["cond_jaxpr"].out_avals)[0].varying:
-            avals = [*map(self.jax.typeof, operands)]
-            self._check_refs(self.jax.while_p, avals, params)
-            new = self.retyping.loop(
-                types_of(self.jax, avals), params, "the condition of a while_loop"
-            )
-            if new is not None:
-                types, params = new
-                operands = self._cast_operands(operands, avals, types)
-        return bind(*operands, **params)
-
-    def _check_refs(self, primitive, avals, params) -> None:
-        """Refuse refs that would be written by some devices only, before what they hold is cast."""
-        if any(isinstance(aval, self.jax.AbstractRef) for aval in avals):
-            primitive.abstract_eval(*avals, **params)
-
-    def _cast_operands(self, operands, avals, types) -> list[Any]:
-        return [
-            self.jax.cast(x, one) if self.jax.can_cast(aval) else x
-            for x, aval, one in zip(operands, avals, types)
-        ]
 
 
 def _from_loop(frame: Any, debug_info: Any) -> bool:

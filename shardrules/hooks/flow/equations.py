@@ -5,43 +5,24 @@ Its types follow from its operands': by its abstract eval, or, where it calls ja
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.autodiff.origins import inner_jaxprs
 from shardrules.hooks.calls.opaque import types_of
-from shardrules.hooks.state import State
+from shardrules.hooks.flow.callers import Caller
+from shardrules.hooks.flow.jaxprs import CASTS, widened
 from shardrules.registry.axistypes import AxisType, show_axes
 
-__all__ = [
-    "CASTS",
-    "Equation",
-    "callable_of",
-    "is_inexact",
-    "named",
-    "opened",
-    "read",
-    "scan_counts",
-    "variable",
-    "widened",
-]
-
-# Casts to varying, by JAX's names.
-CASTS = ("pvary", "pcast", "reduced_vary_cast", "reduced_vary_cast_p")
-_THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # of custom_vjp and custom_jvp
-
-
-def widened(have: AxisType, axes: Iterable[str]) -> AxisType:
-    """Return a type that varies over ``axes`` too; partial sums over one of them stay so."""
-    return have.vary(*(frozenset(axes) - have.unreduced))
+__all__ = ["Equation"]
 
 
 class Equation:
     """One equation whose operands have become more varying.
 
     Args:
-      retyping: the hooks' Retyping, which imports this module.
+      retyping: the hooks.
       eqn: the equation.
       operands: what its operands have become.
       env: from the old jaxpr's variables to what they have become; its outputs are noted there.
@@ -49,7 +30,7 @@ class Equation:
     """
 
     def __init__(
-        self, retyping: Any, eqn: Any, operands: list[Any], env: dict[Any, Any], what: str
+        self, retyping: Any, eqn: Any, operands: list[Any], env: dict[Any, Any], what: str | None
     ):
         self.retyping = retyping
         self.jax = retyping.jax
@@ -66,32 +47,19 @@ class Equation:
 
     def renewed(self) -> list[Any]:
         """Return the equations that take its place."""
-        name = self.eqn.primitive.name
-        if name in CASTS:
+        eqn = self.eqn
+        if eqn.primitive.name in CASTS:
             return self._recast()
-        if name == "cond":
-            new = self.retyping.branches(
-                self.types[0].varying, self.types[1:], self.eqn.params["branches"], self.what
-            )
-            if new is None:
-                return self._done({}, types_of(self.jax, (v.aval for v in self.eqn.outvars)))
-            self._cast([self.types[0], *new[0]])
-            return self._done({"branches": new[1]}, self.retyping.results(new[1][0]))
-        if name == "while":
-            types, params = self.retyping.loop(self.types, self.eqn.params, self.what) or (
-                self.types,
-                self.eqn.params,
-            )
-            self._cast(types)
-            return self._done(params, self.retyping.results(params["body_jaxpr"]))
-        if name == "scan":
-            return self._scan()
-        if name == "custom_linear_solve":
-            return self._linear_solve()
-        called = _called(self.retyping.state, self.eqn)
-        if called is not None:
-            return self._call(called)
-        return self._operation()
+        caller = Caller.of(
+            self.retyping, eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars]
+        )
+        if caller is None:
+            return self._operation()
+        renewal = caller.renewed(self.types, self.what)
+        if renewal is None:
+            return self._done({}, types_of(self.jax, (var.aval for var in eqn.outvars)))
+        self._cast(renewal.operands)
+        return self._done(renewal.changes, renewal.results)
 
     def _recast(self) -> list[Any]:
         """Cast over those axes only over which the operand doesn't vary yet."""
@@ -101,62 +69,6 @@ class Equation:
         self._cast([want])
         self.env[out] = self.operands[0]
         return self.eqns
-
-    def _scan(self) -> list[Any]:
-        params = self.eqn.params
-        constants, carries = scan_counts(params)
-        types, jaxpr = self.types, params["jaxpr"]
-        while True:
-            body = self.retyping.jaxpr(jaxpr, types, self.what)
-            results = self.retyping.results(body)
-            wider = [
-                widened(have, result.varying)
-                for have, result in zip(types[constants : constants + carries], results)
-            ]
-            if wider == types[constants : constants + carries]:
-                break
-            types[constants : constants + carries] = wider
-        self._cast(types)
-        body = self.jax.cast_outputs(body, [*wider, *results[carries:]])
-        return self._done({"jaxpr": body}, [*wider, *results[carries:]])
-
-    def _call(self, key: str) -> list[Any]:
-        """Renew what calls one jaxpr with all of its operands: jit, checkpoint, custom_vjp."""
-        eqn, retyping = self.eqn, self.retyping
-        changes: dict[str, Any] = {}
-        thunks = [name for name in _THUNKS if name in eqn.params]
-        if thunks:
-            axes = self._gained()
-            self._cast([widened(one, axes) for one in self.types])
-            primals = self.types[eqn.params["num_consts"] :]
-            for name in thunks:
-                changes[name] = retyping.thunk(eqn.params[name], primals, self.what)
-            if "bwd" in eqn.params:
-                changes["bwd"] = retyping.bwd(eqn.params["bwd"], axes)
-        changes[key] = retyping.jaxpr(eqn.params[key], self.types, self.what)
-        return self._done(changes, retyping.results(changes[key]))
-
-    def _linear_solve(self) -> list[Any]:
-        """Renew a linear solve: all that its functions take varies alike."""
-        axes = self._gained()
-        self._cast([widened(one, axes) for one in self.types])
-        jaxprs = self.eqn.params["jaxprs"]
-        new = []
-        for each in jaxprs:
-            if each is not None:
-                each = self.retyping.jaxpr(
-                    each,
-                    [widened(self.jax.axis_type(var.aval), axes) for var in opened(each).invars],
-                    self.what,
-                )
-                each = self.jax.cast_outputs(
-                    each, [widened(one, axes) for one in self.retyping.results(each)]
-                )
-            new.append(each)
-        return self._done(
-            {"jaxprs": type(jaxprs)(*new)},
-            [widened(self.jax.axis_type(var.aval), axes) for var in self.eqn.outvars],
-        )
 
     def _operation(self) -> list[Any]:
         """Renew an operation by its abstract eval; its operands vary alike, as JAX asks."""
@@ -234,6 +146,13 @@ class Equation:
         axes = self._gained()
         names = ", ".join(map(repr, sorted(axes)))
         at = self.jax.source_line(self.eqn.source_info)
+        if self.what is None:
+            return AxisError(
+                f"{self.eqn.primitive.name}{f' at {at}' if at else ''} was traced with values that "
+                f"are invariant over {show_axes(axes)} and can't be run on ones that vary: {why}",
+                primitive=self.eqn.primitive.name,
+                axes=axes,
+            )
         return AxisError(
             f"{self.what} varies over {show_axes(axes)}, so that devices along them run different "
             "branches or a different number of steps, and what is used there has to vary over "
@@ -244,72 +163,3 @@ class Equation:
             primitive=self.eqn.primitive.name,
             axes=axes,
         )
-
-
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return how many of a scan's operands are constants, and how many after these its carry."""
-    if "ft_in" in params:  # from JAX 0.11: pytrees of the constants, the carry and the rest
-        constants, carry, _ = map(len, params["ft_in"].unpack())
-        return constants, carry
-    return params["num_consts"], params["num_carry"]
-
-
-def _called(state: State, eqn: Any) -> str | None:
-    """Return the parameter with the one jaxpr that an equation calls with all of its operands."""
-    if (
-        state.known_of(eqn.primitive, eqn.params) is not None
-        or len(list(inner_jaxprs(eqn.params))) != 1
-    ):
-        return None
-    for key, value in eqn.params.items():
-        inner = opened(value)
-        if (
-            inner is not None
-            and len(inner.outvars) == len(eqn.outvars)
-            and _alike(inner.invars, eqn.invars)
-            and _alike(inner.outvars, eqn.outvars)
-        ):
-            return key
-    return None
-
-
-def _alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    def shape(var):
-        return getattr(var.aval, "shape", None), getattr(var.aval, "dtype", None)
-
-    return len(some) == len(others) and all(shape(a) == shape(b) for a, b in zip(some, others))
-
-
-def opened(value: Any) -> Any:
-    """Return a jaxpr without its constants; None for what is no jaxpr."""
-    value = getattr(value, "jaxpr", value)
-    return value if hasattr(value, "eqns") and hasattr(value, "invars") else None
-
-
-def named(eqn: Any) -> frozenset[str]:
-    """Return the mesh axes that a cast names."""
-    axes = eqn.params.get("axes", ())
-    return frozenset((axes,) if isinstance(axes, str) else axes)
-
-
-def is_inexact(aval: Any) -> bool:
-    """Whether a value has a cotangent of its own dtype: floats and complex numbers."""
-    import jax
-
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
-
-
-def read(env: dict[Any, Any], atom: Any) -> Any:
-    """Return what a variable has become; a literal stays."""
-    return atom if hasattr(atom, "val") else env.get(atom, atom)
-
-
-def variable(like: Any, aval: Any) -> Any:
-    """Return a new variable of a jaxpr."""
-    return type(like)("", aval) if hasattr(like, "suffix") else type(like)(aval)  # JAX 0.6.0
-
-
-def callable_of(function: Any) -> Callable:
-    """Return what can be called with arrays; a WrappedFun is no callable."""
-    return getattr(function, "call_wrapped", function)

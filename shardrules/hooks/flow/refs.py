@@ -148,15 +148,16 @@ class RefHooks(Hooks):
             stored=False,
         )
 
-    def _bind_store(self, bind, ref, value, *indices, **params):
+    def _bind_store(self, bind, *args, **params):
         """Cast a stored value to the ref's type, so that its cotangent is reduced again."""
-        if self.acts:
+        if self.acts and len(args) > 1:
+            ref, value, *indices = args
             aval = self.jax.typeof(value)
             if self.jax.can_cast(aval):
                 want, have = self.jax.axis_type(self.jax.typeof(ref)), self.jax.axis_type(aval)
                 if have.varying < want.varying and not have.unreduced:
-                    value = self.jax.cast(value, AxisType(want.varying))
-        return bind(ref, value, *indices, **params)
+                    args = (ref, self.jax.cast(value, AxisType(want.varying)), *indices)
+        return bind(*args, **params)
 
     # A branch is taken, or a loop runs on, where a predicate says so.
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from shardrules.errors import AxisError
 from shardrules.hooks.autodiff.origins import inner_jaxprs
 from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
-from shardrules.hooks.flow.equations import (
+from shardrules.hooks.flow.equations import Equation
+from shardrules.hooks.flow.jaxprs import (
     CASTS,
-    Equation,
     callable_of,
     is_inexact,
     named,
@@ -41,21 +43,23 @@ class Retyping(Hooks):
     def __init__(self, jax: Jax, state: State):
         super().__init__(jax, state)
         self._local = threading.local()
+        self._replayed: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
         """Let a bwd be asked for cotangents of wider primals than it was traced for."""
         owner, name = self.jax.owner("flatten_bwd")
         previous = getattr(owner, name)  # another hook's, by now
 
-        def flatten(bwd, in_tree, in_avals, *rest):
-            flat = previous(bwd, in_tree, in_avals, *rest)
-            if not self.acts:
-                return flat
+        def flatten(fun, *rest):
+            flat = previous(fun, *rest)
+            if not (self.jax.typed and self.state.active):
+                return flat  # else what is traced outside of shard_map may be run inside
+            in_tree, in_avals, *others = rest
 
             def wider(axes):
                 avals = [self._wider(aval, axes) for aval in in_avals]
-                shares = self.jax.transformation(self._shares)(bwd, in_tree, tuple(in_avals), axes)
-                return previous(shares, in_tree, avals, *rest)
+                shares = self.jax.transformation(self._shares)(fun, in_tree, tuple(in_avals), axes)
+                return previous(shares, in_tree, avals, *others)
 
             return self.jax.transformation(self._run_bwd)(flat, wider)
 
@@ -70,6 +74,11 @@ class Retyping(Hooks):
             return flat(*args)
         with self._primals_over(frozenset()):  # not those of what bwd itself differentiates
             return wider(axes).call_wrapped(*args)
+
+    def run_bwd(self, bwd: Any, axes: frozenset[str], args: Sequence[Any]) -> Any:
+        """Run a custom_vjp's bwd, for primals that vary over ``axes`` too."""
+        with self._primals_over(axes | getattr(self._local, "axes", frozenset())):
+            return callable_of(bwd)(*args)
 
     def _shares(self, bwd, in_tree, in_avals, axes, *args):
         """Run a bwd; of a cotangent that is the full sum, give each device its part.
@@ -101,7 +110,7 @@ class Retyping(Hooks):
 
     @contextlib.contextmanager
     def _primals_over(self, axes: frozenset[str]) -> Iterator[None]:
-        before: frozenset[str] = getattr(self._local, "axes", frozenset())
+        before = getattr(self._local, "axes", frozenset())
         self._local.axes = axes
         try:
             yield
@@ -111,7 +120,11 @@ class Retyping(Hooks):
     # What is chosen.
 
     def branches(
-        self, over: frozenset[str], operands: Sequence[AxisType], branches: Sequence[Any], what: str
+        self,
+        over: frozenset[str],
+        operands: Sequence[AxisType],
+        branches: Sequence[Any],
+        what: str | None,
     ) -> tuple[list[AxisType], tuple[Any, ...]] | None:
         """Return the types that a cond's operands must be cast to, and its branches for these.
 
@@ -147,7 +160,7 @@ class Retyping(Hooks):
         return list(operands), tuple(jax.cast_outputs(branch, types) for branch in new)
 
     def loop(
-        self, types: Sequence[AxisType], params: dict[str, Any], what: str
+        self, types: Sequence[AxisType], params: dict[str, Any], what: str | None
     ) -> tuple[list[AxisType], dict[str, Any]] | None:
         """Return the types that a while_loop's operands must be cast to, and its parameters then.
 
@@ -212,7 +225,7 @@ class Retyping(Hooks):
         for eqn in jaxpr.eqns:
             if not any(atom in narrow for atom in eqn.invars if not hasattr(atom, "val")):
                 continue
-            if eqn.primitive.name in CASTS and over & named(eqn):
+            if eqn.primitive.name in CASTS and over & named(eqn.params):
                 return True
             if "bwd" in eqn.params and self._mixed(eqn, over):
                 return True  # a custom_vjp, whose bwd's cotangents are summed
@@ -235,17 +248,42 @@ class Retyping(Hooks):
 
     # A jaxpr.
 
-    def jaxpr(self, jaxpr: Any, types: Sequence[AxisType], what: str) -> Any:
+    def jaxpr(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
         """Return a jaxpr for inputs of these types; the same one where they are what it takes.
 
         Args:
           jaxpr: with or without its constants, which stay as they are.
           types: for each input, one that varies over as many axes or more; a ref's is ignored.
-          what: that which it is a branch or a body of, for messages.
+          what: that which it is a branch or a body of, for messages, where devices may run other
+            branches or steps: nothing may be left in it to cast. None where all run it alike.
 
         Raises:
           AxisError: if an equation can't take what varies more.
         """
+        if what is not None:
+            return self._renewed(jaxpr, types, what)
+        known = self._replayed.setdefault(jaxpr, {})  # one jaxpr is lowered and cached once
+        key = (*types, self.state.scope, self.state.registry.version)
+        if key not in known:
+            try:
+                known[key] = self._renewed(jaxpr, types, None)
+            except AxisError:
+                known[key] = self._retraced(jaxpr, types)
+            if known[key] is jaxpr:
+                known[key] = None  # or it would keep itself
+        return jaxpr if known[key] is None else known[key]
+
+    def _retraced(self, jaxpr: Any, types: Sequence[AxisType]) -> Any:
+        """Trace a jaxpr's equations again, bound to values of these types."""
+        import jax
+
+        inner, constants = opened(jaxpr), getattr(jaxpr, "consts", ())
+        new = jax.make_jaxpr(lambda *args: jax.core.eval_jaxpr(inner, constants, *args))(
+            *(self.jax.with_axis_type(var.aval, one) for var, one in zip(inner.invars, types))
+        )
+        return new if isinstance(new, type(jaxpr)) else new.jaxpr  # one that had no constants
+
+    def _renewed(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
         inner = opened(jaxpr)
         env: dict[Any, Any] = {}
         invars = [self.renew(var, one, env) for var, one in zip(inner.invars, types)]
@@ -274,7 +312,7 @@ class Retyping(Hooks):
         env[var] = variable(var, self.jax.with_axis_type(var.aval, one))
         return env[var]
 
-    def thunk(self, thunk: Any, types: Sequence[AxisType], what: str) -> Any:
+    def thunk(self, thunk: Any, types: Sequence[AxisType], what: str | None) -> Any:
         """Return a custom rule's thunk, whose jaxpr is retyped when it is asked for.
 
         Args:
@@ -316,7 +354,6 @@ class Retyping(Hooks):
         """Return a custom_vjp's bwd, for primals that vary over ``axes`` too."""
 
         def run(*args):
-            with self._primals_over(axes | getattr(self._local, "axes", frozenset())):
-                return callable_of(bwd)(*args)
+            return self.run_bwd(bwd, axes, args)
 
         return self.jax.wrapped(run, bwd)

@@ -1,0 +1,229 @@
+"""Jaxprs that were traced with invariant values and run on varying ones.
+
+A library traces a function once, with the values that it has, and runs the jaxpr on others later:
+closure conversion, a linear solve, a checkpointed loop, any interpreter of jaxprs. JAX's functions
+cast operands that vary differently when they are called; the primitives that they left in the
+jaxpr don't (JAX 0.6 to 0.12: "requires varying manual axes to match"), and what calls a jaxpr keeps
+the types with which that was traced, which are then too invariant. So the casts that JAX's
+functions would put in are put in where an equation is bound, and a jaxpr is retyped for what it is
+called with.
+
+What a predicate chooses varies as the predicate does, and JAX types it by the branches or the body
+alone (0.6 to 0.12): on devices that chose differently, a value that is called equal differs, and
+its gradient is silently wrong. So a cond's, switch's and while_loop's results get the predicate's
+axes when they are bound. Programs that JAX types rightly are left as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from shardrules.hooks.autodiff.origins import inner_jaxprs, named_axes
+from shardrules.hooks.calls.opaque import types_of
+from shardrules.hooks.door.compat import Jax
+from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.flow.callers import Caller
+from shardrules.hooks.flow.jaxprs import CASTS, named, widened
+from shardrules.hooks.flow.retyping import Retyping
+from shardrules.hooks.state import Hooks, State
+from shardrules.registry.axistypes import AxisType
+
+__all__ = ["ReplayHooks"]
+
+
+class ReplayHooks(Hooks):
+    """The hooks on how primitives are bound to operands of other types than they were traced with.
+
+    Args:
+      jax: the symbols.
+      state: registry and scopes.
+    """
+
+    def __init__(self, jax: Jax, state: State):
+        super().__init__(jax, state)
+        self.retyping = state.of(Retyping)
+        self._calls: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    def install(self, patches: Patches) -> None:
+        """Replace how a primitive is bound in a trace, and custom_vjp's way back from a jaxpr."""
+        jax = self.jax
+        if not jax.typed:
+            return
+        patches.attribute(
+            jax.Primitive, "bind_with_trace", self._binder(jax.Primitive.bind_with_trace)
+        )
+        manager = jax.JaxprEqnContextManager
+        enter = functools.partial(self._enter, manager.__enter__)
+        patches.attribute(manager, "__enter__", lambda self: enter(self))
+        primitive = jax.custom_vjp_call_p
+        if "bind_with_trace" in vars(type(primitive)):  # JAX 0.6.0's in a jaxpr is another one
+            patches.attribute(
+                primitive,
+                "get_bind_params",
+                functools.partial(self._bind_params, primitive.get_bind_params),
+            )
+            patches.attribute(
+                primitive, "bind", functools.partial(self._bind_custom_vjp, primitive.bind)
+            )
+
+    def _binder(self, original):
+        hooks = self
+
+        def bind_with_trace(self, trace, args, *rest, **named):
+            params = rest[-1] if rest else named["params"]
+            calls = hooks._calls.get(self)
+            if calls is None:
+                calls = hooks._calls[self] = (
+                    next(inner_jaxprs(params), None) is not None
+                    and hooks.state.known_of(self, params) is None
+                )
+            if calls and hooks.acts:
+                fitted = hooks._fitted(self, args, params)
+                if fitted is not None:
+                    types, changes = fitted
+                    with hooks.jax.set_current_trace(trace):
+                        return type(self).bind(
+                            self, *hooks._cast(args, types), **{**params, **changes}
+                        )
+            try:
+                return original(self, trace, args, *rest, **named)
+            except (TypeError, ValueError) as error:
+                # Only here, where JAX would fail: other programs pay nothing, and stay the same.
+                if not hooks.acts:
+                    raise
+                with hooks.jax.set_current_trace(trace):
+                    return hooks._again(self, args, params, error)
+
+        return bind_with_trace
+
+    def _enter(self, original, manager):
+        """Run an equation that was traced outside of shard_map under the mesh that it is run in.
+
+        JAX (0.6 to 0.12) runs it under the mesh that it was traced under, none, where nothing
+        tells that types are followed.
+        """
+        here = self.jax.abstract_mesh() if self.acts else None
+        original(manager)
+        if here is not None and manager.context.cur_abstract_mesh.empty:
+            self.jax.use_abstract_mesh(here).__enter__()  # the manager puts back what was before
+
+    # Operations.
+
+    def _again(self, primitive, args, params, error):
+        """Bind what JAX refused once more, with its operands cast; else raise JAX's error."""
+        jax = self.jax
+        if primitive.name in CASTS:
+            return self._cast_rest(primitive, args, params, error)
+        types = types_of(jax, map(jax.typeof, args))
+        axes = frozenset().union(*(one.varying for one in types))
+        axes |= named_axes(params) & frozenset(jax.manual_axes())
+        cast = self._cast(args, [widened(one, axes) for one in types])
+        if all(new is old for new, old in zip(cast, args)):
+            raise error
+        try:
+            return type(primitive).bind(primitive, *cast, **params)
+        except (TypeError, ValueError):
+            raise error from None
+
+    def _cast_rest(self, primitive, args, params, error):
+        """Cast over those axes only over which a value doesn't vary yet."""
+        have = types_of(self.jax, map(self.jax.typeof, args))
+        if not any(one.varying & named(params) for one in have):
+            raise error
+        cast = self._cast(args, [widened(one, named(params)) for one in have])
+        return cast if primitive.multiple_results else cast[0]
+
+    def _cast(self, args, types: Sequence[AxisType]) -> list[Any]:
+        return [
+            self.jax.cast(x, one) if self.jax.can_cast(self.jax.typeof(x)) else x
+            for x, one in zip(args, types)
+        ]
+
+    # What calls jaxprs.
+
+    def _fitted(self, primitive, args, params):
+        """Return to which types operands are cast, and changed parameters; None if nothing is."""
+        avals = [*map(self.jax.typeof, args)]
+        caller = Caller.of(self.retyping, primitive, params, avals)
+        if caller is None:
+            return None
+        have = [*types_of(self.jax, avals)]
+        types = [
+            want if self.jax.can_cast(aval) else one
+            for want, one, aval in zip(caller.wanted(have), have, avals)
+        ]
+        what = self._decides(primitive, avals, params)
+        renewal = None
+        if what is not None or types != caller.traced:
+            renewal = caller.renewed(types, what)
+        if renewal is not None:
+            return renewal.operands, renewal.changes
+        return None if types == have else (types, {})
+
+    def _decides(self, primitive, avals, params) -> str | None:
+        """Return what devices may decide differently here, for messages; None if nothing is."""
+        jax = self.jax
+        if primitive is jax.cond_p:
+            decides, what = avals[0], "the predicate of a cond or switch"
+        elif primitive is jax.while_p:
+            (decides,), what = params["cond_jaxpr"].out_avals, "the condition of a while_loop"
+        else:
+            return None
+        if not jax.axis_type(decides).varying:
+            return None
+        # Refuse refs that would be written by some devices only, before what they hold is cast.
+        if any(isinstance(aval, jax.AbstractRef) for aval in avals):
+            primitive.abstract_eval(*avals, **params)
+        return what
+
+    # A custom_vjp: its bwd closes over the types of the primals.
+
+    def _bind_params(self, original, params):
+        new = original(params)
+        jaxpr = params["call_jaxpr"]
+        functions = new["subfuns"] if isinstance(new, dict) else new[0]
+        fun, fwd, bwd = functions
+        run = _Replayed(self.retyping, bwd, types_of(self.jax, jaxpr.in_avals))
+        functions = type(functions)((fun, fwd, self.jax.wrapped(run, bwd)))
+        return {**new, "subfuns": functions} if isinstance(new, dict) else (functions, new[1])
+
+    def _bind_custom_vjp(self, bind, *args, **params):
+        first = 0 if "subfuns" in params else 3
+        bwd = (params.get("subfuns") or args)[2]
+        run = getattr(bwd, "f", bwd)
+        if isinstance(run, _Replayed) and self.acts:
+            have = types_of(self.jax, map(self.jax.typeof, args[first:]))
+            gained = [one.varying - traced.varying for one, traced in zip(have, run.traced)]
+            run.axes = frozenset().union(*gained)
+            # bwd is run for primals that vary as those it knows, and all of them over these axes.
+            types = [
+                widened(one, traced.varying | run.axes) for one, traced in zip(have, run.traced)
+            ]
+            args = (*args[:first], *self._cast(args[first:], types))
+        return bind(*args, **params)
+
+
+class _Replayed:
+    """A custom_vjp's bwd as a jaxpr's equation calls it.
+
+    Args:
+      retyping: knows how to run it for primals that vary over more axes.
+      bwd: the function.
+      traced: the primals' types when the jaxpr was traced.
+
+    Attributes:
+      axes: the axes over which the primals vary now that did not.
+    """
+
+    def __init__(self, retyping: Retyping, bwd: Any, traced: Sequence[AxisType]):
+        self.retyping = retyping
+        self.bwd = bwd
+        self.traced = traced
+        self.axes: frozenset[str] = frozenset()
+        self.__name__ = retyping.jax.function_name(bwd)
+
+    def __call__(self, *args):
+        return self.retyping.run_bwd(self.bwd, self.axes, args)

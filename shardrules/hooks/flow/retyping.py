@@ -110,7 +110,7 @@ class Retyping(Hooks):
 
     @contextlib.contextmanager
     def _primals_over(self, axes: frozenset[str]) -> Iterator[None]:
-        before = getattr(self._local, "axes", frozenset())
+        before: frozenset[str] = getattr(self._local, "axes", frozenset())
         self._local.axes = axes
         try:
             yield

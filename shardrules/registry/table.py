@@ -11,6 +11,7 @@ import fnmatch
 import importlib
 import importlib.metadata
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from shardrules.errors import RegistrationError
 from shardrules.registry.binding import caller_place
 from shardrules.registry.builtin import no_communication
 from shardrules.registry.rule import AnyRule, Rule, as_rule
+from shardrules.registry.shipped import SHIPPED
 
 __all__ = [
     "PROVEN",
@@ -50,6 +52,7 @@ class Registration:
       status: ``declared`` (somebody says so) or ``audited`` (the kernel's own jaxpr proves it).
       library: the distribution that ships it, or empty for the user's own.
       target: the primitive object that it is for alone, or None.
+      is_ffi: whether it is for FFI targets alone: no Python function stands behind them.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Registration:
     status: str = "declared"
     library: str = ""
     target: Any = None
+    is_ffi: bool = False
 
     @property
     def is_pattern(self) -> bool:
@@ -122,11 +126,17 @@ class Registry:
       entry_points: the entry-point group in which libraries ship their rules, or None.
       provers: modules that add a prover to the default registry when they are imported; by name,
         because they need JAX and this module doesn't.
+      shipped: from a library's module to the one that holds what shardrules knows of it.
     """
 
     _KEPT = 1024  # answers of ``find``, in each thread
 
-    def __init__(self, entry_points: str | None = None, provers: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        entry_points: str | None = None,
+        provers: tuple[str, ...] = (),
+        shipped: Mapping[str, str] | None = None,
+    ):
         self._lock = threading.RLock()
         self._entries: dict[tuple[str, str, Any], Registration] = {}
         self._listeners: list[Callable[[], None]] = []
@@ -136,6 +146,10 @@ class Registry:
         self._entry_points = entry_points
         self._provers: list[Callable[[str, dict[str, Any], int], Any]] = []
         self._prover_modules = provers
+        self._shipped = dict(shipped or {})
+        # What they hold, and the primitives of modules that are not imported yet.
+        self._known: dict[tuple[str, str, Any], Registration] = {}
+        self._awaited: dict[str, list[tuple[str, str, str]]] = {}
         self._functions: dict[tuple[str, str], str] = {}
 
     @property
@@ -178,14 +192,16 @@ class Registry:
             )
         return Registration(name.strip(), as_rule(rule), where, library=library, target=target)
 
+    @staticmethod
+    def _key(entry: Registration) -> tuple[str, str, Any]:
+        as_written = entry.is_pattern or ":" in entry.name
+        name = entry.name if as_written else normalise(entry.name)
+        return name, entry.library, entry.target
+
     def _add(self, entry: Registration, replace: bool) -> Registration:
         # A library's rule and the user's for the same name stand side by side: find() prefers
         # the user's.
-        key = (
-            entry.name if entry.is_pattern or ":" in entry.name else normalise(entry.name),
-            entry.library,
-            entry.target,
-        )
+        key = self._key(entry)
         with self._lock:
             known = self._entries.get(key)
             if known is not None and not replace and not _is_again(known, entry):
@@ -245,6 +261,35 @@ class Registry:
                         library=library,
                     ) from error
 
+    def _load_shipped(self) -> None:
+        """Add what shardrules itself knows of the libraries that have been imported by now.
+
+        Nothing that was traced before depends on it, so listeners are not told.
+        """
+        for library in [name for name in self._shipped if name in sys.modules]:
+            with self._lock:
+                file = self._shipped.pop(library, None)
+                if file is None:
+                    continue
+                known = importlib.import_module(file).RULES
+                for name, why in known.kernels.items():
+                    self._know(name, library, why)
+                for name, why in known.targets.items():
+                    self._know(name, library, why, is_ffi=True)
+                for name, why in known.primitives.items():
+                    module, _, attribute = name.partition(":")
+                    self._awaited.setdefault(module, []).append((attribute, library, why))
+        for module in [name for name in self._awaited if name in sys.modules]:
+            with self._lock:
+                for attribute, library, why in self._awaited.pop(module, ()):
+                    primitive = getattr(sys.modules[module], attribute, None)
+                    if primitive is not None:  # else it is another version's
+                        self._know(primitive, library, why)
+
+    def _know(self, name: Any, library: str, why: str, is_ffi: bool = False) -> None:
+        entry = self._entry(name, no_communication, f"shardrules' table ({why})", library)
+        self._known[self._key(entry)] = dataclasses.replace(entry, is_ffi=is_ffi)
+
     @contextlib.contextmanager
     def rules(self, entries: Mapping[str, AnyRule]) -> Iterator[Overlay]:
         """Declare rules for what this thread traces inside the ``with``, backward passes included.
@@ -301,8 +346,9 @@ class Registry:
             name whose rule drops an axis matches a second function.
         """
         self.load_libraries()
+        self._load_shipped()
         local, key = self._local, (name, module, function, target)
-        state = self._version, local.overlays
+        state = self._version, len(self._known), local.overlays
         if local.state != state or len(local.answers) >= self._KEPT:
             local.state, local.answers = state, {}
         if key not in local.answers:  # a program calls the same few kernels again and again
@@ -320,15 +366,15 @@ class Registry:
             if matching:
                 return self._best(name, matching)
         with self._lock:
+            # A library's own table wins over what is known of it here.
+            entries = {**self._known, **self._entries}
             exact = [
-                e
-                for key, e in self._entries.items()
-                if key[0] == compiled and e.target in (None, target)
+                e for key, e in entries.items() if key[0] == compiled and e.target in (None, target)
             ]
             exact = [e for e in exact if e.target is not None] or exact
             matching = exact + [
                 e
-                for e in self._entries.values()
+                for e in entries.values()
                 if (e.is_pattern or ":" in e.name) and e.matches(compiled, module)
             ]
         if not matching:
@@ -433,15 +479,7 @@ class Registry:
             self._guards.append(guard)
 
 
-default: Registry = Registry(ENTRY_POINTS, ("shardrules.pallas",))
-for _name, _where in (
-    # Not a guess: the callback is a pure function of its arguments, or the program is undefined.
-    ("pure_callback", "jax.pure_callback's contract"),
-    # A kernel of JAX's own that reads no other device and that the audit can't prove: it takes its
-    # next tile when the scheduler has one for it (read in JAX 0.10.2).
-    ("jax.experimental.pallas.ops.gpu.blackwell_matmul_mgpu:kernel", "the kernel's source"),
-):
-    default.ship(_name, no_communication, "jax", _where)
+default: Registry = Registry(ENTRY_POINTS, ("shardrules.pallas",), SHIPPED)
 
 
 def register(name: Any, rule: AnyRule, *, replace: bool = False) -> Registration:

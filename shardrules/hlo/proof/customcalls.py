@@ -9,6 +9,7 @@ from shardrules import errors
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.reader.module import Instruction, Metadata, Module
 from shardrules.registry import axistypes
+from shardrules.registry.shipped import jaxlib
 from shardrules.registry.table import PROVEN
 
 LOCAL = "a function of its operands on each device"
@@ -33,8 +34,6 @@ OWN_TARGETS: dict[str, str] = {
     "PartialReduce": "a reduction in bins (TPU: approximate top-k)",
     "__gpu$TopK": "the largest elements and their places",
     "__cub$DeviceRadixSort": "sorts; radix sort is stable",
-    "cu_threefry2x32": "a counter-based random generator: a function of key and counter",
-    "cu_threefry2x32_ffi": "a counter-based random generator: a function of key and counter",
     "Cholesky": "a matrix factorization",
     "LuDecomposition": "a matrix factorization",
     "Qr": "a matrix factorization",
@@ -46,11 +45,6 @@ _OWN_PREFIXES: dict[str, str] = {
     "__cublas$": "a matrix product by cuBLAS",
     "__cudnn$": "a convolution, norm or attention by "
     "cuDNN; dropout takes its seed from the operands or the configuration",
-    "lapack_": "a factorization by LAPACK",
-    "blas_": "a triangular solve by BLAS",
-    "cusolver_": "a factorization by cuSOLVER",
-    "cublas_": "a batched factorization by cuBLAS",
-    "cusparse_": "a tridiagonal solve by cuSPARSE",
     "__onednn$": "a matrix product by oneDNN",
 }
 # Targets whose result is whatever lay there, the same on no two devices until it is overwritten.
@@ -72,6 +66,7 @@ SHARED_TARGETS = frozenset(
         "tpu_custom_call",
         "__gpu$xla.gpu.triton",
         "triton_kernel_call",
+        "triton_kernel_call_ffi",
         "mosaic_gpu_v2",
         "mosaic_gpu",
         "xla_python_cpu_callback",
@@ -217,8 +212,8 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
             if name in SHARED_TARGETS and name != kernel:
                 continue  # a rule for the target would hold for everybody's kernels
             found = registry.find(name)
-            if found is None:
-                continue
+            if found is None or (found.library == "jaxlib" and target in jaxlib.RULES.targets):
+                continue  # jaxlib's own stand in the table below
             effects = found.rule.effects(outputs)
             if effects is None:
                 return unknown(
@@ -236,7 +231,7 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
             )
     if target in UNINITIALISED:
         return Resolution((), None, None, None, uninitialised=True)
-    own = OWN_TARGETS.get(target)
+    own = OWN_TARGETS.get(target) or jaxlib.RULES.targets.get(target)
     if own is None:
         own = next((why for p, why in _OWN_PREFIXES.items() if target.startswith(p)), None)
     if own is not None:

@@ -369,8 +369,13 @@ class Registry:
             # A library's own table wins over what is known of it here.
             entries = {**self._known, **self._entries}
             exact = [
-                e for key, e in entries.items() if key[0] == compiled and e.target in (None, target)
+                e
+                for key, e in entries.items()
+                if key[0] == compiled
+                and e.target in (None, target)
+                and not (e.is_ffi and (module or function))
             ]
+            exact = [e for e in exact if not e.library] or exact
             exact = [e for e in exact if e.target is not None] or exact
             matching = exact + [
                 e

@@ -9,7 +9,7 @@ from shardrules import errors
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.reader.module import Instruction, Metadata, Module
 from shardrules.registry import axistypes
-from shardrules.registry.shipped import jaxlib
+from shardrules.registry.shipped.jaxlib import RULES as JAXLIB
 from shardrules.registry.table import PROVEN
 
 LOCAL = "a function of its operands on each device"
@@ -212,7 +212,7 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
             if name in SHARED_TARGETS and name != kernel:
                 continue  # a rule for the target would hold for everybody's kernels
             found = registry.find(name)
-            if found is None or (found.library == "jaxlib" and target in jaxlib.RULES.targets):
+            if found is None or (found.library == "jaxlib" and target in JAXLIB.targets):
                 continue  # jaxlib's own stand in the table below
             effects = found.rule.effects(outputs)
             if effects is None:
@@ -231,7 +231,7 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
             )
     if target in UNINITIALISED:
         return Resolution((), None, None, None, uninitialised=True)
-    own = OWN_TARGETS.get(target) or jaxlib.RULES.targets.get(target)
+    own = OWN_TARGETS.get(target) or JAXLIB.targets.get(target)
     if own is None:
         own = next((why for p, why in _OWN_PREFIXES.items() if target.startswith(p)), None)
     if own is not None:

@@ -24,11 +24,13 @@ class Program(NamedTuple):
       text: compiled HLO.
       name: for messages.
       compiled: the jax.stages.Compiled, None if there is none.
+      is_compiled: it was taken from something compiled; of text alone that has to be told.
     """
 
     text: str
     name: str
     compiled: Any
+    is_compiled: bool = False
 
 
 def judge(
@@ -54,7 +56,7 @@ def judge(
 
     Raises:
       HloSyntaxError: if text is not HLO.
-      HloError: if the mesh does not fit the program.
+      HloError: if the mesh does not fit the program, or text is not partitioned yet.
       NotInstalledError: if the function needs the hooks and they are not installed.
       ShardrulesError: if ``program`` is none of the above, or holds no HLO.
     """
@@ -65,16 +67,20 @@ def judged(
     program: Program, registry: Registry | None = None, mesh: Mapping[str, int] | None = None
 ) -> hlo.Judgement:
     """Judge what ``read`` found."""
-    shardings = None
+    shardings = own_mesh = None
     if program.compiled is not None:
         from shardrules.hooks.door import compiled as known
 
-        if mesh is None:
-            mesh = known.mesh_of(program.compiled)
+        own_mesh = known.mesh_of(program.compiled)
         shardings = known.parameter_shardings(program.compiled)
     module = hlo.parse(program.text, name=program.name)
     return hlo.judge(
-        module, registry=registry, mesh=mesh, parameter_shardings=_matching(module, shardings)
+        module,
+        registry=registry,
+        mesh=mesh,
+        parameter_shardings=_matching(module, shardings),
+        own_mesh=own_mesh,
+        unpartitioned=program.is_compiled,
     )
 
 
@@ -94,7 +100,7 @@ def judge_logical(
     """
     if isinstance(program, (str, pathlib.Path)):
         found = read(program, args, kwargs)
-        return hlo.judge(hlo.parse(found.text, name=found.name), mesh=mesh)
+        return hlo.judge(hlo.parse(found.text, name=found.name), mesh=mesh, unpartitioned=True)
     if hasattr(program, "as_text") and hasattr(program, "compile"):
         lowered = _alone(program, args, kwargs)
     elif _is_exported(program) or (callable(program) and not hasattr(program, "as_text")):
@@ -109,9 +115,10 @@ def judge_logical(
     from shardrules.hooks.door import compiled as known
 
     text = known.unoptimized_text(lowered)
-    if mesh is None:
-        mesh = _shardy_mesh(text) or known.mesh_of_lowered(lowered, (args, kwargs))
-    return hlo.judge(hlo.parse(text, name="<lowered>"), mesh=mesh)
+    own_mesh = _shardy_mesh(text) or known.mesh_of_lowered(lowered, (args, kwargs))
+    return hlo.judge(
+        hlo.parse(text, name="<lowered>"), mesh=mesh, own_mesh=own_mesh, unpartitioned=True
+    )
 
 
 def _shardy_mesh(text: str) -> dict[str, int] | None:
@@ -175,7 +182,7 @@ def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
         program = _alone(program, args, kwargs).compile()
     if hasattr(program, "as_text"):
         compiled = _alone(program, args, kwargs)
-        return Program(_text_of(compiled), "<compiled>", compiled)
+        return Program(_text_of(compiled), "<compiled>", compiled, True)
     if hasattr(program, "hlo_modules"):  # a loaded executable below JAX's stages
         modules = _alone(program, args, kwargs).hlo_modules()
         if len(modules) != 1:
@@ -184,13 +191,14 @@ def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
                 "text of one, module.to_string()",
                 program=program,
             )
-        return Program(modules[0].to_string(), "<executable>", None)
+        return Program(modules[0].to_string(), "<executable>", None, True)
     for text_of in ("as_hlo_text", "to_string"):  # an XlaComputation, an HloModule
         if hasattr(program, text_of) and not callable(program):
             return Program(str(getattr(_alone(program, args, kwargs), text_of)()), "<module>", None)
     if _is_exported(program) or callable(program):
         compiled = lower(program, args, kwargs).compile()
-        return Program(compiled.as_text(), getattr(program, "__name__", "<function>"), compiled)
+        name = getattr(program, "__name__", "<function>")
+        return Program(compiled.as_text(), name, compiled, True)
     raise ShardrulesError(
         f"{type(program).__name__} is no program; pass a function with its arguments, a "
         "jax.stages.Lowered or Compiled, HLO text, or the path of a file with it",

@@ -32,6 +32,7 @@ def test_the_order_within_groups_counts_for_floats(shape, apply, expected):
         T.parameter(MIRRORED, shape),
         T.all_reduce("%x", HALVES, shape, "first", apply),
         T.all_reduce("%first", ACROSS, shape, "second", apply),
+        mesh=None,
     )
     assert found == expected
 
@@ -43,6 +44,7 @@ def test_the_same_order_in_each_group_is_the_same_sum():
             T.parameter(sharding),
             T.all_reduce("%x", HALVES, name="first"),
             T.all_reduce("%first", ACROSS, name="second"),
+            mesh=None,
         )
         == "redundant"
     )

@@ -18,7 +18,7 @@ from shardrules.hlo.reader import shardings
 
 MAX_DEVICES = 1 << 20
 _TAG_MESH = re.compile(r'shardrules\.mesh\s*=\s*(?:"([^"]*)"|([^}"]*?)(?=,\s*[\w.]+=[^,]*"|\}|$))')
-_TEXT_MESH = re.compile(r"(?:replica_groups=|sharding=\{)(?=mesh\[')")
+_SHARDING_MESH = re.compile(r"sharding=\{+(?=mesh\[')")
 
 
 def device_counts(module: hm.Module, mesh_size: int | None) -> tuple[int, int]:
@@ -79,21 +79,30 @@ def hm_ints(text: str) -> list[int]:
 
 
 def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
-    """Find a mesh that the text names, in a tag or in the mesh notation; None if none fits."""
+    """Find a mesh that the text names, in a tag or in all its shardings; None if none fits.
+
+    What the notation of one collective names is that collective's alone.
+    """
     text = module.text
     if "shardrules.mesh" in text:
         for found in _TAG_MESH.finditer(text):
             mesh = customcalls.read_mesh(found[1] if found[1] is not None else found[2] or "")
             if mesh and int(np.prod(list(mesh.values()), dtype=np.float64)) == device_count:
                 return mesh
+    named: set[tuple[tuple[str, int], ...]] = set()
     if "mesh['" in text:
-        for found in _TEXT_MESH.finditer(text):
+        for found in _SHARDING_MESH.finditer(text):
             try:
-                named, _ = hd.read_mesh(text[found.end() : found.end() + 4096])
+                mesh_named, _ = hd.read_mesh(text[found.end() : found.end() + 4096])
             except hd.NotationError:
                 continue
-            if named.devices.size == device_count and named.is_row_major:
-                return dict(named.axes)
+            # XLA itself calls axes axis_0, axis_1: of a sharding that had no names.
+            if any(re.fullmatch(r"_?axis_\d+", name) for name, _ in mesh_named.axes):
+                continue
+            if mesh_named.devices.size == device_count and mesh_named.is_row_major:
+                named.add(mesh_named.axes)
+    if len(named) == 1:
+        return dict(named.pop())
     return None
 
 

@@ -23,7 +23,7 @@ from shardrules.hlo.proof.judgement import (
 )
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader import parser
+from shardrules.hlo.reader import parser, stage
 
 
 def judge(
@@ -32,6 +32,8 @@ def judge(
     registry: Any = None,
     mesh: Mapping[str, int] | None = None,
     parameter_shardings: Sequence[str | None] | None = None,
+    own_mesh: Mapping[str, int] | None = None,
+    unpartitioned: bool = False,
 ) -> Judgement:
     """Judge every collective of a module.
 
@@ -39,18 +41,31 @@ def judge(
       module: a parsed module, or HLO text.
       registry: rules for kernels that carry no tag; the default registry if None.
       mesh: axis names and sizes in order, row-major over partition ids; taken from tags or from
-        the text's mesh notation if None.
+        the parameters' shardings if None.
       parameter_shardings: an HLO sharding or None for each entry parameter, for those that have
         none in the text.
+      own_mesh: the mesh that the program itself was made with, where no mesh is told.
+      unpartitioned: take a module, too, in which the partitioner's collectives don't stand yet.
 
     Raises:
       HloSyntaxError: the text can't be read, or the groups of a collective don't fit the module.
-      HloError: the mesh or the shardings don't fit the module.
+      HloError: the module is not partitioned yet, or the mesh or the shardings don't fit it.
     """
     if isinstance(module, str):
         module = parser.parse(module)
     if registry is None:
         registry = rule_registry.default
+    early = None if unpartitioned else stage.unpartitioned(module)
+    if early is not None:
+        raise errors.HloError(
+            f"module {module.name!r} is not partitioned yet, or can't be told from one that isn't "
+            f"({early}): the collectives that it will run are not in it. Pass what "
+            "f.lower(...).compile() gives, or its as_text(), or of the files of --xla_dump_to the "
+            "one that ends in after_optimizations.txt.",
+            module=module.name,
+        )
+    told = mesh
+    mesh = own_mesh if mesh is None else mesh
     size = None
     if mesh is not None:
         size = 1
@@ -66,7 +81,11 @@ def judge(
     with parser.uncollected():
         values = inputs.parameter_values(module, states, partitions, replicas, parameter_shardings)
         proof = replication.Proof(module, partitions, replicas, registry, values, states, axes)
-        return _Judge(module, proof, named).judgement()
+        judge = _Judge(module, proof, named)
+        found = judge.judgement()
+        if told is not None:
+            judge.check_mesh(values)
+        return found
 
 
 class _Judge:
@@ -77,6 +96,7 @@ class _Judge:
         self.relations = proof.relations
         self.mesh = mesh
         self.runs = loops.executions(module)
+        self.channels: dict[str, hc.Channel] = {}
         self._widths: dict[tuple[int, int], int | None] = {}
 
     def judgement(self) -> Judgement:
@@ -97,6 +117,37 @@ class _Judge:
             self.proof.replicas,
             tuple(opaque),
         )
+
+    def check_mesh(self, parameters: Sequence[Any]) -> None:
+        """Refuse a mesh that groups contradict: along no axes of it, but of another order.
+
+        Groups that no order explains, as those of axis_index_groups, say nothing.
+        """
+        seen = [self.states[self.proof.collapse(v)].proven for v in parameters]
+        groups = {
+            name: channel.groups.relation
+            for name, channel in self.channels.items()
+            if channel.pairs is None and channel.groups.complete
+        }
+        mesh = self.mesh
+        order = mesh.better_order([*seen, *groups.values()]) if mesh else None
+        if mesh is None or order is None:
+            return
+        other = hd.Mesh(order, self.relations)
+        for name, relation in groups.items():
+            along = other.along(relation)
+            if mesh.along(relation) is None and along is not None:
+                shown = ", ".join(f"{n}={s}" for n, s in mesh.axes)
+                right = ",".join(f"{n}={s}" for n, s in order)
+                rows = self.channels[name].groups.rows
+                raise errors.HloError(
+                    f"the mesh ({shown}) contradicts the program: the groups of {name!r}, "
+                    f"{hd.notation(rows)}, are along no axes of it, but along {','.join(along)} of "
+                    f"({right.replace(',', ', ')}). Axes stand in the order of the devices, the "
+                    f"last one changing fastest: pass --mesh={right} or mesh={dict(order)}, or none "
+                    "where these groups follow no axes (axis_index_groups).",
+                    mesh=dict(mesh.axes),
+                )
 
     def _steps(self) -> set[tuple[str, int]]:
         """Find the instructions that are steps of a collective whose done stands elsewhere.
@@ -177,7 +228,9 @@ class _Judge:
         metadata = self.module.metadata(instruction)
         run = self.runs.get(computation.name)
         phase = hc.find_phase(self.module, computation, position, metadata.op_name)
-        axes = self.mesh.axes_of(channel.groups) if self.mesh else None
+        self.channels[instruction.name] = channel
+        mesh = self.mesh or hd.mesh_of(channel.mesh, self.relations)
+        axes = mesh.axes_of(channel.groups) if mesh else None
         if self.mesh and axes is None and channel.pairs is not None:
             axes = self._pair_axes(channel.pairs)
         operands = record.operands

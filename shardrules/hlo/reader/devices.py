@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -369,18 +370,64 @@ class Mesh:
 
     def axes_of(self, groups: Groups) -> tuple[str, ...] | None:
         """Name the axes whose lines are exactly these groups; None where there are no such."""
-        if not groups.complete:
-            return None
-        if groups.relation not in self._names:
-            labels = self._relations.labels(groups.relation)[self._ids]
+        return self.along(groups.relation) if groups.complete else None
+
+    def along(self, relation: int) -> tuple[str, ...] | None:
+        """Name the axes along whose lines, and no others, devices are equal; None for no such."""
+        if relation not in self._names:
+            labels = self._relations.labels(relation)[self._ids]
             names = tuple(
                 name
                 for i, (name, size) in enumerate(self.axes)
                 if size > 1 and (labels == labels.take([0], axis=i)).all()
             )
-            exact = self.relation(names) == groups.relation
-            self._names[groups.relation] = names if exact else None
-        return self._names[groups.relation]
+            exact = self.relation(names) == relation
+            self._names[relation] = names if exact else None
+        return self._names[relation]
+
+    def better_order(self, relations: Sequence[int]) -> tuple[tuple[str, int], ...] | None:
+        """Give an order of the axes under which all these relations, and more, are along axes.
+
+        None where this order explains as many as any other that explains the same.
+        """
+        explained = [r for r in set(relations) if self.along(r) is not None]
+        rest = [r for r in set(relations) if self.along(r) is None]
+        best, most = None, 0
+        if rest and len(self.axes) <= 6:
+            for order in itertools.permutations(self.axes):
+                other = Mesh(order, self._relations)
+                if all(other.along(r) is not None for r in explained):
+                    more = sum(other.along(r) is not None for r in rest)
+                    if more > most:
+                        best, most = order, more
+        return best
+
+
+def mesh_of(named: TextMesh | None, relations: Relations) -> Mesh | None:
+    """Give the mesh that a collective's own notation names, for that collective alone."""
+    if named is None or not named.is_row_major or named.devices.size != relations.device_count:
+        return None
+    return Mesh(named.axes, relations)
+
+
+def notation(rows: Sequence[Sequence[int]]) -> str:
+    """Write groups as XLA does, ``[4,2]<=[8]`` or ``{{0,3},{1,2}}``, whatever their order."""
+    rows = sorted(sorted(r) for r in rows)
+    count, width = len(rows), len(rows[0]) if rows else 0
+    total = count * width
+    step = rows[0][1] - rows[0][0] if width > 1 else 1
+    if total and all(len(r) == width for r in rows) and step > 0 and total % (width * step) == 0:
+        shape = [total // (width * step), width, step]
+        if (
+            np.arange(total).reshape(shape).transpose(0, 2, 1).reshape(count, width).tolist()
+            == rows
+        ):
+            if step == 1:
+                return f"[{count},{width}]<=[{total}]"
+            if shape[0] == 1:
+                return f"[{count},{width}]<=[{width},{step}]T(1,0)"
+            return f"[{count},{width}]<=[{','.join(map(str, shape))}]T(0,2,1)"
+    return "{" + ",".join("{" + ",".join(map(str, r)) + "}" for r in rows) + "}"
 
 
 def make_mesh(

@@ -215,6 +215,29 @@ def test_diff_of_two_programs(tmp_path):
     assert run("diff", one, "missing").returncode == 2
 
 
+def test_diff_compares_the_groups_themselves(tmp_path):
+    """Where one axis took another's place there are as many groups of as many devices."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text(T.module(f"{T.parameter(T.BOTH)}\n{T.all_reduce('%x', '[2,4]<=[8]')}"))
+    other.write_text(one.read_text().replace("[2,4]<=[8]", "[2,4]<=[4,2]T(1,0)"))
+    done = run("diff", one, other)
+    assert done.returncode == 1
+    assert "+ unknown all-reduce(2 groups of 4: [2,4]<=[4,2]T(1,0)) f32: 1, 32 B" in done.stdout
+    assert run("diff", one, one).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["verify", "report"])
+def test_what_is_not_partitioned_is_no_answer(command):
+    done = run(command, DATA / "dump_0_12_0_1_before_optimizations.hlo")
+    assert done.returncode == 2 and not done.stdout
+    assert "shardrules: module 'jit_f' is not partitioned yet" in done.stderr
+
+
+def test_a_mesh_that_contradicts_the_groups_is_refused():
+    done = run("verify", "-", "--mesh=model=2,data=4", stdin=clean_module())
+    assert done.returncode == 2 and "pass --mesh=data=4,model=2" in done.stderr
+
+
 def test_report_as_json(tmp_path):
     path = tmp_path / "report.json"
     assert run("report", UVW, MESH, "--format", "json", "--output", path).returncode == 0
@@ -227,6 +250,7 @@ def test_report_as_json(tmp_path):
         "bytes": 8704,
         "wire_bytes": 9088,
         "unknown": 0,
+        "at_most": 0,
     }
     assert found["by_axes"]["model"]["bytes"] == 8192
     assert (

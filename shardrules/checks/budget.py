@@ -41,7 +41,7 @@ class Budget:
         self,
         level: str,
         mesh: str,
-        rows: dict[tuple[str, str, str], accounts.Totals],
+        rows: dict[tuple[str, ...], accounts.Totals],
         allow: dict[str, str] | None = None,
     ):
         self.level = level

@@ -80,7 +80,8 @@ def _numbers(wanted: Mapping[str, int]) -> str:
 
 def _found(totals: accounts.Totals, wanted: Mapping[str, int]) -> str:
     names = dict.fromkeys(["count", "bytes", *wanted])
-    return _numbers({name: getattr(totals, name) for name in names})
+    bound = "at most " if totals.at_most else ""  # of branches only one runs
+    return bound + _numbers({name: getattr(totals, name) for name in names})
 
 
 def exactly(numbers: Mapping[str, Any]) -> Expected:
@@ -89,7 +90,8 @@ def exactly(numbers: Mapping[str, Any]) -> Expected:
     Args:
       numbers: from ``"all-reduce(data)"`` (axes in any order; ``"backward all-reduce(data)"`` for
         one phase, ``"... at model.py:12"`` for one source line) to a count, or to some of
-        ``{"count": 32, "bytes": 512, "wire_bytes": 768, "sites": 1}``.
+        ``{"count": 32, "bytes": 512, "wire_bytes": 768, "sites": 1}``. Branches of a conditional
+        count as if each ran.
 
     Raises:
       ShardrulesError: an expectation can't be read.

@@ -27,7 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     if files.count("-") > 1:
         raise ShardrulesError("only one of the two programs can be read from stdin")
     before, after = (accounts.of(reading.judge(file, arguments)) for file in files)
-    changes = accounts.compare(accounts.grouped(before), accounts.grouped(after))
+    changes = accounts.compare(
+        accounts.grouped(before, groups=True), accounts.grouped(after, groups=True)
+    )
     if not changes:
         reading.write(f"the same collectives: {before.total}\n", arguments)
         return reading.CLEAN

@@ -14,10 +14,11 @@ on all platforms, and does not hold what the partitioner adds for sharded arrays
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from shardrules import hlo
@@ -68,7 +69,7 @@ class Entry:
     Attributes:
       kind: ``"all-reduce"`` and so on.
       axes: mesh axes in order, None where they aren't known.
-      over: the axes, or how many groups of how many devices, for people.
+      over: the axes, or the groups where no axes are known, for people.
       phase: one of PHASES.
       element_type: XLA's name, ``"bf16"``.
       bytes, wire_bytes: of one run, on one device.
@@ -76,6 +77,8 @@ class Entry:
       loop_depth: how many while loops stand around it.
       file, line, function: where the source asks for it; empty where the text doesn't say.
       verdict, reason: the verifier's; empty in a logical account.
+      groups: the device groups, or a permute's pairs, the same text for the same ones.
+      at_most: it stands in a branch, and ``runs`` is what it is if each branch ran.
     """
 
     kind: str
@@ -92,6 +95,8 @@ class Entry:
     function: str
     verdict: str
     reason: str
+    groups: str = ""
+    at_most: bool = False
 
     @property
     def what(self) -> str:
@@ -112,6 +117,7 @@ class Totals:
       sites: places in the program.
       count, bytes, wire_bytes: over all runs of one execution, without the sites of unknown runs.
       unknown: sites in loops whose trip count isn't known.
+      at_most: sites in branches, of which the sums hold each, though only one of them runs.
     """
 
     sites: int = 0
@@ -119,6 +125,7 @@ class Totals:
     bytes: int = 0
     wire_bytes: int = 0
     unknown: int = 0
+    at_most: int = dataclasses.field(default=0, compare=False)
 
     def plus(self, entry: Entry) -> Totals:
         """Add an entry."""
@@ -130,10 +137,11 @@ class Totals:
             self.bytes + entry.runs * entry.bytes,
             self.wire_bytes + entry.runs * entry.wire_bytes,
             self.unknown,
+            self.at_most + entry.at_most,
         )
 
     def __str__(self) -> str:
-        text = f"{self.count}, {self.bytes} B"
+        text = f"{'at most ' if self.at_most else ''}{self.count}, {self.bytes} B"
         return text + (f" and {self.unknown} in loops of unknown length" if self.unknown else "")
 
 
@@ -187,10 +195,12 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
     entries = []
     for verdict in judgement.verdicts:
         collective = verdict.collective
-        if collective.axes is not None:
-            over = ", ".join(collective.axes)
-        else:
-            over = f"{len(collective.groups)} groups of {collective.group_size}"
+        groups = collective.notation
+        over = ", ".join(collective.axes or ())
+        if collective.axes is None:
+            over = f"{len(collective.groups)} groups of {collective.group_size}: {groups}"
+        elif judgement.mesh is None:  # names of its own notation, which others may use otherwise
+            over += f": {groups}"
         moves = collective.pairs is None or any(s != t for s, t in collective.pairs)
         frame = collective.source or hlo.Frame("", 0)
         compiled = level == "compiled"
@@ -210,6 +220,8 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
                 frame.function,
                 verdict.verdict if compiled else "",
                 verdict.reason if compiled else "",
+                groups,
+                collective.at_most,
             )
         )
     return Account(level, tuple(entries), judgement.mesh, judgement.partitions * judgement.replicas)
@@ -327,28 +339,40 @@ def relative_file(file: str, root: str) -> str:
     return path.rpartition("/")[2]
 
 
-def grouped(entries: Iterable[Entry], root: str = ".") -> dict[tuple[str, str, str], Totals]:
-    """Sum entries up by what lasts across recompiles: what, element type, source function."""
-    found: dict[tuple[str, str, str], Totals] = {}
+def grouped(
+    entries: Iterable[Entry], root: str = ".", groups: bool = False
+) -> dict[tuple[str, ...], Totals]:
+    """Sum entries up by what lasts across recompiles: what, element type, source function.
+
+    Args:
+      entries: what is summed up.
+      root: source paths below it are relative to it.
+      groups: sum up by device groups, too: axis names alone don't tell one mesh from another.
+    """
+    found: dict[tuple[str, ...], Totals] = {}
     for entry in entries:
         source = relative_file(entry.file, root) if entry.file else ""
         if source and entry.function:
             source += f" ({entry.function})"
-        key = (entry.what, entry.element_type, source)
+        key = (entry.what, entry.element_type, source, *([entry.groups] if groups else []))
         found[key] = found.get(key, Totals()).plus(entry)
     return found
 
 
 def compare(
-    before: dict[tuple[str, str, str], Totals], after: dict[tuple[str, str, str], Totals]
+    before: Mapping[tuple[str, ...], Totals], after: Mapping[tuple[str, ...], Totals]
 ) -> list[Change]:
     """List the differences between two results of ``grouped``, the costliest first."""
     changes = []
-    for key in dict.fromkeys([*before, *after]):
+    keys = list(dict.fromkeys([*before, *after]))
+    alike = collections.Counter(key[:3] for key in keys)
+    for key in keys:
         a, b = before.get(key), after.get(key)
         if a == b:
             continue
         what = f"{key[0]} {key[1]}" + (f" at {key[2]}" if key[2] else "")
+        if alike[key[:3]] > 1:  # only the groups tell them apart
+            what += f" in {key[3]}"
         if a is None or b is None:
             status = "came" if a is None else "went"
         elif (b.count, b.bytes) == (a.count, a.bytes):

@@ -59,10 +59,11 @@ class Content:
         for finding in self.findings:
             kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
         found = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "no findings"
+        bound = "at most " if total.at_most else ""
         loops = f", {total.unknown} in loops of unknown length" if total.unknown else ""
         return (
             f"{self.title}: {self.account.device_count} devices ({shown}), {total.sites} "
-            f"collectives run {total.count} times{loops}, {total.wire_bytes} wire bytes per "
+            f"collectives run {bound}{total.count} times{loops}, {total.wire_bytes} wire bytes per "
             f"device; {found}"
         )
 
@@ -73,7 +74,7 @@ class Content:
             {
                 "collective": e.what,
                 "verdict": e.verdict,
-                "runs": e.runs,
+                "runs": f"at most {e.runs}" if e.at_most and e.runs is not None else e.runs,
                 "bytes": e.bytes,
                 "wire_bytes": e.wire_bytes,
                 "element_type": e.element_type,

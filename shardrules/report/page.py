@@ -274,7 +274,7 @@ def _table(what: Content) -> str:
         return ""
     rows = []
     for entry in what.account:
-        runs = "?" if entry.runs is None else f"{entry.runs:,}"
+        runs = "?" if entry.runs is None else f"{'≤ ' if entry.at_most else ''}{entry.runs:,}"
         rows.append(
             f'<tr><td>{_text(entry.what)}</td><td><span class="badge {entry.verdict}">'
             f"{entry.verdict}</span></td><td>{_text(entry.element_type)}</td>"

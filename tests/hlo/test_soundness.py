@@ -54,6 +54,7 @@ def test_the_same_order_in_each_group_is_the_same_sum():
             T.parameter(sharding),
             T.all_reduce("%x", "{{0,1,2,3},{7,6,5,4}}", name="first"),
             T.all_reduce("%first", ACROSS, name="second"),
+            mesh=None,
         )
         == "needed"
     )

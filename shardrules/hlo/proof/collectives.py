@@ -438,6 +438,7 @@ class Collective:
       op_name: JAX's name for it.
       source: the innermost source line, None where the text has none.
       frames: all source lines, innermost first.
+      at_most: it stands in a branch: ``trip_count`` is what it is if each branch ran.
     """
 
     kind: str
@@ -456,11 +457,17 @@ class Collective:
     trip_count: int | None
     op_name: str
     frames: tuple[hm.Frame, ...] = ()
+    at_most: bool = False
 
     @property
     def source(self) -> hm.Frame | None:
         """Give the innermost source line."""
         return self.frames[0] if self.frames else None
+
+    @property
+    def notation(self) -> str:
+        """Write its groups, or a permute's pairs: the same text for the same ones."""
+        return hd.notation(self.groups) if self.pairs is None else hd.listed(sorted(self.pairs))
 
     @property
     def group_size(self) -> int:

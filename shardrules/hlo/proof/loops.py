@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -20,39 +21,54 @@ class Run:
     Attributes:
       depth: how many while loops stand around it.
       count: how often it runs in one execution of the module; None where a count isn't known.
+      at_most: it stands in a branch, and the count is what it is if each branch ran.
     """
 
     depth: int
     count: int | None
+    at_most: bool = False
+
+
+# What runs each computation that it names once; others may run them any number of times.
+_ONCE = frozenset("call call-start fusion fusion-start async-start conditional".split())
 
 
 def executions(module: hm.Module) -> dict[str, Run]:
     """Give each computation that is reached from ENTRY its depth and count."""
-    depth: dict[str, int] = {module.entry.name: 0}
-    count: dict[str, int | None] = {module.entry.name: 1}
+    runs = {module.entry.name: Run(0, 1)}
     for name in reversed(module.order):  # callers first
-        if name not in depth:
+        if name not in runs:
             continue
         computation = module.computations[name]
         for instruction in computation.instructions:
-            if not instruction.calls:
+            if not instruction.calls or instruction.opcode.endswith(("-update", "-done")):
                 continue
-            times: int | None = 1
-            deeper = depth[name]
-            if instruction.opcode == "while":
-                times = trip_count(module, computation, instruction)
-                deeper += 1
-            elif instruction.opcode == "conditional":
-                times = None if len(instruction.calls) > 1 else 1
-            for callee in instruction.calls:
-                here = count[name]
-                product = None if here is None or times is None else here * times
-                if instruction.opcode == "conditional":
-                    product = here  # at most: which branch runs isn't known
-                before = count.get(callee, 0)
-                count[callee] = None if before is None or product is None else before + product
-                depth[callee] = max(depth.get(callee, 0), deeper)
-    return {name: Run(depth[name], count[name]) for name in depth}
+            for callee, run in _calls(module, computation, instruction, runs[name]):
+                before = runs.get(callee, Run(0, 0))
+                known = before.count is not None and run.count is not None
+                runs[callee] = Run(
+                    max(before.depth, run.depth),
+                    (before.count or 0) + (run.count or 0) if known else None,
+                    before.at_most or run.at_most,
+                )
+    return runs
+
+
+def _calls(module, computation, instruction, outer: Run) -> Iterator[tuple[str, Run]]:
+    """Give what an instruction calls, with how it runs each time that the instruction does."""
+    opcode = instruction.opcode
+    if opcode != "while":
+        at_most = outer.at_most or (opcode == "conditional" and len(instruction.calls) > 1)
+        count = outer.count if opcode in _ONCE else None
+        for callee in instruction.calls:
+            yield callee, Run(outer.depth, count, at_most)
+        return
+    trips = trip_count(module, computation, instruction)
+    for place, callee in enumerate(instruction.calls):
+        # The condition, which stands first, runs once more than the body.
+        times = trips if trips is None or place else trips + 1
+        count = None if times is None or outer.count is None else outer.count * times
+        yield callee, Run(outer.depth + 1, count, outer.at_most)
 
 
 def trip_count(module: hm.Module, computation: hm.Computation, loop: hm.Instruction) -> int | None:

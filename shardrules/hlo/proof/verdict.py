@@ -144,8 +144,8 @@ class _Judge:
                     f"the mesh ({shown}) contradicts the program: the groups of {name!r}, "
                     f"{hd.notation(rows)}, are along no axes of it, but along {','.join(along)} of "
                     f"({right.replace(',', ', ')}). Axes stand in the order of the devices, the "
-                    f"last one changing fastest: pass --mesh={right} or mesh={dict(order)}, or none "
-                    "where these groups follow no axes (axis_index_groups).",
+                    f"last one changing fastest: pass --mesh={right} or mesh={dict(order)}, or no "
+                    "mesh where these groups follow no axes (axis_index_groups).",
                     mesh=dict(mesh.axes),
                 )
 
@@ -259,6 +259,7 @@ class _Judge:
                 trip_count=run.count if run else None,
                 op_name=metadata.op_name,
                 frames=metadata.frames,
+                at_most=bool(run and run.at_most),
             )
             if together:
                 value = merged

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -427,7 +428,15 @@ def notation(rows: Sequence[Sequence[int]]) -> str:
             if shape[0] == 1:
                 return f"[{count},{width}]<=[{width},{step}]T(1,0)"
             return f"[{count},{width}]<=[{','.join(map(str, shape))}]T(0,2,1)"
-    return "{" + ",".join("{" + ",".join(map(str, r)) + "}" for r in rows) + "}"
+    return listed(rows)
+
+
+def listed(rows: Sequence[Sequence[int]]) -> str:
+    """Write lists of devices, ``{{0,3},{1,2}}``; a long one by its beginning and a checksum."""
+    text = "{" + ",".join("{" + ",".join(map(str, r)) + "}" for r in rows) + "}"
+    if len(text) <= 80:
+        return text
+    return f"{text[: text.rfind('}', 0, 60) + 1]},... #{zlib.crc32(text.encode()):08x}}}"
 
 
 def make_mesh(

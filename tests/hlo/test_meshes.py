@@ -1,0 +1,169 @@
+"""Meshes: told, or not known; groups compared by themselves."""
+
+import pytest
+
+from shardrules import errors, hlo
+from shardrules.costs import accounts
+from shardrules.hlo.reader import devices
+
+from . import text as T
+
+
+def program(*groups, sharding=T.DATA, extra=""):
+    lines = [T.parameter(sharding)]
+    lines += [T.all_reduce("%x", g, name=f"r{n}") for n, g in enumerate(groups)]
+    return T.module("\n".join(lines) + extra)
+
+
+WRONG = {"model": 2, "data": 4}
+
+
+@pytest.mark.parametrize("groups", [T.OVER_MODEL, T.OVER_DATA, "[4,2]<=[8]", "[2,4]<=[4,2]T(1,0)"])
+def test_a_mesh_of_another_order_is_refused(groups):
+    assert hlo.judge(program(groups), mesh=T.MESH).verdicts[0].collective.axes
+    with pytest.raises(errors.HloError) as caught:
+        hlo.judge(program(groups), mesh=WRONG)
+    assert "the mesh (model=2, data=4) contradicts the program: the groups of 'r0', " in str(
+        caught.value
+    )
+    assert "pass --mesh=data=4,model=2 or mesh={'data': 4, 'model': 2}, or no mesh" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(
+    "groups, mesh",
+    [
+        ([T.ALL], WRONG),  # of all devices: along both axes in any order
+        (["{{0},{1},{2},{3},{4},{5},{6},{7}}"], WRONG),
+        ([T.OVER_MODEL, "{{0,3},{1,2},{4,7},{5,6}}"], T.MESH),  # axis_index_groups explain nothing
+        (["{{0,3},{1,2},{4,7},{5,6}}"], WRONG),
+        ([T.OVER_MODEL, "{{0,4},{1,5},{2,6},{3,7}}"], T.MESH),  # ... though one order would
+        ([T.OVER_MODEL], {"data": 8}),
+        (["{{0,2},{1,3},{4,6},{5,7}}"], {"a": 2, "b": 2, "c": 2}),
+    ],
+)
+def test_groups_that_contradict_nothing(groups, mesh):
+    sharding = "{replicated}" if mesh is WRONG else T.DATA
+    assert len(hlo.judge(program(*groups, sharding=sharding), mesh=mesh).verdicts) == len(groups)
+
+
+def test_a_programs_own_mesh_is_not_doubted():
+    assert hlo.judge(program(T.OVER_MODEL), own_mesh=WRONG).verdicts[0].collective.axes is None
+
+
+NAMED = "mesh['axis_0'=2,'axis_1'=4] {'axis_0'}"
+
+
+def test_the_names_of_one_collectives_notation_are_its_own():
+    judgement = hlo.judge(program(NAMED, T.OVER_MODEL))
+    first, second = (v.collective for v in judgement.verdicts)
+    assert judgement.mesh is None
+    assert first.axes == ("axis_0",) and second.axes is None
+    assert [e.over for e in accounts.of(judgement)] == [
+        "axis_0: [4,2]<=[2,4]T(1,0)",
+        "4 groups of 2: [4,2]<=[8]",
+    ]
+
+
+def test_two_notations_with_the_same_names_are_told_apart():
+    other = "mesh['axis_0'=4,'axis_1'=2] {'axis_1'}"
+    account = accounts.of(hlo.judge(program(NAMED.replace("{'axis_0'}", "{'axis_1'}"), other)))
+    assert len(account.by("over")) == 2
+
+
+@pytest.mark.parametrize(
+    "name, found", [("data", {"data": 4, "model": 2}), ("axis_0", None), ("_axis_0", None)]
+)
+def test_shardings_name_the_mesh_if_the_names_are_the_programs(name, found):
+    sharding = f"{{mesh['{name}'=4,'model'=2], [{{'{name}'}}]}}".replace(
+        "'model'", "'axis_1'" if found is None else "'model'"
+    )
+    assert hlo.judge(program(T.OVER_MODEL, sharding=sharding)).mesh == found
+
+
+def test_shardings_that_disagree_name_none():
+    one = "{mesh['data'=4,'model'=2], [{'data'}]}"
+    other = "{mesh['x'=8], [{'x'}]}"
+    text = T.module(
+        f"{T.parameter(one)}\n{T.parameter(other, name='y', number=1)}\n{T.all_reduce('%x')}"
+    )
+    assert hlo.judge(text).mesh is None
+
+
+def differences(before, after, mesh=None):
+    return accounts.compare(
+        *(
+            accounts.grouped(accounts.of(hlo.judge(t, mesh=mesh)), groups=True)
+            for t in (before, after)
+        )
+    )
+
+
+HALF = "{{0,1,2,3},{4,5,6,7}}"
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (T.OVER_MODEL, "{{0,4},{1,5},{2,6},{3,7}}"),
+        (T.OVER_DATA, HALF),
+        (NAMED, NAMED.replace("2", "4", 1).replace("4]", "2]")),  # one name, two meshes
+        ("{{0,7},{1,6},{2,5},{3,4}}", "{{0,6},{1,7},{2,5},{3,4}}"),
+    ],
+)
+def test_swapped_groups_are_a_difference(one, other):
+    assert len(differences(program(one), program(other))) == 2
+    assert differences(program(one), program(one)) == []
+
+
+def test_groups_in_another_notation_are_the_same_groups():
+    assert differences(program(T.OVER_DATA), program("[2,4]<=[4,2]T(1,0)")) == []
+    assert differences(program(T.OVER_MODEL), program("{{3,2},{1,0},{6,7},{5,4}}")) == []
+
+
+def test_groups_are_named_where_only_they_differ():
+    lines = [str(c) for c in differences(program(NAMED), program(T.OVER_DATA))]
+    assert not any(" in [" in line for line in lines)
+    permute = "%r = f32[8] collective-permute(%x), channel_id=1, source_target_pairs={{{}}}"
+    texts = [
+        T.module(T.parameter(T.BOTH) + "\n" + permute.format(",".join(pairs)))
+        for pairs in (
+            [f"{{{i},{(i + 2) % 8}}}" for i in range(8)],
+            [f"{{{(i + 2) % 8},{i}}}" for i in range(8)],
+        )
+    ]
+    found = sorted(map(str, differences(*texts, T.MESH)), key=lambda line: line[0] != "-")
+    assert found == [
+        "- unknown collective-permute(data) f32 in "
+        "{{0,2},{1,3},{2,4},{3,5},{4,6},{5,7},{6,0},{7,1}}: 1, 32 B",
+        "+ unknown collective-permute(data) f32 in "
+        "{{0,6},{1,7},{2,0},{3,1},{4,2},{5,3},{6,4},{7,5}}: 1, 32 B",
+    ]
+
+
+@pytest.mark.parametrize(
+    "rows, written",
+    [
+        ([[0, 1], [2, 3]], "[2,2]<=[4]"),
+        ([[3, 2], [0, 1]], "[2,2]<=[4]"),
+        ([[0, 2], [1, 3]], "[2,2]<=[2,2]T(1,0)"),
+        ([[0, 2], [1, 3], [4, 6], [5, 7]], "[4,2]<=[2,2,2]T(0,2,1)"),
+        ([[0, 3], [1, 2]], "{{0,3},{1,2}}"),
+        ([[0], [1], [2]], "[3,1]<=[3]"),
+        ([[0, 1, 2], [3]], "{{0,1,2},{3}}"),
+        ([[0, 1, 2, 3]], "[1,4]<=[4]"),
+        ([], "{}"),
+    ],
+)
+def test_groups_are_written_one_way(rows, written):
+    assert devices.notation(rows) == written
+    if written.startswith("["):
+        assert sorted(devices.read_groups(written)[0]) == sorted(sorted(r) for r in rows)
+
+
+def test_long_groups_are_cut_and_still_told_apart():
+    rows = [[i, 99 - i] for i in range(50)]
+    other = [*rows[:-2], [48, 50], [49, 51]]
+    assert len(devices.notation(rows)) < 80
+    assert devices.notation(rows) != devices.notation(other)

@@ -1,0 +1,108 @@
+"""How often collectives run: conditions once more than bodies, branches instead of each other."""
+
+import pytest
+
+from shardrules import hlo
+from shardrules.checks import expectations
+from shardrules.costs import accounts
+from shardrules.report.content import content
+
+from . import text as T
+
+ADD = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, to_apply=%addi"
+LOOP = f"""%condition (c: (s32[], s32[8])) -> pred[] {{
+  %c = (s32[], s32[8]) parameter(0)
+  %ci = s32[] get-tuple-element(%c), index=0
+  %ck = s32[] all-reduce(%ci), {ADD}
+  %cn = s32[] constant(5)
+  ROOT %cl = pred[] compare(%ci, %cn), direction=LT
+}}
+
+%body (b: (s32[], s32[8])) -> (s32[], s32[8]) {{
+  %b = (s32[], s32[8]) parameter(0)
+  %bi = s32[] get-tuple-element(%b), index=0
+  %bx = s32[8] get-tuple-element(%b), index=1
+  %bo = s32[] constant(1)
+  %bn = s32[] add(%bi, %bo)
+  %br = s32[8] all-reduce(%bx), {ADD}
+  ROOT %bt = (s32[], s32[8]) tuple(%bn, %br)
+}}
+
+"""
+ENTRY = """%x = s32[8] parameter(0), sharding={replicated}
+%z = s32[] constant(0)
+%t = (s32[], s32[8]) tuple(%z, %x)
+%w = (s32[], s32[8]) while(%t), CALLS
+ROOT %r = s32[8] get-tuple-element(%w), index=1"""
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "condition=%condition, body=%body",
+        "body=%body, condition=%condition",
+        'metadata={op_name="w"}, body=%body, condition=%condition',
+    ],
+)
+@pytest.mark.parametrize("known", [False, True])
+def test_a_condition_runs_once_more_than_its_body(calls, known):
+    if known:
+        calls += ', backend_config={"known_trip_count":{"n":"5"}}'
+    judgement = hlo.judge(T.module(ENTRY.replace("CALLS", calls), LOOP), mesh=T.MESH)
+    runs = {v.collective.computation: v.collective.trip_count for v in judgement.verdicts}
+    assert runs == {"condition": 6, "body": 5}
+    assert not any(v.collective.at_most for v in judgement.verdicts)
+    assert str(accounts.of(judgement).total).startswith("11, ")
+
+
+def test_a_body_may_hold_a_loop_again():
+    """The condition of an inner loop runs 6 times in each of 5 outer iterations."""
+    inner = LOOP.replace("%condition", "%ic").replace("%body", "%ib").replace("all-reduce", "copy")
+    inner = inner.replace(f", {ADD}", "").replace(
+        "%ck = s32[] copy(%ci)", f"%ck = s32[] all-reduce(%ci), {ADD}"
+    )
+    outer = LOOP.replace(
+        f"%br = s32[8] all-reduce(%bx), {ADD}",
+        "%bz = s32[] constant(0)\n  %bu = (s32[], s32[8]) tuple(%bz, %bx)\n"
+        "  %bw = (s32[], s32[8]) while(%bu), condition=%ic, body=%ib\n"
+        "  %br = s32[8] get-tuple-element(%bw), index=1",
+    )
+    text = T.module(ENTRY.replace("CALLS", "condition=%condition, body=%body"), inner + outer)
+    runs = {v.collective.computation: v.collective.trip_count for v in hlo.judge(text).verdicts}
+    assert runs == {"ic": 30, "condition": 6}
+
+
+def branches(count):
+    made = "".join(
+        f"""%branch{n} (p{n}: s32[8]) -> s32[8] {{
+  %p{n} = s32[8] parameter(0)
+  ROOT %q{n} = s32[8] all-reduce(%p{n}), {ADD}
+}}
+
+"""
+        for n in range(count)
+    )
+    names = ", ".join(f"%branch{n}" for n in range(count))
+    entry = f"""%x = s32[8] parameter(0), sharding={{replicated}}
+    %i = s32[] parameter(1), sharding={{replicated}}
+    ROOT %r = s32[8] conditional(%i{", %x" * count}), branch_computations={{{names}}}"""
+    return hlo.judge(T.module(entry, made), mesh=T.MESH)
+
+
+def test_branches_exclude_each_other():
+    judgement = branches(3)
+    account = accounts.of(judgement)
+    assert [(e.runs, e.at_most) for e in account] == [(1, True)] * 3
+    assert str(account.total) == "at most 3, 96 B"
+    assert "3 collectives run at most 3 times, " in content(judgement).headline
+    assert {r["runs"] for r in content(judgement).rows} == {"at most 1"}
+    key = "forward all-reduce(data, model)"
+    expected = expectations.exactly({key.removeprefix("forward "): 1})
+    ((line, _),) = expected.differences(account)
+    assert line.endswith("expected 1, found at most 3, 96 B")
+    assert not expectations.at_most({key.removeprefix("forward "): 3}).differences(account)
+
+
+def test_one_branch_always_runs():
+    account = accounts.of(branches(1))
+    assert str(account.total) == "1, 32 B"

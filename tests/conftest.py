@@ -21,9 +21,28 @@ AXES = ("data", "model")
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also run the tests that take long")
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="one case of each test, and none that compiles for TPU or GPU",
+    )
+
+
+def _quick(items):
+    """The first case of each test function that needs no accelerator's compiler."""
+    found = {}
+    for item in items:
+        if not any(map(item.get_closest_marker, ("tpu", "gpu", "triton", "full"))):
+            found.setdefault(item.nodeid.partition("[")[0], item)
+    return list(found.values())
 
 
 def pytest_collection_modifyitems(config, items):
+    if config.getoption("--quick"):
+        kept = _quick(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+        return
     # Deselected, not skipped: a skipped test is a test that runs nowhere, and .ci/run refuses it.
     if config.getoption("--full"):
         return

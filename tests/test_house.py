@@ -209,6 +209,54 @@ def test_every_class_of_hooks_is_in_the_order_of_installing():
         assert one.install is not Hooks.install
 
 
+ROOF = ast.parse((PACKAGE / "__init__.py").read_text())
+USES = ast.parse((ROOT / "tests" / "typing" / "uses.py").read_text())
+
+
+def declared():
+    """The names under TYPE_CHECKING in the package's __init__, each with its module."""
+    (block,) = (
+        node
+        for node in ROOF.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    return {alias.asname or alias.name: node.module for node in block.body for alias in node.names}
+
+
+def test_checkers_see_the_names_that_are_loaded():
+    """The lazy table, the names declared for checkers, and ``__all__`` are one list."""
+    names = declared()
+    modules = {name for name, module in names.items() if module == "shardrules"}
+    assert modules == set(shardrules._MODULES)
+    assert set(names) - modules == set(shardrules._HOME)
+    assert sorted(shardrules.__all__) == sorted([*shardrules._HOME, "__version__"])
+    for name in set(names) - modules:
+        assert getattr(importlib.import_module(names[name]), name) is getattr(shardrules, name)
+
+
+def used(*modules):
+    """The attributes of these names that the user's file reads."""
+    return {
+        node.attr
+        for node in ast.walk(USES)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in modules
+    }
+
+
+@pytest.mark.parametrize(
+    "module", ["shardrules", "aot", "errors", "hlo", "registry", "report", "testing"]
+)
+def test_the_users_file_uses_every_public_name(module):
+    if module == "shardrules":
+        names = set(shardrules.__all__)
+        assert names <= used("sr", "shardrules"), sorted(names - used("sr", "shardrules"))
+        return
+    names = set(getattr(shardrules, module).__all__)
+    assert names <= used(module), sorted(names - used(module))
+
+
 def test_public_names_are_all_there():
     for name in shardrules.__all__:
         assert getattr(shardrules, name) is not None

@@ -53,7 +53,7 @@ class Offloading:
 
 
 def assert_offloaded(
-    program: Any, *args, names: Sequence[str] | None = None, min_bytes: int = 1, **kwargs
+    program: Any, *args: Any, names: Sequence[str] | None = None, min_bytes: int = 1, **kwargs: Any
 ) -> Offloading:
     """Assert that a program keeps residuals in host memory: stores them there, and loads them.
 

@@ -161,6 +161,9 @@ testing.assert_outputs_replicated(op, 1.0, output_shardings=["{replicated}"])
 testing.assert_budget(op, 1.0, "budgets/train.toml")
 testing.assert_donated(op, 1.0, paths=["state"])
 testing.assert_no_host_transfers(op, 1.0, allow={"callback": "issue 12"})
+testing.assert_offloaded(op, 1.0, names=["block_in"], min_bytes=1024)
+testing.assert_offloaded(op, 1.0, names=8)  # wrong
+print(testing.named_values(op, 1.0))
 with testing.steady_state(warmup_count=1) as steady:
     steady.tick()
 testing.steady_state(warmup=1)  # wrong

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from shardrules import errors
 from shardrules.hlo.known import states as hs
@@ -82,7 +83,9 @@ class Output:
       reason: why it may differ, ``""`` where it is equal.
     """
 
-    def __init__(self, path, shape, state, relations, mesh):
+    def __init__(
+        self, path: tuple[int, ...], shape: hm.Shape, state: hs.State, relations: Any, mesh: Any
+    ):
         self.path: tuple[int, ...] = path
         self.shape: hm.Shape = shape
         self.equal: bool = state.proven == hd.EQUAL

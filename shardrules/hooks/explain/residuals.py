@@ -47,7 +47,7 @@ _SAME = ("copy", "copy_p", "device_put", "optimization_barrier", "reduce_precisi
 _ORDER = ("offloaded", "saved", "recomputed", "not a residual")
 
 
-def named_values(f: Callable, *args, **kwargs) -> list[NamedValue]:
+def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedValue]:
     """List the named values of a program with what its backward pass does with each.
 
     Args:

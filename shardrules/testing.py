@@ -19,6 +19,7 @@ from shardrules.checks import budget as budgets
 from shardrules.checks import updates
 from shardrules.checks.expectations import at_most, exactly, pick
 from shardrules.checks.host import assert_donated, assert_no_host_transfers
+from shardrules.checks.loops import assert_loop
 from shardrules.checks.offloaded import assert_offloaded, named_values
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
@@ -33,6 +34,7 @@ __all__ = [
     "assert_budget",
     "assert_collectives",
     "assert_donated",
+    "assert_loop",
     "assert_no_defensive_psum",
     "assert_no_host_transfers",
     "assert_offloaded",

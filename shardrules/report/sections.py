@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shardrules import hlo
-from shardrules.costs import donation, offloading, transfers
+from shardrules.costs import donation, launches, offloading, transfers
 
 __all__ = ["Section", "sections"]
 
@@ -28,7 +28,7 @@ class Section(NamedTuple):
 
 def sections(module: hlo.Module) -> tuple[Section, ...]:
     """List the sections of a module that hold anything."""
-    made = (make(module) for make in (_donation, _transfers, _offloading))
+    made = (make(module) for make in (_donation, _transfers, _offloading, _loops))
     return tuple(section for section in made if section.rows)
 
 
@@ -73,5 +73,25 @@ def _offloading(module: hlo.Module) -> Section:
         "Host memory",
         "buffers of one device in its host's memory, with the bytes that one execution moves",
         ("buffer", "shape", "bytes", "stored bytes", "loaded bytes", "source"),
+        rows,
+    )
+
+
+def _loops(module: hlo.Module) -> Section:
+    rows = tuple(
+        (
+            "  " * loop.depth + loop.source,
+            loop.trip_count,
+            loop.launches,
+            loop.copied_bytes,
+            "the host" if loop.host_decides else "",
+            loop.unknown,
+        )
+        for loop in launches.read(module)
+    )
+    return Section(
+        "Loops",
+        "launches (counted for GPUs) and copied bytes are of one trip; ? is not known",
+        ("loop", "trips", "launches", "copied bytes", "decides", "trips unknown because"),
         rows,
     )

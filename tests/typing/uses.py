@@ -163,6 +163,8 @@ testing.assert_donated(op, 1.0, paths=["state"])
 testing.assert_no_host_transfers(op, 1.0, allow={"callback": "issue 12"})
 testing.assert_offloaded(op, 1.0, names=["block_in"], min_bytes=1024)
 testing.assert_offloaded(op, 1.0, names=8)  # wrong
+testing.assert_loop(op, 1.0, max_launches_per_iteration=3, trip_count="static", at="op.py:1")
+testing.assert_loop(op, 1.0, max_launches_per_iteration="3")  # wrong
 print(testing.named_values(op, 1.0))
 with testing.steady_state(warmup_count=1) as steady:
     steady.tick()

@@ -1,0 +1,278 @@
+"""What each loop of a compiled program costs per trip: kernels launched, bytes copied, decisions.
+
+On a GPU each instruction of a scheduled computation that computes is one kernel, one call of a
+library or one copy, and XLA's fusions are what it could put together. A while loop whose trip count
+XLA knows is run as so many launches of its body; where it doesn't, the predicate is computed on the
+GPU and copied to the host, which waits for it and decides, trip by trip (xla/backends/gpu/runtime,
+WhileThunk). Instructions in a command buffer are recorded once and launched as one graph.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import NamedTuple
+
+from shardrules import hlo
+from shardrules.costs import walk
+from shardrules.hlo.proof import loops
+
+__all__ = ["Loop", "in_all", "platform", "read"]
+
+# Instructions that launch nothing on a GPU: names, constants in memory, and what waits for others.
+_NONE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier "
+    "optimization-barrier domain partition-id replica-id".split()
+)
+_LIBRARY = ("__cublas", "__cudnn", "__cub", "__cusolver", "__cufft")
+
+
+class Loop(NamedTuple):
+    """One while loop.
+
+    Attributes:
+      name: of its instruction.
+      source: its source line, or JAX's name for it.
+      depth: how many loops stand around it.
+      trip_count: of one run; None where the compiled program holds no static one.
+      unknown: what made it unknown.
+      launches: kernels, library calls, copies and graphs of one trip, its condition's too where the
+        host asks it; None with a loop of unknown length inside, and for other platforms than GPU.
+      kinds: of these, by kind.
+      host_decides: whether the host waits for the predicate on each trip.
+      copied_bytes: by copies, of one trip; None with a loop of unknown length inside.
+      graphs: command buffers launched on one trip, with what stands in them counted as one.
+    """
+
+    name: str
+    source: str
+    depth: int
+    trip_count: int | None
+    unknown: str
+    launches: int | None
+    kinds: tuple[tuple[str, int], ...]
+    host_decides: bool
+    copied_bytes: int | None
+    graphs: int
+
+
+class _Sum(NamedTuple):
+    """Launches by kind, bytes and graphs; ``known`` is false with a loop of unknown length."""
+
+    kinds: collections.Counter
+    bytes: int
+    graphs: int
+    known: bool
+
+    def plus(self, other: _Sum, times: int = 1) -> _Sum:
+        kinds = self.kinds + collections.Counter({k: n * times for k, n in other.kinds.items()})
+        return _Sum(
+            kinds,
+            self.bytes + other.bytes * times,
+            self.graphs + other.graphs * times,
+            self.known and other.known,
+        )
+
+
+def platform(module: hlo.Module) -> str | None:
+    """Tell which platform a compiled module is for, by what only its compiler writes; else None."""
+    hints = module.header.get("frontend_attributes", "")
+    if "fingerprint_before_lhs" in hints or "operation_queue_id" in module.text:
+        return "gpu"
+    return "tpu" if ":T(" in module.text else None
+
+
+def read(module: hlo.Module, on: str | None = None) -> list[Loop]:
+    """List a module's loops, outermost first, with what one trip launches on a GPU.
+
+    Args:
+      module: the compiled module.
+      on: ``gpu``, ``tpu`` or ``cpu``; what the text tells if None. Launches are counted for GPU
+        alone: a TPU runs a whole program, and a CPU launches nothing.
+    """
+    gpu = (on or platform(module)) == "gpu"
+    return [
+        _loop(module, place, gpu)
+        for place in walk.executed(module)
+        if place.instruction.opcode == "while"
+    ]
+
+
+def in_all(module: hlo.Module) -> int | None:
+    """Count what one execution launches on a GPU; None with a loop of unknown length."""
+    total = _sum(module, module.entry)
+    return sum(total.kinds.values()) if total.known else None
+
+
+def _loop(module: hlo.Module, place: walk.Place, gpu: bool) -> Loop:
+    instruction = place.instruction
+    trips = loops.trip_count(module, place.computation, instruction)
+    condition, body = _parts(module, instruction)
+    total = _sum(module, body)
+    # What the compiler wrote down decides how it runs, not what can be found out.
+    asked = gpu and "known_trip_count" not in (instruction.attribute("backend_config") or "")
+    if asked:
+        total = total.plus(_sum(module, condition))
+        total.kinds["copy of the predicate"] += 1
+    launches = total.known and gpu
+    return Loop(
+        instruction.name,
+        walk.where(module, place),
+        place.loop_depth,
+        trips,
+        "" if trips is not None else _unknown(module, place, condition, body),
+        sum(total.kinds.values()) if launches else None,
+        tuple(sorted(total.kinds.items())) if gpu else (),
+        asked,
+        total.bytes if total.known else None,
+        total.graphs,
+    )
+
+
+def _parts(module: hlo.Module, loop: hlo.Instruction) -> tuple[hlo.Computation, hlo.Computation]:
+    names = [(loop.attribute(key) or "").lstrip("%") for key in ("condition", "body")]
+    return module.computations[names[0]], module.computations[names[1]]
+
+
+def _sum(module: hlo.Module, computation: hlo.Computation) -> _Sum:
+    """Count what one run of a computation launches, with all that it calls."""
+    total = _Sum(collections.Counter(), 0, 0, True)
+    for instruction in computation.instructions:
+        opcode = instruction.opcode
+        if opcode in _NONE or opcode.endswith("-done"):
+            continue
+        if opcode == "while":
+            trips = loops.trip_count(module, computation, instruction)
+            condition, body = _parts(module, instruction)
+            inner = _sum(module, body)
+            total = total.plus(inner, trips) if trips is not None else total._replace(known=False)
+        elif opcode == "conditional":
+            total.kinds["branch that the host chooses"] += 1
+            branches = [_sum(module, module.computations[name]) for name in instruction.calls]
+            # At most: the branch that launches most.
+            total = total.plus(max(branches, key=lambda b: sum(b.kinds.values())))
+        elif opcode in ("call", "async-start"):
+            called = module.computations[instruction.calls[0]]
+            if opcode == "call" and called.name.startswith("command_buffer"):
+                total.kinds["graph"] += 1
+                total = total._replace(graphs=total.graphs + 1)
+            else:
+                total = total.plus(_sum(module, called))
+        else:
+            kind, size = _launch(instruction)
+            if kind:
+                total.kinds[kind] += 1
+                total = total._replace(bytes=total.bytes + size)
+    return total
+
+
+def _launch(instruction: hlo.Instruction) -> tuple[str, int]:
+    """Name what one instruction launches, with the bytes that it copies."""
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode == "custom-call":
+        target = (instruction.attribute("custom_call_target") or "").strip('"')
+        if target == "AllocateBuffer":
+            return "", 0
+        return ("library call" if target.startswith(_LIBRARY) else "custom call"), 0
+    if opcode == "copy":
+        return "copy", sum(
+            instruction.shape.leaves()[n].bytes for n in walk.result_leaves(instruction)
+        )
+    return {"fusion": "fusion"}.get(opcode, f"{opcode} kernel"), 0
+
+
+# -- what made a trip count unknown ---------------------------------------------------------------
+
+
+def _unknown(
+    module: hlo.Module, place: walk.Place, condition: hlo.Computation, body: hlo.Computation
+) -> str:
+    """Say which value of the condition is none that the compiler knows."""
+    read = sorted(_elements(condition, condition.root, frozenset()))
+    root = body.instructions[body.root]
+    if root.opcode == "tuple":
+        after = [_element(body, operand) for operand in root.operands]
+        elements = body.parameters[0].shape.elements or ()
+    else:  # a carry of one array is no tuple
+        after, elements = [_element(body, body.root)], (body.parameters[0].shape,)
+    if any(number >= min(len(after), len(elements)) for number in read):
+        return "the text does not show how its carry is made"
+    bounds = [
+        said
+        for number in read
+        if after[number] == number and (said := _origin(module, place, number))
+    ]
+    if bounds:
+        return "its bound is " + " and ".join(bounds)
+    changing = [str(elements[number]) for number in read if after[number] != number]
+    if changing:
+        return "its condition reads what each trip computes: " + ", ".join(changing)
+    return "its condition reads nothing of its carry"
+
+
+def _elements(computation: hlo.Computation, position: int, seen: frozenset[int]) -> set[int]:
+    """Give the elements of the loop's carry that a value of its condition is computed from."""
+    if position in seen:
+        return set()
+    number = _element(computation, position)
+    if number is not None:
+        return {number}
+    found: set[int] = set()
+    for operand in computation.instructions[position].operands:
+        found |= _elements(computation, operand, seen | {position})
+    return found
+
+
+def _element(computation: hlo.Computation, position: int) -> int | None:
+    """Give which element of the computation's parameter a value is, as it came; else None."""
+    instruction = computation.instructions[position]
+    while instruction.opcode in ("copy", "bitcast") and instruction.operands:
+        instruction = computation.instructions[instruction.operands[0]]
+    if instruction.opcode == "parameter" and not instruction.shape.is_tuple:
+        return 0
+    if instruction.opcode != "get-tuple-element":
+        return None
+    if computation.instructions[instruction.operands[0]].opcode != "parameter":
+        return None
+    return int(instruction.attribute("index") or 0)
+
+
+def _origin(module: hlo.Module, place: walk.Place, number: int) -> str:
+    """Name the value from outside that a loop carries unchanged; empty for a constant."""
+    computation = place.computation
+    path = [number] if place.instruction.shape.is_tuple else []
+    instruction = computation.instructions[place.instruction.operands[0]]
+    while True:
+        if instruction.opcode == "tuple" and path:
+            instruction = computation.instructions[instruction.operands[path.pop()]]
+        elif instruction.opcode == "get-tuple-element":
+            path.append(int(instruction.attribute("index") or 0))
+            instruction = computation.instructions[instruction.operands[0]]
+        elif instruction.opcode in ("copy", "bitcast") and instruction.operands:
+            instruction = computation.instructions[instruction.operands[0]]
+        elif instruction.opcode == "parameter" and (caller := _caller(module, computation)):
+            # XLA's CPU compiler puts small loops into calls.
+            computation, call = caller
+            instruction = computation.instructions[call.operands[int(instruction.literal)]]
+        else:
+            break
+    if instruction.opcode == "constant":
+        return ""
+    metadata = module.metadata(instruction)
+    if instruction.opcode == "parameter" and computation.is_entry:
+        return f"the argument {metadata.op_name or instruction.literal} ({instruction.shape})"
+    name = metadata.op_name.rpartition("/")[2] or instruction.name
+    at = f" at {metadata.frames[0]}" if metadata.frames else ""
+    return f"computed outside of it ({name}, {instruction.shape}{at})"
+
+
+def _caller(
+    module: hlo.Module, computation: hlo.Computation
+) -> tuple[hlo.Computation, hlo.Instruction] | None:
+    """Find the one call of a computation; None for several, and for what no call runs."""
+    found = [
+        (caller, instruction)
+        for caller in module.computations.values()
+        for instruction in caller.instructions
+        if computation.name in instruction.calls
+    ]
+    return found[0] if len(found) == 1 and found[0][1].opcode == "call" else None

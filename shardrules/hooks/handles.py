@@ -12,6 +12,7 @@ from typing import Any
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.autodiff.batched_vjp import BatchedVjpHooks
 from shardrules.hooks.autodiff.custom_vjp import CustomVjpHooks
+from shardrules.hooks.autodiff.placing import CastHooks
 from shardrules.hooks.calls.forgetful import ForgetfulHooks
 from shardrules.hooks.calls.mesh_kernels import MeshKernelHooks
 from shardrules.hooks.calls.pallas_call import PallasHooks
@@ -23,7 +24,7 @@ from shardrules.hooks.flow.refs import RefHooks
 from shardrules.hooks.flow.replay import ReplayHooks
 from shardrules.hooks.flow.retyping import Retyping
 from shardrules.hooks.rep import RepHooks
-from shardrules.hooks.state import POLICIES, Hooks, Scope, State
+from shardrules.hooks.state import CASTS, POLICIES, Hooks, Scope, State
 from shardrules.registry.binding import Binding, Declared
 from shardrules.registry.table import default
 
@@ -42,6 +43,7 @@ ORDER: tuple[type[Hooks], ...] = (
     ControlHooks,
     MeshKernelHooks,
     RefHooks,
+    CastHooks,
     RepHooks,
 )
 
@@ -76,7 +78,7 @@ class Handle:
         return f"<shardrules hooks, {'installed' if self._installed else 'uninstalled'}>"
 
 
-def install(*, unknown: str = "error", prove: bool = True) -> Handle:
+def install(*, unknown: str = "error", prove: bool = True, casts: str = "late") -> Handle:
     """Make shard_map's check follow the registry. For applications to call, once.
 
     Args:
@@ -85,24 +87,28 @@ def install(*, unknown: str = "error", prove: bool = True) -> Handle:
         the former with a warning.
       prove: whether a kernel that nobody declares may be proven not to communicate by its own
         jaxpr; with False, declarations alone count.
+      casts: where what is differentiated is cast to varying, whose transpose is a psum: ``late``,
+        at the first operation that asks for it, as JAX does; or ``cheapest``, where the psums of
+        the gradient move the fewest bytes (from JAX 0.6; before, casts stand where they stand).
 
     Returns:
       A handle; ``handle.uninstall()``, or leaving ``with install():``, puts JAX back as it was.
 
     Raises:
       UnsupportedJaxError: if this JAX's internals are not known; nothing was changed.
-      ShardrulesError: if ``unknown`` is not one of the three.
+      ShardrulesError: if ``unknown`` or ``casts`` is none of these.
     """
-    if unknown not in POLICIES:
-        raise ShardrulesError(
-            f"install(unknown={unknown!r}) is not known; it is one of "
-            f"{', '.join(map(repr, POLICIES))}",
-            policy=unknown,
-        )
+    for name, given, known in (("unknown", unknown, POLICIES), ("casts", casts, CASTS)):
+        if given not in known:
+            raise ShardrulesError(
+                f"install({name}={given!r}) is not known; it is one of "
+                f"{', '.join(map(repr, known))}",
+                **{name if name == "casts" else "policy": given},
+            )
     with _lock:
         _hold()
         handle = Handle()
-        _state.push(handle, Scope(True, unknown, prove=prove))
+        _state.push(handle, Scope(True, unknown, prove=prove, casts=casts))
     return handle
 
 

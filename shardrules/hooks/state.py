@@ -13,9 +13,10 @@ from shardrules.hooks.door.patching import Patches
 from shardrules.registry.binding import Binding
 from shardrules.registry.table import Overlay, Registry
 
-__all__ = ["COLLECT", "Claims", "Hooks", "Notes", "NotedSum", "Scope", "State", "POLICIES"]
+__all__ = ["COLLECT", "Claims", "Hooks", "Notes", "NotedSum", "Placement", "Scope", "State", "POLICIES"]
 
 POLICIES = ("error", "warn", "varying")
+CASTS = ("late", "cheapest")  # where casts of what is differentiated stand
 _H = TypeVar("_H", bound="Hooks")
 COLLECT = "collect"  # internal: note the call, take it for one that does not communicate
 
@@ -52,6 +53,23 @@ class NotedSum:
     why: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What ``install(casts="cheapest")`` did with one linear program before its transposition.
+
+    Args:
+      before_bytes: what the psums of its casts sum on each device, where JAX put them.
+      after_bytes: the same where they stand now.
+      casts: of each cast now: source line, shape, dtype, mesh axes, runs of the loops around.
+      why: why they stand where they stood, if that could not be told to be the cheapest.
+    """
+
+    before_bytes: int
+    after_bytes: int
+    casts: tuple[tuple[str, tuple[int, ...], Any, tuple[str, ...], int], ...]
+    why: str
+
+
 @dataclasses.dataclass(eq=False)
 class Notes:
     """What the hooks note while a program is traced to look at it only; equal to itself alone.
@@ -60,12 +78,14 @@ class Notes:
       unknown: each call without rule or proof, with its operands' axis types and the lines to
         paste.
       sums: each psum that was put in.
+      placements: where casts were placed anew.
     """
 
     unknown: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = dataclasses.field(
         default_factory=list
     )
     sums: list[NotedSum] = dataclasses.field(default_factory=list)
+    placements: list[Placement] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +100,7 @@ class Scope:
       claims: where the claims of ``already_summed`` are compared, or None.
       notes: where the hooks take notes of a trace that is for looking at only, or None.
       prove: whether a kernel's own jaxpr may prove what nobody declares.
+      casts: ``late``, where JAX puts them, or ``cheapest``.
     """
 
     active: bool = False
@@ -89,6 +110,7 @@ class Scope:
     claims: Claims | None = None
     notes: Notes | None = None
     prove: bool = True
+    casts: str = "late"
 
 
 class _Key:
@@ -105,10 +127,12 @@ class _Here(threading.local):
 
     Args:
       scope: the scope that was entered, or None.
+      heard: where sums of cotangents are noted that a bwd is traced for alone, or None.
       under: its overlays, the scope outside of them, and that scope with them.
     """
 
     scope: Scope | None = None
+    heard: list[tuple[int, frozenset[str]]] | None = None
     under: tuple[Any, Any, Any] = (None, None, None)
 
 
@@ -212,6 +236,26 @@ class State:
         notes = self.scope.notes
         if notes is not None:
             notes.sums.append(NotedSum(tuple(sorted(axes)), value.shape, value.dtype, at, why))
+
+    def note_placement(self, placement: Placement) -> None:
+        """Note where casts were placed anew, if anybody looks."""
+        notes = self.scope.notes
+        if notes is not None:
+            notes.placements.append(placement)
+
+    @contextlib.contextmanager
+    def hearing_sums(self):
+        """Note which cotangents of a bwd are summed in here: its place among them, and the axes."""
+        before, self._local.heard = self._local.heard, []
+        try:
+            yield self._local.heard
+        finally:
+            self._local.heard = before
+
+    def hear_sum(self, index: int, axes: frozenset[str]) -> None:
+        """Note that the hooks sum a bwd's cotangent, if anybody listens."""
+        if self._local.heard is not None:
+            self._local.heard.append((index, axes))
 
     # JAX's trace key.
 

@@ -102,7 +102,7 @@ def already_summed(ct: Any, *axes: str) -> Any:
         order = tuple(a for a in symbols.manual_axes() if a in over)
         if claims is not None:
             _compare(claims, leaf, order, where)
-        return _primitive().bind(leaf, axes=order)
+        return uncast(leaf, order)
 
     return jax.tree_util.tree_map(one, ct)
 
@@ -135,6 +135,16 @@ def checking_claims() -> Iterator[Claims]:
             f"sum:\n{places}\nreturn jax.lax.psum(ct, axes) there instead",
             places=tuple(sorted(claims.wrong)),
         )
+
+
+def uncast(x: Any, axes: tuple[str, ...]) -> Any:
+    """Type as invariant what is known to be the same on all devices along ``axes``.
+
+    Args:
+      x: an array that varies over the axes by its type alone.
+      axes: mesh axes, in the mesh's order.
+    """
+    return _primitive().bind(x, axes=axes)
 
 
 def _axes(jax: Jax, call: str, axes: tuple[Any, ...]) -> frozenset[str]:

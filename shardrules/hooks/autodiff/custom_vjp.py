@@ -80,7 +80,9 @@ class CustomVjpHooks(Hooks):
             if not self.jax.checking():
                 return bwd(*args)
             run = Bwd(self, bwd, parts, args)
-            return self._match(run, parts, run.cotangents())
+            with self.state.hearing_sums():  # those of bwds inside of this one are not its own
+                cotangents = run.cotangents()
+            return self._match(run, parts, cotangents)
 
     def _match(self, bwd, parts, cotangents):
         """Give each cotangent its primal's type; what can't be matched is left to JAX's errors."""
@@ -110,11 +112,11 @@ class CustomVjpHooks(Hooks):
                 return self.jax.SymbolicZero(
                     self.jax.with_axis_type(ct.aval, self.jax.cotangent_type(primal))
                 )
-            return self._cotangent(path, ct, primal, bwd)
+            return self._cotangent(path, index, ct, primal, bwd)
 
         return tree.tree_map_with_path(one, cotangents, primals, is_leaf=is_none)
 
-    def _cotangent(self, path, ct, primal, bwd):
+    def _cotangent(self, path, index, ct, primal, bwd):
         import jax
 
         have = self.jax.axis_type(self.jax.typeof(ct))
@@ -128,6 +130,7 @@ class CustomVjpHooks(Hooks):
             bwd.check_share(path, extra, have, want)
             order = tuple(a for a in self.jax.manual_axes() if a in extra)
             ct = jax.lax.psum(ct, order)
+            self.state.hear_sum(index, extra)
             self.state.note_sum(
                 order,
                 ct,

@@ -131,10 +131,14 @@ class Jax:
 
     def cotangent_type(self, primal: Any) -> AxisType:
         """Return the axis type that the cotangent of a primal aval must have."""
+        return self.axis_type(self.cotangent_aval(primal))
+
+    def cotangent_aval(self, primal: Any) -> Any:
+        """Return the aval of a primal aval's cotangent."""
         for name in ("to_ct_aval", "to_cotangent_aval", "to_tangent_aval"):
             if hasattr(primal, name):
-                return self.axis_type(getattr(primal, name)())
-        return self.axis_type(primal)
+                return getattr(primal, name)()
+        return primal
 
     def annotation(self, shape: Any) -> AxisType | None:
         """Return the axis type that the user wrote on an output, or None.

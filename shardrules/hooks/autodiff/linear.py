@@ -1,0 +1,544 @@
+"""The linear program that JAX transposes, as a graph in which casts are placed.
+
+What ``jax.grad`` transposes is a jaxpr whose inputs are residuals, which are known, and tangents.
+Each cast of a tangent from invariant to varying becomes a psum of its cotangent. Where in the
+program the tangent is cast is free: an operation gives the same on every device when its operands
+are the same, so it may as well work on what was cast before. Residuals are cast at no cost, since
+no gradient flows through them.
+
+For one mesh axis, each tangent is invariant or varying where it is made and where it is used; it
+costs its bytes, times the runs of the loops around, if it is invariant where it is made and varying
+where it is used. The cheapest choice is a minimum cut. A tangent that was invariant in the program
+as JAX traced it stays equal on all devices, wherever the casts stand; so it may also come back from
+varying, by an un-cast that moves nothing (as ``already_summed``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from shardrules.hooks.autodiff.mincut import INFINITE, Network
+from shardrules.hooks.door.compat import Jax
+
+__all__ = ["CALLS", "CASTS", "Graph", "Labels", "Value", "Where", "axes_named", "opened"]
+
+# Primitives that call one jaxpr with all of their operands, by JAX's names (0.6.0 to 0.12).
+CALLS = {
+    "pjit": "jaxpr",
+    "jit": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+}
+# Casts from invariant to varying.
+CASTS = ("pvary",)
+
+Where = tuple[Any, ...]  # the indices of the equations around a jaxpr, branches' numbers among them
+
+
+class Unplaceable(Exception):
+    """Casts stay where they are: the program holds what the graph has no form for."""
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A tangent.
+
+    Args:
+      aval: its aval in the program as it was traced.
+      varying: the mesh axes over which it varies there.
+      runs: how often it is made in one execution of the program.
+      at: the source line that made it, or empty.
+      cast_bytes: what casting it costs: its bytes times its runs.
+      castable: whether a cast may stand at it.
+      live: whether its cotangent may be anything but zero.
+      stays: whether it stays invariant where it is: it is less precise than what is cast later.
+    """
+
+    aval: Any
+    varying: frozenset[str]
+    runs: int
+    at: str
+    cast_bytes: int
+    castable: bool
+    live: bool = False
+    stays: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+    """What an operation asks of its operands' types and gives to its results'.
+
+    Args:
+      inputs: the tangents that it takes.
+      outputs: the tangents that it makes.
+      needed: the axes over which it has to vary: another operand does.
+      fixed: the axes over which operands and results keep the types that they have; None for all.
+      sums_bytes: for an axis, the bytes that it sums by itself where it stays invariant over it.
+      ties: whether operand and result are one value, as a scan's carry and its last state.
+    """
+
+    inputs: list[Value]
+    outputs: list[Value]
+    needed: frozenset[str] = frozenset()
+    fixed: frozenset[str] | None = frozenset()
+    sums_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    ties: bool = False
+
+    def fixes(self, axis: str) -> bool:
+        return self.fixed is None or axis in self.fixed
+
+
+@dataclasses.dataclass
+class Labels:
+    """Over which axes each tangent varies where it is made and where it is used.
+
+    Args:
+      made: by tangent.
+      used: by tangent; what is used as less is what stood before the cast.
+      steps: by step, the axes over which it varies.
+    """
+
+    made: dict[Value, frozenset[str]]
+    used: dict[Value, frozenset[str]]
+    steps: dict[Step, frozenset[str]]
+
+
+class Graph:
+    """The tangents of a linear program, and the steps between them.
+
+    Args:
+      jax: the symbols.
+      jaxpr: the program.
+      linear: for each of its inputs, whether it is a tangent.
+      wanted: for each of its outputs, whether its cotangent is not zero.
+      custom: from an equation of a custom_vjp's linear part to the axes over which the hooks sum
+        the cotangents of its tangents, each with the bytes; and whether its bwd is linear.
+      opaque: whether an equation is an opaque call.
+
+    Raises:
+      Unplaceable: if the program holds what this has no form for.
+    """
+
+    def __init__(
+        self,
+        jax: Jax,
+        jaxpr: Any,
+        linear: Sequence[bool],
+        wanted: Sequence[bool],
+        custom: Callable[[Any], tuple[dict[str, int], bool]],
+        opaque: Callable[[Any], bool],
+    ):
+        self.jax = jax
+        self.custom = custom
+        self.opaque = opaque
+        self.values: dict[tuple[Where, Any], Value] = {}
+        self.steps: list[Step] = []
+        self.at: dict[tuple[Where, int], Step] = {}  # an equation's own step
+        # As they stand: what is cast, and the result.
+        self.casts: list[tuple[Value, Value]] = []
+        ends = self._walk(jaxpr, (), linear, 1, True)
+        self.inputs = [self.values[(), v] for v, is_in in zip(jaxpr.invars, linear) if is_in]
+        self.ends = [value for value in ends if value is not None]
+        self._live([value for value, used in zip(ends, wanted) if value is not None and used])
+        self._keep_precision()
+
+    # From the program to the graph.
+
+    def _value(self, where: Where, var: Any, runs: int, castable: bool, at: str = "") -> Value:
+        aval = var.aval
+        if not self.jax.can_cast(aval):
+            raise Unplaceable(f"a gradient flows through {aval}")
+        kind = self.jax.axis_type(aval)
+        if kind.unreduced or kind.reduced:
+            raise Unplaceable("a tangent is unreduced or reduced over a mesh axis")
+        size_bytes = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
+        value = Value(aval, kind.varying, runs, at, size_bytes * runs, castable)
+        self.values[where, var] = value
+        return value
+
+    def _walk(
+        self, jaxpr: Any, where: Where, linear: Sequence[bool], runs: int, castable: bool
+    ) -> list[Value | None]:
+        """Add a jaxpr's tangents and steps; return the tangent of each of its outputs."""
+        for var, is_linear in zip(jaxpr.invars, linear):
+            if is_linear:
+                self._value(where, var, runs, castable)
+        for index, eqn in enumerate(jaxpr.eqns):
+            inputs = [self._read(where, atom) for atom in eqn.invars]
+            if any(value is not None for value in inputs):
+                self._equation(eqn, (*where, index), where, inputs, runs, castable)
+        return [self._read(where, atom) for atom in jaxpr.outvars]
+
+    def _read(self, where: Where, atom: Any) -> Value | None:
+        return None if hasattr(atom, "val") else self.values.get((where, atom))
+
+    def _equation(self, eqn, inside: Where, where: Where, inputs, runs: int, castable: bool):
+        name = eqn.primitive.name
+
+        def results(linear: Iterator[bool]) -> list[Value | None]:
+            at = self.jax.source_line(eqn.source_info)
+            return [
+                self._value(where, var, runs, castable, at) if is_linear else None
+                for var, is_linear in zip(eqn.outvars, linear)
+            ]
+
+        if name in CALLS:
+            inner = opened(eqn.params[CALLS[name]])
+            ends = self._inside(eqn, inner, inside, inputs, runs, castable)
+            self._join(ends, results(end is not None for end in ends), eqn.outvars)
+        elif name == "scan":
+            self._scan(eqn, inside, inputs, runs, castable, results)
+        elif name == "cond":
+            # Devices that take different branches must not meet in a psum there.
+            castable = castable and not self._axes(eqn.invars[0])
+            inners = [opened(one) for one in eqn.params["branches"]]
+            every = [
+                self._inside(eqn, inner, (*inside, i), inputs[1:], runs, castable, eqn.invars[1:])
+                for i, inner in enumerate(inners)
+            ]
+            made = results(any(end is not None for end in ends) for ends in zip(*every))
+            for inner, ends in zip(inners, every):
+                self._join(ends, made, inner.outvars)
+        elif name in CASTS:
+            (made,) = results(iter([True]))
+            assert made is not None
+            self.casts.append((inputs[0], made))
+            self.steps.append(Step([inputs[0]], [made]))
+        else:
+            self._operation(eqn, inside, inputs, results)
+
+    def _inside(self, eqn, inner, where: Where, inputs, runs: int, castable: bool, atoms=None):
+        """Add a jaxpr that an equation calls; its inputs are the equation's operands."""
+        atoms = eqn.invars if atoms is None else atoms
+        ends = self._walk(inner, where, [one is not None for one in inputs], runs, castable)
+        self._join(inputs, [self._read(where, var) for var in inner.invars], atoms)
+        return ends
+
+    def _join(self, givers, takers, atoms) -> None:
+        """Let each taker be its giver; one that takes a residual varies as that does."""
+        for giver, taker, atom in zip(givers, takers, atoms):
+            if taker is not None and giver is not None:
+                self.steps.append(Step([giver], [taker]))
+            elif taker is not None:
+                self.steps.append(Step([], [taker], self._axes(atom)))
+
+    def _scan(self, eqn, inside: Where, inputs, runs: int, castable: bool, results) -> None:
+        params, inner = eqn.params, opened(eqn.params["jaxpr"])
+        constants, carries = scan_counts(params)
+        linear = [value is not None for value in inputs]
+        while True:  # what a carry is after a step, it is before the next
+            ends = _linear_outputs(inner, linear)
+            grown = list(linear)
+            for i in range(carries):
+                grown[constants + i] |= ends[i]
+            if grown == linear:
+                break
+            linear = grown
+        made = results(linear[constants + i] if i < carries else end for i, end in enumerate(ends))
+        values = self._walk(inner, inside, linear, runs * params["length"], castable)
+        takers = [self._read(inside, var) for var in inner.invars]
+        self._join(inputs, takers, eqn.invars)
+        before = takers[constants : constants + carries]
+        self._join(values[:carries], before, inner.outvars)
+        self._join(values[carries:], made[carries:], inner.outvars[carries:])
+        for carry, result in zip(before, made):
+            if carry is not None:
+                assert result is not None
+                self.steps.append(Step([carry], [result], ties=True))
+
+    def _operation(self, eqn, inside: Where, inputs, results) -> None:
+        outputs = results(itertools.repeat(True, len(eqn.outvars)))
+        tangents = [value for value in inputs if value is not None]
+        step = Step(tangents, outputs)
+        self.steps.append(step)
+        self.at[inside] = step
+        if eqn.primitive.name == "custom_lin":
+            sums, is_linear = self.custom(eqn)
+            every = frozenset(self.jax.manual_axes())
+            varied = frozenset().union(*(self._axes(atom) for atom in (*eqn.invars, *eqn.outvars)))
+            step.fixed = (varied if is_linear else every) - frozenset(sums)
+            step.sums_bytes = {axis: count * tangents[0].runs for axis, count in sums.items()}
+            return
+        types = [self._axes(atom) for atom in eqn.invars]
+        joined = frozenset().union(*types)
+        alike = all(one == joined for one in types) and all(
+            value.varying == joined for value in outputs
+        )
+        named = axes_named(eqn.params)
+        if self.opaque(eqn):
+            step.fixed = None
+        elif alike and not _holds_jaxpr(eqn.params) and not eqn.effects:
+            step.fixed = named
+            step.needed = frozenset().union(
+                *(one for one, value in zip(types, inputs) if value is None)
+            )
+        elif named and not _holds_jaxpr(eqn.params):  # a collective
+            step.fixed = named | frozenset().union(
+                *(joined ^ one for one in (*types, *(value.varying for value in outputs)))
+            )
+            step.needed = frozenset().union(
+                *(one for one, value in zip(types, inputs) if value is None)
+            )
+        else:
+            step.fixed = None
+
+    def _axes(self, atom: Any) -> frozenset[str]:
+        return self.jax.axis_type(atom.aval).varying
+
+    def _live(self, ends: list[Value]) -> None:
+        """Mark the tangents whose cotangent is not known to be zero."""
+        makers: dict[Value, list[Step]] = {}
+        for step in self.steps:
+            for value in step.outputs:
+                makers.setdefault(value, []).append(step)
+        queue = list(ends)
+        while queue:
+            value = queue.pop()
+            if not value.live:
+                value.live = True
+                queue += [one for step in makers.get(value, ()) for one in step.inputs]
+
+    def _keep_precision(self) -> None:
+        """Let casts stand only where what is summed is as precise as where they stand now.
+
+        A tangent of bf16 that becomes float32 before it is cast is not cast as bf16, nor before it
+        became bf16: each device's share would be rounded before they are summed.
+        """
+        makers: dict[Value, list[Step]] = {}
+        for step in self.steps:
+            for value in step.outputs:
+                makers.setdefault(value, []).append(step)
+        sites = [value for value, _ in self.casts if value.live]
+        sites += [value for step in self.steps if step.sums_bytes for value in step.inputs]
+        seen: set[tuple[Value, int]] = set()
+        queue = [(value, value.aval.dtype.itemsize) for value in sites]
+        while queue:
+            value, width = queue.pop()
+            if (value, width) not in seen:
+                seen.add((value, width))
+                value.stays = value.stays or value.aval.dtype.itemsize < width
+                queue += [(one, width) for step in makers.get(value, ()) for one in step.inputs]
+
+    # From the graph to the cheapest casts.
+
+    def cheapest(self) -> Labels:
+        """Return the cheapest labels: axis by axis in each order, what is cut already being free.
+
+        Casts of one tangent over several axes share one psum. That is not submodular, so no single
+        cut expresses it.
+        """
+        axes = [
+            axis
+            for axis in self.jax.manual_axes()
+            if any(axis in made.varying - value.varying for value, made in self.casts)
+            or any(axis in step.sums_bytes for step in self.steps)
+        ]
+        best = None
+        for order in itertools.permutations(axes):
+            labels = self._as_traced()
+            cut: set[Value] = set()
+            for axis in order:
+                cut |= self._cut(axis, labels, cut)
+            cost = self.cost(labels)
+            if best is None or cost < best[0]:
+                best = cost, labels
+        return best[1] if best else self._as_traced()
+
+    def _as_traced(self) -> Labels:
+        made = {value: value.varying for value in self.values.values()}
+        steps = {
+            step: frozenset().union(step.needed, *(value.varying for value in step.inputs))
+            for step in self.steps
+        }
+        return Labels(made, dict(made), steps)
+
+    def _cut(self, axis: str, labels: Labels, free: set[Value]) -> set[Value]:
+        """Label everything for one axis by a minimum cut; return the tangents that are cast."""
+        net = Network()
+        makes = {value: net.node() for value in self.values.values()}
+        uses = {value: net.node() for value in makes}
+        for value, made in makes.items():
+            net.edge(made, uses[value], self._price(value, free))
+            net.edge(uses[value], made)
+            if value.stays and axis not in value.varying:
+                net.edge(net.source, uses[value])
+        for value in self.inputs:
+            self._fix(net, makes[value], axis in value.varying)
+        for value in self.ends:
+            if axis in value.varying:
+                net.edge(uses[value], net.sink)
+        nodes = {step: net.node() for step in self.steps}
+        for step, node in nodes.items():
+            if step.fixes(axis):
+                for value in step.inputs:
+                    if axis in value.varying:
+                        net.edge(uses[value], net.sink)
+                for value in step.outputs:
+                    self._fix(net, makes[value], axis in value.varying)
+                continue
+            if axis in step.sums_bytes:
+                # Results keep their types; operands are all cast before, or summed by the step.
+                net.edge(node, net.sink, step.sums_bytes[axis] * _SCALE + 1)
+                for value in step.outputs:
+                    self._fix(net, makes[value], axis in value.varying)
+            else:
+                if axis in step.needed:
+                    net.edge(node, net.sink)
+                for value in step.outputs:
+                    net.edge(node, makes[value])
+                    net.edge(makes[value], node)
+            for value in step.inputs:
+                net.edge((makes if step.ties else uses)[value], node)
+                if (
+                    step.ties or axis in value.varying
+                ):  # what was not invariant as traced can't come back
+                    net.edge(node, makes[value])
+        varies = net.sink_side()
+        for value in makes:
+            labels.made[value] = _with(labels.made[value], axis, makes[value] in varies)
+            labels.used[value] = _with(labels.used[value], axis, uses[value] in varies)
+        for step, node in nodes.items():
+            if not step.fixes(axis):
+                labels.steps[step] = _with(labels.steps[step], axis, node in varies)
+        return {
+            value
+            for value in makes
+            if value.live and uses[value] in varies and makes[value] not in varies
+        }
+
+    def _fix(self, net: Network, node: int, varies: bool) -> None:
+        if varies:
+            net.edge(node, net.sink)
+        else:
+            net.edge(net.source, node)
+
+    def _price(self, value: Value, free: set[Value]) -> int:
+        if not value.live:
+            return 0
+        if not value.castable:
+            return INFINITE
+        # Of two that cost the same bytes, the one with fewer psums.
+        return value.runs if value in free else value.cast_bytes * _SCALE + value.runs
+
+    def cost(self, labels: Labels) -> int:
+        """Return the bytes that the cotangents' psums sum, on each device, under these labels."""
+        total = sum(
+            value.cast_bytes
+            for value in self.values.values()
+            if value.live and labels.used[value] - labels.made[value]
+        )
+        for step in self.steps:
+            stay = [
+                count for axis, count in step.sums_bytes.items() if axis not in labels.steps[step]
+            ]
+            total += max(stay, default=0)
+        return total
+
+    def cost_as_traced(self) -> int:
+        """Return the bytes that they sum where the casts stand now."""
+        return sum(value.cast_bytes for value, made in self.casts if made.live) + sum(
+            max(step.sums_bytes.values(), default=0) for step in self.steps
+        )
+
+
+_SCALE = 1 << 20
+
+
+def _with(axes: frozenset[str], axis: str, varies: bool) -> frozenset[str]:
+    return axes | {axis} if varies else axes - {axis}
+
+
+# JAX's primitives that are linear in all operands together, and in any one of them with the
+# others known.
+_LINEAR = frozenset(
+    "add_any sub add neg reduce_sum broadcast_in_dim reshape transpose squeeze expand_dims slice "
+    "concatenate copy copy_p rev cumsum pvary real imag reduce_precision".split()
+)
+_BILINEAR = frozenset("mul dot_general conv_general_dilated".split())
+_LINEAR_IN_FIRST = frozenset("div dynamic_slice gather".split())
+
+
+def linear_in(jaxpr: Any, inputs: Sequence[Any]) -> bool:
+    """Whether all outputs of a jaxpr are known to be linear in some of its inputs together.
+
+    Args:
+      jaxpr: without its constants.
+      inputs: those of its variables.
+    """
+    reached = set(inputs)
+
+    def moves(atom):
+        return not hasattr(atom, "val") and atom in reached
+
+    for eqn in jaxpr.eqns:
+        name, moving = eqn.primitive.name, [moves(atom) for atom in eqn.invars]
+        if not any(moving):
+            continue
+        if name in CALLS:
+            inner = opened(eqn.params[CALLS[name]])
+            fine = linear_in(inner, [v for v, one in zip(inner.invars, moving) if one])
+        elif name == "convert_element_type":
+            old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+            fine = old.kind == new.kind  # float0 and integers are none
+        elif name == "select_n":
+            fine = not moving[0] and all(moving[1:])
+        elif name in _LINEAR:
+            fine = all(moving)
+        elif name in _BILINEAR:
+            fine = sum(moving) == 1
+        else:
+            fine = name in _LINEAR_IN_FIRST and moving[0] and not any(moving[1:])
+        if not fine:
+            return False
+        reached.update(eqn.outvars)
+    return all(moves(atom) for atom in jaxpr.outvars)
+
+
+def _linear_outputs(jaxpr: Any, linear: Sequence[bool]) -> list[bool]:
+    """Return which outputs depend on the tangents among a jaxpr's inputs."""
+    reached = {var for var, is_in in zip(jaxpr.invars, linear) if is_in}
+    for eqn in jaxpr.eqns:
+        if any(not hasattr(atom, "val") and atom in reached for atom in eqn.invars):
+            reached.update(eqn.outvars)
+    return [not hasattr(atom, "val") and atom in reached for atom in jaxpr.outvars]
+
+
+def _holds_jaxpr(params: dict[str, Any]) -> bool:
+    return any(
+        opened(one) is not None
+        for value in params.values()
+        for one in (value if isinstance(value, (tuple, list)) else (value,))
+    )
+
+
+def axes_named(params: dict[str, Any]) -> frozenset[str]:
+    """Return the strings among an equation's parameters: mesh axes, if any, are among them."""
+    found: set[str] = set()
+    queue = list(params.values())
+    while queue:
+        one = queue.pop()
+        if isinstance(one, str):
+            found.add(one)
+        elif isinstance(one, (tuple, list, set, frozenset)):
+            queue += one
+    return frozenset(found)
+
+
+def opened(value: Any) -> Any:
+    """Return a jaxpr without its constants; None for what is no jaxpr."""
+    value = getattr(value, "jaxpr", value)
+    return value if hasattr(value, "eqns") and hasattr(value, "invars") else None
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Return how many of a scan's operands are constants, and how many after these its carry."""
+    if "ft_in" in params:  # from JAX 0.11: pytrees of the constants, the carry and the rest
+        constants, carry, _ = map(len, params["ft_in"].unpack())
+        return constants, carry
+    return params["num_consts"], params["num_carry"]

@@ -1,0 +1,85 @@
+"""The minimum cut of a small directed graph, by Dinic's algorithm.
+
+Y. Dinitz, "Algorithm for solution of a problem of maximum flow in networks with power estimation",
+Soviet Mathematics Doklady 11 (1970). Written here since the package has no dependency that has it.
+"""
+
+from __future__ import annotations
+
+import collections
+
+__all__ = ["INFINITE", "Network"]
+
+INFINITE = 1 << 100  # integers don't overflow here; no sum of bytes comes near it
+
+
+class Network:
+    """A network with a source and a sink; capacities are integers."""
+
+    def __init__(self):
+        self._heads: list[int] = []
+        self._left: list[int] = []  # what each edge can still take; edge e's reverse is e ^ 1
+        self._edges: list[list[int]] = []
+        self.source, self.sink = self.node(), self.node()
+
+    def node(self) -> int:
+        """Add a node."""
+        self._edges.append([])
+        return len(self._edges) - 1
+
+    def edge(self, tail: int, head: int, capacity: int = INFINITE) -> None:
+        """Add an edge: where the cut leaves ``tail`` at the source, it pays or keeps ``head``."""
+        for one, other, can in ((tail, head, capacity), (head, tail, 0)):
+            self._edges[one].append(len(self._heads))
+            self._heads.append(other)
+            self._left.append(can)
+
+    def sink_side(self) -> set[int]:
+        """Return the nodes at the sink's side of the minimum cut that lies nearest to the sink."""
+        while (level := self._levels()) is not None:
+            self._block(level)
+        found, queue = {self.sink}, [self.sink]
+        while queue:
+            for edge in self._edges[queue.pop()]:
+                tail = self._heads[edge]
+                if self._left[edge ^ 1] and tail not in found:
+                    found.add(tail)
+                    queue.append(tail)
+        return found
+
+    def _levels(self) -> dict[int, int] | None:
+        """Return how far from the source each node is, or None if the sink can't be reached."""
+        level, queue = {self.source: 0}, collections.deque([self.source])
+        while queue:
+            node = queue.popleft()
+            for edge in self._edges[node]:
+                head = self._heads[edge]
+                if self._left[edge] and head not in level:
+                    level[head] = level[node] + 1
+                    queue.append(head)
+        return level if self.sink in level else None
+
+    def _block(self, level: dict[int, int]) -> None:
+        """Send all that shortest paths can take, one path at a time and with no recursion."""
+        todo = [list(edges) for edges in self._edges]
+        path: list[int] = []
+        while True:
+            node = self._heads[path[-1]] if path else self.source
+            if node == self.sink:
+                amount = min(self._left[edge] for edge in path)
+                for edge in path:
+                    self._left[edge] -= amount
+                    self._left[edge ^ 1] += amount
+                full = next(i for i, edge in enumerate(path) if not self._left[edge])
+                del path[full:]
+                continue
+            while todo[node]:
+                edge = todo[node][-1]
+                if self._left[edge] and level.get(self._heads[edge]) == level[node] + 1:
+                    path.append(edge)
+                    break
+                todo[node].pop()
+            else:
+                if not path:
+                    return
+                todo[self._heads[path.pop() ^ 1]].pop()

@@ -1,0 +1,462 @@
+"""Casts of tangents at the minimum cut: ``install(casts="cheapest")``.
+
+JAX casts as late as it can, and the psum that a cast becomes stands there in the backward pass: in
+every step of a scan, or over the many rows that one row was repeated to. Just before JAX transposes
+the linear part of a shard_map's body, its casts are placed anew (``linear``), and nothing else of
+the program changes: forward passes, residuals and a bwd's own equations are what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from shardrules.hooks.autodiff.casts import uncast
+from shardrules.hooks.autodiff.linear import (
+    CALLS,
+    CASTS,
+    Graph,
+    Labels,
+    Unplaceable,
+    Value,
+    Where,
+    linear_in,
+    opened,
+    scan_counts,
+)
+from shardrules.hooks.door.compat import Jax
+from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.flow.retyping import Retyping
+from shardrules.hooks.state import Hooks, Placement, State
+from shardrules.registry.axistypes import AxisType
+
+__all__ = ["CastHooks"]
+
+
+class CastHooks(Hooks):
+    """The hook at the transposition of linear programs."""
+
+    def __init__(self, jax: Jax, state: State):
+        super().__init__(jax, state)
+        self._local = threading.local()
+
+    def install(self, patches: Patches) -> None:
+        """Replace the functions that transpose a jaxpr."""
+        if not self.jax.typed:
+            return
+        for key in ("backward_pass", "backward_pass3"):
+            if getattr(self.jax, key) is not None:
+                transpose = getattr(self.jax, key)
+                patches.attribute(*self.jax.owner(key), functools.partial(self._run, transpose))
+
+    def _run(self, transpose, jaxpr, transform_stack, consts, primals_in, *rest, **kwargs):
+        busy = getattr(self._local, "busy", False)
+        if busy or self.state.scope.casts != "cheapest" or not self.acts:
+            return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
+        cotangents = rest[0] if rest else next(iter(kwargs.values()))
+        with self._once():
+            placed = self._placed(jaxpr, primals_in, cotangents)
+            return transpose(placed, transform_stack, consts, primals_in, *rest, **kwargs)
+
+    @contextlib.contextmanager
+    def _once(self):
+        """Leave what is transposed inside of this alone: it was looked at as a part of it."""
+        self._local.busy = True
+        try:
+            yield
+        finally:
+            self._local.busy = False
+
+    def _placed(self, jaxpr: Any, primals_in: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        linear = [
+            isinstance(x, (self.jax.UndefinedPrimal, *self._accumulators)) for x in primals_in
+        ]
+        wanted = [not isinstance(ct, self.jax.Zero) for ct in cotangents]
+        try:
+            graph = Graph(self.jax, jaxpr, linear, wanted, self._sums, self._is_opaque)
+            before_bytes = graph.cost_as_traced()
+            if not before_bytes:
+                return jaxpr
+            labels = graph.cheapest()
+            after_bytes = graph.cost(labels)
+            if after_bytes >= before_bytes:
+                self.state.note_placement(Placement(before_bytes, before_bytes, (), ""))
+                return jaxpr
+            writer = Writer(self, graph, labels)
+            placed = writer.jaxpr(jaxpr, (), [atom.aval for atom in jaxpr.outvars])
+        except Unplaceable as error:
+            self.state.note_placement(Placement(0, 0, (), str(error)))
+            return jaxpr
+        if writer.bytes >= before_bytes:
+            self.state.note_placement(Placement(before_bytes, before_bytes, (), ""))
+            return jaxpr
+        self.state.note_placement(Placement(before_bytes, writer.bytes, tuple(writer.casts), ""))
+        return placed
+
+    @property
+    def _accumulators(self) -> tuple[type, ...]:
+        one = self.jax.GradAccum
+        return () if one is None else (one,)
+
+    def _is_opaque(self, eqn: Any) -> bool:
+        return self.state.known_of(eqn.primitive, eqn.params) is not None
+
+    def _sums(self, eqn: Any) -> tuple[dict[str, int], bool]:
+        """Return what the hooks sum of the cotangents that a custom_vjp's bwd returns.
+
+        An axis over which bwd itself returns the whole sum of one is not among them: a cast before
+        would only add a psum.
+
+        Args:
+          eqn: the equation of its linear part.
+
+        Returns:
+          The bytes by mesh axis; and whether bwd is linear, so that it may as well be given the
+          shares of a cotangent, and what it returns be summed.
+        """
+        import jax
+
+        params = eqn.params
+        count = params["num_res"]
+        residuals, tangents = eqn.invars[:count], eqn.invars[count:]
+        axis_types = [self.jax.axis_type(atom.aval) for atom in tangents]
+        arriving = frozenset().union(
+            *(self.jax.axis_type(atom.aval).varying for atom in (*residuals, *eqn.outvars))
+        )
+        if any(one.unreduced or one.reduced for one in axis_types):
+            raise Unplaceable("a custom_vjp's primal is unreduced or reduced over a mesh axis")
+        avals = [atom.aval for atom in residuals]
+        avals += [self.jax.cotangent_aval(var.aval) for var in eqn.outvars]
+        zeros: list[bool] = []
+
+        def run(*flat):
+            flat = [self.jax.cast(x, self.jax.axis_type(a)) for x, a in zip(flat, avals)]
+            returned = list(params["bwd"].call_wrapped(*flat))
+            zeros[:] = [isinstance(x, (self.jax.Zero, self.jax.SymbolicZero)) for x in returned]
+            return [x for x, zero in zip(returned, zeros) if not zero]
+
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        with self.state.hearing_sums() as heard:
+            traced = jax.make_jaxpr(run)(*structs)
+        is_linear = linear_in(traced.jaxpr, traced.jaxpr.invars[count:])
+        summed: dict[int, frozenset[str]] = dict(heard)
+        indices = [i for i, zero in enumerate(params["in_zeros"]) if not zero]
+        found: dict[str, int] = {}
+        for axis in arriving:
+            whole = [
+                i
+                for i, one in zip(indices, axis_types)
+                if axis not in one.varying and not zeros[i] and axis not in summed.get(i, ())
+            ]
+            size_bytes = sum(
+                math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
+                for i, atom in zip(indices, tangents)
+                if axis in summed.get(i, ())
+            )
+            if size_bytes and not whole:
+                found[axis] = size_bytes
+        return found, is_linear
+
+
+class Writer:
+    """Writes a program anew, with casts where the labels say.
+
+    Args:
+      hooks: the hooks.
+      graph: the program's tangents and steps.
+      labels: where they vary.
+
+    Attributes:
+      bytes: what the cotangents' psums sum now, on each device.
+      casts: for each cast of a tangent whose cotangent is not zero: source line, shape, dtype,
+        axes, runs.
+    """
+
+    def __init__(self, hooks: CastHooks, graph: Graph, labels: Labels):
+        self.hooks = hooks
+        self.jax = hooks.jax
+        self.graph = graph
+        self.labels = labels
+        self.bytes = 0
+        self.casts: list[tuple[str, tuple[int, ...], Any, tuple[str, ...], int]] = []
+        self._written: dict[Any, tuple[Any, int, list[Any]]] = {}
+        self._under: dict[Where, list[Value]] = {}
+        for (where, _), value in graph.values.items():
+            for depth in range(len(where) + 1):
+                self._under.setdefault(where[:depth], []).append(value)
+
+    def aval(self, value: Value) -> Any:
+        """Return a tangent's aval as it is made now."""
+        return self.retyped(value.aval, self.labels.made[value])
+
+    def retyped(self, aval: Any, axes: frozenset[str]) -> Any:
+        have = self.jax.axis_type(aval)
+        return self.jax.with_axis_type(aval, AxisType(axes, have.unreduced, have.reduced))
+
+    def jaxpr(self, jaxpr: Any, where: Where, ends: Sequence[Any]) -> Any:
+        """Return a jaxpr of the program.
+
+        Args:
+          jaxpr: with or without its constants.
+          where: where it stands.
+          ends: the avals that its outputs are to have.
+        """
+        inner = opened(jaxpr)
+        # One program that is called in two places stays one where it can.
+        under = self._under.get(where, ())
+        key = (
+            id(jaxpr),
+            tuple((self.labels.made[one], self.labels.used[one], one.live) for one in under),
+            tuple(map(self.jax.axis_type, ends)),
+            tuple(one.runs for one in under[:1]),
+        )
+        if key not in self._written:
+            before = self.bytes, len(self.casts)
+            new = self._write(jaxpr, inner, where, ends)
+            if where and all(self.labels.made[one] == one.varying for one in under):
+                if all(
+                    self.jax.axis_type(a.aval) == self.jax.axis_type(b)
+                    for a, b in zip(inner.outvars, ends)
+                ):
+                    new = jaxpr  # with the casts that it had
+            self._written[key] = new, self.bytes - before[0], self.casts[before[1] :]
+            return new
+        new, size_bytes, casts = self._written[key]
+        self.bytes += size_bytes
+        self.casts += casts
+        return new
+
+    def _write(self, jaxpr: Any, inner: Any, where: Where, ends: Sequence[Any]) -> Any:
+        body = Body(self, inner, where)
+        invars = [body.renew(var) for var in inner.invars]
+        for index, eqn in enumerate(inner.eqns):
+            body.write(eqn, index)
+        outvars = [
+            body.read(atom, self.jax.axis_type(end).varying, None)
+            for atom, end in zip(inner.outvars, ends)
+        ]
+        new = inner.replace(
+            invars=invars, eqns=body.eqns, outvars=outvars, debug_info=inner.debug_info
+        )
+        return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+    def cost(self, value: Value, axes: frozenset[str], eqn: Any) -> None:
+        if value.live:
+            self.bytes += value.cast_bytes
+            at = value.at or (self.jax.source_line(eqn.source_info) if eqn is not None else "")
+            self.casts.append(
+                (at, value.aval.shape, value.aval.dtype, tuple(sorted(axes)), value.runs)
+            )
+
+
+class Body:
+    """One jaxpr that is being written.
+
+    Args:
+      writer: the writer.
+      inner: the jaxpr as it was.
+      where: where it stands.
+    """
+
+    def __init__(self, writer: Writer, inner: Any, where: Where):
+        self.writer = writer
+        self.jax = writer.jax
+        self.graph = writer.graph
+        self.labels = writer.labels
+        self.inner = inner
+        self.where = where
+        self.env: dict[Any, Any] = {}
+        self.cast: dict[tuple[Any, frozenset[str]], Any] = {}
+        self.eqns: list[Any] = []
+
+    def value(self, atom: Any) -> Value | None:
+        return None if hasattr(atom, "val") else self.graph.values.get((self.where, atom))
+
+    def renew(self, var: Any) -> Any:
+        """Return the variable that one has become."""
+        value = self.value(var)
+        if value is None or self.writer.aval(value) is var.aval:
+            return var
+        self.env[var] = variable(var, self.writer.aval(value))
+        return self.env[var]
+
+    def read(self, atom: Any, want: frozenset[str] | None, eqn: Any) -> Any:
+        """Return an atom that varies over ``want``; None leaves what is no tangent as it is.
+
+        A tangent is cast once, to all that it is used as: what takes less of it takes it back from
+        there, so that its cotangents share one psum.
+        """
+        value = self.value(atom)
+        now = atom if hasattr(atom, "val") else self.env.get(atom, atom)
+        if want is None or not self.jax.can_cast(atom.aval):
+            return now
+        have = self.jax.axis_type(now.aval).varying
+        if have == want:
+            return now
+        if hasattr(atom, "val"):
+            return self._cast(now, want, eqn)
+        if (atom, want) not in self.cast:
+            used = have if value is None else self.labels.used[value]
+            if value is None:
+                if have - want:
+                    raise Unplaceable("a residual varies where its result does not")
+                made = self._cast(now, want, eqn)
+            elif want - have and used != want:
+                made = self._uncast(self.read(atom, used, eqn), want, eqn)
+            elif want - have:
+                self.writer.cost(value, want - have, eqn)
+                made = self._cast(now, want, eqn)
+            else:
+                made = self._uncast(now, want, eqn)
+            self.cast[atom, want] = made
+        return self.cast[atom, want]
+
+    def _cast(self, atom: Any, want: frozenset[str], eqn: Any) -> Any:
+        have = self.jax.axis_type(atom.aval)
+        wide = have.vary(*(want - have.varying))
+        made = self._bind(lambda x: self.jax.cast(x, wide), atom, eqn)
+        left = wide.varying - want
+        return self._uncast(made, want, eqn) if left else made
+
+    def _uncast(self, atom: Any, want: frozenset[str], eqn: Any) -> Any:
+        left = self.jax.axis_type(atom.aval).varying - want
+        order = tuple(a for a in self.jax.manual_axes() if a in left)
+        return self._bind(lambda x: uncast(x, order), atom, eqn)
+
+    def _bind(self, function, atom: Any, eqn: Any) -> Any:
+        import jax
+
+        jaxpr = jax.make_jaxpr(lambda x: function(self.jax.cast(x, self.jax.axis_type(atom.aval))))(
+            jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+        ).jaxpr
+        # The first cast only gave the argument the type that the atom has.
+        known = {jaxpr.invars[0]: atom}
+        info = eqn.source_info if eqn is not None else self._last_info()
+        for one in jaxpr.eqns:
+            if known.get(one.invars[0]) is atom and self.jax.axis_type(
+                one.outvars[0].aval
+            ) == self.jax.axis_type(atom.aval):
+                known[one.outvars[0]] = atom
+                continue
+            (out,) = one.outvars
+            new = variable(out, out.aval)
+            self.eqns.append(
+                one.replace(invars=[known[one.invars[0]]], outvars=[new], source_info=info)
+            )
+            known[out] = new
+        return known[jaxpr.outvars[0]]
+
+    def _last_info(self) -> Any:
+        return self.inner.eqns[-1].source_info
+
+    # Equations.
+
+    def write(self, eqn: Any, index: int) -> None:
+        """Write the equations that take an equation's place."""
+        tangents = [self.value(atom) for atom in eqn.invars]
+        if all(value is None for value in tangents):
+            self.eqns.append(eqn)
+            return
+        name = eqn.primitive.name
+        if name in CASTS:
+            (value,) = (self.value(eqn.outvars[0]),)
+            self.env[eqn.outvars[0]] = self.read(eqn.invars[0], self.labels.made[value], eqn)
+            return
+        inside = (*self.where, index)
+        if name in CALLS:
+            self._call(eqn, CALLS[name], inside)
+        elif name == "scan":
+            self._scan(eqn, inside)
+        elif name == "cond":
+            self._cond(eqn, inside)
+        else:
+            self._operation(eqn, self.graph.at[inside])
+
+    def _made(self, var: Any) -> frozenset[str] | None:
+        value = self.value(var)
+        return None if value is None else self.labels.made[value]
+
+    def _aval(self, var: Any) -> Any:
+        value = self.value(var)
+        return var.aval if value is None else self.writer.aval(value)
+
+    def _done(self, eqn: Any, operands: list[Any], **changes: Any) -> None:
+        outvars = [self.renew(var) for var in eqn.outvars]
+        self.eqns.append(
+            eqn.replace(invars=operands, outvars=outvars, params={**eqn.params, **changes})
+        )
+
+    def _inner(self, jaxpr: Any, inside: Where, ends: list[Any]) -> tuple[Any, list[Any]]:
+        """Return a jaxpr that an equation calls, and what its inputs have to vary over."""
+        made = [
+            None if value is None else self.labels.made[value]
+            for value in (self.graph.values.get((inside, var)) for var in opened(jaxpr).invars)
+        ]
+        return self.writer.jaxpr(jaxpr, inside, ends), made
+
+    def _call(self, eqn: Any, key: str, inside: Where) -> None:
+        ends = [self._aval(var) for var in eqn.outvars]
+        inner, made = self._inner(eqn.params[key], inside, ends)
+        operands = [self.read(atom, want, eqn) for atom, want in zip(eqn.invars, made)]
+        self._done(eqn, operands, **{key: inner})
+
+    def _scan(self, eqn: Any, inside: Where) -> None:
+        jaxpr = eqn.params["jaxpr"]
+        constants, carries = scan_counts(eqn.params)
+        inner = opened(jaxpr)
+        before = inner.invars[constants : constants + carries]
+        ends = []
+        for i, var in enumerate(eqn.outvars):
+            value = self.value(var)
+            if value is None and i < carries:
+                value = self.graph.values.get((inside, before[i]))
+            ends.append(var.aval if value is None else self.writer.aval(value))
+        new, made = self._inner(jaxpr, inside, ends)
+        operands = [self.read(atom, want, eqn) for atom, want in zip(eqn.invars, made)]
+        self._done(eqn, operands, jaxpr=new)
+
+    def _cond(self, eqn: Any, inside: Where) -> None:
+        ends = [self._aval(var) for var in eqn.outvars]
+        branches, made = [], [None] * (len(eqn.invars) - 1)
+        for i, branch in enumerate(eqn.params["branches"]):
+            new, wants = self._inner(branch, (*inside, i), ends)
+            branches.append(new)
+            made = wants
+        operands = [self.read(atom, want, eqn) for atom, want in zip(eqn.invars[1:], made)]
+        self._done(eqn, [eqn.invars[0], *operands], branches=tuple(branches))
+
+    def _operation(self, eqn: Any, step: Any) -> None:
+        over = self.labels.steps[step]
+        changes = {}
+        if step.fixed is None:
+            wants = [
+                None if self.value(atom) is None else self.jax.axis_type(atom.aval).varying
+                for atom in eqn.invars
+            ]
+        elif eqn.primitive.name == "custom_lin":
+            gained = over - step.fixed
+            wants = [
+                None if self.value(atom) is None else self.jax.axis_type(atom.aval).varying | gained
+                for atom in eqn.invars
+            ]
+            left = [size for axis, size in step.sums_bytes.items() if axis not in gained]
+            self.writer.bytes += max(left, default=0)
+            if gained:
+                changes["bwd"] = self.writer.hooks.state.of(Retyping).bwd(eqn.params["bwd"], gained)
+                changes["out_avals"] = [self._aval(var) for var in eqn.outvars]
+        else:
+            free = over - step.fixed
+            wants = [
+                free | (self.jax.axis_type(atom.aval).varying & step.fixed) for atom in eqn.invars
+            ]
+        operands = [self.read(atom, want, eqn) for atom, want in zip(eqn.invars, wants)]
+        self._done(eqn, operands, **changes)
+
+
+def variable(like: Any, aval: Any) -> Any:
+    """Return a new variable of a jaxpr."""
+    return type(like)("", aval) if hasattr(like, "suffix") else type(like)(aval)  # JAX 0.6.0

@@ -73,6 +73,7 @@ _HOME = {
     "install": "hooks",
     "already_summed": "hooks.autodiff.casts",
     "explain": "hooks.explain.explain",
+    "place_casts": "hooks.autodiff.casts",
     "scan_calls": "hooks.explain.explain",
     "vary": "hooks.autodiff.casts",
     "ShardrulesError": "errors",

@@ -28,7 +28,17 @@ from shardrules.hooks.state import CASTS, POLICIES, Hooks, Scope, State
 from shardrules.registry.binding import Binding, Declared
 from shardrules.registry.table import default
 
-__all__ = ["ORDER", "Handle", "call_declared", "held", "install", "installed", "state", "touched"]
+__all__ = [
+    "ORDER",
+    "Handle",
+    "call_declared",
+    "held",
+    "hold_for_ops",
+    "install",
+    "installed",
+    "state",
+    "touched",
+]
 
 # All that is hooked into JAX, in the order in which it is installed. What replaces a function
 # that one before it replaced calls that one's; a class finds those before it by ``state.of``.
@@ -153,7 +163,7 @@ def _hold() -> None:
         _holders += 1
 
 
-def _hold_for_ops() -> None:
+def hold_for_ops() -> None:
     """Patch JAX for good, once an op is called: its bwd is traced, and all lowered, later.
 
     Passive wherever no handle is installed and no declared op is running.
@@ -198,6 +208,6 @@ def call_declared(declared: Declared, *args: Any, **kwargs: Any) -> Any:
     leaves = jax.tree_util.tree_leaves((args, kwargs))
     if any(isinstance(getattr(leaf, "aval", None), symbols.AbstractRef) for leaf in leaves):
         return function(*args, **kwargs)
-    _hold_for_ops()
+    hold_for_ops()
     with _state.enter(dataclasses.replace(_state.scope, active=True, binding=binding)):
         return function(*args, **kwargs)

@@ -13,7 +13,17 @@ from shardrules.hooks.door.patching import Patches
 from shardrules.registry.binding import Binding
 from shardrules.registry.table import Overlay, Registry
 
-__all__ = ["COLLECT", "Claims", "Hooks", "Notes", "NotedSum", "Placement", "Scope", "State", "POLICIES"]
+__all__ = [
+    "COLLECT",
+    "Claims",
+    "Hooks",
+    "Notes",
+    "NotedSum",
+    "Placement",
+    "Scope",
+    "State",
+    "POLICIES",
+]
 
 POLICIES = ("error", "warn", "varying")
 CASTS = ("late", "cheapest")  # where casts of what is differentiated stand
@@ -128,11 +138,13 @@ class _Here(threading.local):
     Args:
       scope: the scope that was entered, or None.
       heard: where sums of cotangents are noted that a bwd is traced for alone, or None.
+      transposing: whether a linear program is being transposed whose casts were looked at.
       under: its overlays, the scope outside of them, and that scope with them.
     """
 
     scope: Scope | None = None
     heard: list[tuple[int, frozenset[str]]] | None = None
+    transposing: bool = False
     under: tuple[Any, Any, Any] = (None, None, None)
 
 
@@ -244,13 +256,33 @@ class State:
             notes.placements.append(placement)
 
     @contextlib.contextmanager
+    def _locally(self, **changes: Any):
+        before = {name: getattr(self._local, name) for name in changes}
+        self._local.__dict__.update(changes)
+        try:
+            yield
+        finally:
+            self._local.__dict__.update(before)
+
+    @contextlib.contextmanager
     def hearing_sums(self):
         """Note which cotangents of a bwd are summed in here: its place among them, and the axes."""
-        before, self._local.heard = self._local.heard, []
-        try:
-            yield self._local.heard
-        finally:
-            self._local.heard = before
+        heard: list[tuple[int, frozenset[str]]] = []
+        with self._locally(heard=heard):
+            yield heard
+
+    def in_bwd(self):
+        """Return a context manager for a bwd's own code: its derivatives are its own."""
+        return self._locally(heard=None, transposing=False)
+
+    def in_transposition(self):
+        """Return a context manager in which ``transposing`` holds."""
+        return self._locally(transposing=True)
+
+    @property
+    def transposing(self) -> bool:
+        """Whether a linear program is being transposed here whose casts were looked at."""
+        return self._local.transposing
 
     def hear_sum(self, index: int, axes: frozenset[str]) -> None:
         """Note that the hooks sum a bwd's cotangent, if anybody listens."""

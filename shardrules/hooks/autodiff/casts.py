@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from shardrules.errors import AxisError, CotangentError, UnsupportedJaxError
+from shardrules.hooks.autodiff.identities import mark, uncast
 from shardrules.hooks.door import compat
 from shardrules.hooks.door.compat import Jax
-from shardrules.hooks.handles import held, state
+from shardrules.hooks.handles import held, hold_for_ops, state
 from shardrules.hooks.state import Claims
 from shardrules.registry.axistypes import show_axes
 from shardrules.registry.binding import caller_place
 
-__all__ = ["already_summed", "checking_claims", "vary"]
+__all__ = ["already_summed", "checking_claims", "place_casts", "vary"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def vary(x: Any, *axes: str) -> Any:
@@ -55,6 +58,37 @@ def vary(x: Any, *axes: str) -> Any:
         return symbols.cast(leaf, have.vary(*(named - have.varying)))
 
     return jax.tree_util.tree_map(one, x)
+
+
+def place_casts(f: _F) -> _F:
+    """Place the casts of one shard_map's body where its gradient's psums move the fewest bytes.
+
+    What ``install(casts="cheapest")`` does for all of a program's shard_maps. Forward passes stay
+    as they are. Where the linear part of ``f`` holds what can't be rewritten, and on JAX to 0.5.3,
+    casts stand where JAX puts them; ``explain`` says why.
+
+    Args:
+      f: the body of a shard_map, or a part of it that is differentiated.
+
+    Returns:
+      A function that takes and returns what ``f`` does.
+    """
+    import jax
+
+    @functools.wraps(f)
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        symbols = compat.load()
+        if not symbols.checking():
+            return f(*args, **kwargs)
+        hold_for_ops()
+
+        def one(leaf):
+            inexact = jax.numpy.issubdtype(getattr(leaf, "dtype", None), jax.numpy.inexact)
+            return mark(leaf) if inexact and isinstance(leaf, jax.Array) else leaf
+
+        return f(*jax.tree_util.tree_map(one, args), **jax.tree_util.tree_map(one, kwargs))
+
+    return placed  # type: ignore[return-value]  # it takes and returns what f does
 
 
 def already_summed(ct: Any, *axes: str) -> Any:
@@ -137,16 +171,6 @@ def checking_claims() -> Iterator[Claims]:
         )
 
 
-def uncast(x: Any, axes: tuple[str, ...]) -> Any:
-    """Type as invariant what is known to be the same on all devices along ``axes``.
-
-    Args:
-      x: an array that varies over the axes by its type alone.
-      axes: mesh axes, in the mesh's order.
-    """
-    return _primitive().bind(x, axes=axes)
-
-
 def _axes(jax: Jax, call: str, axes: tuple[Any, ...]) -> frozenset[str]:
     """Check the axes that a caller wrote."""
     if not axes or not all(isinstance(a, str) and a for a in axes):
@@ -199,36 +223,3 @@ def _compare(claims: Claims, leaf: Any, axes: tuple[str, ...], where: str) -> No
             claims.wrong.add((where, axes))
 
     jax.debug.callback(note, same)
-
-
-@functools.cache
-def _primitive() -> Any:
-    """Return the primitive: the identity, whose type is invariant over ``axes``.
-
-    Its types are computed from its operand at every bind. It is linear. Seen from the whole mesh
-    it takes the values of N devices that are equal by claim, and returns their common value,
-    which is their mean; so its transpose gives each of them the Nth part of the cotangent, and
-    what reduces over the axes before it (the all_gather's transpose, say) adds up to the whole.
-    """
-    import jax
-    from jax.extend.core import Primitive
-    from jax.interpreters import ad, batching, mlir
-
-    symbols = compat.load()
-    primitive = Primitive("already_summed")
-    primitive.def_impl(lambda x, *, axes: x)
-    primitive.def_abstract_eval(
-        lambda aval, *, axes: symbols.with_axis_type(aval, symbols.axis_type(aval).drop(*axes))
-    )
-    mlir.register_lowering(primitive, lambda ctx, x, *, axes: [x])
-
-    def transpose(ct, x, *, axes):
-        have = symbols.axis_type(symbols.typeof(ct))
-        return [symbols.cast(ct / jax.lax.psum(1, axes), have.vary(*axes))]
-
-    ad.deflinear2(primitive, transpose)
-    batching.primitive_batchers[primitive] = lambda args, dims, *, axes: (
-        primitive.bind(args[0], axes=axes),
-        dims[0],
-    )
-    return primitive

@@ -80,7 +80,7 @@ class CustomVjpHooks(Hooks):
             if not self.jax.checking():
                 return bwd(*args)
             run = Bwd(self, bwd, parts, args)
-            with self.state.hearing_sums():  # those of bwds inside of this one are not its own
+            with self.state.in_bwd():
                 cotangents = run.cotangents()
             return self._match(run, parts, cotangents)
 

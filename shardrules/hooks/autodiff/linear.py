@@ -21,10 +21,22 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from shardrules.hooks.autodiff.identities import MARK
 from shardrules.hooks.autodiff.mincut import INFINITE, Network
 from shardrules.hooks.door.compat import Jax
+from shardrules.hooks.flow.equations import opened, scan_counts
 
-__all__ = ["CALLS", "CASTS", "Graph", "Labels", "Value", "Where", "axes_named", "opened"]
+__all__ = [
+    "CALLS",
+    "IDENTITIES",
+    "Graph",
+    "Labels",
+    "Unplaceable",
+    "Value",
+    "Where",
+    "linear_in",
+    "name_of",
+]
 
 # Primitives that call one jaxpr with all of their operands, by JAX's names (0.6.0 to 0.12).
 CALLS = {
@@ -35,10 +47,19 @@ CALLS = {
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
 }
-# Casts from invariant to varying.
-CASTS = ("pvary",)
+# The cast from invariant to varying, and what else is its operand with another type.
+CAST = "pvary"
+IDENTITIES = (CAST, MARK)
 
 Where = tuple[Any, ...]  # the indices of the equations around a jaxpr, branches' numbers among them
+
+
+def name_of(eqn: Any) -> str:
+    """Return an equation's primitive's name; from JAX 0.12 a linear one's may be wrapped."""
+    name = eqn.primitive.name
+    return (
+        name.removeprefix("vjp_node[").removesuffix("]") if name.startswith("vjp_node[") else name
+    )
 
 
 class Unplaceable(Exception):
@@ -179,7 +200,7 @@ class Graph:
         return None if hasattr(atom, "val") else self.values.get((where, atom))
 
     def _equation(self, eqn, inside: Where, where: Where, inputs, runs: int, castable: bool):
-        name = eqn.primitive.name
+        name = name_of(eqn)
 
         def results(linear: Iterator[bool]) -> list[Value | None]:
             at = self.jax.source_line(eqn.source_info)
@@ -205,10 +226,11 @@ class Graph:
             made = results(any(end is not None for end in ends) for ends in zip(*every))
             for inner, ends in zip(inners, every):
                 self._join(ends, made, inner.outvars)
-        elif name in CASTS:
+        elif name in IDENTITIES:
             (made,) = results(iter([True]))
             assert made is not None
-            self.casts.append((inputs[0], made))
+            if name == CAST:
+                self.casts.append((inputs[0], made))
             self.steps.append(Step([inputs[0]], [made]))
         else:
             self._operation(eqn, inside, inputs, results)
@@ -258,7 +280,7 @@ class Graph:
         step = Step(tangents, outputs)
         self.steps.append(step)
         self.at[inside] = step
-        if eqn.primitive.name == "custom_lin":
+        if name_of(eqn) == "custom_lin":
             sums, is_linear = self.custom(eqn)
             every = frozenset(self.jax.manual_axes())
             varied = frozenset().union(*(self._axes(atom) for atom in (*eqn.invars, *eqn.outvars)))
@@ -270,7 +292,7 @@ class Graph:
         alike = all(one == joined for one in types) and all(
             value.varying == joined for value in outputs
         )
-        named = axes_named(eqn.params)
+        named = _strings(eqn.params)
         if self.opaque(eqn):
             step.fixed = None
         elif alike and not _holds_jaxpr(eqn.params) and not eqn.effects:
@@ -477,7 +499,7 @@ def linear_in(jaxpr: Any, inputs: Sequence[Any]) -> bool:
         return not hasattr(atom, "val") and atom in reached
 
     for eqn in jaxpr.eqns:
-        name, moving = eqn.primitive.name, [moves(atom) for atom in eqn.invars]
+        name, moving = name_of(eqn), [moves(atom) for atom in eqn.invars]
         if not any(moving):
             continue
         if name in CALLS:
@@ -517,7 +539,7 @@ def _holds_jaxpr(params: dict[str, Any]) -> bool:
     )
 
 
-def axes_named(params: dict[str, Any]) -> frozenset[str]:
+def _strings(params: dict[str, Any]) -> frozenset[str]:
     """Return the strings among an equation's parameters: mesh axes, if any, are among them."""
     found: set[str] = set()
     queue = list(params.values())
@@ -528,17 +550,3 @@ def axes_named(params: dict[str, Any]) -> frozenset[str]:
         elif isinstance(one, (tuple, list, set, frozenset)):
             queue += one
     return frozenset(found)
-
-
-def opened(value: Any) -> Any:
-    """Return a jaxpr without its constants; None for what is no jaxpr."""
-    value = getattr(value, "jaxpr", value)
-    return value if hasattr(value, "eqns") and hasattr(value, "invars") else None
-
-
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return how many of a scan's operands are constants, and how many after these its carry."""
-    if "ft_in" in params:  # from JAX 0.11: pytrees of the constants, the carry and the rest
-        constants, carry, _ = map(len, params["ft_in"].unpack())
-        return constants, carry
-    return params["num_consts"], params["num_carry"]

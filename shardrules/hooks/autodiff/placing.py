@@ -8,30 +8,27 @@ the program changes: forward passes, residuals and a bwd's own equations are wha
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.hooks.autodiff.casts import uncast
+from shardrules.hooks.autodiff.identities import MARK, uncast
 from shardrules.hooks.autodiff.linear import (
     CALLS,
-    CASTS,
+    IDENTITIES,
     Graph,
     Labels,
     Unplaceable,
     Value,
     Where,
     linear_in,
-    opened,
-    scan_counts,
+    name_of,
 )
-from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.flow.equations import opened, scan_counts, variable
 from shardrules.hooks.flow.retyping import Retyping
-from shardrules.hooks.state import Hooks, Placement, State
+from shardrules.hooks.state import Hooks, Placement
 from shardrules.registry.axistypes import AxisType
 
 __all__ = ["CastHooks"]
@@ -39,10 +36,6 @@ __all__ = ["CastHooks"]
 
 class CastHooks(Hooks):
     """The hook at the transposition of linear programs."""
-
-    def __init__(self, jax: Jax, state: State):
-        super().__init__(jax, state)
-        self._local = threading.local()
 
     def install(self, patches: Patches) -> None:
         """Replace the functions that transpose a jaxpr."""
@@ -54,22 +47,47 @@ class CastHooks(Hooks):
                 patches.attribute(*self.jax.owner(key), functools.partial(self._run, transpose))
 
     def _run(self, transpose, jaxpr, transform_stack, consts, primals_in, *rest, **kwargs):
-        busy = getattr(self._local, "busy", False)
-        if busy or self.state.scope.casts != "cheapest" or not self.acts:
-            return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
-        cotangents = rest[0] if rest else next(iter(kwargs.values()))
-        with self._once():
-            placed = self._placed(jaxpr, primals_in, cotangents)
-            return transpose(placed, transform_stack, consts, primals_in, *rest, **kwargs)
+        if not self.state.transposing and self.jax.checking() and self._asked(jaxpr):
+            cotangents = rest[0] if rest else next(iter(kwargs.values()))
+            # What is transposed inside was looked at as a part of it.
+            with self.state.in_transposition():
+                placed = self._placed(jaxpr, primals_in, cotangents)
+                if placed is not jaxpr and self.jax.older_backward_pass is not None:
+                    return self._transpose(
+                        transpose, placed, transform_stack, consts, primals_in, cotangents
+                    )
+                return transpose(placed, transform_stack, consts, primals_in, *rest, **kwargs)
+        return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
 
-    @contextlib.contextmanager
-    def _once(self):
-        """Leave what is transposed inside of this alone: it was looked at as a part of it."""
-        self._local.busy = True
-        try:
-            yield
-        finally:
-            self._local.busy = False
+    def _transpose(self, transpose, jaxpr, transform_stack, consts, primals_in, cotangents):
+        """Transpose a program in which residuals are cast; to JAX 0.7 all of it has to be linear.
+
+        What is known is evaluated before, as shard_map's own transpose does there.
+        """
+        jax = self.jax
+        linear = [isinstance(x, jax.UndefinedPrimal) for x in primals_in]
+        whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        known, unknown, *_ = jax.partial_eval_jaxpr(
+            jax.close_jaxpr(whole), [False] * len(consts) + linear, True
+        )
+        values = [*consts, *(x for x, one in zip(primals_in, linear) if not one)]
+        residuals = jax.jaxpr_as_fun(known)(*values)
+        tangents = [x for x, one in zip(primals_in, linear) if one]
+        returned = iter(
+            transpose(unknown.jaxpr, transform_stack, (), (*residuals, *tangents), cotangents)[
+                len(residuals) :
+            ]
+        )
+        return [
+            next(returned) if one else jax.Zero(var.aval) for one, var in zip(linear, jaxpr.invars)
+        ]
+
+    def _asked(self, jaxpr: Any) -> bool:
+        """Whether this program's casts are to be placed: everywhere, or by ``place_casts``."""
+        scope = self.state.scope
+        return (scope.active and scope.casts == "cheapest") or any(
+            eqn.primitive.name == MARK for eqn in jaxpr.eqns
+        )
 
     def _placed(self, jaxpr: Any, primals_in: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         linear = [
@@ -144,7 +162,8 @@ class CastHooks(Hooks):
             traced = jax.make_jaxpr(run)(*structs)
         is_linear = linear_in(traced.jaxpr, traced.jaxpr.invars[count:])
         summed: dict[int, frozenset[str]] = dict(heard)
-        indices = [i for i, zero in enumerate(params["in_zeros"]) if not zero]
+        absent = params.get("in_zeros", [False] * len(tangents))  # JAX 0.6.0 takes all of them
+        indices = [i for i, zero in enumerate(absent) if not zero]
         found: dict[str, int] = {}
         for axis in arriving:
             whole = [
@@ -361,8 +380,8 @@ class Body:
         if all(value is None for value in tangents):
             self.eqns.append(eqn)
             return
-        name = eqn.primitive.name
-        if name in CASTS:
+        name = name_of(eqn)
+        if name in IDENTITIES:
             (value,) = (self.value(eqn.outvars[0]),)
             self.env[eqn.outvars[0]] = self.read(eqn.invars[0], self.labels.made[value], eqn)
             return
@@ -437,7 +456,7 @@ class Body:
                 None if self.value(atom) is None else self.jax.axis_type(atom.aval).varying
                 for atom in eqn.invars
             ]
-        elif eqn.primitive.name == "custom_lin":
+        elif name_of(eqn) == "custom_lin":
             gained = over - step.fixed
             wants = [
                 None if self.value(atom) is None else self.jax.axis_type(atom.aval).varying | gained
@@ -455,8 +474,3 @@ class Body:
             ]
         operands = [self.read(atom, want, eqn) for atom, want in zip(eqn.invars, wants)]
         self._done(eqn, operands, **changes)
-
-
-def variable(like: Any, aval: Any) -> Any:
-    """Return a new variable of a jaxpr."""
-    return type(like)("", aval) if hasattr(like, "suffix") else type(like)(aval)  # JAX 0.6.0

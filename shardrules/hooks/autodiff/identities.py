@@ -1,0 +1,78 @@
+"""Primitives that move nothing: one takes a cast back, one marks where casts are to be placed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from shardrules.hooks.door import compat
+
+__all__ = ["MARK", "mark", "uncast"]
+
+MARK = "place_casts"
+
+
+def uncast(x: Any, axes: tuple[str, ...]) -> Any:
+    """Type as invariant what is known to be the same on all devices along ``axes``.
+
+    Args:
+      x: an array that varies over the axes by its type alone.
+      axes: mesh axes, in the mesh's order.
+    """
+    return _uncast().bind(x, axes=axes)
+
+
+def mark(x: Any) -> Any:
+    """Return ``x``; the linear program that its tangent is part of has its casts placed."""
+    return _mark().bind(x)
+
+
+@functools.cache
+def _mark() -> Any:
+    primitive = _identity(MARK, lambda aval: aval)
+    from jax.interpreters import ad
+
+    ad.deflinear2(primitive, lambda ct, x: [ct])
+    return primitive
+
+
+@functools.cache
+def _uncast() -> Any:
+    """Return the primitive: the identity, whose type is invariant over ``axes``.
+
+    Its types are computed from its operand at every bind. It is linear. Seen from the whole mesh
+    it takes the values of N devices that are equal by claim, and returns their common value,
+    which is their mean; so its transpose gives each of them the Nth part of the cotangent, and
+    what reduces over the axes before it (the all_gather's transpose, say) adds up to the whole.
+    """
+    import jax
+    from jax.interpreters import ad
+
+    symbols = compat.load()
+    primitive = _identity(
+        "already_summed",
+        lambda aval, *, axes: symbols.with_axis_type(aval, symbols.axis_type(aval).drop(*axes)),
+    )
+
+    def transpose(ct, x, *, axes):
+        have = symbols.axis_type(symbols.typeof(ct))
+        return [symbols.cast(ct / jax.lax.psum(1, axes), have.vary(*axes))]
+
+    ad.deflinear2(primitive, transpose)
+    return primitive
+
+
+def _identity(name: str, typed: Any) -> Any:
+    """Return a primitive that returns its operand, of the aval that ``typed`` gives."""
+    from jax.extend.core import Primitive
+    from jax.interpreters import batching, mlir
+
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, **params: x)
+    primitive.def_abstract_eval(typed)
+    mlir.register_lowering(primitive, lambda ctx, x, **params: [x])
+    batching.primitive_batchers[primitive] = lambda args, dims, **params: (
+        primitive.bind(args[0], **params),
+        dims[0],
+    )
+    return primitive

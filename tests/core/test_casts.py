@@ -1,0 +1,96 @@
+"""Casts placed for the fewest bytes: on every JAX with types on avals; on others they stay."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from core import versions
+from shardrules import errors, testing
+from shardrules.hooks.door import compat
+
+W = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
+X = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
+
+
+def repeated(w, x):
+    """Rows that are repeated and read twice."""
+    wide = jnp.repeat(w, 4, axis=0)
+    return lax.psum(((jnp.sin(wide) @ x.T) * (jnp.cos(wide) @ x.T)).sum(), "data")
+
+
+def scanned(w, x):
+    """A weight in a loop: every RNN, and every model whose layers are scanned."""
+    h, _ = lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=5)
+    return lax.psum((h**2).sum(), "data")
+
+
+def product(w, x):
+    """A custom_vjp whose bwd returns a share of w's cotangent, in a loop."""
+
+    @jax.custom_vjp
+    def multiply(w, x):
+        return x @ w
+
+    multiply.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, g: (kept[1].T @ g, g @ kept[0].T))
+    h, _ = lax.scan(lambda h, _: (jnp.tanh(multiply(w, h)), None), x, None, length=5)
+    return lax.psum((h**2).sum(), "data")
+
+
+BODIES = (repeated, scanned, product)
+
+
+def whole(body):
+    """The body's function on one device: the sum over the data's blocks is the whole."""
+
+    def f(w, x):
+        return jax.vmap(lambda x: body(w, x), axis_name="data")(x.reshape(4, 4, 8))[0]
+
+    return jax.grad(f)(W, X)
+
+
+def gradient(body, mesh, casts, check=True):
+    f = versions.shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check=check)
+    with sr.install(casts=casts):
+        return jax.jit(jax.grad(f)).lower(W, X).compile()
+
+
+def summed_bytes(program):
+    """The bytes of all all-reduces in one execution, on each device."""
+    found = testing.account(program).by("kind").get(("all-reduce",))
+    return found.bytes if found else 0
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_a_weight_is_summed_once(body, cpu_mesh):
+    late, cheapest = (gradient(body, cpu_mesh, casts) for casts in ("late", "cheapest"))
+    for program in (late, cheapest):
+        np.testing.assert_allclose(program(W, X), whole(body), rtol=1e-4, atol=1e-6)
+    if compat.load().typed:
+        testing.assert_no_defensive_psum(cheapest)
+        assert summed_bytes(cheapest) == W.nbytes < summed_bytes(late)
+        assert summed_bytes(cheapest) < summed_bytes(gradient(body, cpu_mesh, "late", False))
+    else:
+        assert summed_bytes(cheapest) == summed_bytes(late)
+
+
+def test_one_body_alone(cpu_mesh):
+    marked, plain = (
+        gradient(body, cpu_mesh, "late") for body in (sr.place_casts(scanned), scanned)
+    )
+    np.testing.assert_allclose(marked(W, X), plain(W, X), rtol=1e-4)
+    if compat.load().typed:
+        assert summed_bytes(marked) == W.nbytes < summed_bytes(plain)
+
+
+def test_what_install_takes():
+    with pytest.raises(errors.ShardrulesError) as caught:
+        sr.install(casts="early")
+    assert str(caught.value) == (
+        "install(casts='early') is not known; it is one of 'late', 'cheapest'"
+    )

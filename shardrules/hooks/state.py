@@ -19,6 +19,7 @@ __all__ = [
     "Hooks",
     "Notes",
     "NotedSum",
+    "PlacedCast",
     "Placement",
     "Scope",
     "State",
@@ -64,19 +65,38 @@ class NotedSum:
 
 
 @dataclasses.dataclass(frozen=True)
+class PlacedCast:
+    """One cast, where its psum moves the fewest bytes.
+
+    Args:
+      at: the source line that makes what is cast; empty for an argument of what is differentiated.
+      value: its dtype and local shape.
+      axes: the mesh axes, sorted.
+      runs: how often the loops around run it.
+    """
+
+    at: str
+    value: str
+    axes: tuple[str, ...]
+    runs: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Placement:
-    """What ``install(casts="cheapest")`` did with one linear program before its transposition.
+    """The casts of one linear program, and where they move the fewest bytes.
 
     Args:
       before_bytes: what the psums of its casts sum on each device, where JAX put them.
-      after_bytes: the same where they stand now.
-      casts: of each cast now: source line, shape, dtype, mesh axes, runs of the loops around.
+      after_bytes: the same where they are the fewest.
+      casts: the casts there, if they are fewer.
+      applied: whether they were placed; by ``install(casts="cheapest")`` or ``place_casts``.
       why: why they stand where they stood, if that could not be told to be the cheapest.
     """
 
     before_bytes: int
     after_bytes: int
-    casts: tuple[tuple[str, tuple[int, ...], Any, tuple[str, ...], int], ...]
+    casts: tuple[PlacedCast, ...]
+    applied: bool
     why: str
 
 

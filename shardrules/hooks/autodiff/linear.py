@@ -202,7 +202,7 @@ class Graph:
     def _equation(self, eqn, inside: Where, where: Where, inputs, runs: int, castable: bool):
         name = name_of(eqn)
 
-        def results(linear: Iterator[bool]) -> list[Value | None]:
+        def results(linear: Iterator[bool]) -> list[Any]:
             at = self.jax.source_line(eqn.source_info)
             return [
                 self._value(where, var, runs, castable, at) if is_linear else None
@@ -227,11 +227,10 @@ class Graph:
             for inner, ends in zip(inners, every):
                 self._join(ends, made, inner.outvars)
         elif name in IDENTITIES:
-            (made,) = results(iter([True]))
-            assert made is not None
+            (given,), (result,) = inputs, results(iter([True]))
             if name == CAST:
-                self.casts.append((inputs[0], made))
-            self.steps.append(Step([inputs[0]], [made]))
+                self.casts.append((given, result))
+            self.steps.append(Step([given], [result]))
         else:
             self._operation(eqn, inside, inputs, results)
 

@@ -28,7 +28,7 @@ from shardrules.hooks.autodiff.linear import (
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.flow.equations import opened, scan_counts, variable
 from shardrules.hooks.flow.retyping import Retyping
-from shardrules.hooks.state import Hooks, Placement
+from shardrules.hooks.state import Hooks, PlacedCast, Placement
 from shardrules.registry.axistypes import AxisType
 
 __all__ = ["CastHooks"]
@@ -47,11 +47,16 @@ class CastHooks(Hooks):
                 patches.attribute(*self.jax.owner(key), functools.partial(self._run, transpose))
 
     def _run(self, transpose, jaxpr, transform_stack, consts, primals_in, *rest, **kwargs):
-        if not self.state.transposing and self.jax.checking() and self._asked(jaxpr):
+        if not self.state.transposing and self.jax.checking():
+            asked = self._asked(jaxpr)
+            if not asked and self.state.scope.notes is None:
+                return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
             cotangents = rest[0] if rest else next(iter(kwargs.values()))
             # What is transposed inside was looked at as a part of it.
             with self.state.in_transposition():
-                placed = self._placed(jaxpr, primals_in, cotangents)
+                placed = self._placed(jaxpr, primals_in, cotangents, asked)
+                if not asked:
+                    placed = jaxpr
                 if placed is not jaxpr and self.jax.older_backward_pass is not None:
                     return self._transpose(
                         transpose, placed, transform_stack, consts, primals_in, cotangents
@@ -89,31 +94,30 @@ class CastHooks(Hooks):
             eqn.primitive.name == MARK for eqn in jaxpr.eqns
         )
 
-    def _placed(self, jaxpr: Any, primals_in: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        linear = [
-            isinstance(x, (self.jax.UndefinedPrimal, *self._accumulators)) for x in primals_in
-        ]
+    def _placed(
+        self, jaxpr: Any, primals_in: Sequence[Any], cotangents: Sequence[Any], asked: bool
+    ) -> Any:
+        """Return the program with its casts placed, or itself where that saves nothing."""
+        tangents = (self.jax.UndefinedPrimal, *self._accumulators)
+        linear = [isinstance(x, tangents) for x in primals_in]
         wanted = [not isinstance(ct, self.jax.Zero) for ct in cotangents]
+        why, before_bytes = "", 0
         try:
             graph = Graph(self.jax, jaxpr, linear, wanted, self._sums, self._is_opaque)
             before_bytes = graph.cost_as_traced()
-            if not before_bytes:
-                return jaxpr
-            labels = graph.cheapest()
-            after_bytes = graph.cost(labels)
-            if after_bytes >= before_bytes:
-                self.state.note_placement(Placement(before_bytes, before_bytes, (), ""))
-                return jaxpr
-            writer = Writer(self, graph, labels)
-            placed = writer.jaxpr(jaxpr, (), [atom.aval for atom in jaxpr.outvars])
-        except Unplaceable as error:
-            self.state.note_placement(Placement(0, 0, (), str(error)))
-            return jaxpr
-        if writer.bytes >= before_bytes:
-            self.state.note_placement(Placement(before_bytes, before_bytes, (), ""))
-            return jaxpr
-        self.state.note_placement(Placement(before_bytes, writer.bytes, tuple(writer.casts), ""))
-        return placed
+            labels = graph.cheapest() if before_bytes else None
+            if labels is not None and graph.cost(labels) < before_bytes:
+                writer = Writer(self, graph, labels)
+                placed = writer.jaxpr(jaxpr, (), [atom.aval for atom in jaxpr.outvars])
+                self.state.note_placement(
+                    Placement(before_bytes, writer.bytes, tuple(writer.casts), asked, "")
+                )
+                return placed
+        except Exception as error:  # the program as JAX traced it is right; its casts stay
+            text = str(error).splitlines()[0] if str(error) else ""
+            why = text if isinstance(error, Unplaceable) else f"{type(error).__name__}: {text}"
+        self.state.note_placement(Placement(before_bytes, before_bytes, (), asked, why))
+        return jaxpr
 
     @property
     def _accumulators(self) -> tuple[type, ...]:
@@ -191,8 +195,7 @@ class Writer:
 
     Attributes:
       bytes: what the cotangents' psums sum now, on each device.
-      casts: for each cast of a tangent whose cotangent is not zero: source line, shape, dtype,
-        axes, runs.
+      casts: those of tangents whose cotangents are not zero.
     """
 
     def __init__(self, hooks: CastHooks, graph: Graph, labels: Labels):
@@ -201,7 +204,7 @@ class Writer:
         self.graph = graph
         self.labels = labels
         self.bytes = 0
-        self.casts: list[tuple[str, tuple[int, ...], Any, tuple[str, ...], int]] = []
+        self.casts: list[PlacedCast] = []
         self._written: dict[Any, tuple[Any, int, list[Any]]] = {}
         self._under: dict[Where, list[Value]] = {}
         for (where, _), value in graph.values.items():
@@ -266,10 +269,8 @@ class Writer:
     def cost(self, value: Value, axes: frozenset[str], eqn: Any) -> None:
         if value.live:
             self.bytes += value.cast_bytes
-            at = value.at or (self.jax.source_line(eqn.source_info) if eqn is not None else "")
-            self.casts.append(
-                (at, value.aval.shape, value.aval.dtype, tuple(sorted(axes)), value.runs)
-            )
+            name = f"{value.aval.dtype}[{','.join(map(str, value.aval.shape))}]"
+            self.casts.append(PlacedCast(value.at, name, tuple(sorted(axes)), value.runs))
 
 
 class Body:
@@ -353,12 +354,12 @@ class Body:
             jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
         ).jaxpr
         # The first cast only gave the argument the type that the atom has.
-        known = {jaxpr.invars[0]: atom}
-        info = eqn.source_info if eqn is not None else self._last_info()
+        known: dict[Any, Any] = {jaxpr.invars[0]: atom}
+        info = self.jax.current_source() if eqn is None else eqn.source_info
+        kind = self.jax.axis_type(atom.aval)
         for one in jaxpr.eqns:
-            if known.get(one.invars[0]) is atom and self.jax.axis_type(
-                one.outvars[0].aval
-            ) == self.jax.axis_type(atom.aval):
+            same = self.jax.axis_type(one.outvars[0].aval) == kind
+            if same and known[one.invars[0]] is atom:
                 known[one.outvars[0]] = atom
                 continue
             (out,) = one.outvars
@@ -368,9 +369,6 @@ class Body:
             )
             known[out] = new
         return known[jaxpr.outvars[0]]
-
-    def _last_info(self) -> Any:
-        return self.inner.eqns[-1].source_info
 
     # Equations.
 
@@ -382,8 +380,8 @@ class Body:
             return
         name = name_of(eqn)
         if name in IDENTITIES:
-            (value,) = (self.value(eqn.outvars[0]),)
-            self.env[eqn.outvars[0]] = self.read(eqn.invars[0], self.labels.made[value], eqn)
+            (out,) = eqn.outvars
+            self.env[out] = self.read(eqn.invars[0], self._made(out), eqn)
             return
         inside = (*self.where, index)
         if name in CALLS:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from shardrules.hooks.calls.opaque import Call
+from shardrules.hooks.state import Placement
 from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.table import PROVEN
 
@@ -118,12 +119,14 @@ class Explanation:
       casts: the casts inside shard_map with the check on.
       sums: the psums there.
       claims: what ``already_summed`` says, which nothing proves.
+      placements: where the casts of what is differentiated would move the fewest bytes.
     """
 
     calls: tuple[ExplainedCall, ...]
     casts: tuple[ExplainedCast, ...]
     sums: tuple[ExplainedSum, ...]
     claims: tuple[str, ...] = ()
+    placements: tuple[Placement, ...] = ()
 
     def __str__(self) -> str:
         calls = [("kernel", "phase", "called at", "inputs -> outputs", "rule")]
@@ -163,6 +166,7 @@ class Explanation:
         tables = [_table(rows) for rows in (calls, casts, sums) if len(rows) > 1]
         if self.claims:
             tables.append("\n".join(f"claim: {text}" for text in self.claims))
+        tables += filter(None, map(_placement, self.placements))
         return "\n\n".join(tables) or "no opaque call, cast or psum inside a shard_map"
 
 
@@ -287,6 +291,26 @@ def _rule(call: ExplainedCall) -> str:
         return "its own types"
     status = PROVEN if call.status == "audited" else call.status
     return f"{call.rule}, {status} at {short(call.declared_at)}"
+
+
+def _placement(one: Placement) -> str:
+    """Say what placing casts saves, and the line that places each by hand."""
+    if one.why:
+        return f"casts stand where they stood: {one.why}"
+    if one.after_bytes >= one.before_bytes:
+        return ""
+    done = "placed by" if one.applied else "placed by hand, or all by"
+    lines = [
+        f"the casts' psums sum {one.before_bytes:,} B on each device where JAX casts, and "
+        f"{one.after_bytes:,} B where that is the fewest ({done} "
+        'shardrules.install(casts="cheapest")):'
+    ]
+    for cast in one.casts:
+        names = ", ".join(map(repr, cast.axes))
+        where = f"made at {short(cast.at)}" if cast.at else "an argument"
+        times = "once" if cast.runs == 1 else f"{cast.runs} times"
+        lines.append(f"  x = shardrules.vary(x, {names})    # {cast.value}, {where}; {times}")
+    return "\n".join(lines)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -32,8 +32,10 @@ class Program:
             bounds[number] = bound
             for variable, factor in terms.items():
                 matrix[number, variable] += factor
-        vector = [np.array([d.get(i, default) for i in range(size)], float)
-                  for d, default in ((self.cost, 0), (self.least, 0), (self.most, 1))]
+        vector = [
+            np.array([d.get(i, default) for i in range(size)], float)
+            for d, default in ((self.cost, 0), (self.least, 0), (self.most, 1))
+        ]
         found = milp(
             vector[0],
             constraints=LinearConstraint(matrix.tocsr(), bounds, np.inf),

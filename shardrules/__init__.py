@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the names of _HOME and _MODULES, for checkers and editors
     from shardrules import report as report
     from shardrules import testing as testing
     from shardrules.errors import ShardrulesError
-    from shardrules.hooks.autodiff.casts import already_summed, vary
+    from shardrules.hooks.autodiff.casts import already_summed, place_casts, vary
     from shardrules.hooks.explain.explain import explain, scan_calls
     from shardrules.hooks.handles import install
     from shardrules.registry.axistypes import AxisType, Effect, RuleContext
@@ -112,6 +112,7 @@ __all__ = [
     "outputs",
     "per_device",
     "permute",
+    "place_casts",
     "reduce_scatter",
     "register",
     "rules",

@@ -24,7 +24,7 @@ from typing import Any
 from shardrules.hooks.autodiff.identities import MARK
 from shardrules.hooks.autodiff.mincut import INFINITE, Network
 from shardrules.hooks.door.compat import Jax
-from shardrules.hooks.flow.jaxprs.py shardrules.hooks.autodiff.origins import opened, scan_counts
+from shardrules.hooks.flow.jaxprs import opened, scan_counts
 
 __all__ = [
     "CALLS",

@@ -26,7 +26,7 @@ from shardrules.hooks.autodiff.linear import (
     name_of,
 )
 from shardrules.hooks.door.patching import Patches
-from shardrules.hooks.flow.jaxprs.py shardrules.hooks.autodiff.origins import opened, scan_counts, variable
+from shardrules.hooks.flow.jaxprs import opened, scan_counts, variable
 from shardrules.hooks.flow.retyping import Retyping
 from shardrules.hooks.state import Hooks, PlacedCast, Placement
 from shardrules.registry.axistypes import AxisType

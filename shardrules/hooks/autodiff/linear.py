@@ -6,11 +6,9 @@ program the tangent is cast is free: an operation gives the same on every device
 are the same, so it may as well work on what was cast before. Residuals are cast at no cost, since
 no gradient flows through them.
 
-For one mesh axis, each tangent is invariant or varying where it is made and where it is used; it
-costs its bytes, times the runs of the loops around, if it is invariant where it is made and varying
-where it is used. The cheapest choice is a minimum cut. A tangent that was invariant in the program
-as JAX traced it stays equal on all devices, wherever the casts stand; so it may also come back from
-varying, by an un-cast that moves nothing (as ``already_summed``).
+A tangent that was invariant in the program as JAX traced it stays equal on all devices, wherever
+the casts stand; so it may also come back from varying, by an un-cast that moves nothing
+(``identities``).
 """
 
 from __future__ import annotations
@@ -22,19 +20,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardrules.hooks.autodiff.identities import MARK
-from shardrules.hooks.autodiff.mincut import INFINITE, Network
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.flow.jaxprs import opened, scan_counts
 
 __all__ = [
     "CALLS",
+    "CAST",
     "IDENTITIES",
     "Graph",
-    "Labels",
+    "Step",
     "Unplaceable",
     "Value",
     "Where",
-    "linear_in",
     "name_of",
 ]
 
@@ -112,22 +109,8 @@ class Step:
     ties: bool = False
 
     def fixes(self, axis: str) -> bool:
+        """Whether operands and results keep the types that they have over an axis."""
         return self.fixed is None or axis in self.fixed
-
-
-@dataclasses.dataclass
-class Labels:
-    """Over which axes each tangent varies where it is made and where it is used.
-
-    Args:
-      made: by tangent.
-      used: by tangent; what is used as less is what stood before the cast.
-      steps: by step, the axes over which it varies.
-    """
-
-    made: dict[Value, frozenset[str]]
-    used: dict[Value, frozenset[str]]
-    steps: dict[Step, frozenset[str]]
 
 
 class Graph:
@@ -345,180 +328,6 @@ class Graph:
                 seen.add((value, width))
                 value.stays = value.stays or value.aval.dtype.itemsize < width
                 queue += [(one, width) for step in makers.get(value, ()) for one in step.inputs]
-
-    # From the graph to the cheapest casts.
-
-    def cheapest(self) -> Labels:
-        """Return the cheapest labels: axis by axis in each order, what is cut already being free.
-
-        Casts of one tangent over several axes share one psum. That is not submodular, so no single
-        cut expresses it.
-        """
-        axes = [
-            axis
-            for axis in self.jax.manual_axes()
-            if any(axis in made.varying - value.varying for value, made in self.casts)
-            or any(axis in step.sums_bytes for step in self.steps)
-        ]
-        best = None
-        for order in itertools.permutations(axes):
-            labels = self._as_traced()
-            cut: set[Value] = set()
-            for axis in order:
-                cut |= self._cut(axis, labels, cut)
-            cost = self.cost(labels)
-            if best is None or cost < best[0]:
-                best = cost, labels
-        return best[1] if best else self._as_traced()
-
-    def _as_traced(self) -> Labels:
-        made = {value: value.varying for value in self.values.values()}
-        steps = {
-            step: frozenset().union(step.needed, *(value.varying for value in step.inputs))
-            for step in self.steps
-        }
-        return Labels(made, dict(made), steps)
-
-    def _cut(self, axis: str, labels: Labels, free: set[Value]) -> set[Value]:
-        """Label everything for one axis by a minimum cut; return the tangents that are cast."""
-        net = Network()
-        makes = {value: net.node() for value in self.values.values()}
-        uses = {value: net.node() for value in makes}
-        for value, made in makes.items():
-            net.edge(made, uses[value], self._price(value, free))
-            net.edge(uses[value], made)
-            if value.stays and axis not in value.varying:
-                net.edge(net.source, uses[value])
-        for value in self.inputs:
-            self._fix(net, makes[value], axis in value.varying)
-        for value in self.ends:
-            if axis in value.varying:
-                net.edge(uses[value], net.sink)
-        nodes = {step: net.node() for step in self.steps}
-        for step, node in nodes.items():
-            if step.fixes(axis):
-                for value in step.inputs:
-                    if axis in value.varying:
-                        net.edge(uses[value], net.sink)
-                for value in step.outputs:
-                    self._fix(net, makes[value], axis in value.varying)
-                continue
-            if axis in step.sums_bytes:
-                # Results keep their types; operands are all cast before, or summed by the step.
-                net.edge(node, net.sink, step.sums_bytes[axis] * _SCALE + 1)
-                for value in step.outputs:
-                    self._fix(net, makes[value], axis in value.varying)
-            else:
-                if axis in step.needed:
-                    net.edge(node, net.sink)
-                for value in step.outputs:
-                    net.edge(node, makes[value])
-                    net.edge(makes[value], node)
-            for value in step.inputs:
-                net.edge((makes if step.ties else uses)[value], node)
-                if (
-                    step.ties or axis in value.varying
-                ):  # what was not invariant as traced can't come back
-                    net.edge(node, makes[value])
-        varies = net.sink_side()
-        for value in makes:
-            labels.made[value] = _with(labels.made[value], axis, makes[value] in varies)
-            labels.used[value] = _with(labels.used[value], axis, uses[value] in varies)
-        for step, node in nodes.items():
-            if not step.fixes(axis):
-                labels.steps[step] = _with(labels.steps[step], axis, node in varies)
-        return {
-            value
-            for value in makes
-            if value.live and uses[value] in varies and makes[value] not in varies
-        }
-
-    def _fix(self, net: Network, node: int, varies: bool) -> None:
-        if varies:
-            net.edge(node, net.sink)
-        else:
-            net.edge(net.source, node)
-
-    def _price(self, value: Value, free: set[Value]) -> int:
-        if not value.live:
-            return 0
-        if not value.castable:
-            return INFINITE
-        # Of two that cost the same bytes, the one with fewer psums.
-        return value.runs if value in free else value.cast_bytes * _SCALE + value.runs
-
-    def cost(self, labels: Labels) -> int:
-        """Return the bytes that the cotangents' psums sum, on each device, under these labels."""
-        total = sum(
-            value.cast_bytes
-            for value in self.values.values()
-            if value.live and labels.used[value] - labels.made[value]
-        )
-        for step in self.steps:
-            stay = [
-                count for axis, count in step.sums_bytes.items() if axis not in labels.steps[step]
-            ]
-            total += max(stay, default=0)
-        return total
-
-    def cost_as_traced(self) -> int:
-        """Return the bytes that they sum where the casts stand now."""
-        return sum(value.cast_bytes for value, made in self.casts if made.live) + sum(
-            max(step.sums_bytes.values(), default=0) for step in self.steps
-        )
-
-
-_SCALE = 1 << 20
-
-
-def _with(axes: frozenset[str], axis: str, varies: bool) -> frozenset[str]:
-    return axes | {axis} if varies else axes - {axis}
-
-
-# JAX's primitives that are linear in all operands together, and in any one of them with the
-# others known.
-_LINEAR = frozenset(
-    "add_any sub add neg reduce_sum broadcast_in_dim reshape transpose squeeze expand_dims slice "
-    "concatenate copy copy_p rev cumsum pvary real imag reduce_precision".split()
-)
-_BILINEAR = frozenset("mul dot_general conv_general_dilated".split())
-_LINEAR_IN_FIRST = frozenset("div dynamic_slice gather".split())
-
-
-def linear_in(jaxpr: Any, inputs: Sequence[Any]) -> bool:
-    """Whether all outputs of a jaxpr are known to be linear in some of its inputs together.
-
-    Args:
-      jaxpr: without its constants.
-      inputs: those of its variables.
-    """
-    reached = set(inputs)
-
-    def moves(atom):
-        return not hasattr(atom, "val") and atom in reached
-
-    for eqn in jaxpr.eqns:
-        name, moving = name_of(eqn), [moves(atom) for atom in eqn.invars]
-        if not any(moving):
-            continue
-        if name in CALLS:
-            inner = opened(eqn.params[CALLS[name]])
-            fine = linear_in(inner, [v for v, one in zip(inner.invars, moving) if one])
-        elif name == "convert_element_type":
-            old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-            fine = old.kind == new.kind  # float0 and integers are none
-        elif name == "select_n":
-            fine = not moving[0] and all(moving[1:])
-        elif name in _LINEAR:
-            fine = all(moving)
-        elif name in _BILINEAR:
-            fine = sum(moving) == 1
-        else:
-            fine = name in _LINEAR_IN_FIRST and moving[0] and not any(moving[1:])
-        if not fine:
-            return False
-        reached.update(eqn.outvars)
-    return all(moves(atom) for atom in jaxpr.outvars)
 
 
 def _linear_outputs(jaxpr: Any, linear: Sequence[bool]) -> list[bool]:

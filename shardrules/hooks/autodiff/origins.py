@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardrules.hooks.door.compat import Jax
+from shardrules.hooks.flow.jaxprs import opened, scan_counts
 
 __all__ = ["CASTS", "NOWHERE", "Origin", "Origins", "Reduction", "equations", "inner_jaxprs"]
 
@@ -292,20 +293,6 @@ def named_axes(params: dict[str, Any]) -> frozenset[str]:
         values = value if isinstance(value, (tuple, list, set, frozenset)) else (value,)
         named.update(v for v in values if isinstance(v, str))
     return frozenset(named)
-
-
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return how many of a scan's operands are constants, and how many after these its carry."""
-    if "ft_in" in params:  # from JAX 0.11: pytrees of the constants, the carry and the rest
-        constants, carry, _ = map(len, params["ft_in"].unpack())
-        return constants, carry
-    return params["num_consts"], params["num_carry"]
-
-
-def opened(value: Any) -> Any:
-    """Return a jaxpr without its constants; None for what is no jaxpr."""
-    value = getattr(value, "jaxpr", value)
-    return value if hasattr(value, "eqns") and hasattr(value, "invars") else None
 
 
 def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:

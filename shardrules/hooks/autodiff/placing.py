@@ -13,18 +13,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from shardrules.hooks.autodiff.cheapest import Labels, cheapest, cost, cost_as_traced
 from shardrules.hooks.autodiff.identities import MARK, uncast
 from shardrules.hooks.autodiff.linear import (
     CALLS,
     IDENTITIES,
     Graph,
-    Labels,
     Unplaceable,
     Value,
     Where,
-    linear_in,
     name_of,
 )
+from shardrules.hooks.autodiff.linearity import linear_in
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.flow.jaxprs import opened, scan_counts, variable
 from shardrules.hooks.flow.retyping import Retyping
@@ -104,9 +104,9 @@ class CastHooks(Hooks):
         why, before_bytes = "", 0
         try:
             graph = Graph(self.jax, jaxpr, linear, wanted, self._sums, self._is_opaque)
-            before_bytes = graph.cost_as_traced()
-            labels = graph.cheapest() if before_bytes else None
-            if labels is not None and graph.cost(labels) < before_bytes:
+            before_bytes = cost_as_traced(graph)
+            labels = cheapest(graph) if before_bytes else None
+            if labels is not None and cost(graph, labels) < before_bytes:
                 writer = Writer(self, graph, labels)
                 placed = writer.jaxpr(jaxpr, (), [atom.aval for atom in jaxpr.outvars])
                 self.state.note_placement(

@@ -6,6 +6,7 @@ Nothing in shardrules names ``jax._src`` but this folder; what acts on JAX is lo
 from __future__ import annotations
 
 from shardrules.hooks.door.lookup import Symbol
+from shardrules.hooks.door.transposition import TRANSPOSITION
 
 __all__ = ["SET_SYMBOLS", "SYMBOLS", "TYPE_SYMBOLS"]
 
@@ -203,6 +204,7 @@ SYMBOLS = (
 
 # From JAX 0.6.0: an aval says over which axes its value varies.
 TYPE_SYMBOLS = (
+    *TRANSPOSITION,
     Symbol("check_vma", "jax._src.config:_check_vma", "0.6.2-0.12", (), _CHECK),
     Symbol("check_vma", "jax._src.config:_check_rep", "0.6.0", (), _CHECK),
     Symbol(
@@ -225,59 +227,6 @@ TYPE_SYMBOLS = (
         "0.10-0.12",
         ("varying", "unreduced", "reduced"),
         "JAX's own form of AxisType",
-        optional=True,
-    ),
-    Symbol(
-        "backward_pass",
-        "jax._src.interpreters.ad:backward_pass",
-        "0.6.0-0.12",
-        ("jaxpr", "transform_stack", "consts", "primals_in"),
-        "a linear program before it is transposed, when its casts are placed",
-    ),
-    Symbol(
-        "backward_pass3",
-        "jax._src.interpreters.ad:backward_pass3",
-        "0.7.2-0.12",
-        ("jaxpr", "transform_stack", "consts", "primals_in"),
-        "the same, where cotangents are accumulated in place",
-        optional=True,
-    ),
-    Symbol(
-        "older_backward_pass",
-        "jax._src.interpreters.ad:backward_pass",
-        "0.6.0-0.7.2",
-        ("cotangents_in",),
-        "the one that takes linear equations only",
-        optional=True,
-    ),
-    Symbol(
-        "partial_eval_jaxpr",
-        "jax._src.interpreters.partial_eval:partial_eval_jaxpr_nounits",
-        "0.6.0-0.12",
-        ("jaxpr", "unknowns", "instantiate"),
-        "what of a program is known before it is transposed",
-    ),
-    Symbol(
-        "close_jaxpr",
-        "jax._src.interpreters.partial_eval:close_jaxpr",
-        "0.6.0-0.12",
-        ("jaxpr",),
-        "the same",
-    ),
-    Symbol("jaxpr_as_fun", "jax._src.core:jaxpr_as_fun", "0.6.0-0.12", (), "the same"),
-    Symbol(
-        "UndefinedPrimal",
-        "jax._src.interpreters.ad:UndefinedPrimal",
-        "0.6.0-0.12",
-        (),
-        "an input of a linear program that is a tangent",
-    ),
-    Symbol(
-        "GradAccum",
-        "jax._src.interpreters.ad:GradAccum",
-        "0.8.3-0.12",
-        (),
-        "the same, where cotangents are accumulated in place",
         optional=True,
     ),
     Symbol(

@@ -12,6 +12,7 @@ from typing import Any
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.autodiff.batched_vjp import BatchedVjpHooks
 from shardrules.hooks.autodiff.custom_vjp import CustomVjpHooks
+from shardrules.hooks.autodiff.forward import ForwardHooks
 from shardrules.hooks.autodiff.placing import CastHooks
 from shardrules.hooks.calls.forgetful import ForgetfulHooks
 from shardrules.hooks.calls.mesh_kernels import MeshKernelHooks
@@ -46,6 +47,7 @@ ORDER: tuple[type[Hooks], ...] = (
     PallasHooks,
     CustomVjpHooks,
     BatchedVjpHooks,
+    ForwardHooks,
     ForgetfulHooks,
     PrimitiveHooks,
     Retyping,

@@ -244,6 +244,21 @@ TYPE_SYMBOLS = (
         "which mesh axes are manual where we are",
     ),
     Symbol(
+        "jvp_tracer",
+        "jax._src.interpreters.ad:maybe_jvp_tracer",
+        "0.6.0-0.12",
+        ("trace", "primal", "tangent"),
+        "where a primal meets its tangent",
+    ),
+    Symbol(
+        "JetTracer",
+        "jax.experimental.jet:JetTracer",
+        "0.6.0-0.12",
+        (),
+        "where a primal meets its series",
+        optional=True,
+    ),
+    Symbol(
         "standard_vma_rule",
         "jax._src.core:standard_vma_rule",
         "0.6.0-0.12",

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardrules.errors import ShardrulesError
-from shardrules.hooks.autodiff.batched_vjp import BatchedVjpHooks
-from shardrules.hooks.autodiff.custom_vjp import CustomVjpHooks
+from shardrules.hooks.autodiff.custom_vjp import BatchedVjpHooks, CustomVjpHooks
 from shardrules.hooks.autodiff.forward import ForwardHooks
 from shardrules.hooks.autodiff.placing import CastHooks
 from shardrules.hooks.calls.forgetful import ForgetfulHooks

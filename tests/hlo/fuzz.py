@@ -13,6 +13,8 @@ import time
 
 from shardrules import errors, hlo
 
+from . import forms
+
 DATA = pathlib.Path(__file__).parent / "data"
 LIMIT_S = 1.0  # of processor time, for one mutation of a module of up to 20 kB
 _TOKENS = [
@@ -53,13 +55,23 @@ _TOKENS = [
     "((((((((",
     "{{{{{{{{",
     "/*index=5*/",
+    "// x\n",
+    ",\n",
+    "calls={ROOT a = f32[] parameter(0)}",
+    "negate(f32[] constant(1))",
+    "literal=s32[] 1",
+    "{...}",
 ]
 
 
 def sources() -> list[str]:
-    """List the real modules that are mutated."""
+    """List the modules that are mutated: real ones, and some in every form that people write."""
     texts = [path.read_text() for path in sorted(DATA.glob("*.hlo"))]
-    return [t for t in texts if len(t) <= 20_000]
+    return [t for t in texts if len(t) <= 20_000] + [
+        *forms.FORMS.values(),
+        forms.NESTED,
+        forms.INLINE,
+    ]
 
 
 def mutate(rng: random.Random, text: str) -> str:

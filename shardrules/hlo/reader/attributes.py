@@ -12,8 +12,11 @@ from collections.abc import Iterator
 
 from shardrules import errors
 
-SKIP = re.compile(r"(?:\s|/\*.*?\*/|//[^\n]*)*", re.DOTALL)
-COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+# Written so that no part of a comment is one: a pattern that tries again finds it whole or not.
+_COMMENT = r"/\*(?:[^*]|\*(?!/))*\*/|//[^\n]*(?:\n|\Z)"
+_SPACE = rf"(?:\s|{_COMMENT})*"
+COMMENT = re.compile(_COMMENT, re.DOTALL)
+_SKIP = re.compile(_SPACE, re.DOTALL)
 # Attributes of instructions that XLA's parser knows (hlo_parser.cc, of JAX 0.4.28 to 0.12), with
 # what its printer alone writes. Any other may mean something that the proof does not know of.
 KNOWN = frozenset(
@@ -36,15 +39,23 @@ KNOWN = frozenset(
     "unique_indices unit_diagonal update_window_dims use_global_device_ids window".split()
 )
 
-_KEY = re.compile(r"([\w\-]+)\s*=")
+
+def spaced(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern in which each space stands for any space and comments, or none."""
+    return re.compile(pattern.replace(" ", _SPACE), re.DOTALL)
+
+
+_KEY = spaced(r"([\w\-]+) =")
 _SIMPLE = re.compile(r'\{[^{}"]*\}|"(?:[^"\\]|\\.)*"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$)', re.DOTALL)
-_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[{}()\[\]"]', re.DOTALL)
+_QUOTED = r'"(?:[^"\\]|\\.)*"'
+_BRACKET = re.compile(rf'{_QUOTED}|{_COMMENT}|[{{}}()\[\]"]', re.DOTALL)
+_BRACE = re.compile(rf'{_QUOTED}|[{{}}"]', re.DOTALL)
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
 _WORD = re.compile(r"[^\s\"{}()\[\],/]+")
 # What goes on with a value after its first bracket: <=[8], T(1,0), a shape's layout, the
 # axes of mesh['a'=4] {'a'} and its device ids.
-_MORE = re.compile(r"\s*<=\s*(?=\[)|\s*T(?=\()|(?=[\[{(])")
-_MESH_MORE = re.compile(r"\s*,\s*device_ids=\s*(?=\()|\s*,?\s*(?=\{)")
+_MORE = spaced(r" <= (?=\[)| T(?=\()|(?=[\[{(])")
+_MESH_MORE = spaced(r" , device_ids= (?=\()| ,? (?=\{)")
 
 
 def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
@@ -63,7 +74,7 @@ def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
 
 def skip(text: str, position: int, end: int = sys.maxsize) -> int:
     """Find the next place that is neither space nor comment."""
-    found = SKIP.match(text, position, end)
+    found = _SKIP.match(text, position, end)
     return found.end() if found else position
 
 
@@ -95,7 +106,7 @@ def match_bracket(text: str, start: int, end: int) -> int:
 def _dictionary_end(text: str, start: int, end: int) -> int:
     """Find the end of a JSON dictionary as XLA does: of brackets only ``{`` and ``}`` count."""
     depth = 0
-    for found in _BRACKET.finditer(text, start, end):
+    for found in _BRACE.finditer(text, start, end):
         depth += (found[0] == "{") - (found[0] == "}")
         if not depth:
             return found.end()
@@ -129,6 +140,8 @@ def value_end(text: str, key: str, start: int, end: int) -> int:
             position = match_bracket(text, follows.end(), end)
             if more is _MESH_MORE and text[position - 1] == "}":
                 break
+    if key == "literal":  # a shape, and then its elements
+        return value_end(text, "", skip(text, position, end), end)
     return position
 
 

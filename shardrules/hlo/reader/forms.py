@@ -6,14 +6,14 @@ import re
 
 from shardrules.hlo.reader import attributes, shapes
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader.attributes import COMMENT, SKIP, skip
+from shardrules.hlo.reader.attributes import COMMENT, skip, spaced
 
-_HEAD = re.compile(r"(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
-_OPCODE = re.compile(r"([A-Za-z][\w\-]*)\s*\(")
+_HEAD = spaced(r"(ROOT(?=[\s/]) )?%?([\w.\-]+) = ")
+_OPCODE = spaced(r"([A-Za-z][\w\-]*) \(")
 _NAME = re.compile(r"%?([\w.\-]+(?:#\d+)*)")
 _NAMES = re.compile(r"[ \t]*%?[\w.\-]+[ \t]*(?:,[ \t]*%?[\w.\-]+[ \t]*)*(?=\))")
-_INLINE = re.compile(r"\{" + SKIP.pattern + r"(?:ROOT\s+)?%?[\w.\-]+\s*=", re.DOTALL)
-_PAREN = re.compile(r'"(?:[^"\\]|\\.)*"|[()"]', re.DOTALL)
+_INLINE = spaced(r"\{ (?:ROOT(?=[\s/]) )?%?[\w.\-]+ =")
+_PAREN = re.compile(rf'"(?:[^"\\]|\\.)*"|{COMMENT.pattern}|[()"]', re.DOTALL)
 # Attributes that name computations, in the order in which ``Instruction.calls`` lists them.
 _CALL_KEYS = (
     "condition body true_computation false_computation branch_computations calls to_apply "
@@ -110,19 +110,22 @@ class Forms:
             labels, closing = self.operands(scope, opening)
         end = closing
         calls: tuple[str, ...] = ()
-        index: str | None = None
+        keys: dict[str, tuple[int, int]] = {}
         if not nested:
-            keys: dict[str, tuple[int, int]] = {}
             for key, value, end in attributes.iter_attributes(text, closing, len(text)):
                 keys[key] = (value, end)
                 if key not in attributes.KNOWN:
                     self.strange[start] = key
             calls = self.calls(keys, label)
-            index = text[slice(*keys["index"])] if "index" in keys else None
         operands = self.resolve(scope, labels, start)
         if shape is None:
             known = [scope.instructions[o].shape for o in operands]
-            shape = shapes.infer(opcode[1], known, index) if len(known) == len(labels) else None
+            called = self.computations.get(calls[0]) if calls else None
+            result = called.instructions[called.root].shape if called else None
+            if len(known) == len(labels):
+                shape = shapes.infer(
+                    opcode[1], known, lambda k: text[slice(*keys.get(k, (0, 0)))], result
+                )
             if shape is None:
                 raise self.error(
                     position, f"the shape of {label!r} is left out; write it before {opcode[1]!r}"
@@ -154,7 +157,7 @@ class Forms:
         """Note the number of a parameter."""
         number = self.text[inner[0] : inner[1]]
         if not number.isdigit():
-            number = COMMENT.sub("", number).strip()
+            number = COMMENT.sub(" ", number).strip()
         if not number.isdigit() or len(number) > 9:
             raise self.error(inner[0], "expected the parameter's number")
         if int(number) in scope.numbers:

@@ -15,7 +15,7 @@ import re
 
 from shardrules.hlo.reader import attributes, forms, ordering, shapes
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader.attributes import skip
+from shardrules.hlo.reader.attributes import skip, spaced
 
 _SHAPE = (
     r"\w+\[[^\]\n{}()]*\](?:\{[^{}\n]*\})?"
@@ -35,12 +35,9 @@ _LINE = re.compile(
     r"[ \t]*(ROOT )?%?([\w.\-]+) = (" + _SHAPE + r") ([a-z][\w\-]*)\(([^()\n]*)\)" + _REST + _FRESH
 )
 _PRINTED_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \([^={}\"\n]*\) -> [^={}\"\n]*\{\n")
-_HEADER = re.compile(
-    rf"(ENTRY(?=\s|/){attributes.SKIP.pattern})?%?([\w.\-]+){attributes.SKIP.pattern}(?=[({{])",
-    re.DOTALL,
-)
-_TABLE = re.compile(r"([A-Z]\w*)[ \t]*\n((?:\d+[ \t][^\n]*\n)+)")
-_MODULE = re.compile(r"HloModule\s+(\"[^\"\n]*\"|[^\s,]+)")
+_HEADER = spaced(r"(ENTRY(?=[\s/]) )?%?([\w.\-]+) (?=[({])")
+_TABLE = re.compile(r"([A-Z]\w*)[ \t]*\n((?:[ \t]*\d+[ \t][^\n]*\n)+)")
+_MODULE = spaced(r"HloModule(?=[\s/]) (\"[^\"\n]*\"|[^\s,/]+)")
 _ALONE = re.compile(r"(?:ROOT\s+)?(?:%?[\w.\-]+\s*=\s*)?(?:\(|b\(|\w+\[|[a-z][\w\-]*\()")
 _PRINTED_KEY = re.compile(r", ([a-z][\w\-]*)=")
 

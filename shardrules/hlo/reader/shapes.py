@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader.attributes import COMMENT, match_bracket, skip, syntax_error
+from shardrules.hlo.reader.attributes import COMMENT, match_bracket, skip, spaced, syntax_error
 
-_ARRAY = re.compile(r"(\w+)\s*\[([^\]]*)\]")
+_ARRAY = spaced(r"(\w+) \[((?:[^\]/]|/\*(?:[^*]|\*(?!/))*\*/|//[^\n]*\n)*)\]")
 # As XLA prints it.
 _PRINTED = re.compile(r"(\w+)\[(\d{1,18}(?:,\d{1,18})*)?\](?:\{([\d:][^{}\"/\n]*)?\})?(?!\s*\{)")
 _DIMENSIONS = re.compile(r"\s*(?:(?:<=)?\d+|\?)\s*(?:,\s*(?:(?:<=)?\d+|\?)\s*)*")
 # A brace after a shape begins its layout if a number, a colon or nothing stands in it; else the
 # computation whose header this is (hlo_parser.cc, ParseShape).
-_LAYOUT = re.compile(r"\s*(?=\{\s*[\d:])|(?=\{\s*\})")
+_LAYOUT = spaced(r" (?=\{ [\d:])|(?=\{\s*\})")
 
 
 def begins(text: str, position: int) -> bool:
@@ -76,7 +77,7 @@ def _array(text: str, position: int) -> tuple[hm.Shape, int]:
     if not found:
         raise syntax_error(text, position, "expected a shape such as f32[8,128]{1,0}")
     dimensions = ()
-    sizes = COMMENT.sub("", found[2]).strip()
+    sizes = COMMENT.sub(" ", found[2]).strip()
     if sizes:
         if not _DIMENSIONS.fullmatch(sizes):
             raise syntax_error(text, found.start(2), "expected sizes such as 8,128 or <=8")
@@ -108,22 +109,85 @@ _FIXED = {
     "partition-id": hm.Shape("u32"),
     "replica-id": hm.Shape("u32"),
 }
+_PARTS = {"c64": "f32", "c128": "f64"}
 
 
-def infer(opcode: str, operands: list[hm.Shape], index: str | None) -> hm.Shape | None:
+def infer(
+    opcode: str, operands: list[hm.Shape], attribute: Callable[[str], str], called: hm.Shape | None
+) -> hm.Shape | None:
     """Infer a result's shape that the text leaves out; None where that takes more than this.
 
     Args:
       opcode: the instruction's.
-      operands: its operands' shapes.
-      index: the attribute of that name.
+      operands: the operands' shapes.
+      attribute: gives the text of an attribute, "" where it is absent.
+      called: the result of the first computation that it calls.
     """
+    if opcode in _FIXED:
+        return _FIXED[opcode]
+    if opcode in ("call", "conditional", "fusion"):
+        return called
     if opcode == "tuple":
         return hm.Shape("tuple", elements=tuple(operands))
-    if opcode == "get-tuple-element" and len(operands) == 1 and index and index.isdigit():
-        elements = operands[0].elements or ()
-        return elements[int(index)] if len(index) < 10 and int(index) < len(elements) else None
-    if opcode in _FIXED or opcode not in _LIKE_OPERAND or not operands:
-        return _FIXED.get(opcode)
-    shape = operands[1 if opcode in ("select", "clamp") and len(operands) == 3 else 0]
-    return shape._replace(element_type="pred") if opcode == "compare" else shape
+    if not operands:
+        return None
+    first = operands[0]
+    if opcode == "get-tuple-element":
+        index, elements = attribute("index"), first.elements or ()
+        return elements[int(index)] if index.isdigit() and int(index[:9]) < len(elements) else None
+    if opcode in _LIKE_OPERAND:
+        shape = operands[1 if opcode in ("select", "clamp") and len(operands) == 3 else 0]
+        return shape._replace(element_type="pred") if opcode == "compare" else shape
+    if opcode == "sort":
+        return first if len(operands) == 1 else hm.Shape("tuple", elements=tuple(operands))
+    if any(shape.is_tuple for shape in operands):
+        return None
+    if opcode in ("abs", "real", "imag"):
+        return first._replace(element_type=_PARTS.get(first.element_type, first.element_type))
+    sizes = _sizes(opcode, operands, attribute)
+    return None if sizes is None else hm.Shape(first.element_type, tuple(sizes))
+
+
+def _sizes(
+    opcode: str, operands: list[hm.Shape], attribute: Callable[[str], str]
+) -> list[int] | None:
+    first = operands[0].dimensions
+
+    def places(key: str) -> list[int]:
+        return [int(n) for n in re.findall(r"\d{1,9}", attribute(key)) if int(n) < len(first)]
+
+    if opcode == "transpose":
+        return [first[n] for n in places("dimensions")]
+    if opcode == "reduce" and len(operands) == 2:
+        gone = places("dimensions")
+        return [size for n, size in enumerate(first) if n not in gone]
+    if opcode == "concatenate" and len(places("dimensions")) == 1:
+        along = places("dimensions")[0]
+        if all(len(shape.dimensions) == len(first) for shape in operands):
+            total = sum(shape.dimensions[along] for shape in operands)
+            return [total if n == along else size for n, size in enumerate(first)]
+    if opcode == "pad":
+        ends = [
+            [int(n) for n in part.split("_")]
+            for part in attribute("padding").split("x")
+            if re.fullmatch(r"-?\d{1,9}_-?\d{1,9}(_\d{1,9})?", part)
+        ]
+        if len(ends) == len(first):
+            return [
+                size + sum(e[:2]) + (e[2] if len(e) > 2 else 0) * max(size - 1, 0)
+                for size, e in zip(first, ends)
+            ]
+    if opcode == "dot" and len(operands) == 2:
+        second = operands[1].dimensions
+        gone = places("lhs_batch_dims") + places("lhs_contracting_dims")
+        other = [
+            int(n)
+            for key in ("rhs_batch_dims", "rhs_contracting_dims")
+            for n in re.findall(r"\d{1,9}", attribute(key))
+        ]
+        return [
+            *(first[n] for n in places("lhs_batch_dims")),
+            *(size for n, size in enumerate(first) if n not in gone),
+            *(size for n, size in enumerate(second) if n not in other),
+        ]
+    return None

@@ -1,0 +1,103 @@
+"""HLO as people write it: what XLA's own parser takes is read, and says the same."""
+
+import pytest
+
+from shardrules import errors, hlo
+
+from . import text as T
+from .forms import FORMS, INLINE, NESTED
+from .test_parser import compare
+
+bindings = pytest.importorskip("jaxlib._hlo")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_as_xla_reads_it(name):
+    compare(FORMS[name], bindings)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("change", ["\ufeff", "\r\n", "\t"])
+def test_and_with_other_white_space(name, change):
+    text = FORMS[name]
+    changed = (
+        change + text if change == "\ufeff" else text.replace("\n", change.replace("\t", "\n\t"))
+    )
+    ours, theirs = hlo.parse(changed), hlo.parse(text)
+    assert [[(i.name, i.opcode) for i in c.instructions] for c in ours.computations.values()] == [
+        [(i.name, i.opcode) for i in c.instructions] for c in theirs.computations.values()
+    ]
+
+
+def test_instructions_written_as_operands():
+    module = hlo.parse(NESTED)
+    assert [i.opcode for i in module.entry.instructions] == [
+        *("parameter", "parameter", "negate", "constant", "negate", "multiply", "add")
+    ]
+    assert [i.operands for i in module.entry.instructions][2:] == [(0,), (), (3,), (1, 4), (2, 5)]
+    assert module.entry.instructions[3].literal == "{1, 2, 3, 4}"
+    theirs = list(bindings.hlo_module_from_text(NESTED).computations())[0]
+    assert len(list(theirs.instructions())) == len(module.entry.instructions)
+
+
+def test_computations_written_where_they_are_called():
+    module = hlo.parse(INLINE)
+    theirs = bindings.hlo_module_from_text(INLINE).computations()
+    assert sorted(len(list(c.instructions())) for c in theirs) == sorted(
+        len(c.instructions) for c in module.computations.values()
+    )
+    assert [v.verdict for v in hlo.judge(module).verdicts] == ["redundant"]
+    assert [len(i.calls) for i in module.entry.instructions] == [0, 0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "text, operands",
+    [
+        ("ROOT r = f32[4] add(f32[4] a, f32[4] b)", 2),
+        ("f32[4] add(f32[4]{0} %a, f32[4] %a)", 1),
+        ("%r = f32[4] add(f32[4], f32[4])", 2),
+        ('(f32[4], f32[]) tuple(f32[4] a, f32[] b), metadata={op_name="t"}\n', 2),
+    ],
+)
+def test_one_instruction_alone(text, operands):
+    module = hlo.parse(text)
+    assert [i.opcode for i in module.entry.parameters] == ["parameter"] * operands
+    theirs = list(bindings.hlo_module_from_text(text).computations())
+    assert len(list(theirs[0].instructions())) == len(module.entry.instructions) == operands + 1
+
+
+BAD = {
+    "HloModule m\nENTRY e {\n  p = f32[] parameter(0),\n}\n": "expected an attribute, 'key=value'",
+    "HloModule m\nENTRY e {\n  p = f32[] parameter(0) p\n}\n": "expected an instruction",
+    "HloModule m\nENTRY e {\n  p = f32[] parameter(0), x= }\n": "attribute 'x' has no value",
+    "HloModule m\nENTRY e {\n  ROOT c = convolution()\n}\n": "the shape of 'c' is left out; write "
+    "it before 'convolution'",
+    "HloModule m, entry_computation_layout={(f32[4])->f32[]}\na {\n  p = f32[] parameter(0)\n}\n": (
+        "has no ENTRY computation: is the text cut?"
+    ),
+    "f32[] add(a, b)": "operand 'a' has neither a definition nor a shape",
+    "a = f32[] add(f32[] b)\nc = f32[] add(f32[] d)": "expected the end after one instruction",
+    "HloModule m\nENTRY e {\n  p = f32[] add(" + "negate(" * 5000: "nested deeper than any",
+    "HloModule m\nENTRY e {\n  p = f32[] call(), to_apply="
+    + "{ a = f32[] call(), to_apply=" * 300: ("is never closed"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
+def test_what_is_no_hlo_is_an_error(bad):
+    with pytest.raises(errors.HloSyntaxError) as caught:
+        hlo.parse(bad)
+    assert BAD[bad] in str(caught.value)
+
+
+def test_nothing_stands_on_a_line_unread():
+    """Each of these lines looks like one instruction to whoever reads up to its end."""
+    lines = T.parameter(T.DATA) + "\n" + T.all_reduce("%x")
+    text = T.module(lines).replace("\n  ROOT %r", " ROOT %r")
+    assert [i.opcode for i in hlo.parse(text).entry.instructions] == ["parameter", "all-reduce"]
+    text = T.module(lines).replace("\n  ROOT %r =", " ROOT %r=")
+    assert [i.opcode for i in hlo.parse(text).entry.instructions] == ["parameter", "all-reduce"]
+    whole = (
+        T.module(lines).replace("\n\n", "\n").replace("}\n%", "} %").replace("}\nENTRY", "} ENTRY")
+    )
+    assert len(hlo.parse(whole).computations) == 4

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardrules import hooks
+from shardrules.checks.wellformed import check_well_formed
 from shardrules.errors import RuleCheckError, ShardrulesError
 
 __all__ = ["check_rule"]
@@ -31,6 +32,9 @@ def check_rule(
 ) -> None:
     """Run an op under its rule, and compare what the rule says with what happens.
 
+    Pallas kernels run in JAX's TPU interpreter first, which looks for what no audit can: races,
+    memory that is read before it is written, reads out of bounds; kernels that it can't run (those
+    for GPUs) are named in a warning.
     Outputs that the rule calls invariant over an axis must be bitwise equal along it. The outputs
     and the gradients of all floating-point arguments must be the same with the check on, with it
     off, and on a single device. Where the rule drops an axis, a bwd that is right with the check
@@ -53,7 +57,7 @@ def check_rule(
 
     Raises:
       RuleCheckError: naming the output or argument, the axes or the two ways that differ, and by
-        how much.
+        how much; or the kernel that is not well formed.
       ShardrulesError: if the arguments don't fit.
     """
     import jax
@@ -72,6 +76,20 @@ def check_rule(
 def _check(jax, op, mesh, values, in_specs, out_specs, reference, gradients, seed, rtol) -> None:
     types, out_specs = _types(jax, op, mesh, values, in_specs, out_specs)
     _check_equal(jax, op, mesh, values, in_specs, types)
+    run = _with_gradients(jax, op, gradients)
+    first = mesh.devices.flat[0]
+    blocks = [
+        value[jax.sharding.NamedSharding(mesh, spec).devices_indices_map(value.shape)[first]]
+        for spec, value in zip(in_specs, values)
+    ]
+    stacked = hooks.shard_map(
+        lambda *a: [leaf[None] for leaf in jax.tree_util.tree_leaves(op(*a))],
+        mesh,
+        in_specs,
+        jax.sharding.PartitionSpec(tuple(mesh.axis_names)),
+        check=False,
+    )
+    check_well_formed(run, blocks, stacked, values)
     ways = {
         f"check {word}": hooks.shard_map(op, mesh, in_specs, out_specs, check=on)
         for word, on in (("on", True), ("off", False))
@@ -123,6 +141,26 @@ def _check(jax, op, mesh, values, in_specs, out_specs, reference, gradients, see
                     if not drops:
                         raise
                     warnings.warn(f"right with the check on only: {error}", stacklevel=4)
+
+
+def _with_gradients(jax, op, gradients: bool) -> Callable:
+    """Return op with the gradients of its floating-point arguments, on one device's blocks."""
+
+    def is_float(leaf):
+        return jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+
+    def total(*blocks):
+        leaves = jax.tree_util.tree_leaves(op(*blocks))
+        return sum((leaf.astype("float32") ** 2).sum() for leaf in leaves if is_float(leaf)), leaves
+
+    def run(*blocks):
+        floats = tuple(i for i, block in enumerate(blocks) if is_float(block))
+        if not (gradients and floats):
+            return total(*blocks)[1]
+        grads, leaves = jax.grad(total, argnums=floats, has_aux=True)(*blocks)
+        return leaves, grads
+
+    return run
 
 
 def _axes_of(spec: Any) -> frozenset[str]:

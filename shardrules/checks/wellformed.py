@@ -1,0 +1,127 @@
+"""Is a kernel's result on one device determined by its operands? JAX's TPU interpreter looks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardrules.errors import RuleCheckError, UnsupportedJaxError
+from shardrules.hooks.door import compat
+from shardrules.hooks.door.interpreter import interpreted
+
+__all__ = ["check_well_formed"]
+
+_WHAT = "races, memory that is read before it is written, or reads out of bounds"
+
+
+def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, values: Any) -> None:
+    """Run an op's kernels in JAX's TPU interpreter, and refuse what it finds.
+
+    Args:
+      run: the op, and its gradient where that is to be looked at, on one device's blocks.
+      blocks: the blocks of the first device.
+      whole: the op inside shard_map, for one that names mesh axes.
+      values: its global arguments.
+
+    Raises:
+      RuleCheckError: a race, memory that was read before it was written and shows in a result,
+        or a read out of bounds.
+    """
+    import jax
+
+    try:
+        jaxpr, f, args = jax.make_jaxpr(run)(*blocks).jaxpr, run, blocks
+    except NameError:  # it names mesh axes
+        jaxpr, f, args = jax.make_jaxpr(whole)(*values).jaxpr, whole, values
+    kernels = dict(_kernels(jaxpr))
+    unseen = [name for name, why in kernels.items() if why]
+    if len(unseen) == len(kernels):
+        if unseen:
+            _warn(unseen, "JAX's TPU interpreter doesn't run kernels for GPUs")
+        return
+    results = {}
+    for fill in ("nan", "zero"):
+        try:
+            with interpreted(fill) as races:
+                # A function of its own: what was traced without the interpreter is kept.
+                out = jax.jit(lambda *a: f(*a))(*args)
+                results[fill] = jax.device_get(jax.tree_util.tree_leaves(out))
+        except UnsupportedJaxError as error:
+            return _warn(kernels, str(error))
+        except NotImplementedError as error:
+            return _warn(kernels, f"JAX's TPU interpreter doesn't run them: {error}")
+        except Exception as error:
+            if "out-of-bounds" not in str(error).lower().replace(" ", "-"):
+                return _warn(kernels, f"JAX's TPU interpreter failed: {_first(error)}")
+            raise RuleCheckError(
+                f"one of the kernels {_list(kernels)} is not well formed: it reads out of bounds\n"
+                f"  {_first(error)}\nMake the index map or the slice stay inside the array.",
+                kernels=tuple(kernels),
+            ) from None
+        if races.found:
+            raise RuleCheckError(
+                f"one of the kernels {_list(kernels)} is not well formed: two accesses of one "
+                f"memory are not ordered\n{races}\nWait for a copy before its buffers are used "
+                "again, and order the cores by semaphores.",
+                kernels=tuple(kernels),
+            )
+    _compare(results, kernels)
+    if unseen:
+        _warn(unseen, "JAX's TPU interpreter doesn't run kernels for GPUs")
+
+
+def _compare(results: Mapping[str, list], kernels) -> None:
+    import numpy as np
+
+    for number, (a, b) in enumerate(zip(results["nan"], results["zero"])):
+        a, b = (np.ascontiguousarray(one) for one in (a, b))
+        differ = (a.view(np.uint8) != b.view(np.uint8)).sum()
+        if differ:
+            raise RuleCheckError(
+                f"one of the kernels {_list(kernels)} is not well formed: it reads memory before "
+                f"anything is written there, and result {number} of the op (its gradients after "
+                "its outputs) depends on what that memory holds: filled with NaN, and with zeros, "
+                f"it gives other bits in {differ} of {a.nbytes} bytes\nInitialise scratch and "
+                "outputs on every path, in the first step of the grid that sees them.",
+                kernels=tuple(kernels),
+                result=number,
+            )
+
+
+def _kernels(jaxpr: Any):
+    """Yield each Pallas kernel's name, and whether it is for GPUs."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("pallas_call", "mpmd_map", "core_map"):
+            jaxpr = eqn.params.get("jaxpr") or eqn.params["jaxprs"][0]
+            yield compat.load().describe_kernel(jaxpr, eqn.params)[0], _is_for_gpus(eqn.params)
+            continue
+        for value in eqn.params.values():
+            for one in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(one, "jaxpr", one)
+                if hasattr(inner, "eqns"):
+                    yield from _kernels(inner)
+
+
+def _is_for_gpus(params: Mapping[str, Any]) -> bool:
+    said = params.get("compiler_params")
+    modules = list(said) if isinstance(said, Mapping) else [type(said).__module__]
+    meshes = [params.get("mesh"), *(params.get("meshes") or ())]
+    modules += [type(mesh).__module__ for mesh in meshes]
+    return any("triton" in module or "mosaic_gpu" in module for module in modules)
+
+
+def _list(kernels) -> str:
+    return ", ".join(map(repr, kernels))
+
+
+def _first(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    said = [line for line in lines if "out-of-bounds" in line.lower().replace(" ", "-")]
+    return (said or lines or [type(error).__name__])[-1].strip()[:300]
+
+
+def _warn(kernels, why: str) -> None:
+    warnings.warn(
+        f"check_rule could not look for {_WHAT}, in {_list(kernels)}: {why}", stacklevel=5
+    )

@@ -1,0 +1,83 @@
+"""The door to JAX's interpreter of TPU kernels, which finds what no audit can.
+
+It runs kernels on CPU with simulated memories, and looks for races, for reads out of bounds and for
+memory that is read before it is written (JAX 0.8.3 to 0.12; nothing of it is private but where the
+races are kept).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections.abc import Iterator
+
+from shardrules.errors import UnsupportedJaxError
+
+__all__ = ["Races", "interpreted"]
+
+_MODULE = "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
+
+
+class Races:
+    """What one run of the interpreter found.
+
+    Args:
+      states: JAX's records, one for each kernel that ran.
+      printed: what it printed of them.
+    """
+
+    def __init__(self, states: list, printed: io.StringIO):
+        self._states = states
+        self._printed = printed
+
+    @property
+    def found(self) -> bool:
+        """Whether two accesses of one memory were not ordered."""
+        return any(state.races_found for state in self._states)
+
+    def __str__(self) -> str:
+        text = self._printed.getvalue()
+        return text[text.find("RACE DETECTED") :].strip()[:1000]
+
+
+@contextlib.contextmanager
+def interpreted(fill: str) -> Iterator[Races]:
+    """Run the Pallas kernels that are traced inside the ``with`` in JAX's TPU interpreter.
+
+    Args:
+      fill: what memory holds before it is written: ``nan`` (the largest number for integers) or
+        ``zero``.
+
+    Raises:
+      UnsupportedJaxError: if this JAX has no such interpreter.
+    """
+    try:
+        from jax.experimental.pallas import tpu as pltpu
+
+        module = importlib.import_module(_MODULE)
+        params = pltpu.InterpretParams(
+            detect_races=True, uninitialized_memory=fill, out_of_bounds_reads="raise"
+        )
+        original = module.RaceDetectionState
+        forced = pltpu.force_tpu_interpret_mode(params)
+        reset = pltpu.reset_tpu_interpret_mode_state
+    except (ImportError, AttributeError, TypeError) as error:
+        raise UnsupportedJaxError(
+            f"this JAX can't look for races and uninitialised memory in a kernel ({error}); "
+            "run the test on JAX 0.8.3 or later"
+        ) from error
+    states: list = []
+
+    def recording(*args, **kwargs):  # each kernel's state takes the place of the one before
+        states.append(original(*args, **kwargs))
+        return states[-1]
+
+    printed = io.StringIO()
+    module.RaceDetectionState = recording
+    try:
+        with forced, contextlib.redirect_stdout(printed):
+            yield Races(states, printed)
+    finally:
+        module.RaceDetectionState = original
+        reset()

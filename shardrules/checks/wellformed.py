@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from shardrules.errors import RuleCheckError, UnsupportedJaxError
 from shardrules.hooks.door import compat
@@ -41,7 +41,8 @@ def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, val
             _warn(unseen, "JAX's TPU interpreter doesn't run kernels for GPUs")
         return
     results = {}
-    for fill in ("nan", "zero"):
+    fills: tuple[Literal["nan", "zero"], ...] = ("nan", "zero")
+    for fill in fills:
         try:
             with interpreted(fill) as races:
                 # A function of its own: what was traced without the interpreter is kept.

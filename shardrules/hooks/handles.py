@@ -71,13 +71,20 @@ class Handle:
     def __init__(self):
         self._installed = True
 
-    def uninstall(self) -> None:
-        """Put JAX back as it was; other handles stay."""
+    def uninstall(self, *, ops: bool = False) -> None:
+        """Put JAX back as it was; other handles stay.
+
+        Args:
+          ops: also where a declared op was called, which keeps JAX patched, if passive: the backward
+            pass of an op is traced later. One that is not traced yet is then plain JAX's.
+        """
         with _lock:
             if self._installed:
                 self._installed = False
                 _state.remove(self)
                 _release()
+            if ops:
+                _release_ops()
 
     def __enter__(self) -> Handle:
         return self
@@ -174,6 +181,14 @@ def hold_for_ops() -> None:
         if not _held_for_ops:
             _hold()
             _held_for_ops = True
+
+
+def _release_ops() -> None:
+    """Take back what ``hold_for_ops`` patched; the next op that is called patches it again."""
+    global _held_for_ops
+    if _held_for_ops:
+        _held_for_ops = False
+        _release()
 
 
 def _hide_frames() -> None:

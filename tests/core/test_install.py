@@ -197,6 +197,27 @@ def test_uninstalling_leaves_jax_as_it_was():
     """)
 
 
+def test_what_a_declared_op_keeps_patched_can_be_taken_back():
+    run_alone("""
+        import jax.numpy as jnp
+        import shardrules
+        from shardrules import hooks
+        op = shardrules.no_communication(lambda x: x + 1)
+        handle = shardrules.install()
+        handle.uninstall()
+        assert not hooks.touched()
+        for _ in range(2):
+            assert op(jnp.zeros(2)).sum() == 2
+            handle.uninstall()
+            assert hooks.touched() and not hooks.installed()
+            with shardrules.install() as other:
+                handle.uninstall(ops=True)
+                assert hooks.installed()
+            assert not hooks.touched()
+            handle.uninstall(ops=True)
+    """)
+
+
 def test_importing_and_declaring_change_nothing_and_need_no_jax():
     run_alone("""
         import sys

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import io
 from collections.abc import Iterator
+from typing import Any, Literal
 
 from shardrules.errors import UnsupportedJaxError
 
@@ -42,7 +43,7 @@ class Races:
 
 
 @contextlib.contextmanager
-def interpreted(fill: str) -> Iterator[Races]:
+def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Races]:
     """Run the Pallas kernels that are traced inside the ``with`` in JAX's TPU interpreter.
 
     Args:
@@ -55,7 +56,7 @@ def interpreted(fill: str) -> Iterator[Races]:
     try:
         from jax.experimental.pallas import tpu as pltpu
 
-        module = importlib.import_module(_MODULE)
+        module: Any = importlib.import_module(_MODULE)
         params = pltpu.InterpretParams(
             detect_races=True, uninitialized_memory=fill, out_of_bounds_reads="raise"
         )

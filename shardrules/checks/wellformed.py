@@ -40,7 +40,7 @@ def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, val
         if unseen:
             _warn(unseen, "JAX's TPU interpreter doesn't run kernels for GPUs")
         return
-    results = {}
+    results: dict[str, list] = {}
     fills: tuple[Literal["nan", "zero"], ...] = ("nan", "zero")
     for fill in fills:
         try:

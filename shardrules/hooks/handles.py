@@ -75,8 +75,8 @@ class Handle:
         """Put JAX back as it was; other handles stay.
 
         Args:
-          ops: also where a declared op was called, which keeps JAX patched, if passive: the backward
-            pass of an op is traced later. One that is not traced yet is then plain JAX's.
+          ops: also where a declared op was called, which keeps JAX patched, if passive: its
+            backward pass is traced later. One that is not traced yet is then plain JAX's.
         """
         with _lock:
             if self._installed:

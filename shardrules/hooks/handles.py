@@ -17,6 +17,7 @@ from shardrules.hooks.calls.forgetful import ForgetfulHooks
 from shardrules.hooks.calls.mesh_kernels import MeshKernelHooks
 from shardrules.hooks.calls.pallas_call import PallasHooks
 from shardrules.hooks.calls.primitives import PrimitiveHooks
+from shardrules.hooks.calls.recasts import RecastHooks
 from shardrules.hooks.door import compat
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.flow.control import ControlHooks
@@ -49,6 +50,7 @@ ORDER: tuple[type[Hooks], ...] = (
     ForwardHooks,
     ForgetfulHooks,
     PrimitiveHooks,
+    RecastHooks,
     Retyping,
     ReplayHooks,
     ControlHooks,

@@ -14,6 +14,7 @@ __all__ = ["SET_SYMBOLS", "SYMBOLS", "TYPE_SYMBOLS"]
 _PALLAS = "jax._src.pallas.pallas_call"
 _MESH = "jax._src.pallas"
 _STATE = "jax._src.state"
+_LAX = "jax._src.lax.parallel"
 _VJP = "jax._src.custom_derivatives"
 _SHARD_MAP = "jax.experimental.shard_map"
 _CONTROL = "jax._src.lax.control_flow"
@@ -22,6 +23,7 @@ _AVAL = "avals that carry axis types"
 _OUT_SHAPE = "raises on an output without annotation"
 _WRAP = "wraps a custom_vjp's functions without losing their debug info"
 _KERNEL = "the one place where kernel function and jaxpr meet"
+_RECAST = "a user's cast of what varies by then"
 _REPLAY = "runs a custom_vjp of a jaxpr with values that vary more"
 _OUTSIDE = "runs under the check what was traced outside of shard_map"
 _REF = "a ref that is written must vary where what is written does"
@@ -351,6 +353,8 @@ TYPE_SYMBOLS = (
         "raises on branches whose types differ",
         optional=True,
     ),
+    Symbol("pcast_from", f"{_LAX}:_get_from", "0.8-0.12", ("aval",), _RECAST, optional=True),
+    Symbol("pcast_steps", f"{_LAX}:_pcast_funcs", "0.8-0.12", (), _RECAST, optional=True),
     Symbol("pcast", "jax.lax:pcast", "0.8-0.12", ("axis_name", "to"), "casts an operand"),
     Symbol("pcast", "jax.lax:pvary", "0.6.0-0.7", ("axis_name",), "casts an operand"),
     Symbol("BatchTrace", f"{_BATCHING}:BatchTrace", "0.6.0-0.12", (), _SPMD),

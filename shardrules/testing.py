@@ -21,6 +21,7 @@ from shardrules.checks.expectations import at_most, exactly, pick
 from shardrules.checks.host import assert_donated, assert_no_host_transfers
 from shardrules.checks.loops import assert_loop
 from shardrules.checks.offloaded import assert_offloaded, named_values
+from shardrules.checks.placement import assert_no_large_constants, assert_output_sharding
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
 from shardrules.checks.steady import steady_state
@@ -37,7 +38,9 @@ __all__ = [
     "assert_loop",
     "assert_no_defensive_psum",
     "assert_no_host_transfers",
+    "assert_no_large_constants",
     "assert_offloaded",
+    "assert_output_sharding",
     "assert_outputs_replicated",
     "at_most",
     "check_replicated_inputs",

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shardrules import hlo
-from shardrules.costs import donation, launches, offloading, transfers
+from shardrules.costs import donation, launches, offloading, placement, transfers
 
 __all__ = ["Section", "sections"]
+
+
+_LARGE_BYTES = 1 << 20  # of a constant that is shown
 
 
 class Section(NamedTuple):
@@ -28,7 +31,9 @@ class Section(NamedTuple):
 
 def sections(module: hlo.Module) -> tuple[Section, ...]:
     """List the sections of a module that hold anything."""
-    made = (make(module) for make in (_donation, _transfers, _offloading, _loops))
+    made = (
+        make(module) for make in (_donation, _transfers, _offloading, _loops, _constants, _gathered)
+    )
     return tuple(section for section in made if section.rows)
 
 
@@ -93,5 +98,31 @@ def _loops(module: hlo.Module) -> Section:
         "Loops",
         "launches (counted for GPUs) and copied bytes are of one trip; ? is not known",
         ("loop", "trips", "launches", "copied bytes", "decides", "trips unknown because"),
+        rows,
+    )
+
+
+def _constants(module: hlo.Module) -> Section:
+    rows = tuple(
+        (c.shape, c.bytes, c.device_count, c.bytes * c.device_count, c.source)
+        for c in placement.constants(module, _LARGE_BYTES)
+    )
+    return Section(
+        "Large constants",
+        "arrays that the program closes over; each device holds them, pass them as arguments",
+        ("shape", "bytes", "devices", "bytes in all", "used at"),
+        rows,
+    )
+
+
+def _gathered(module: hlo.Module) -> Section:
+    rows = tuple(
+        (g.output, g.shape, g.bytes_before, g.bytes_after, g.source)
+        for g in placement.gathered(module)
+    )
+    return Section(
+        "Gathered outputs",
+        "outputs that were sharded until they were returned; bytes are of one device",
+        ("output", "shape", "bytes before", "bytes after", "source"),
         rows,
     )

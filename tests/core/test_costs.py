@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardrules import testing
+from shardrules import hlo, testing
+from shardrules.costs import placement
 from shardrules.errors import CostAssertionError
 
 
@@ -113,3 +114,21 @@ def test_callbacks_are_found_with_their_loops():
     assert (found.kind, found.runs, found.loop_depth) == ("callback", 5, 1)
     assert "test_costs.py" in found.source
     assert testing.assert_no_host_transfers(lambda x: x * 2, jnp.ones(8)) == []
+
+
+def test_a_pmap_under_a_jit():
+    """To JAX 0.7 its output is gathered on every device, from 0.8 on it stays where it is."""
+    table = np.random.default_rng(0).standard_normal((2, 4096), np.float32)
+    f = jax.jit(jax.pmap(lambda x: jnp.sin(x @ table).sum(-1)))
+    x = jnp.ones((8, 2))
+    with pytest.raises(CostAssertionError) as caught:
+        testing.assert_no_large_constants(f, x, max_bytes=1000)
+    [constant] = caught.value.constants
+    assert (constant.bytes, constant.device_count) == (table.nbytes, 8)
+    assert "test_costs.py:" in constant.source
+    module = hlo.parse(f.lower(x).compile().as_text())
+    whole = f(x).sharding.is_fully_replicated
+    if whole:
+        assert "a jax.pmap stands in the program" in str(caught.value)
+    found = placement.gathered(module)
+    assert [(g.bytes_before, g.bytes_after) for g in found] == ([(4, 32)] if whole else [])

@@ -168,6 +168,9 @@ testing.assert_offloaded(op, 1.0, names=["block_in"], min_bytes=1024)
 testing.assert_offloaded(op, 1.0, names=8)  # wrong
 testing.assert_loop(op, 1.0, max_launches_per_iteration=3, trip_count="static", at="op.py:1")
 testing.assert_loop(op, 1.0, max_launches_per_iteration="3")  # wrong
+testing.assert_no_large_constants(op, 1.0, max_bytes=1024)
+testing.assert_no_large_constants(op, 1.0, max_bytes="1 kB")  # wrong
+testing.assert_output_sharding(op, 1.0, expect={"['w']": None})
 print(testing.named_values(op, 1.0))
 with testing.steady_state(warmup_count=1) as steady:
     steady.tick()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
+
+from shardrules.errors import ShardrulesError
 
 __all__ = [
     "Leaf",
@@ -13,6 +16,7 @@ __all__ = [
     "argument_names",
     "executable_text",
     "kept_leaves",
+    "placed_results",
     "result_leaves",
     "shared_buffers",
 ]
@@ -131,6 +135,68 @@ def result_leaves(compiled: Any) -> list[tuple[str, str, str]] | None:
     return [
         (jax.tree_util.keystr(path), _shape(aval), _sharding(sharding, len(aval.shape)))
         for (path, _), aval, sharding in zip(paths, avals, shardings)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """An output with its sharding, for people and to compare.
+
+    Attributes:
+      path: below the whole output, empty for all of it.
+      sharding: its spec, or how HLO writes it.
+      rank: how many dimensions it has.
+      own: JAX's sharding.
+      mesh: the one mesh of the program, if there is one.
+    """
+
+    path: str
+    sharding: str
+    rank: int
+    own: Any
+    mesh: Any
+
+    def differs(self, wanted: Any) -> str | None:
+        """Write the sharding that was wanted, if it is another; None where it is this one.
+
+        Raises:
+          ShardrulesError: it is neither a PartitionSpec nor a sharding, or a spec without a mesh.
+        """
+        import jax
+
+        if isinstance(wanted, jax.sharding.PartitionSpec):
+            if self.mesh is None:
+                raise ShardrulesError(
+                    f"{wanted} needs a mesh, and the program's shardings hold none, or several; "
+                    "pass NamedSharding(mesh, spec)"
+                )
+            wanted = jax.sharding.NamedSharding(self.mesh, wanted)
+        if not isinstance(wanted, jax.sharding.Sharding):
+            raise ShardrulesError(
+                f"{wanted!r} is no sharding; give a PartitionSpec such as P('data'), or a "
+                "jax.sharding.Sharding"
+            )
+        if self.own.is_equivalent_to(wanted, self.rank):
+            return None
+        return _sharding(wanted, self.rank)
+
+
+def placed_results(compiled: Any) -> list[Placed] | None:
+    """List the outputs of a jax.stages.Compiled with their shardings, or None."""
+    import jax
+
+    leaves = result_leaves(compiled)
+    shardings = jax.tree_util.tree_leaves(getattr(compiled, "output_shardings", None))
+    if leaves is None or len(shardings) != len(leaves):
+        return None
+    inputs = getattr(_executable(compiled), "_in_shardings", ())
+    meshes = {getattr(s, "mesh", None) for s in (*shardings, *inputs)} - {None}
+    meshes = {mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    ranks = [len(aval.shape) for aval in _executable(compiled).out_avals]
+    return [
+        Placed(path, _sharding(own, rank), rank, own, mesh)
+        for (path, _, _), own, rank in zip(leaves, shardings, ranks)
     ]
 
 

@@ -1,0 +1,136 @@
+"""Where a program's constants and outputs lie, asserted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardrules import hlo
+from shardrules import program as programs
+from shardrules.costs import placement
+from shardrules.errors import CostAssertionError, ShardrulesError
+
+__all__ = ["assert_no_large_constants", "assert_output_sharding"]
+
+
+def assert_no_large_constants(
+    program: Any, *args: Any, max_bytes: int = 1 << 20, **kwargs: Any
+) -> list[placement.Constant]:
+    """Assert that no large array is written into a compiled program.
+
+    An array that a jitted function closes over is copied into the program, and lies on each of its
+    devices once more.
+
+    Args:
+      program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
+      *args: what the function is called with.
+      max_bytes: of the largest that may be there.
+      **kwargs: what else the function is called with.
+
+    Returns:
+      The constants that are there, the largest first.
+
+    Raises:
+      CostAssertionError: with the bytes of each that is larger, times devices, and its source line.
+      ShardrulesError: ``max_bytes`` is no count, or as ``judge``.
+    """
+    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
+        raise ShardrulesError(f"max_bytes={max_bytes!r} is no count of bytes; give 0 or more")
+    found = programs.read(program, args, kwargs)
+    module = hlo.parse(found.text, name=found.name)
+    every = placement.constants(module)
+    large = [c for c in every if c.bytes > max_bytes]
+    if large:
+        note = (
+            "\n  a jax.pmap stands in the program, with its own copy for each device"
+            if _is_pmap(module, found)
+            else ""
+        )
+        raise CostAssertionError(
+            f"{found.name} carries {len(large)} constants of more than {max_bytes} B:\n"
+            + "\n".join(
+                f"  {c.shape}, {c.bytes} B on each of {c.device_count} devices, "
+                f"{c.bytes * c.device_count} B in all\n    used at {c.source}"
+                for c in large
+            )
+            + note
+            + "\n  to do: pass them as arguments, with the sharding that they shall have",
+            constants=tuple(large),
+        )
+    return every
+
+
+def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any) -> dict[str, str]:
+    """Assert how a compiled program's outputs are sharded.
+
+    Args:
+      program: a function of ``*args, **kwargs``, a Lowered or a Compiled.
+      *args: what the function is called with.
+      expect: a ``PartitionSpec`` or a sharding for all outputs, or a mapping from an output's path
+        to one of these (``{"[0]['w']": P("data")}``; a path stands for all that is below it).
+      **kwargs: what else the function is called with.
+
+    Returns:
+      From each output's path to its sharding.
+
+    Raises:
+      CostAssertionError: with each output that is sharded otherwise, and whether it was gathered.
+      ShardrulesError: text, which does not say; a path that no output has; a spec without a mesh;
+        or as ``judge``.
+    """
+    from shardrules.hooks.door import arguments as door
+
+    found = programs.read(program, args, kwargs)
+    outputs = None if found.compiled is None else door.placed_results(found.compiled)
+    if outputs is None:
+        raise ShardrulesError(
+            f"{found.name} does not say how its outputs are sharded; pass the function with its "
+            "arguments, or what f.lower(...).compile() returns"
+        )
+    wanted = expect if isinstance(expect, Mapping) else {"": expect}
+    for path in wanted:
+        if not any(_below(output.path, path) for output in outputs):
+            shown = ", ".join(output.path or "(all of it)" for output in outputs[:20])
+            raise ShardrulesError(f"no output is at {path!r}; there are {shown}", path=path)
+    module = hlo.parse(found.text, name=found.name)
+    skip = sum(leaf.element_type == "token" for leaf in _root(module).leaves())
+    gathered = {g.output - skip: g for g in placement.gathered(module)}
+    lines = []
+    for number, output in enumerate(outputs):
+        paths = [path for path in wanted if _below(output.path, path)]
+        other = output.differs(wanted[max(paths, key=len)]) if paths else None
+        if other is None:
+            continue
+        lines.append(f"  {output.path or '(all of it)'}: {output.sharding}, expected {other}")
+        if number in gathered:
+            g = gathered[number]
+            lines.append(
+                f"    gathered from {g.bytes_before} B to {g.bytes_after} B on each device at "
+                f"{g.source}"
+            )
+    if lines:
+        note = (
+            "\n  a jax.pmap stands under this jit: use jax.shard_map, whose out_specs say it"
+            if _is_pmap(module, found)
+            else "\n  to do: give out_shardings= to jax.jit, or the axis in out_specs of shard_map"
+        )
+        raise CostAssertionError(
+            f"the outputs of {found.name} are not sharded as expected:\n" + "\n".join(lines) + note,
+            outputs=tuple(outputs),
+        )
+    return {output.path: output.sharding for output in outputs}
+
+
+def _is_pmap(module: hlo.Module, found: programs.Program) -> bool:
+    from shardrules.hooks.door import compiled as known
+
+    mesh = None if found.compiled is None else known.mesh_of(found.compiled)
+    return placement.is_pmap(module, mesh or ())
+
+
+def _root(module: hlo.Module) -> hlo.Shape:
+    return module.entry.instructions[module.entry.root].shape
+
+
+def _below(path: str, name: str) -> bool:
+    return path.startswith(name) and path[len(name) : len(name) + 1] in ("", "[", ".")

@@ -4,12 +4,13 @@ Both read the same text in the same run, alternating; the ratio of the best time
 modules are an unrolled transformer's gradient compiled for 8 devices, and the same computations
 repeated until the text has the wanted size; then small modules over more and more devices.
 
-    python benchmarks/hlo_speed.py [--sizes_mb=1,4,16] [--layers=4]
+    python benchmarks/hlo_speed.py [--sizes_mb=1,4,16] [--layers=4] [--files=a.hlo,b.hlo]
 """
 
 from __future__ import annotations
 
 import os
+import pathlib
 import re
 import sys
 import time
@@ -139,13 +140,14 @@ def over_devices(text: str, devices: int) -> str:
 def main(argv: list[str]) -> int:
     """Print the table."""
     options = dict(a.lstrip("-").split("=") for a in argv[1:])
-    base = compiled_text(int(options.get("layers", 4)))
+    given = [pathlib.Path(f).read_text() for f in options.get("files", "").split(",") if f]
+    base = "" if given else compiled_text(int(options.get("layers", 4)))
+    sizes = [0.0] + [float(s) for s in options.get("sizes_mb", "1,4,16").split(",")]
     print(
         f"{'MB':>7} {'instructions':>12} {'read/XLA':>9} {'verdict/XLA':>11} {'XLA MB/s':>9} "
         f"{'peak/text':>9}"
     )
-    for size in [0.0] + [float(s) for s in options.get("sizes_mb", "1,4,16").split(",")]:
-        text = base if not size else repeated(base, int(size * 1e6))
+    for text in given or (repeated(base, int(s * 1e6)) if s else base for s in sizes):
         read, verdict, theirs = paired(text, 3 if len(text) < 8e6 else 1)
         count = sum(len(c.instructions) for c in hlo.parse(text).computations.values())
         peak = peak_bytes(text) / len(text) if len(text) < 2e7 else float("nan")
@@ -154,6 +156,8 @@ def main(argv: list[str]) -> int:
             f"{len(text) / 1e6 / theirs:9.1f} {peak:9.1f}",
             flush=True,
         )
+    if given:
+        return 0
     text = repeated(base, 1_000_000)
     times = {}
     for devices in (8, 64, 512, 4096):

@@ -101,7 +101,7 @@ def mesh_of(text: str | None) -> dict[str, int] | None:
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (p.strip() for p in part.partition("="))
-        if not equals or not name or name in mesh or not size.isdigit() or not int(size):
+        if not equals or not name or name in mesh or not size.isdecimal() or not int(size):
             raise ShardrulesError(f"--mesh={text} is no mesh; write --mesh=data=4,model=2")
         mesh[name] = int(size)
     return mesh

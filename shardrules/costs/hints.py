@@ -271,7 +271,7 @@ def _accumulated(
     if back is None or back[0] != body.root:
         return False
     return [k for k, o in enumerate(root.operands) if o == back[1]] == [
-        int(index) if index.isdigit() else -1
+        int(index) if index.isdecimal() else -1
     ]
 
 

@@ -75,6 +75,7 @@ BAD = {
     "HloModule m, entry_computation_layout={(f32[4])->f32[]}\na {\n  p = f32[] parameter(0)\n}\n": (
         "has no ENTRY computation: is the text cut?"
     ),
+    "HloModule m\nENTRY e {\n  p = f32[] parameter(\u00b2)\n}\n": "expected the parameter's number",
     "f32[] add(a, b)": "operand 'a' has neither a definition nor a shape",
     "a = f32[] add(f32[] b)\nc = f32[] add(f32[] d)": "expected the end after one instruction",
     "HloModule m\nENTRY e {\n  p = f32[] add(" + "negate(" * 5000: "nested deeper than any",

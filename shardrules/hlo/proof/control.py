@@ -351,7 +351,7 @@ def _needs(body: hm.Computation, result: int, pure) -> tuple[set[int], tuple[int
             and body.instructions[instruction.operands[0]].opcode == "parameter"
         ):
             text = instruction.attribute("index") or ""
-            if not text.isdigit() or len(text) > 9:
+            if not text.isdecimal() or len(text) > 9:
                 return None
             elements.add(int(text))
             continue
@@ -378,4 +378,4 @@ def _passed(computation: hm.Computation, index: int) -> int | None:
     if computation.instructions[instruction.operands[0]].opcode != "parameter":
         return None
     text = instruction.attribute("index") or ""
-    return int(text) if text.isdigit() and len(text) < 10 else None
+    return int(text) if text.isdecimal() and len(text) < 10 else None

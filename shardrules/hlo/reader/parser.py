@@ -29,10 +29,17 @@ _REST = (
     r"|(?<=,) | (?=" + _INNER + r"|last_tile|\{'))[^\n\" ]*)*"
     r"(?<![,={(\[]))?\n"
 )
+# The computation that most calls name in an attribute that XLA prints first.
+_CALLEE = r"(?:, (?:kind=\w+, |dimensions=\{[\d,]*\}, )?(?:calls|to_apply)=%([\w.\-]+)(?=[,\n]))?"
 # How a line begins that doesn't go on with the instruction before it.
 _FRESH = r"(?=  %|  ROOT %|\}\n|[ \t]+(?:ROOT )?[\w.\-]+ = )"
 _LINE = re.compile(
-    r"[ \t]*(ROOT )?%?([\w.\-]+) = (" + _SHAPE + r") ([a-z][\w\-]*)\(([^()\n]*)\)" + _REST + _FRESH
+    r"[ \t]*(ROOT )?%?([\w.\-]+) = ("
+    + _SHAPE
+    + r") ([a-z][\w\-]*)\(([^()\n]*)\)"
+    + _CALLEE
+    + _REST
+    + _FRESH
 )
 _PRINTED_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \([^={}\"\n]*\) -> [^={}\"\n]*\{\n")
 _HEADER = spaced(r"(ENTRY(?=[\s/]) )?%?([\w.\-]+) (?=[({])")
@@ -50,9 +57,6 @@ _CALLERS = frozenset(
 )
 # Those that call one, in an attribute that XLA prints first.
 _FAST_CALLERS = frozenset("fusion call map reduce".split())
-_FAST_CALLS = re.compile(
-    r", (?:kind=\w+, |dimensions=\{[\d,]*\}, )?(?:calls|to_apply)=%?([\w.\-]+)(?=[,\n])"
-)
 
 
 class _Parser(forms.Forms):
@@ -79,6 +83,7 @@ class _Parser(forms.Forms):
         known = self.shapes
         scope = forms.Scope(name)
         index = scope.index
+        numbers = scope.numbers
         instructions = scope.instructions
         make = tuple.__new__
         Instruction = hm.Instruction
@@ -100,7 +105,7 @@ class _Parser(forms.Forms):
                 if text.startswith("\n", position):
                     position += 1
                 continue
-            is_root, label, shape_text, opcode, inside = line.groups()
+            is_root, label, shape_text, opcode, inside, callee = line.groups()
             shape = known.get(shape_text)
             if shape is None:
                 shape = self.shape(shape_text, line.start(3))
@@ -111,7 +116,10 @@ class _Parser(forms.Forms):
             opcode = intern(opcode, opcode)
             operands: tuple[int, ...] = ()
             if opcode == "parameter":
-                self.parameter(scope, start, inner)
+                if len(inside) < 9 and inside.isdecimal() and int(inside) not in numbers:
+                    numbers[int(inside)] = start
+                else:
+                    self.parameter(scope, start, inner)
             elif inside and opcode != "constant":
                 try:  # what XLA prints now: %a, %b
                     operands = tuple([index[o] for o in inside[1:].split(", %")])
@@ -121,13 +129,11 @@ class _Parser(forms.Forms):
                     if inside[0] != "%":  # "xa" without '%' would have named %a
                         operands = self.resolve(scope, self.operands(scope, inner[0])[0], start)
             calls: tuple[str, ...] = ()
-            if opcode in _CALLERS:
-                fast = opcode in _FAST_CALLERS and _FAST_CALLS.match(text, inner[1] + 1, end + 1)
-                if fast:
-                    calls = (fast[1],)
-                else:
-                    found = attributes.iter_attributes(text, inner[1] + 1, end)
-                    calls = self.calls({k: (a, b) for k, a, b in found}, label)
+            if callee and opcode in _FAST_CALLERS:
+                calls = (callee,)
+            elif opcode in _CALLERS:
+                found = attributes.iter_attributes(text, inner[1] + 1, end)
+                calls = self.calls({k: (a, b) for k, a, b in found}, label)
             if is_root or label in index:
                 self.place(scope, label, start, bool(is_root))
             index[label] = len(instructions)

@@ -134,7 +134,9 @@ def infer(
     first = operands[0]
     if opcode == "get-tuple-element":
         index, elements = attribute("index"), first.elements or ()
-        return elements[int(index)] if index.isdigit() and int(index[:9]) < len(elements) else None
+        return (
+            elements[int(index)] if index.isdecimal() and int(index[:9]) < len(elements) else None
+        )
     if opcode in _LIKE_OPERAND:
         shape = operands[1 if opcode in ("select", "clamp") and len(operands) == 3 else 0]
         return shape._replace(element_type="pred") if opcode == "compare" else shape

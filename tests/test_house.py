@@ -80,16 +80,38 @@ def test_the_test_of_circles_can_fail():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
 
 
+def wrong_map(text):
+    """What the page draws and is not so, or is so and not drawn."""
+    arrows, paths = map_of(text)
+    there = {str(path.relative_to(PACKAGE)) for path in FILES}
+    folders = {f"{path.parent.relative_to(PACKAGE)}/" for path in FILES} - {"./"} | {"targets/"}
+    yield from (f"arrows of {part}" for part in ARROWS if arrows.get(part) != ARROWS[part])
+    yield from (f"arrows of {part}" for part in arrows.keys() - ARROWS.keys())
+    yield from (f"{path} is not there" for path in paths - there - folders)
+    yield from (f"{path} is not drawn" for path in folders - paths)
+    yield from (f"{path} is not drawn" for path in there - paths if "/" not in path)
+
+
+MAP = (ROOT / "CONTRIBUTING.md").read_text()
+
+
 def test_the_map_is_that_of_the_tree():
     """CONTRIBUTING.md draws the arrows, and every folder and every file at the top has its line."""
-    arrows, paths = map_of((ROOT / "CONTRIBUTING.md").read_text())
-    assert arrows == ARROWS
-    there = {str(path.relative_to(PACKAGE)) for path in FILES}
-    folders = {f"{path.parent.relative_to(PACKAGE)}/" for path in FILES} - {"./"}
-    assert {path for path in paths if path.endswith(".py")} <= there
-    assert {path for path in paths if path.endswith("/")} == folders | {"targets/"}
-    top = {name for name in there if "/" not in name}
-    assert top <= paths, sorted(top - paths)
+    assert list(wrong_map(MAP)) == []
+
+
+@pytest.mark.parametrize(
+    "line, instead, wrong",
+    [
+        ("  aot.py ", "  oat.py ", {"aot.py is not drawn", "oat.py is not there"}),
+        ("    flow/ ", "    float/ ", {"hooks/flow/ is not drawn", "hooks/float/ is not there"}),
+        ("| `aot` | `errors` |", "| `aot` | `hlo` |", {"arrows of aot"}),
+        ("| `aot` | `errors` |\n", "", {"arrows of aot"}),
+    ],
+)
+def test_the_test_of_the_map_can_fail(line, instead, wrong):
+    assert line in MAP
+    assert set(wrong_map(MAP.replace(line, instead))) == wrong
 
 
 def test_files_and_folders_stay_small():

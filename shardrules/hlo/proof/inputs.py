@@ -137,10 +137,12 @@ def parameter_values(
     count = states.relations.device_count
     replica = np.arange(count) // partitions
     values: list[Any] = []
+    known: dict[str, shardings.Sharding] = {}
     for number, instruction in enumerate(parameters):
         attributes = {k: instruction.text[a:b] for k, a, b in instruction.attributes()}
         text = attributes.get("sharding") or (given[number] if given is not None else None)
-        op_name = module.metadata(instruction).op_name
+        metadata = attributes.get("metadata")
+        op_name = module.frames.metadata(metadata).op_name if metadata else ""
         what = f"parameter {number}" + (f" ({op_name})" if op_name else "")
         leaves = instruction.shape.leaves()
         shared = [
@@ -165,7 +167,10 @@ def parameter_values(
             try:
                 if len(parts) != len(leaves):
                     raise hd.NotationError(f"{len(parts)} shardings for {len(leaves)} arrays")
-                sharding = shardings.read_sharding(parts[leaf], partitions)
+                sharding = known.get(parts[leaf])
+                if sharding is None:
+                    sharding = shardings.read_sharding(parts[leaf], partitions)
+                    known[parts[leaf]] = sharding
             except hd.NotationError as error:
                 found.append(
                     states.blocked(

@@ -48,6 +48,7 @@ _CONTINUED = frozenset(
 )
 _NAMED = re.compile(r"[={,]\s*%?([\w.\-]+)")
 _INDEX = re.compile(r", index=(\d{1,9})(?=[,\n]|$)")
+_PARAMETER = object()
 _MAX_DEPTH = 150  # nested calls; each takes a few of Python's frames
 
 
@@ -99,8 +100,13 @@ class Proof(Control, Outside):
         ids = np.arange(self.relations.device_count, dtype=np.uint32)
         self._partition_id = self._device_number(ids % partitions, "partition-id")
         self._replica_id = self._device_number(ids // partitions, "replica-id")
-        handlers: dict[str, Any] = {
-            "parameter": None,
+        handlers: dict[str, Any] = dict.fromkeys((*ELEMENTWISE, *LOCAL))
+        handlers |= {
+            "parameter": _PARAMETER,
+            "iota": self._iota,
+            "concatenate": self._mixed,
+            "pad": self._mixed,
+            "dynamic-update-slice": self._mixed,
             "constant": self._constant,
             "tuple": self._tuple,
             "get-tuple-element": self._element,
@@ -165,68 +171,35 @@ class Proof(Control, Outside):
         handlers = self._handlers
         strange = self.module.strange
         for position, instruction in enumerate(computation.instructions):
-            opcode = instruction.opcode
-            if strange and instruction.start in strange and opcode not in hc.OPCODES:
-                append(self._strange(instruction, [values[o] for o in instruction.operands]))
-                continue
-            if opcode in handlers:
-                if opcode == "parameter":
-                    number = int(instruction.literal)
-                    append(
-                        arguments[number]
-                        if number < len(arguments)
-                        else self._blocked(
-                            hs.Blocker(
-                                f"parameter {number} of computation {name!r} has no argument"
-                            ),
-                            (),
-                        )
-                    )
-                else:
-                    append(
-                        handlers[opcode](
-                            computation,
-                            position,
-                            instruction,
-                            [values[o] for o in instruction.operands],
-                            guard,
-                        )
-                    )
-                continue
-            state = 0
-            if opcode in ELEMENTWISE or opcode in LOCAL:
-                for operand in instruction.operands:
+            handler = handlers.get(instruction.opcode, self._unusual)
+            if strange and instruction.start in strange and instruction.opcode not in hc.OPCODES:
+                handler = self._strange
+            operands = instruction.operands
+            if handler is None:  # a function of its operands: their states, where they are no more
+                state = 0
+                for operand in operands:
                     value = values[operand]
-                    if type(value) is int:
-                        if value != state:
-                            state = refine(state, value)
-                    else:
+                    if type(value) is not int:
                         state = self._general(
-                            computation, instruction, [values[o] for o in instruction.operands]
+                            computation, instruction, [values[o] for o in operands]
                         )
                         break
-                else:
-                    if (
-                        opcode == "concatenate"
-                        or opcode == "pad"
-                        or (self.unwritten and opcode == "dynamic-update-slice")
-                    ):
-                        state = self._general(
-                            computation, instruction, [values[o] for o in instruction.operands]
-                        )
-                    elif opcode == "iota":
-                        state = self._iota(instruction)
+                    if value != state:
+                        state = refine(state, value)
                 append(state)
-                continue
-            append(
-                self._unusual(
-                    computation,
-                    position,
-                    instruction,
-                    [values[o] for o in instruction.operands],
-                    guard,
+            elif handler is _PARAMETER:
+                number = int(instruction.literal)
+                if number >= len(arguments):
+                    why = f"parameter {number} of computation {name!r} has no argument"
+                    append(self._blocked(hs.Blocker(why), ()))
+                else:
+                    append(arguments[number])
+            else:
+                append(
+                    handler(
+                        computation, position, instruction, [values[o] for o in operands], guard
+                    )
                 )
-            )
         self._depth -= 1
         result = values[computation.root]
         self._memo[key] = result
@@ -234,11 +207,12 @@ class Proof(Control, Outside):
 
     def _find_unfollowed(self) -> None:
         """Abandon what instructions name that evaluate none of the computations they name."""
+        plain = ELEMENTWISE | LOCAL | {"parameter", "constant", "tuple", "get-tuple-element"}
         for computation in self.module.computations.values():
             for instruction in computation.instructions:
                 opcode = instruction.opcode
                 names: Iterable[str] = instruction.calls
-                if opcode in ELEMENTWISE or opcode in LOCAL or opcode in _FOLLOWED and names:
+                if opcode in plain or opcode in _FOLLOWED and names:
                     continue
                 if opcode in _CONTINUED:  # it goes on with what its operand started
                     before = [computation.instructions[o].calls for o in instruction.operands[:1]]
@@ -271,7 +245,10 @@ class Proof(Control, Outside):
 
     def _pure(self, name: str) -> bool:
         """Tell whether a computation is a deterministic function of its arguments."""
-        return not self._reaches(name, self._impure, lambda i: i.opcode not in _PURE)
+        strange = self.module.strange
+        return not self._reaches(
+            name, self._impure, lambda i: i.opcode not in _PURE or i.start in strange
+        )
 
     def _deterministic(self, instruction: hm.Instruction) -> bool:
         """Tell whether an instruction is a deterministic function of its operands alone."""
@@ -305,7 +282,10 @@ class Proof(Control, Outside):
             self._literals[key] = 0 if rows is None else Exact(0, rows, False)
         return self._literals[key]
 
-    def _iota(self, instruction) -> Any:
+    def _mixed(self, computation, position, instruction, operands, guard):
+        return self._general(computation, instruction, operands)
+
+    def _iota(self, computation, position, instruction, operands, guard):
         shape = instruction.shape
         kind = exact.dtype(shape)
         places = ranges.read_ints(instruction.attribute("iota_dimension"))
@@ -381,7 +361,7 @@ class Proof(Control, Outside):
                 )
         return self._all(operands)
 
-    def _strange(self, instruction, operands) -> int:
+    def _strange(self, computation, position, instruction, operands, guard) -> int:
         """Block what has an attribute that may mean anything."""
         key = self.module.strange[instruction.start]
         what = (

@@ -20,6 +20,7 @@ import numpy as np
 from shardrules import errors
 
 EQUAL = 0  # the relation in which all devices hold the same value
+_FEW = 64  # devices for which a loop is quicker than numpy
 DISTINCT = 1  # the relation in which every device holds its own
 
 
@@ -39,8 +40,13 @@ class Relations:
 
     def intern(self, labels: np.ndarray) -> int:
         """Give the id of the relation in which devices with equal labels are equal."""
-        _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
-        canonical = np.ascontiguousarray(first[inverse.reshape(-1)], dtype=np.int32)
+        if self.device_count <= _FEW:
+            first: dict[int, int] = {}
+            numbers = [first.setdefault(v, k) for k, v in enumerate(labels.tolist())]
+            canonical = np.array(numbers, dtype=np.int32)
+        else:
+            _, places, inverse = np.unique(labels, return_index=True, return_inverse=True)
+            canonical = np.ascontiguousarray(places[inverse.reshape(-1)], dtype=np.int32)
         key = canonical.tobytes()
         known = self._ids.get(key)
         if known is None:

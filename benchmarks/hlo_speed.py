@@ -2,9 +2,12 @@
 
 Both read the same text in the same run, alternating; the ratio of the best times is printed. The
 modules are an unrolled transformer's gradient compiled for 8 devices, and the same computations
-repeated until the text has the wanted size; then small modules over more and more devices.
+repeated until the text has the wanted size; then small modules over more and more devices. Before
+that the same gradient is compiled for CPU, TPU v5e:2x4 and 8xH100 (the plugins for those must be
+installed), and the verdict's share of the time that its compilation took is printed.
 
     python benchmarks/hlo_speed.py [--sizes_mb=1,4,16] [--layers=4] [--files=a.hlo,b.hlo]
+        [--platforms=cpu,tpu,gpu]
 """
 
 from __future__ import annotations
@@ -24,15 +27,26 @@ from shardrules import hlo  # noqa: E402
 MESH = {"data": 4, "model": 2}
 
 
-def compiled_text(layers: int) -> str:
-    """Compile the gradient of an unrolled transformer under check_vma=False."""
+def devices_of(platform: str):
+    """Give eight devices, absent ones for TPU and GPU."""
+    import jax
+
+    from shardrules import aot
+
+    if platform == "cpu":
+        return jax.devices()[:8]
+    return aot.tpu("v5e:2x4") if platform == "tpu" else aot.gpu("h100", 8)
+
+
+def compiled_text(layers: int, platform: str = "cpu") -> tuple[str, float]:
+    """Compile the gradient of an unrolled transformer; give the text and processor seconds."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
+    mesh = Mesh(np.array(devices_of(platform)).reshape(4, 2), ("data", "model"))
 
     def block(x, w):
         q, k, v = jnp.split(x @ w["qkv"], 3, axis=-1)
@@ -64,9 +78,10 @@ def compiled_text(layers: int) -> str:
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
 
     weights = [{k: struct(*v) for k, v in shapes.items()}] * layers
-    return (
-        jax.jit(jax.grad(mapped)).lower(weights, struct((8, 16, 64), P("data"))).compile().as_text()
-    )
+    start = time.process_time()
+    compiled = jax.jit(jax.grad(mapped)).lower(weights, struct((8, 16, 64), P("data"))).compile()
+    seconds = time.process_time() - start
+    return compiled.as_text(), seconds
 
 
 def repeated(text: str, size: int) -> str:
@@ -141,8 +156,20 @@ def main(argv: list[str]) -> int:
     """Print the table."""
     options = dict(a.lstrip("-").split("=") for a in argv[1:])
     given = [pathlib.Path(f).read_text() for f in options.get("files", "").split(",") if f]
-    base = "" if given else compiled_text(int(options.get("layers", 4)))
+    layers = int(options.get("layers", 4))
+    base = "" if given else compiled_text(layers)[0]
     sizes = [0.0] + [float(s) for s in options.get("sizes_mb", "1,4,16").split(",")]
+    if not given:  # the first compilation and verdict, with what is done once, are behind us
+        hlo.judge(hlo.parse(base), mesh=MESH)
+        print(f"{'compiled for':>12} {'MB':>6} {'verdict / compilation':>21} {'verdict/XLA':>11}")
+        for platform in options.get("platforms", "cpu,tpu,gpu").split(","):
+            text, compilation = compiled_text(layers, platform)
+            _, verdict, theirs = paired(text, 3)
+            print(
+                f"{platform:>12} {len(text) / 1e6:6.2f} {verdict / compilation:21.2%} "
+                f"{verdict / theirs:11.2f}",
+                flush=True,
+            )
     print(
         f"{'MB':>7} {'instructions':>12} {'read/XLA':>9} {'verdict/XLA':>11} {'XLA MB/s':>9} "
         f"{'peak/text':>9}"

@@ -54,6 +54,7 @@ class Cell:
       verdicts: how many collectives got each verdict.
       error: the exception's class name and message, "" where it compiled.
       seconds: wall time of tracing and compiling.
+      judging_seconds: wall time of reading the program and judging its collectives.
     """
 
     case: str
@@ -62,6 +63,7 @@ class Cell:
     verdicts: dict[str, int]
     error: str
     seconds: float
+    judging_seconds: float = 0.0
 
 
 def read(text: str, mesh) -> tuple[dict[str, int], dict[str, int]]:
@@ -99,11 +101,13 @@ def measure(case: Case, arm: str, reader=read) -> Cell:
             f, args = build.build(case, check_vma=arm not in _UNCHECKED)
             text = f.lower(*args).compile().as_text()
         seconds = time.monotonic() - start
+        begun = time.monotonic()
         axes_bytes, verdicts = reader(text, build.mesh_for(case))
+        judging = time.monotonic() - begun
     except Exception as e:  # any way of failing is a result
         seconds = time.monotonic() - start if seconds is None else seconds
         return Cell(case.name, arm, None, {}, f"{type(e).__name__}: {e}", seconds)
-    return Cell(case.name, arm, axes_bytes, verdicts, "", seconds)
+    return Cell(case.name, arm, axes_bytes, verdicts, "", seconds, judging)
 
 
 def _by_axes(expected) -> dict[str, int]:
@@ -149,6 +153,11 @@ def _show(case: Case, cell: Cell) -> str:
     return text.replace("|", "\\|") + ("" if as_expected(case, cell) else " !")
 
 
+def _share(cells: list[Cell]) -> float:
+    compiling = sum(c.seconds for c in cells)
+    return sum(c.judging_seconds for c in cells) / compiling if compiling else 0.0
+
+
 def _in_another_process(target: str) -> list[Cell]:
     # One process for each target: Mosaic GPU compiles for one architecture per process.
     command = [sys.executable, __file__, f"--target={target}", "--json"]
@@ -191,7 +200,9 @@ def _main(argv) -> None:
         off = sum(not as_expected(case, cell) for case, cell in mine)
         print(
             f"\n{arm}: {len(compiled)} of {len(mine)} compile, {moved} bytes per device in "
-            f"all-reduces, {off} not as expected, {sum(c.seconds for _, c in mine):.0f} s"
+            f"all-reduces, {off} not as expected, {sum(c.seconds for _, c in mine):.0f} s, "
+            f"and {sum(c.judging_seconds for c in compiled):.2f} s for the verdicts, "
+            f"{_share(compiled):.2%} of compiling"
         )
 
 

@@ -28,6 +28,7 @@ from shardrules.hooks.calls.pallas_call import PallasHooks
 from shardrules.hooks.calls.primitives import PrimitiveHooks
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.flow.jaxprs import is_inexact
 from shardrules.hooks.state import Hooks, State
 from shardrules.registry.axistypes import AxisType, Effect, Resolution
 
@@ -119,6 +120,9 @@ class RepHooks(Hooks):
                     primitive,
                     functools.partial(self.rewrite, primitive, rewrite),
                 )
+        if jax.cond_p in jax.rewrite_rules:  # not to 0.4.35
+            rewrite = functools.partial(self._rewrite_cond, jax.rewrite_rules[jax.cond_p])
+            patches.entry(jax.rewrite_rules, jax.cond_p, rewrite)
         patches.attribute(*jax.owner("rule_missing"), self._missing)
         patches.attribute(*jax.owner("rewrite_bwd"), self._rewrite_bwd)
         patches.attribute(*jax.owner("match_replication"), self._match_replication)
@@ -168,6 +172,21 @@ class RepHooks(Hooks):
         reps = [_rep(mesh, one) for one in resolution.outputs]
         return reps if primitive.multiple_results else reps[0]
 
+    def _rewrite_cond(self, original, mesh, in_rep, /, *args, **params):
+        """Cast operands before branches that devices choose differently.
+
+        A cast in a branch is a psum in its gradient, to which the devices that took another branch
+        never come (JAX 0.5.3: the program hangs).
+        """
+        args, in_rep = [*args], [*in_rep]
+        over = _type(mesh, in_rep[0]).varying if self.state.active else frozenset()
+        for i, (x, rep) in enumerate(zip(args, in_rep)):
+            aval = self.jax.typeof(x)
+            want = _type(mesh, rep).vary(*over)
+            if i and rep is not None and is_inexact(aval) and want != _type(mesh, rep):
+                args[i], in_rep[i] = self._cast(x, aval, mesh, rep, want), _rep(mesh, want)
+        return original(mesh, in_rep, *args, **params)
+
     def _missing(self, primitive, /, *args, **params):
         """Stand in for a primitive that no table holds, as a user's own."""
         original = functools.partial(self.jax.rule_missing, primitive)
@@ -182,7 +201,9 @@ class RepHooks(Hooks):
     def _known(self, primitive, params) -> Known:
         if primitive is self.jax.pallas_call_p:
             return self.pallas.kernel_of(params)
-        return self.primitives.known(primitive, params)
+        return self.primitives.known_of(primitive, params) or self.primitives.known(
+            primitive, params
+        )
 
     def _leaves(self, primitive, original, known: Known) -> bool:
         """Whether JAX's table decides: outside our scopes, or by a user's own entry for Pallas."""

@@ -162,6 +162,15 @@ class BatchedVjpHooks(Hooks):
             process = lambda *args, **kwargs: self._see(*args, **kwargs)  # noqa: E731
             patches.attribute(trace, "process_custom_vjp_call", process)
             patches.attribute(*self.jax.owner("batch_bwd"), self._batch)
+            psum, table = self.jax.psum_invariant_p, self.jax.batchers
+            if psum in table and not psum.multiple_results:  # from JAX 0.8
+                patches.entry(table, psum, functools.partial(self._batch_psum, table[psum]))
+
+    def _batch_psum(self, rule, axis_data, vals_in, dims_in, **params):
+        """Batch a psum over mesh axes, which JAX 0.8.3 passes a parameter that it doesn't have."""
+        if not self.state.active or axis_data.name in params["axes"] or len(vals_in) != 1:
+            return rule(axis_data, vals_in, dims_in, **params)
+        return self.jax.psum_invariant_p.bind(*vals_in, **params), dims_in[0]
 
     def _see(self, trace, prim, fun, fwd, bwd, tracers, *args, **kwargs):
         before = getattr(self._local, "primals", None)

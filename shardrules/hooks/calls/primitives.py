@@ -188,8 +188,6 @@ class PrimitiveHooks(Hooks):
         primitive = kind.primitive
         self._kinds[primitive] = kind
         self._tag(patches, kind)
-        if not self.jax.typed:
-            return  # to JAX 0.5.3 the check is a table of rules: hooks/rep.py
         bind = primitive.bind
 
         def bound(*args, **params):
@@ -291,6 +289,10 @@ class PrimitiveHooks(Hooks):
                     params[kind.results] = settled
         elif isinstance(results, _Noted):
             params[kind.results] = tuple(results)
+        elif not self.jax.typed and known.found is not None:
+            # To JAX 0.5.3 the check is a table of rules (hooks/rep.py), read when the scope that
+            # the call was bound in has closed.
+            params = self.carrying(known, params)
         with self._transforming(kind, known):
             if kind.own and known.scope is not None and is_lent(known):
                 return self.carriers.bind(kind.primitive, known.scope, args, params)

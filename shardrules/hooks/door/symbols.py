@@ -30,6 +30,7 @@ _REF = "a ref that is written must vary where what is written does"
 _CHECK = "whether shard_map's check is on where we are"
 _SPMD = "a custom_vjp's cotangents under vmap(..., spmd_axis_name=...)"
 _OPAQUE = "an opaque primitive"
+_PSUM = "JAX 0.8.3 can't batch a psum of shard_map's check"
 _STALE = "puts the registry's version into jit's trace key"
 
 SYMBOLS = (
@@ -357,6 +358,15 @@ TYPE_SYMBOLS = (
     Symbol("pcast_steps", f"{_LAX}:_pcast_funcs", "0.8-0.12", (), _RECAST, optional=True),
     Symbol("pcast", "jax.lax:pcast", "0.8-0.12", ("axis_name", "to"), "casts an operand"),
     Symbol("pcast", "jax.lax:pvary", "0.6.0-0.7", ("axis_name",), "casts an operand"),
+    Symbol(
+        "psum_invariant_p",
+        "jax._src.lax.parallel:psum_invariant_p",
+        "0.8.3-0.12",
+        (),
+        _PSUM,
+        optional=True,
+    ),
+    Symbol("batchers", f"{_BATCHING}:fancy_primitive_batchers", "0.6.0-0.12", (), _PSUM),
     Symbol("BatchTrace", f"{_BATCHING}:BatchTrace", "0.6.0-0.12", (), _SPMD),
     Symbol(
         "batch_bwd",
@@ -451,6 +461,7 @@ TYPE_SYMBOLS = (
 
 # To JAX 0.5.3: sets of axes over which a value is replicated, kept beside the values.
 SET_SYMBOLS = (
+    Symbol("cond_p", f"{_CONTROL}.conditionals:cond_p", "0.4.28-0.5.3", (), _OPAQUE),
     Symbol(
         "check_rules",
         f"{_SHARD_MAP}:_check_rules",

@@ -274,3 +274,18 @@ def test_what_jax_refuses_for_another_reason_is_refused_with_its_words(hooks):
             W,
             X,
         )
+
+
+def test_an_invariant_value_is_no_partial_sum(hooks):
+    """A collective's operand is cast to varying; what casts to unreduced is no collective."""
+    if not hasattr(lax, "pcast"):
+        return  # to JAX 0.7 there is no such cast
+
+    def body(x, y):
+        jaxpr = jax.make_jaxpr(lambda y: lax.pcast(y, "model", to="unreduced"))(y)
+        return lax.psum(run(jaxpr, x), "model")
+
+    with pytest.raises((ValueError, NotImplementedError)):
+        specs = {"in_specs": (P("data"), P(("data", "model"))), "out_specs": P("data")}
+        both = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+        jax.eval_shape(versions.shard_map(body, mesh=both, **specs), X[:, :2], X)

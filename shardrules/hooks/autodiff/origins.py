@@ -24,6 +24,7 @@ CASTS = frozenset(
         "pcast",
         "preduced",
         "vary_unreduced_cast",
+        "vary_unreduced_cast_p",
         "reduced_vary_cast",
         "reduced_vary_cast_p",
     }

@@ -439,6 +439,14 @@ TYPE_SYMBOLS = (
         "casts the operands of what JAX refused",
     ),
     Symbol(
+        "auto_pcast",
+        "jax._src.config:auto_pcast",
+        "0.10-0.12",
+        (),
+        "whether JAX casts by itself",
+        optional=True,
+    ),
+    Symbol(
         "use_abstract_mesh", "jax._src.mesh:use_abstract_mesh", "0.6.0-0.12", ("mesh",), _OUTSIDE
     ),
     Symbol(

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from shardrules.hooks.autodiff.origins import CASTS as ALL_CASTS
 from shardrules.hooks.autodiff.origins import inner_jaxprs, named_axes
 from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.door.compat import Jax
@@ -92,12 +93,16 @@ class ReplayHooks(Hooks):
                 return original(self, trace, args, *rest, **named)
             except (TypeError, ValueError) as error:
                 # Only here, where JAX would fail: other programs pay nothing, and stay the same.
-                if not hooks.acts:
+                if not (hooks.acts and hooks._casts_by_itself()):
                     raise
                 with hooks.jax.set_current_trace(trace):
                     return hooks._again(self, args, params, error)
 
         return bind_with_trace
+
+    def _casts_by_itself(self) -> bool:
+        """Whether JAX's functions cast what they are called with; JAX 0.10 can be told not to."""
+        return self.jax.auto_pcast is None or bool(self.jax.auto_pcast.value)
 
     def _enter(self, original, manager):
         """Run an equation that was traced outside of shard_map under the mesh that it is run in.
@@ -119,7 +124,9 @@ class ReplayHooks(Hooks):
             return self._cast_rest(primitive, args, params, error)
         types = types_of(jax, map(jax.typeof, args))
         axes = frozenset().union(*(one.varying for one in types))
-        axes |= named_axes(params) & frozenset(jax.manual_axes())
+        if primitive.name not in ALL_CASTS:
+            # What is no cast and names axes is a collective: JAX's cast what they take, too.
+            axes |= named_axes(params) & frozenset(jax.manual_axes())
         cast = self._cast(args, [widened(one, axes) for one in types])
         if all(new is old for new, old in zip(cast, args)):
             raise error

@@ -24,8 +24,10 @@ _OUT_SHAPE = "raises on an output without annotation"
 _WRAP = "wraps a custom_vjp's functions without losing their debug info"
 _KERNEL = "the one place where kernel function and jaxpr meet"
 _RECAST = "a user's cast of what varies by then"
-_REPLAY = "runs a custom_vjp of a jaxpr with values that vary more"
-_OUTSIDE = "runs under the check what was traced outside of shard_map"
+_CORE = "jax._src.core"
+_LAX = "jax._src.lax.parallel"
+_REPLAY = "runs a jaxpr with values that vary more than it was traced with"
+_OUT = "runs under the check what was traced outside of shard_map"
 _REF = "a ref that is written must vary where what is written does"
 _CHECK = "whether shard_map's check is on where we are"
 _SPMD = "a custom_vjp's cotangents under vmap(..., spmd_axis_name=...)"
@@ -358,14 +360,7 @@ TYPE_SYMBOLS = (
     Symbol("pcast_steps", f"{_LAX}:_pcast_funcs", "0.8-0.12", (), _RECAST, optional=True),
     Symbol("pcast", "jax.lax:pcast", "0.8-0.12", ("axis_name", "to"), "casts an operand"),
     Symbol("pcast", "jax.lax:pvary", "0.6.0-0.7", ("axis_name",), "casts an operand"),
-    Symbol(
-        "psum_invariant_p",
-        "jax._src.lax.parallel:psum_invariant_p",
-        "0.8.3-0.12",
-        (),
-        _PSUM,
-        optional=True,
-    ),
+    Symbol("psum_invariant_p", f"{_LAX}:psum_invariant_p", "0.8-0.12", (), _PSUM, optional=True),
     Symbol("batchers", f"{_BATCHING}:fancy_primitive_batchers", "0.6.0-0.12", (), _PSUM),
     Symbol("BatchTrace", f"{_BATCHING}:BatchTrace", "0.6.0-0.12", (), _SPMD),
     Symbol(
@@ -431,31 +426,10 @@ TYPE_SYMBOLS = (
     Symbol("AccumEffect", f"{_STATE}.types:AccumEffect", "0.6.0-0.12", (), _REF),
     Symbol("cond_p", f"{_CONTROL}.conditionals:cond_p", "0.6.0-0.12", (), _REF),
     Symbol("while_p", f"{_CONTROL}.loops:while_p", "0.6.0-0.12", (), _REF),
-    Symbol(
-        "set_current_trace",
-        "jax._src.core:set_current_trace",
-        "0.6.0-0.12",
-        ("trace",),
-        "casts the operands of what JAX refused",
-    ),
-    Symbol(
-        "auto_pcast",
-        "jax._src.config:auto_pcast",
-        "0.10-0.12",
-        (),
-        "whether JAX casts by itself",
-        optional=True,
-    ),
-    Symbol(
-        "use_abstract_mesh", "jax._src.mesh:use_abstract_mesh", "0.6.0-0.12", ("mesh",), _OUTSIDE
-    ),
-    Symbol(
-        "JaxprEqnContextManager",
-        "jax._src.core:JaxprEqnContextManager",
-        "0.6.0-0.12",
-        ("context",),
-        _OUTSIDE,
-    ),
+    Symbol("set_current_trace", f"{_CORE}:set_current_trace", "0.6.0-0.12", ("trace",), _REPLAY),
+    Symbol("auto_pcast", "jax._src.config:auto_pcast", "0.10-0.12", (), _REPLAY, optional=True),
+    Symbol("use_abstract_mesh", "jax._src.mesh:use_abstract_mesh", "0.6.0-0.12", ("mesh",), _OUT),
+    Symbol("JaxprEqnContextManager", f"{_CORE}:JaxprEqnContextManager", "0.6.0-0.12", (), _OUT),
     Symbol("custom_vjp_call_p", f"{_VJP}:custom_vjp_call_p", "0.6.0-0.12", (), _REPLAY),
     Symbol(
         "result_avals",

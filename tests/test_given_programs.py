@@ -64,7 +64,10 @@ def test_executables_and_modules_below_jax_stages(cpu_mesh):
     executable = lowered.compile().runtime_executable()
     testing.assert_collectives(executable, mesh=mesh, expect=EXPECT)
     testing.assert_collectives(executable.hlo_modules()[0], mesh=mesh, expect=EXPECT)
-    testing.assert_collectives(lowered.compiler_ir("hlo"), mesh=mesh, expect=EXPECT)
+    early = lowered.compiler_ir("hlo")
+    with pytest.raises(errors.HloError, match="'jit__lambda' is not partitioned yet"):
+        testing.assert_collectives(early, mesh=mesh, expect=EXPECT)
+    testing.assert_collectives(early.as_hlo_text(), mesh=mesh, level="logical", expect=EXPECT)
     with pytest.raises(errors.HloSyntaxError, match="is StableHLO or another MLIR module"):
         testing.judge(lowered.as_text())
 

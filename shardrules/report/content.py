@@ -54,7 +54,11 @@ class Content:
         """Say in one line what it comes to."""
         total = self.account.total
         mesh = self.account.mesh
-        shown = ", ".join(f"{a}={n}" for a, n in mesh.items()) if mesh else "mesh not known"
+        shown = (
+            ", ".join(f"{a}={n}" for a, n in mesh.items())
+            if mesh
+            else "mesh not known: tell it with --mesh or mesh="
+        )
         kinds: dict[str, int] = {}
         for finding in self.findings:
             kinds[finding.kind] = kinds.get(finding.kind, 0) + 1

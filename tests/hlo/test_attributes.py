@@ -56,6 +56,7 @@ def test_an_attribute_that_is_not_known_blocks_a_collective(attributes):
     "line",
     [
         "%y = f32[8] negate(%x), color=blue",
+        '%y = f32[8] negate(%x), metadata={op_name="n"},color=blue',
         '%y = f32[8] negate(%x), color=blue, metadata={op_name="n"}',
         "%y = f32[8] negate(\n  %x), color=blue",
         "%y = f32[8] call(%x), to_apply=%kept, color=blue",

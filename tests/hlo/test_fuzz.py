@@ -40,7 +40,11 @@ def test_the_fuzzer_stops_what_does_not_end(monkeypatch):
 
 def test_too_many_devices():
     with pytest.raises(errors.HloError) as caught:
-        hlo.judge(T.module(T.parameter("{replicated}"), header="num_partitions=999999999"))
+        hlo.judge(
+            T.module(
+                T.parameter("{replicated}"), header="is_scheduled=true, num_partitions=999999999"
+            )
+        )
     assert str(caught.value) == (
         "module 'test' is for 999999999 devices, more than the 1048576 that this verifier takes; "
         "is the text damaged?"

@@ -11,7 +11,9 @@ HALVES = "{{0,1,2,3},{4,5,6,7}}"
 ACROSS = "{{0,4},{1,5},{2,6},{3,7}}"
 
 
-def verdicts(*lines, before="", header="num_partitions=8", mesh=T.MESH, **kwargs):
+def verdicts(
+    *lines, before="", header="is_scheduled=true, num_partitions=8", mesh=T.MESH, **kwargs
+):
     return hlo.judge(T.module("\n".join(lines), before, header), mesh=mesh, **kwargs).verdicts
 
 

@@ -29,7 +29,7 @@ REGIONS = """%add (a: f32[], b: f32[]) -> f32[] {
 """
 
 
-def module(entry, before="", header="num_partitions=8", regions=REGIONS):
+def module(entry, before="", header="is_scheduled=true, num_partitions=8", regions=REGIONS):
     """A module whose ENTRY holds the given lines; the last one is ROOT if none is marked."""
     lines = [line.strip() for line in entry.strip().splitlines()]
     if not any(line.startswith("ROOT") for line in lines):

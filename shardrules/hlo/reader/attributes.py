@@ -46,7 +46,9 @@ def spaced(pattern: str) -> re.Pattern[str]:
 
 
 _KEY = spaced(r"([\w\-]+) =")
-_SIMPLE = re.compile(r'\{[^{}"]*\}|"(?:[^"\\]|\\.)*"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$)', re.DOTALL)
+_SIMPLE = re.compile(
+    r'\{[^{}"/]*\}|"(?:[^"\\]|\\.)*"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$)', re.DOTALL
+)
 _QUOTED = r'"(?:[^"\\]|\\.)*"'
 _BRACKET = re.compile(rf'{_QUOTED}|{_COMMENT}|[{{}}()\[\]"]', re.DOTALL)
 _BRACE = re.compile(rf'{_QUOTED}|[{{}}"]', re.DOTALL)
@@ -55,7 +57,7 @@ _WORD = re.compile(r"[^\s\"{}()\[\],/]+")
 # What goes on with a value after its first bracket: <=[8], T(1,0), a shape's layout, the
 # axes of mesh['a'=4] {'a'} and its device ids.
 _MORE = spaced(r" <= (?=\[)| T(?=\()|(?=[\[{(])")
-_MESH_MORE = spaced(r" , device_ids= (?=\()| ,? (?=\{)")
+_MESH_MORE = spaced(r" , device_ids= (?=\()| (?:, )?(?=\{)")
 
 
 def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:

@@ -46,7 +46,7 @@ _HEADER = spaced(r"(ENTRY(?=[\s/]) )?%?([\w.\-]+) (?=[({])")
 _TABLE = re.compile(r"([A-Z]\w*)[ \t]*\n((?:[ \t]*\d+[ \t][^\n]*\n)+)")
 _MODULE = spaced(r"HloModule(?=[\s/]) (\"[^\"\n]*\"|[^\s,/]+)")
 _ALONE = re.compile(r"(?:ROOT\s+)?(?:%?[\w.\-]+\s*=\s*)?(?:\(|b\(|\w+\[|[a-z][\w\-]*\()")
-_PRINTED_KEY = re.compile(r", ([a-z][\w\-]*)=")
+_PRINTED_KEY = re.compile(r", ?([a-z][\w\-]*)=")
 
 # Opcodes whose attributes name computations. Others can't call any.
 _CALLERS = frozenset(

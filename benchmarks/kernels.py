@@ -66,12 +66,13 @@ class Cell:
     judging_seconds: float = 0.0
 
 
-def read(text: str, mesh) -> tuple[dict[str, int], dict[str, int]]:
+def read(compiled, mesh) -> tuple[dict[str, int], dict[str, int]]:
     """Return a compiled program's all-reduce bytes by mesh axes, and its verdicts by name."""
-    from shardrules import hlo
+    from shardrules import program
 
     axes_bytes, verdicts = collections.Counter(), collections.Counter()
-    for verdict in hlo.judge(text, mesh=dict(mesh.shape)).verdicts:
+    # The program, not its text: from JAX 0.12 on that lacks the parameters' shardings.
+    for verdict in program.judge(compiled, mesh=dict(mesh.shape)).verdicts:
         verdicts[verdict.verdict] += 1
         if verdict.collective.kind == "all-reduce":
             axes = verdict.collective.axes
@@ -99,10 +100,10 @@ def measure(case: Case, arm: str, reader=read) -> Cell:
     try:
         with _rules(case) if arm in _INSTALLED else contextlib.nullcontext():
             f, args = build.build(case, check_vma=arm not in _UNCHECKED)
-            text = f.lower(*args).compile().as_text()
+            compiled = f.lower(*args).compile()
         seconds = time.monotonic() - start
         begun = time.monotonic()
-        axes_bytes, verdicts = reader(text, build.mesh_for(case))
+        axes_bytes, verdicts = reader(compiled, build.mesh_for(case))
         judging = time.monotonic() - begun
     except Exception as e:  # any way of failing is a result
         seconds = time.monotonic() - start if seconds is None else seconds

@@ -41,7 +41,7 @@ VERSIONS = {
 }
 
 # Tests of figures and lists that were read off one JAX, 0.10.2: no other is measured by them.
-MEASURED = ("tests/kernels/test_kernels.py", "tests/pallas/test_audit.py")
+MEASURED = ("tests/kernels/test_kernels.py",)
 
 
 def table():

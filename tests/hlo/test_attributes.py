@@ -42,6 +42,18 @@ def test_and_are_needed_over_the_other_axis(attributes):
     assert (verdict.verdict, verdict.collective.axes) == ("needed", ("data",))
 
 
+def test_a_result_in_its_operands_place_is_the_same():
+    """As XLA for GPUs prints each all-reduce-start from JAX 0.12 on."""
+    text = T.module(
+        f"""{T.parameter(T.DATA)}
+        %s = ((f32[8]), f32[8]) all-reduce-start(%x), channel_id=1, replica_groups={T.OVER_MODEL},
+          use_global_device_ids=true, to_apply=%add, output_to_operand_aliasing={{{{1}}: (0, {{}})}}
+        %r = f32[8] all-reduce-done(%s)""".replace(",\n", ", ")
+    )
+    (verdict,) = hlo.judge(text, mesh=T.MESH).verdicts
+    assert verdict.verdict == "redundant", verdict.reason
+
+
 @pytest.mark.parametrize(
     "attributes",
     [f"{ORDERS[0]}, color=blue", f"color={{1, 2}}, {ORDERS[0]}", f"{ORDERS[1]},mode=flattened"],

@@ -43,12 +43,13 @@ _JOINS = ("all-reduce", "all-gather")
 OVERWIDE_KINDS = ("all-reduce", "reduce-scatter", "all-gather")
 
 # The attributes of collectives that say how they connect devices, and those that change nothing
-# of it. Any other may.
+# of it (a result that is put where an operand was holds the same: XLA for GPUs, JAX 0.12). Any
+# other may.
 _ATTRIBUTES = frozenset(
     "async_execution_thread backend_config channel_id constrain_layout control-predecessors "
     "dimensions frontend_attributes metadata operand_layout_constraints origin original_value "
-    "replica_groups sharding slice_sizes source_target_pairs statistics to_apply "
-    "use_global_device_ids".split()
+    "output_to_operand_aliasing replica_groups sharding slice_sizes source_target_pairs statistics "
+    "to_apply use_global_device_ids".split()
 )
 # Reductions whose result doesn't depend on the order of the operands, bit for bit. Floats are not
 # among them, not even max and min: max(-0.0, 0.0) depends on the order.

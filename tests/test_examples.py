@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -46,3 +48,29 @@ def test_a_loop_on_the_host():
         ["chatty", "passes", "chatty talks to the host in 1 places"],
     ]
     assert "an array float32[] is read by the host (read) inside steady_state" in out
+
+
+def test_jit_of_pmap_beside_jit_of_shard_map():
+    code, out, err = run("pmap_to_shard_map.py")
+    assert code == 0, err
+    rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if "|" in line]
+    assert {row[0]: row[1:3] for row in rows[1:]} == {
+        "closed over, jit(pmap)": ["16384 kB", "0 collectives, 0 B"],
+        "closed over, jit(shard_map)": ["16384 kB", "0 collectives, 0 B"],
+        "passed, jit(shard_map)": ["0 kB", "2 collectives, 40 B"],
+        "while_loop with a kernel, jit(shard_map)": ["0 kB", "0 collectives, 0 B"],
+        "while_loop with a kernel, jit(pmap)": ["0 kB", "0 collectives, 0 B"],
+        "evolution, jit(pmap)": ["0 kB", "5 collectives, 20 B"],
+        "evolution, jit(shard_map)": ["0 kB", "5 collectives, 20 B"],
+    }
+    assert "f32[2,262144], 2097152 B on each of 8 devices, 16777216 B in all" in out
+
+
+@pytest.mark.gpu
+def test_a_loop_of_tiny_kernels():
+    code, out, err = run("loop_of_tiny_kernels.py")
+    assert code == 0, err
+    rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if "|" in line]
+    assert [row[1] for row in rows[1:]] == ["not static", "8000", "8000", "1000", "in the kernel"]
+    assert [row[4] for row in rows[1:]] == ["the host", "nobody", "nobody", "nobody", "the kernel"]
+    assert "its bound is the argument count (s32[])" in out

@@ -13,6 +13,7 @@ from shardrules.errors import ShardrulesError
 from shardrules.hooks.autodiff.custom_vjp import BatchedVjpHooks, CustomVjpHooks
 from shardrules.hooks.autodiff.forward import ForwardHooks
 from shardrules.hooks.autodiff.placing import CastHooks
+from shardrules.hooks.calls.causes import CauseHooks
 from shardrules.hooks.calls.forgetful import ForgetfulHooks
 from shardrules.hooks.calls.mesh_kernels import MeshKernelHooks
 from shardrules.hooks.calls.pallas_call import PallasHooks
@@ -44,6 +45,7 @@ __all__ = [
 # All that is hooked into JAX, in the order in which it is installed. What replaces a function
 # that one before it replaced calls that one's; a class finds those before it by ``state.of``.
 ORDER: tuple[type[Hooks], ...] = (
+    CauseHooks,
     PallasHooks,
     CustomVjpHooks,
     BatchedVjpHooks,

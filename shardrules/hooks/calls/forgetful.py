@@ -15,6 +15,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from shardrules.hooks.calls.causes import CauseHooks
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.state import Hooks
 from shardrules.registry.axistypes import AxisType
@@ -130,6 +131,8 @@ class ForgetfulHooks(Hooks):
         types = [jax.axis_type(aval) for aval in outputs]
         if all(need <= have.varying for need, have in zip(needs, types)):
             return outputs
+        added = frozenset().union(*(need - have.axes for have, need in zip(types, needs)))
+        self.state.of(CauseHooks).note(name, added)
         return [
             jax.with_axis_type(aval, _widened(have, need))
             for aval, have, need in zip(outputs, types, needs)

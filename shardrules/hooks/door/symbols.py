@@ -23,6 +23,8 @@ _AVAL = "avals that carry axis types"
 _OUT_SHAPE = "raises on an output without annotation"
 _WRAP = "wraps a custom_vjp's functions without losing their debug info"
 _KERNEL = "the one place where kernel function and jaxpr meet"
+_SHARD = "jax._src.shard_map"
+_REFUSALS = "JAX raises its errors about types in it"
 _RECAST = "a user's cast of what varies by then"
 _CORE = "jax._src.core"
 _LAX = "jax._src.lax.parallel"
@@ -356,6 +358,8 @@ TYPE_SYMBOLS = (
         "raises on branches whose types differ",
         optional=True,
     ),
+    Symbol("specs_error", f"{_SHARD}:_inout_vma_error", "0.6.2-0.12", (), _REFUSALS, optional=True),
+    Symbol("shard_map_p", f"{_SHARD}:shard_map_p", "0.6.2-0.12", (), _REFUSALS, optional=True),
     Symbol("pcast_from", f"{_LAX}:_get_from", "0.8-0.12", ("aval",), _RECAST, optional=True),
     Symbol("pcast_steps", f"{_LAX}:_pcast_funcs", "0.8-0.12", (), _RECAST, optional=True),
     Symbol("pcast", "jax.lax:pcast", "0.8-0.12", ("axis_name", "to"), "casts an operand"),

@@ -23,6 +23,7 @@ from typing import Any
 
 from shardrules.hooks.autodiff.origins import CASTS as ALL_CASTS
 from shardrules.hooks.autodiff.origins import inner_jaxprs, named_axes
+from shardrules.hooks.calls.causes import CauseHooks
 from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
@@ -167,6 +168,12 @@ class ReplayHooks(Hooks):
         if what is not None or types != caller.traced:
             renewal = caller.renewed(types, what)
         if renewal is not None:
+            if what is not None:
+                decides = (
+                    avals[0] if primitive is self.jax.cond_p else params["cond_jaxpr"].out_avals[0]
+                )
+                over = self.jax.axis_type(decides).varying
+                self.state.of(CauseHooks).note(f"{primitive.name}, as {what} varies,", over)
             return renewal.operands, renewal.changes
         return None if types == have else (types, {})
 

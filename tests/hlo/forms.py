@@ -106,7 +106,8 @@ ENTRY e {
     "a literal attribute": """HloModule m
 ENTRY e {
   p = f32[4] parameter(0)
-  ROOT k = f32[4] custom-call(p), custom_call_target="k", literal=s32[2]{0} {1, 2}
+  j = f32[4] custom-call(p), custom_call_target="j", literal=(s32[2]{0} {1, 2}, pred[] true)
+  ROOT k = f32[4] custom-call(j), custom_call_target="k", literal=s32[2]{0} {1, 2}
 }
 """,
     "elements of collectives": """HloModule m, num_partitions=8

@@ -142,7 +142,7 @@ def value_end(text: str, key: str, start: int, end: int) -> int:
             position = match_bracket(text, follows.end(), end)
             if more is _MESH_MORE and text[position - 1] == "}":
                 break
-    if key == "literal":  # a shape, and then its elements
+    if key == "literal" and first != "(":  # a shape, and then its elements
         return value_end(text, "", skip(text, position, end), end)
     return position
 

@@ -23,7 +23,7 @@ def assert_donated(
     """Assert that the memory of each donated array is reused for an output.
 
     It reads the compiled module's alias table. A donated array that no output fits is lost without
-    a warning from JAX 0.9 on, and on every JAX where another leaf of the same argument is reused.
+    a warning from JAX 0.8 on.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.

@@ -78,13 +78,18 @@ def assert_offloaded(
     if isinstance(names, str):
         raise ShardrulesError(f"names={names!r} is one text; pass a list, names=[{names!r}]")
     traced: list[NamedValue] = []
-    if names is not None or (callable(program) and not hasattr(program, "as_text")):
-        if hasattr(program, "as_text") or not callable(program):
-            raise ShardrulesError(
-                "names are read from the trace, and a compiled program has none; pass the function "
-                "with its arguments"
-            )
-        traced = named_values(program, *args, **kwargs)
+    traceable = callable(program) and not hasattr(program, "as_text")
+    if names is not None and not traceable:
+        raise ShardrulesError(
+            "names are read from the trace, and a compiled program has none; pass the function "
+            "with its arguments"
+        )
+    if traceable:
+        try:
+            traced = named_values(program, *args, **kwargs)
+        except ShardrulesError:  # no jax.checkpoint: what is moved by device_put has no name
+            if names:
+                raise
         for name in names or ():
             if all(value.name != name for value in traced):
                 shown = ", ".join(sorted({repr(v.name) for v in traced})) or "none"

@@ -130,7 +130,6 @@ class SteadyState:
 
     def called(self, name: str, arguments: list[watching.Argument]) -> None:
         """See ``watching.Listener``."""
-        self._current.append((name, arguments))
         host = [a for a in arguments if not a.sharding]
         if self._warm and host:
             raise SteadyStateError(
@@ -139,6 +138,11 @@ class SteadyState:
                 + "\n  to do: jax.device_put them, before the loop if they don't change",
                 paths=tuple(a.path for a in host),
             )
+        self._current.append((name, arguments))
+
+    def failed(self) -> None:
+        """See ``watching.Listener``."""
+        self._current.pop()
 
     def compiling(self, name: str) -> None:
         """See ``watching.Listener``."""

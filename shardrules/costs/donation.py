@@ -3,7 +3,7 @@
 The module's header holds the truth (XLA, ``HloModuleConfig`` and ``HloInputOutputAliasConfig``):
 ``input_output_alias`` says which output is written into which parameter's memory, ``buffer_donor``
 which parameters were given away and are not reused. What JAX pruned before compiling stands in
-neither, nor does, before JAX 0.9, a donated argument that no output fits.
+neither, nor does, before JAX 0.8, a donated argument that no output fits.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def _donation(module: hlo.Module) -> Section:
     )
     return Section(
         "Donated memory",
-        "by the module's alias table; before JAX 0.9 it drops what was donated in vain",
+        "by the module's alias table; before JAX 0.8 it drops what was donated in vain",
         ("argument", "shape", "bytes", "output", "not reused because"),
         rows,
     )

@@ -35,7 +35,8 @@ def test_an_array_that_is_closed_over(cpu_mesh):
     # Passed, it is none; nor is an array that the program fills by itself.
     passed = lambda x, table: jnp.sin(x @ table) + jnp.zeros((8, 1024))  # noqa: E731
     table = struct(TABLE.shape, cpu_mesh, P())
-    assert testing.assert_no_large_constants(passed, x, table, max_bytes=1000) is not None
+    small = testing.assert_no_large_constants(passed, x, table, max_bytes=1000)
+    assert [c for c in small if c.bytes > 8] == []
     with pytest.raises(ShardrulesError, match="max_bytes=-1 is no count of bytes"):
         testing.assert_no_large_constants(passed, x, table, max_bytes=-1)
 

@@ -95,6 +95,20 @@ def test_a_first_call_and_a_new_function():
     )
 
 
+def test_a_call_that_failed_is_not_blamed_later():
+    x = jnp.ones(8)
+
+    compiled = jax.jit(lambda x: x * 2).lower(x).compile()
+
+    def body(n):
+        with pytest.raises(TypeError):
+            compiled(nine)  # an aval that it was not compiled for
+        jax.jit(lambda x: x * 5).lower(x).compile()
+
+    nine = jnp.ones(9)
+    assert "is compiled inside steady_state:\n  to do: compile it before the loop" in fails(body)
+
+
 def test_warm_up():
     step, x = make_step(), jnp.ones(8)
     state = init()

@@ -33,7 +33,7 @@ def test_text(content):
         "-----------+--------+-------+--------+--------------------\n"
         "state['w'] | f32[8] | 32    | 0      |\n"
         "state['m'] | f32[8] | 32    | 1      | output 1 is bf16[8]\n"
-        "(by the module's alias table; before JAX 0.9 it drops what was donated in vain)\n"
+        "(by the module's alias table; before JAX 0.8 it drops what was donated in vain)\n"
         "\n"
         "transfers between host and device:\n"
         "transfer | bytes | runs | in loops | source\n"

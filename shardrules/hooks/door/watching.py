@@ -14,9 +14,10 @@ All of them do what they did in threads that do not watch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from shardrules.errors import UnsupportedJaxError
@@ -54,6 +55,9 @@ class Listener(Protocol):
 
     def returned(self, name: str, arguments: list[Argument], executable: Any) -> None:
         """Note that it ran; what it donated is deleted now."""
+
+    def failed(self) -> None:
+        """Note that it raised."""
 
     def compiling(self, name: str) -> None:
         """Note that a program is about to be compiled."""
@@ -174,12 +178,24 @@ def _call(original: Any, *args, **params) -> Any:
         _argument(names[n] if n < len(names) and names[n] else f"argument {n}", arg, donated)
         for n, (arg, donated) in enumerate(zip(args, params["donated_invars"]))
     ]
-    for listener in listeners:
-        listener.called(name, arguments)
-    found = original(*args, **params)
+    with _told(listeners, name, arguments):
+        found = original(*args, **params)
     for listener in listeners:
         listener.returned(name, arguments, found[1])
     return found
+
+
+@contextlib.contextmanager
+def _told(listeners: list[Listener], name: str, arguments: list[Argument]) -> Iterator[None]:
+    """Tell the listeners that a function is called, and if it raised."""
+    for listener in listeners:
+        listener.called(name, arguments)
+    try:
+        yield
+    except BaseException:
+        for listener in listeners:
+            listener.failed()
+        raise
 
 
 def _compiled_call(original: Any, self: Any, *args, **kwargs) -> Any:
@@ -196,9 +212,8 @@ def _compiled_call(original: Any, self: Any, *args, **kwargs) -> Any:
         for name, leaf, info in zip(door.argument_names(self), leaves, infos)
     ]
     name = getattr(getattr(executable, "unsafe_call", None), "name", "a compiled function")
-    for listener in listeners:
-        listener.called(name, arguments)
-    found = original(self, *args, **kwargs)
+    with _told(listeners, name, arguments):
+        found = original(self, *args, **kwargs)
     for listener in listeners:
         listener.returned(name, arguments, executable)
     return found

@@ -79,7 +79,8 @@ SHARED_TARGETS = frozenset(
 )
 
 _ATTRIBUTE = re.compile(
-    r'([\w.\-]+)\s*=\s*("(?:[^"\\]|\\.)*"|\{[^{}]*\}|[^",{}]+(?:,(?!\s*[\w.\-]+\s*=)[^",{}=]*)*)'
+    r'([\w.\-]+)\s*=\s*("[^"\\]*(?:\\.[^"\\]*)*"|\{[^{}]*\}|'
+    r'[^",{}]+(?:,(?!\s*[\w.\-]+\s*=)[^",{}=]*)*)'
 )
 _NAME = re.compile(r'(?<![\w.])(?:kernel_name|name)"?\s*[=:]\s*"((?:[^"\\]|\\.)*)"')
 _PALLAS = re.compile(r"pallas_call\[.*?\bname=([\w.<>\-]+)")
@@ -100,21 +101,22 @@ def frontend_attributes(text: str | None) -> dict[str, str]:
 
 
 def kernel_name(
-    instruction: Instruction, target: str, tag: dict[str, str], metadata: Metadata
+    config: str | None, target: str, tag: dict[str, str], metadata: Metadata
 ) -> str | None:
     """Find the kernel's name: in the tag, the backend config or the op's name."""
     if tag.get("shardrules.kernel"):
         return tag["shardrules.kernel"]
     if target not in SHARED_TARGETS:
         return target
-    config = instruction.attribute("backend_config")
     if config:
         if config.startswith('"'):
             config = re.sub(r"\\(.)", r"\1", config[1:-1])
         # The bytes of a kernel's body come in quotes as well and may hold anything; a name is
         # taken only from a key that stands outside of them.
         outside = re.sub(
-            r'((?:\bir|"?body"?|\bmodule|\bopaque)\s*[=:]\s*)"(?:[^"\\]|\\.)*"', r'\1""', config
+            r'((?:\bir|"?body"?|\bmodule|\bopaque)\s*[=:]\s*)"[^"\\]*(?:\\.[^"\\]*)*"',
+            r'\1""',
+            config,
         )
         found = _NAME.search(outside)
         if found and found[1]:
@@ -160,11 +162,12 @@ class Resolution:
 
 def resolve(module: Module, instruction: Instruction, registry: Any) -> Resolution:
     """Ask the tag, the registry and the table, in this order."""
-    target = (instruction.attribute("custom_call_target") or "").strip('"')
-    attributes = frontend_attributes(instruction.attribute("frontend_attributes"))
+    given = {key: instruction.text[a:b] for key, a, b in instruction.attributes()}
+    target = given.get("custom_call_target", "").strip('"')
+    attributes = frontend_attributes(given.get("frontend_attributes"))
     outputs = len(instruction.shape.elements) if instruction.shape.elements is not None else 1
-    metadata = module.metadata(instruction)
-    kernel = kernel_name(instruction, target, attributes, metadata)
+    metadata = module.frames.metadata(given.get("metadata", ""))
+    kernel = kernel_name(given.get("backend_config"), target, attributes, metadata)
     where = metadata.op_name
     if metadata.frames:
         where = f"{where} ({metadata.frames[0]})" if where else str(metadata.frames[0])

@@ -47,9 +47,9 @@ def spaced(pattern: str) -> re.Pattern[str]:
 
 _KEY = spaced(r"([\w\-]+) =")
 _SIMPLE = re.compile(
-    r'\{[^{}"/]*\}|"(?:[^"\\]|\\.)*"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$)', re.DOTALL
+    r'\{[^{}"/]*\}|"[^"\\]*(?:\\.[^"\\]*)*"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$)', re.DOTALL
 )
-_QUOTED = r'"(?:[^"\\]|\\.)*"'
+_QUOTED = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 _BRACKET = re.compile(rf'{_QUOTED}|{_COMMENT}|[{{}}()\[\]"]', re.DOTALL)
 _BRACE = re.compile(rf'{_QUOTED}|[{{}}"]', re.DOTALL)
 _CLOSING = {"{": "}", "(": ")", "[": "]"}

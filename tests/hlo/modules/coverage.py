@@ -14,7 +14,13 @@ from shardrules.hlo.reader import attributes, devices, parser
 # Read for what people are told, not for the proof.
 _FOR_PEOPLE = {"metadata"}
 # Known by name only, so that text that has them is no error.
-_BY_NAME_ONLY = {"origin", "original_value", "statistics", "operand_layout_constraints"}
+_BY_NAME_ONLY = {
+    "operand_layout_constraints",
+    "origin",
+    "original_value",
+    "output_to_operand_aliasing",
+    "statistics",
+}
 
 
 def read_opcodes() -> set[str]:

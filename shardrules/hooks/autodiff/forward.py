@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.flow.jaxprs import widened
 from shardrules.hooks.state import Hooks
 
 __all__ = ["ForwardHooks"]
@@ -53,7 +54,7 @@ class ForwardHooks(Hooks):
             return primal, list(tangents)
         with self.jax.set_current_trace(trace.parent_trace):
             primal, *tangents = (
-                one if have is None else self.jax.cast(one, have.vary(*(union - have.unreduced)))
+                one if have is None else self.jax.cast(one, widened(have, union))
                 for one, have in zip(values, types)
             )
         return primal, tangents

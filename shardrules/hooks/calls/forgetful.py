@@ -17,8 +17,8 @@ from typing import Any
 
 from shardrules.hooks.calls.causes import CauseHooks
 from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.flow.jaxprs import widened
 from shardrules.hooks.state import Hooks
-from shardrules.registry.axistypes import AxisType
 
 __all__ = ["ForgetfulHooks"]
 
@@ -134,7 +134,7 @@ class ForgetfulHooks(Hooks):
         added = frozenset().union(*(need - have.axes for have, need in zip(types, needs)))
         self.state.of(CauseHooks).note(name, added)
         return [
-            jax.with_axis_type(aval, _widened(have, need))
+            jax.with_axis_type(aval, widened(have, need))
             for aval, have, need in zip(outputs, types, needs)
         ]
 
@@ -156,14 +156,9 @@ class ForgetfulHooks(Hooks):
         if all(union <= one.varying for one in types):
             return args
         return [
-            jax.cast(x, _widened(have, union)) if jax.can_cast(aval) else x
+            jax.cast(x, widened(have, union)) if jax.can_cast(aval) else x
             for x, have, aval in zip(args, types, avals)
         ]
-
-
-def _widened(have: AxisType, axes: frozenset[str]) -> AxisType:
-    """Return a type that varies over ``axes`` too; partial sums over one of them stay so."""
-    return have.vary(*(axes - have.unreduced))
 
 
 def _without(axes: frozenset[str], dropped: frozenset[str]) -> frozenset[str]:

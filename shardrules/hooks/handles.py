@@ -173,6 +173,7 @@ def _hold() -> None:
             for hook in _state.hooks.values():
                 hook.install(_patches)
         _holders += 1
+        _state.patched = True
 
 
 def hold_for_ops() -> None:
@@ -209,6 +210,7 @@ def _release() -> None:
     with _lock:
         _holders -= 1
         if not _holders:
+            _state.patched = False
             _patches.undo()
 
 

@@ -178,6 +178,7 @@ class State:
     def __init__(self, registry: Registry):
         self.registry = registry
         self.lock = threading.RLock()
+        self.patched = False  # whether JAX is, now
         self.hooks: dict[type[Hooks], Hooks] = {}  # one of each class, in the order of installing
         self._installed: list[tuple[object, Scope]] = []  # one for each installed handle
         self._everywhere = Scope()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import subprocess
@@ -333,3 +334,38 @@ def test_an_abstract_eval_that_returns_no_tuple_gets_the_error_of_jax():
     plain = [*errors()]
     with shardrules.install():
         assert [*errors()] == plain
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_custom_vjp_that_outlives_the_hooks_says_so(gone):
+    """Whatever differentiates it would end in an error of JAX about its kernels' types."""
+    from jax.sharding import PartitionSpec as P
+
+    import shardrules
+    from core import kernels, versions
+
+    if not versions.types_values():
+        return  # to JAX 0.5.3, its rules are those of a table, and go with it
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    x = jax.numpy.ones((4, 2))
+    shardrules.register("copy_kernel", shardrules.no_communication)
+    handle = shardrules.install()
+    copy = kernels.make_copy(kernels.copy_kernel)
+    f = versions.shard_map(copy, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    traced = jax.make_jaxpr(f)(x)
+
+    def gradient():
+        run = importlib.import_module("jax.extend.core").jaxpr_as_fun
+        return jax.make_jaxpr(jax.grad(lambda x: run(traced)(x)[0].sum()))(x)
+
+    try:
+        if gone:
+            handle.uninstall()
+            with pytest.raises(
+                shardrules.errors.ShardrulesError, match="after they were taken back"
+            ):
+                gradient()
+        else:
+            gradient()
+    finally:
+        handle.uninstall()

@@ -14,10 +14,11 @@ import threading
 import weakref
 from typing import Any
 
+from shardrules.errors import ShardrulesError
 from shardrules.hooks.autodiff.bwd import Bwd, Parts
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
-from shardrules.hooks.state import Hooks, State
+from shardrules.hooks.state import Hooks, Scope, State
 
 __all__ = ["BatchedVjpHooks", "CustomVjpHooks"]
 
@@ -72,12 +73,26 @@ class CustomVjpHooks(Hooks):
         scope = self.state.scope
         if not scope.active:
             return fun
-        return self.jax.scoped(fun, self.state.enter, scope)
+        name = self.jax.function_name(fun)
+        return self.jax.scoped(fun, lambda scope: self._enter(name, scope), scope)
+
+    def _enter(self, name: str, scope: Scope):
+        """Return a context with the scope of a custom_vjp; refuse to run it without the hooks."""
+        if not self.state.patched and self.jax.checking():
+            raise ShardrulesError(
+                f"{name!r}, of a custom_vjp, was traced in shard_map under shardrules' hooks and "
+                "is run after they were taken back (by handle.uninstall(), or at the end of `with "
+                "shardrules.install()`); without them JAX can't type its kernels. Differentiate, "
+                "lower and compile it while they are installed (an application installs them "
+                "once, for good), or trace it anew without them.",
+                function=name,
+            )
+        return self.state.enter(scope)
 
     # bwd is traced when the scope that its forward ran under has closed.
 
     def _run_bwd(self, bwd, scope, parts, *args):
-        with self.state.enter(scope):
+        with self._enter(parts.name, scope):
             if not self.jax.checking():
                 return bwd(*args)
             run = Bwd(self, bwd, parts, args)
@@ -166,11 +181,11 @@ class BatchedVjpHooks(Hooks):
             if psum in table and not psum.multiple_results:  # from JAX 0.8
                 patches.entry(table, psum, functools.partial(self._batch_psum, table[psum]))
 
-    def _batch_psum(self, rule, axis_data, vals_in, dims_in, **params):
+    def _batch_psum(self, rule, axis_data, vals_in, dims_in, axes):
         """Batch a psum over mesh axes, which JAX 0.8.3 passes a parameter that it doesn't have."""
-        if not self.state.active or axis_data.name in params["axes"] or len(vals_in) != 1:
-            return rule(axis_data, vals_in, dims_in, **params)
-        return self.jax.psum_invariant_p.bind(*vals_in, **params), dims_in[0]
+        if not self.state.active or axis_data.name in axes or len(vals_in) != 1:
+            return rule(axis_data, vals_in, dims_in, axes)
+        return self.jax.psum_invariant_p.bind(*vals_in, axes=axes), dims_in[0]
 
     def _see(self, trace, prim, fun, fwd, bwd, tracers, *args, **kwargs):
         before = getattr(self._local, "primals", None)

@@ -37,10 +37,12 @@ class ForwardHooks(Hooks):
         return self.jax.jvp_tracer(trace, primal, tangent)
 
     def _jet_tracer(self, init):
-        def __init__(tracer, trace, primal, terms):
-            if self.acts and isinstance(terms, (list, tuple)):
-                primal, terms = self._joined(trace, primal, terms)
-            init(tracer, trace, primal, terms)
+        hooks = self
+
+        def __init__(self, trace, primal, terms):
+            if hooks.acts and isinstance(terms, (list, tuple)):
+                primal, terms = hooks._joined(trace, primal, terms)
+            init(self, trace, primal, terms)
 
         return __init__
 

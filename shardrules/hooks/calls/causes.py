@@ -53,10 +53,10 @@ class CauseHooks(Hooks):
         patches.attribute(jax.shard_map_p, "bind", bound)
         patches.attribute(*jax.owner("specs_error"), self._specs_error)
 
-    def _specs_error(self, *args):
+    def _specs_error(self, *args, **kwargs):
         """Write JAX's text, which it does once shard_map's bind has failed, and what was noted."""
         causes, self._local.causes = getattr(self._local, "causes", ""), ""
-        return self.jax.specs_error(*args) + causes
+        return self.jax.specs_error(*args, **kwargs) + causes
 
     def note(self, what: str, axes: frozenset[str]) -> None:
         """Note that what an operation returns varies over ``axes``, where JAX says it doesn't.

@@ -24,15 +24,15 @@ def pytest_addoption(parser):
     parser.addoption(
         "--quick",
         action="store_true",
-        help="one case of each test, and none that compiles for TPU or GPU",
+        help="one case of each test, none that is slow or compiles for TPU or GPU",
     )
 
 
 def _quick(items):
-    """The first case of each test function that needs no accelerator's compiler."""
+    """The first case of each test function that is not slow and needs no accelerator's compiler."""
     found = {}
     for item in items:
-        if not any(map(item.get_closest_marker, ("tpu", "gpu", "triton", "full"))):
+        if not any(map(item.get_closest_marker, ("tpu", "gpu", "triton", "slow", "full"))):
             found.setdefault(item.nodeid.partition("[")[0], item)
     return list(found.values())
 

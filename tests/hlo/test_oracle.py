@@ -16,6 +16,7 @@ def outcome():
     return oracle.run(COUNT, FIRST)
 
 
+@pytest.mark.slow
 def test_no_claim_of_equality_is_wrong(outcome):
     assert not outcome[0]
 
@@ -31,6 +32,7 @@ def test_many_programs():
     assert not wrong and proven >= 0.95 * equal
 
 
+@pytest.mark.slow
 def test_processes_count_as_one_does():
     assert oracle._run_beside(4, 40, 2) == oracle.run(4, 40)
 

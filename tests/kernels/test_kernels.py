@@ -89,6 +89,7 @@ INTERPRETABLE = [
 
 
 @pytest.mark.parametrize("case", INTERPRETABLE, ids=lambda case: case.name)
+@pytest.mark.slow
 def test_interpreted_under_the_check_equals_one_device(hooks, case):
     """No annotation, no rule line; k and v, biases and weights replicated where the case is so."""
     mesh = build.mesh_for(case, jax.devices())

@@ -49,6 +49,7 @@ def without_keyword(name):
 
 
 @pytest.mark.parametrize("module", MODULES)
+@pytest.mark.slow
 def test_what_is_typed_invariant_is_the_same_on_all_devices(module):
     cases, not_called = arguments.cases(module)
     called = {without_keyword(case.name) for case in cases}
@@ -76,6 +77,7 @@ def test_collectives_are_typed_by_what_they_leave_on_devices():
     assert wrong == {}
 
 
+@pytest.mark.slow
 def test_every_function_is_named_that_is_there():
     """No entry of the lists is left of a function that is gone or called by now."""
     there = set()

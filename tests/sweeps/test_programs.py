@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import shardrules as sr
 from sweeps import programs
 
@@ -13,6 +15,7 @@ def run(seeds):
         return [programs.judge(seed) for seed in seeds]
 
 
+@pytest.mark.slow
 def test_random_programs_are_right():
     outcomes = run(set(range(1000, 1016)) - PENDING)
     assert [one for one in outcomes if one.what in ("wrong", "died")] == []

@@ -193,6 +193,7 @@ def test_types_come_from_the_operand(cpu_mesh):
     inside(cpu_mesh, unchecked, jnp.ones(ROWS), check_vma=False)
 
 
+@pytest.mark.slow
 def test_transformations(cpu_mesh):
     """jvp, transpose and vmap: as of the common value, which the gathered sum is."""
 

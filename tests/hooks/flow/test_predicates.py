@@ -463,6 +463,7 @@ def test_without_the_check_nothing_is_cast(cpu_mesh, hooks):
 # Transformations of the whole, and derivatives of derivatives.
 
 
+@pytest.mark.slow
 def test_second_derivatives(cpu_mesh, hooks):
     def curvature(f):
         def g(x, w):
@@ -486,6 +487,7 @@ def test_second_derivatives(cpu_mesh, hooks):
         assert all(np.allclose(a, b, rtol=2e-4, atol=1e-4) for a, b in zip(got, want)), program
 
 
+@pytest.mark.slow
 def test_forward_mode_and_linearize(cpu_mesh, hooks):
     for program in (closures, switch, in_scan, jit_inside, custom_jvp_inside):
         f, g = sharded(program, cpu_mesh, Plain), by_rows(program)

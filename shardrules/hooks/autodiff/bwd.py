@@ -71,14 +71,9 @@ class Bwd:
     def cotangents(self) -> Any:
         """Run bwd.
 
-        Where a cotangent may vary over more axes than its primal, bwd's jaxpr will be asked about
-        it. Then bwd is traced to that jaxpr and this is what runs: tracing its kernels twice would
-        double the time that the backward pass takes to trace.
+        bwd's jaxpr is asked about each of them. So bwd is traced to that jaxpr and this is what
+        runs: tracing its kernels twice would double the time that the backward pass takes to trace.
         """
-        entering = frozenset().union(*(t.varying for t in self._entering()))
-        wanted = map(self.jax.cotangent_type, self.parts.in_avals)
-        if all(entering <= want.axes for want in wanted):
-            return self.bwd(*self.args)
         return self._trace().run()
 
     # What the jaxpr shows.

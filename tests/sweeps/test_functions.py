@@ -1,6 +1,6 @@
 """Every function of JAX, on the JAX of these tests: no output is typed too invariant.
 
-``tests/core`` has the part of it that runs on every JAX.
+``tests/core`` has the part of it that runs on every JAX; ``--full`` adds every gradient.
 """
 
 from __future__ import annotations
@@ -8,17 +8,19 @@ from __future__ import annotations
 import pytest
 
 import shardrules as sr
+from shardrules.hooks.calls.forgetful import ForgetfulHooks
+from shardrules.hooks.flow.control import ControlHooks
 from sweeps import arguments, collectives, functions, pinned
 
 MODULES = [name for name in arguments.modules() if arguments.functions(arguments.modules()[name])]
 # How many functions of a module are called at least; of the others, one.
 LEAST = {
-    "jax.numpy": 305,
+    "jax.numpy": 306,
     "jax.numpy.linalg": 31,
     "jax.numpy.fft": 16,
-    "jax.lax": 165,
+    "jax.lax": 167,
     "jax.lax.linalg": 17,
-    "jax.nn": 33,
+    "jax.nn": 34,
     "jax.nn.initializers": 19,
     "jax.random": 45,
     "jax.scipy.linalg": 33,
@@ -26,62 +28,94 @@ LEAST = {
     "jax.scipy.signal": 10,
     "jax.scipy.stats.norm": 8,
 }
-# What the hooks do not follow yet.
-PENDING = {
-    *("lax.reduce", "lax.reduce#1", "lax.reduce_window", "lax.rng_uniform", "lax.rng_uniform#1"),
-    "scipy.linalg.expm_frechet",
-    *(
-        f"lax.{one}#{place} of {axes}"
-        for one in ("pmax", "pmin")
-        for place in (4, 5)
-        for axes in ("a", "a+b")
-    ),
-}
 
 
-def plain(name):
-    """A function's name, of a case of it."""
-    return name.split("#")[0].split(" [")[0]
+def sweep(cases, mode, sizes=None):
+    with sr.install():
+        return functions.sweep(cases, mode, sizes)
 
 
-def without_keyword(name):
-    return plain(name).split("(")[0]
+def named(name, *functions):
+    """The cases of some functions of a module."""
+    return [case for case in arguments.cases(name)[0] if case.name.split("#")[0] in functions]
 
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.slow
 def test_what_is_typed_invariant_is_the_same_on_all_devices(module):
     cases, not_called = arguments.cases(module)
-    called = {without_keyword(case.name) for case in cases}
+    called = {pinned.function(case.name) for case in cases}
     print(f"{module}: {len(called)} functions in {len(cases)} ways, not {not_called}")
     assert set(not_called) - set(pinned.NOT_CALLED) == set()
     if cases or not not_called:
         assert len(called) >= LEAST.get(module, 1)
-    with sr.install():
-        found = functions.sweep(cases, "value")
-    assert {name: why for name, why in found.wrong.items() if name not in PENDING} == {}
+    found = sweep(cases, "value")
+    assert found.wrong == {}
     assert found.unexecuted == {}
-    assert {without_keyword(name) for name in found.refused} - set(pinned.REFUSED) == set()
-    known = set(pinned.INVARIANT) | set(map(plain, PENDING))
-    assert {plain(name) for name in found.invariant} - known == set()
-
-
-def test_collectives_are_typed_by_what_they_leave_on_devices():
-    with sr.install():
-        found = functions.sweep(collectives.cases(), "value", collectives.SIZES)
-    wrong = {
-        name: why
-        for name, why in found.wrong.items()
-        if name not in PENDING and "ragged" not in name
-    }
-    assert wrong == {}
+    assert set(map(pinned.function, found.refused)) - set(pinned.REFUSED) == set()
+    assert set(map(pinned.way, found.invariant)) - set(pinned.INVARIANT) == set()
 
 
 @pytest.mark.slow
 def test_every_function_is_named_that_is_there():
-    """No entry of the lists is left of a function that is gone or called by now."""
+    """No entry of the lists is left of a function that is called by now; others are elsewhere."""
     there = set()
     for name in MODULES:
         there |= set(arguments.cases(name)[1])
-    gone = {"lax.pvary", "lax.pdot", "lax.all_gather_invariant", "lax.pgather"}
-    assert set(pinned.NOT_CALLED) - there == gone
+    assert set(pinned.NOT_CALLED) - there == pinned.OF_OTHER_VERSIONS
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_derivatives_of_varying_primals(module):
+    cases, _ = arguments.cases(module)
+    assert sweep(cases, "jvp").wrong == {}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(name, marks=[] if name in ("jax.nn", "jax.numpy.linalg") else pytest.mark.full)
+        for name in MODULES
+    ],
+)
+def test_gradients_are_those_of_one_device(module):
+    cases, _ = arguments.cases(module)
+    found = sweep(cases, "gradient")
+    assert found.wrong == {}
+    print(f"{module}: {found.count} gradients, {len(found.refused)} refused")
+
+
+# Each mechanism taken away: the sweep has to see it.
+
+
+def test_it_sees_a_primitive_that_forgets(monkeypatch):
+    monkeypatch.setattr(ForgetfulHooks, "adopt", lambda *args: None)
+    cases = named("jax.lax", "lax.sort", "lax.reduce", "lax.rng_uniform", "lax.sort_key_val")
+    assert set(map(pinned.function, sweep(cases, "value").wrong)) == {
+        "lax.sort",
+        "lax.sort_key_val",
+        "lax.reduce",
+        "lax.rng_uniform",
+    }
+    groups = [case for case in collectives.cases() if case.name == "lax.pmax#4 of a"]
+    assert list(sweep(groups, "value", collectives.SIZES).wrong) == ["lax.pmax#4 of a"]
+    ragged = [case for case in collectives.cases() if case.name.startswith("lax.ragged")]
+    assert sweep(ragged, "value", collectives.SIZES).wrong
+
+
+def test_it_sees_a_predicate_that_is_forgotten(monkeypatch):
+    monkeypatch.setattr(
+        ControlHooks, "_bind_cond", lambda self, bind, *args, **kw: bind(*args, **kw)
+    )
+    found = sweep(named("jax.lax", "lax.cond", "lax.switch"), "value")
+    assert set(map(pinned.function, found.wrong)) == {"lax.cond", "lax.switch"}
+
+
+def test_it_sees_a_gradient_that_is_not_summed(monkeypatch):
+    """A gradient of what varies, by a function that stops it in part."""
+    import jax
+
+    stopped = jax.custom_vjp(lambda x, y: x * y)
+    stopped.defvjp(lambda x, y: (x * y, (x, y)), lambda r, g: (g * r[1] / 2, g * r[0] / 2))
+    case = arguments.Case("stopped", stopped, "vv")
+    assert list(sweep([case], "gradient").wrong) == ["stopped"]

@@ -35,6 +35,11 @@ from shardrules.registry.axistypes import AxisType, Effect, Resolution
 __all__ = ["RepHooks"]
 
 
+# JAX's own, whose tables say less: a maximum within groups is each group's, and a generator without
+# a key draws on every device for itself.
+_BY_DEVICE = frozenset(("pmax", "pmin", "rng_uniform"))
+
+
 @dataclasses.dataclass
 class _Run:
     """One run of a custom_vjp's bwd: cotangents are matched in order once it has returned.
@@ -123,12 +128,40 @@ class RepHooks(Hooks):
         if jax.cond_p in jax.rewrite_rules:  # not to 0.4.35
             rewrite = functools.partial(self._rewrite_cond, jax.rewrite_rules[jax.cond_p])
             patches.entry(jax.rewrite_rules, jax.cond_p, rewrite)
+        for primitive in [p for p in jax.check_rules if p.name in _BY_DEVICE]:
+            check, rewrite = jax.check_rules[primitive], jax.rewrite_rules[primitive]
+            patches.entry(
+                jax.check_rules, primitive, functools.partial(self._check_by_device, check)
+            )
+            patches.entry(
+                jax.rewrite_rules, primitive, functools.partial(self._rewrite_by_device, rewrite)
+            )
         patches.attribute(*jax.owner("rule_missing"), self._missing)
         patches.attribute(*jax.owner("rewrite_bwd"), self._rewrite_bwd)
         patches.attribute(*jax.owner("match_replication"), self._match_replication)
         patches.attribute(self.custom_vjp, "see", self._see)
 
     # The two tables.
+
+    def _check_by_device(self, original, mesh, /, *in_rep, **params):
+        """Say that what each device gets for itself is not replicated."""
+        rep = original(mesh, *in_rep, **params)
+        return self._by_device(mesh, rep, params)
+
+    def _rewrite_by_device(self, original, mesh, in_rep, /, *args, **params):
+        """Bind as JAX does, and say the same of the outputs."""
+        results, reps = original(mesh, in_rep, *args, **params)
+        return results, [self._by_device(mesh, rep, params) for rep in reps]
+
+    def _by_device(self, mesh, rep, params):
+        if not self.state.active:
+            return rep
+        if "axes" not in params:  # a draw
+            return set()
+        if params["axis_index_groups"] is None:
+            return rep
+        axes = params["axes"]
+        return set(rep) - set(axes if isinstance(axes, tuple) else (axes,))
 
     def rewrite(self, primitive, original, mesh, in_rep, /, *args, **params):
         """Cast the operands as the rule says, bind, and say how the outputs are replicated."""

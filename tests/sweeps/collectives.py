@@ -52,6 +52,11 @@ CALLS = {
         functools.partial(f, axis_name="a"),
         functools.partial(f, axis_name="b", tiled=True),
     ],
+    # The asynchronous ones start something that another call ends.
+    "psum_scatter_start": lambda f: [
+        lambda x: f(x, "a").done(),
+        lambda x: f(x, "b", tiled=True).done(),
+    ],
     "all_to_all": lambda f: [
         lambda x: f(x, "a", 0, 0),
         lambda x: f(x, "b", 0, 0, tiled=True),

@@ -18,6 +18,7 @@ NOT_CALLED = {
         lax.conv_general_shape_tuple lax.conv_shape_tuple lax.conv_transpose_shape_tuple
         lax.create_token lax.dtype lax.empty lax.iota lax.reduce_window_shape_tuple
         lax.shape_as_value nn.get_scaled_dot_general_config random.key_dtype random.key_impl
+        random.Key
         scipy.linalg.dft scipy.linalg.hadamard scipy.linalg.helmert scipy.linalg.hilbert
         scipy.linalg.invhilbert scipy.linalg.invpascal scipy.linalg.pascal scipy.special.bernoulli
         """.split(),
@@ -28,7 +29,7 @@ NOT_CALLED = {
         lax.all_gather lax.all_to_all lax.axis_index lax.axis_size lax.pbroadcast lax.pcast
         lax.pmax lax.pmean lax.pmin lax.ppermute lax.pshuffle lax.psum lax.psum_scatter
         lax.pswapaxes lax.ragged_all_to_all lax.pvary lax.pdot lax.all_gather_invariant
-        lax.pgather
+        lax.pgather lax.psum_scatter_start
         """.split(),
         COLLECTIVE,
     ),
@@ -103,7 +104,7 @@ REFUSED = {
 
 OF_OTHER_VERSIONS = set(
     "lax.pvary lax.pdot lax.all_gather_invariant lax.pgather lax.infeed lax.outfeed lax.xeinsum "
-    "lax.scan_bind".split()
+    "lax.scan_bind lax.psum_scatter_start random.Key".split()
 )
 
 

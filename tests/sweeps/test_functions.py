@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 import shardrules as sr
 from shardrules.hooks.calls.forgetful import ForgetfulHooks
-from shardrules.hooks.flow.control import ControlHooks
+from shardrules.hooks.flow.replay import ReplayHooks
 from sweeps import arguments, collectives, functions, pinned
 
 MODULES = [name for name in arguments.modules() if arguments.functions(arguments.modules()[name])]
@@ -28,6 +29,8 @@ LEAST = {
     "jax.scipy.signal": 10,
     "jax.scipy.stats.norm": 8,
 }
+# Those whose derivatives are looked at whenever tests run.
+QUICK = ["jax.nn", "jax.numpy.linalg", "jax.lax"]
 
 
 def sweep(cases, mode, sizes=None):
@@ -65,18 +68,20 @@ def test_every_function_is_named_that_is_there():
     assert set(pinned.NOT_CALLED) - there == pinned.OF_OTHER_VERSIONS
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_derivatives_of_varying_primals(module):
-    cases, _ = arguments.cases(module)
-    assert sweep(cases, "jvp").wrong == {}
+@pytest.mark.parametrize("mode", ["jvp", "tangent"])
+@pytest.mark.parametrize(
+    "module",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in MODULES],
+)
+def test_derivatives_where_primals_vary_and_where_tangents_do(module, mode):
+    found = sweep(arguments.cases(module)[0], mode)
+    assert found.wrong == {}
+    print(f"{module}: {found.count} derivatives, {len(found.refused)} refused")
 
 
 @pytest.mark.parametrize(
     "module",
-    [
-        pytest.param(name, marks=[] if name in ("jax.nn", "jax.numpy.linalg") else pytest.mark.full)
-        for name in MODULES
-    ],
+    [pytest.param(name, marks=[] if name in QUICK[:2] else pytest.mark.full) for name in MODULES],
 )
 def test_gradients_are_those_of_one_device(module):
     cases, _ = arguments.cases(module)
@@ -88,7 +93,15 @@ def test_gradients_are_those_of_one_device(module):
 # Each mechanism taken away: the sweep has to see it.
 
 
-def test_it_sees_a_primitive_that_forgets(monkeypatch):
+@pytest.fixture
+def fresh():
+    """Nothing is left of what was traced with a mechanism, or without it."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_it_sees_a_primitive_that_forgets(monkeypatch, fresh):
     monkeypatch.setattr(ForgetfulHooks, "adopt", lambda *args: None)
     cases = named("jax.lax", "lax.sort", "lax.reduce", "lax.rng_uniform", "lax.sort_key_val")
     assert set(map(pinned.function, sweep(cases, "value").wrong)) == {
@@ -103,18 +116,13 @@ def test_it_sees_a_primitive_that_forgets(monkeypatch):
     assert sweep(ragged, "value", collectives.SIZES).wrong
 
 
-def test_it_sees_a_predicate_that_is_forgotten(monkeypatch):
-    monkeypatch.setattr(
-        ControlHooks, "_bind_cond", lambda self, bind, *args, **kw: bind(*args, **kw)
-    )
+def test_it_sees_a_predicate_that_is_forgotten(monkeypatch, fresh):
+    monkeypatch.setattr(ReplayHooks, "_decides", lambda *args: None)
     found = sweep(named("jax.lax", "lax.cond", "lax.switch"), "value")
     assert set(map(pinned.function, found.wrong)) == {"lax.cond", "lax.switch"}
 
 
-def test_it_sees_a_gradient_that_is_not_summed(monkeypatch):
-    """A gradient of what varies, by a function that stops it in part."""
-    import jax
-
+def test_it_sees_a_gradient_that_is_wrong():
     stopped = jax.custom_vjp(lambda x, y: x * y)
     stopped.defvjp(lambda x, y: (x * y, (x, y)), lambda r, g: (g * r[1] / 2, g * r[0] / 2))
     case = arguments.Case("stopped", stopped, "vv")

@@ -56,7 +56,7 @@ def table():
 def fingerprint():
     """Return a digest of the package and of these tests: a result of other files doesn't count."""
     digest = hashlib.sha256()
-    for folder in ("shardrules", "tests/core"):
+    for folder in ("shardrules", "tests/core", "tests/sweeps"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(str(path.relative_to(ROOT)).encode())
             digest.update(path.read_bytes())

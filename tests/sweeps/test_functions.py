@@ -68,6 +68,7 @@ def test_every_function_is_named_that_is_there():
     assert set(pinned.NOT_CALLED) - there == pinned.OF_OTHER_VERSIONS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["jvp", "tangent"])
 @pytest.mark.parametrize(
     "module",

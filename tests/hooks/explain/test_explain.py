@@ -117,10 +117,10 @@ def test_a_psum_in_a_loop_is_told_how_to_leave_it(cpu_mesh):
     args = jnp.ones((1, 4)), jnp.ones((8, 4))
     (inside,) = sr.explain(gradient(False), *args).sums
     assert inside.steps == 5
-    assert str(sr.explain(gradient(False), *args)).endswith(
+    assert (
         "transpose of a cast: operand 1 of mul, by JAX or the program; runs in each of 5 steps: "
         "shardrules.vary(x, 'data') before the loop sums once, if x is the same in all of them"
-    )
+    ) in str(sr.explain(gradient(False), *args))
     (before,) = sr.explain(gradient(True), *args).sums
     assert before.steps == 1
 

@@ -17,6 +17,7 @@ from shardrules import hlo, report
 from shardrules import program as programs
 from shardrules.checks import budget as budgets
 from shardrules.checks import updates
+from shardrules.checks.casts import assert_cheapest_casts
 from shardrules.checks.expectations import at_most, exactly, pick
 from shardrules.checks.host import assert_donated, assert_no_host_transfers
 from shardrules.checks.loops import assert_loop
@@ -33,6 +34,7 @@ from shardrules.registry.table import Registry
 __all__ = [
     "account",
     "assert_budget",
+    "assert_cheapest_casts",
     "assert_collectives",
     "assert_donated",
     "assert_loop",

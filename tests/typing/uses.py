@@ -162,6 +162,7 @@ testing.assert_collectives(op, expect=testing.exactly({"all-reduce(data)": {"cou
 testing.at_most(8)  # wrong
 testing.assert_outputs_replicated(op, 1.0, output_shardings=["{replicated}"])
 testing.assert_budget(op, 1.0, "budgets/train.toml")
+testing.assert_cheapest_casts(op, 1.0)
 testing.assert_donated(op, 1.0, paths=["state"])
 testing.assert_no_host_transfers(op, 1.0, allow={"callback": "issue 12"})
 testing.assert_offloaded(op, 1.0, names=["block_in"], min_bytes=1024)

@@ -18,6 +18,7 @@ __all__ = [
     "Explanation",
     "MissingRule",
     "MissingRules",
+    "describe_placement",
     "name_of",
     "short",
 ]
@@ -166,7 +167,7 @@ class Explanation:
         tables = [_table(rows) for rows in (calls, casts, sums) if len(rows) > 1]
         if self.claims:
             tables.append("\n".join(f"claim: {text}" for text in self.claims))
-        tables += filter(None, map(_placement, self.placements))
+        tables += filter(None, map(describe_placement, self.placements))
         return "\n\n".join(tables) or "no opaque call, cast or psum inside a shard_map"
 
 
@@ -293,7 +294,7 @@ def _rule(call: ExplainedCall) -> str:
     return f"{call.rule}, {status} at {short(call.declared_at)}"
 
 
-def _placement(one: Placement) -> str:
+def describe_placement(one: Placement) -> str:
     """Say what placing casts saves, and the line that places each by hand."""
     if one.why:
         return f"casts stand where they stood: {one.why}"

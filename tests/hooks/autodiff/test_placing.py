@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import check_jaxpr
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from hooks.autodiff import bodies, optimum
-from shardrules import testing
+from shardrules import errors, testing
 from shardrules.hooks.autodiff import linear, placing
 from shardrules.hooks.autodiff.cheapest import cost, cost_as_traced
 from shardrules.hooks.autodiff.origins import inner_jaxprs
@@ -265,6 +266,18 @@ def test_explain_says_what_it_saves_and_what_to_type(cpu_mesh):
     assert [one.applied for one in marked.placements] == [True]
 
 
+def test_an_assertion_for_the_fewest_bytes(cpu_mesh):
+    gradient = jax.grad(sharded(scan_constant, cpu_mesh))
+    with pytest.raises(errors.CollectiveAssertionError) as caught:
+        testing.assert_cheapest_casts(gradient, W, X)
+    assert str(caught.value).startswith("the casts' psums sum 1,280 B on each device where JAX")
+    assert str(caught.value).endswith("# float32[8,8], an argument; once")
+    with sr.install(casts="cheapest"):
+        testing.assert_cheapest_casts(gradient, W, X)
+    early = jax.grad(sharded(lambda w, x: scan_constant(sr.vary(w, "data"), x), cpu_mesh))
+    testing.assert_cheapest_casts(early, W, X)
+
+
 def test_what_cannot_be_rewritten_stays(cpu_mesh, monkeypatch):
     def broken(*args):
         raise linear.Unplaceable("a gradient flows through a ref")
@@ -310,7 +323,7 @@ def check_optimum(seed, solved):
     body = random_body(seed)
     with sr.install(casts="cheapest"):
         jaxpr = jax.make_jaxpr(jax.grad(body.split(), argnums=(0, 1)))(*body.arguments())
-    jax.core.check_jaxpr(jaxpr.jaxpr) if hasattr(jax.core, "check_jaxpr") else None
+    check_jaxpr(jaxpr.jaxpr)
     for late, least, other in solved:
         assert least == other <= late, (seed, solved)
 

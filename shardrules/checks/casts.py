@@ -1,0 +1,41 @@
+"""``assert_cheapest_casts``: no gradient's psums move more bytes than they have to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardrules.errors import CollectiveAssertionError
+
+__all__ = ["assert_cheapest_casts"]
+
+
+def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
+    """Assert that the casts of each gradient stand where its psums move the fewest bytes.
+
+    The program is traced, not compiled. ``assert_no_defensive_psum`` asks whether each reduction
+    is needed where it stands; this one asks whether fewer bytes would do, had the value been cast
+    elsewhere. Where casts can't be placed (on JAX to 0.5.3, or in a program that holds what can't
+    be rewritten), nothing can be said, and nothing is raised.
+
+    Args:
+      f: a gradient, jitted or not.
+      *args: what it is called with; arrays or ``jax.ShapeDtypeStruct``.
+      **kwargs: its keyword arguments.
+
+    Raises:
+      CollectiveAssertionError: naming the bytes now and at the fewest, and the line for each cast.
+      ShardrulesError: if ``f`` can't be called.
+    """
+    __tracebackhide__ = True
+    from shardrules.hooks.explain.explain import explain
+    from shardrules.hooks.explain.explanation import describe_placement
+
+    wasted = [
+        one
+        for one in explain(f, *args, **kwargs).placements
+        if not one.applied and one.after_bytes < one.before_bytes
+    ]
+    if wasted:
+        raise CollectiveAssertionError(
+            "\n".join(map(describe_placement, wasted)), placements=tuple(wasted)
+        )

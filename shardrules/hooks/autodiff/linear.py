@@ -207,8 +207,13 @@ class Graph:
                 for i, inner in enumerate(inners)
             ]
             made = results(any(end is not None for end in ends) for ends in zip(*every))
-            for inner, ends in zip(inners, every):
+            for i, (inner, ends) in enumerate(zip(inners, every)):
                 self._join(ends, made, inner.outvars)
+                # Branches take operands of one type.
+                for first, var in zip(inners[0].invars, inner.invars if i else ()):
+                    taken = self._read((*inside, 0), first), self._read((*inside, i), var)
+                    if taken[0] is not None:
+                        self.steps.append(Step([taken[0]], [taken[1]], ties=True))
         elif name in IDENTITIES:
             (given,), (result,) = inputs, results(iter([True]))
             if name == CAST:

@@ -99,6 +99,7 @@ class Body:
                 "half",
                 "customscan",
                 "nested",
+                "switch",
             )
         )
         if kind == "sin":
@@ -137,6 +138,11 @@ class Body:
             return lax.cond(
                 flag[0, 0] > 0, lambda p, q: jnp.sin(p) @ q, lambda p, q: p * 0.5 + q * p, a, b
             ), (a, b, flag)
+        if kind == "switch":  # each branch reads something else of what it is given
+            flag = choose.choice((same, differs))[0]
+            index = (flag[0, 0] > 0).astype(jnp.int32) + (flag[1, 1] > 0)
+            branches = (lambda p, q: jnp.sin(p), lambda p, q: q * 0.5, lambda p, q: p @ q)
+            return lax.switch(index, branches, a, b), (a, b, flag)
         if kind == "jit":
             g = jax.jit(lambda p, q: jnp.tanh(p @ q) + p)
             return g(a, g(b, a)), (a, b)

@@ -211,9 +211,10 @@ class Graph:
                 self._join(ends, made, inner.outvars)
                 # Branches take operands of one type.
                 for first, var in zip(inners[0].invars, inner.invars if i else ()):
-                    taken = self._read((*inside, 0), first), self._read((*inside, i), var)
-                    if taken[0] is not None:
-                        self.steps.append(Step([taken[0]], [taken[1]], ties=True))
+                    taken = [self._read((*inside, k), v) for k, v in ((0, first), (i, var))]
+                    both = [one for one in taken if one is not None]
+                    if both:
+                        self.steps.append(Step(both[:1], both[1:], ties=True))
         elif name in IDENTITIES:
             (given,), (result,) = inputs, results(iter([True]))
             if name == CAST:

@@ -17,15 +17,15 @@ from shardrules import hlo, report
 from shardrules import program as programs
 from shardrules.checks import budget as budgets
 from shardrules.checks import updates
-from shardrules.checks.casts import assert_cheapest_casts
+from shardrules.checks.costs.casts import assert_cheapest_casts
+from shardrules.checks.costs.host import assert_donated, assert_no_host_transfers
+from shardrules.checks.costs.loops import assert_loop
+from shardrules.checks.costs.offloaded import assert_offloaded, named_values
+from shardrules.checks.costs.placement import assert_no_large_constants, assert_output_sharding
+from shardrules.checks.costs.steady import steady_state
 from shardrules.checks.expectations import at_most, exactly, pick
-from shardrules.checks.host import assert_donated, assert_no_host_transfers
-from shardrules.checks.loops import assert_loop
-from shardrules.checks.offloaded import assert_offloaded, named_values
-from shardrules.checks.placement import assert_no_large_constants, assert_output_sharding
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
-from shardrules.checks.steady import steady_state
 from shardrules.costs import accounts, findings
 from shardrules.errors import CollectiveAssertionError, ShardrulesError
 from shardrules.program import judge

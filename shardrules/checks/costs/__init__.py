@@ -1,0 +1,1 @@
+"""What a test asserts of costs that JAX is silent about."""

@@ -154,7 +154,12 @@ class Statements(collectives.Collectives, control.Control, oddities.Oddities):
                 operands[1] = self.literal(x.shape, values=small)
             elif self.random.random() < 0.3:
                 operands.reverse()
-            self.add(self.random.choice(BINARY_INT), self.like(x), operands)
+            opcode = self.random.choice(BINARY_INT)
+            if opcode in ("divide", "remainder") and kind in SIGNED:
+                # The lowest number by -1 traps, in XLA's own folding of constants too.
+                one = self.literal(x.shape, values=["1"] * x.shape.count, row_major=True)
+                operands[1] = self.add("maximum", self.like(x), [operands[1], one])
+            self.add(opcode, self.like(x), operands)
 
     def elementwise(self):
         """Floats, element by element."""

@@ -97,6 +97,7 @@ def test_gradients_are_those_of_one_device(module):
 @pytest.fixture
 def fresh():
     """Nothing is left of what was traced with a mechanism, or without it."""
+    sr.install().uninstall(ops=True)
     jax.clear_caches()
     yield
     jax.clear_caches()

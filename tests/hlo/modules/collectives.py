@@ -166,8 +166,11 @@ class Collectives:
             if self.random.random() < 0.3:
                 parts = [x] * size
             shape = [Shape(q.shape.kind, q.shape.dims) for q in parts]
-            text = f"all-to-all({', '.join('%' + q.name for q in parts)}), {plain}"
-            whole = self.finish(kind, shape, parts, attributes, OWN, False, text, where)
+
+            def exchanged(executed, op):
+                _exchanged(executed, op, groups)
+
+            whole = self.finish(kind, shape, parts, attributes, OWN, False, exchanged, where)
             which = self.random.randrange(size)
             return self.add(
                 "get-tuple-element", shape[which], [whole], [("index", str(which))], labels=OWN
@@ -360,6 +363,28 @@ def _positioned(text, op, x, groups):
     mine = text.line(Shape("f32", dims), f"broadcast(%{mine}), dimensions={{}}")
     value = text.line(Shape("f32", dims), f"add(%{value}, %{mine})")
     text.line(op.shape, f"convert(%{value})", op.name)
+
+
+def _exchanged(text, op, groups):
+    """Give each member what the others have for its place: in one array, and apart again.
+
+    XLA compares the operands' layouts here, which plain text doesn't have.
+    """
+    size, x = len(op.operands), op.operands[0].shape
+    one, all_of_them = Shape(x.kind, (1, *x.dims)), Shape(x.kind, (size, *x.dims))
+    rows = [text.line(one, f"reshape(%{o.name})") for o in op.operands]
+    whole = text.line(
+        all_of_them, f"concatenate({', '.join('%' + r for r in rows)}), dimensions={{0}}"
+    )
+    whole = text.line(
+        all_of_them, f"all-to-all(%{whole}), replica_groups={rows_text(groups)}, dimensions={{0}}"
+    )
+    parts = []
+    for k in range(size):
+        cuts = ", ".join([f"[{k}:{k + 1}]"] + [f"[0:{d}]" for d in x.dims])
+        part = text.line(one, f"slice(%{whole}), slice={{{cuts}}}")
+        parts.append(text.line(op.shape[k], f"reshape(%{part})"))
+    text.line(op.shape, f"tuple({', '.join('%' + p for p in parts)})", op.name)
 
 
 def _first(text, op, x, groups):

@@ -143,12 +143,12 @@ class RepHooks(Hooks):
 
     # The two tables.
 
-    def _check_by_device(self, original, mesh, /, *in_rep, **params):
+    def _check_by_device(self, original, mesh, *in_rep, **params):
         """Say that what each device gets for itself is not replicated."""
         rep = original(mesh, *in_rep, **params)
         return self._by_device(mesh, rep, params)
 
-    def _rewrite_by_device(self, original, mesh, in_rep, /, *args, **params):
+    def _rewrite_by_device(self, original, mesh, in_rep, *args, **params):
         """Bind as JAX does, and say the same of the outputs."""
         results, reps = original(mesh, in_rep, *args, **params)
         return results, [self._by_device(mesh, rep, params) for rep in reps]

@@ -72,11 +72,11 @@ def test_a_triton_kernel_without_rule_is_refused(scale, gpu_mesh, hooks):
         "no rule for triton_kernel_call kernel 'multiply_kernel': shard_map(check_vma=True) over "
         "manual axes {data, model} can't tell over which of them its outputs vary\n"
         "    input 0: varying over {data}\n    input 1: invariant\n"
-        "If the kernel reads no other device and no device id, write @shardrules.no_communication "
-        "above its def, or\n"
-        "    shardrules.register('multiply_kernel', shardrules.no_communication)\n"
-        "If it communicates, register a function of a shardrules.RuleContext. "
-        "Names with a rule: none."
+        "If the kernel reads no other device and no device id, write one of these lines:\n"
+        "    shardrules.register('kernels.jax_triton_scale:multiply_kernel', "
+        "shardrules.no_communication)\n"
+        "If it communicates, register shardrules.all_gather, all_reduce, permute, per_device, ... "
+        "with its mesh axes, or a function of a shardrules.RuleContext. Names with a rule: none."
     )
 
 

@@ -260,7 +260,9 @@ def test_all_functions_of_an_mpmd_kernel_are_one_call(hooks, tpu_mesh, rules, te
     if text is None:
         assert out_type(op, mesh, P("data")) == {"data"}
         return
-    with pytest.raises((errors.RegistrationError, errors.UnknownKernelError)) as caught:
+    raised = pytest.raises((errors.RegistrationError, errors.UnknownKernelError))
+    # Not proven: what does nothing depends on nothing.
+    with sr.install(prove=False), raised as caught:
         out_type(op, mesh, P("data"))
     assert str(caught.value).startswith(text)
 
@@ -541,7 +543,7 @@ def test_what_a_prover_finds_is_asked_for_once_it_is_needed(gpu_mesh, hooks, mon
 
     def prover(primitive, params, operand_count):
         asked.append((primitive, operand_count))
-        return pallas.Audit(True)
+        return pallas.Audit()
 
     monkeypatch.setattr(registry.default, "_provers", [prover])
     case = BY_NAME["hopper_matmul"]

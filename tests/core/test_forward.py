@@ -68,6 +68,8 @@ PROGRAMS = {
     "frechet": frechet,
     "jet": series,
 }
+if not versions.differentiates_what_varies():
+    PROGRAMS["forward over reverse"] = PROGRAMS["jit"]
 
 
 def mapped(f, mesh, out_specs):

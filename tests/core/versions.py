@@ -133,3 +133,17 @@ def sums_copies() -> bool:
     except Exception:  # JAX raises just that
         return False
     return True
+
+
+def differentiates_what_varies() -> bool:
+    """Whether a gradient may be taken, inside shard_map, of what differs by device.
+
+    JAX 0.6.0 gives it a cotangent that is the same on all, and refuses that.
+    """
+    mesh = Mesh(np.array(jax.devices()[:2]), ("two",))
+    f = shard_map(jax.grad(lambda x: x.sum()), mesh=mesh, in_specs=P("two"), out_specs=P("two"))
+    try:
+        jax.eval_shape(f, jax.ShapeDtypeStruct((2,), "float32"))
+    except ValueError:
+        return False
+    return True

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from tests.hlo.modules import coverage, run
-from tests.hlo.modules.generate import Generator
+from . import coverage, run
+from .generate import Generator
 
 
 def main(argv: list[str]) -> int:

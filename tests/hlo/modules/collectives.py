@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.hlo.modules.forms import DEVICES, EQUAL, OWN, Channel, Shape, groups_text, join, within
+from .forms import DEVICES, EQUAL, OWN, Channel, Shape, groups_text, join, within
 
 REDUCTIONS = ("add", "add", "maximum", "minimum", "multiply")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.hlo.modules.forms import DEVICES, EQUAL, OWN, Op, Shape, join, within
+from .forms import DEVICES, EQUAL, OWN, Op, Shape, join, within
 
 FORMS = ["call"] * 4 + ["fusion"] * 3 + ["async", "fusion-start", "call-start", "custom"]
 

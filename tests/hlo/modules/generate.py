@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from tests.hlo.modules import forms, statements
-from tests.hlo.modules.forms import DEVICES, EQUAL, OWN, Channel, Computation, Op, Shape, join
+from . import forms, statements
+from .forms import DEVICES, EQUAL, OWN, Channel, Computation, Op, Shape, join
 
 # Partitions and replicas; a device is replica * partitions + partition.
 MACHINES = [(8, 1), (8, 1), (8, 1), (1, 8), (4, 2), (2, 4)]

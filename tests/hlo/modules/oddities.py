@@ -5,7 +5,7 @@ What runs in their place is equal on two devices where they are, by HLO's defini
 
 from __future__ import annotations
 
-from tests.hlo.modules.forms import OWN, Op, Shape, braces
+from .forms import OWN, Op, Shape, braces
 
 FLOATS = ("f32", "bf16")
 

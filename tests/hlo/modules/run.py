@@ -20,8 +20,9 @@ import numpy as np  # noqa: E402
 from jaxlib import _hlo, _jax  # noqa: E402
 
 from shardrules import hlo  # noqa: E402
-from tests.hlo.modules.forms import DEVICES, join  # noqa: E402
-from tests.hlo.modules.generate import Generator  # noqa: E402
+
+from .forms import DEVICES, join  # noqa: E402
+from .generate import Generator  # noqa: E402
 
 DRAWS = 2
 _TYPES = {"pred": np.bool_, "f32": np.float32, "bf16": jnp.bfloat16}

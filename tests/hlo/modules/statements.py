@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.hlo.modules import collectives, control, oddities
-from tests.hlo.modules.forms import EQUAL, Op, Shape, braces, join
+from . import collectives, control, oddities
+from .forms import EQUAL, Op, Shape, braces, join
 
 FLOATS = ("f32", "bf16")
 SIGNED = ("s8", "s16", "s32", "s64")

@@ -17,6 +17,7 @@ from shardrules import errors, testing
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_right_rule_passes(cpu_mesh, installed):
     op = programs.scale_op(

@@ -29,9 +29,13 @@ NOT_CALLED = {
         lax.all_gather lax.all_to_all lax.axis_index lax.axis_size lax.pbroadcast lax.pcast
         lax.pmax lax.pmean lax.pmin lax.ppermute lax.pshuffle lax.psum lax.psum_scatter
         lax.pswapaxes lax.ragged_all_to_all lax.pvary lax.pdot lax.all_gather_invariant
-        lax.pgather lax.psum_scatter_start
+        lax.pgather
         """.split(),
         COLLECTIVE,
+    ),
+    **dict.fromkeys(
+        "lax.psum_scatter_start lax.all_gather_start lax.all_gather_done".split(),
+        "a half of a collective, which another function has to end",
     ),
     "lax.after_all": "tokens only",
     "lax.infeed": "reads a queue of its device",
@@ -104,7 +108,7 @@ REFUSED = {
 
 OF_OTHER_VERSIONS = set(
     "lax.pvary lax.pdot lax.all_gather_invariant lax.pgather lax.infeed lax.outfeed lax.xeinsum "
-    "lax.scan_bind lax.psum_scatter_start random.Key".split()
+    "lax.scan_bind lax.psum_scatter_start lax.all_gather_start lax.all_gather_done random.Key".split()
 )
 
 

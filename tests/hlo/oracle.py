@@ -406,7 +406,7 @@ def _run_beside(count: int, first: int, processes: int):
 
 
 def main(argv: list[str]) -> int:
-    """Run as a program: 0 if no claim was wrong and at least 95% is proven."""
+    """Run as a program: 0 if no claim was wrong and at least 94% is proven."""
     count = int(argv[1]) if len(argv) > 1 else 100
     first = int(argv[2]) if len(argv) > 2 else 0
     processes = int(argv[3]) if len(argv) > 3 else 1
@@ -421,7 +421,7 @@ def main(argv: list[str]) -> int:
     )
     for claim in wrong[:20]:
         print("  seed %d, output %d: devices %d and %d" % claim)
-    return 1 if wrong or share < 0.95 else 0
+    return 1 if wrong or share < 0.94 else 0
 
 
 if __name__ == "__main__":

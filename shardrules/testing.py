@@ -144,7 +144,7 @@ def assert_no_defensive_psum(
         )
         raise CollectiveAssertionError(
             f"{len(bad)} of {len(judgement.verdicts)} collectives are not shown to be needed "
-            f"({kinds}):\n" + "\n".join(map(_describe, bad)),
+            f"({kinds}):\n" + _listed(bad),
             verdicts=tuple(f.verdict for f in bad),
             judgement=judgement,
         )
@@ -152,12 +152,18 @@ def assert_no_defensive_psum(
     return judgement
 
 
+_SHOWN = 6  # of what differs, in a failing test's message
 _ORDER = ("redundant", "overwide", "unproven", "may hang", "declared")
 
 
-def _describe(finding: findings.Finding) -> str:
-    text = report.describe(finding.verdict)
-    return text + f"\n    strict: {finding.advice}" if finding.kind == "declared" else text
+def _listed(found: list[findings.Finding]) -> str:
+    """Describe findings, those that are alike once, and no more than fit on a screen."""
+    same = findings.alike(found)
+    lines = [report.describe_finding(*members) for members in same[:_SHOWN]]
+    left = same[_SHOWN:]
+    if left:
+        lines.append(f"  and {sum(map(len, left))} more; shardrules.report.plain shows all")
+    return "\n".join(lines)
 
 
 def _no_unused(unused: list[str], judgement: hlo.Judgement) -> None:
@@ -215,14 +221,9 @@ def assert_collectives(
     wrong = []
     for line, entries in wanted.differences(held):
         wrong.append(f"  {line}")
-        wrong += [
-            report.describe(verdicts[id(e)])
-            if level == "compiled"
-            else f"    {e.what}, {e.bytes} B{' at ' + e.source if e.source else ''}"
-            for e in entries
-        ]
+        wrong += report.listed(entries, [verdicts[id(e)] for e in entries])
     if wrong:
-        holds = report.summary(judgement) if level == "compiled" else str(held)
+        holds = str(held)
         raise CollectiveAssertionError(
             "the collectives are not the expected ones:\n"
             + "\n".join(wrong)
@@ -312,7 +313,7 @@ def assert_budget(
         names = dict.fromkeys(f"{f.verdict.verdict} {f.entry.what}" for f in bad)
         raise CollectiveAssertionError(
             f"{len(bad)} collectives are not shown to be needed:\n"
-            + "\n".join(map(_describe, bad))
+            + _listed(bad)
             + f"\nif they may stay, say why in {given}:\n"
             + "\n".join(f'[[allow]]\nwhat = "{name}"\nreason = "..."' for name in names),
             verdicts=tuple(f.verdict for f in bad),

@@ -55,8 +55,8 @@ def test_exit_codes_of_verify(tmp_path):
     done = run("verify", UVW, MESH)
     assert done.returncode == 1 and done.stderr == ""
     assert done.stdout.startswith(
-        "tpu_uvw.hlo: 8 devices (data=4, model=2), 3 collectives run 3 times, 9088 wire bytes per "
-        "device; 1 overwide, 2 redundant\n"
+        "tpu_uvw.hlo: 8 devices (data=4, model=2), 3 collectives run 3 times, 9088 B on the "
+        "wire per device; 1 overwide, 2 redundant\n"
     )
     path = tmp_path / "clean.hlo"
     path.write_text(clean_module())
@@ -270,7 +270,7 @@ def test_report_as_markdown():
     done = run("report", UVW, MESH, "--format=markdown")
     assert done.stdout.startswith("# tpu_uvw.hlo\n\n8 devices (data=4, model=2), 3 collectives ")
     assert (
-        "| backward all-reduce(data, model) | overwide | 1 | 512 | 896 | program.py:29 (l) |\n"
+        "| backward all-reduce(data, model) | overwide | 1 | 1 | 512 B | 896 B | 896 B | program.py:29 (l) |\n"
     ) in done.stdout
     assert "- **overwide**: backward all-reduce(data, model), 512 B, `program.py:29 (l)`\n" in (
         done.stdout

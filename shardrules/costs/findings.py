@@ -10,7 +10,7 @@ from shardrules import hlo
 from shardrules.costs import accounts
 from shardrules.errors import ShardrulesError
 
-__all__ = ["Allowances", "Finding", "advice", "find", "unaudited"]
+__all__ = ["Allowances", "Finding", "advice", "alike", "find", "unaudited"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +108,16 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
                 )
             )
     return found
+
+
+def alike(found: Iterable[Finding]) -> list[tuple[Finding, ...]]:
+    """Gather findings that differ in nothing but their bytes and their place in the program."""
+    same: dict[tuple[object, ...], list[Finding]] = {}
+    for one in found:
+        entry, verdict = one.entry, one.verdict
+        key = (one.kind, entry.verdict, entry.what, entry.source, verdict.reason, verdict.rests_on)
+        same.setdefault((*key, one.advice), []).append(one)
+    return [tuple(members) for members in same.values()]
 
 
 # -- what is known --------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from shardrules.report.alike import Remark, Row, size
 from shardrules.report.content import Content, as_json, content, markdown
 from shardrules.report.page import page
 from shardrules.report.text import (
     advice,
     describe,
-    describe_hint,
+    describe_finding,
+    listed,
     over,
     plain,
     source,
@@ -17,15 +19,19 @@ from shardrules.report.text import (
 
 __all__ = [
     "Content",
+    "Remark",
+    "Row",
     "advice",
     "as_json",
     "content",
     "describe",
-    "describe_hint",
+    "describe_finding",
+    "listed",
     "markdown",
     "over",
     "page",
     "plain",
+    "size",
     "source",
     "summary",
     "table",

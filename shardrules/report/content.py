@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from shardrules import hlo
 from shardrules.costs import accounts, findings
 from shardrules.costs.findings import Finding
 from shardrules.costs.hints import Hint, hints
+from shardrules.report import alike
 from shardrules.report.sections import Section, sections
 
 __all__ = ["Content", "as_json", "content", "markdown"]
@@ -67,25 +69,63 @@ class Content:
         loops = f", {total.unknown} in loops of unknown length" if total.unknown else ""
         return (
             f"{self.title}: {self.account.device_count} devices ({shown}), {total.sites} "
-            f"collectives run {bound}{total.count} times{loops}, {total.wire_bytes} wire bytes per "
-            f"device; {found}"
+            f"collectives run {bound}{total.count} times{loops}, {alike.size(total.wire_bytes)} on "
+            f"the wire per device; {found}"
         )
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """List the collectives for tables."""
-        return [
-            {
-                "collective": e.what,
-                "verdict": e.verdict,
-                "runs": f"at most {e.runs}" if e.at_most and e.runs is not None else e.runs,
-                "bytes": e.bytes,
-                "wire_bytes": e.wire_bytes,
-                "element_type": e.element_type,
-                "source": e.source,
-            }
-            for e in self.account
-        ]
+    @functools.cached_property
+    def rows(self) -> tuple[alike.Row, ...]:
+        """List the collectives for tables; those that are alike are one row."""
+        return alike.rows(self.account)
+
+    @functools.cached_property
+    def remarks(self) -> tuple[tuple[str, tuple[alike.Remark, ...]], ...]:
+        """List findings, allowed ones and hints under their titles; what is alike is one."""
+        return tuple(
+            (title, tuple(made))
+            for title, made in (
+                ("Findings", _remarks(self.findings)),
+                ("Allowed", _allowed(self.allowed)),
+                ("Could be cheaper", _hints(self.hints)),
+            )
+            if made
+        )
+
+
+def _remarks(found: Iterable[Finding], reason: str = "") -> list[alike.Remark]:
+    return [
+        alike.Remark(
+            same[0].kind,
+            tuple(f.verdict for f in same),
+            tuple(f.entry for f in same),
+            same[0].verdict.reason,
+            "reason" if reason else "to do",
+            reason or same[0].advice,
+        )
+        for same in findings.alike(found)
+    ]
+
+
+def _allowed(allowed: Iterable[tuple[Finding, str]]) -> list[alike.Remark]:
+    return [
+        remark
+        for same in alike.alike(allowed, lambda pair: pair[1])
+        for remark in _remarks((f for f, _ in same), reason=same[0][1])
+    ]
+
+
+def _hints(hints: Iterable[Hint]) -> list[alike.Remark]:
+    return [
+        alike.Remark(
+            same[0].kind,
+            tuple(h.verdict for h in same),
+            tuple(h.entry for h in same),
+            "",
+            "to do",
+            same[0].advice,
+        )
+        for same in alike.alike(hints, lambda h: (h.kind, h.entry.what, h.entry.source, h.advice))
+    ]
 
 
 def content(
@@ -112,6 +152,28 @@ def content(
         tuple(allowed),
         tuple(unused),
         tuple(hints(judgement)),
+    )
+
+
+COLUMNS = ("collective", "verdict", "sites", "runs", "bytes", "wire bytes", "in all", "source")
+NOTE = (
+    f"{accounts.CONVENTION}; of one run at one site, and in all: wire bytes of all runs at all "
+    "sites"
+)
+
+
+def cells(row: alike.Row) -> tuple[str, ...]:
+    """Write a row's cells under ``COLUMNS``."""
+    one = row.first
+    return (
+        one.what,
+        one.verdict,
+        str(row.sites),
+        row.runs,
+        alike.size(one.bytes),
+        alike.size(one.wire_bytes),
+        "?" if one.runs is None else alike.size(row.total.wire_bytes),
+        one.source,
     )
 
 
@@ -200,37 +262,17 @@ def _cell(value: Any) -> str:
 def markdown(what: Content) -> str:
     """Return a report as GitHub's Markdown."""
     lines = [f"# {what.title}", "", what.headline[len(what.title) + 2 :] + ".", ""]
-    if what.account.entries:
-        lines += [
-            "| collective | verdict | runs | bytes | wire bytes | source |",
-            "|---|---|--:|--:|--:|---|",
-        ]
-        lines += [
-            "| "
-            + " | ".join(
-                _cell(r[c])
-                for c in ("collective", "verdict", "runs", "bytes", "wire_bytes", "source")
-            )
-            + " |"
-            for r in what.rows
-        ]
-        lines += ["", f"Of one run; {accounts.CONVENTION}.", ""]
-    for title, blocks in (
-        ("Findings", [(f.kind, f.entry, f.verdict.reason, f.advice) for f in what.findings]),
-        ("Allowed", [(f.kind, f.entry, f.verdict.reason, r) for f, r in what.allowed]),
-        ("Could be cheaper", [(h.kind, h.entry, "", h.advice) for h in what.hints]),
-    ):
-        if not blocks:
-            continue
+    if what.rows:
+        lines += ["| " + " | ".join(COLUMNS) + " |", "|---|---|--:|--:|--:|--:|--:|---|"]
+        lines += ["| " + " | ".join(map(_cell, cells(row))) + " |" for row in what.rows]
+        lines += ["", f"{NOTE[0].upper()}{NOTE[1:]}.", ""]
+    for title, remarks in what.remarks:
         lines += [f"## {title}", ""]
-        for kind, entry, reason, todo in blocks:
-            lines.append(
-                f"- **{kind}**: {entry.what}, {entry.bytes} B"
-                + (f", `{entry.source}`" if entry.source else "")
-            )
-            lines += [f"  - because {reason}"] if reason else []
-            label = "reason" if title == "Allowed" else "to do"
-            lines += [f"  - {label}: {todo}"] if todo else []
+        for remark in remarks:
+            where = f", `{remark.source}`" if remark.source else ""
+            lines.append(f"- **{remark.kind}**: {remark.what}{where}")
+            lines += [f"  - because {remark.reason}"] if remark.reason else []
+            lines += [f"  - {remark.label}: {remark.todo}"] if remark.todo else []
         lines.append("")
     for section in what.costs:
         lines += [f"## {section.title}", "", "| " + " | ".join(section.columns) + " |"]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shardrules.costs.accounts import CONVENTION
-from shardrules.costs.findings import advice
-from shardrules.costs.hints import Hint
+from shardrules.costs.accounts import Entry
+from shardrules.costs.findings import Finding, advice
 from shardrules.hlo import Judgement, Verdict
-from shardrules.report.content import Content
+from shardrules.report.alike import Remark, alike, size, sizes
+from shardrules.report.content import COLUMNS, NOTE, Content, cells
 
-__all__ = ["advice", "describe", "describe_hint", "over", "plain", "source", "summary", "table"]
+__all__ = ["advice", "describe", "describe_finding", "over", "plain", "source", "summary", "table"]
+
+
+_BLOCKS, _LINES = 3, 12  # of the collectives that a failing test's message is about
 
 
 def over(verdict: Verdict) -> str:
@@ -30,15 +34,22 @@ def source(verdict: Verdict) -> str:
     return str(frame) if frame is not None else verdict.collective.op_name
 
 
-def describe(verdict: Verdict) -> str:
-    """Return one verdict as an indented block: what, where, why, what to do."""
+def describe(verdict: Verdict, *others: Verdict) -> str:
+    """Return a verdict as an indented block: what, where, why, what to do.
+
+    Args:
+      verdict: one of those that are described.
+      *others: those that differ from it in their bytes and their place in the program alone.
+    """
     collective = verdict.collective
-    part = ""
-    if verdict.range is not None:
+    part, count, name = "", "", collective.name
+    if others:
+        count, name = f"{len(others) + 1} x ", f"{name} and {len(others)} like it"
+    elif verdict.range is not None:
         part = f", elements {verdict.range.start}:{verdict.range.stop} of its operand"
     lines = [
-        f"{verdict.verdict}: {collective.kind} over {over(verdict)}, {verdict.bytes} B"
-        f"{part}, {collective.phase} phase ({collective.name})"
+        f"{verdict.verdict}: {count}{collective.kind} over {over(verdict)}, "
+        f"{sizes([v.bytes for v in (verdict, *others)])}{part}, {collective.phase} phase ({name})"
     ]
     where = source(verdict)
     if where:
@@ -77,60 +88,67 @@ def table(rows: Sequence[Sequence[Any]]) -> str:
 
 
 def summary(judgement: Judgement, verdicts: Iterable[Verdict] | None = None) -> str:
-    """Return one line for each collective: verdict, kind, axes, bytes."""
+    """Return a line for each kind, axes, bytes and verdict, with a count where there are more."""
     shown = judgement.verdicts if verdicts is None else verdicts
+    lines = collections.Counter(
+        f"{v.collective.kind} over {over(v)}, {size(v.bytes)}: {v.verdict}" for v in shown
+    )
     return (
-        "\n".join(f"{v.collective.kind} over {over(v)}, {v.bytes} B: {v.verdict}" for v in shown)
+        "\n".join(f"{n} x {line}" if n > 1 else line for line, n in lines.items())
         or "no collectives"
     )
 
 
-def describe_hint(hint: Hint) -> str:
-    """Return one hint as an indented block."""
-    where = f"\n    at {hint.entry.source}" if hint.entry.source else ""
-    return (
-        f"  {hint.kind}: {hint.entry.what}, {hint.entry.bytes} B{where}\n    to do: {hint.advice}"
-    )
+def describe_finding(*same: Finding) -> str:
+    """Return findings that are alike as an indented block."""
+    text = describe(*(f.verdict for f in same))
+    return text + f"\n    strict: {same[0].advice}" if same[0].kind == "declared" else text
+
+
+def listed(entries: Sequence[Entry], verdicts: Sequence[Verdict]) -> list[str]:
+    """Return a few collectives as blocks, many as a line for each kind, axes, verdict and source.
+
+    Args:
+      entries: collectives of an account.
+      verdicts: the verifier's on them; of a logical account they say nothing.
+    """
+    pairs = list(zip(entries, verdicts))
+    blocks = alike(pairs, lambda p: (p[0].what, p[0].verdict, p[0].source, p[1].reason))
+    if len(blocks) <= _BLOCKS and all(e.verdict for e in entries):
+        return [describe(*(v for _, v in same)) for same in blocks]
+    lines = []
+    for same in alike(entries, lambda e: (e.what, e.verdict, e.source)):
+        count, one = f"{len(same)} x " if len(same) > 1 else "", same[0]
+        lines.append(
+            f"    {count}{one.what}, {sizes([e.bytes for e in same])}"
+            + (f": {one.verdict}" if one.verdict else "")
+            + (f" at {one.source}" if one.source else "")
+        )
+    left = len(lines) - _LINES
+    return lines if left <= 0 else [*lines[:_LINES], f"    and {left} more lines like these"]
+
+
+def _remark(remark: Remark) -> str:
+    if not remark.reason:  # a hint
+        where = f"\n    at {remark.source}" if remark.source else ""
+        return f"  {remark.kind}: {remark.what}{where}\n    to do: {remark.todo}"
+    text = describe(*remark.verdicts)
+    if remark.label == "reason":
+        return f"{text}\n    allowed: {remark.todo}"
+    return f"{text}\n    strict: {remark.todo}" if remark.kind == "declared" else text
 
 
 def plain(content: Content) -> str:
     """Return a whole report as text."""
     lines = [content.headline, ""]
-    rows = [["collective", "verdict", "runs", "bytes", "wire bytes", "source"]]
-    rows += [
-        [
-            r["collective"],
-            r["verdict"],
-            "?" if r["runs"] is None else r["runs"],
-            r["bytes"],
-            r["wire_bytes"],
-            r["source"],
-        ]
-        for r in content.rows
-    ]
     if content.rows:
-        lines += [table(rows), "", f"({CONVENTION}; of one run)", ""]
-    for title, blocks in (
-        (
-            "findings",
-            [
-                describe(f.verdict)
-                if f.kind != "declared"
-                else describe(f.verdict) + f"\n    strict: {f.advice}"
-                for f in content.findings
-            ],
-        ),
-        (
-            "allowed",
-            [describe(f.verdict) + f"\n    allowed: {reason}" for f, reason in content.allowed],
-        ),
-        ("allowances that match nothing", [f"  {what}" for what in content.unused]),
-        ("could be cheaper", [describe_hint(h) for h in content.hints]),
-    ):
-        if blocks:
-            lines += [f"{title}:", *blocks, ""]
+        lines += [table([COLUMNS, *map(cells, content.rows)]), "", f"({NOTE})", ""]
+    for title, remarks in content.remarks:
+        lines += [f"{title.lower()}:", *map(_remark, remarks), ""]
+    if content.unused:
+        lines += ["allowances that match nothing:", *(f"  {what}" for what in content.unused), ""]
     for section in content.costs:
-        cells = [["?" if cell is None else cell for cell in row] for row in section.rows]
-        lines += [f"{section.title.lower()}:", table([section.columns, *cells])]
+        shown = [["?" if cell is None else cell for cell in row] for row in section.rows]
+        lines += [f"{section.title.lower()}:", table([section.columns, *shown])]
         lines += [f"({section.note})", ""]
     return "\n".join(lines).rstrip() + "\n"

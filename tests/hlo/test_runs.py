@@ -95,7 +95,7 @@ def test_branches_exclude_each_other():
     assert [(e.runs, e.at_most) for e in account] == [(1, True)] * 3
     assert str(account.total) == "at most 3, 96 B"
     assert "3 collectives run at most 3 times, " in content(judgement).headline
-    assert {r["runs"] for r in content(judgement).rows} == {"at most 1"}
+    assert {row.runs for row in content(judgement).rows} == {"at most 1"}
     key = "forward all-reduce(data, model)"
     expected = expectations.exactly({key.removeprefix("forward "): 1})
     ((line, _),) = expected.differences(account)

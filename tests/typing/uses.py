@@ -210,7 +210,11 @@ pages: list[str] = [report.as_json(content), report.markdown(content), report.pa
 pages += [report.plain(content), report.summary(judged), report.describe(verdict)]
 pages += [report.over(verdict), report.source(verdict), report.advice(verdict)]
 pages += [report.table([("a", "b"), (1, 2)])]
-pages += [report.describe_hint(hint) for hint in content.hints]
+pages += [report.describe_finding(finding) for finding in content.findings]
+pages += report.listed(list(content.account), judged.verdicts)
+table_rows: tuple[report.Row, ...] = content.rows
+remarks: list[report.Remark] = [one for _, found in content.remarks for one in found]
+pages += [report.size(row.total.wire_bytes) for row in table_rows]
 report.page(judged)  # wrong
 
 devices: tuple[Any, ...] = aot.tpu("v5e:2x4") + aot.gpu("h100", 8)

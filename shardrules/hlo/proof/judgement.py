@@ -44,7 +44,7 @@ class Range:
     bytes: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Verdict:
     """The verdict on one collective, one operand of a combined one, or one range of a flat one.
 
@@ -69,6 +69,13 @@ class Verdict:
     rests_on: tuple[hs.Support, ...]
     blockers: tuple[hs.Blocker, ...]
     divergent: bool = False
+
+    def __repr__(self) -> str:
+        where = f" at {self.collective.source}" if self.collective.source else ""
+        return (
+            f"<Verdict {self.verdict}: {self.collective.kind} {self.collective.over()}, "
+            f"{self.bytes} B{where}>"
+        )
 
 
 class Output:
@@ -117,7 +124,7 @@ class Output:
         return f"<Output {self.path} {self.shape}: {self.reason or 'equal everywhere'}>"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Judgement:
     """All verdicts on a module.
 
@@ -137,6 +144,11 @@ class Judgement:
     partitions: int
     replicas: int
     opaque: tuple[hs.Blocker, ...]
+
+    def __repr__(self) -> str:
+        counts = [(len(self._of(verdict)), verdict) for verdict in VERDICTS]
+        held = ", ".join(f"{n} {verdict}" for n, verdict in counts if n) or "no collectives"
+        return f"<Judgement of {self.module.name}: {held}>"
 
     def _of(self, verdict: str) -> tuple[Verdict, ...]:
         return tuple(v for v in self.verdicts if v.verdict == verdict)

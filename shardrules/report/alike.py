@@ -1,0 +1,128 @@
+"""What is alike stands on one line of a report, with a count and with units."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from shardrules.costs import accounts
+from shardrules.hlo import Verdict
+
+__all__ = ["Remark", "Row", "alike", "rows", "size", "sizes"]
+
+T = TypeVar("T")
+_EXACT = 10_000  # bytes below which no unit is shorter than the number
+
+
+def size(count: float) -> str:
+    """Write bytes with a unit: all digits below 10,000 B, then three, in powers of 1000."""
+    if count < _EXACT:
+        return f"{round(count)} B"
+    value = float(count)
+    for unit in ("kB", "MB", "GB", "TB"):
+        value /= 1000
+        if value < 999.5:
+            break
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+
+
+def sizes(counts: Sequence[int]) -> str:
+    """Write the bytes of one, or of each of several with their sum where they differ."""
+    low, high = min(counts), max(counts)
+    if len(counts) == 1:
+        return size(low)
+    if low == high:
+        return f"{size(low)} each"
+    return f"{size(low)} to {size(high)} each, {size(sum(counts))} in all"
+
+
+def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[tuple[T, ...]]:
+    """Gather what has the same key, in the order in which each key comes first."""
+    found: dict[Hashable, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return [tuple(members) for members in found.values()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Collectives that differ in nothing that a table shows.
+
+    Attributes:
+      entries: theirs in the account, in the order of the text.
+      numbers: where each stands in the account, and its verdict among the judgement's.
+    """
+
+    entries: tuple[accounts.Entry, ...]
+    numbers: tuple[int, ...]
+
+    @property
+    def first(self) -> accounts.Entry:
+        """Give one for all."""
+        return self.entries[0]
+
+    @property
+    def sites(self) -> int:
+        """Count the places in the program."""
+        return len(self.entries)
+
+    @property
+    def runs(self) -> str:
+        """Say how often each runs in one execution."""
+        runs = self.first.runs
+        if runs is None:
+            return "?"
+        return f"at most {runs}" if self.first.at_most else str(runs)
+
+    @property
+    def total(self) -> accounts.Totals:
+        """Sum up all runs of all of them."""
+        found = accounts.Totals()
+        for entry in self.entries:
+            found = found.plus(entry)
+        return found
+
+
+def rows(account: accounts.Account) -> tuple[Row, ...]:
+    """List the rows of an account, in the order of the text."""
+    found = alike(
+        enumerate(account.entries),
+        lambda numbered: dataclasses.replace(numbered[1], reason="", groups="", loop_depth=0),
+    )
+    return tuple(Row(tuple(e for _, e in row), tuple(n for n, _ in row)) for row in found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Remark:
+    """Findings or hints that are alike: what, where, why and the change are the same.
+
+    Attributes:
+      kind: a finding's or a hint's.
+      verdicts, entries: one for each, in the order of the text.
+      reason: why, empty for a hint.
+      label, todo: ``to do`` and the change, or ``reason`` and why it stays; both may be empty.
+    """
+
+    kind: str
+    verdicts: tuple[Verdict, ...]
+    entries: tuple[accounts.Entry, ...]
+    reason: str
+    label: str
+    todo: str
+
+    @property
+    def sites(self) -> int:
+        """Count the places in the program."""
+        return len(self.entries)
+
+    @property
+    def what(self) -> str:
+        """Name the collectives, how many and how large they are."""
+        count = f"{self.sites} x " if self.sites > 1 else ""
+        return f"{count}{self.entries[0].what}, {sizes([e.bytes for e in self.entries])}"
+
+    @property
+    def source(self) -> str:
+        """Give ``file:line (function)``, empty where the text has none."""
+        return self.entries[0].source

@@ -1,154 +1,207 @@
-"""A report as one self-contained HTML page: no script, no font, nothing fetched."""
+"""A report as one self-contained HTML page: nothing is fetched, and no script but its own runs."""
 
 from __future__ import annotations
 
-import html
+import base64
+import functools
+import hashlib
+import os
+import pathlib
 from collections.abc import Iterable
 
 from shardrules.costs import accounts
-from shardrules.report.content import Content
+from shardrules.report import drawn
+from shardrules.report.alike import Remark, Row, alike, size, sizes
+from shardrules.report.content import NOTE, Content
+from shardrules.report.drawn import escaped
 from shardrules.report.sections import Section
+from shardrules.report.timeline import events
 
 __all__ = ["page"]
 
 VERDICTS = ("needed", "overwide", "redundant", "unproven")
-_CELLS = 256  # devices that are drawn; a larger mesh shows its first ones
-_BARS = 16  # source lines that are drawn
-
-_STYLE = """
-:root { --bg: #ffffff; --ink: #1d2129; --dim: #5c6470; --line: #d9dde3; --cell: #eef1f5;
-  --needed: #4a7fb5; --overwide: #d98a1f; --redundant: #c8453b; --unproven: #8a6fb0; }
-@media (prefers-color-scheme: dark) {
-  :root { --bg: #15181d; --ink: #e6e8ec; --dim: #9aa3b0; --line: #333944; --cell: #232830; } }
-body { background: var(--bg); color: var(--ink); font: 15px/1.45 system-ui, sans-serif;
-  margin: 2rem auto; max-width: 68rem; padding: 0 1.25rem; }
-h1 { font-size: 1.4rem; margin: 0 0 .25rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.05rem; margin: 2rem 0 .6rem; }
-p.dim, .dim { color: var(--dim); }
-.tiles { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.25rem 0; }
-.tile { border: 1px solid var(--line); border-radius: .5rem; padding: .6rem 1rem; }
-.tile b { display: block; font-size: 1.35rem; font-variant-numeric: tabular-nums; }
-.pictures { display: flex; flex-wrap: wrap; gap: 2.5rem; align-items: flex-start; }
-svg { max-width: 100%; height: auto; }
-svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
-svg text.dim { fill: var(--dim); }
-table { border-collapse: collapse; width: 100%; font-size: .87rem; }
-th, td { border-bottom: 1px solid var(--line); padding: .35rem .6rem; text-align: left;
-  vertical-align: top; overflow-wrap: anywhere; }
-th.n, td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.wide { overflow-x: auto; }
-.badge { border-radius: .3rem; color: #fff; font-size: .8rem; padding: .1rem .45rem;
-  white-space: nowrap; }
-.needed { background: var(--needed); fill: var(--needed); }
-.overwide { background: var(--overwide); fill: var(--overwide); }
-.redundant { background: var(--redundant); fill: var(--redundant); }
-.unproven { background: var(--unproven); fill: var(--unproven); }
-li { margin: .55rem 0; } li p { margin: .15rem 0; }
-code { font: .87em ui-monospace, monospace; overflow-wrap: anywhere; }
-"""
+_BARS = 12  # source lines that are drawn
+_MESHES = 6  # sets of groups that are drawn at once; the others are folded away
+_SITES = 20  # of a row that are listed
+_AROUND = 2  # lines above and below one that is shown
+_LARGEST = 1 << 20  # bytes of a source file that is read
 
 
 def page(what: Content) -> str:
-    """Return a report as an HTML page with pictures: the mesh, bytes per axis, costly lines."""
+    """Return a report as an HTML page: groups on the mesh, a timeline, findings, a table.
+
+    Source lines are quoted where a Python file stands at the path that the program names.
+
+    Args:
+      what: the report's content.
+    """
     total = what.account.total
-    tiles = [
+    figures = [
         ("collectives run" + (" (and more)" if total.unknown else ""), f"{total.count:,}"),
-        ("wire bytes per device", _size(total.wire_bytes)),
+        ("on the wire, per device", size(total.wire_bytes)),
         ("findings", str(len(what.findings))),
         ("could be cheaper", str(len(what.hints))),
     ]
+    body = [
+        f"<header><h1>{escaped(what.title)}</h1>",
+        f'<p class="dim">{escaped(what.headline[len(what.title) + 2 :])}.</p>',
+        tiles(figures),
+        "</header><main>",
+        _pictures(what),
+        _remarks(what),
+        _table(what),
+        *map(_section, what.costs),
+        "</main>",
+    ]
+    return whole(f"{what.title}: collectives", body)
+
+
+def whole(title: str, body: Iterable[str]) -> str:
+    """Return a page of this look: one style and one script, both inside of it.
+
+    Its content security policy lets no other script run, whatever a program's names hold.
+    """
+    style, script = _asset("page.css"), _asset("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{_text(what.title)}: collectives</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{_text(what.title)}</h1>",
-        f'<p class="dim">{_text(what.headline[len(what.title) + 2 :])}.</p>',
-        '<div class="tiles">',
-        *(f'<div class="tile"><b>{_text(v)}</b>{_text(k)}</div>' for k, v in tiles),
-        "</div>",
-        '<div class="pictures">',
-        _figure("Mesh", _mesh(what)),
-        _figure("Wire bytes per device, by mesh axes", _bars(what, _by_axes(what))),
-        "</div>",
-        "<h2>Costly source lines (wire bytes per device)</h2>",
-        _bars(what, _by_source(what), 420),
-        _findings(what),
-        _table(what),
-        *map(_section, what.costs),
-        f'<p class="dim">{_text(accounts.CONVENTION)}. Not proven equal is not proven different.'
-        "</p>",
+        f"<title>{escaped(title)}</title><style>{style}</style></head><body>",
+        *filter(None, body),
+        f"<script>{script}</script>",
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _text(value: object) -> str:
-    return html.escape(str(value))
+@functools.cache
+def _asset(name: str) -> str:
+    return pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
-def _size(count: int) -> str:
-    """Write bytes with a unit and three digits."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}" if unit != "B" else f"{count} B"
-        value /= 1000
-    return f"{value:.3g} TB"
+def tiles(pairs: Iterable[tuple[str, str]]) -> str:
+    """Write what comes first: figures, each with what it is."""
+    shown = "".join(f"<li><b>{escaped(v)}</b>{escaped(k)}</li>" for k, v in pairs)
+    return f'<ul class="tiles">{shown}</ul>'
 
 
-def _figure(title: str, svg: str) -> str:
-    return f"<div><h2>{_text(title)}</h2>{svg}</div>"
+def _badge(verdict: str, kind: str = "") -> str:
+    return f'<span class="badge {verdict}">{escaped(kind or verdict)}</span>'
 
 
-def _svg(width: int, height: int, label: str, parts: Iterable[str]) -> str:
+# -- what is drawn --------------------------------------------------------------------------------
+
+
+def _pictures(what: Content) -> str:
+    if not what.account.entries:
+        return '<p class="dim">No collectives.</p>'
+    found = [meshes({"": what}), timeline(what, "In program order", True), '<div class="side">']
+    for title, sums in (
+        ("By mesh axes", _sums((e.over or "one device", e) for e in what.account)),
+        ("Costly source lines", _sums((e.source or "(no source)", e) for e in what.account)),
+    ):
+        found.append(_bars(f"{title} (wire bytes per device)", sums))
+    return "\n".join([*found, "</div>"])
+
+
+def _key(verdicts: Iterable[str]) -> str:
+    held = set(verdicts)
+    shown = "".join(f'<li><i class="{v}"></i>{v}</li>' for v in VERDICTS if v in held)
+    return f'<ul class="key">{shown}</ul>'
+
+
+def _wire(entry: accounts.Entry) -> int:
+    return entry.wire_bytes * (1 if entry.runs is None else entry.runs)
+
+
+def _notations(*programs: Content) -> dict[str, str]:
+    """List the distinct device groups, those that move most first, each with an id."""
+    found: dict[str, int] = {}
+    for what in programs:
+        for entry in what.account:
+            found[entry.groups] = found.get(entry.groups, 0) + _wire(entry)
+    order = sorted(found, key=lambda notation: -found[notation])
+    return {notation: f"mesh{n}" for n, notation in enumerate(order)}
+
+
+def meshes(programs: dict[str, Content]) -> str:
+    """Draw each distinct set of groups on the mesh, with what each program runs over it.
+
+    Args:
+      programs: by what they are called; a lone one by nothing.
+    """
+    figures = []
+    for notation, name in _notations(*programs.values()).items():
+        picture, captions = "", []
+        for called, what in programs.items():
+            numbers = [n for n, e in enumerate(what.account) if e.groups == notation]
+            entries = [what.account.entries[n] for n in numbers]
+            if not entries:
+                captions.append(f"<br>{escaped(called)}: none")
+                continue
+            over = entries[0].over or "one device"
+            if not picture:
+                collective = what.judgement.verdicts[numbers[0]].collective
+                picture = drawn.groups_on_mesh(
+                    collective.groups,
+                    collective.pairs,
+                    what.account.mesh,
+                    what.account.device_count,
+                    f"device groups of collectives over {over}",
+                )
+                captions.insert(0, f"over <b>{escaped(over)}</b>")
+            kinds = alike(entries, lambda e: e.kind)
+            sums = _sums((over, e) for e in entries)[over]
+            captions.append(
+                f"{'<br>' if called else ''}{escaped(called)}: "
+                + ", ".join(f"{len(same)} {same[0].kind}" for same in kinds)
+                + f"; {size(sum(sums.values()))} on the wire per device"
+                + _bar(sums, sum(sums.values()))
+            )
+        figures.append(
+            f'<figure id="{name}">{picture}<figcaption>{"".join(captions)}</figcaption></figure>'
+        )
+    more = figures[_MESHES:]
     return (
-        f'<svg role="img" aria-label="{_text(label)}" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" xmlns="http://www.w3.org/2000/svg">'
-        + "".join(parts)
-        + "</svg>"
+        '<section><h2>Groups on the mesh</h2><div class="meshes">'
+        + "\n".join(figures[:_MESHES])
+        + "</div>"
+        + (
+            f"<details><summary>{len(more)} more</summary>"
+            f'<div class="meshes">{"".join(more)}</div></details>'
+            if more
+            else ""
+        )
+        + "</section>"
     )
 
 
-def _mesh(what: Content) -> str:
-    """Draw the devices, the first axis downwards, the others to the right."""
-    mesh = what.account.mesh or {"devices": what.account.device_count}
-    names = list(mesh)
-    rows = mesh[names[0]] if len(names) > 1 else 1
-    columns = what.account.device_count // rows
-    inner = mesh[names[-1]]
-    across = names[1:] if len(names) > 1 else names
-    shown_columns = min(columns, 32)
-    shown_rows = min(rows, max(1, _CELLS // shown_columns))
-    side, gap, left, top = 34, 4, 78, 26
-    parts = [
-        f'<text x="{left}" y="14">{_text(", ".join(f"{a} ({mesh[a]})" for a in across))} '
-        "&#8594;</text>"
+def timeline(what: Content, title: str, linked: bool) -> str:
+    """Draw the collectives in program order, each linked to its row of the table if wanted."""
+    rows = {number: f"row{n}" for n, row in enumerate(what.rows) for number in row.numbers}
+    bars = [
+        (
+            rows[n] if linked else "",
+            e.verdict,
+            f"{e.what}: {e.verdict}, {size(_wire(e))} on the wire"
+            + (f", at {e.source}" if e.source else ""),
+            _wire(e),
+        )
+        for n, e in enumerate(what.account)
     ]
-    if len(names) > 1:
-        parts.append(
-            f'<text x="0" y="{top + side / 2 + 4}">{_text(names[0][:9])} ({rows}) &#8595;</text>'
-        )
-    # A little air between the lines along the last axis, where there are more than two.
-    air = lambda column: 8 * (column // inner) if len(names) > 2 else 0  # noqa: E731
-    for row in range(shown_rows):
-        for column in range(shown_columns):
-            x, y = left + column * (side + gap) + air(column), top + row * (side + gap)
-            parts.append(
-                f'<rect x="{x}" y="{y}" width="{side}" height="{side}" rx="5" '
-                'fill="var(--cell)" stroke="var(--line)"/>'
-                f'<text x="{x + side / 2}" y="{y + side / 2 + 4}" '
-                f'text-anchor="middle">{row * columns + column}</text>'
-            )
-    width = left + shown_columns * (side + gap) + air(shown_columns - 1)
-    height = top + shown_rows * (side + gap)
-    if shown_rows < rows or shown_columns < columns:
-        height += 18
-        parts.append(
-            f'<text class="dim" x="{left}" y="{height - 4}">the first '
-            f"{shown_rows} x {shown_columns} of {rows} x {columns}</text>"
-        )
-    return _svg(max(width, 220), height, "the mesh of devices", parts)
+    picture = drawn.strip(events(what.judgement), bars, [e.phase for e in what.account])
+    name = escaped(title)
+    return (
+        f"<section><h2>{name}</h2>"
+        f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{picture}</div>'
+        + _key(e.verdict for e in what.account)
+        + '<p class="dim">Heights are logarithms of the wire bytes of all runs.</p>'
+        + ('<p class="point" aria-live="polite"></p>' if linked else "")
+        + "</section>"
+    )
 
 
 def _sums(pairs: Iterable[tuple[str, accounts.Entry]]) -> dict[str, dict[str, int]]:
@@ -156,134 +209,197 @@ def _sums(pairs: Iterable[tuple[str, accounts.Entry]]) -> dict[str, dict[str, in
     found: dict[str, dict[str, int]] = {}
     for label, entry in pairs:
         line = found.setdefault(label, dict.fromkeys(VERDICTS, 0))
-        line[entry.verdict] += entry.wire_bytes * (1 if entry.runs is None else entry.runs)
+        line[entry.verdict] += _wire(entry)
     return dict(sorted(found.items(), key=lambda item: -sum(item[1].values())))
 
 
-def _by_axes(what: Content) -> dict[str, dict[str, int]]:
-    return _sums((e.over or "one device", e) for e in what.account)
+def _bar(line: dict[str, int], most: int) -> str:
+    parts = "".join(
+        f'<span class="{v}" style="width:{100 * n / max(1, most):.2f}%" title="{v}: {size(n)}">'
+        "</span>"
+        for v, n in line.items()
+        if n
+    )
+    return f'<div class="bar">{parts}</div>'
 
 
-def _by_source(what: Content) -> dict[str, dict[str, int]]:
-    found = _sums((e.source or "(no source line in the text)", e) for e in what.account)
-    return dict(list(found.items())[:_BARS])
+def _bars(title: str, sums: dict[str, dict[str, int]]) -> str:
+    """Write a table whose middle column is drawn."""
+    most = max(sum(line.values()) for line in sums.values())
+    rows = "\n".join(
+        f'<tr><th scope="row">{escaped(label)}</th><td>{_bar(line, most)}</td>'
+        f'<td class="n">{size(sum(line.values()))}</td></tr>'
+        for label, line in list(sums.items())[:_BARS]
+    )
+    more = f'<p class="dim">and {len(sums) - _BARS} more</p>' if len(sums) > _BARS else ""
+    return (
+        f'<section><h2>{escaped(title)}</h2><table class="bars"><caption class="said">'
+        f'{escaped(title)}</caption><thead class="said"><tr><th scope="col">of</th>'
+        '<th scope="col">by verdict</th><th scope="col">bytes</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table>{more}</section>"
+    )
 
 
-def _bars(what: Content, sums: dict[str, dict[str, int]], label_width: int = 150) -> str:
-    """Draw horizontal bars, a colour for each verdict."""
-    if not sums:
-        return '<p class="dim">No collectives.</p>'
-    bar, room, height = 300, 80, 24
-    most = max(1, *(sum(line.values()) for line in sums.values()))
-    keys = [v for v in VERDICTS if any(line[v] for line in sums.values())]
-    letters = max(8, label_width // 7)
+# -- what is written ------------------------------------------------------------------------------
+
+
+def _remarks(what: Content) -> str:
     parts = []
-    for number, (label, line) in enumerate(sums.items()):
-        y, x = number * height, float(label_width)
-        shown = label if len(label) <= letters else "..." + label[3 - letters :]
-        parts.append(
-            f'<text x="{label_width - 8}" y="{y + 16}" text-anchor="end">'
-            f"<title>{_text(label)}</title>{_text(shown)}</text>"
-        )
-        for verdict in keys:
-            if line[verdict]:
-                width = max(1.0, bar * line[verdict] / most)
-                parts.append(
-                    f'<rect class="{verdict}" x="{x:.1f}" y="{y + 4}" '
-                    f'width="{width:.1f}" height="16"><title>{verdict}: '
-                    f"{_size(line[verdict])}</title></rect>"
-                )
-                x += width
-        parts.append(
-            f'<text class="dim" x="{x + 6:.1f}" y="{y + 16}">{_size(sum(line.values()))}</text>'
-        )
-    y = len(sums) * height + 10
-    for number, verdict in enumerate(keys):
-        x = label_width + number * 96
-        parts.append(
-            f'<rect class="{verdict}" x="{x}" y="{y}" width="11" height="11"/>'
-            f'<text class="dim" x="{x + 16}" y="{y + 10}">{verdict}</text>'
-        )
-    width = label_width + max(bar + room, 96 * len(keys))
-    return _svg(width, y + 18, "wire bytes per device", parts)
-
-
-def _findings(what: Content) -> str:
-    parts = []
-    for title, blocks in (
-        (
-            "Findings",
-            [
-                (f.kind, f.verdict.verdict, f.entry, f.verdict.reason, "To do", f.advice)
-                for f in what.findings
-            ],
-        ),
-        (
-            "Allowed",
-            [
-                (f.kind, f.verdict.verdict, f.entry, f.verdict.reason, "Reason", reason)
-                for f, reason in what.allowed
-            ],
-        ),
-        (
-            "Could be cheaper",
-            [(h.kind, "needed", h.entry, "", "To do", h.advice) for h in what.hints],
-        ),
-    ):
-        if not blocks:
-            continue
-        parts.append(f"<h2>{title}</h2><ul>")
-        for kind, verdict, entry, reason, label, todo in blocks:
-            parts.append(
-                f'<li><span class="badge {verdict}">{_text(kind)}</span> '
-                f"{_text(entry.what)}, {_size(entry.bytes)}"
-                + (f" at <code>{_text(entry.source)}</code>" if entry.source else "")
-                + (f'<p class="dim">because {_text(reason)}</p>' if reason else "")
-                + (f"<p>{label}: {_text(todo)}</p>" if todo else "")
-                + "</li>"
-            )
-        parts.append("</ul>")
+    for title, remarks in what.remarks:
+        parts.append(f'<section><h2>{escaped(title)}</h2><ul class="remarks">')
+        parts += [_remark(remark, len(remarks) <= _MESHES) for remark in remarks]
+        parts.append("</ul></section>")
     if what.unused:
         parts.append(
-            "<h2>Allowances that match nothing</h2><ul>"
-            + "".join(f"<li><code>{_text(w)}</code></li>" for w in what.unused)
-            + "</ul>"
+            "<section><h2>Allowances that match nothing</h2><ul>"
+            + "".join(f"<li><code>{escaped(w)}</code></li>" for w in what.unused)
+            + "</ul></section>"
         )
     return "\n".join(parts)
+
+
+def _remark(remark: Remark, shown: bool) -> str:
+    where = f" at <code>{escaped(remark.source)}</code>" if remark.source else ""
+    return (
+        f"<li><details{' open' if shown else ''}><summary>"
+        f"{_badge(remark.entries[0].verdict, remark.kind)} {escaped(remark.what)}{where}</summary>"
+        '<div class="fold">'
+        + (f"<p>because {escaped(remark.reason)}</p>" if remark.reason else "")
+        + (
+            f"<p><b>{escaped(remark.label)}</b>: {escaped(remark.todo)}</p>"
+            if remark.label and remark.todo
+            else ""
+        )
+        + _excerpt(remark.entries[0])
+        + "</div></details></li>"
+    )
+
+
+_HEADINGS = (  # with what hides it on a narrow screen, and what sorts it as a number
+    ("collective", ""),
+    ("verdict", ""),
+    ("sites", "n less"),
+    ("runs", "n less"),
+    ("bytes", "n less"),
+    ("wire bytes", "n less"),
+    ("in all", "n"),
+    ("source", "less"),
+)
+
+
+def _table(what: Content) -> str:
+    if not what.rows:
+        return ""
+    heads = "".join(
+        f'<th scope="col" class="{kind}"><button type="button">{name}</button></th>'
+        for name, kind in _HEADINGS
+    )
+    groups = _notations(what)
+    rows = "\n".join(_row(what, n, row, groups) for n, row in enumerate(what.rows))
+    held = {row.first.verdict for row in what.rows}
+    boxes = "".join(
+        f'<label><input type="checkbox" checked value="{v}"> {v}</label>'
+        for v in VERDICTS
+        if v in held
+    )
+    return (
+        '<section><h2>Collectives</h2><div class="tools"><input type="search" '
+        f'placeholder="kind, axis, file ..." aria-label="filter the rows">{boxes}'
+        '<button type="button">Unfold all</button><output></output></div>'
+        '<div class="wide" tabindex="0" role="region" aria-label="collectives">'
+        '<table class="collectives"><caption class="said">Collectives; those that are alike are '
+        f"one row</caption><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f'<p class="dim">{escaped(NOTE[0].upper() + NOTE[1:])}. Not proven equal is not proven '
+        "different.</p></section>"
+    )
+
+
+def _row(what: Content, number: int, row: Row, groups: dict[str, str]) -> str:
+    one = row.first
+    ids = " ".join(dict.fromkeys(groups[e.groups] for e in row.entries))
+    in_all = "?" if one.runs is None else size(row.total.wire_bytes)
+    says = f"{one.what}: {one.verdict}, {row.sites} x {size(_wire(one))} on the wire, {one.source}"
+    numbers = [
+        (str(row.sites), row.sites, " less"),
+        (row.runs, one.runs or 0, " less"),
+        (size(one.bytes), one.bytes, " less"),
+        (size(one.wire_bytes), one.wire_bytes, " less"),
+        (in_all, row.total.wire_bytes, ""),
+    ]
+    return (
+        f'<tr id="row{number}" data-groups="{ids}" data-verdict="{one.verdict}" '
+        f'data-says="{escaped(says)}"><td data-key="{escaped(one.what)}"><details><summary>'
+        f"{escaped(one.what)} {escaped(one.element_type)}</summary>{_fold(what, row)}</details>"
+        f"</td><td>{_badge(one.verdict)}</td>"
+        + "".join(f'<td class="n{c}" data-key="{key}">{text}</td>' for text, key, c in numbers)
+        + f'<td class="less"><code>{escaped(one.source)}</code></td></tr>'
+    )
+
+
+def _fold(what: Content, row: Row) -> str:
+    """Write what a row holds: why, what it rests on, the instructions, its groups, its source."""
+    verdicts = [what.judgement.verdicts[n] for n in row.numbers]
+    parts = []
+    for same in alike(verdicts, lambda v: (v.reason, v.rests_on)):
+        count = f"{len(same)} of {len(verdicts)}: " if len(same) < len(verdicts) else ""
+        parts.append(f"<p>{count}because {escaped(same[0].reason)}</p>")
+        if same[0].rests_on:
+            rests = "; ".join(
+                s.detail if s.source == "assumption" else str(s) for s in same[0].rests_on
+            )
+            parts.append(f'<p class="dim">resting on: {escaped(rests)}</p>')
+    if row.first.source:
+        parts.append(f"<p>at <code>{escaped(row.first.source)}</code></p>")
+    parts.append(_excerpt(row.first))
+    groups = list(dict.fromkeys(e.groups for e in row.entries))
+    parts += [f'<p class="dim">groups <code>{escaped(g)}</code></p>' for g in groups[:_SITES]]
+    names = list(dict.fromkeys(v.collective.name for v in verdicts))
+    more = f" and {len(names) - _SITES} more" if len(names) > _SITES else ""
+    shown = ", ".join(names[:_SITES]) + more
+    parts.append(f'<p class="dim">in the compiled text: <code>{escaped(shown)}</code></p>')
+    each = sizes([e.bytes for e in row.entries])
+    parts.append(f'<p class="dim">operands of {escaped(each)}</p>' if row.sites > 1 else "")
+    return f'<div class="fold">{"".join(parts)}<div class="here"></div></div>'
+
+
+@functools.lru_cache(maxsize=256)
+def _lines(file: str) -> tuple[str, ...]:
+    """Read a Python file that is at hand; of any other that a text may name, nothing."""
+    path = pathlib.Path(file)
+    try:
+        if path.suffix != ".py" or not path.is_file() or os.path.getsize(path) > _LARGEST:
+            return ()
+        return tuple(path.read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError):  # a name with a null byte, text that is no UTF-8
+        return ()
+
+
+def _excerpt(entry: accounts.Entry) -> str:
+    lines = _lines(entry.file) if entry.file else ()
+    if not 0 < entry.line <= len(lines):
+        return ""
+    start, stop = max(1, entry.line - _AROUND), min(len(lines), entry.line + _AROUND)
+    shown = "\n".join(
+        ("<mark>{}</mark>" if n == entry.line else "{}").format(f"{n:5}  {escaped(lines[n - 1])}")
+        for n in range(start, stop + 1)
+    )
+    return f"<pre>{shown}</pre>"
 
 
 def _section(section: Section) -> str:
     """Write the table of one of the other costs."""
 
-    def line(cells: Iterable[object], tag: str) -> str:
+    def line(cells: Iterable[object], start: str, end: str) -> str:
         shown = (
             "?" if cell is None else f"{cell:,}" if type(cell) is int else cell for cell in cells
         )
-        return "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in shown) + "</tr>"
+        return "<tr>" + "".join(f"{start}{escaped(cell)}{end}" for cell in shown) + "</tr>"
 
-    rows = "\n".join(line(row, "td") for row in section.rows)
+    rows = "\n".join(line(row, "<td>", "</td>") for row in section.rows)
+    title = escaped(section.title)
     return (
-        f'<h2>{_text(section.title)}</h2><div class="wide"><table>'
-        f"{line(section.columns, 'th')}{rows}</table></div>"
-        f'<p class="dim">{_text(section.note)}.</p>'
-    )
-
-
-def _table(what: Content) -> str:
-    if not what.account.entries:
-        return ""
-    rows = []
-    for entry in what.account:
-        runs = "?" if entry.runs is None else f"{'≤ ' if entry.at_most else ''}{entry.runs:,}"
-        rows.append(
-            f'<tr><td>{_text(entry.what)}</td><td><span class="badge {entry.verdict}">'
-            f"{entry.verdict}</span></td><td>{_text(entry.element_type)}</td>"
-            f'<td class="n">{runs}</td><td class="n">{entry.bytes:,}</td>'
-            f'<td class="n">{entry.wire_bytes:,}</td><td><code>{_text(entry.source)}</code>'
-            "</td></tr>"
-        )
-    return (
-        '<h2>Collectives</h2><div class="wide"><table><tr><th>collective</th><th>verdict</th>'
-        '<th>type</th><th class="n">runs</th><th class="n">bytes</th>'
-        '<th class="n">wire bytes</th><th>source</th></tr>' + "\n".join(rows) + "</table></div>"
+        f'<section><h2>{title}</h2><div class="wide" tabindex="0" role="region" '
+        f'aria-label="{title}"><table><caption class="said">{title}</caption>'
+        f"<thead>{line(section.columns, '<th scope=col>', '</th>')}</thead><tbody>{rows}</tbody>"
+        f'</table></div><p class="dim">{escaped(section.note)}.</p></section>'
     )

@@ -1,0 +1,192 @@
+"""The pictures of a report's page: a collective's groups on the mesh, and the timeline."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from shardrules.report.timeline import Event
+
+__all__ = ["escaped", "groups_on_mesh", "strip"]
+
+_CELLS = 256  # devices that are drawn; a larger mesh shows its first ones
+_ACROSS = 16  # of them in a line
+_COLOURS = 8  # of groups; they come round again
+_MEMBERS = 16  # of a group that are listed
+_HEIGHT = 90  # of the timeline's highest bar
+
+# Of text: what a browser refuses, and what turns the direction of the text after it.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
+
+
+def escaped(value: object) -> str:
+    """Write what came from a program so that a browser takes it for text."""
+    text = "".join(
+        c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in str(value)
+    )
+    return html.escape(text)
+
+
+def _svg(width: float, height: float, label: str, kind: str, parts: Iterable[str]) -> str:
+    return (
+        f'<svg role="img" aria-label="{escaped(label)}" class="{kind}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}">'
+        + "".join(parts)
+        + "</svg>"
+    )
+
+
+def groups_on_mesh(
+    groups: Sequence[Sequence[int]],
+    pairs: Sequence[tuple[int, int]] | None,
+    mesh: Mapping[str, int] | None,
+    device_count: int,
+    label: str,
+) -> str:
+    """Draw the devices, each in the colour of its group; a permute's pairs are arrows.
+
+    The last mesh axis runs to the right, the others downwards.
+    """
+    axes = dict(mesh) if mesh else {"devices": device_count}
+    names = list(axes)
+    across = axes[names[-1]] if len(names) > 1 else math.isqrt(device_count - 1) + 1
+    across = max(1, min(across, _ACROSS, device_count))
+    shown = min(device_count, _CELLS)
+    side = 30 if shown <= 64 else 16
+    step, left, top = side + 4, 8, 20
+    group_of = {device: n for n, group in enumerate(groups) for device in group}
+    size = {n: len(group) for n, group in enumerate(groups)}
+
+    def place(device: int) -> tuple[float, float]:
+        return left + device % across * step + side / 2, top + device // across * step + side / 2
+
+    head = (f"{' x '.join(names[:-1])} \N{DOWNWARDS ARROW} " if names[:-1] else "") + (
+        f"{names[-1]} \N{RIGHTWARDS ARROW}"
+    )
+    parts = [f'<text class="dim" x="{left}" y="12">{escaped(head)}</text>']
+    for device in range(shown):
+        x, y = place(device)
+        group = group_of.get(device)
+        alone = group is None or size[group] < 2
+        says = f"device {device}"
+        if mesh:
+            says += " (" + ", ".join(f"{a}={i}" for a, i in _coordinates(device, axes)) + ")"
+        if group is not None:
+            members = groups[group]
+            more = ", ..." if len(members) > _MEMBERS else ""
+            says += f": group {group} of {len(groups)}: "
+            says += ", ".join(str(m) for m in members[:_MEMBERS]) + more
+        marks = f' data-g="{group}"' if group is not None else ""
+        colour = "none" if alone or group is None else f"g{group % _COLOURS}"
+        parts.append(
+            f'<rect class="cell {colour}"{marks} x="{x - side / 2:g}" y="{y - side / 2:g}" '
+            f'width="{side}" height="{side}" rx="4"><title>{escaped(says)}</title></rect>'
+        )
+        if side > 20:
+            parts.append(
+                f'<text x="{x:g}" y="{y + 4:g}" text-anchor="middle" pointer-events="none">'
+                f"{device}</text>"
+            )
+    for source, target in pairs or ():
+        if source != target and max(source, target) < shown:
+            parts.append(_arrow(place(source), place(target), side))
+    height = top + -(-shown // across) * step
+    if shown < device_count:
+        height += 16
+        parts.append(
+            f'<text class="dim" x="{left}" y="{height - 4}">the first {shown} of '
+            f"{device_count:,} devices</text>"
+        )
+    return _svg(max(left + across * step, 8 * len(head)) + 4, height, label, "mesh", parts)
+
+
+def _coordinates(device: int, axes: Mapping[str, int]) -> list[tuple[str, int]]:
+    found = []
+    for name in reversed(list(axes)):
+        found.append((name, device % axes[name]))
+        device //= axes[name]
+    return found[::-1]
+
+
+def _arrow(start: tuple[float, float], end: tuple[float, float], side: float) -> str:
+    """Draw an arrow between two cells, bent a little, so that two ways stay apart."""
+    (x0, y0), (x1, y1) = start, end
+    length = math.hypot(x1 - x0, y1 - y0)
+    ux, uy = (x1 - x0) / length, (y1 - y0) / length
+    x0, y0, x1, y1 = (
+        x0 + ux * side * 0.3,
+        y0 + uy * side * 0.3,
+        x1 - ux * side * 0.3,
+        y1 - uy * side * 0.3,
+    )
+    mx, my = (x0 + x1) / 2 - uy * side * 0.35, (y0 + y1) / 2 + ux * side * 0.35
+    tx, ty = x1 - mx, y1 - my
+    long = math.hypot(tx, ty) or 1.0
+    tx, ty = tx / long * 5, ty / long * 5
+    return (
+        f'<path class="edge" d="M{x0:.1f} {y0:.1f}Q{mx:.1f} {my:.1f} {x1:.1f} {y1:.1f}'
+        f"M{x1 - tx - ty * 0.6:.1f} {y1 - ty + tx * 0.6:.1f}L{x1:.1f} {y1:.1f}"
+        f'L{x1 - tx + ty * 0.6:.1f} {y1 - ty - tx * 0.6:.1f}"/>'
+    )
+
+
+def strip(
+    events: Sequence[Event], bars: Sequence[tuple[str, str, str, int]], phases: Sequence[str]
+) -> str:
+    """Draw the collectives in program order: loops above them, phases below.
+
+    Args:
+      events: in program order.
+      bars: for each collective the id of its row in a table, or nothing, its verdict, what it
+        is, and the wire bytes of all its runs, of which the heights are logarithms.
+      phases: each collective's.
+    """
+    count = sum(e.kind == "collective" for e in events)
+    wide = max(3, min(24, 1050 // max(1, count)))
+    gap = 1 if wide < 8 else 3
+    most = math.log1p(max((b[3] for b in bars), default=0)) or 1.0
+    nesting = deepest = 0
+    for event in events:
+        nesting += {"collective": 0, "end": -1}.get(event.kind, 1)
+        deepest = max(deepest, nesting)
+    top, x = 18 * deepest + 6, 4.0
+    base = top + _HEIGHT
+    parts: list[str] = []
+    opened: list[tuple[float, Event]] = []
+    spans: list[tuple[str, float, float]] = []
+    for event in events:
+        if event.kind == "collective":
+            row, verdict, says, size = bars[event.number]
+            high = max(3.0, _HEIGHT * math.log1p(size) / most)
+            bar = (
+                f'<rect data-row="{row}" class="{verdict}" x="{x:g}" y="{base - high:.1f}" '
+                f'width="{wide}" height="{high:.1f}"><title>{escaped(says)}</title></rect>'
+            )
+            parts.append(f'<a href="#{row}" tabindex="-1">{bar}</a>' if row else bar)
+            phase = phases[event.number]
+            if spans and spans[-1][0] == phase:
+                spans[-1] = (phase, spans[-1][1], x + wide)
+            else:
+                spans.append((phase, x, x + wide))
+            x += wide + gap
+        elif event.kind == "end":
+            start, of = opened.pop()
+            y, end = 18 * len(opened) + 4, max(x - gap, start + wide)
+            parts.append(
+                f'<path class="edge" d="M{start:g} {base:g}V{y + 12}H{end:g}V{base:g}" '
+                f'stroke-dasharray="2 3"/>'
+                f'<text class="dim" x="{start + 2:g}" y="{y + 8}">{of.kind}, {escaped(of.label)}'
+                "</text>"
+            )
+            x = max(x, start + 6.2 * (len(of.kind) + len(of.label) + 2)) + 5
+        else:
+            opened.append((x, event))
+            x += 4
+    for phase, start, end in spans:
+        parts.append(f'<path class="edge" d="M{start:g} {base + 5}H{end:g}"/>')
+        if end - start > 6 * len(phase):
+            parts.append(f'<text class="dim" x="{start:g}" y="{base + 18}">{escaped(phase)}</text>')
+    label = f"{count} collectives in program order, each with its wire bytes; listed in the table"
+    return _svg(max(x + 4, 200), base + 24, label, "strip", parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardrules.report.alike import Remark, Row, size
+from shardrules.report.compared import compared
 from shardrules.report.content import Content, as_json, content, markdown
 from shardrules.report.page import page
 from shardrules.report.text import (
@@ -23,6 +24,7 @@ __all__ = [
     "Row",
     "advice",
     "as_json",
+    "compared",
     "content",
     "describe",
     "describe_finding",

@@ -23,10 +23,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
 
 def escaped(value: object) -> str:
     """Write what came from a program so that a browser takes it for text."""
-    text = "".join(
-        c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in str(value)
-    )
-    return html.escape(text)
+    return html.escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(value)))
 
 
 def _svg(width: float, height: float, label: str, kind: str, parts: Iterable[str]) -> str:

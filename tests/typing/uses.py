@@ -216,6 +216,7 @@ table_rows: tuple[report.Row, ...] = content.rows
 remarks: list[report.Remark] = [one for _, found in content.remarks for one in found]
 pages += [report.size(row.total.wire_bytes) for row in table_rows]
 report.page(judged)  # wrong
+pages += [report.compared(content, content, [])]
 
 devices: tuple[Any, ...] = aot.tpu("v5e:2x4") + aot.gpu("h100", 8)
 aot.gpu("h100", "8")  # wrong

@@ -1,0 +1,274 @@
+"""The HTML report: read by an HTML parser, its colours measured, its script never trusted."""
+
+import html.parser
+import pathlib
+import re
+
+import pytest
+from hlo import text as T
+
+from shardrules import hlo, report
+from shardrules.costs import accounts
+from shardrules.report import drawn, timeline
+
+FILES = {
+    name: pathlib.Path(drawn.__file__).with_name(name).read_text()
+    for name in ("page.css", "page.js")
+}
+VOID = {"meta", "input", "br"}
+
+
+class Tree(html.parser.HTMLParser):
+    """Each element with its attributes and the text right inside of it; closed as they open."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found, self.open, self.ids = [], [], []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        element = {"tag": tag, "text": "", **dict(attrs)}
+        self.found.append(element)
+        if "id" in element:
+            self.ids.append(element["id"])
+        if tag not in VOID:
+            self.open.append(element)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()["tag"] == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.open[-1]["text"] += data
+
+    def all(self, tag, **attributes):
+        return [
+            e
+            for e in self.found
+            if e["tag"] == tag and all(e.get(k.strip("_")) == v for k, v in attributes.items())
+        ]
+
+    @property
+    def text(self):
+        return " ".join(e["text"] for e in self.found if e["tag"] not in ("script", "style"))
+
+
+def content(text, title="step.hlo", mesh=T.MESH, **options):
+    return report.content(hlo.judge(hlo.parse(text), mesh=mesh), title=title, **options)
+
+
+def program(count, extra=""):
+    """A program of so many all-reduces, in three kinds."""
+    lines = [T.parameter(T.DATA)]
+    last = "%x"
+    for n in range(count):
+        groups = (T.OVER_MODEL, T.OVER_DATA, T.ALL)[n % 3]
+        lines.append(T.all_reduce(last, groups, name=f"r{n}", extra=extra))
+        last = f"%r{n}"
+    return T.module("\n".join(lines))
+
+
+@pytest.mark.parametrize("count", [0, 1, 30, 300])
+def test_a_page_is_well_formed_and_holds_each_collective(count):
+    what = content(program(count) if count else T.module(T.parameter(T.BOTH)))
+    tree = Tree(report.page(what))
+    assert len(tree.ids) == len(set(tree.ids))
+    bars = [r for r in tree.all("rect") if "data-row" in r]
+    assert len(bars) == count
+    assert {b["data-row"] for b in bars} <= set(tree.ids)
+    rows = [r for r in tree.all("tr") if "data-groups" in r]
+    assert len(rows) == len(what.rows) and (len(rows) <= 6)
+    for row in rows:  # what a row points at is drawn
+        assert row["data-groups"] and set(row["data-groups"].split()) <= set(tree.ids)
+
+
+def test_300_collectives_make_no_large_page():
+    assert len(report.page(content(program(300)))) < 150_000
+
+
+def test_every_table_says_what_it_is_and_headings_descend():
+    tree = Tree(report.page(content(program(3))))
+    assert len(tree.all("caption")) == len(tree.all("table")) >= 3
+    assert all("scope" in th for th in tree.all("th"))
+    assert len(tree.all("h1")) == 1 and len(tree.all("main")) == 1
+    levels = [int(e["tag"][1]) for e in tree.found if re.fullmatch(r"h\d", e["tag"])]
+    assert all(b <= a + 1 for a, b in zip(levels, levels[1:]))
+    assert all(e.get("aria-label") for e in tree.all("svg"))
+    assert all(e.get("aria-label") for e in tree.all("div", role="region"))
+
+
+def test_nothing_is_fetched_and_no_other_script_runs():
+    page = report.page(content(program(3)))
+    tree = Tree(page)
+    for element in tree.found:
+        assert not {"src", "srcset", "action", "formaction"} & set(element)
+        assert not any(key.startswith("on") for key in element)
+        assert element.get("href", "#").startswith("#")
+    assert len(tree.all("script")) == 1 and not tree.all("link")
+    assert "url(" not in FILES["page.css"] and "@import" not in FILES["page.css"]
+    assert not re.search(r"fetch|XMLHttp|innerHTML|eval|import\(", FILES["page.js"])
+    (policy,) = (m for m in tree.all("meta") if "http-equiv" in m)
+    assert policy["content"].startswith("default-src 'none'; ")
+    assert re.search(r"script-src 'sha256-[\w+/]{43}='$", policy["content"])
+
+
+HOSTILE = "</style></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x07\u202e"
+
+
+def test_hostile_names_stay_text():
+    quoted = HOSTILE.replace("\\", "\\\\").replace('"', '\\"')
+    extra = f', metadata={{op_name="{quoted}" source_file="{quoted}" source_line=3}}'
+    what = content(program(3, extra), title=HOSTILE, mesh={"data": 4, "<b>model": 2})
+    allow = report.content(what.judgement, title=HOSTILE)
+    other = content(program(2, extra), title=HOSTILE, mesh={"data": 4, "<b>model": 2})
+    changes = accounts.compare(accounts.grouped(what.account), accounts.grouped(other.account))
+    clean = Tree(report.page(content(program(3))))
+    for page in (report.page(allow), report.compared(what, other, changes)):
+        tree = Tree(page)
+        assert {e["tag"] for e in tree.found} <= {"br", *(e["tag"] for e in clean.found)}
+        assert len(tree.all("script")) == 1
+        assert not any(key.startswith("on") for e in tree.found for key in e)
+        assert "<script>alert(1)" in tree.text  # as text, and whole
+        assert "\x07" not in page and "\u202e" not in page
+    assert any("<b>model" in e["text"] for e in tree.all("b"))
+
+
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def contrast(one, other):
+    """The ratio of WCAG 2.1, section 1.4.3."""
+    a, b = sorted((luminance(one), luminance(other)))
+    return (b + 0.05) / (a + 0.05)
+
+
+LIGHT, DARK = (
+    dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", block))
+    for block in re.findall(r":root \{(.*?)\}", FILES["page.css"], re.DOTALL)
+)
+GROUPS = [f"g{n}" for n in range(8)]
+VERDICTS = ("needed", "overwide", "redundant", "unproven")
+TEXT = [
+    *(("ink", back) for back in ("bg", "cell", *GROUPS)),
+    *(("dim", back) for back in ("bg",)),
+    ("link", "bg"),
+    *(("badge", verdict) for verdict in VERDICTS),
+]
+
+
+@pytest.mark.parametrize("colours", [LIGHT, {**LIGHT, **DARK}], ids=["light", "dark"])
+def test_contrast(colours):
+    for ink, back in TEXT:
+        assert contrast(colours[ink], colours[back]) >= 4.5, (ink, back)
+    for verdict in VERDICTS:  # bars: WCAG 2.1, section 1.4.11
+        assert contrast(colours[verdict], colours["bg"]) >= 3
+    assert contrast(colours["on"], colours["line"]) >= 3
+
+
+def test_both_schemes_have_each_colour_and_no_other_is_used():
+    assert set(LIGHT) == set(DARK)
+    rest = re.sub(r":root \{.*?\}", "", FILES["page.css"], flags=re.DOTALL)
+    assert not re.search(r"#[0-9a-f]{3,6}\b", rest)
+    assert set(re.findall(r"var\(--(\w+)\)", rest)) <= set(LIGHT)
+
+
+def test_the_measure_of_contrast_is_right():
+    assert round(contrast("#000000", "#ffffff"), 2) == 21
+    assert round(contrast("#767676", "#ffffff"), 2) == 4.54
+
+
+LOOP = """%cond (p.1: (s32[], f32[8])) -> pred[] {
+  %p.1 = (s32[], f32[8]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
+  %n.1 = s32[] constant(12)
+  ROOT %lt = pred[] compare(%i.1, %n.1), direction=LT
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %w = f32[8] get-tuple-element(%p), index=1
+  INSIDE
+  ROOT %t = (s32[], f32[8]) tuple(%next, %w)
+}
+
+"""
+
+
+def looping(inside):
+    return T.module(
+        f"""{T.parameter(T.DATA)}
+        %zero = s32[] constant(0)
+        {T.all_reduce("%x", name="before")}
+        %init = (s32[], f32[8]) tuple(%zero, %before)
+        %loop = (s32[], f32[8]) while(%init), condition=%cond, body=%body
+        %out = f32[8] get-tuple-element(%loop), index=1
+        {T.all_reduce("%out", name="after")}""",
+        before=LOOP.replace("INSIDE", inside),
+    )
+
+
+def test_the_timeline_is_in_program_order():
+    judged = hlo.judge(hlo.parse(looping(T.all_reduce("%w", name="inside"))), mesh=T.MESH)
+    said = [
+        judged.verdicts[e.number].collective.name if e.kind == "collective" else (e.kind, e.label)
+        for e in timeline.events(judged)
+    ]
+    assert said == ["before", ("loop", "12 times"), "inside", ("end", ""), "after"]
+    page = report.page(report.content(judged))
+    assert "loop, 12 times" in page
+
+
+def test_a_loop_without_collectives_is_left_out():
+    judged = hlo.judge(hlo.parse(looping("%v = f32[8] negate(%w)")), mesh=T.MESH)
+    assert [e.kind for e in timeline.events(judged)] == ["collective", "collective"]
+
+
+def test_groups_are_drawn_on_the_mesh():
+    picture = drawn.groups_on_mesh([[0, 2], [1, 3]], None, {"data": 2, "model": 2}, 4, "over data")
+    cells = Tree(picture).all("rect")
+    assert [c["data-g"] for c in cells] == ["0", "1", "0", "1"]
+    assert [c["x"] for c in cells] == [cells[0]["x"], cells[1]["x"]] * 2
+    assert len({c["y"] for c in cells}) == 2
+    titles = [t["text"] for t in Tree(picture).all("title")]
+    assert titles[2] == "device 2 (data=1, model=0): group 0 of 2: 0, 2"
+
+
+def test_a_permute_is_drawn_as_arrows_and_a_large_mesh_in_part():
+    ring = [(n, (n + 1) % 4) for n in range(4)]
+    picture = drawn.groups_on_mesh([[0, 1, 2, 3]], ring, {"x": 4}, 4, "ring")
+    assert len(Tree(picture).all("path")) == 4
+    picture = drawn.groups_on_mesh([list(range(4096))], None, None, 4096, "all")
+    assert len(Tree(picture).all("rect")) == 256 and "the first 256 of 4,096" in picture
+
+
+def test_source_lines_are_quoted_where_a_python_file_is_at_hand(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text("one\ntwo\nthree <b>\nfour\n")
+    other = tmp_path / "secret.txt"
+    other.write_text("hidden\n" * 5)
+    for file, shown in ((path, "three &lt;b&gt;"), (other, None)):
+        extra = f', metadata={{op_name="f" source_file="{file}" source_line=3}}'
+        page = report.page(content(program(1, extra)))
+        assert ("<pre>" in page) is (shown is not None)
+        assert shown is None or f"<mark>    3  {shown}</mark>" in page
+        assert "hidden\n" not in page
+
+
+def test_two_programs_beside_each_other():
+    before, after = content(program(3), "a.hlo"), content(program(1), "b.hlo")
+    changes = accounts.compare(accounts.grouped(before.account), accounts.grouped(after.account))
+    tree = Tree(report.compared(before, after, changes))
+    assert "3 \N{RIGHTWARDS ARROW} 1" in [b["text"] for b in tree.all("b")]
+    assert len(tree.all("svg", class_="strip")) == 2
+    assert len([s for s in tree.all("span") if s["text"] == "went"]) == 2
+    assert len(tree.ids) == len(set(tree.ids))
+    same = report.compared(before, before, [])
+    assert "The same collectives." in same

@@ -1,9 +1,9 @@
 """A language model of bytes, trained on its own source, data- and tensor-parallel.
 
-An equinox transformer in jax.shard_map, with the flash attention that JAX ships. It knows nothing of
-shardrules but for --check, which is what `shardrules migrate` recommends.
+An equinox transformer in jax.shard_map, with the flash attention that JAX ships. It knows nothing
+of shardrules but for --check, which is what `shardrules migrate` recommends.
 
-    python train.py --steps=3                        on the devices that are there (8 CPU devices else)
+    python train.py --steps=3                        on eight CPU devices
     python train.py --compile-for=tpu --hlo=tpu.hlo  for TPU v5e:2x4, on a machine that has none
 """
 

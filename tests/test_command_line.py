@@ -278,38 +278,11 @@ def test_report_as_markdown():
     assert "  - because its operand is proven equal over model; needed over data\n" in done.stdout
 
 
-class _Page:
-    """Well-formedness, and what a page would fetch."""
-
-    def __init__(self, text):
-        from html.parser import HTMLParser
-
-        page, self.open, self.tags, self.fetched = self, [], [], []
-
-        class Parser(HTMLParser):
-            def handle_starttag(self, tag, attrs):
-                page.tags.append(tag)
-                page.fetched += [v for k, v in attrs if k in ("src", "href")]
-                if tag not in ("meta", "br"):
-                    page.open.append(tag)
-
-            def handle_startendtag(self, tag, attrs):
-                page.tags.append(tag)
-
-            def handle_endtag(self, tag):
-                assert page.open.pop() == tag
-
-        Parser().feed(text)
-
-
-def test_report_as_a_page_that_fetches_nothing():
+def test_report_as_a_page():  # what it holds is looked at in report/test_page.py
     done = run("report", UVW, MESH, "--format=html")
-    page = _Page(done.stdout)
-    assert page.open == [] and page.fetched == []
-    assert page.tags.count("svg") == 3 and "script" not in page.tags and "link" not in page.tags
-    assert not re.search(r"@import|url\(", done.stdout)
-    devices = re.findall(r'text-anchor="middle">(\d+)</text>', done.stdout)
-    assert devices == list("01234567")
+    assert done.returncode == 0 and done.stdout.startswith("<!doctype html>")
+    assert "<h1>tpu_uvw.hlo</h1>" in done.stdout and done.stdout.endswith("</html>\n")
+    assert set(re.findall(r'(?:src|href)="(.)', done.stdout)) == {"#"}
     assert 'class="redundant" x="' in done.stdout and "program.py:29 (l)" in done.stdout
     assert "8.19 kB</title>" in done.stdout  # over model, all of it redundant
     assert (

@@ -283,40 +283,9 @@ def test_report_as_a_page():  # what it holds is looked at in report/test_page.p
     assert done.returncode == 0 and done.stdout.startswith("<!doctype html>")
     assert "<h1>tpu_uvw.hlo</h1>" in done.stdout and done.stdout.endswith("</html>\n")
     assert set(re.findall(r'(?:src|href)="(.)', done.stdout)) == {"#"}
-    assert 'class="redundant" x="' in done.stdout and "program.py:29 (l)" in done.stdout
-    assert "8.19 kB</title>" in done.stdout  # over model, all of it redundant
-    assert (
-        run(
-            "report",
-            "-",
-            "--format=html",
-            stdin="HloModule m\n\nENTRY %e () -> f32[] {\n  ROOT %c = f32[] constant(1)\n}\n",
-        ).stdout.count("No collectives.")
-        == 2
-    )
-
-
-def test_a_page_shows_text_as_text():
-    evil = (
-        clean_module()
-        .replace("channel_id=1", "channel_id=1")
-        .replace(
-            "to_apply=%add",
-            'to_apply=%add, metadata={op_name="a" source_file="<script>x</script>" source_line=3}',
-        )
-    )
-    page = _Page(run("report", "-", "--format=html", stdin=evil).stdout)
-    assert page.open == [] and "script" not in page.tags
-
-
-def test_a_page_of_many_devices_shows_the_first():
-    text = T.module(
-        "\n".join([T.parameter("{devices=[1024]<=[1024]}"), T.all_reduce("%x", "[64,16]<=[1024]")]),
-        header="num_partitions=1024",
-    )
-    done = run("report", "-", "--mesh=a=16,b=4,c=16", "--format=html", stdin=text)
-    assert "the first 8 x 32 of 16 x 64</text>" in done.stdout
-    assert _Page(done.stdout).open == []
+    assert "program.py:29 (l)" in done.stdout
+    empty = "HloModule m\n\nENTRY %e () -> f32[] {\n  ROOT %c = f32[] constant(1)\n}\n"
+    assert "No collectives." in run("report", "-", "--format=html", stdin=empty).stdout
 
 
 def test_help_names_the_commands_and_flags():

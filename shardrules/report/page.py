@@ -9,6 +9,7 @@ import os
 import pathlib
 from collections.abc import Iterable
 
+from shardrules import hlo
 from shardrules.costs import accounts
 from shardrules.report import drawn
 from shardrules.report.alike import Remark, Row, alike, size, sizes
@@ -101,7 +102,7 @@ def _pictures(what: Content) -> str:
     found = [meshes({"": what}), timeline(what, "In program order", True), '<div class="side">']
     for title, sums in (
         ("By mesh axes", _sums((e.over or "one device", e) for e in what.account)),
-        ("Costly source lines", _sums((e.source or "(no source)", e) for e in what.account)),
+        ("Costly source lines", _sums((_where(e) or "(no source line)", e) for e in what.account)),
     ):
         found.append(_bars(f"{title} (wire bytes per device)", sums))
     return "\n".join([*found, "</div>"])
@@ -111,6 +112,14 @@ def _key(verdicts: Iterable[str]) -> str:
     held = set(verdicts)
     shown = "".join(f'<li><i class="{v}"></i>{v}</li>' for v in VERDICTS if v in held)
     return f'<ul class="key">{shown}</ul>'
+
+
+def _where(entry: accounts.Entry) -> str:
+    """Give file, line and function, without the folders that every machine has its own of."""
+    if not entry.file:
+        return ""
+    file = accounts.relative_file(entry.file, os.getcwd())
+    return str(hlo.Frame(file, entry.line, entry.function))
 
 
 def _wire(entry: accounts.Entry) -> int:
@@ -187,7 +196,7 @@ def timeline(what: Content, title: str, linked: bool) -> str:
             rows[n] if linked else "",
             e.verdict,
             f"{e.what}: {e.verdict}, {size(_wire(e))} on the wire"
-            + (f", at {e.source}" if e.source else ""),
+            + (f", at {_where(e)}" if e.file else ""),
             _wire(e),
         )
         for n, e in enumerate(what.account)
@@ -332,7 +341,7 @@ def _row(what: Content, number: int, row: Row, groups: dict[str, str]) -> str:
         f"{escaped(one.what)} {escaped(one.element_type)}</summary>{_fold(what, row)}</details>"
         f"</td><td>{_badge(one.verdict)}</td>"
         + "".join(f'<td class="n{c}" data-key="{key}">{text}</td>' for text, key, c in numbers)
-        + f'<td class="less"><code>{escaped(one.source)}</code></td></tr>'
+        + f'<td class="less"><code>{escaped(_where(one))}</code></td></tr>'
     )
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the names of _HOME and _MODULES, for checkers and editors
     from shardrules.hooks.autodiff.casts import already_summed, place_casts, vary
     from shardrules.hooks.explain.explain import explain, scan_calls
     from shardrules.hooks.handles import install
+    from shardrules.noted import watch
     from shardrules.registry.axistypes import AxisType, Effect, RuleContext
     from shardrules.registry.builtin import (
         all_gather,
@@ -76,6 +77,7 @@ _HOME = {
     "place_casts": "hooks.autodiff.casts",
     "scan_calls": "hooks.explain.explain",
     "vary": "hooks.autodiff.casts",
+    "watch": "noted",
     "ShardrulesError": "errors",
 }
 _MODULES = (
@@ -119,6 +121,7 @@ __all__ = [
     "scan_calls",
     "unreduced",
     "vary",
+    "watch",
 ]
 
 

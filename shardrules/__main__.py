@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import shardrules
 from shardrules.errors import ShardrulesError
 
+COMMANDS = ("verify", "report", "diff", "run")
 UNUSABLE = 2
 _NEEDED = {"absl": "absl-py", "numpy": "numpy"}  # from modules to what pip calls them
 
@@ -25,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: arguments without the program's name; those of the process if None.
     """
     try:
-        arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+        given = sys.argv[1:] if argv is None else list(argv)
+        arguments = _parser(given[0] if given else "").parse_args(given)
         return arguments.run(arguments)
     except BrokenPipeError:  # the reader of stdout has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -53,13 +55,11 @@ def _is_there(module: str) -> bool:
     return True
 
 
-def _parser() -> Any:
-    """Make the parser of all commands; each has its own flags, and knows no others."""
+def _parser(given: str) -> Any:
+    """Make the parser of a command, or of all; each has its own flags, and knows no others."""
     import argparse
 
     from absl.flags import argparse_flags
-
-    from shardrules.commands import diff, report, verify
 
     class Parser(argparse_flags.ArgumentParser):
         """One whose errors are said as all of ours are."""
@@ -82,8 +82,11 @@ def _parser() -> Any:
         "--version", action="version", version=f"shardrules {shardrules.__version__}"
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for module in (verify, report, diff):
-        name, text = module.__name__.rpartition(".")[2], module.__doc__ or ""
+    # A command that runs a script imports nothing that the others need: the script may set first
+    # what NumPy reads from its environment.
+    for name in [given] if given in COMMANDS else COMMANDS:
+        module = importlib.import_module(f"shardrules.commands.{name}")
+        text = module.__doc__ or ""
         one = commands.add_parser(name, help=text.splitlines()[0], description=text, **options)
         _add_help(one)
         module.add_arguments(one)

@@ -12,7 +12,7 @@ from shardrules import hlo
 from shardrules.errors import HloSyntaxError, NotInstalledError, ShardrulesError
 from shardrules.registry.table import Registry
 
-__all__ = ["Program", "judge", "judge_logical", "read", "read_text"]
+__all__ = ["Program", "judge", "judge_logical", "judged", "matching", "read", "read_text"]
 
 _STABLEHLO = re.compile(r"\s*(?:#\w+ = [^\n]*\n\s*)*module\b[^\n]*(?:@|attributes|\{)")
 
@@ -78,7 +78,7 @@ def judged(
         module,
         registry=registry,
         mesh=mesh,
-        parameter_shardings=_matching(module, shardings),
+        parameter_shardings=matching(module, shardings),
         own_mesh=own_mesh,
         unpartitioned=program.is_compiled,
     )
@@ -277,7 +277,7 @@ def lower(program: Any, args: tuple, kwargs: dict) -> Any:
         raise
 
 
-def _matching(module: hlo.Module, shardings: Any) -> list[str] | None:
+def matching(module: hlo.Module, shardings: Any) -> list[str] | None:
     """Return shardings for the entry's parameters, if they are those of this module."""
     if shardings is None:
         return None

@@ -27,10 +27,11 @@ ARROWS = {
     "costs": {"errors", "registry", "hlo"},
     "report": {"errors", "hlo", "costs"},
     "program": {"errors", "registry", "hlo", "hooks"},
-    "checks": {"errors", "registry", "hlo", "costs", "report", "program", "hooks"},
+    "noted": {"errors", "hlo", "costs", "report", "program", "hooks"},
+    "checks": {"errors", "registry", "hlo", "costs", "report", "program", "hooks", "noted"},
     "testing": {"errors", "registry", "hlo", "costs", "report", "program", "checks", "hooks"},
     "aot": {"errors"},
-    "commands": {"errors", "hlo", "costs", "report", "program"},
+    "commands": {"errors", "hlo", "costs", "report", "program", "noted"},
     "__main__": {"errors", "commands"},
     # The roof: it names all for type checkers, and tells what is below what calls it.
     "__init__": {
@@ -43,6 +44,7 @@ ARROWS = {
         "report",
         "checks",
         "testing",
+        "noted",
         "aot",
     },
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardrules.report.alike import Remark, Row, size
 from shardrules.report.compared import compared
+from shardrules.report import several as several
 from shardrules.report.content import Content, as_json, content, markdown
 from shardrules.report.page import page
 from shardrules.report.text import (
@@ -34,6 +35,7 @@ __all__ = [
     "page",
     "plain",
     "size",
+    "several",
     "source",
     "summary",
     "table",

@@ -255,7 +255,8 @@ def as_json(what: Content) -> str:
     )
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """Write a cell of a Markdown table."""
     return str("?" if value is None else value).replace("|", "\\|").replace("\n", " ")
 
 
@@ -264,7 +265,7 @@ def markdown(what: Content) -> str:
     lines = [f"# {what.title}", "", what.headline[len(what.title) + 2 :] + ".", ""]
     if what.rows:
         lines += ["| " + " | ".join(COLUMNS) + " |", "|---|---|--:|--:|--:|--:|--:|---|"]
-        lines += ["| " + " | ".join(map(_cell, cells(row))) + " |" for row in what.rows]
+        lines += ["| " + " | ".join(map(cell, cells(row))) + " |" for row in what.rows]
         lines += ["", f"{NOTE[0].upper()}{NOTE[1:]}.", ""]
     for title, remarks in what.remarks:
         lines += [f"## {title}", ""]
@@ -277,7 +278,7 @@ def markdown(what: Content) -> str:
     for section in what.costs:
         lines += [f"## {section.title}", "", "| " + " | ".join(section.columns) + " |"]
         lines += ["|---" * len(section.columns) + "|"]
-        lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in section.rows]
+        lines += ["| " + " | ".join(map(cell, row)) + " |" for row in section.rows]
         lines += ["", f"{section.note[0].upper()}{section.note[1:]}.", ""]
     if what.unused:
         lines += ["## Allowances that match nothing", "", *(f"- `{w}`" for w in what.unused), ""]

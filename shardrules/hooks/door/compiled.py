@@ -10,6 +10,7 @@ __all__ = [
     "mesh_shape",
     "output_shardings",
     "parameter_shardings",
+    "placed",
     "platform",
     "temp_bytes",
     "unoptimized_text",
@@ -53,14 +54,25 @@ def parameter_shardings(compiled: Any) -> list[tuple[tuple[int, ...], str]] | No
         return None
     # An argument's shape stands on its aval in JAX 0.4.28.
     kept = [
-        (_array_shape(getattr(info, "aval", info)), sharding)
+        (getattr(info, "aval", info), sharding)
         for info, sharding in zip(infos, shardings)
         if sharding is not None
     ]
-    return [
-        (sharding.shard_shape(shape), str(sharding._to_xla_hlo_sharding(len(shape))))
-        for shape, sharding in kept
-    ]
+    return placed(*zip(*kept)) if kept else []
+
+
+def placed(avals: Any, shardings: Any) -> list[tuple[tuple[int, ...], str]]:
+    """Return shape on one device and HLO sharding of arrays.
+
+    Args:
+      avals: their whole shapes and dtypes.
+      shardings: JAX's.
+    """
+    found = []
+    for aval, sharding in zip(avals, shardings):
+        shape = _array_shape(aval)
+        found.append((sharding.shard_shape(shape), str(sharding._to_xla_hlo_sharding(len(shape)))))
+    return found
 
 
 def output_shardings(compiled: Any, shapes: list[str]) -> list[tuple[str, str] | None] | None:

@@ -24,7 +24,7 @@ from shardrules.errors import UnsupportedJaxError
 from shardrules.hooks.door import arguments as door
 from shardrules.hooks.door.patching import Patches
 
-__all__ = ["Argument", "Listener", "live_arrays", "start"]
+__all__ = ["Argument", "Listener", "forget_fast_paths", "live_arrays", "start"]
 
 
 class Argument(NamedTuple):
@@ -97,7 +97,7 @@ def start(listener: Listener) -> Callable[[], None]:
             _watchers -= 1
             if _watchers == 0:
                 _patches.undo()
-                _forget_fast_paths()
+                forget_fast_paths()
 
     return stop
 
@@ -127,7 +127,7 @@ def _install() -> None:
         ]
         value = vars(array.ArrayImpl)["_value"]
         made.append((array.ArrayImpl, "_value", property(_around(_read, value.fget))))
-        _forget_fast_paths()
+        forget_fast_paths()
     except (AttributeError, KeyError, ImportError) as error:
         raise UnsupportedJaxError(
             f"steady_state does not know the functions of JAX {jax.__version__}: {error}"
@@ -144,7 +144,7 @@ def _around(wrapper: Any, original: Any) -> Any:
     return function
 
 
-def _forget_fast_paths() -> None:
+def forget_fast_paths() -> None:
     """Drop what C++ keeps of functions that it called; the traces and executables stay."""
     try:
         from jax._src.lib import _jax as library

@@ -1,0 +1,163 @@
+"""Run a script, and judge every program that JAX compiles in it when it ends.
+
+Flags stand before the script; what follows it, or -m MODULE, is its own. The run stays as it is:
+arguments, output, values, errors. The report goes to stderr, or to a file.
+
+Exit code: the script's own where it is not 0; else 1 if there are findings, 2 if none was compiled
+or one can't be judged, 0 if every collective is needed. Programs that other processes compile
+(multiprocessing's workers) are not seen; shardrules.watch() sees them there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from shardrules.commands import script
+from shardrules.errors import ShardrulesError
+
+if TYPE_CHECKING:
+    from shardrules.noted import Seen
+
+__all__ = ["add_arguments", "run"]
+
+CLEAN, FOUND, UNUSABLE = 0, 1, 2
+_MANY = 20  # programs for which the progress is worth a line where there is no terminal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``run``."""
+    parser.add_argument(
+        "--format",
+        choices=["text", "markdown", "json", "html"],
+        default="text",
+        help="how the report is written",
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="write the report there instead of to stderr; - is stdout"
+    )
+    parser.add_argument("--keep", metavar="DIR", help="write the HLO of each program there")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="accept proofs alone: verdicts that rest on declared rules are findings",
+    )
+    parser.add_argument(
+        "--allow",
+        metavar="'FINDING: REASON'",
+        action="append",
+        default=[],
+        help="a known finding and why it stays, as for verify; may be repeated",
+    )
+    script.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the script, write the report, and return the exit code."""
+    # Nothing here may import jax or numpy: the script sets what they read from its environment.
+    from shardrules import noted
+
+    target = script.find(arguments)
+    keep = None if arguments.keep is None else pathlib.Path(arguments.keep)
+    for folder in [keep] if keep else []:
+        folder.mkdir(parents=True, exist_ok=True)
+    if arguments.output not in (None, "-"):
+        pathlib.Path(arguments.output).open("a").close()  # said now if it can't be written
+    seen = noted.watch(strict=arguments.strict, allow=dict(map(_allowance, arguments.allow)))
+    code = script.run(target, seen, lambda: _report(seen, arguments, keep))
+    if code == script.INTERRUPTED:
+        script.end_by_interrupt()
+    return code
+
+
+def _report(seen: Seen, arguments: argparse.Namespace, keep: pathlib.Path | None) -> int:
+    """Judge what was compiled, write it, and return what that means as an exit code."""
+    sys.stdout.flush()
+    if not len(seen):
+        _say("the script compiled no program with JAX; nothing was judged")
+        return UNUSABLE
+    try:
+        return _written(seen, arguments, keep)
+    except (ShardrulesError, OSError) as error:
+        _say(str(error))
+        return UNUSABLE
+
+
+def _written(seen: Seen, arguments: argparse.Namespace, keep: pathlib.Path | None) -> int:
+    from shardrules.report import several
+
+    process, processes = seen.process
+    if process:  # all of a job's processes compile the same programs
+        found = seen.judged()
+        _say(f"process {process} of {processes}: {found.headline}; process 0 has the report")
+        return _exit_code(found)
+    if keep is not None:
+        _keep(seen, keep)
+    shown = _Progress(len(seen))
+    found = seen.judged(shown)
+    shown.done()
+    text = several.WRITERS[arguments.format](found)
+    if arguments.output is None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    elif arguments.output == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        pathlib.Path(arguments.output).write_text(text, encoding="utf-8")
+        _say(f"{found.headline}; the report is in {arguments.output}")
+    return _exit_code(found)
+
+
+def _exit_code(found: object) -> int:
+    if found.findings or found.unused:
+        return FOUND
+    return CLEAN if found.clean else UNUSABLE
+
+
+def _keep(seen: Seen, folder: pathlib.Path) -> None:
+    for number, one in enumerate(seen, 1):
+        name = re.sub(r"[^\w.-]", "_", one.name)[:100]
+        try:
+            (folder / f"{number:04}.{name}.hlo").write_text(one.text, encoding="utf-8")
+        except ShardrulesError:
+            pass  # the report says which
+
+
+class _Progress:
+    """How far judging is: a line that is written over on a terminal, else one for many programs."""
+
+    def __init__(self, count: int):
+        self._terminal = sys.stderr.isatty() and count > 1
+        self._width = 0
+        if not sys.stderr.isatty() and count > _MANY:
+            _say(f"judging {count} programs")
+
+    def __call__(self, number: int, count: int) -> None:
+        if self._terminal:
+            line = f"shardrules: judging program {number + 1} of {count}"
+            self._width = len(line)
+            sys.stderr.write("\r" + line)
+            sys.stderr.flush()
+
+    def done(self) -> None:
+        """Wipe the line."""
+        if self._terminal:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+
+
+def _say(message: str) -> None:
+    print(f"shardrules: {message}", file=sys.stderr, flush=True)
+
+
+def _allowance(text: str) -> tuple[str, str]:
+    what, colon, reason = text.partition(": ")
+    if not colon:
+        raise ShardrulesError(
+            f"--allow={text!r} gives no reason; write --allow='redundant "
+            "all-reduce(model): issue 12'"
+        )
+    return what.strip(), reason.strip()

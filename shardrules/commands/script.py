@@ -1,0 +1,194 @@
+"""Runs a user's script in this process as ``python SCRIPT ARGS`` and ``python -m MODULE`` would."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.machinery
+import importlib.util
+import io
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from shardrules.errors import ShardrulesError
+
+__all__ = ["INTERRUPTED", "Target", "add_arguments", "end_by_interrupt", "find", "run"]
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class Target(NamedTuple):
+    """What is to be run.
+
+    Attributes:
+      code: its compiled source.
+      file: its absolute path.
+      spec: of a module, None for a script.
+      argv: what it finds in ``sys.argv``.
+      folder: what stands first in ``sys.path``.
+    """
+
+    code: types.CodeType
+    file: str
+    spec: importlib.machinery.ModuleSpec | None
+    argv: list[str]
+    folder: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the script or module and its arguments, after which no flag is the command's."""
+    parser.usage = f"{parser.prog} [FLAGS] (SCRIPT | -m MODULE) [ARGS ...]"
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module"
+    )
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS ...]", help="run a script"
+    )
+
+
+def find(arguments: argparse.Namespace) -> Target:
+    """Read and compile what the arguments name.
+
+    Raises:
+      ShardrulesError: there is none, or it is no Python.
+    """
+    if arguments.module:
+        name, *rest = arguments.module
+        return _module(name, rest)
+    if arguments.module is not None or not arguments.script:
+        raise ShardrulesError("nothing to run; write SCRIPT ARGS, or -m MODULE ARGS")
+    given, *rest = arguments.script[1:] if arguments.script[0] == "--" else arguments.script
+    path = os.path.abspath(given)
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        hint = "; a flag of shardrules stands before the script" if given.startswith("-") else ""
+        raise ShardrulesError(f"can't read the script {given}: {error.strerror}{hint}") from error
+    return Target(
+        _compiled(source, path), path, None, [given, *rest], os.path.dirname(os.path.realpath(path))
+    )
+
+
+def _module(name: str, rest: list[str]) -> Target:
+    _path(os.getcwd())
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError) as error:
+        raise ShardrulesError(f"can't find the module {name}: {error}") from error
+    code = None
+    if spec is not None and hasattr(spec.loader, "get_code"):
+        try:
+            code = spec.loader.get_code(spec.name)
+        except (SyntaxError, ImportError) as error:
+            raise ShardrulesError(f"can't read the module {name}: {error}") from error
+    if spec is None or code is None or spec.origin is None:
+        raise ShardrulesError(
+            f"can't find the module {name}, or there is nothing in it to run; -m takes a module's "
+            "name, such as package.train, as python -m does"
+        )
+    return Target(code, spec.origin, spec, [spec.origin, *rest], os.getcwd())
+
+
+def _compiled(source: bytes, path: str) -> types.CodeType:
+    try:
+        return compile(source, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # null bytes are a ValueError to Python 3.11.3
+        raise ShardrulesError(f"{path} is no Python script: {error}") from error
+
+
+def _path(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def run(target: Target, around: contextlib.AbstractContextManager, end: Callable[[], int]) -> int:
+    """Run it as ``__main__`` to its end, as Python would.
+
+    Args:
+      target: what ``find`` returned.
+      around: is entered while it runs.
+      end: is called when it has ended, however it did; what it returns becomes the exit code where
+        the script's own is 0. Also called, before the process ends, where the script calls
+        ``os._exit`` itself.
+
+    Returns:
+      The exit code; INTERRUPTED where Ctrl-C ended it.
+    """
+    main: Any = types.ModuleType("__main__")
+    main.__file__ = target.file
+    main.__builtins__ = __builtins__
+    main.__spec__ = target.spec
+    main.__package__ = target.spec.parent if target.spec else None
+    main.__cached__ = target.spec.cached if target.spec else None
+    main.__loader__ = (
+        target.spec.loader
+        if target.spec
+        else importlib.machinery.SourceFileLoader("__main__", target.file)
+    )
+    sys.modules["__main__"] = main
+    sys.argv[:] = target.argv
+    _path(target.folder)
+    process, at_once = os.getpid(), os._exit
+
+    def exit_now(status: int) -> NoReturn:
+        os._exit = at_once
+        if os.getpid() == process:  # a forked one only ends
+            _flush()
+            status = end() or 0 if status == 0 else (end(), status)[1]
+            _flush()
+        at_once(status)
+
+    os._exit = exit_now  # type: ignore[assignment]
+    try:
+        with around:
+            code = _executed(target.code, main)
+    finally:
+        os._exit = at_once
+    found = end()
+    return found if code == 0 else code
+
+
+def _executed(code: types.CodeType, main: types.ModuleType) -> int:
+    try:
+        try:
+            exec(code, vars(main))
+        finally:
+            # Python waits for these too, and what they compile belongs to the run.
+            for thread in threading.enumerate():
+                if not thread.daemon and thread is not threading.current_thread():
+                    thread.join()
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code is not code:
+            trace = trace.tb_next  # Python's own report begins with the script
+        _flush()
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def end_by_interrupt() -> NoReturn:
+    """End this process by SIGINT, as Python does when nobody catches KeyboardInterrupt."""
+    _flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    os._exit(INTERRUPTED)

@@ -1,0 +1,243 @@
+"""Several programs in one report: a table, the costliest first, and what each one's own says."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Sequence
+
+from shardrules.report import content as one
+from shardrules.report import page as pages
+from shardrules.report import text
+from shardrules.report.alike import size
+
+__all__ = ["Several", "WRITERS", "as_json", "gather", "markdown", "page", "plain"]
+
+COLUMNS = ("program", "times", "devices", "collectives", "runs", "wire bytes", "findings", "other")
+NOTE = (
+    "wire bytes: what one device sends in one execution; times: how often JAX made a program with "
+    "this text"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Several:
+    """The reports of a process's programs, the costliest first.
+
+    Attributes:
+      contents: of each program that was judged.
+      counts: how many programs had the text of each.
+      failures: name of each that can't be judged, and why.
+      unused: allowances that match nothing in any of them.
+      missing: programs that were not judged, since Ctrl-C was pressed.
+    """
+
+    contents: tuple[one.Content, ...]
+    counts: tuple[int, ...]
+    failures: tuple[tuple[str, str], ...]
+    unused: tuple[str, ...]
+    missing: int
+
+    @property
+    def findings(self) -> int:
+        """Count the findings of all programs."""
+        return sum(len(content.findings) for content in self.contents)
+
+    @property
+    def clean(self) -> bool:
+        """Tell whether all were judged and there is nothing to do."""
+        return not (self.findings or self.failures or self.unused or self.missing)
+
+    @property
+    def shown(self) -> list[tuple[one.Content, int]]:
+        """List the programs that have a collective or another cost, with their counts."""
+        return [(c, n) for c, n in zip(self.contents, self.counts) if c.account.entries or c.costs]
+
+    @property
+    def told(self) -> list[one.Content]:
+        """List the programs of which there is more to say than their row."""
+        return [c for c, _ in self.shown if c.findings or c.allowed or c.hints or c.costs]
+
+    @property
+    def headline(self) -> str:
+        """Say in one line what it comes to."""
+        total = sum(self.counts) + len(self.failures)
+        parts = [
+            f"{total} programs compiled" if total != 1 else "1 program compiled",
+            f"{len(self.shown)} with collectives or other costs",
+            f"{self.findings} findings" if self.findings else "no findings",
+        ]
+        if self.failures:
+            parts.append(f"{len(self.failures)} can't be judged")
+        if self.missing:
+            parts.append(f"interrupted: {self.missing} not judged")
+        return ", ".join(parts)
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """List the cells under ``COLUMNS``."""
+        found = []
+        for content, count in self.shown:
+            total = content.account.total
+            runs = f"{'at most ' if total.at_most else ''}{total.count}"
+            kinds: dict[str, int] = {}
+            for finding in content.findings:
+                kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
+            mesh = content.account.mesh
+            axes = f" ({', '.join(f'{a}={n}' for a, n in mesh.items())})" if mesh else ""
+            found.append(
+                (
+                    content.title,
+                    str(count),
+                    f"{content.account.device_count}{axes}",
+                    str(total.sites),
+                    runs + (f" and {total.unknown} in loops" if total.unknown else ""),
+                    size(total.wire_bytes),
+                    ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "none",
+                    ", ".join(section.title.lower() for section in content.costs),
+                )
+            )
+        return found
+
+    @property
+    def remainder(self) -> str:
+        """Say how many programs have no row, empty if none."""
+        rest = sum(self.counts) - sum(count for _, count in self.shown)
+        if not rest:
+            return ""
+        return f"{rest} more {'programs have' if rest > 1 else 'program has'} no collective"
+
+
+def gather(
+    contents: Sequence[one.Content],
+    counts: Sequence[int],
+    failures: Sequence[tuple[str, str]] = (),
+    missing: int = 0,
+) -> Several:
+    """Put the programs of a process in order.
+
+    Args:
+      contents: their reports, in the order in which they were compiled.
+      counts: how many programs had the text of each.
+      failures: name of each that can't be judged, and why.
+      missing: programs that were not judged.
+    """
+    order = sorted(
+        zip(contents, counts),
+        key=lambda pair: (-pair[0].account.total.wire_bytes, -len(pair[0].findings)),
+    )
+    unused = [set(content.unused) for content in contents]
+    return Several(
+        tuple(content for content, _ in order),
+        tuple(count for _, count in order),
+        tuple(failures),
+        # What matches in one program need not match in another; of a part nothing can be said.
+        tuple(sorted(set.intersection(*unused))) if unused and not missing else (),
+        missing,
+    )
+
+
+def plain(what: Several) -> str:
+    """Return the report as text."""
+    lines = [what.headline, ""]
+    if what.rows:
+        lines += [text.table([COLUMNS, *what.rows]), "", f"({NOTE})"]
+    lines += [what.remainder] if what.remainder else []
+    for content in what.told:
+        own = dataclasses.replace(content, unused=())
+        lines += ["", "=" * 72, text.plain(own).rstrip()]
+    if what.failures:
+        lines += ["", "can't be judged:", *(f"  {name}: {why}" for name, why in what.failures)]
+    if what.unused:
+        lines += ["", "allowances that match nothing:", *(f"  {name}" for name in what.unused)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def markdown(what: Several) -> str:
+    """Return the report as GitHub's Markdown."""
+    lines = ["# Programs", "", what.headline + ".", ""]
+    if what.rows:
+        lines += ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+        lines += ["| " + " | ".join(one.cell(c) for c in row) + " |" for row in what.rows]
+        lines += ["", f"{NOTE[0].upper()}{NOTE[1:]}.", ""]
+    lines += [f"{what.remainder}.", ""] if what.remainder else []
+    for content in what.told:
+        own = one.markdown(dataclasses.replace(content, unused=()))
+        # Its headings go one level down.
+        lines += [f"#{line}" if line.startswith("#") else line for line in own.splitlines()]
+        lines.append("")
+    for title, items in (
+        ("Can't be judged", [f"- {name}: {one.cell(why)}" for name, why in what.failures]),
+        ("Allowances that match nothing", [f"- `{name}`" for name in what.unused]),
+    ):
+        lines += [f"## {title}", "", *items, ""] if items else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def as_json(what: Several) -> str:
+    """Return the report as one JSON object; each of its programs is as ``as_json`` of one has it."""
+    programs = [
+        {**json.loads(one.as_json(content)), "times": count}
+        for content, count in zip(what.contents, what.counts)
+    ]
+    return (
+        json.dumps(
+            {
+                "schema": one.SCHEMA,
+                "clean": what.clean,
+                "programs": programs,
+                "failures": [{"program": name, "reason": why} for name, why in what.failures],
+                "unused_allowances": list(what.unused),
+                "not_judged": what.missing,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+
+
+def page(what: Several) -> str:
+    """Return the report as one self-contained HTML page: a table, and each program's own page."""
+    head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in COLUMNS)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in what.rows
+    )
+    parts = [
+        f"<h1>Programs</h1><p>{html.escape(what.headline)}.</p>",
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else "",
+        f'<p class="dim">{html.escape(NOTE)}. {html.escape(what.remainder)}</p>',
+    ]
+    for name, why in what.failures:
+        parts.append(f"<p><b>{html.escape(name)}</b> can't be judged: {html.escape(why)}</p>")
+    for name in what.unused:
+        parts.append(f"<p>The allowance <code>{html.escape(name)}</code> matches nothing.</p>")
+    for content in what.told:
+        # A frame of its own keeps each page's names and styles apart.
+        own = html.escape(pages.page(dataclasses.replace(content, unused=())))
+        title = html.escape(content.headline)
+        parts.append(
+            f'<details open><summary>{title}</summary><iframe title="{title}" srcdoc="{own}">'
+            "</iframe></details>"
+        )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>Programs</title><style>{_STYLE}</style></head><body>\n"
+        + "\n".join(filter(None, parts))
+        + "\n</body></html>\n"
+    )
+
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem;
+  padding: 0 1.25rem; }
+table { border-collapse: collapse; display: block; font-size: .87rem; overflow-x: auto; }
+th, td { border-bottom: 1px solid #8888; padding: .35rem .6rem; text-align: left;
+  vertical-align: top; }
+summary { cursor: pointer; font-weight: 600; margin: 1.5rem 0 .5rem; overflow-wrap: anywhere; }
+iframe { border: 1px solid #8888; border-radius: .5rem; height: 80vh; width: 100%; }
+"""
+
+WRITERS = {"text": plain, "markdown": markdown, "json": as_json, "html": page}

@@ -21,11 +21,13 @@ class SeenProgram:
 
     Attributes:
       name: the module's, ``jit_step``.
+      where: the test that was running, under ``pytest --shardrules``.
       count: how often a program with this very text was handed out, to several jits say.
     """
 
-    def __init__(self, noted: compiling.Noted, owner: Seen):
+    def __init__(self, noted: compiling.Noted, owner: Seen, where: str):
         self.name: str = noted.name
+        self.where: str = where
         self.count: int = 1
         self._noted = noted
         self._owner = owner
@@ -69,7 +71,7 @@ class SeenProgram:
 
         return report.content(
             self.judgement,
-            title=self.name,
+            title=f"{self.name} in {self.where}" if self.where else self.name,
             strict=self._owner.strict,
             allow=findings.Allowances(self._owner.allow),
         )
@@ -88,9 +90,10 @@ class Seen:
       allow: known findings, with their reasons.
     """
 
-    def __init__(self, strict: bool, allow: dict[str, str]):
+    def __init__(self, strict: bool, allow: dict[str, str], where: Callable[[], str] = str):
         self.strict: bool = strict
         self.allow: dict[str, str] = allow
+        self._where = where
         self._programs: list[SeenProgram] = []
         self._stop: Callable[[], None] | None = None
 
@@ -98,7 +101,7 @@ class Seen:
         if self._stop is not None:
             raise ShardrulesError("this watch is on already; make another one with watch()")
         self._stop = compiling.start(
-            lambda noted: self._programs.append(SeenProgram(noted, self))
+            lambda noted: self._programs.append(SeenProgram(noted, self, self._where()))
         )
         return self
 

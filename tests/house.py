@@ -62,7 +62,7 @@ NO_JAX = {
     "__main__",
 }
 # Of checks/, which may use jax and hooks, these do without.
-NO_JAX_FILES = {"budget.py", "expectations.py", "updates.py", "pytest_plugin.py"}
+NO_JAX_FILES = {"budget.py", "expectations.py", "updates.py", "pytest_plugin.py", "watched.py"}
 
 
 def imports(source):

@@ -1,4 +1,4 @@
-"""The option ``--update-budgets`` for pytest, and a line on each budget that it rewrote."""
+"""The options ``--update-budgets`` and ``--shardrules`` for pytest."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ __all__: list[str] = []
 
 
 def pytest_addoption(parser):
-    """Add the option."""
-    parser.getgroup("shardrules").addoption(
+    """Add the options."""
+    group = parser.getgroup("shardrules")
+    group.addoption(
+        "--shardrules",
+        action="store_true",
+        help="judge every program that the tests compile with JAX; findings are exit code 1",
+    )
+    group.addoption(
         "--update-budgets",
         action="store_true",
         help="rewrite the files that shardrules.testing.assert_budget compares with",
@@ -20,6 +26,10 @@ def pytest_configure(config):
     """Say to assert_budget what was asked for."""
     updates.wanted = config.getoption("--update-budgets")
     updates.written.clear()
+    if config.getoption("--shardrules"):
+        from shardrules.checks import watched
+
+        config.pluginmanager.register(watched.Watched(config), "shardrules.watched")
 
 
 def pytest_unconfigure(config):

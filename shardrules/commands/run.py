@@ -21,6 +21,7 @@ from shardrules.errors import ShardrulesError
 
 if TYPE_CHECKING:
     from shardrules.noted import Seen
+    from shardrules.report.several import Several
 
 __all__ = ["add_arguments", "run"]
 
@@ -62,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     target = script.find(arguments)
     keep = None if arguments.keep is None else pathlib.Path(arguments.keep)
-    for folder in [keep] if keep else []:
-        folder.mkdir(parents=True, exist_ok=True)
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
     if arguments.output not in (None, "-"):
         pathlib.Path(arguments.output).open("a").close()  # said now if it can't be written
     seen = noted.watch(strict=arguments.strict, allow=dict(map(_allowance, arguments.allow)))
@@ -75,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _report(seen: Seen, arguments: argparse.Namespace, keep: pathlib.Path | None) -> int:
     """Judge what was compiled, write it, and return what that means as an exit code."""
-    sys.stdout.flush()
     if not len(seen):
         _say("the script compiled no program with JAX; nothing was judged")
         return UNUSABLE
@@ -112,7 +112,7 @@ def _written(seen: Seen, arguments: argparse.Namespace, keep: pathlib.Path | Non
     return _exit_code(found)
 
 
-def _exit_code(found: object) -> int:
+def _exit_code(found: Several) -> int:
     if found.findings or found.unused:
         return FOUND
     return CLEAN if found.clean else UNUSABLE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import importlib.machinery
 import importlib.util
@@ -20,6 +21,8 @@ from shardrules.errors import ShardrulesError
 __all__ = ["INTERRUPTED", "Target", "add_arguments", "end_by_interrupt", "find", "run"]
 
 INTERRUPTED = 128 + signal.SIGINT
+
+_interrupted = False
 
 
 class Target(NamedTuple):
@@ -122,6 +125,7 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
     Returns:
       The exit code; INTERRUPTED where Ctrl-C ended it.
     """
+    atexit.register(_at_the_last)  # before the script's own, so that it is called after them
     main: Any = types.ModuleType("__main__")
     main.__file__ = target.file
     main.__builtins__ = __builtins__
@@ -140,11 +144,12 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
 
     def exit_now(status: int) -> NoReturn:
         os._exit = at_once
-        if os.getpid() == process:  # a forked one only ends
-            _flush()
-            status = end() or 0 if status == 0 else (end(), status)[1]
-            _flush()
-        at_once(status)
+        found = 0
+        try:
+            if os.getpid() == process:  # a forked one only ends
+                found = end()
+        finally:
+            at_once(status or found)
 
     os._exit = exit_now  # type: ignore[assignment]
     try:
@@ -152,32 +157,34 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
             code = _executed(target.code, main)
     finally:
         os._exit = at_once
+    _flush()
     found = end()
-    return found if code == 0 else code
+    return code or found
 
 
 def _executed(code: types.CodeType, main: types.ModuleType) -> int:
+    """Run code, report what it raises, and wait for its threads, in Python's order."""
+    found = 0
     try:
-        try:
-            exec(code, vars(main))
-        finally:
-            # Python waits for these too, and what they compile belongs to the run.
-            for thread in threading.enumerate():
-                if not thread.daemon and thread is not threading.current_thread():
-                    thread.join()
+        exec(code, vars(main))
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
-            return error.code or 0
-        print(error.code, file=sys.stderr)
-        return 1
+            found = error.code or 0
+        else:
+            print(error.code, file=sys.stderr)
+            found = 1
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code is not code:
             trace = trace.tb_next  # Python's own report begins with the script
         _flush()
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    return 0
+        found = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    with contextlib.suppress(KeyboardInterrupt):  # it ends the waiting
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
+    return found
 
 
 def _flush() -> None:
@@ -186,9 +193,17 @@ def _flush() -> None:
             stream.flush()
 
 
-def end_by_interrupt() -> NoReturn:
-    """End this process by SIGINT, as Python does when nobody catches KeyboardInterrupt."""
-    _flush()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
-    os._exit(INTERRUPTED)
+def end_by_interrupt() -> None:
+    """Let this process end by SIGINT, as it does when nobody catches KeyboardInterrupt.
+
+    What the script registered with ``atexit`` runs before.
+    """
+    global _interrupted
+    _interrupted = True
+
+
+def _at_the_last() -> None:
+    if _interrupted:
+        _flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from shardrules.report.alike import Remark, Row, size
 from shardrules.report.compared import compared
-from shardrules.report import several as several
 from shardrules.report.content import Content, as_json, content, markdown
 from shardrules.report.page import page
 from shardrules.report.text import (
@@ -35,7 +34,6 @@ __all__ = [
     "page",
     "plain",
     "size",
-    "several",
     "source",
     "summary",
     "table",

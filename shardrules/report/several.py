@@ -7,10 +7,12 @@ import html
 import json
 from collections.abc import Sequence
 
-from shardrules.report import content as one
-from shardrules.report import page as pages
 from shardrules.report import text
 from shardrules.report.alike import size
+from shardrules.report.content import SCHEMA, Content, cell
+from shardrules.report.content import as_json as json_of_one
+from shardrules.report.content import markdown as markdown_of_one
+from shardrules.report.page import page as page_of_one
 
 __all__ = ["Several", "WRITERS", "as_json", "gather", "markdown", "page", "plain"]
 
@@ -33,7 +35,7 @@ class Several:
       missing: programs that were not judged, since Ctrl-C was pressed.
     """
 
-    contents: tuple[one.Content, ...]
+    contents: tuple[Content, ...]
     counts: tuple[int, ...]
     failures: tuple[tuple[str, str], ...]
     unused: tuple[str, ...]
@@ -50,12 +52,12 @@ class Several:
         return not (self.findings or self.failures or self.unused or self.missing)
 
     @property
-    def shown(self) -> list[tuple[one.Content, int]]:
+    def shown(self) -> list[tuple[Content, int]]:
         """List the programs that have a collective or another cost, with their counts."""
         return [(c, n) for c, n in zip(self.contents, self.counts) if c.account.entries or c.costs]
 
     @property
-    def told(self) -> list[one.Content]:
+    def told(self) -> list[Content]:
         """List the programs of which there is more to say than their row."""
         return [c for c, _ in self.shown if c.findings or c.allowed or c.hints or c.costs]
 
@@ -77,7 +79,7 @@ class Several:
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """List the cells under ``COLUMNS``."""
-        found = []
+        found: list[tuple[str, ...]] = []
         for content, count in self.shown:
             total = content.account.total
             runs = f"{'at most ' if total.at_most else ''}{total.count}"
@@ -110,7 +112,7 @@ class Several:
 
 
 def gather(
-    contents: Sequence[one.Content],
+    contents: Sequence[Content],
     counts: Sequence[int],
     failures: Sequence[tuple[str, str]] = (),
     missing: int = 0,
@@ -159,16 +161,16 @@ def markdown(what: Several) -> str:
     lines = ["# Programs", "", what.headline + ".", ""]
     if what.rows:
         lines += ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-        lines += ["| " + " | ".join(one.cell(c) for c in row) + " |" for row in what.rows]
+        lines += ["| " + " | ".join(cell(c) for c in row) + " |" for row in what.rows]
         lines += ["", f"{NOTE[0].upper()}{NOTE[1:]}.", ""]
     lines += [f"{what.remainder}.", ""] if what.remainder else []
     for content in what.told:
-        own = one.markdown(dataclasses.replace(content, unused=()))
+        own = markdown_of_one(dataclasses.replace(content, unused=()))
         # Its headings go one level down.
         lines += [f"#{line}" if line.startswith("#") else line for line in own.splitlines()]
         lines.append("")
     for title, items in (
-        ("Can't be judged", [f"- {name}: {one.cell(why)}" for name, why in what.failures]),
+        ("Can't be judged", [f"- {name}: {cell(why)}" for name, why in what.failures]),
         ("Allowances that match nothing", [f"- `{name}`" for name in what.unused]),
     ):
         lines += [f"## {title}", "", *items, ""] if items else []
@@ -176,15 +178,15 @@ def markdown(what: Several) -> str:
 
 
 def as_json(what: Several) -> str:
-    """Return the report as one JSON object; each of its programs is as ``as_json`` of one has it."""
+    """Return the report as one JSON object, in which each program's own stands."""
     programs = [
-        {**json.loads(one.as_json(content)), "times": count}
+        {**json.loads(json_of_one(content)), "times": count}
         for content, count in zip(what.contents, what.counts)
     ]
     return (
         json.dumps(
             {
-                "schema": one.SCHEMA,
+                "schema": SCHEMA,
                 "clean": what.clean,
                 "programs": programs,
                 "failures": [{"program": name, "reason": why} for name, why in what.failures],
@@ -214,7 +216,7 @@ def page(what: Several) -> str:
         parts.append(f"<p>The allowance <code>{html.escape(name)}</code> matches nothing.</p>")
     for content in what.told:
         # A frame of its own keeps each page's names and styles apart.
-        own = html.escape(pages.page(dataclasses.replace(content, unused=())))
+        own = html.escape(page_of_one(dataclasses.replace(content, unused=())))
         title = html.escape(content.headline)
         parts.append(
             f'<details open><summary>{title}</summary><iframe title="{title}" srcdoc="{own}">'

@@ -150,6 +150,16 @@ known: list[type[sr.ShardrulesError]] = [
 ]
 errors.NoSuchError  # wrong
 
+# --- every program of a process ---------------------------------------------------------------------
+
+with sr.watch(strict=True, allow={"redundant all-reduce(model)": "issue 12"}) as seen:
+    op(1.0)
+for program in seen:
+    program_judgement: hlo.Judgement = program.judgement
+    program_text: bytes = program.text  # wrong
+print(seen, seen.clean, len(seen))
+sr.watch(alow={})  # wrong
+
 # --- testing -----------------------------------------------------------------------------------------
 
 mesh: Mapping[str, int] = {"data": 4, "model": 2}

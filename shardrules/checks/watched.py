@@ -1,0 +1,58 @@
+"""``pytest --shardrules``: every program that the tests compile, judged when they are done."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+__all__ = ["Watched"]
+
+_KEY = "shardrules"  # of what a process of pytest-xdist sends to the one that reports
+
+
+class Watched:
+    """A plugin of pytest; in a process of pytest-xdist it sends what it saw."""
+
+    def __init__(self, config: Any):
+        from shardrules import noted
+
+        self._config = config
+        self._seen: Any = noted.Seen(False, {}, _test)
+        self._seen.__enter__()
+        self._reports: list[dict[str, Any]] = []
+
+    def pytest_testnodedown(self, node: Any, error: Any) -> None:
+        """Take what a process of pytest-xdist saw."""
+        sent = getattr(node, "workeroutput", {}).get(_KEY)
+        if sent is not None:
+            self._reports.append({**sent, "process": node.gateway.id})
+
+    def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
+        """Judge what was compiled here; findings turn a success into exit code 1."""
+        self._seen.__exit__()
+        if len(self._seen):
+            from shardrules.report import several
+
+            found = self._seen.judged()
+            told = {"text": several.plain(found), "clean": found.clean, "process": ""}
+            output = getattr(self._config, "workeroutput", None)
+            if output is not None:
+                output[_KEY] = told
+                return
+            self._reports.append(told)
+        if int(exitstatus) == 0 and not all(report["clean"] for report in self._reports):
+            session.exitstatus = 1
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Write the table."""
+        for report in self._reports:
+            where = f" ({report['process']})" if report["process"] else ""
+            terminalreporter.section(f"shardrules: programs that were compiled{where}")
+            terminalreporter.write_line(report["text"].rstrip())
+        if not self._reports:
+            terminalreporter.write_line("shardrules: no test compiled a program with JAX")
+
+
+def _test() -> str:
+    """Name the test that runs, as pytest tells it."""
+    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]

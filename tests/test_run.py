@@ -1,0 +1,167 @@
+"""``shardrules run``: the script's run is as Python's, whatever it does; and ``pytest --shardrules``."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import shardrules
+from shardrules.commands import run as command
+
+ROOT = pathlib.Path(shardrules.__file__).parents[1]
+
+
+def run(*args, cwd=None, before=("-m", "shardrules", "run")):
+    return subprocess.run(
+        [sys.executable, *before, *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
+    )
+
+
+SCRIPT = """
+import atexit, os, sys, threading, time
+assert not {"jax", "numpy"} & set(sys.modules)
+import __main__
+assert __main__.__dict__ is globals()
+print(__name__, __file__, __spec__, __package__, sys.argv, sys.path[0])
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+what = sys.argv[1]
+if what == "raise":
+    raise ValueError("mine")
+if what == "message":
+    sys.exit("words")
+if what == "_exit":
+    os._exit(5)
+if what == "interrupt":
+    raise KeyboardInterrupt
+if what == "hook":
+    sys.excepthook = lambda *_: print("my hook")
+    1 / 0
+if what == "fork" and not os.fork():
+    os._exit(0)
+if what == "fork":
+    os.wait()
+sys.exit(int(what) if what.isdigit() else None)
+"""
+
+
+@pytest.mark.parametrize(
+    "what", ["0", "3", "raise", "message", "_exit", "interrupt", "hook", "fork"]
+)
+def test_a_script_runs_as_python_runs_it(tmp_path, what):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    done = run("script.py", what, "--format", "--", "-x", cwd=tmp_path)
+    plain = run("script.py", what, "--format", "--", "-x", cwd=tmp_path, before=())
+    assert done.stdout == plain.stdout and "__main__" in done.stdout
+    word = "shardrules: the script compiled no program with JAX; nothing was judged\n"
+    assert done.stderr == plain.stderr + word
+    # Nothing was judged, which is no success.
+    assert done.returncode == (plain.returncode or 2)
+
+
+def test_a_module_runs_as_python_runs_it(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(
+        "import sys\nfrom . import __name__ as own\nprint(__name__, own, __file__, __spec__.name, "
+        "__package__, sys.argv, sys.path[0])\nsys.exit(4)\n"
+    )
+    done = run("-m", "package", "--keep", "x", cwd=tmp_path)
+    plain = run("-m", "package", "--keep", "x", cwd=tmp_path, before=())
+    assert (done.stdout, done.returncode) == (plain.stdout, plain.returncode) and done.stdout
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["missing.py"], "can't read the script missing.py: No such file or directory"),
+        (["."], "can't read the script .: Is a directory"),
+        ([], "nothing to run; write SCRIPT ARGS, or -m MODULE ARGS"),
+        (["-m"], "nothing to run"),
+        (["-m", "no_such_module"], "can't find the module no_such_module"),
+        (["-m", "no.such.module"], "can't find the module no.such.module: No module named 'no'"),
+        (["bad.py"], "bad.py is no Python script: "),
+        (["--format", "pdf", "bad.py"], "argument --format: invalid choice: 'pdf'"),
+        (["--allow", "all-reduce(model)", "good.py"], "gives no reason"),
+        (["--allow", "everything: reason", "good.py"], "'everything' names no collectives"),
+        (["--output", "no/such/folder/file", "good.py"], "No such file or directory"),
+        (["--keep", "good.py", "good.py"], "File exists"),
+    ],
+)
+def test_what_can_not_be_run(tmp_path, args, message, capsys, monkeypatch):
+    from shardrules import __main__ as command_line
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text("def (")
+    (tmp_path / "good.py").write_text("raise SystemExit(9)")
+    first = sys.path[0]
+    assert command_line.main(["run", *args]) == 2
+    sys.path[0] = first
+    said = capsys.readouterr().err
+    assert said.startswith("shardrules: ") and message in said
+
+
+class Found:
+    """What a command reports on."""
+
+    findings = unused = ()
+    clean = True
+
+
+@pytest.mark.parametrize(
+    "values, code",
+    [({}, 0), ({"findings": 1, "clean": False}, 1), ({"clean": False}, 2), ({"unused": "x"}, 1)],
+)
+def test_exit_codes(values, code):
+    found = Found()
+    vars(found).update(values)
+    assert command._exit_code(found) == code
+
+
+TESTS = """
+import sys
+
+
+def test_jax():
+    import jax, numpy as np
+    from jax.sharding import Mesh, PartitionSpec as P
+
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    f = jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P("data"), out_specs=P("data"),
+                      check_vma=False)
+    jax.jit(jax.grad(lambda x: (f(x) ** 2).sum()))(np.ones((8, 16), np.float32))
+
+
+def test_nothing():
+    pass
+"""
+
+
+def test_pytest_judges_what_the_tests_compile(tmp_path):
+    (tmp_path / "test_it.py").write_text(TESTS)
+    flags = ["-p", "shardrules.checks.pytest_plugin", "-p", "no:cacheprovider", "--noconftest"]
+    flags += ["-p", "no:shardrules.pytest_plugin", "-q"]
+    pytest_ = ("-m", "pytest")
+    done = run(*flags, "--shardrules", "-n", "1", cwd=tmp_path, before=pytest_)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (
+        "2 passed" in done.stdout and "shardrules: programs that were compiled (gw0)" in done.stdout
+    )
+    assert "in test_it.py::test_jax" in done.stdout and "redundant" in done.stdout
+    here = run(*flags, "--shardrules", "-k", "nothing", cwd=tmp_path, before=pytest_)
+    assert here.returncode == 0 and "no test compiled a program with JAX" in here.stdout
+    # Without the option nothing of it is loaded, and jax is not.
+    (tmp_path / "test_it.py").write_text(
+        "import sys\n\n\ndef test_it():\n    assert 'jax' not in sys.modules\n"
+        "    assert 'shardrules.checks.watched' not in sys.modules\n"
+        "    assert 'shardrules.noted' not in sys.modules\n"
+    )
+    assert run(*flags, cwd=tmp_path, before=pytest_).returncode == 0

@@ -1,0 +1,56 @@
+"""Several programs in one report, in each format."""
+
+import json
+
+import pytest
+from hlo import text as T
+
+from shardrules import hlo, report
+from shardrules.costs import findings
+from shardrules.report import several
+
+
+def content(name, *operations, allow=None):
+    module = T.module("\n".join([T.parameter(T.DATA), *operations]))
+    judgement = hlo.judge(module, mesh={"data": 4, "model": 2})
+    return report.content(judgement, title=name, allow=findings.Allowances(allow))
+
+
+@pytest.fixture
+def found():
+    return several.gather(
+        [content("jit_small"), content("jit_<step>", T.all_reduce("%x"))],
+        [3, 1],
+        [("jit_broken", "it can't be read")],
+    )
+
+
+def test_the_costliest_first_and_what_has_no_collective_in_one_line(found):
+    text = several.plain(found)
+    assert text.startswith(
+        "5 programs compiled, 1 with collectives or other costs, 1 findings, 1 can't be judged\n"
+    )
+    assert [row[0] for row in found.rows] == ["jit_<step>"]
+    assert "3 more programs have no collective\n" in text
+    assert "  jit_broken: it can't be read\n" in text and not found.clean
+    assert found.contents[0].title == "jit_<step>"
+
+
+def test_formats_say_the_same(found):
+    data = json.loads(several.as_json(found))
+    assert [p["times"] for p in data["programs"]] == [1, 3] and not data["clean"]
+    assert data["failures"] == [{"program": "jit_broken", "reason": "it can't be read"}]
+    markdown = several.markdown(found)
+    assert "\n## jit_<step>\n" in markdown and markdown.startswith("# Programs\n")
+    page = several.page(found)
+    assert "jit_&lt;step&gt;" in page and "<step>" not in page and page.count("<iframe") == 1
+    assert several.plain(several.gather([content("jit_one")], [1])).startswith("1 program compiled")
+
+
+def test_an_allowance_may_match_in_one_program_alone():
+    allow = {"redundant all-reduce(model)": "issue 12", "all-gather(data)": "never"}
+    both = [content("a", T.all_reduce("%x"), allow=allow), content("b", allow=allow)]
+    found = several.gather(both, [1, 1])
+    assert found.unused == ("all-gather(data)",) and not found.clean
+    assert "all-gather(data)" in several.plain(found)
+    assert several.gather(both, [1, 1], missing=2).unused == ()  # the others may hold it

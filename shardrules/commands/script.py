@@ -87,9 +87,10 @@ def _module(name: str, rest: list[str]) -> Target:
     except (ImportError, ValueError) as error:
         raise ShardrulesError(f"can't find the module {name}: {error}") from error
     code = None
-    if spec is not None and hasattr(spec.loader, "get_code"):
+    get_code = getattr(spec.loader if spec else None, "get_code", None)
+    if spec is not None and get_code is not None:
         try:
-            code = spec.loader.get_code(spec.name)
+            code = get_code(spec.name)
         except (SyntaxError, ImportError) as error:
             raise ShardrulesError(f"can't read the module {name}: {error}") from error
     if spec is None or code is None or spec.origin is None:

@@ -144,7 +144,7 @@ def _begin() -> None:
 
 def _install(pxla: Any) -> None:
     try:
-        owners = [(pxla.MeshComputation, "compile", _compile)]
+        owners: list[tuple[Any, str, Any]] = [(pxla.MeshComputation, "compile", _compile)]
         if hasattr(pxla, "PmapComputation"):  # to JAX 0.9; after it pmap is a jit
             owners.append((pxla.PmapComputation, "compile", _compile))
         owners.append((pxla, "lower_sharding_computation", _lower))

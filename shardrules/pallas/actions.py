@@ -30,6 +30,7 @@ def _for(*names: str):
     "jax:pjit",
     "jax:closed_call",
     "jax:call",
+    "jax:eval_jaxpr",
     "jax:custom_jvp_call",
     "jax:custom_vjp_call",
     "jax:custom_vjp_call_jaxpr",
@@ -93,11 +94,12 @@ def _threads(walk, eqn, frame):
     # Warps of one thread (an mpmd_map from JAX 0.12 on): their axis is the kernel's own.
     params = eqn.params
     meshes = params["meshes"] if "meshes" in params else [params["mesh"]]
-    axes = {axis for mesh in meshes for axis in mesh_axes(mesh)} - walk.local_axes
-    walk.local_axes |= axes
+    outer = walk.local_axes, walk.core_axes
+    axes = {axis for mesh in meshes for axis in mesh_axes(mesh)}
+    walk.local_axes, walk.core_axes = (known | axes for known in outer)
     for jaxpr in params["jaxprs"] if "jaxprs" in params else [params["jaxpr"]]:
         walk.enter(jaxpr, frame, eqn.invars)
-    walk.local_axes -= axes
+    walk.local_axes, walk.core_axes = outer
 
 
 @_for("sc:parallel_loop")
@@ -211,9 +213,13 @@ def _copy_operands(eqn: Any) -> tuple[Any, list]:
 
 
 def _is_remote(walk: Walk, device: Any) -> bool:
-    """Whether a device id names another device, and not another core of this one."""
+    """Whether a device id names another device, and not another core of this one.
+
+    JAX takes an axis for the devices' wherever their mesh has one of that name, whatever the grid
+    or the cores' mesh calls its own (0.10.2 and 0.12.0.1).
+    """
     if isinstance(device, dict):
-        return not set(device) <= walk.local_axes
+        return not set(device) <= walk.core_axes - walk.names.device_axes()
     return device is not None
 
 

@@ -8,7 +8,7 @@ versions (``debug_barrier_p``: 0.10, ``debug_barrier``: 0.12).
 
 from __future__ import annotations
 
-__all__ = ["LOCAL", "PURE", "REFUSED", "REMOTE_TRANSFORMS", "TRANSFORMS"]
+__all__ = ["LOCAL", "MEETING", "PURE", "REFUSED", "REMOTE_TRANSFORMS", "TRANSFORMS"]
 
 
 def _family(family: str, names: str) -> frozenset[str]:
@@ -26,16 +26,16 @@ PURE = (
         conj conv_general_dilated convert_element_type copy copy_p cos cosh cumlogsumexp cummax
         cummin cumprod cumsum digamma div dot_general dynamic_slice dynamic_update_slice empty
         empty2 eq eq_to erf erf_inv erfc exp exp2 expm1 floor from_edtype gather ge gt igamma
-        igamma_grad_a igammac imag integer_pow iota iota_2x32_shape is_finite le le_to lgamma log
-        log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square
-        optimization_barrier or pad philox2x32 philox4x32 polygamma polynomial population_count pow
-        pvary ragged_dot_general random_clone random_wrap real reduce_and reduce_max reduce_min
-        reduce_or reduce_precision reduce_prod reduce_sum reduce_window_max reduce_window_min
-        reduce_window_sum reduce_xor regularized_incomplete_beta rem reshape rev round rsqrt
-        scatter scatter-max scatter-min select_n shift_left shift_right_arithmetic
-        shift_right_logical sign sin sinh slice sort split sqrt square squeeze stack stop_gradient
-        sub tan tanh threefry2x32 threefry4x32 tile to_edtype top_k transpose unstack xor
-        zeros_like zeta""",
+        igamma_grad_a igammac imag integer_pow iota iota_2x32_shape is_finite le le_to lgamma
+        log log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not
+        one_minus_square optimization_barrier or pad philox2x32 philox4x32 platform_index
+        polygamma polynomial population_count pow pvary ragged_dot_general random_clone
+        random_wrap real reduce_and reduce_max reduce_min reduce_or reduce_precision reduce_prod
+        reduce_sum reduce_window_max reduce_window_min reduce_window_sum reduce_xor
+        regularized_incomplete_beta relayout rem reshape rev round rsqrt scatter scatter-max
+        scatter-min select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+        slice sort split sqrt square squeeze stack stage stop_gradient sub tan tanh threefry2x32
+        threefry4x32 tile to_edtype top_k transpose unstack xor zeros_like zeta""",
     )
     | _family("state", "broadcast_to with_memory_space_constraint")
     # delay spends time and gives nothing back.
@@ -63,10 +63,11 @@ PURE = (
     | _family(
         "mgpu",
         """
-        _copysign async_prefetch commit_group commit_smem commit_tmem griddepcontrol_wait
-        layout_cast mma mosaic_gpu_reduce_max mosaic_gpu_reduce_min mosaic_gpu_reduce_prod
-        mosaic_gpu_reduce_sum print_layout set_max_registers set_max_registers_p wait_gmem_to_smem
-        wait_load_tmem wait_smem_to_gmem wgmma wgmma_accumulator_deref wgmma_accumulator_deref_p
+        _copysign async_prefetch commit_group commit_smem commit_tmem
+        griddepcontrol_launch_dependents griddepcontrol_wait layout_cast mma
+        mosaic_gpu_reduce_max mosaic_gpu_reduce_min mosaic_gpu_reduce_prod mosaic_gpu_reduce_sum
+        print_layout set_max_registers set_max_registers_p wait_gmem_to_smem wait_load_tmem
+        wait_smem_to_gmem wgmma wgmma_accumulator_deref wgmma_accumulator_deref_p
         wgmma_accumulator_store wgmma_accumulator_store_p wgmma_wait""",
     )
     | _family("triton", "debug_barrier debug_barrier_p max_contiguous")
@@ -94,6 +95,8 @@ _ASSEMBLY = ("inline code can read a clock or an SM's id", False)
 _TIMING = ("its answer depends on timing", False)
 _RACE = ("what it finds depends on which program comes first", False)
 
+MEETING = "devices meet at a barrier semaphore"
+
 # name -> (reason, whether it shows that the kernel communicates or reads its device's place).
 REFUSED = {
     "callback:*": ("it calls out of the kernel", False),
@@ -113,7 +116,7 @@ REFUSED = {
     "pallas:get_global": ("it lives on from one run of the kernel to the next", False),
     "pallas:semaphore_read": _TIMING,
     "sc:sc_fetch_and_add": _RACE,
-    "tpu:get_barrier_semaphore": ("devices meet at a barrier semaphore", False),
+    "tpu:get_barrier_semaphore": (MEETING, False),
     "triton:atomic_cas": _RACE,
     "triton:elementwise_inline_asm": _ASSEMBLY,
     "triton:elementwise_inline_asm_p": _ASSEMBLY,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shardrules.hooks.door.audit_names import AuditNames
-from shardrules.pallas.allowlist import LOCAL, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS
+from shardrules.pallas.allowlist import LOCAL, MEETING, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS
 
 __all__ = ["Blocker", "Frame", "Walk", "is_semaphore", "mesh_axes", "place_of"]
 
@@ -104,7 +104,8 @@ class Walk:
 
     Args:
       names: the door to JAX.
-      local_axes: axes that are the kernel's own (its grid, cores, threads), not the mesh's.
+      core_axes: axes of the cores or threads that the kernel runs on.
+      grid_axes: names that its grid has.
       kernel_place: ``file:line`` of the kernel.
       actions: what to do with a primitive that needs more than its name, from (walk, eqn, frame).
     """
@@ -112,13 +113,15 @@ class Walk:
     def __init__(
         self,
         names: AuditNames,
-        local_axes: Iterable[str],
+        core_axes: Iterable[str],
+        grid_axes: Iterable[str],
         kernel_place: str,
         actions: Mapping[str | None, Callable[[Walk, Any, Frame], None]],
     ):
         self.names = names
         self.actions = actions
-        self.local_axes = set(local_axes)
+        self.core_axes = frozenset(core_axes)
+        self.local_axes = self.core_axes | frozenset(grid_axes)  # not of the mesh of devices
         self.kernel_place = kernel_place
         self.blockers: list[Blocker] = []
         self._buffers: list[Buffer] = []
@@ -214,11 +217,13 @@ class Walk:
         for atom in eqn.invars:
             if self.is_ref(atom):
                 self.buffer_of(frame, atom).otherwise = True
+                if "barrier_semaphore" in str(getattr(atom.aval, "dtype", "")):
+                    self.block(eqn, MEETING)
         return self.is_local(eqn)
 
     def is_local(self, eqn: Any) -> bool:
         """Check the views of refs in an equation's parameters; block those of other devices."""
-        trees = [value for value in eqn.params.values() if hasattr(value, "node_data")]
+        trees = [one for value in eqn.params.values() for one in _trees(value)]
         problems = [problem for tree in trees for problem in self._strange_views(tree)]
         for name, remote in problems:
             self.block(
@@ -251,6 +256,15 @@ class Walk:
                     "its ref is also read or stored to in other ways, and the order of the two is "
                     "not fixed",
                 )
+
+
+def _trees(value: Any):
+    """Yield the trees that a parameter is or holds."""
+    if hasattr(value, "node_data"):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _trees(one)
 
 
 def _axes_of(eqn: Any) -> tuple[str, ...]:

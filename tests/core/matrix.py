@@ -40,9 +40,6 @@ VERSIONS = {
     "0.12.0.1": ("3.13", (), f"{CORE}; compiled for TPU (v5e, v5p) and GPU (H100, B200)"),
 }
 
-# Tests of figures and lists that were read off one JAX, 0.10.2: no other is measured by them.
-MEASURED = ("tests/kernels/test_kernels.py",)
-
 
 def table():
     """Return the README's table of versions."""

@@ -70,6 +70,21 @@ def remote_signal(x, o, semaphore):
     o[...] = x[...]
 
 
+def signal_along_data(x, o, semaphore):
+    """To JAX this is the axis of the mesh of devices, whatever the grid calls its own."""
+    pl.semaphore_signal(semaphore, 1, device_id={"data": 1})
+    o[...] = x[...]
+
+
+def copy_along_data(x, o, send, receive):
+    pltpu.async_remote_copy(x, o, send, receive, device_id={"data": 1}).wait()
+
+
+def wait_on_a_semaphore(x, o, semaphore):
+    pl.semaphore_wait(semaphore, 1)
+    o[...] = x[...]
+
+
 def barrier_semaphore(x, o):
     pl.semaphore_wait(pltpu.get_barrier_semaphore(), 1)
     o[...] = x[...]
@@ -158,6 +173,30 @@ def seed_in_the_first_step(counts, x, o):
     o[...] = x[...] + bits()
 
 
+def seed_of_the_device(x, o):
+    pltpu.prng_seed(lax.axis_index("data"))
+    o[...] = x[...] + bits()
+
+
+def seed_at_the_end_of_each_round(x, o):
+    def body(i, total):
+        total += bits()
+        pltpu.prng_seed(i)
+        return total
+
+    o[...] = lax.fori_loop(0, 3, body, x[...])
+
+
+def bits_in_a_condition(x, o):
+    o[...] = lax.while_loop(lambda _: bits()[0, 0] > 0, lambda v: v + 1, x[...])
+
+
+def bits_in_a_custom_jvp(x, o):
+    noisy = jax.custom_jvp(lambda v: v + bits())
+    noisy.defjvp(lambda p, t: (noisy(*p), t[0]))
+    o[...] = noisy(x[...])
+
+
 def seed_of_nothing(x, o):
     pltpu.prng_seed()
     o[...] = x[...] + bits()
@@ -236,6 +275,12 @@ def local_signal(x, o, semaphore):
     o[...] = x[...]
 
 
+def signal_along_cores(x, o, semaphore):
+    pl.semaphore_signal(semaphore, 1, device_id={"core": 1})
+    pl.semaphore_wait(semaphore, 1)
+    pltpu.sync_copy(x, o)
+
+
 def unused_place(x, o):
     lax.axis_index("data")
     o[...] = x[...]
@@ -279,6 +324,10 @@ def checked_and_printed(x, o):
     pl.debug_check(x[0, 0] > 0, "it is negative")
     pl.debug_print("x is {}", x[0, 0])
     o[...] = x[...]
+
+
+def by_platform(x, o):
+    o[...] = lax.platform_dependent(x[...], tpu=lambda v: 2 * v, default=lambda v: v + v)
 
 
 def place_in_the_grid(x, o):

@@ -21,6 +21,7 @@ from shardrules.hooks.door import audit_names
 from shardrules.pallas import actions, allowlist, audit, walk
 
 KERNELS = ("pallas_call", "core_map", "mpmd_map")
+pytestmark = pytest.mark.newest  # its kernels are traced by each JAX in its own words
 
 
 def jaxprs_in(value):
@@ -80,24 +81,34 @@ def handing_out_a_semaphore():
     )(jnp.zeros(k.ROWS))[0]
 
 
-def of_somebodys_generator():
-    """Call a kernel that draws from a key whose bits somebody's own function makes."""
-    fry = jax.random.key_impl(jax.random.key(0))
+def of_somebodys_generator(function, name):
+    """Call a kernel that draws from a key one of whose functions is somebody's own."""
     known = jax.extend.random.threefry_prng_impl
-    own = jax.extend.random.define_prng_impl(
-        key_shape=known.key_shape,
-        seed=known.seed,
-        split=known.split,
-        random_bits=lambda key, width, shape: known.random_bits(key, width, shape),
-        fold_in=known.fold_in,
-        name="somebodys",
+    functions = {n: getattr(known, n) for n in ("seed", "split", "random_bits", "fold_in")}
+    functions[function] = functools.wraps(functions[function])(
+        lambda *args: functions_of_jax[function](*args)
     )
-    assert fry != own
+    functions_of_jax = {function: getattr(known, function)}
+    own = jax.extend.random.define_prng_impl(key_shape=known.key_shape, name=name, **functions)
+    assert jax.random.key_impl(jax.random.key(0)) != own
 
     def kernel(x, o):
-        o[...] = x[...] + jax.random.uniform(jax.random.key(0, impl=own), k.ROWS)
+        key = jax.random.fold_in(jax.random.key(0, impl=own), 1)
+        o[...] = x[...] + jax.random.uniform(key, k.ROWS)
 
     return k.call(kernel)()
+
+
+def on_cores(kernel, axis, *scratch):
+    """Call a kernel on the tensor cores of a TPU, along an axis."""
+    cores = pltpu.create_tensorcore_mesh(axis, num_cores=2)
+    run = pl.kernel(kernel, out_type=k.X, mesh=cores, scratch_types=list(scratch))
+    return lambda: run(jnp.zeros(k.ROWS))
+
+
+def drawn():
+    """Draw an index of zero."""
+    return pltpu.prng_random_bits(k.ROWS)[0, 0] * 0
 
 
 # name -> (function that calls the kernel, the primitive named, what is said of it, whether it
@@ -132,6 +143,24 @@ REFUSED = {
         "semaphore_signal",
         "it signals a semaphore of another device",
         True,
+    ),
+    "signal along the mesh's axis, which is a grid's too": (
+        k.call(k.signal_along_data, grid=(("data", 2),), scratch_shapes=[k.REGULAR]),
+        "semaphore_signal",
+        "it signals a semaphore of another device",
+        True,
+    ),
+    "copy along the mesh's axis, which is a grid's too": (
+        k.call(k.copy_along_data, grid=(("data", 2),), **REMOTE),
+        "dma_start",
+        "it copies to or from another device",
+        True,
+    ),
+    "barrier semaphore in scratch": (
+        k.call(k.wait_on_a_semaphore, scratch_shapes=[pltpu.SemaphoreType.BARRIER]),
+        "semaphore_wait",
+        "devices meet at a barrier semaphore",
+        False,
     ),
     "barrier semaphore": (
         k.call(k.barrier_semaphore),
@@ -195,6 +224,21 @@ REFUSED = {
         PRNG,
         False,
     ),
+    "a seed of the device": (k.call(k.seed_of_the_device), "axis_index", PLACE, True),
+    "a seed at the end of each round": (
+        k.call(k.seed_at_the_end_of_each_round),
+        "prng_random_bits",
+        PRNG,
+        False,
+    ),
+    "bits in a loop's condition": (k.call(k.bits_in_a_condition), "prng_random_bits", PRNG, False),
+    "bits in a custom_jvp": (k.call(k.bits_in_a_custom_jvp), "prng_random_bits", PRNG, False),
+    "bits in an index map": (
+        k.call(k.copy, grid=(1,), in_specs=[pl.BlockSpec(k.ROWS, lambda i: (drawn(), 0))]),
+        "prng_random_bits",
+        PRNG,
+        False,
+    ),
     "a seed of nothing": (k.call(k.seed_of_nothing), "prng_seed", "it is given no seed", False),
     "a stateful key": (k.call(k.stateful_key), "random_bits", PRNG, False),
     "a stateful key in a branch": (
@@ -204,8 +248,14 @@ REFUSED = {
         False,
     ),
     "somebody's generator": (
-        of_somebodys_generator,
+        functools.partial(of_somebodys_generator, "random_bits", "somebodys"),
         "random_bits",
+        "its keys are of a generator that is not JAX's own",
+        False,
+    ),
+    "somebody's generator under JAX's name": (
+        functools.partial(of_somebodys_generator, "fold_in", "threefry2x32"),
+        "random_fold_in",
         "its keys are of a generator that is not JAX's own",
         False,
     ),
@@ -295,6 +345,8 @@ PROVEN = {
     "bits of a key": k.call(k.bits_of_a_key),
     "integer atomic": atomic(k.integer_atomic),
     "scratch filled if data says so": k.call(k.scratch_filled_if_data_says_so, **SCRATCH),
+    "signal along the cores": on_cores(k.signal_along_cores, "core", k.REGULAR),
+    "by platform": k.call(k.by_platform),
     "set in a value": k.call(k.set_in_a_value),
     "checked and printed": k.call(k.checked_and_printed),
     "nested": k.call(k.nested),
@@ -459,6 +511,22 @@ def test_a_jaxpr_that_breaks_the_audit_is_not_proven(monkeypatch):
     assert re.search(r"the audit can't read its jaxpr \(KeyError: 'tree'\)", blocker.reason)
 
 
+def test_values_of_somebodys_own_types_are_not_proven():
+    (eqn,) = kernels_in(jax.make_jaxpr(k.call(k.copy))().jaxpr)
+    high = eqn.params["jaxpr"].replace(is_high=True)
+    (blocker,) = pallas.audit_call("pallas_call", {**eqn.params, "jaxpr": high}, 1).blockers
+    assert "values of somebody's own types" in blocker.reason
+
+
+def test_an_axis_of_the_devices_is_theirs_whatever_the_cores_call_theirs(cpu_mesh, hooks):
+    def placed(run):
+        jax.eval_shape(jax.shard_map(run, mesh=cpu_mesh, in_specs=(), out_specs=P()))
+
+    placed(on_cores(k.signal_along_cores, "core", k.REGULAR))
+    with pytest.raises(errors.UnknownKernelError, match="it signals a semaphore of another device"):
+        placed(on_cores(k.signal_along_data, "data", k.REGULAR))
+
+
 def test_the_work_is_bounded(monkeypatch):
     monkeypatch.setattr(walk, "_MOST_EQUATIONS", 3)
     (blocker,) = audited(k.call(k.nested)).blockers
@@ -491,7 +559,7 @@ def test_a_missing_name_of_jax_is_said(monkeypatch):
 OTHER_VERSIONS = set(
     """
     jax:call jax:checkpoint jax:closed_call jax:copy_p jax:custom_vjp_call_jaxpr jax:log2
-    jax:one_minus_square jax:pjit jax:polynomial mgpu:barrier_arrive_and_wait mgpu:inline_mgpu
+    jax:one_minus_square jax:pjit jax:polynomial jax:relayout mgpu:barrier_arrive_and_wait mgpu:inline_mgpu
     mgpu:inline_mgpu_p mgpu:mma mgpu:mosaic_gpu_reduce_max mgpu:mosaic_gpu_reduce_min
     mgpu:mosaic_gpu_reduce_prod mgpu:mosaic_gpu_reduce_sum mgpu:set_max_registers
     mgpu:set_max_registers_p mgpu:store mgpu:wait_gmem_to_smem mgpu:wgmma_accumulator_deref

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from shardrules.hooks.calls.opaque import confirm, find_rule, resolve, types_of
@@ -51,7 +52,11 @@ class Lowering:
             confirm(known, self.state, primitive.name, params, count)
             if params.get("interpret"):
                 return self._interpret(original, ctx, *operands, **params)
-            results = original(ctx, *operands, **params)
+            # A kernel is traced without the check, and so is what JAX traces of it here: from
+            # JAX 0.12 a signal's device id, where Mosaic would else meet a cast.
+            a_kernel = primitive is self.jax.pallas_call_p
+            with self.jax.unchecked() if a_kernel else contextlib.nullcontext():
+                results = original(ctx, *operands, **params)
             self._tag(ctx, known, operands, results)
             return results
 

@@ -372,6 +372,7 @@ class MeshKernelHooks(Hooks):
             known.found,
             inputs,
             layout.count,
+            known.audit,
         )
         return resolution, layout.types(resolution.outputs, inputs)
 

@@ -101,10 +101,20 @@ class AuditNames:
         generator = getattr(getattr(aval, "dtype", None), "_impl", None)
         if generator is None:
             return None
-        module = getattr(getattr(generator, "random_bits", None), "__module__", "")
-        if generator.name in _PURE_GENERATORS and module.startswith("jax._src."):
+        # Not their __module__, which functools.wraps copies.
+        functions = [getattr(generator, one) for one in ("seed", "split", "random_bits", "fold_in")]
+        modules = [getattr(f, "__globals__", {}).get("__name__", "") for f in functions]
+        ours = all(module.startswith("jax._src.") for module in modules)
+        if ours and generator.name in _PURE_GENERATORS:
             return "pure"
-        return "stateful" if generator.name == "_pallas_internal_stateful" else "unknown"
+        return "stateful" if ours and generator.name == "_pallas_internal_stateful" else "unknown"
+
+    def device_axes(self) -> frozenset[str]:
+        """Return the axes of the mesh of devices that is traced for."""
+        import jax
+
+        mesh = getattr(jax.sharding, "get_abstract_mesh", tuple)()  # from JAX 0.5
+        return frozenset(getattr(mesh, "axis_names", ()))
 
     def view(self, cls: type) -> str | None:
         """Return ``family:ClassName`` of a view of a ref; None for a class of somebody else."""

@@ -113,8 +113,8 @@ class AuditNames:
         """Return the axes of the mesh of devices that is traced for."""
         import jax
 
-        mesh = getattr(jax.sharding, "get_abstract_mesh", tuple)()  # from JAX 0.5
-        return frozenset(getattr(mesh, "axis_names", ()))
+        current = getattr(jax.sharding, "get_abstract_mesh", None)  # from JAX 0.5
+        return frozenset(() if current is None else current().axis_names)
 
     def view(self, cls: type) -> str | None:
         """Return ``family:ClassName`` of a view of a ref; None for a class of somebody else."""

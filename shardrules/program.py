@@ -10,9 +10,19 @@ from typing import Any, NamedTuple
 
 from shardrules import hlo
 from shardrules.errors import HloSyntaxError, NotInstalledError, ShardrulesError
+from shardrules.hlo.reader import files
 from shardrules.registry.table import Registry
 
-__all__ = ["Program", "judge", "judge_logical", "judged", "matching", "read", "read_text"]
+__all__ = [
+    "Program",
+    "judge",
+    "judge_logical",
+    "judged",
+    "matching",
+    "read",
+    "read_file",
+    "read_text",
+]
 
 _STABLEHLO = re.compile(r"\s*(?:#\w+ = [^\n]*\n\s*)*module\b[^\n]*(?:@|attributes|\{)")
 
@@ -98,7 +108,7 @@ def judge_logical(
     Raises:
       ShardrulesError: the program is compiled already.
     """
-    if isinstance(program, (str, pathlib.Path)):
+    if isinstance(program, (str, os.PathLike)):
         found = read(program, args, kwargs)
         return hlo.judge(hlo.parse(found.text, name=found.name), mesh=mesh, unpartitioned=True)
     if hasattr(program, "as_text") and hasattr(program, "compile"):
@@ -148,6 +158,36 @@ def read_text(text: str, name: str) -> str:
     return text
 
 
+def read_file(path: pathlib.Path) -> Program:
+    """Read a file with HLO text, gzip's too.
+
+    Raises:
+      HloSyntaxError: it is StableHLO text.
+      HloError: it is cut off, binary, or not UTF-8.
+      ShardrulesError: there is no such file, or it can't be read.
+    """
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:  # a ValueError for a name with a NUL
+        why = getattr(error, "strerror", None) or error
+        raise ShardrulesError(f"can't read {path}: {why}", path=path) from error
+    return Program(read_text(files.decode(data, str(path)), str(path)), str(path), None)
+
+
+def _text(text: str) -> str:
+    """Return text, unless it is one line that reads as nothing: the name of a missing file."""
+    if text.strip() and "\n" not in text and not text.startswith("HloModule"):
+        try:
+            hlo.parse(text)
+        except HloSyntaxError:
+            raise ShardrulesError(
+                f"there is no file {text[:200]!r} here ({os.getcwd()}), and it is not HLO text "
+                "either; pass the path of a file that is there, or what compiled.as_text() returns",
+                program=text,
+            ) from None
+    return text
+
+
 def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Program:
     """Find compiled HLO in a program.
 
@@ -157,19 +197,9 @@ def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     """
     kwargs = dict(kwargs or {})
     if isinstance(program, str) and ("\n" in program or not os.path.exists(program)):
-        return Program(read_text(_alone(program, args, kwargs), "<text>"), "<text>", None)
-    if isinstance(program, (str, pathlib.Path)):
-        path = _alone(pathlib.Path(program), args, kwargs)
-        try:
-            return Program(read_text(path.read_text(), str(path)), str(path), None)
-        except OSError as error:
-            raise ShardrulesError(f"can't read {path}: {error.strerror}", path=path) from error
-        except UnicodeDecodeError as error:
-            raise ShardrulesError(
-                f"{path} is not text (byte {error.start}): a serialized program can't be read "
-                "from a file; write compiled.as_text() to it",
-                path=path,
-            ) from error
+        return Program(read_text(_text(_alone(program, args, kwargs)), "<text>"), "<text>", None)
+    if isinstance(program, (str, os.PathLike)):
+        return read_file(_alone(pathlib.Path(program), args, kwargs))
     if isinstance(program, (bytes, bytearray, memoryview)):
         raise ShardrulesError(
             f"{type(program).__name__} is serialized, and no text of HLO; for "

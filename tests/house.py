@@ -31,7 +31,7 @@ ARROWS = {
     "checks": {"errors", "registry", "hlo", "costs", "report", "program", "hooks", "noted"},
     "testing": {"errors", "registry", "hlo", "costs", "report", "program", "checks", "hooks"},
     "aot": {"errors"},
-    "commands": {"errors", "hlo", "costs", "report", "program", "noted"},
+    "commands": {"errors", "registry", "hlo", "costs", "report", "program", "noted"},
     "__main__": {"errors", "commands"},
     # The roof: it names all for type checkers, and tells what is below what calls it.
     "__init__": {

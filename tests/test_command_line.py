@@ -1,5 +1,6 @@
 """The command line, in a process in which jax can't be imported."""
 
+import gzip
 import json
 import pathlib
 import re
@@ -26,11 +27,11 @@ NO_JAX = (
 def run(*args, stdin="", cwd=None):
     done = subprocess.run(
         [sys.executable, "-c", NO_JAX, *map(str, args)],
-        input=stdin,
+        input=stdin if isinstance(stdin, bytes) else stdin.encode(),
         capture_output=True,
-        text=True,
         cwd=cwd,
     )
+    done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
@@ -86,7 +87,18 @@ def test_exit_codes_of_verify(tmp_path):
             "shardrules: stdin is StableHLO or another MLIR module, which no compiler has partitioned "
             "yet; pass f.lower(...).compile().as_text()\n  line 1, column 1:",
         ),
-        (["verify", "."], "", "shardrules: can't read .: Is a directory"),
+        (["verify", "."], "", "shardrules: . holds no text of a compiled program (no *after_opt"),
+        (["verify", "*.hlo"], "", "shardrules: no file matches *.hlo"),
+        (
+            ["verify", "-"],
+            "HloModule m\n\nENTRY %e () -> f32[] {\n  %c = f32[] const",
+            "stdin is cut",
+        ),
+        (
+            ["verify", "-"],
+            "HloModule m\n\n%f () -> f32[] {\n  %c = f32[] constant(1)\n",
+            "is cut of",
+        ),
         (["verify"], "", "shardrules: the following arguments are required: FILE"),
         (["verify", UVW, UVW], "", "shardrules: unrecognized arguments: " + UVW),
         (["diff", UVW], "", "shardrules: the following arguments are required: B"),
@@ -105,7 +117,19 @@ def test_exit_codes_of_verify(tmp_path):
         (["verify", UVW, "--form=json"], "", "unrecognized arguments: --form=json"),
         (["verify", UVW, "--flagfile=x"], "", "unrecognized arguments: --flagfile=x"),
         (["verify", UVW, "--undefok=x"], "", "unrecognized arguments: --undefok=x"),
-        (["diff", UVW, UVW, "--format=json"], "", "unrecognized arguments: --format=json"),
+        (["diff", UVW, UVW, "--format=pdf"], "", "argument --format: invalid choice: 'pdf'"),
+        (["verify", UVW, "--rule=mine"], "", "--rule=mine is no rule; write --rule='kernel=no_com"),
+        (["verify", UVW, "--rule=k=no_comunication"], "", "did you mean 'no_communication'?"),
+        (
+            ["verify", UVW, "--rule=k=all_gather"],
+            "",
+            "all_gather takes mesh axes, --rule='k=all_ga",
+        ),
+        (
+            ["verify", UVW, "--rule=k=no_communication(a)"],
+            "",
+            "no_communication takes no mesh axes",
+        ),
         (["diff", UVW, UVW, "--strict"], "", "unrecognized arguments: --strict"),
         (["verify", UVW, MESH, MESH], "", "shardrules: --mesh was given twice; give it once"),
         (
@@ -140,12 +164,96 @@ def test_what_cant_be_read_exits_with_2(args, stdin, message, tmp_path):
     assert message in done.stderr
 
 
-def test_binary_files_exit_with_2(tmp_path):
+WHOLE = clean_module().encode()
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (
+            b"\x0a\x05jit_f\x12\x00\x1a",
+            "is binary, a protocol buffer or a serialized program, and no",
+        ),
+        (b"HloModule m\x00", "is binary"),
+        (
+            b"ML\xefR\x0dStableHLO",
+            "is MLIR bytecode, and no text of HLO; pass text: compiled.as_te",
+        ),
+        (
+            clean_module().encode("utf-16"),
+            "is UTF-16; write it as UTF-8: iconv -f UTF-16 -t UTF-8 ",
+        ),
+        (clean_module().encode("utf-32"), "is UTF-32; write it"),
+        (b"HloModule m\n// caf\xe9\n", "is not UTF-8: byte 0xe9 in line 2 can't stand there; wri"),
+        (gzip.compress(WHOLE)[:-20], "is cut off: its gzip data has no end"),
+        (gzip.compress(WHOLE)[:9] + b"\xff" * 99, "is damaged: gzip says "),
+        (gzip.compress(WHOLE[: len(WHOLE) // 2]), "is cut off: "),
+        (WHOLE[:-2], "is cut off: the text ends inside computation 'main': '}' is missing"),
+        (WHOLE.replace(b"ENTRY %main () -> f32[] {\n", b"ENTRY %main (\n"), "program.bin: "),
+        (b"", "is empty"),
+    ],
+)
+def test_a_file_that_cant_be_judged_says_what_it_is(data, message, tmp_path):
     path = tmp_path / "program.bin"
-    path.write_bytes(b"\xff\xfe\x00")
+    path.write_bytes(data)
     done = run("verify", path)
-    assert done.returncode == 2
-    assert "is not text (byte 0): a serialized program can't be read from a file" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr and "program.bin" in done.stderr
+
+
+def test_gzip_is_read(tmp_path):
+    path = tmp_path / "clean.hlo.gz"
+    path.write_bytes(gzip.compress(WHOLE))
+    assert run("verify", path).returncode == 0
+    done = run("verify", "-", stdin=gzip.compress(WHOLE))
+    assert done.returncode == 0 and "stdin: 8 devices" in done.stdout
+
+
+def test_text_behind_a_whole_module_is_not_called_cut(tmp_path):
+    path = tmp_path / "step.hlo"
+    path.write_text(clean_module() + "Done.\n")
+    done = run("verify", path)
+    assert done.returncode == 2 and "step.hlo: " in done.stderr and "cut" not in done.stderr
+
+
+TPU_COPY = str(DATA / "tpu_copy.hlo")
+
+
+@pytest.mark.parametrize(
+    "name", ["*", "*/pallas_call", "shard_map", "jit(<lambda>)/*jvp*/shard_map/pallas_call"]
+)
+def test_a_rule_is_given_by_op_name_where_the_text_has_no_kernel_s_name(name):
+    done = run("verify", TPU_COPY, MESH)
+    assert done.returncode == 1 and "; 1 unproven\n" in done.stdout
+    assert (
+        "take '--rule=jit(<lambda>)/transpose(jvp())/shard_map/pallas_call=no_communication', if"
+    ) in done.stdout
+    done = run("verify", TPU_COPY, MESH, f"--rule={name}=no_communication")
+    assert "; 1 redundant\n" in done.stdout and done.stderr == ""
+    assert f"declared at --rule={name}=no_communication" in done.stdout
+
+
+def test_a_rule_that_matches_nothing_says_so(tmp_path):
+    done = run("verify", TPU_COPY, MESH, "--rule=copy_kernel=no_communication")
+    assert done.returncode == 1
+    assert (
+        "shardrules: --rule=copy_kernel=no_communication matches no kernel; without a rule: "
+        "jit(<lambda>)/jvp()/shard_map/pallas_call, jit(<lambda>)/transpose(jvp())/shard_map/pal"
+    ) in done.stderr
+    (tmp_path / "our_rules.py").write_text(
+        "import shardrules\nshardrules.register('mime', shardrules.no_communication)\n"
+    )
+    done = run("verify", "-", "--rules=our_rules", stdin=kernel_module(), cwd=tmp_path)
+    assert "--rules=our_rules matches no kernel; did you mean 'mine'?" in done.stderr
+    done = run("verify", UVW, MESH, "--rule=k=no_communication")
+    assert "matches no kernel; none is without a rule" in done.stderr
+
+
+def test_a_rule_by_op_name_is_not_for_kernels_that_have_a_name():
+    """Where the text tells the kernel's name, the scope around it is no name of it."""
+    text = kernel_module().replace('"mine"', '"mine", metadata={op_name="jit(f)/scope/mine_call"}')
+    done = run("verify", "-", "--rule=scope=no_communication", stdin=text)
+    assert done.returncode == 1 and "; 1 unproven\n" in done.stdout
 
 
 def test_rules_come_from_a_module(tmp_path):
@@ -210,11 +318,30 @@ def test_diff_of_two_programs(tmp_path):
     done = run("diff", one, "-", MESH, stdin=other.read_text())
     assert done.returncode == 1
     assert done.stdout == (
-        f"- {one}: 1, 32 B, 32 wire bytes\n+ -: 3, 96 B, 112 wire bytes\n\n"
+        "- one: 1, 32 B, 32 B on the wire\n+ stdin: 3, 96 B, 112 B on the wire\n\n"
         "+ unknown all-reduce(data) f32: 1, 32 B\n"
         "~ unknown all-reduce(model) f32: grew from 1, 32 B to 2, 64 B\n"
     )
     assert run("diff", one, "missing").returncode == 2
+    found = json.loads(run("diff", one, other, MESH, "--format=json").stdout)
+    assert [change["status"] for change in found["changes"]] == ["came", "grew"]
+    assert (found["before"]["title"], found["after"]["total"]["count"]) == ("one", 3)
+    done = run("diff", one, other, MESH, "--format=markdown")
+    assert "| came: unknown all-reduce(data) f32 |  | 1, 32 B |\n" in done.stdout
+    path = tmp_path / "d.html"
+    assert run("diff", one, other, MESH, "--format=html", "--output", path).returncode == 1
+    assert path.read_text().startswith("<!doctype html>") and "grew" in path.read_text()
+    done = run("diff", one, one, MESH, "--format=markdown")
+    assert done.returncode == 0 and "The same collectives: 1, 32 B." in done.stdout
+
+
+def test_a_folder_has_one_program_for_diff(tmp_path):
+    for name in ("a.hlo", "b.hlo"):
+        (tmp_path / name).write_text(clean_module())
+    done = run("diff", tmp_path, UVW)
+    assert done.returncode == 2 and "holds 2 programs; give one of them: " in done.stderr
+    (tmp_path / "b.hlo").unlink()
+    assert run("diff", tmp_path, tmp_path / "a.hlo").returncode == 0
 
 
 def test_diff_compares_the_groups_themselves(tmp_path):
@@ -296,9 +423,9 @@ def test_help_names_the_commands_and_flags():
     of_verify, of_diff = (run(name, "--help").stdout for name in ("verify", "diff"))
     for word in ("FILE", "--rules", "--strict", "--mesh", "--allow", "--format", "--output"):
         assert word in of_verify
-    for word in ("A B", "--rules", "--mesh", "--output"):
+    for word in ("A B", "--rules", "--mesh", "--output", "--format"):
         assert word in of_diff
-    for word in ("--flagfile", "--undefok", "--helpfull", "--strict", "--format"):
+    for word in ("--flagfile", "--undefok", "--helpfull", "--strict"):
         assert word not in of_diff
 
 

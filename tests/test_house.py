@@ -150,7 +150,7 @@ def test_the_test_of_arrows_can_fail(part, source):
 
 
 # The docstrings of these copy a fact from JAX and say from where; a test compares the two.
-CITED = {"table.py": "jax._src.interpreters.mlir.sanitize_name"}
+CITED = {"registration.py": "jax._src.interpreters.mlir.sanitize_name"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

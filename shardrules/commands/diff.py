@@ -1,12 +1,14 @@
 """Compare two programs' collectives; exit 1 if any came, went, grew or shrank.
 
-A and B hold compiled HLO text (``compiled.as_text()``, or files of ``--xla_dump_to``); - is stdin.
+A and B hold compiled HLO text (``compiled.as_text()``, or files of ``--xla_dump_to``, gzip's too);
+- is stdin.
 """
 
 from __future__ import annotations
 
 import argparse
 
+from shardrules import report
 from shardrules.commands import reading
 from shardrules.costs import accounts
 from shardrules.errors import ShardrulesError
@@ -19,24 +21,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="A", help="compiled HLO text, or - for stdin")
     parser.add_argument("after", metavar="B", help="the other program")
     reading.add_arguments(parser)
+    parser.add_argument(
+        "--format",
+        action=reading.Once,
+        choices=list(report.DIFFS),
+        default="text",
+        help="how the differences are written",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the differences, and return whether there are any."""
-    files = arguments.before, arguments.after
-    if files.count("-") > 1:
+    given = arguments.before, arguments.after
+    if given.count("-") > 1:
         raise ShardrulesError("only one of the two programs can be read from stdin")
-    before, after = (accounts.of(reading.judge(file, arguments)) for file in files)
+    found = reading.judged(given, arguments, each_alone=True)
+    names = [one.name for one in found]
+    if names[0] == names[1]:
+        names = list(given)
+    before, after = (report.content(one.judgement, title=n) for one, n in zip(found, names))
     changes = accounts.compare(
-        accounts.grouped(before, groups=True), accounts.grouped(after, groups=True)
+        accounts.grouped(before.account, groups=True), accounts.grouped(after.account, groups=True)
     )
-    if not changes:
-        reading.write(f"the same collectives: {before.total}\n", arguments)
-        return reading.CLEAN
-    lines = [
-        f"- {files[0]}: {before.total}, {before.total.wire_bytes} wire bytes",
-        f"+ {files[1]}: {after.total}, {after.total.wire_bytes} wire bytes",
-        "",
-    ]
-    reading.write("\n".join([*lines, *map(str, changes)]) + "\n", arguments)
-    return reading.FOUND
+    reading.write(report.DIFFS[arguments.format](before, after, changes), arguments)
+    return reading.FOUND if changes else reading.CLEAN

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import pathlib
 import sys
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from shardrules import hlo, program
+from shardrules.commands import files, rules
 from shardrules.errors import ShardrulesError
+from shardrules.hlo.reader.files import decode
 
-__all__ = ["CLEAN", "FOUND", "Once", "add_arguments", "judge", "mesh_of", "title", "write"]
+__all__ = [
+    "CLEAN",
+    "FOUND",
+    "UNUSABLE",
+    "Judged",
+    "Once",
+    "add_arguments",
+    "judged",
+    "mesh_of",
+    "say",
+    "title",
+    "write",
+]
 
-CLEAN, FOUND = 0, 1  # exit codes; 2 is __main__'s
+CLEAN, FOUND, UNUSABLE = 0, 1, 2  # exit codes
 
 
 class Once(argparse.Action):
@@ -43,37 +57,84 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="axis names and sizes in the order of the devices: data=4,model=2; taken from the "
         "text's tags or mesh notation if it has any",
     )
-    parser.add_argument(
-        "--rules",
-        metavar="MODULE",
-        action="append",
-        default=[],
-        help="a module to import that registers rules for kernels; may be repeated",
-    )
+    rules.add_arguments(parser)
     parser.add_argument(
         "--output", action=Once, metavar="FILE", help="write there instead of to stdout"
     )
 
 
-def judge(file: str, arguments: argparse.Namespace) -> hlo.Judgement:
-    """Read a program and judge it under the rules and the mesh that the flags name.
+class Judged(NamedTuple):
+    """What became of one program.
+
+    Attributes:
+      name: the file, or ``stdin``.
+      result: the verdicts, or why there are none.
+    """
+
+    name: str
+    result: hlo.Judgement | ShardrulesError
+
+    @property
+    def judgement(self) -> hlo.Judgement:
+        """Give the verdicts; raises where there are none."""
+        if isinstance(self.result, ShardrulesError):
+            raise self.result
+        return self.result
+
+
+def judged(
+    given: Sequence[str], arguments: argparse.Namespace, each_alone: bool = False
+) -> list[Judged]:
+    """Read the programs that arguments name, and judge each by the flags' rules and mesh.
+
+    What was left out of a folder, and which rules matched no kernel, is said on stderr.
 
     Args:
-      file: its path, or ``-`` for stdin.
+      given: files, patterns, folders, ``-`` for stdin.
       arguments: the command's.
+      each_alone: each of the names is one program, the same one twice if need be.
+
+    Raises:
+      ShardrulesError: a lone program can't be judged, or what is given names no program.
     """
     mesh = mesh_of(arguments.mesh)
-    for name in arguments.rules:
-        _import(name)
-    if file == "-":
+    registry = rules.Rules(arguments)
+    paths, notes = [], []
+    for names in [[name] for name in given] if each_alone else [given]:
+        chosen, said = files.chosen(names)
+        if each_alone and len(chosen) > 1:
+            raise ShardrulesError(
+                f"{names[0]} holds {len(chosen)} programs; give one of them: {', '.join(chosen)}"
+            )
+        paths += chosen
+        notes += said
+    for note in notes:
+        say(note)
+    found = []
+    for path in paths:
         try:
-            text = sys.stdin.buffer.read().decode()
-        except UnicodeDecodeError as error:
-            raise ShardrulesError(f"stdin is not text (byte {error.start})") from error
-        found = program.Program(program.read_text(text, "stdin"), "stdin", None)
-    else:
-        found = program.read(pathlib.Path(file))
-    return program.judged(found, mesh=mesh)
+            found.append(Judged(title(path), _judge(path, registry, mesh)))
+        except ShardrulesError as error:
+            if len(paths) == 1 or each_alone:
+                raise
+            found.append(Judged(title(path), error))
+    for line in registry.unused([j for _, j in found if isinstance(j, hlo.Judgement)]):
+        say(line)
+    return found
+
+
+def _judge(path: str, registry: Any, mesh: Mapping[str, int] | None) -> hlo.Judgement:
+    if path == "-":
+        text = decode(sys.stdin.buffer.read(), "stdin")
+        return program.judged(
+            program.Program(program.read_text(text, "stdin"), "stdin", None), registry, mesh
+        )
+    return program.judged(program.read_file(pathlib.Path(path)), registry, mesh)
+
+
+def say(line: str) -> None:
+    """Write a line that is not the report's to stderr."""
+    print(f"shardrules: {line}", file=sys.stderr)
 
 
 def title(file: str) -> str:
@@ -105,16 +166,3 @@ def mesh_of(text: str | None) -> dict[str, int] | None:
             raise ShardrulesError(f"--mesh={text} is no mesh; write --mesh=data=4,model=2")
         mesh[name] = int(size)
     return mesh
-
-
-def _import(name: str) -> None:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        importlib.import_module(name)
-    except ShardrulesError:
-        raise
-    except Exception as error:  # the module is the user's, and raises what it likes
-        raise ShardrulesError(
-            f"--rules={name} can't be imported: {type(error).__name__}: {error}"
-        ) from error

@@ -51,12 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def content(arguments: argparse.Namespace) -> report.Content:
     """Judge the file as the flags say."""
     allow = findings.Allowances(dict(_allowance(text) for text in arguments.allow))
-    return report.content(
-        reading.judge(arguments.file, arguments),
-        title=reading.title(arguments.file),
-        strict=arguments.strict,
-        allow=allow,
-    )
+    (one,) = reading.judged([arguments.file], arguments)
+    return report.content(one.judgement, title=one.name, strict=arguments.strict, allow=allow)
 
 
 def written(found: report.Content, arguments: argparse.Namespace) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import shlex
 from collections.abc import Iterable, Mapping
 
 from shardrules import hlo
@@ -64,10 +65,14 @@ def advice(verdict: hlo.Verdict) -> str:
                 "@shardrules.no_communication above its def, or "
                 f"shardrules.register({names[0]!r}, shardrules.no_communication)"
             )
-        if any(b.target for b in verdict.blockers):
+        calls = [b for b in verdict.blockers if b.target]
+        if calls:
+            name = calls[0].where.partition(" (")[0]
+            rule = shlex.quote(f"--rule={name}=no_communication")
             return (
                 "trace the program after shardrules.install(), with a rule for the kernel: "
                 "its custom call then says in the compiled text what it does"
+                + (f"; for this text the commands take {rule}, if that is so" if name else "")
             )
         if any("no sharding" in b.what for b in verdict.blockers):
             return (

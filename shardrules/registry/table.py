@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
 import importlib
 import importlib.metadata
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +17,15 @@ from typing import Any
 from shardrules.errors import RegistrationError
 from shardrules.registry.binding import caller_place
 from shardrules.registry.builtin import no_communication
-from shardrules.registry.rule import AnyRule, Rule, as_rule
+from shardrules.registry.registration import (
+    PROVEN,
+    Overlay,
+    Registration,
+    is_again,
+    matches_op_name,
+    normalise,
+)
+from shardrules.registry.rule import AnyRule, as_rule
 from shardrules.registry.shipped import SHIPPED
 
 __all__ = [
@@ -34,74 +40,6 @@ __all__ = [
 ]
 
 ENTRY_POINTS = "shardrules.rules"
-
-# What the status ``audited`` stands for. A kernel is well formed if its result on one device is
-# determined by its operands: check_rule looks into that, no audit does.
-PROVEN = "proven to depend on its operands alone, if it is well formed"
-
-
-@dataclasses.dataclass(frozen=True)
-class Registration:
-    """One declaration.
-
-    Args:
-      name: what it is for: a kernel name, an FFI target, a primitive's name; ``module:name``; or
-        a pattern of ``*``, ``?`` and ``[...]``.
-      rule: its rule.
-      where: ``file:line`` of the declaration.
-      status: ``declared`` (somebody says so) or ``audited`` (the kernel's own jaxpr proves it).
-      library: the distribution that ships it, or empty for the user's own.
-      target: the primitive object that it is for alone, or None.
-      is_ffi: whether it is for FFI targets alone: no Python function stands behind them.
-    """
-
-    name: str
-    rule: Rule
-    where: str
-    status: str = "declared"
-    library: str = ""
-    target: Any = None
-    is_ffi: bool = False
-
-    @property
-    def is_pattern(self) -> bool:
-        """Whether the name is a pattern."""
-        return any(c in self.name for c in "*?[")
-
-    def matches(self, name: str, module: str) -> bool:
-        """Return whether this is for the kernel ``name`` of ``module``, both normalised."""
-        of, _, bare = self.name.rpartition(":")
-        if of and not fnmatch.fnmatchcase(module, of):
-            return False
-        if self.is_pattern:
-            return fnmatch.fnmatchcase(name, bare)
-        return normalise(bare) == name
-
-    def __str__(self) -> str:
-        by = f" by {self.library}" if self.library else ""
-        return f"{self.rule!r} for {self.name!r}, {self.status}{by} at {self.where}"
-
-
-def _is_again(known: Registration, entry: Registration) -> bool:
-    """Whether a declaration is that of the same line, which ran before: in a notebook's cell."""
-    same = known.rule == entry.rule or known.rule.is_written_as(entry.rule)
-    return same and (known.where, known.library) == (entry.where, entry.library)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Overlay:
-    """The declarations of one ``with rules(...)``; equal to itself alone."""
-
-    entries: tuple[Registration, ...]
-
-
-def normalise(name: str) -> str:
-    """Return a kernel name as compiled programs print it.
-
-    Pallas lowers the name ``foo bar/1`` as ``foo_bar_1``
-    (``jax._src.interpreters.mlir.sanitize_name`` of JAX 0.10.2; a test compares the two).
-    """
-    return re.sub(r"[^\w.-]", "_", name)
 
 
 class _Here(threading.local):
@@ -159,7 +97,9 @@ class Registry:
 
     # Declaring.
 
-    def register(self, name: Any, rule: AnyRule, *, replace: bool = False) -> Registration:
+    def register(
+        self, name: Any, rule: AnyRule, *, replace: bool = False, where: str = ""
+    ) -> Registration:
         """Declare the rule of every kernel called ``name``.
 
         Args:
@@ -168,6 +108,7 @@ class Registry:
             and ``[...]``; or a primitive itself.
           rule: a shardrules rule, or a function from a RuleContext to one AxisType per output.
           replace: take the place of an earlier declaration of the same name.
+          where: where it is declared, for messages; the caller's line if empty.
 
         Returns:
           The registration.
@@ -177,7 +118,7 @@ class Registry:
             that runs again (a notebook's cell) takes its own place.
           RuleError: if ``rule`` is not a rule.
         """
-        return self._add(self._entry(name, rule, caller_place()), replace)
+        return self._add(self._entry(name, rule, where or caller_place()), replace)
 
     @staticmethod
     def _entry(name: Any, rule: Any, where: str, library: str = "") -> Registration:
@@ -204,7 +145,7 @@ class Registry:
         key = self._key(entry)
         with self._lock:
             known = self._entries.get(key)
-            if known is not None and not replace and not _is_again(known, entry):
+            if known is not None and not replace and not is_again(known, entry):
                 raise RegistrationError(
                     f"kernel {entry.name!r} has a rule already:\n"
                     f"  {known.rule!r} at {known.where}\n  {entry.rule!r} at {entry.where}\n"
@@ -456,13 +397,35 @@ class Registry:
                 return found
         return None
 
-    def names(self) -> tuple[str, ...]:
-        """Return the names that the user gave a rule, sorted; not those that libraries ship."""
+    def find_by_op_name(self, op_name: str) -> Registration | None:
+        """Return the user's declaration for a kernel of which a compiled text tells no name.
+
+        Args:
+          op_name: JAX's name for the call, ``jit(step)/jit(attention)/pallas_call``. A
+            declaration's name is it, or a pattern of all of it, or the scope nearest to the call
+            (``attention``).
+
+        Raises:
+          RegistrationError: if two declarations that match disagree and neither wins.
+        """
+        scopes = [overlay.entries for overlay in reversed(self.overlays)]
+        with self._lock:
+            scopes.append(tuple(e for e in self._entries.values() if not e.library))
+        for entries in scopes:
+            matching = [e for e in entries if e.target is None and matches_op_name(e, op_name)]
+            if matching:
+                return self._best(op_name, matching)
+        return None
+
+    def own(self) -> tuple[Registration, ...]:
+        """Return the user's declarations, those of this thread's scopes last."""
         with self._lock:
             scoped = [e for overlay in self.overlays for e in overlay.entries]
-            return tuple(
-                sorted({e.name for e in [*self._entries.values(), *scoped] if not e.library})
-            )
+            return tuple(e for e in [*self._entries.values(), *scoped] if not e.library)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names that the user gave a rule, sorted; not those that libraries ship."""
+        return tuple(sorted({e.name for e in self.own()}))
 
     # Following.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardrules.report.alike import Remark, Row, size
 from shardrules.report.compared import compared
 from shardrules.report.content import Content, as_json, content, markdown
+from shardrules.report.differences import DIFFS
 from shardrules.report.page import page
 from shardrules.report.text import (
     advice,
@@ -20,6 +21,7 @@ from shardrules.report.text import (
 
 __all__ = [
     "Content",
+    "DIFFS",
     "Remark",
     "Row",
     "advice",

@@ -222,6 +222,7 @@ pages += [report.over(verdict), report.source(verdict), report.advice(verdict)]
 pages += [report.table([("a", "b"), (1, 2)])]
 pages += [report.describe_finding(finding) for finding in content.findings]
 pages += report.listed(list(content.account), judged.verdicts)
+pages.append(report.DIFFS["markdown"](content, content, []))
 table_rows: tuple[report.Row, ...] = content.rows
 remarks: list[report.Remark] = [one for _, found in content.remarks for one in found]
 pages += [report.size(row.total.wire_bytes) for row in table_rows]

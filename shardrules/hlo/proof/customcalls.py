@@ -9,8 +9,8 @@ from shardrules import errors
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.reader.module import Instruction, Metadata, Module
 from shardrules.registry import axistypes
+from shardrules.registry.registration import PROVEN, Registration
 from shardrules.registry.shipped.jaxlib import RULES as JAXLIB
-from shardrules.registry.table import PROVEN
 
 LOCAL = "a function of its operands on each device"
 
@@ -180,6 +180,23 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
     def unknown(why: str, mesh=None) -> Resolution:
         return Resolution(None, None, mesh, hs.Blocker(f"{shown} {why}", kernel, target, where))
 
+    def ruled(found: Registration, name: str) -> Resolution:
+        effects = found.rule.effects(outputs)
+        if effects is None:
+            return unknown(
+                "has a rule that needs the operands' types, which text doesn't "
+                "hold; compile it with shardrules installed"
+            )
+        if len(effects) != outputs:
+            return unknown(f"has a rule for {len(effects)} outputs, but {outputs} outputs")
+        detail = f"{axistypes.format_effects(effects)}, {found.status} at {found.where}"
+        return Resolution(
+            tuple(effects),
+            hs.Support(name, "rule", found.status, detail),
+            None,
+            hs.Blocker(f"{shown} has a rule that says 'unknown'", kernel, target, where),
+        )
+
     if "shardrules.effects" in attributes:
         mesh_text = attributes.get("shardrules.mesh", "")
         mesh = read_mesh(mesh_text) if mesh_text else None
@@ -215,23 +232,13 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
             if name in SHARED_TARGETS and name != kernel:
                 continue  # a rule for the target would hold for everybody's kernels
             found = registry.find(name)
-            if found is None or (found.library == "jaxlib" and target in JAXLIB.targets):
-                continue  # jaxlib's own stand in the table below
-            effects = found.rule.effects(outputs)
-            if effects is None:
-                return unknown(
-                    "has a rule that needs the operands' types, which text doesn't "
-                    "hold; compile it with shardrules installed"
-                )
-            if len(effects) != outputs:
-                return unknown(f"has a rule for {len(effects)} outputs, but {outputs} outputs")
-            detail = f"{axistypes.format_effects(effects)}, {found.status} at {found.where}"
-            return Resolution(
-                tuple(effects),
-                hs.Support(repr(name), "rule", found.status, detail),
-                None,
-                hs.Blocker(f"{shown} has a rule that says 'unknown'", kernel, target, where),
-            )
+            # jaxlib's own stand in the table below
+            if found is not None and not (found.library == "jaxlib" and target in JAXLIB.targets):
+                return ruled(found, repr(name))
+        if not kernel and metadata.op_name:
+            found = registry.find_by_op_name(metadata.op_name)
+            if found is not None:
+                return ruled(found, f"the kernel at {metadata.op_name}")
     if target in UNINITIALISED:
         return Resolution((), None, None, None, uninitialised=True)
     own = OWN_TARGETS.get(target) or JAXLIB.targets.get(target)

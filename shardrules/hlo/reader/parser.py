@@ -13,6 +13,7 @@ import contextlib
 import gc
 import re
 
+from shardrules.errors import HloSyntaxError
 from shardrules.hlo.reader import attributes, forms, ordering, shapes
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader.attributes import skip, spaced
@@ -362,5 +363,21 @@ def parse(text: str, *, name: str = "<text>") -> hm.Module:
     text = text.removeprefix("\ufeff")  # a byte-order mark, which editors put before UTF-8
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
+    parser = _Parser(text)
     with uncollected():
-        return _Parser(text).module(name)
+        try:
+            return parser.module(name)
+        except HloSyntaxError as error:
+            raise _placed(error, parser, name) from None
+
+
+def _placed(error: HloSyntaxError, parser: _Parser, name: str) -> HloSyntaxError:
+    """Say which text it was, and that it is cut off where it ends before its ENTRY does."""
+    last = parser.text.rstrip().count("\n") + 1
+    whole = any(computation.is_entry for computation in parser.computations.values())
+    message = str(error.reason)
+    if not whole and error.line >= last > 1:
+        message = f"{name} is cut off: {message}"
+    elif name not in message and not name.startswith("<"):
+        message = f"{name}: {message}"
+    return HloSyntaxError(message, line=error.line, column=error.column, text_line=error.text_line)

@@ -1,0 +1,154 @@
+"""The rules that a command's flags give, and which of them matched a kernel."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import re
+import sys
+from typing import Any
+
+from shardrules import hlo, registry
+from shardrules.errors import ShardrulesError
+from shardrules.registry import builtin
+
+__all__ = ["Rules", "add_arguments"]
+
+# Of the rules those that say what they do without the types that a call has.
+_RULES = (
+    "no_communication",
+    "all_gather",
+    "all_gather_invariant",
+    "all_reduce",
+    "all_to_all",
+    "per_device",
+    "permute",
+    "reduce_scatter",
+    "unreduced",
+)
+_RULE = re.compile(r"(?:shardrules\.|sr\.)?(\w+)\s*(?:\(([^()]*)\))?")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that give rules."""
+    parser.add_argument(
+        "--rules",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="a module to import that registers rules for kernels; may be repeated",
+    )
+    parser.add_argument(
+        "--rule",
+        metavar="NAME=RULE",
+        action="append",
+        default=[],
+        help="the rule of a kernel, 'flash*=no_communication' or 'ring=all_gather(model)'; where "
+        "the text tells no name of a kernel, NAME is its op_name, a pattern of it, or the scope "
+        "nearest to the call; may be repeated",
+    )
+
+
+class Rules:
+    """A registry that remembers which of the flags' rules it was asked for.
+
+    Args:
+      arguments: the command's.
+
+    Raises:
+      ShardrulesError: a module can't be imported, or a rule can't be read.
+    """
+
+    def __init__(self, arguments: argparse.Namespace):
+        self._given: dict[str, list[registry.Registration]] = {}
+        self._used: list[registry.Registration] = []
+        for name in arguments.rules:
+            before = registry.default.own()
+            _import(name)
+            after = registry.default.own()
+            self._given[f"--rules={name}"] = [e for e in after if e not in before]
+        for text in arguments.rule:
+            name, rule = _read(text)
+            flag = f"--rule={text}"
+            self._given[flag] = [registry.default.register(name, rule, where=flag, replace=True)]
+
+    def find(self, name: str) -> registry.Registration | None:
+        """Answer as the default registry does."""
+        return self._noted(registry.default.find(name))
+
+    def find_by_op_name(self, op_name: str) -> registry.Registration | None:
+        """Answer as the default registry does."""
+        return self._noted(registry.default.find_by_op_name(op_name))
+
+    def _noted(self, found: registry.Registration | None) -> registry.Registration | None:
+        if found is not None and found not in self._used:
+            self._used.append(found)
+        return found
+
+    def unused(self, judgements: list[hlo.Judgement]) -> list[str]:
+        """Say of each flag whose rules matched no kernel what the programs' kernels are called."""
+        lines = []
+        for flag, entries in self._given.items():
+            if not entries or any(e in self._used for e in entries):
+                continue
+            names = _kernels(judgements)
+            near = difflib.get_close_matches(entries[0].name, names, 1)
+            there = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if names[6:] else "")
+            lines.append(
+                f"{flag} matches no kernel"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+                + (f"; without a rule: {there}" if there else "; none is without a rule")
+            )
+        return lines
+
+
+def _kernels(judgements: list[hlo.Judgement]) -> list[str]:
+    """List what the kernels without a rule are called: their names, or op_names without one."""
+    calls = [blocker for judgement in judgements for blocker in judgement.opaque]
+    return list(
+        dict.fromkeys(b.kernel or b.where.partition(" (")[0] or b.target or "" for b in calls)
+    )
+
+
+def _read(text: str) -> tuple[str, Any]:
+    """Read ``NAME=RULE``."""
+    name, equals, written = (part.strip() for part in text.rpartition("="))
+    found = _RULE.fullmatch(written)
+    if not equals or not name or found is None:
+        raise ShardrulesError(
+            f"--rule={text} is no rule; write --rule='kernel=no_communication' or "
+            "--rule='kernel=all_gather(model)'"
+        )
+    if found[1] not in _RULES:
+        near = difflib.get_close_matches(found[1], _RULES, 1)
+        raise ShardrulesError(
+            f"--rule={text}: {found[1]!r} is no rule"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+            + f"; there are {', '.join(_RULES)}"
+        )
+    axes = [axis.strip().strip("'\"") for axis in (found[2] or "").split(",") if axis.strip()]
+    rule = getattr(builtin, found[1])
+    if found[1] == "no_communication":
+        if axes:
+            raise ShardrulesError(f"--rule={text}: no_communication takes no mesh axes")
+        return name, rule
+    if not axes:
+        raise ShardrulesError(
+            f"--rule={text}: {found[1]} takes mesh axes, --rule='{name}={found[1]}(model)'"
+        )
+    return name, rule(*axes)
+
+
+def _import(name: str) -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        importlib.import_module(name)
+    except ShardrulesError:
+        raise
+    except Exception as error:  # the module is the user's, and raises what it likes
+        raise ShardrulesError(
+            f"--rules={name} can't be imported: {type(error).__name__}: {error}"
+        ) from error

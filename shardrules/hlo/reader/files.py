@@ -1,0 +1,70 @@
+"""From a file's bytes to text: gzip, encodings, and what is no text at all."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import re
+import zlib
+
+from shardrules.errors import HloError
+
+__all__ = ["decode"]
+
+_GZIP = b"\x1f\x8b"
+_WIDE = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark it begins with
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+# What text has none of. Protocol buffers have lengths and numbers among their first bytes.
+_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f]")
+_LOOKED_AT = 1 << 16  # bytes
+_INSTEAD = (
+    "pass text: compiled.as_text(), or of --xla_dump_to with --xla_dump_hlo_as_text the file that "
+    "ends in after_optimizations.txt"
+)
+
+
+def decode(data: bytes, name: str) -> str:
+    """Return the text that a file holds, unpacked if it is gzip's.
+
+    Args:
+      data: its bytes.
+      name: the file's, for messages.
+
+    Raises:
+      HloError: it is cut off, binary, or in another encoding than UTF-8.
+    """
+    if data.startswith(_GZIP):
+        try:
+            data = gzip.decompress(data)
+        except EOFError:
+            raise HloError(f"{name} is cut off: its gzip data has no end", name=name) from None
+        except (OSError, zlib.error) as error:
+            raise HloError(f"{name} is damaged: gzip says {error}", name=name) from None
+    for mark, encoding in _WIDE.items():
+        if data.startswith(mark):
+            raise HloError(
+                f"{name} is {encoding}; write it as UTF-8: iconv -f {encoding} -t UTF-8 {name}",
+                name=name,
+            )
+    if data.startswith(b"ML\xefR"):
+        raise HloError(f"{name} is MLIR bytecode, and no text of HLO; {_INSTEAD}", name=name)
+    if _CONTROL.search(data[:_LOOKED_AT]):
+        raise HloError(
+            f"{name} is binary, a protocol buffer or a serialized program, and no text of HLO; "
+            f"{_INSTEAD}",
+            name=name,
+        )
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise HloError(
+            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} in line {line} can't stand "
+            "there; write it as UTF-8 (iconv -f LATIN1 -t UTF-8, if it is that)",
+            name=name,
+            line=line,
+        ) from error

@@ -1,6 +1,7 @@
 """Eight CPU devices, and the compilers for absent accelerators where they are installed."""
 
 import os
+import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
@@ -125,3 +126,11 @@ def fresh_registry():
     registry.default._entries.update(entries)
     registry.default._functions.clear()
     registry.default._changed()
+
+
+@pytest.fixture(autouse=True)
+def narrow_types():
+    """JAX as it is on import after each test: klujax's own import switches float64 on for all."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_enable_x64", False)

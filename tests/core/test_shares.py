@@ -258,3 +258,53 @@ def test_one_bwd_for_a_varying_and_an_invariant_primal(cpu_mesh):
             lambda x: (lax.psum(x, "data"), None), lambda _, g: (g * lax.psum(1, ("data",)),)
         )
         assert gradient(lambda w, x: copies(f((w * x).sum())), cpu_mesh) == 4 * X.sum()
+
+
+SAVED = {
+    "cast": lambda w, a: (w * 6, (w, sr.vary(3 * jnp.ones(2), "data"))),
+    "gathered": lambda w, a: (lax.pmean((w * gather(a)).sum(), "data"), (w, gather(a))),
+    "averaged": lambda w, a: (lax.pmean(w * w, "data"), (w, sr.vary(w * jnp.ones(2), "data"))),
+    "averaged after a cast": lambda w, a: (
+        lax.pmean((w * sr.vary(3 * jnp.ones(2), "data")).sum(), "data"),
+        (w, sr.vary(3 * jnp.ones(2), "data")),
+    ),
+}
+
+
+def summing(by):
+    return lambda res, g: (lax.psum(g * res[1].sum(), "data") / by, jnp.zeros(2))
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_sum_of_residuals_that_vary_by_their_type_alone(cpu_mesh, name):
+    """Four times the gradient, silently: what is cast or gathered is equal on all devices."""
+    if name.startswith("averaged") and not versions.sums_copies():
+        return
+    with pytest.raises(errors.CotangentError, match="counted once for each device"):
+        gradient(op_of(SAVED[name], summing(1)), cpu_mesh)
+
+
+def test_sum_of_residuals_where_the_forward_sums_them(cpu_mesh):
+    def fwd(w, a):
+        factor = sr.vary(3 * jnp.ones(2), "data")
+        return lax.psum((w * factor).sum(), "data"), (w, factor)
+
+    if not versions.sums_copies():
+        return
+    assert gradient(op_of(fwd, summing(1)), cpu_mesh) == 24
+    assert gradient(op_of(SAVED["averaged"], summing(4)), cpu_mesh) == 2 * W
+    assert gradient(op_of(SAVED["averaged after a cast"], summing(4)), cpu_mesh) == 6
+    assert gradient(op_of(SAVED["gathered"], summing(4)), cpu_mesh) == X.sum()
+
+
+def test_sum_in_a_forwards_pmean_differentiated_by_jax(cpu_mesh):
+    """JAX divides far before it sums: what is averaged was cast before it was squared."""
+
+    def loss(w, a):
+        one = jax.jit(lambda w: jnp.sin(w) * w)(sr.vary(w, "data"))
+        return lax.pmean(one, "data")
+
+    if not versions.sums_copies():
+        return
+    op = op_of(lambda w, a: (loss(w, a), (w, a)), lambda res, g: jax.vjp(loss, *res)[1](g))
+    assert np.isclose(gradient(op, cpu_mesh), np.cos(W) * W + np.sin(W))

@@ -8,7 +8,7 @@ does not follow, the answer is an error that shows both right forms.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardrules.errors import CotangentError
@@ -17,11 +17,13 @@ from shardrules.hooks.autodiff.origins import (
     NOWHERE,
     Origin,
     Origins,
+    Reduction,
+    divides,
     equations,
     inner_jaxprs,
     named_axes,
 )
-from shardrules.hooks.autodiff.traced import Trace
+from shardrules.hooks.autodiff.traced import Trace, retraced
 from shardrules.hooks.state import COLLECT
 from shardrules.registry.axistypes import AxisType, Effect
 from shardrules.registry.paste import is_library
@@ -67,6 +69,7 @@ class Bwd:
         self._traced: Trace | None = None
         self._forward: tuple[Any] | None = None
         self._origins: dict[Any, Origins] = {}
+        self._of_forward: Origins | None = None
 
     def cotangents(self) -> Any:
         """Run bwd.
@@ -140,12 +143,15 @@ class Bwd:
             if kernel is not None or not dropped <= have.varying:
                 raise self._summed(path, dropped, have, want, by, kernel)
         first = len(self._entering()) - len(self._arriving())
-        for one in self._of(path).reductions:
+        for one in self._reductions(path, arriving):
             equal = one.axes - one.origin.axes
             if equal and any(i >= first for i in self._leaves(one.origin)):
-                if one.divisor == self._size(equal) or one.divisor == self._size(one.axes):
+                sizes = {self._size(equal), self._size(one.axes)}
+                if one.divisor in sizes:
                     continue  # pmean
                 equal -= self._sums_equals()
+                if equal <= self._averages_equals() and divides(self._sliced(path), sizes):
+                    continue  # the forward's pmean, differentiated
                 if equal:
                     raise self._summed(path, equal, have, want, one.text, self._dropping(equal))
 
@@ -312,15 +318,37 @@ class Bwd:
     def _of(self, path) -> Origins:
         """Return the origins of what one cotangent depends on."""
         if path not in self._origins:
-            entering = self._entering()
-            self._origins[path] = Origins(
-                self.jax,
-                self.hooks.state.known_of,
-                self.mesh_axes,
-                self._sliced(path),
-                [_input(at, entering[leaf]) for at, leaf in enumerate(self._trace().dynamic)],
-            )
+            self._origins[path] = self._from(path, [_axes(one) for one in self._entering()])
         return self._origins[path]
+
+    def _reductions(self, path, arriving: frozenset[str]) -> Sequence[Reduction]:
+        """Return what one cotangent depends on that sums over mesh axes.
+
+        A residual's type says that it varies where it was cast, and it may be equal all the same.
+        That matters over an axis along which no cotangent differs (``arriving`` are those along
+        which one does), and the forward shows it.
+        """
+        typed = self._of(path).reductions
+        if all(one.axes & one.origin.axes <= arriving for one in typed):
+            return typed
+        forward = self._fwd()
+        entering = [_axes(one) for one in self._entering()]
+        residuals = len(entering) - len(self._arriving())
+        if forward is None or len(forward.outvars) != len(entering):
+            return typed
+        saved = self._origins_of_forward().outputs[len(entering) - residuals :]
+        differ = [one & kept.axes for one, kept in zip(entering, saved)]
+        return self._from(path, [*differ, *entering[residuals:]]).reductions
+
+    def _from(self, path, axes: Sequence[frozenset[str]]) -> Origins:
+        """Return the origins of one cotangent, where devices differ so in bwd's arguments."""
+        return Origins(
+            self.jax,
+            self.hooks.state.known_of,
+            self.mesh_axes,
+            self._sliced(path),
+            [Origin(frozenset((at,)), axes[leaf]) for at, leaf in enumerate(self._trace().dynamic)],
+        )
 
     def _origin(self, path) -> Origin:
         joined = NOWHERE
@@ -339,28 +367,9 @@ class Bwd:
         )
 
     def _fwd(self) -> tuple[Any] | None:
-        """Trace the forward once more; None where that can't be done.
-
-        It may close over values of a trace that has ended.
-        """
+        """Trace the forward once more; None where that can't be done."""
         if self._forward is None and self.parts.fwd is not None:
-            import jax
-
-            structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.parts.in_avals]
-
-            def run(*flat):
-                flat = [
-                    self.jax.cast(x, self.jax.axis_type(a))
-                    for x, a in zip(flat, self.parts.in_avals)
-                ]
-                return self.parts.fwd.call_wrapped(
-                    *jax.tree_util.tree_unflatten(self.parts.in_tree, flat)
-                )
-
-            try:
-                self._forward = (jax.make_jaxpr(run)(*structs).jaxpr,)
-            except Exception:  # whatever a second trace runs into, the first one did not
-                self._forward = (None,)
+            self._forward = (retraced(self.jax, self.parts),)
         return None if self._forward is None else self._forward[0]
 
     def _dropping(self, axes: frozenset[str]) -> str | None:
@@ -380,18 +389,34 @@ class Bwd:
         return None
 
     def _sums_equals(self) -> frozenset[str]:
-        """Return the axes over which the forward sums what is equal along them, as pmean may."""
-        jaxpr = self._fwd()
-        if jaxpr is None:
+        """Return the axes over which the forward sums what is equal along them."""
+        return self._equals(lambda divisor, sizes: divisor not in sizes)
+
+    def _averages_equals(self) -> frozenset[str]:
+        """Return the axes over which the forward's pmean takes what is equal along them."""
+        return self._equals(lambda divisor, sizes: divisor in sizes)
+
+    def _equals(self, counts: Callable[[float, set], bool]) -> frozenset[str]:
+        if self._fwd() is None:
             return frozenset()
-        origins = Origins(
-            self.jax,
-            self.hooks.state.known_of,
-            self.mesh_axes,
-            jaxpr,
-            [_input(at, one) for at, one in enumerate(self._primals())],
-        )
-        return frozenset().union(*(one.axes - one.origin.axes for one in origins.reductions))
+        found: frozenset[str] = frozenset()
+        for one in self._origins_of_forward().reductions:
+            equal = one.axes - one.origin.axes
+            if equal and counts(one.divisor, {self._size(equal), self._size(one.axes)}):
+                found |= equal
+        return found
+
+    def _origins_of_forward(self) -> Origins:
+        """Return the origins of what the forward returns: its outputs, then its residuals."""
+        if self._of_forward is None:
+            self._of_forward = Origins(
+                self.jax,
+                self.hooks.state.known_of,
+                self.mesh_axes,
+                self._fwd(),
+                [Origin(frozenset((at,)), _axes(one)) for at, one in enumerate(self._primals())],
+            )
+        return self._of_forward
 
     def _sliced(self, path):
         """Return the jaxpr of what one cotangent depends on."""
@@ -459,8 +484,8 @@ _OF_ZEROS = frozenset(
 )
 
 
-def _input(at: int, type_: AxisType) -> Origin:
-    return Origin(frozenset((at,)), type_.varying | type_.unreduced)
+def _axes(type_: AxisType) -> frozenset[str]:
+    return type_.varying | type_.unreduced
 
 
 def _show(axes: frozenset[str]) -> str:

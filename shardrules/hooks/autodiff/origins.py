@@ -14,7 +14,16 @@ from typing import Any
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.flow.jaxprs import opened, scan_counts
 
-__all__ = ["CASTS", "NOWHERE", "Origin", "Origins", "Reduction", "equations", "inner_jaxprs"]
+__all__ = [
+    "CASTS",
+    "NOWHERE",
+    "Origin",
+    "Origins",
+    "Reduction",
+    "divides",
+    "equations",
+    "inner_jaxprs",
+]
 
 # Equations that name mesh axes and move nothing along them.
 CASTS = frozenset(
@@ -188,9 +197,11 @@ class Origins:
             for i, origin in enumerate(operands):
                 divisor = _divisor(jaxpr, eqn.invars[i], eqn.outvars[min(i, len(eqn.outvars) - 1)])
                 self._reductions[(*place, i)] = Reduction(text, over, origin, divisor)
-        if "all_gather" in name or "axis_size" in name:
+        if "axis_size" in name:
             return [joined] * len(eqn.outvars)
         whole = eqn.params.get("axis_index_groups") is None and not scatters
+        if whole and "all_gather" in name:  # whatever its type
+            return [joined.summed(over)] * len(eqn.outvars)
         if whole and ("psum" in name or name in ("pmax", "pmin")):
             if len(operands) == len(eqn.outvars):
                 return [origin.summed(over) for origin in operands]
@@ -249,6 +260,18 @@ def _divisor(jaxpr: Any, operand: Any, result: Any) -> float:
                 found.add(_by_literal(jaxpr, eqn))
     returned = not names.isdisjoint(a for a in jaxpr.outvars if not hasattr(a, "val"))
     return found.pop() if len(found) == 1 and not returned else 1
+
+
+def divides(jaxpr: Any, by: set[float]) -> bool:
+    """Whether an equation, of a jaxpr or inside, divides by a literal that is one of ``by``."""
+    if any(_by_literal(jaxpr, eqn) in by for eqn in jaxpr.eqns):
+        return True
+    return any(
+        divides(inner, by)
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name not in _KERNELS
+        for inner in inner_jaxprs(eqn.params)
+    )
 
 
 def _made(jaxpr: Any, atom: Any) -> Any:

@@ -1,10 +1,10 @@
-"""A bwd as a jaxpr: asked what it does, and run in the function's place."""
+"""A custom_vjp's bwd as a jaxpr, asked what it does and run in its place; and its forward."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Trace"]
+__all__ = ["Trace", "retraced"]
 
 
 class Trace:
@@ -60,3 +60,26 @@ class Trace:
         return jax.tree_util.tree_unflatten(
             self._structure, [next(arrays) if one is None else one for one in self._constant]
         )
+
+
+def retraced(jax_: Any, parts: Any) -> Any:
+    """Return the jaxpr of a custom_vjp's fwd, of its primals' types, or None.
+
+    It may close over values of a trace that has ended.
+
+    Args:
+      jax_: the symbols.
+      parts: of the custom_vjp: its fwd, and its primals.
+    """
+    import jax
+
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in parts.in_avals]
+
+    def run(*flat):
+        flat = [jax_.cast(x, jax_.axis_type(a)) for x, a in zip(flat, parts.in_avals)]
+        return parts.fwd.call_wrapped(*jax.tree_util.tree_unflatten(parts.in_tree, flat))
+
+    try:
+        return jax.make_jaxpr(run)(*structs).jaxpr
+    except Exception:  # whatever a second trace runs into, the first one did not
+        return None

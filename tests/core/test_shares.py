@@ -308,3 +308,40 @@ def test_sum_in_a_forwards_pmean_differentiated_by_jax(cpu_mesh):
         return
     op = op_of(lambda w, a: (loss(w, a), (w, a)), lambda res, g: jax.vjp(loss, *res)[1](g))
     assert np.isclose(gradient(op, cpu_mesh), np.cos(W) * W + np.sin(W))
+
+
+def loss_of(cast):
+    """A loss whose fwd takes its gradients too, as fused losses do."""
+
+    def fwd(w, a):
+        value, gradients = jax.value_and_grad(lambda w, a: (w * a**2).sum(), (0, 1))(cast(w), a)
+        return value, gradients
+
+    return op_of(fwd, lambda gradients, g: (g * gradients[0], g * gradients[1]))
+
+
+def test_gradients_that_the_forward_takes(cpu_mesh):
+    """Of an invariant weight they are summed in the forward: four times that, silently."""
+    if not versions.types_values():  # there, nothing is summed in the forward
+        op = loss_of(lambda w: w)
+    else:
+        with pytest.raises(errors.CotangentError, match="shardrules.vary"):
+            gradient(lambda w, x: lax.psum(loss_of(lambda w: w)(w, x), "data"), cpu_mesh)
+        op = loss_of(lambda w: sr.vary(w, "data"))
+    assert gradient(lambda w, x: lax.psum(op(w, x), "data"), cpu_mesh) == (X**2).sum()
+
+
+def test_statistics_that_the_forward_sums(cpu_mesh):
+    """A residual that was summed is no gradient where what varies is saved with it."""
+
+    def fwd(w, a):
+        mean = lax.pmean(a.mean(), "data")
+        return w * (a - mean), (w, a, mean)
+
+    def bwd(res, g):
+        w, a, mean = res
+        return (g * (a - mean)).sum(), w * (g - lax.pmean(g.mean(), "data"))
+
+    op = op_of(fwd, bwd)
+    got = gradient(lambda w, x: lax.psum((op(w, x) * x).sum(), "data"), cpu_mesh)
+    assert got == ((X - X.mean()) * X).sum()

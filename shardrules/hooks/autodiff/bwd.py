@@ -8,7 +8,8 @@ does not follow, the answer is an error that shows both right forms.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardrules.errors import CotangentError
@@ -23,7 +24,7 @@ from shardrules.hooks.autodiff.origins import (
     inner_jaxprs,
     named_axes,
 )
-from shardrules.hooks.autodiff.traced import Trace, retraced
+from shardrules.hooks.autodiff.traced import Forward, Trace
 from shardrules.hooks.state import COLLECT
 from shardrules.registry.axistypes import AxisType, Effect
 from shardrules.registry.paste import is_library
@@ -67,9 +68,7 @@ class Bwd:
         self.parts = parts
         self.args = args
         self._traced: Trace | None = None
-        self._forward: tuple[Any] | None = None
         self._origins: dict[Any, Origins] = {}
-        self._of_forward: Origins | None = None
 
     def cotangents(self) -> Any:
         """Run bwd.
@@ -98,12 +97,24 @@ class Bwd:
                 raise self._undecided(path, axes, have, want, f"bwd holds {what}")
             break
         arriving = self._arriving()
-        if all(axes <= one.varying | one.unreduced for one in arriving):
-            return
+        leaves = self._leaves(self._origin(path))
         first = len(self._entering()) - len(arriving)
-        used = [i - first for i in self._leaves(self._origin(path)) if i >= first]
+        summed = self._summed_before([i for i in leaves if i < first], axes)
+        if summed:
+            raise self._undecided(
+                path,
+                summed,
+                have,
+                want,
+                f"it is made of a residual that the forward summed over {_show(summed)}, as "
+                "jax.grad does there for what is invariant (and not for shardrules.vary(w, "
+                f"{_quoted(summed)})): no cotangent that varies makes shares of it",
+            )
+        if all(axes <= _axes(one) for one in arriving):
+            return
+        used = [i - first for i in leaves if i >= first]
         for i in used:
-            whole = axes - arriving[i].varying - arriving[i].unreduced
+            whole = axes - _axes(arriving[i])
             if whole:
                 raise self._undecided(
                     path,
@@ -139,21 +150,24 @@ class Bwd:
         # dropped the axis (a forward that is more than one reduction); where one did, it is not.
         by = next(self._communicates(self._sliced(path), dropped, reductions=True), None)
         if dropped and by is not None:
-            kernel = self._dropping(dropped)
+            kernel = self._forward.dropping(dropped)
             if kernel is not None or not dropped <= have.varying:
                 raise self._summed(path, dropped, have, want, by, kernel)
         first = len(self._entering()) - len(self._arriving())
         for one in self._reductions(path, arriving):
             equal = one.axes - one.origin.axes
             if equal and any(i >= first for i in self._leaves(one.origin)):
-                sizes = {self._size(equal), self._size(one.axes)}
+                sizes: set[float] = {self._size(equal), self._size(one.axes)}
                 if one.divisor in sizes:
                     continue  # pmean
-                equal -= self._sums_equals()
-                if equal <= self._averages_equals() and divides(self._sliced(path), sizes):
+                summed, averaged = self._forward.equals(self._size)
+                equal -= summed
+                if equal <= averaged and divides(self._sliced(path), sizes):
                     continue  # the forward's pmean, differentiated
                 if equal:
-                    raise self._summed(path, equal, have, want, one.text, self._dropping(equal))
+                    raise self._summed(
+                        path, equal, have, want, one.text, self._forward.dropping(equal)
+                    )
 
     def check_invariant(self, path, axes: frozenset[str]) -> None:
         """Raise unless a cotangent's type says rightly that it is invariant over ``axes``.
@@ -331,14 +345,25 @@ class Bwd:
         typed = self._of(path).reductions
         if all(one.axes & one.origin.axes <= arriving for one in typed):
             return typed
-        forward = self._fwd()
         entering = [_axes(one) for one in self._entering()]
-        residuals = len(entering) - len(self._arriving())
-        if forward is None or len(forward.outvars) != len(entering):
+        saved = self._forward.saved(len(self._arriving()), len(entering))
+        if saved is None:
             return typed
-        saved = self._origins_of_forward().outputs[len(entering) - residuals :]
         differ = [one & kept.axes for one, kept in zip(entering, saved)]
-        return self._from(path, [*differ, *entering[residuals:]]).reductions
+        return self._from(path, [*differ, *entering[len(saved) :]]).reductions
+
+    def _summed_before(self, residuals: Sequence[int], axes: frozenset[str]) -> frozenset[str]:
+        """Return over which axes the forward summed a residual, where no other varies there."""
+        entering = [_axes(one) for one in self._entering()]
+        axes = axes.difference(*(entering[i] for i in residuals))
+        if not axes or not residuals:
+            return frozenset()
+        saved = self._forward.saved(len(self._arriving()), len(entering))
+        return (
+            frozenset()
+            if saved is None
+            else axes.intersection(frozenset().union(*(saved[i].sums for i in residuals)))
+        )
 
     def _from(self, path, axes: Sequence[frozenset[str]]) -> Origins:
         """Return the origins of one cotangent, where devices differ so in bwd's arguments."""
@@ -366,57 +391,12 @@ class Bwd:
             for eqn in equations(jaxpr)
         )
 
-    def _fwd(self) -> tuple[Any] | None:
-        """Trace the forward once more; None where that can't be done."""
-        if self._forward is None and self.parts.fwd is not None:
-            self._forward = (retraced(self.jax, self.parts),)
-        return None if self._forward is None else self._forward[0]
-
-    def _dropping(self, axes: frozenset[str]) -> str | None:
-        """Describe an opaque call of the forward whose rule makes outputs invariant over ``axes``.
-
-        Where the forward can't be traced again, the answer is that it may.
-        """
-        jaxpr = self._fwd()
-        if jaxpr is None:
-            return None if self.parts.fwd is None else "a forward that can't be traced again"
-        for equation in equations(jaxpr):
-            known = self.hooks.state.known_of(equation.primitive, equation.params)
-            if known is not None and known.found is not None and known.found.rule.drops:
-                named = frozenset(known.found.rule.named_axes)
-                if not named or named & axes:
-                    return f"{known.call}, whose rule is {known.found.rule!r}"
-        return None
-
-    def _sums_equals(self) -> frozenset[str]:
-        """Return the axes over which the forward sums what is equal along them."""
-        return self._equals(lambda divisor, sizes: divisor not in sizes)
-
-    def _averages_equals(self) -> frozenset[str]:
-        """Return the axes over which the forward's pmean takes what is equal along them."""
-        return self._equals(lambda divisor, sizes: divisor in sizes)
-
-    def _equals(self, counts: Callable[[float, set], bool]) -> frozenset[str]:
-        if self._fwd() is None:
-            return frozenset()
-        found: frozenset[str] = frozenset()
-        for one in self._origins_of_forward().reductions:
-            equal = one.axes - one.origin.axes
-            if equal and counts(one.divisor, {self._size(equal), self._size(one.axes)}):
-                found |= equal
-        return found
-
-    def _origins_of_forward(self) -> Origins:
-        """Return the origins of what the forward returns: its outputs, then its residuals."""
-        if self._of_forward is None:
-            self._of_forward = Origins(
-                self.jax,
-                self.hooks.state.known_of,
-                self.mesh_axes,
-                self._fwd(),
-                [Origin(frozenset((at,)), _axes(one)) for at, one in enumerate(self._primals())],
-            )
-        return self._of_forward
+    @functools.cached_property
+    def _forward(self) -> Forward:
+        """What the forward shows, once it is asked."""
+        known_of = self.hooks.state.known_of
+        primals = [_axes(one) for one in self._primals()]
+        return Forward(self.jax, known_of, self.mesh_axes, self.parts, primals)
 
     def _sliced(self, path):
         """Return the jaxpr of what one cotangent depends on."""

@@ -53,23 +53,29 @@ class Origin:
     Args:
       inputs: the positions of the jaxpr's inputs on which it depends.
       axes: the mesh axes along which devices may hold different values of it.
+      sums: the mesh axes over which something was summed that it depends on.
     """
 
     inputs: frozenset[int] = frozenset()
     axes: frozenset[str] = frozenset()
+    sums: frozenset[str] = frozenset()
 
     def __or__(self, other: Origin) -> Origin:
         if other is self or other is NOWHERE:
             return self
-        return Origin(self.inputs | other.inputs, self.axes | other.axes)
+        return Origin(self.inputs | other.inputs, self.axes | other.axes, self.sums | other.sums)
 
     def along(self, axes: frozenset[str]) -> Origin:
         """Return this origin, of what differs along ``axes`` too."""
-        return self if axes <= self.axes else Origin(self.inputs, self.axes | axes)
+        return self if axes <= self.axes else dataclasses.replace(self, axes=self.axes | axes)
+
+    def equal(self, axes: frozenset[str]) -> Origin:
+        """Return this origin, of what is equal along ``axes``."""
+        return dataclasses.replace(self, axes=self.axes - axes)
 
     def summed(self, axes: frozenset[str]) -> Origin:
-        """Return this origin, of what is equal along ``axes``."""
-        return Origin(self.inputs, self.axes - axes)
+        """Return this origin, of what is summed over ``axes``."""
+        return Origin(self.inputs, self.axes - axes, self.sums | axes)
 
 
 NOWHERE = Origin()
@@ -201,8 +207,10 @@ class Origins:
             return [joined] * len(eqn.outvars)
         whole = eqn.params.get("axis_index_groups") is None and not scatters
         if whole and "all_gather" in name:  # whatever its type
-            return [joined.summed(over)] * len(eqn.outvars)
-        if whole and ("psum" in name or name in ("pmax", "pmin")):
+            return [joined.equal(over)] * len(eqn.outvars)
+        if whole and name in ("pmax", "pmin"):
+            return [origin.equal(over) for origin in operands]
+        if whole and "psum" in name:
             if len(operands) == len(eqn.outvars):
                 return [origin.summed(over) for origin in operands]
             return [joined.summed(over)] * len(eqn.outvars)

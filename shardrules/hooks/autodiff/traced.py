@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Trace", "retraced"]
+from shardrules.hooks.autodiff.origins import Origin, Origins, equations
+from shardrules.hooks.door.compat import Jax
+
+__all__ = ["Forward", "Trace"]
 
 
 class Trace:
@@ -62,24 +67,94 @@ class Trace:
         )
 
 
-def retraced(jax_: Any, parts: Any) -> Any:
-    """Return the jaxpr of a custom_vjp's fwd, of its primals' types, or None.
+class Forward:
+    """What a custom_vjp's fwd does, where it can be traced once more.
 
     It may close over values of a trace that has ended.
 
     Args:
-      jax_: the symbols.
+      symbols: JAX's.
+      known_of: from an equation's primitive and params to what is known of the opaque call.
+      mesh_axes: the manual mesh axes.
       parts: of the custom_vjp: its fwd, and its primals.
+      primals: over which axes each primal varies.
     """
-    import jax
 
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in parts.in_avals]
+    def __init__(
+        self,
+        symbols: Jax,
+        known_of: Callable[[Any, dict], Any],
+        mesh_axes: frozenset[str],
+        parts: Any,
+        primals: Sequence[frozenset[str]],
+    ):
+        self.symbols = symbols
+        self.known_of = known_of
+        self.mesh_axes = mesh_axes
+        self.parts = parts
+        self.primals = primals
 
-    def run(*flat):
-        flat = [jax_.cast(x, jax_.axis_type(a)) for x, a in zip(flat, parts.in_avals)]
-        return parts.fwd.call_wrapped(*jax.tree_util.tree_unflatten(parts.in_tree, flat))
+    @functools.cached_property
+    def jaxpr(self) -> Any:
+        """The jaxpr from its primals to its outputs and residuals, or None."""
+        import jax
 
-    try:
-        return jax.make_jaxpr(run)(*structs).jaxpr
-    except Exception:  # whatever a second trace runs into, the first one did not
+        symbols, parts = self.symbols, self.parts
+        if parts.fwd is None:
+            return None
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in parts.in_avals]
+
+        def run(*flat):
+            flat = [symbols.cast(x, symbols.axis_type(a)) for x, a in zip(flat, parts.in_avals)]
+            return parts.fwd.call_wrapped(*jax.tree_util.tree_unflatten(parts.in_tree, flat))
+
+        try:
+            return jax.make_jaxpr(run)(*structs).jaxpr
+        except Exception:  # whatever a second trace runs into, the first one did not
+            return None
+
+    @functools.cached_property
+    def origins(self) -> Origins:
+        """The origins of what it returns: its outputs, then its residuals."""
+        inputs = [Origin(frozenset((at,)), axes) for at, axes in enumerate(self.primals)]
+        return Origins(self.symbols, self.known_of, self.mesh_axes, self.jaxpr, inputs)
+
+    def saved(self, output_count: int, count: int) -> Sequence[Origin] | None:
+        """Return the origins of its residuals; None where that can't be told.
+
+        Args:
+          output_count: how many outputs it has, leaf by leaf.
+          count: how many outputs and residuals.
+        """
+        if self.jaxpr is None or len(self.jaxpr.outvars) != count:
+            return None
+        return self.origins.outputs[output_count:]
+
+    def dropping(self, axes: frozenset[str]) -> str | None:
+        """Describe an opaque call whose rule makes outputs invariant over ``axes``.
+
+        Where the forward can't be traced again, the answer is that it may.
+        """
+        if self.jaxpr is None:
+            return None if self.parts.fwd is None else "a forward that can't be traced again"
+        for equation in equations(self.jaxpr):
+            known = self.known_of(equation.primitive, equation.params)
+            if known is not None and known.found is not None and known.found.rule.drops:
+                named = frozenset(known.found.rule.named_axes)
+                if not named or named & axes:
+                    return f"{known.call}, whose rule is {known.found.rule!r}"
         return None
+
+    def equals(
+        self, size: Callable[[frozenset[str]], int]
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the axes over which it sums, and over which it averages, what is equal there."""
+        summed: frozenset[str] = frozenset()
+        averaged: frozenset[str] = frozenset()
+        for one in [] if self.jaxpr is None else self.origins.reductions:
+            equal = one.axes - one.origin.axes
+            if equal and one.divisor in (size(equal), size(one.axes)):
+                averaged |= equal
+            else:
+                summed |= equal
+        return summed, averaged

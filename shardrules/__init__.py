@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the names of _HOME and _MODULES, for checkers and editors
     from shardrules.hooks.autodiff.casts import already_summed, place_casts, vary
     from shardrules.hooks.explain.explain import explain, scan_calls
     from shardrules.hooks.handles import install
+    from shardrules.hooks.processes import assert_same_rules
     from shardrules.noted import watch
     from shardrules.registry.axistypes import AxisType, Effect, RuleContext
     from shardrules.registry.builtin import (
@@ -72,6 +73,7 @@ _HOME = {
     "register": "registry.table",
     "rules": "registry.table",
     "install": "hooks",
+    "assert_same_rules": "hooks.processes",
     "already_summed": "hooks.autodiff.casts",
     "explain": "hooks.explain.explain",
     "place_casts": "hooks.autodiff.casts",
@@ -107,6 +109,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "already_summed",
+    "assert_same_rules",
     "explain",
     "install",
     "linear",

@@ -17,12 +17,14 @@ __all__ = [
     "CotangentError",
     "HloError",
     "HloSyntaxError",
+    "MissingProcessError",
     "NotInstalledError",
     "RefError",
     "RegistrationError",
     "ReplicationAssertionError",
     "RuleCheckError",
     "RuleError",
+    "RulesDifferError",
     "ShardrulesError",
     "SteadyStateError",
     "UnknownKernelError",
@@ -70,6 +72,14 @@ class UnknownKernelError(ShardrulesError, LookupError):
 
 class AxisError(ShardrulesError, ValueError):
     """A mesh axis that is not one here, or over which a value can't be cast."""
+
+
+class RulesDifferError(ShardrulesError, AssertionError):
+    """Processes of one job that hold different rules, and would trace different programs."""
+
+
+class MissingProcessError(ShardrulesError, TimeoutError):
+    """A process that did not come to where all of a job's processes meet."""
 
 
 class CotangentError(ShardrulesError, ValueError):

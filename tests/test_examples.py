@@ -10,9 +10,9 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def run(name):
+def run(name, *arguments):
     done = subprocess.run(
-        [sys.executable, f"examples/{name}"],
+        [sys.executable, f"examples/{name}", *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -64,6 +64,28 @@ def test_jit_of_pmap_beside_jit_of_shard_map():
         "evolution, jit(shard_map)": ["0 kB", "5 collectives, 20 B"],
     }
     assert "f32[2,262144], 2097152 B on each of 8 devices, 16777216 B in all" in out
+
+
+def test_two_processes():
+    code, out, err = run("two_processes.py")
+    assert code == 0, err
+    for process in (0, 1):
+        assert f"process {process} of 2: 1 collective, needed; the gradients are right" in out
+        assert f"process {process}: the processes of this job hold different rules" in out
+    assert out.count("process 0 has no rule 'ring_all_gather'; process 1 has it: all_gather(") == 2
+
+
+def test_train_transformer():
+    """Three steps in each arm, in the order of ARMS."""
+    code, out, err = run("train_transformer.py", "3")
+    assert code == 0, err
+    rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if "|" in line]
+    off, late, cheapest = rows[1:]
+    assert "redundant" in off[4] and "overwide" in off[4]
+    assert all(set(row[4].split()[1::2]) == {"needed"} for row in (late, cheapest))
+    assert int(cheapest[3].split()[0]) < int(late[3].split()[0]) < int(off[3].split()[0])
+    assert len({row[1] for row in rows[1:]}) == len({row[2] for row in rows[1:]}) == 1
+    assert "The losses of 3 steps are the same in every arm." in out
 
 
 @pytest.mark.gpu

@@ -18,7 +18,11 @@ from shardrules.errors import RegistrationError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-__all__ = ["Binding", "Declared", "binding_of", "caller_place", "declare"]
+__all__ = ["Binding", "Declared", "binding_of", "caller_place", "declare", "declared"]
+
+# What was declared in this process, by the function's name and how its rule is written: as many as
+# there are such lines in the source, however often each runs.
+_declared: dict[tuple[str, str], Binding] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,5 +134,18 @@ def declare(target: _F, rule: Any) -> _F:
             target=target,
             places=(known.where, where),
         )
-    declared: Any = target if known is not None else Declared(target, Binding(rule, where))
-    return declared  # as what it was: it stays that in all but being called on arrays
+    if known is not None:
+        return target
+    bound = _declared[_name_of(target), repr(rule)] = Binding(rule, where)
+    made: Any = Declared(target, bound)
+    return made  # as what it was: it stays that in all but being called on arrays
+
+
+def declared() -> list[tuple[str, Binding]]:
+    """Return (``module:name``, its binding) of all functions that were declared, sorted."""
+    return [(name, bound) for (name, _), bound in sorted(list(_declared.items()), key=str)]
+
+
+def _name_of(target: Any) -> str:
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
+    return f"{getattr(target, '__module__', '')}:{name or type(target).__qualname__}"

@@ -227,7 +227,7 @@ def outputs(*rules: AnyRule) -> Rule:
         effects if known else None,
         named_axes=tuple(dict.fromkeys(a for p in parts for a in p.named_axes)),
         drops=any(p.drops for p in parts),
-        identity=tuple(p._identity for p in parts),
+        identity=tuple(p.identity for p in parts) if any(p.identity for p in parts) else None,
     )
 
 
@@ -251,5 +251,5 @@ def linear(rule: AnyRule) -> Rule:
         named_axes=inner.named_axes,
         drops=inner.drops,
         linear=True,
-        identity=inner._identity,
+        identity=inner.identity,
     )

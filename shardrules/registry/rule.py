@@ -58,20 +58,20 @@ class Rule:
         self.linear = linear
         self._types = types
         self._effects = effects
-        self._identity = identity
+        self.identity = identity
         self._resolved: dict[Any, Resolution] = {}
 
     def __repr__(self) -> str:
         return self.name
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Rule) and (self.name, self._identity) == (
+        return isinstance(other, Rule) and (self.name, self.identity) == (
             other.name,
-            other._identity,
+            other.identity,
         )
 
     def __hash__(self) -> int:
-        return hash((self.name, self._identity))
+        return hash((self.name, self.identity))
 
     def __call__(self, target: _F = None) -> _F:  # type: ignore[assignment]  # see below
         """Declare a kernel body or an op to obey this rule, and return it.
@@ -99,9 +99,9 @@ class Rule:
         """Whether both are functions made of the same code and the same values."""
         mine, theirs = (
             (
-                getattr(rule._identity, "__code__", None),
-                getattr(rule._identity, "__defaults__", None),
-                [cell.cell_contents for cell in getattr(rule._identity, "__closure__", None) or ()],
+                getattr(rule.identity, "__code__", None),
+                getattr(rule.identity, "__defaults__", None),
+                [cell.cell_contents for cell in getattr(rule.identity, "__closure__", None) or ()],
             )
             for rule in (self, other)
         )
@@ -125,7 +125,7 @@ class Rule:
           RuleError: if an input is unreduced, or the answer has the wrong count, names an axis
             that is not a manual mesh axis here, or is no axis type.
         """
-        if self._identity is not None:  # a function of the user's, which may change its mind
+        if self.identity is not None:  # a function of the user's, which may change its mind
             return self._resolve(context)
         found = self.kept(context.inputs, context.output_count, context.mesh_axes)
         if found is None:

@@ -391,11 +391,8 @@ class Registry:
             modules, self._prover_modules = self._prover_modules, ()
         for module in modules:
             importlib.import_module(module)  # it adds its prover
-        for prover in self._provers:
-            found = prover(primitive, params, operand_count)
-            if found is not None:
-                return found
-        return None
+        answers = (prover(primitive, params, operand_count) for prover in self._provers)
+        return next((found for found in answers if found is not None), None)
 
     def find_by_op_name(self, op_name: str) -> Registration | None:
         """Return the user's declaration for a kernel of which a compiled text tells no name.
@@ -426,6 +423,13 @@ class Registry:
     def names(self) -> tuple[str, ...]:
         """Return the names that the user gave a rule, sorted; not those that libraries ship."""
         return tuple(sorted({e.name for e in self.own()}))
+
+    def entries(self) -> tuple[Registration, ...]:
+        """Return all declarations but those of scopes, as they came; shipped ones first."""
+        self.load_libraries()
+        self._load_shipped()
+        with self._lock:
+            return (*self._known.values(), *self._entries.values())
 
     # Following.
 

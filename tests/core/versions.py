@@ -55,6 +55,15 @@ def has_rule_for_cond() -> bool:
     return True
 
 
+def has_process_groups() -> bool:
+    """Whether CPU devices of several processes can reduce within groups.
+
+    JAX 0.4.28's Gloo sets up a process's groups one after the other, and two processes wait for
+    each other until it gives up. Asked by what else that JAX, and no later one here, lacks.
+    """
+    return has_ffi_call()
+
+
 def _ffi():
     """Return the module with ffi_call, None on a JAX that has none: it moved."""
     for name in ("jax.ffi", "jax.extend.ffi"):

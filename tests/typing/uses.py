@@ -119,6 +119,8 @@ sr.install(casts=1)  # wrong
 print(sr.explain(op, 1.0).calls, sr.scan_calls(op, 1.0, scale=2))
 sr.explain()  # wrong
 print(sr.explain(op, 1.0).kernels)  # wrong
+sr.assert_same_rules(timeout_s=30)
+sr.assert_same_rules("30")  # wrong
 version: str = sr.__version__
 
 # --- errors ------------------------------------------------------------------------------------------
@@ -137,12 +139,14 @@ known: list[type[sr.ShardrulesError]] = [
     errors.CotangentError,
     errors.HloError,
     errors.HloSyntaxError,
+    errors.MissingProcessError,
     errors.NotInstalledError,
     errors.RefError,
     errors.RegistrationError,
     errors.ReplicationAssertionError,
     errors.RuleCheckError,
     errors.RuleError,
+    errors.RulesDifferError,
     errors.ShardrulesError,
     errors.SteadyStateError,
     errors.UnknownKernelError,

@@ -1,0 +1,178 @@
+"""Whether the processes of a job hold the same rules; they compare through JAX's own store."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+import time
+from typing import Any
+
+from shardrules.errors import MissingProcessError, RulesDifferError, ShardrulesError
+from shardrules.hooks import handles
+from shardrules.hooks.door.lookup import Symbol, find
+from shardrules.registry import listing
+from shardrules.registry.listing import Entry
+
+__all__ = ["assert_same_rules"]
+
+_SYMBOLS = (
+    Symbol(
+        "job",
+        "jax._src.distributed:global_state",
+        "0.4.28-0.12",
+        (),
+        "the key-value store and the barriers that the processes of a job share",
+    ),
+    Symbol(
+        "has_devices",
+        "jax._src.xla_bridge:backends_are_initialized",
+        "0.4.28-0.12",
+        (),
+        "asks for the number of processes only where that opens no device",
+        optional=True,
+    ),
+)
+_ROOT = "shardrules/same_rules"
+_SHOWN = 8  # lines about one process in a message
+_lock = threading.Lock()
+
+
+def assert_same_rules(*, timeout_s: float = 60.0) -> None:
+    """Assert that all processes of this job hold the same rules; for each of them to call.
+
+    Where they don't, they trace different programs, and the job hangs in its first collective.
+    Compared are rules by name, patterns and primitives in the order of their registration, the
+    scopes that this thread is in, rules that libraries ship, declared functions, how ``install``
+    was called, and the versions of JAX and shardrules. A rule that is a function is compared by
+    its code, its defaults, and what it closes over or reads of its module.
+
+    It returns at once where ``jax.distributed.initialize`` was not called: one process has nothing
+    to compare.
+
+    Args:
+      timeout_s: how many seconds to wait for the other processes.
+
+    Raises:
+      RulesDifferError: in every process, naming each rule that differs and in which process.
+      MissingProcessError: if a process did not call this within the time, with their numbers.
+      ShardrulesError: if ``timeout_s`` is not a positive number.
+      UnsupportedJaxError: if this JAX has no such store.
+    """
+    if (
+        isinstance(timeout_s, bool)
+        or not isinstance(timeout_s, (int, float))
+        or not 0 < timeout_s < math.inf
+    ):
+        raise ShardrulesError(
+            f"assert_same_rules(timeout_s={timeout_s!r}): it is a number of seconds, above zero",
+            timeout_s=timeout_s,
+        )
+    import jax
+
+    symbols, _ = find(jax.__version__, _SYMBOLS)
+    job, has_devices = symbols["job"], symbols["has_devices"]
+    if job.client is None:
+        if has_devices is not None and has_devices() and jax.process_count() > 1:
+            raise MissingProcessError(
+                f"this job has {jax.process_count()} processes, which can't be compared: call "
+                "jax.distributed.initialize() in each, before anything else of JAX",
+                processes=tuple(range(jax.process_count())),
+            )
+        return
+    if job.num_processes > 1:
+        with _lock:
+            _compare(job, _listed(jax), float(timeout_s))
+
+
+def _listed(jax: Any) -> list[Entry]:
+    """All that makes a program's trace differ from another process's."""
+    import shardrules
+
+    state = handles.state()
+    scope = state.scope
+    options = f"unknown={scope.policy!r}, prove={scope.prove}, casts={scope.casts!r}"
+    return [
+        Entry("version of", "shardrules", shardrules.__version__),
+        Entry("version of", "jax", jax.__version__),
+        Entry("options of", "install", options if scope.active else "not installed"),
+        *listing.entries(state.registry),
+    ]
+
+
+def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
+    """Meet the other processes; raise if one is missing, or differs.
+
+    Only digests are stored, and whole lists where one differs.
+    """
+    client, me = job.client, str(job.process_id)
+    calls = f"{_ROOT}/calls/{me}/"
+    # How often this process called, as the store has it: jax.distributed may have been restarted.
+    round_ = len(client.key_value_dir_get(calls))
+    digests, lists = f"{_ROOT}/digests/{round_}/", f"{_ROOT}/lists/{round_}/"
+    client.key_value_set(digests + me, listing.digest(mine))
+    client.key_value_set(f"{calls}{round_}", "")
+    started = time.monotonic()
+    try:
+        client.wait_at_barrier(f"{_ROOT}/{round_}", max(1, int(1000 * timeout_s)))
+    except Exception as error:  # it ran out of time, or the service knows that a process is gone
+        _missing(job, digests, time.monotonic() - started, error)
+    found = {int(key.rsplit("/", 1)[1]): one for key, one in client.key_value_dir_get(digests)}
+    groups: dict[str, list[int]] = {}
+    for process, one in sorted(found.items()):
+        groups.setdefault(one, []).append(process)
+    if len(groups) == 1:
+        return
+    client.key_value_set(lists + me, json.dumps([dataclasses.astuple(e) for e in mine]))
+
+    def read(process: int) -> list[Entry]:
+        text = client.blocking_key_value_get(f"{lists}{process}", max(1, int(1000 * timeout_s)))
+        return [Entry(*fields) for fields in json.loads(text)]
+
+    # What most hold is what the others are compared with.
+    (_, most), *others = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
+    names, lines = [], []
+    for _, processes in others:
+        told = list(
+            listing.differences(
+                read(most[0]), read(processes[0]), _called(most), _called(processes)
+            )
+        )
+        names += [name for name, _ in told]
+        lines += [f"  {line}" for _, line in told[:_SHOWN]]
+        if len(told) > _SHOWN:
+            lines.append(f"  ... and {len(told) - _SHOWN} more of {_called(processes)}")
+    raise RulesDifferError(
+        "the processes of this job hold different rules; they would trace different programs, and "
+        "hang in the first collective that one of them does not have:\n" + "\n".join(lines) + "\n"
+        "register the same rules in the same order in every process, outside of any "
+        "`if jax.process_index() == 0`, before what is traced",
+        names=tuple(dict.fromkeys(names)),
+        processes=tuple(process for _, processes in others for process in processes),
+    )
+
+
+def _called(processes: list[int]) -> str:
+    shown = ", ".join(map(str, processes[:_SHOWN])) + (", ..." if len(processes) > _SHOWN else "")
+    return f"process{'es' if len(processes) > 1 else ''} {shown}"
+
+
+def _missing(job: Any, digests: str, waited_s: float, error: Exception) -> None:
+    try:
+        came = {int(key.rsplit("/", 1)[1]) for key, _ in job.client.key_value_dir_get(digests)}
+    except Exception:  # the service itself is gone, with the process that runs it
+        came = {job.process_id}
+    missing = [process for process in range(job.num_processes) if process not in came]
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    who = (
+        f"{_called(missing)} of {job.num_processes} did not call shardrules.assert_same_rules()"
+        if missing
+        else "a process left after it had called shardrules.assert_same_rules()"
+    )
+    raise MissingProcessError(
+        f"{who} while process {job.process_id} waited, {waited_s:.0f} s ({reason[:200]}); every "
+        "process calls it, as often as the others: look into its log for the error that ended it, "
+        "or pass a longer timeout_s",
+        processes=tuple(missing),
+    ) from error

@@ -1,0 +1,183 @@
+"""All that a process has declared, as plain text: the same in every process with the same rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shardrules.registry import binding
+from shardrules.registry.axistypes import AxisType
+from shardrules.registry.rule import Rule
+from shardrules.registry.table import Registration, Registry
+
+__all__ = ["Entry", "differences", "digest", "entries", "written"]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One thing that two processes may hold differently.
+
+    Args:
+      kind: what it is, for messages: ``rule``, ``rule in scope 1``, ``option``.
+      name: which one of its kind.
+      value: what is compared.
+      where: where it was said, for messages; not compared.
+      ordered: whether its place among those of its kind is compared.
+    """
+
+    kind: str
+    name: str
+    value: str
+    where: str = ""
+    ordered: bool = False
+
+    def __str__(self) -> str:
+        return self.value + (f", at {self.where}" if self.where else "")
+
+
+def entries(registry: Registry) -> list[Entry]:
+    """Return all that a registry holds in this thread, scopes included, and declared functions.
+
+    Args:
+      registry: the declarations.
+
+    Raises:
+      RegistrationError: if the rules that a library ships can't be loaded.
+    """
+    found = list(registry.entries())
+    # Where a library's rules come from is the same everywhere; when it was imported is not.
+    ours = [e for e in found if not e.library]
+    theirs = sorted((e for e in found if e.library), key=lambda e: (e.library, e.name, e.is_ffi))
+    listed = [_entry(e, f"rule of {e.library}", False) for e in theirs]
+    listed += [_entry(e, "rule", True) for e in ours]
+    for depth, overlay in enumerate(registry.overlays, 1):
+        listed += [_entry(e, f"rule in scope {depth}", True) for e in overlay.entries]
+    listed += [
+        Entry("declaration of", name, written(bound.rule), bound.where)
+        for name, bound in binding.declared()
+    ]
+    return listed
+
+
+def _entry(e: Registration, kind: str, ordered: bool) -> Entry:
+    name = e.name + (" (a primitive)" if e.target is not None else " (FFI)" if e.is_ffi else "")
+    return Entry(kind, name, written(e.rule), e.where, ordered)
+
+
+def written(rule: Rule) -> str:
+    """Return a rule as text: its name, and of a function what it was compiled from.
+
+    Args:
+      rule: the rule.
+    """
+    if rule.identity is None:
+        return rule.name
+    code = hashlib.sha256(_text(rule.identity, ()).encode()).hexdigest()
+    return f"{rule.name} (code {code[:12]})"
+
+
+def _text(value: Any, around: tuple[int, ...]) -> str:
+    """Return what a function or a value comes to, without addresses, paths and hash order.
+
+    A function is its code, its defaults, what it closes over, and the globals that its code
+    names; of an object, its type and attributes are compared.
+    """
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if id(value) in around or len(around) > 20:
+        return "..."
+    inner = (*around, id(value))
+    if isinstance(value, (tuple, list)):
+        return f"({','.join(_text(v, inner) for v in value)})"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{','.join(sorted(_text(v, inner) for v in value))}}}"
+    if isinstance(value, Mapping):
+        return _text(sorted(_text(pair, inner) for pair in value.items()), around)
+    if isinstance(value, types.CodeType):
+        read = (value.co_code, value.co_consts, value.co_names, value.co_freevars)
+        return f"code{_text(read, inner)}"
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        named = {n: value.__globals__[n] for n in code.co_names if n in value.__globals__}
+        parts = (code, value.__defaults__, value.__kwdefaults__, cells, named)
+        return f"function{_text(parts, inner)}"
+    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+        return (
+            f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', value.__name__)}"
+        )
+    if isinstance(value, types.MethodType):
+        return _text((value.__func__, value.__self__), around)
+    if isinstance(value, functools.partial):
+        return f"partial{_text((value.func, value.args, value.keywords), inner)}"
+    if isinstance(value, AxisType):
+        return f"type{_text((value.varying, value.unreduced, value.reduced), inner)}"
+    if isinstance(value, Rule):
+        return f"rule{_text((value.name, value.identity), inner)}"
+    return f"{_text(type(value), ())}{_text(getattr(value, '__dict__', None), inner)}"
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # a name that is not bound yet
+        return False
+    return True
+
+
+def _keyed(listed: Sequence[Entry]) -> dict[tuple[str, str, int], Entry]:
+    """Entries by kind and name, and by number where several share them."""
+    found: dict[tuple[str, str, int], Entry] = {}
+    for e in listed:
+        number = sum(1 for kind, name, _ in found if (kind, name) == (e.kind, e.name))
+        found[e.kind, e.name, number] = e
+    return found
+
+
+def digest(listed: Sequence[Entry]) -> str:
+    """Return a digest of what is compared.
+
+    Args:
+      listed: a process's entries.
+    """
+    compared = [(e.kind, e.name, e.value) for e in listed]
+    return hashlib.sha256(repr(compared).encode()).hexdigest()
+
+
+def differences(
+    ours: Sequence[Entry], theirs: Sequence[Entry], us: str, them: str
+) -> Iterator[tuple[str, str]]:
+    """Yield the name of each entry that differs, and a line about it.
+
+    Args:
+      ours: one process's entries.
+      theirs: another's.
+      us: what the first is called: ``process 0``.
+      them: what the second is called.
+    """
+    left, right = _keyed(ours), _keyed(theirs)
+    for key in {**left, **right}:
+        mine, other = left.get(key), right.get(key)
+        called = f"{key[0]} {key[1]!r}"
+        if mine is None or other is None:
+            there, has, lacks = (other, them, us) if mine is None else (mine, us, them)
+            yield key[1], f"{lacks} has no {called}; {has} has it: {there}"
+        elif mine.value != other.value:
+            yield key[1], f"{called} is {other} in {them}, and {mine} in {us}"
+    both = [key for key, e in left.items() if e.ordered and key in right]
+    order = {key: place for place, key in enumerate(right)}
+    for one, after in zip(both, both[1:]):
+        if one[0] == after[0] and order[one] > order[after]:
+            yield (
+                one[1],
+                (
+                    f"{one[0]} {one[1]!r} comes before {after[1]!r} in {us}, at {left[one].where}, "
+                    f"and after it in {them}, at {right[one].where}"
+                ),
+            )

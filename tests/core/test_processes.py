@@ -1,0 +1,146 @@
+"""Several processes of one job: equal gradients and verdicts, and rules that are compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import shardrules as sr
+from shardrules import errors
+from shardrules.registry import listing
+
+from . import process_worker, versions
+
+WORKER = pathlib.Path(process_worker.__file__)
+
+
+def start(scene, count, out):
+    """Run the worker in processes of four devices; return what each wrote down."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    groups = "groups" if versions.has_process_groups() else "none"
+    arguments = [sys.executable, str(WORKER), str(port), str(count)]
+    processes = [
+        subprocess.Popen(
+            [*arguments, str(process), scene, str(out), groups],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for process in range(count)
+    ]
+    try:
+        waited = processes if scene == "all" else processes[:1]
+        said = [process.communicate(timeout=180)[0] for process in waited]
+    finally:
+        for process in processes:
+            process.kill()
+    results = [out / f"{process}.json" for process in range(count)]
+    assert results[0].exists(), said
+    return [json.loads(path.read_text()) for path in results if path.exists()]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    return start("all", 2, tmp_path_factory.mktemp("processes"))
+
+
+def test_gradients_and_verdicts_are_those_of_one_process(both, hooks):
+    if not versions.has_process_groups():  # rules are compared all the same, below
+        assert "gradients" not in both[0]
+        return
+    gradients, verdicts = process_worker.gradients()
+    assert verdicts and [one["verdicts"] for one in both] == [verdicts, verdicts]
+    together = {}
+    for one in both:
+        for place, parts in one["gradients"].items():
+            together.setdefault(place, []).extend(parts)
+    assert together == gradients
+
+
+SAID = {
+    "two_rules": ["rule 'b' is all_gather('model'), at ", " in process 1, and all_gather('data')"],
+    "in_another_order": ["rule 'a' comes before 'b' in process 0, at ", "after it in process 1"],
+    "in_one_only": ["process 1 has it: all_reduce('model'), at ", "process 0 has no rule 'alone'"],
+    "functions_of_one_name": ["rule 'function' is other_rule (code "],
+    "options": ["options of 'install' is unknown='error', prove=False", "prove=True"],
+    "scopes": ["rule in scope 1 'scoped' is per_device('data'), at ", "and no_communication"],
+}
+
+
+def test_a_difference_is_named_in_every_process(both):
+    assert [one["raised"].pop("the_same") for one in both] == [None, None]
+    assert both[0]["raised"] == both[1]["raised"]
+    assert sorted(both[0]["raised"]) == sorted(SAID)
+    for scene, parts in SAID.items():
+        message, _, processes = both[0]["raised"][scene]
+        assert all(part in message for part in parts), message
+        assert "register the same rules in the same order in every process" in message
+        assert processes == [1]
+    assert [both[0]["raised"][scene][1] for scene in SAID] == [
+        *(["b"], ["a"], ["alone"], ["function"], ["install"], ["scoped"])
+    ]
+
+
+def test_one_that_dies_and_one_that_never_calls_are_an_error_in_time(tmp_path):
+    result = start("missing", 3, tmp_path)[0]
+    message, missing = result["raised"]
+    assert missing == [1, 2]
+    assert message.startswith("processes 1, 2 of 3 did not call shardrules.assert_same_rules()")
+    assert 1 < result["waited_s"] < 30
+
+
+def test_one_process_has_nothing_to_compare():
+    sr.register("anything", sr.per_device("data"))
+    assert sr.assert_same_rules() is None
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), "60", True])
+def test_a_timeout_is_a_positive_number(timeout_s):
+    with pytest.raises(errors.ShardrulesError, match="it is a number of seconds, above zero"):
+        sr.assert_same_rules(timeout_s=timeout_s)
+
+
+def test_several_processes_without_jax_distributed_are_refused(monkeypatch):
+    jax.devices()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(errors.MissingProcessError, match="jax.distributed.initialize"):
+        sr.assert_same_rules()
+
+
+def rule_of(axis, default=("a",)):
+    return lambda ctx, names=default: [ctx.union.vary(axis)]
+
+
+def test_functions_are_compared_by_what_they_come_to():
+    def text(rule):
+        return listing.written(sr.outputs(rule))
+
+    assert text(rule_of("model")) == text(rule_of("model"))
+    assert text(rule_of("model")) != text(rule_of("data"))
+    assert text(rule_of("model")) != text(rule_of("model", default=("b",)))
+    assert text(rule_of(frozenset("xyz"))) == text(rule_of(frozenset("zyx")))
+    assert listing.written(sr.outputs(sr.no_communication)) == "outputs(no_communication)"
+
+
+def test_a_declared_function_is_among_what_is_compared():
+    @sr.per_device("data")
+    def declared_here(x_ref, o_ref): ...
+
+    listed = listing.entries(sr.Registry())
+    (entry,) = [e for e in listed if e.name.endswith("declared_here")]
+    assert entry.value == "per_device('data')" and "test_processes.py" in entry.where

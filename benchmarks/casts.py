@@ -140,7 +140,11 @@ class Solved:
 
         def both(graph):
             labels = self._solve(graph)
-            costs = cost_as_traced(graph), cost(graph, labels), optimum.cheapest_bytes(graph)
+            costs = (
+                cost_as_traced(graph).bytes,
+                cost(graph, labels).bytes,
+                optimum.cheapest_bytes(graph),
+            )
             self.found.append(costs)
             return labels
 

@@ -7,14 +7,33 @@ the runs of the loops around, if it is invariant where it is made and varying wh
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import itertools
+from collections.abc import Iterable, Iterator
 
 from shardrules.hooks.autodiff.linear import Graph, Step, Value
 from shardrules.hooks.autodiff.mincut import INFINITE, Network
 
-__all__ = ["Labels", "cheapest", "cost", "cost_as_traced"]
+__all__ = ["Cost", "Labels", "cheapest", "cost", "cost_as_traced"]
 
-_SCALE = 1 << 20  # of two that cost the same bytes, the one with fewer psums
+_SCALE = 1 << 40  # of two that cost the same bytes, the one with fewer psums
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Cost:
+    """What the cotangents' psums move, on each device.
+
+    Args:
+      bytes: what they sum.
+      wire_bytes: what a device sends, by ring algorithms (``costs.accounts``).
+    """
+
+    bytes: int
+    wire_bytes: fractions.Fraction
+
+    def within(self, other: Cost) -> bool:
+        """Whether it is no more than another, of both."""
+        return self.bytes <= other.bytes and self.wire_bytes <= other.wire_bytes
 
 
 @dataclasses.dataclass
@@ -36,7 +55,11 @@ def cheapest(graph: Graph) -> Labels:
     """Return the cheapest labels: axis by axis in each order, what is cut already being free.
 
     Casts of one tangent over several axes share one psum. That is not submodular, so no single
-    cut expresses it.
+    cut expresses it. Nor is the fewest bytes summed always the fewest on the wire: of labels that
+    are within what the casts cost where JAX puts them and at the inputs, the fewest bytes summed.
+
+    Raises:
+      ValueError: if no labels suit the program.
     """
     axes = [
         axis
@@ -44,16 +67,28 @@ def cheapest(graph: Graph) -> Labels:
         if any(axis in made.varying - value.varying for value, made in graph.casts)
         or any(axis in step.sums_bytes for step in graph.steps)
     ]
-    best = None
-    for order in itertools.permutations(axes):
-        labels = _as_traced(graph)
-        cut: set[Value] = set()
-        for axis in order:
-            cut |= _cut(graph, axis, labels, cut)
-        size_bytes = cost(graph, labels)
-        if best is None or size_bytes < best[0]:
-            best = size_bytes, labels
-    return best[1] if best else _as_traced(graph)
+    found = [_in_order(graph, order, set()) for order in itertools.permutations(axes)]
+    bound = cost_as_traced(graph)
+    if len(axes) > 1:
+        found.append(_in_order(graph, axes, set(graph.inputs)))
+        at_inputs = cost(graph, found[-1])
+        bound = Cost(min(bound.bytes, at_inputs.bytes), min(bound.wire_bytes, at_inputs.wire_bytes))
+    if not found:
+        return _as_traced(graph)
+
+    def rank(labels: Labels) -> tuple[bool, Cost]:
+        one = cost(graph, labels)
+        return not one.within(bound), one
+
+    return min(found, key=rank)
+
+
+def _in_order(graph: Graph, axes: Iterable[str], free: set[Value]) -> Labels:
+    """Cut for one axis after the other; a tangent that is cut, or among ``free``, is free."""
+    labels, cut = _as_traced(graph), set(free)
+    for axis in axes:
+        cut |= _cut(graph, axis, labels, cut)
+    return labels
 
 
 def _as_traced(graph: Graph) -> Labels:
@@ -71,9 +106,9 @@ def _cut(graph: Graph, axis: str, labels: Labels, free: set[Value]) -> set[Value
     makes = {value: net.node() for value in graph.values.values()}
     uses = {value: net.node() for value in makes}
     for value, made in makes.items():
-        net.edge(made, uses[value], _price(value, free))
+        net.edge(made, uses[value], _price(value, axis, free))
         net.edge(uses[value], made)
-        if value.stays and axis not in value.varying:
+        if axis in value.stays:
             net.edge(net.source, uses[value])
     for value in graph.inputs:
         _fix(net, makes[value], axis in value.varying)
@@ -127,33 +162,42 @@ def _fix(net: Network, node: int, varies: bool) -> None:
         net.edge(net.source, node)
 
 
-def _price(value: Value, free: set[Value]) -> int:
-    if not value.live:
-        return 0
-    if not value.castable:
+def _price(value: Value, axis: str, free: set[Value]) -> int:
+    if not value.castable or axis in value.narrow:
         return INFINITE
-    # Of two that cost the same bytes, the one with fewer psums.
-    return value.runs if value in free else value.cast_bytes * _SCALE + value.runs
+    # Also where a cotangent is zero: to JAX 0.7 a loop's or a branch's is summed none the less.
+    return value.runs if value in free or not value.live else value.cast_bytes * _SCALE + value.runs
 
 
-def cost(graph: Graph, labels: Labels) -> int:
-    """Return the bytes that the cotangents' psums sum, on each device, under these labels."""
-    total = sum(
-        value.cast_bytes
-        for value in graph.values.values()
-        if value.live and labels.used[value] - labels.made[value]
-    )
-    for step in graph.steps:
-        stay = [count for axis, count in step.sums_bytes.items() if axis not in labels.steps[step]]
-        total += max(stay, default=0)
-    return total
+def cost(graph: Graph, labels: Labels) -> Cost:
+    """Return what the cotangents' psums move under these labels."""
+
+    def sums() -> Iterator[tuple[int, frozenset[str]]]:
+        for value in graph.values.values():
+            axes = labels.used[value] - labels.made[value]
+            if value.live and axes:
+                yield value.cast_bytes, axes
+        for step in graph.steps:
+            yield step.sums(labels.steps[step])
+
+    return _total(graph, sums())
 
 
-def cost_as_traced(graph: Graph) -> int:
-    """Return the bytes that they sum where the casts stand now."""
-    return sum(value.cast_bytes for value, made in graph.casts if made.live) + sum(
-        max(step.sums_bytes.values(), default=0) for step in graph.steps
-    )
+def cost_as_traced(graph: Graph) -> Cost:
+    """Return what they move where the casts stand now."""
+    casts = [
+        (value.cast_bytes, made.varying - value.varying) for value, made in graph.casts if made.live
+    ]
+    return _total(graph, [*casts, *(step.sums(frozenset()) for step in graph.steps)])
+
+
+def _total(graph: Graph, sums: Iterable[tuple[int, frozenset[str]]]) -> Cost:
+    size_bytes, wire = 0, fractions.Fraction(0)
+    for count, axes in sums:
+        n = graph.device_count(axes)
+        size_bytes += count
+        wire += fractions.Fraction(2 * (n - 1) * count, n)
+    return Cost(size_bytes, wire)
 
 
 def _with(axes: frozenset[str], axis: str, varies: bool) -> frozenset[str]:

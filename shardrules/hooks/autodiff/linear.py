@@ -14,6 +14,7 @@ the casts stand; so it may also come back from varying, by an un-cast that moves
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -73,9 +74,10 @@ class Value:
       runs: how often it is made in one execution of the program.
       at: the source line that made it, or empty.
       cast_bytes: what casting it costs: its bytes times its runs.
-      castable: whether a cast may stand at it.
+      castable: whether a cast may stand at it: not in a branch that devices take alone.
       live: whether its cotangent may be anything but zero.
-      stays: whether it stays invariant where it is: it is less precise than what is cast later.
+      stays: the axes over which it stays invariant: it is less precise than what is cast later.
+      narrow: the axes over which no cast may stand at it: what is cast before is more precise.
     """
 
     aval: Any
@@ -85,7 +87,8 @@ class Value:
     cast_bytes: int
     castable: bool
     live: bool = False
-    stays: bool = False
+    stays: frozenset[str] = frozenset()
+    narrow: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,6 +114,11 @@ class Step:
     def fixes(self, axis: str) -> bool:
         """Whether operands and results keep the types that they have over an axis."""
         return self.fixed is None or axis in self.fixed
+
+    def sums(self, over: frozenset[str]) -> tuple[int, frozenset[str]]:
+        """Return the bytes that it sums by itself, and over which axes, if it varies over some."""
+        left = self.sums_bytes.keys() - over
+        return max((self.sums_bytes[axis] for axis in left), default=0), frozenset(left)
 
 
 class Graph:
@@ -138,9 +146,12 @@ class Graph:
         custom: Callable[[Any], tuple[dict[str, int], bool]],
         opaque: Callable[[Any], bool],
     ):
+        from jax import lax
+
         self.jax = jax
         self.custom = custom
         self.opaque = opaque
+        self._sizes = {axis: lax.psum(1, axis) for axis in jax.manual_axes()}
         self.values: dict[tuple[Where, Any], Value] = {}
         self.steps: list[Step] = []
         self.at: dict[tuple[Where, int], Step] = {}  # an equation's own step
@@ -151,6 +162,10 @@ class Graph:
         self.ends = [value for value in ends if value is not None]
         self._live([value for value, used in zip(ends, wanted) if value is not None and used])
         self._keep_precision()
+
+    def device_count(self, axes: frozenset[str]) -> int:
+        """Return how many devices there are along mesh axes."""
+        return math.prod(self._sizes[axis] for axis in axes)
 
     # From the program to the graph.
 
@@ -281,14 +296,15 @@ class Graph:
             value.varying == joined for value in outputs
         )
         named = _strings(eqn.params)
-        if self.opaque(eqn):
+        whole = _holds_functions(eqn) or not _transposed_by_jax(eqn.primitive)
+        if whole or self.opaque(eqn):
             step.fixed = None
-        elif alike and not _holds_jaxpr(eqn.params) and not eqn.effects:
+        elif alike and not eqn.effects:
             step.fixed = named
             step.needed = frozenset().union(
                 *(one for one, value in zip(types, inputs) if value is None)
             )
-        elif named and not _holds_jaxpr(eqn.params):  # a collective
+        elif named:  # a collective
             step.fixed = named | frozenset().union(
                 *(joined ^ one for one in (*types, *(value.varying for value in outputs)))
             )
@@ -318,22 +334,57 @@ class Graph:
         """Let casts stand only where what is summed is as precise as where they stand now.
 
         A tangent of bf16 that becomes float32 before it is cast is not cast as bf16, nor before it
-        became bf16: each device's share would be rounded before they are summed.
+        became bf16: each device's share would be rounded before they are summed. Nor is one cast as
+        bf16 that is made of a float32 which is cast.
         """
-        makers: dict[Value, list[Step]] = {}
+        for axis in self.jax.manual_axes():
+            sites = [
+                value
+                for value, made in self.casts
+                if value.live and axis in made.varying - value.varying
+            ]
+            sites += [v for step in self.steps if axis in step.sums_bytes for v in step.inputs]
+            for value in self._narrower(axis, sites, before=True):
+                value.stays |= {axis}
+            for value in self._narrower(axis, sites, before=False):
+                value.narrow |= {axis}
+
+    def _narrower(self, axis: str, sites: list[Value], before: bool) -> list[Value]:
+        """Return what is less precise of the tangents that sites are made of, or that they make.
+
+        Args:
+          axis: a mesh axis; what a psum over it parts from a site has casts of its own.
+          sites: the tangents that are cast over the axis.
+          before: follow what they are made of, while it is invariant; else what they make, while
+            it varies.
+        """
+        links: dict[Value, list[Value]] = {}
         for step in self.steps:
-            for value in step.outputs:
-                makers.setdefault(value, []).append(step)
-        sites = [value for value, _ in self.casts if value.live]
-        sites += [value for step in self.steps if step.sums_bytes for value in step.inputs]
-        seen: set[tuple[Value, int]] = set()
-        queue = [(value, value.aval.dtype.itemsize) for value in sites]
+            ends = (step.outputs, step.inputs) if before else (step.inputs, step.outputs)
+            for value in ends[0]:
+                links.setdefault(value, []).extend(ends[1])
+        found: list[Value] = []
+        queue = [(value, _precision(value)) for value in sites]
+        seen = set(queue)
         while queue:
-            value, width = queue.pop()
-            if (value, width) not in seen:
-                seen.add((value, width))
-                value.stays = value.stays or value.aval.dtype.itemsize < width
-                queue += [(one, width) for step in makers.get(value, ()) for one in step.inputs]
+            value, of_site = queue.pop()
+            if any(one < other for one, other in zip(_precision(value), of_site)):
+                found.append(value)
+            for one in links.get(value, ()):
+                if (one, of_site) not in seen and (axis in one.varying) != before:
+                    seen.add((one, of_site))
+                    queue.append((one, of_site))
+        return found
+
+
+def _precision(value: Value) -> tuple[int, int]:
+    """Return the bits of a tangent's mantissa, and of its exponent."""
+    from jax import numpy
+
+    if not numpy.issubdtype(value.aval.dtype, numpy.inexact):  # float0
+        return 0, 0
+    kind = numpy.finfo(value.aval.dtype)
+    return kind.nmant, kind.nexp
 
 
 def _linear_outputs(jaxpr: Any, linear: Sequence[bool]) -> list[bool]:
@@ -345,12 +396,34 @@ def _linear_outputs(jaxpr: Any, linear: Sequence[bool]) -> list[bool]:
     return [not hasattr(atom, "val") and atom in reached for atom in jaxpr.outvars]
 
 
-def _holds_jaxpr(params: dict[str, Any]) -> bool:
+def _holds_functions(eqn: Any) -> bool:
+    """Whether an equation calls what is not looked into; a scatter only adds or replaces."""
+    if eqn.primitive.name.startswith("scatter"):
+        return False
     return any(
-        opened(one) is not None
-        for value in params.values()
+        opened(one) is not None or (callable(one) and not isinstance(one, type))
+        for value in eqn.params.values()
         for one in (value if isinstance(value, (tuple, list)) else (value,))
     )
+
+
+def _transposed_by_jax(primitive: Any) -> bool:
+    """Whether a primitive's transpose is JAX's or ours: linear, and with no collective inside.
+
+    A user's may clip a cotangent, or sum it, and has to be given what it was given before.
+    """
+    from jax.interpreters import ad
+
+    queue = [ad.primitive_transposes.get(primitive)]
+    while queue:
+        one = queue.pop()
+        if isinstance(one, functools.partial):
+            queue += [one.func, *filter(callable, one.args)]
+        elif one is not None:
+            module = getattr(one, "__module__", None) or ""
+            if module.partition(".")[0] not in ("jax", "shardrules"):
+                return False
+    return True
 
 
 def _strings(params: dict[str, Any]) -> frozenset[str]:

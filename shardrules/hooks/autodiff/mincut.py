@@ -35,7 +35,11 @@ class Network:
             self._left.append(can)
 
     def sink_side(self) -> set[int]:
-        """Return the nodes at the sink's side of the minimum cut that lies nearest to the sink."""
+        """Return the nodes at the sink's side of the minimum cut that lies nearest to the sink.
+
+        Raises:
+          ValueError: if each cut takes an edge of infinite capacity.
+        """
         while (level := self._levels()) is not None:
             self._block(level)
         found, queue = {self.sink}, [self.sink]
@@ -67,6 +71,8 @@ class Network:
             node = self._heads[path[-1]] if path else self.source
             if node == self.sink:
                 amount = min(self._left[edge] for edge in path)
+                if 2 * amount > INFINITE:
+                    raise ValueError("each cut takes an edge of infinite capacity")
                 for edge in path:
                     self._left[edge] -= amount
                     self._left[edge ^ 1] += amount

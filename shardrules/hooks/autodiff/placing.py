@@ -19,6 +19,7 @@ from shardrules.hooks.autodiff.linear import (
     CALLS,
     IDENTITIES,
     Graph,
+    Step,
     Unplaceable,
     Value,
     Where,
@@ -104,9 +105,10 @@ class CastHooks(Hooks):
         why, before_bytes = "", 0
         try:
             graph = Graph(self.jax, jaxpr, linear, wanted, self._sums, self._is_opaque)
-            before_bytes = cost_as_traced(graph)
+            before = cost_as_traced(graph)
+            before_bytes = before.bytes
             labels = cheapest(graph) if before_bytes else None
-            if labels is not None and cost(graph, labels) < before_bytes:
+            if labels is not None and cost(graph, labels) < before:
                 writer = Writer(self, graph, labels)
                 placed = writer.jaxpr(jaxpr, (), [atom.aval for atom in jaxpr.outvars])
                 self.state.note_placement(
@@ -207,9 +209,13 @@ class Writer:
         self.casts: list[PlacedCast] = []
         self._written: dict[Any, tuple[Any, int, list[Any]]] = {}
         self._under: dict[Where, list[Value]] = {}
+        self._steps_under: dict[Where, list[Step]] = {}
         for (where, _), value in graph.values.items():
             for depth in range(len(where) + 1):
                 self._under.setdefault(where[:depth], []).append(value)
+        for where, step in graph.at.items():
+            for depth in range(len(where)):
+                self._steps_under.setdefault(where[:depth], []).append(step)
 
     def aval(self, value: Value) -> Any:
         """Return a tangent's aval as it is made now."""
@@ -233,6 +239,7 @@ class Writer:
         key = (
             id(jaxpr),
             tuple((self.labels.made[one], self.labels.used[one], one.live) for one in under),
+            tuple(self.labels.steps[one] for one in self._steps_under.get(where, ())),
             tuple(map(self.jax.axis_type, ends)),
             tuple(one.runs for one in under[:1]),
         )
@@ -460,8 +467,7 @@ class Body:
                 None if self.value(atom) is None else self.jax.axis_type(atom.aval).varying | gained
                 for atom in eqn.invars
             ]
-            left = [size for axis, size in step.sums_bytes.items() if axis not in gained]
-            self.writer.bytes += max(left, default=0)
+            self.writer.bytes += step.sums(gained)[0]
             if gained:
                 changes["bwd"] = self.writer.hooks.state.of(Retyping).bwd(eqn.params["bwd"], gained)
                 changes["out_avals"] = [self._aval(var) for var in eqn.outvars]

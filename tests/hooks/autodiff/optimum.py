@@ -59,13 +59,13 @@ def cheapest_bytes(graph):
         used = {one: program.variable("used", one, axis) for one in values}
         for one in values:
             program.implies(made[one], used[one])
-            if not one.castable and one.live:
+            if not one.castable or axis in one.narrow:
                 program.implies(used[one], made[one])
             elif one.live:
                 cast = program.variable("cast", one)
                 program.cost[cast] = one.cast_bytes
                 program.rows.append(({cast: 1, used[one]: -1, made[one]: 1}, 0))
-            if one.stays and axis not in one.varying:
+            if axis in one.stays:
                 program.fix(used[one], False)
         for one in graph.inputs:
             program.fix(made[one], axis in one.varying)

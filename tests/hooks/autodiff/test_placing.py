@@ -309,7 +309,11 @@ def solved(monkeypatch):
 
     def both(graph):
         labels = solve(graph)
-        costs = cost_as_traced(graph), cost(graph, labels), optimum.cheapest_bytes(graph)
+        costs = (
+            cost_as_traced(graph).bytes,
+            cost(graph, labels).bytes,
+            optimum.cheapest_bytes(graph),
+        )
         found.append(costs)
         return labels
 

@@ -1,17 +1,26 @@
 """Print what a gradient's all-reduces move, by where its casts stand.
 
-    python benchmarks/casts.py [--random=500] [--seed=0]
+    python benchmarks/casts.py [--random=500] [--seed=0] [--kernels]
 
 For each program, on eight CPU devices: the bytes that the gradient's all-reduces sum on each
-device in one step, under `check_vma=False`, with the check on where JAX casts (late) and at the
-minimum cut (cheapest); the optimum by an integer program over the same graph, of what the casts
-alone sum; and how much longer tracing and lowering take with casts placed. A program of a library
-that is not installed is left out. With --random, that many random bodies
-(tests/hooks/autodiff/bodies.py) are traced, and how often the cut is the optimum is printed.
+device in one step, and below them those that a device sends, under `check_vma=False`, with the
+check on in plain JAX, with the check on where JAX casts (late), and at the minimum cut (cheapest);
+the optimum by an integer program (scipy's HiGHS) over the same graph, all mesh axes at once, of
+what the casts alone sum; how much longer tracing and lowering take with casts placed, and how the
+length of the compiled text changes. Each gradient is compared with the late one's.
+
+With --random, that many random bodies (tests/hooks/autodiff/bodies.py): the same, of the lowered
+programs, their gradients executed and compared with one device's; what is above the optimum, the
+late casts or the check off is named. With --kernels, the kernel cases of tests/kernels that have a
+gradient, traced for their accelerators and not compiled. Libraries that are not installed are left
+out.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
 import importlib.util
 import os
 import pathlib
@@ -39,6 +48,7 @@ from shardrules.hooks.autodiff import placing  # noqa: E402
 from shardrules.hooks.autodiff.cheapest import cost, cost_as_traced  # noqa: E402
 
 _RANDOM = flags.DEFINE_integer("random", 0, "random bodies to trace", lower_bound=0)
+_KERNELS = flags.DEFINE_bool("kernels", False, "trace the kernel cases")
 _SEED = flags.DEFINE_integer("seed", 0, "of the first of them")
 
 WIDTH = 64
@@ -110,9 +120,10 @@ def programs():
         yield "flax RNN, 12 steps", flax_rnn, (variables, array(16, 12, WIDTH)), (P(), P("data"))
 
 
-def summed_bytes(program):
-    found = testing.account(program).by("kind").get(("all-reduce",))
-    return found.bytes if found else 0
+def summed(lowered, level="logical"):
+    """Bytes of all all-reduces in one execution: operands', and on the wire."""
+    found = testing.account(lowered, level=level).by("kind").get(("all-reduce",))
+    return (found.bytes, found.wire_bytes) if found else (0, 0)
 
 
 def gradient(body, mesh, specs, check):
@@ -124,12 +135,13 @@ def gradient(body, mesh, specs, check):
     return jax.jit(jax.grad(f))
 
 
-def lowered(body, mesh, args, specs, casts, check=True):
-    with shardrules.install(casts=casts):
+def lowered(function, args, casts):
+    """Trace and lower with casts placed as told; with none of it, for None."""
+    with shardrules.install(casts=casts) if casts else contextlib.nullcontext():
         jax.clear_caches()
-        start = time.perf_counter()
-        found = gradient(body, mesh, specs, check).lower(*args)
-        return found, time.perf_counter() - start
+        start = time.process_time()
+        found = function().lower(*args)
+        return found, time.process_time() - start
 
 
 class Solved:
@@ -140,11 +152,7 @@ class Solved:
 
         def both(graph):
             labels = self._solve(graph)
-            costs = (
-                cost_as_traced(graph).bytes,
-                cost(graph, labels).bytes,
-                optimum.cheapest_bytes(graph),
-            )
+            costs = cost_as_traced(graph), cost(graph, labels), optimum.cheapest_bytes(graph)
             self.found.append(costs)
             return labels
 
@@ -154,66 +162,156 @@ class Solved:
     def __exit__(self, *exc_info):
         placing.cheapest = self._solve
 
+    @property
+    def least_bytes(self):
+        """At our cut, and of the other solver."""
+        return sum(one[1].bytes for one in self.found), sum(one[2] for one in self.found)
+
+
+ARMS = {"off": ("late", False), "plain": (None, True), "late": ("late", True)}
+ARMS["cheapest"] = ("cheapest", True)
+
+
+def close(got, want, tolerance=1e-3):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        np.testing.assert_allclose(one, other, atol=tolerance * (1e-6 + np.abs(other).max()))
+
 
 def row(name, body, args, specs):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    arms = {}
-    for arm, casts, check in (
-        ("off", "late", False),
-        ("late", "late", True),
-        ("cheapest", "cheapest", True),
-    ):
-        arms[arm] = summed_bytes(lowered(body, mesh, args, specs, casts, check)[0].compile())
+    programs, cells = {}, []
+    for arm, (casts, check) in ARMS.items():
+        make = functools.partial(gradient, body, mesh, specs, check)
+        try:
+            programs[arm] = lowered(make, args, casts)[0].compile()
+        except Exception as error:  # plain JAX refuses some
+            cells.append(type(error).__name__)
+            continue
+        operands, wire = summed(programs[arm], "compiled")
+        cells.append(f"{operands:,} / {wire:,}")
+    close(programs["cheapest"](*args), programs["late"](*args))
+    make = functools.partial(gradient, body, mesh, specs, True)
     with Solved() as solved:
-        lowered(body, mesh, args, specs, "cheapest")
+        lowered(make, args, "cheapest")
     ratios = []
     for _ in range(5):
-        late, cheap = (lowered(body, mesh, args, specs, c)[1] for c in ("late", "cheapest"))
+        late, cheap = (lowered(make, args, c)[1] for c in ("late", "cheapest"))
         ratios.append(cheap / late)
-    least, other = (sum(costs[i] for costs in solved.found) for i in (1, 2))
+    text = len(programs["cheapest"].as_text()) / len(programs["late"].as_text())
+    least, other = solved.least_bytes
     print(
-        f"| {name} | {arms['off']:,} | {arms['late']:,} | {arms['cheapest']:,} | "
-        f"{least:,} / {other:,} | {statistics.median(ratios):.2f} |",
+        f"| {name} | {' | '.join(cells)} | {least:,} / {other:,} | "
+        f"{statistics.median(ratios):.2f} | {text:.2f} |",
         flush=True,
     )
 
 
+MESHES = (((8,), ("data",)), ((4, 2), ("data", "model")), ((2, 2, 2), ("data", "model", "expert")))
+
+
 def random_bodies(count, seed):
-    meshes = (
-        ((8,), ("data",)),
-        ((4, 2), ("data", "model")),
-        ((2, 2, 2), ("data", "model", "expert")),
-    )
-    optimal, late_bytes, least_bytes, graphs = 0, 0, 0, 0
+    """Print sums by the number of mesh axes, and each body that is above what it should be."""
+    totals = collections.defaultdict(collections.Counter)
     for number in range(seed, seed + count):
-        shape, axes = meshes[number % len(meshes)]
+        shape, axes = MESHES[number % len(MESHES)]
         body = bodies.Body(number, Mesh(np.array(jax.devices()).reshape(shape), axes))
-        with Solved() as solved, shardrules.install(casts="cheapest"):
-            jax.make_jaxpr(jax.grad(body.split(), argnums=(0, 1)))(*body.arguments())
-        for late, least, other in solved.found:
-            graphs += 1
-            optimal += least == other
-            late_bytes += late
-            least_bytes += least
+        args, found = body.arguments(), {}
+        total = totals[len(axes)]
+        total["bodies"] += 1
+        for arm, (casts, check) in ARMS.items():
+            make = lambda check=check: jax.jit(jax.grad(body.split(check), argnums=(0, 1)))  # noqa: E731, B023
+            try:
+                with Solved() as solved:
+                    program = lowered(make, args, casts)[0]
+            except Exception:
+                if arm == "cheapest":
+                    raise
+                total[f"{arm} refused"] += 1
+                continue
+            found[arm] = summed(program)
+            total[f"{arm} bytes"] += found[arm][0]
+            total[f"{arm} wire bytes"] += found[arm][1]
+        want = jax.jit(jax.grad(body.whole(), argnums=(0, 1)))(*args)
+        with shardrules.install(casts="cheapest"):
+            got = program.compile()(*args)
+        strange = []
+        try:
+            close(got, want, 5e-3)
+        except AssertionError:
+            strange.append("another gradient than one device's")
+        least, other = solved.least_bytes
+        if least != other:
+            strange.append(f"{least} B, and {other} B is the optimum")
+        for arm in ("off", "late"):
+            for what, mine, theirs in zip(("bytes", "wire bytes"), found["cheapest"], found[arm]):
+                if mine > theirs:
+                    strange.append(f"{mine} {what} for {theirs} {arm}")
+        for one in strange:
+            print(f"seed {number}: {one}", flush=True)
+        total["as they should be"] += not strange
         if sys.stderr.isatty():
             print(f"\r{number - seed + 1} of {count}", end="", file=sys.stderr)
-    print(
-        f"{count} random bodies: the cut is the optimum in {optimal} of {graphs} programs; "
-        f"{late_bytes:,} B where JAX casts, {least_bytes:,} B at the cut"
-    )
+    for axes, total in sorted(totals.items()):
+        print(f"{axes} mesh axes: " + ", ".join(f"{k} {v:,}" for k, v in total.items()))
+
+
+def kernels():
+    """Print a row for each kernel case with a gradient."""
+    from kernels import build, cases
+
+    print("\n| case | check off, B | plain, B | late, B | cheapest, B | casts: cut / optimum, B |")
+    print("|---|---:|---:|---:|---:|---:|")
+    totals = collections.Counter()
+    for case in cases.ALL:
+        if case.diff is None:
+            totals["without a gradient"] += 1
+            continue
+        cells, found = [], {}
+        for arm, (casts, check) in ARMS.items():
+            with contextlib.ExitStack() as stack:
+                if casts and case.communicates is not None:
+                    rule = getattr(shardrules, case.communicates.rule)(*case.communicates.axes)
+                    stack.enter_context(shardrules.rules({case.communicates.kernel: rule}))
+                made = functools.partial(build.build, case, check_vma=check)
+                try:
+                    with Solved() as solved:
+                        program, _ = lowered(lambda: made()[0], made()[1], casts)  # noqa: B023
+                    found[arm] = summed(program)
+                    cells.append("{:,} / {:,}".format(*found[arm]))
+                    totals[f"{arm} bytes"] += found[arm][0]
+                except Exception as error:
+                    cells.append(type(error).__name__)
+                    totals[f"{arm} refused"] += 1
+        least, other = solved.least_bytes
+        strange = [
+            arm
+            for arm in ("off", "late")
+            if "cheapest" in found
+            and arm in found
+            and any(a > b for a, b in zip(found["cheapest"], found[arm]))
+        ]
+        note = f" more than {' and '.join(strange)}" if strange else ""
+        note += " not the optimum" if least != other else ""
+        print(f"| {case.name} | {' | '.join(cells)} | {least:,} / {other:,}{note} |", flush=True)
+    print("\n" + ", ".join(f"{k} {v:,}" for k, v in totals.items()))
 
 
 def main(_):
     print(f"JAX {jax.__version__}\n")
+    if _RANDOM.value:
+        random_bodies(_RANDOM.value, _SEED.value)
+        return
+    if _KERNELS.value:
+        kernels()
+        return
     print(
-        "| program | check off, B | late, B | cheapest, B | casts: cut / optimum, B | "
-        "tracing, cheapest / late |\n|---|---:|---:|---:|---:|---:|"
+        "| program | check off, B / on the wire | plain | late | cheapest | "
+        "casts: cut / optimum, B | tracing, cheapest / late | text |\n"
+        "|---|---:|---:|---:|---:|---:|---:|---:|"
     )
     for one in programs():
         row(*one)
-    if _RANDOM.value:
-        print()
-        random_bodies(_RANDOM.value, _SEED.value)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 
@@ -11,7 +12,7 @@ from shardrules import hlo
 from shardrules.costs import accounts
 from shardrules.errors import ShardrulesError
 
-__all__ = ["Allowances", "Finding", "advice", "alike", "find", "unaudited"]
+__all__ = ["Allowances", "Finding", "advice", "alike", "by_partitioner", "find", "unaudited"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,16 @@ def advice(verdict: hlo.Verdict) -> str:
         return (
             "make the predicate equal within each group (jax.lax.psum or pmax it over the "
             "axes), or move the collective out of the branch or loop"
+        )
+    if verdict.verdict in ("redundant", "overwide") and by_partitioner(collective):
+        equal = [a for a in collective.axes or () if a not in (verdict.needed_axes or ())]
+        over = f" over {', '.join(equal)}" if equal else ""
+        return (
+            f"XLA's partitioner made it for {_operation(collective)}, of data that is the same on "
+            f"the devices{over}: replicate what that reads or makes, "
+            "x = jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, "
+            f"jax.sharding.PartitionSpec(...))) with a spec without {', '.join(equal) or 'axes'}, "
+            "or give both the layout of what uses it"
         )
     if verdict.verdict in ("redundant", "overwide") and collective.phase == "forward":
         if verdict.verdict == "redundant":
@@ -80,6 +91,24 @@ def advice(verdict: hlo.Verdict) -> str:
                 "parameters' shardings"
             )
     return ""
+
+
+# How JAX's own collectives end an op_name; what XLA's partitioner makes has another operation's.
+_WRITTEN = re.compile(
+    r"p(sum|max|min|mean|broadcast|gather|permute|swapaxes|all_|scatter|shuffle)\w*|ppermute|"
+    r"(ragged_)?all_(gather|to_all|reduce)\w*|reduce_scatter\w*|shard_map|reduced_vary_cast|"
+    r"un?reduced?_\w+"
+)
+
+
+def _operation(collective: hlo.Collective) -> str:
+    return collective.op_name.rpartition("/")[2]
+
+
+def by_partitioner(collective: hlo.Collective) -> bool:
+    """Tell whether XLA's partitioner made a collective: it has another operation's name."""
+    last = _operation(collective)
+    return bool(last) and _WRITTEN.fullmatch(last) is None and "pmap" not in collective.op_name
 
 
 def unaudited(supports: Iterable[hlo.Support]) -> list[hlo.Support]:

@@ -380,43 +380,6 @@ def result_how(kind: str) -> str:
 # -- accounts -------------------------------------------------------------------------------------
 
 
-def phase_of(op_name: str) -> str:
-    """Tell the phase from an op_name; XLA joins two names into one with ';' or ' '."""
-    if not op_name:
-        return "unknown"
-    found = set()
-    for part in re.split(r";|\s(?=\w+\()", op_name):
-        if "rematted_computation" in part:
-            found.add("recompute")
-        elif "transpose(" in part:
-            found.add("backward")
-        else:
-            found.add("forward")
-    return found.pop() if len(found) == 1 else "mixed"
-
-
-def find_phase(module: hm.Module, computation: hm.Computation, position: int, op_name: str) -> str:
-    """Tell an instruction's phase, from its operands' or users' op_names where it has none."""
-    if op_name:
-        return phase_of(op_name)
-    phases: set[str] = set()
-    queue = list(computation.instructions[position].operands)
-    seen = set(queue)
-    while queue and len(seen) < 64:
-        current = computation.instructions[queue.pop(0)]
-        phase = phase_of(module.metadata(current).op_name)
-        if phase != "unknown" and current.opcode != "parameter":
-            phases.add(phase)
-            continue
-        for operand in current.operands:
-            if operand not in seen:
-                seen.add(operand)
-                queue.append(operand)
-    if not phases:
-        return "unknown"
-    return phases.pop() if len(phases) == 1 else "mixed"
-
-
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """One collective instruction (or one operand of a combined one).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from shardrules import registry as rule_registry
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Ranged
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import customcalls, inputs, loops, replication
+from shardrules.hlo.proof import customcalls, inputs, loops, phases, replication
 from shardrules.hlo.proof.judgement import (
     ASSUMPTIONS,
     Judgement,
@@ -96,6 +97,7 @@ class _Judge:
         self.relations = proof.relations
         self.mesh = mesh
         self.runs = loops.executions(module)
+        self.names = phases.PartNames(module)
         self.channels: dict[str, hc.Channel] = {}
         self._widths: dict[tuple[int, int], int | None] = {}
 
@@ -227,7 +229,6 @@ class _Judge:
         channel = record.channel
         metadata = self.module.metadata(instruction)
         run = self.runs.get(computation.name)
-        phase = hc.find_phase(self.module, computation, position, metadata.op_name)
         self.channels[instruction.name] = channel
         mesh = self.mesh or hd.mesh_of(channel.mesh, self.relations)
         axes = mesh.axes_of(channel.groups) if mesh else None
@@ -237,6 +238,7 @@ class _Judge:
         shapes = [computation.instructions[o].shape for o in instruction.operands]
         together = kind == "ragged-all-to-all" or kind == "all-to-all" and len(operands) > 1
         merged = self.proof.collapse(tuple(operands)) if together else 0
+        phase = self.names.whole(computation, position)
         verdicts = []
         for number, (value, shape) in enumerate(zip(operands, shapes)):
             if kind == "collective-permute" and number > 0 and len(operands) == 4:
@@ -263,13 +265,16 @@ class _Judge:
             )
             if together:
                 value = merged
+            elif len(shapes) > 1:
+                collective = self._named(collective, computation, position)
             if isinstance(value, Ranged) and kind == "all-reduce" and not shape.is_tuple:
                 start = 0
                 bits = shape.bits
                 for stop, state in value.cuts:
                     part = Range(start, stop, ((stop - start) * bits + 7) // 8)
+                    named = self._named(collective, computation, position, (start, stop))
                     verdicts.append(
-                        self._verdict(collective, channel, state, record.guard, part, reached)
+                        self._verdict(named, channel, state, record.guard, part, reached)
                     )
                     start = stop
             else:
@@ -279,6 +284,15 @@ class _Judge:
                     )
                 )
         return verdicts
+
+    def _named(self, collective, computation, position, elements=None):
+        """Return a collective with the phase and the source of one of the parts XLA combined."""
+        phase, metadata = self.names.part(computation, position, collective.operand, elements)
+        if not metadata.op_name:
+            keeps = elements is not None and collective.op_name  # it is not combined
+            return collective if keeps else dataclasses.replace(collective, phase=phase)
+        frames = metadata.frames or collective.frames
+        return dataclasses.replace(collective, phase=phase, op_name=metadata.op_name, frames=frames)
 
     def _pair_axes(self, pairs) -> tuple[str, ...] | None:
         """Name the axes along which a permute moves data."""

@@ -1,0 +1,85 @@
+"""Phases of combined collectives, and advice for those that XLA's partitioner makes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import programs
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardrules import errors, testing
+
+# The loss is one float; two weights and two biases.
+PHASES = {
+    "forward all-reduce(data)": {"count": 1, "bytes": 4},
+    "backward all-reduce(data)": {"count": 4, "bytes": 4 * (8 * 16 + 16 + 16 * 4 + 4)},
+}
+
+
+def step(mesh):
+    def body(p, x, y):
+        h = jnp.tanh(x @ p["w"] + p["b"])
+        return lax.psum(((h @ p["v"] + p["c"] - y) ** 2).sum(), "data")
+
+    specs = (P(), P("data"), P("data"))
+    f = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
+
+    def train(p, x, y):
+        loss, g = jax.value_and_grad(f)(p, x, y)
+        return loss, jax.tree.map(lambda a, b: a - 0.1 * b, p, g)
+
+    sizes = (((8, 16), P()), ((16,), P()), ((16, 4), P()), ((4,), P()))
+    params = dict(zip("wbvc", programs.structs(mesh, *sizes)))
+    rows = programs.structs(mesh, ((64, 8), P("data")), ((64, 4), P("data")))
+    return jax.jit(train).lower(params, *rows)
+
+
+def test_a_combined_sum_has_the_phases_of_its_parts(platform):
+    """XLA names it after its first part (TPU), all of them (CPU) or nothing (GPU)."""
+    program = step(platform[1]).compile()
+    judgement = testing.assert_collectives(program, expect=PHASES)
+    assert len({v.collective.name for v in judgement.verdicts}) == 1  # it is combined
+    lines = {v.collective.phase: v.collective.source.line for v in judgement.verdicts}
+    assert lines["forward"] != lines["backward"]
+
+
+def test_phases_without_the_combiner_are_the_same(cpu_mesh):
+    passes = "all-reduce-combiner,cpu-all-reduce-combiner"
+    program = step(cpu_mesh).compile(compiler_options={"xla_disable_hlo_passes": passes})
+    judgement = testing.assert_collectives(program, expect=PHASES)
+    assert len({v.collective.name for v in judgement.verdicts}) == 5
+
+
+def exchanged(spec, mesh, x, b):
+    """The same number everywhere, cut up by rows and then read by columns."""
+    constrain = lambda y, *axes: lax.with_sharding_constraint(y, NamedSharding(mesh, P(*axes)))  # noqa: E731
+    y = constrain(jnp.broadcast_to(jnp.tanh(b), (8, 8)), *spec)
+    return x @ constrain(jnp.sin(y) * b, None, "data")
+
+
+def rolled(spec, mesh, x, b):
+    y = jnp.broadcast_to(b, (8, 8))
+    return x + jnp.roll(lax.with_sharding_constraint(y, NamedSharding(mesh, P(*spec))), 2, axis=0)
+
+
+@pytest.mark.parametrize(
+    "f, kind, made_for",
+    [(exchanged, "all-to-all", "mul"), (rolled, "collective-permute", "concatenate")],
+)
+def test_what_the_partitioner_moves_of_equal_data(f, kind, made_for, cpu_mesh):
+    args = programs.structs(cpu_mesh, ((8, 8), P()), ((), P()))
+    of = lambda spec: jax.jit(functools.partial(f, spec, cpu_mesh)).lower(*args).compile()  # noqa: E731
+    with pytest.raises(errors.CollectiveAssertionError) as caught:
+        testing.assert_no_defensive_psum(of(("data", None)))
+    text = str(caught.value)
+    assert f"redundant: {kind} over {{data}}" in text and "check_vma" not in text
+    assert (
+        f"XLA's partitioner made it for {made_for}, of data that is the same on the devices over "
+        "data: replicate what that reads or makes, x = jax.lax.with_sharding_constraint(x, "
+        "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(...))) with a spec without "
+        "data, or give both the layout of what uses it"
+    ) in text
+    assert not testing.assert_no_defensive_psum(of((None, None))).verdicts  # what it advises

@@ -27,6 +27,7 @@ import pathlib
 import statistics
 import sys
 import time
+from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -44,7 +45,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import shardrules  # noqa: E402
 from shardrules import testing  # noqa: E402
-from shardrules.hooks.autodiff import placing  # noqa: E402
+from shardrules.hooks.autodiff import linear, placing  # noqa: E402
 from shardrules.hooks.autodiff.cheapest import cost, cost_as_traced  # noqa: E402
 
 _RANDOM = flags.DEFINE_integer("random", 0, "random bodies to trace", lower_bound=0)
@@ -172,6 +173,10 @@ ARMS = {"off": ("late", False), "plain": (None, True), "late": ("late", True)}
 ARMS["cheapest"] = ("cheapest", True)
 
 
+def within(mine, theirs):
+    return all(a <= b for a, b in zip(mine, theirs))
+
+
 def close(got, want, tolerance=1e-3):
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
@@ -243,10 +248,15 @@ def random_bodies(count, seed):
         least, other = solved.least_bytes
         if least != other:
             strange.append(f"{least} B, and {other} B is the optimum")
-        for arm in ("off", "late"):
-            for what, mine, theirs in zip(("bytes", "wire bytes"), found["cheapest"], found[arm]):
-                if mine > theirs:
-                    strange.append(f"{mine} {what} for {theirs} {arm}")
+        above = [arm for arm in ("off", "late") if not within(found["cheapest"], found[arm])]
+        if above:
+            # Nothing is summed after a narrowing that the late cast has behind it.
+            with mock.patch.object(linear.Graph, "_narrower", lambda *_, **__: []):
+                anywhere = summed(lowered(make, args, "cheapest")[0])
+            if all(within(anywhere, found[arm]) for arm in above):
+                total["above the check off for precision"] += 1
+            else:
+                strange += [f"{found['cheapest']} B for {found[arm]} {arm}" for arm in above]
         for one in strange:
             print(f"seed {number}: {one}", flush=True)
         total["as they should be"] += not strange
@@ -287,9 +297,7 @@ def kernels():
         strange = [
             arm
             for arm in ("off", "late")
-            if "cheapest" in found
-            and arm in found
-            and any(a > b for a, b in zip(found["cheapest"], found[arm]))
+            if "cheapest" in found and arm in found and not within(found["cheapest"], found[arm])
         ]
         note = f" more than {' and '.join(strange)}" if strange else ""
         note += " not the optimum" if least != other else ""

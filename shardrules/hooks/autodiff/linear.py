@@ -34,6 +34,7 @@ __all__ = [
     "Value",
     "Where",
     "name_of",
+    "strings",
 ]
 
 # Primitives that call one jaxpr with all of their operands, by JAX's names (0.6.0 to 0.12).
@@ -130,7 +131,8 @@ class Graph:
       linear: for each of its inputs, whether it is a tangent.
       wanted: for each of its outputs, whether its cotangent is not zero.
       custom: from an equation of a custom_vjp's linear part to the axes over which the hooks sum
-        the cotangents of its tangents, each with the bytes; and whether its bwd is linear.
+        the cotangents of its tangents, each with the bytes; and those over which its bwd sums by
+        itself, None where that is not linear.
       opaque: whether an equation is an opaque call.
 
     Raises:
@@ -143,7 +145,7 @@ class Graph:
         jaxpr: Any,
         linear: Sequence[bool],
         wanted: Sequence[bool],
-        custom: Callable[[Any], tuple[dict[str, int], bool]],
+        custom: Callable[[Any], tuple[dict[str, int], frozenset[str] | None]],
         opaque: Callable[[Any], bool],
     ):
         from jax import lax
@@ -284,10 +286,10 @@ class Graph:
         self.steps.append(step)
         self.at[inside] = step
         if name_of(eqn) == "custom_lin":
-            sums, is_linear = self.custom(eqn)
+            sums, by_itself = self.custom(eqn)
             every = frozenset(self.jax.manual_axes())
             varied = frozenset().union(*(self._axes(atom) for atom in (*eqn.invars, *eqn.outvars)))
-            step.fixed = (varied if is_linear else every) - frozenset(sums)
+            step.fixed = (every if by_itself is None else varied | by_itself) - frozenset(sums)
             step.sums_bytes = {axis: count * tangents[0].runs for axis, count in sums.items()}
             return
         types = [self._axes(atom) for atom in eqn.invars]
@@ -295,7 +297,7 @@ class Graph:
         alike = all(one == joined for one in types) and all(
             value.varying == joined for value in outputs
         )
-        named = _strings(eqn.params)
+        named = strings(eqn.params)
         whole = _holds_functions(eqn) or not _transposed_by_jax(eqn.primitive)
         if whole or self.opaque(eqn):
             step.fixed = None
@@ -426,7 +428,7 @@ def _transposed_by_jax(primitive: Any) -> bool:
     return True
 
 
-def _strings(params: dict[str, Any]) -> frozenset[str]:
+def strings(params: dict[str, Any]) -> frozenset[str]:
     """Return the strings among an equation's parameters: mesh axes, if any, are among them."""
     found: set[str] = set()
     queue = list(params.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.hooks.autodiff.linear import CALLS, name_of
+from shardrules.hooks.autodiff.linear import CALLS, name_of, strings
 from shardrules.hooks.flow.jaxprs import opened
 
 __all__ = ["linear_in"]
@@ -18,16 +18,22 @@ _LINEAR = frozenset(
 )
 _BILINEAR = frozenset("mul dot_general conv_general_dilated".split())
 _LINEAR_IN_FIRST = frozenset("div dynamic_slice gather".split())
+_SUMS = frozenset("psum psum2 psum_invariant".split())
 
 
-def linear_in(jaxpr: Any, inputs: Sequence[Any]) -> bool:
-    """Whether all outputs of a jaxpr are known to be linear in some of its inputs together.
+def linear_in(jaxpr: Any, inputs: Sequence[Any]) -> frozenset[str] | None:
+    """Tell whether all outputs of a jaxpr are known to be linear in some of its inputs together.
 
     Args:
       jaxpr: without its constants.
       inputs: those of its variables.
+
+    Returns:
+      The mesh axes over which it sums: over these the sum of what devices get is not what one of
+      them makes of the sum. None where it is not known to be linear.
     """
     reached = set(inputs)
+    summed: frozenset[str] = frozenset()
 
     def moves(atom):
         return not hasattr(atom, "val") and atom in reached
@@ -38,12 +44,17 @@ def linear_in(jaxpr: Any, inputs: Sequence[Any]) -> bool:
             continue
         if name in CALLS:
             inner = opened(eqn.params[CALLS[name]])
-            fine = linear_in(inner, [v for v, one in zip(inner.invars, moving) if one])
+            over = linear_in(inner, [v for v, one in zip(inner.invars, moving) if one])
+            fine = over is not None
+            summed |= over or frozenset()
         elif name == "convert_element_type":
             old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
             fine = old.kind == new.kind  # float0 and integers are none
         elif name == "select_n":
             fine = not moving[0] and all(moving[1:])
+        elif name in _SUMS:
+            fine = all(moving) and eqn.params.get("axis_index_groups") is None
+            summed |= strings(eqn.params)
         elif name in _LINEAR:
             fine = all(moving)
         elif name in _BILINEAR:
@@ -51,6 +62,6 @@ def linear_in(jaxpr: Any, inputs: Sequence[Any]) -> bool:
         else:
             fine = name in _LINEAR_IN_FIRST and moving[0] and not any(moving[1:])
         if not fine:
-            return False
+            return None
         reached.update(eqn.outvars)
-    return all(moves(atom) for atom in jaxpr.outvars)
+    return summed if all(moves(atom) for atom in jaxpr.outvars) else None

@@ -129,7 +129,7 @@ class CastHooks(Hooks):
     def _is_opaque(self, eqn: Any) -> bool:
         return self.state.known_of(eqn.primitive, eqn.params) is not None
 
-    def _sums(self, eqn: Any) -> tuple[dict[str, int], bool]:
+    def _sums(self, eqn: Any) -> tuple[dict[str, int], frozenset[str] | None]:
         """Return what the hooks sum of the cotangents that a custom_vjp's bwd returns.
 
         An axis over which bwd itself returns the whole sum of one is not among them: a cast before
@@ -139,8 +139,9 @@ class CastHooks(Hooks):
           eqn: the equation of its linear part.
 
         Returns:
-          The bytes by mesh axis; and whether bwd is linear, so that it may as well be given the
-          shares of a cotangent, and what it returns be summed.
+          The bytes by mesh axis; and the axes over which bwd sums by itself. Over the others it may
+          as well be given the shares of a cotangent, and what it returns be summed; None where it
+          is not linear.
         """
         import jax
 
@@ -166,7 +167,7 @@ class CastHooks(Hooks):
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         with self.state.hearing_sums() as heard:
             traced = jax.make_jaxpr(run)(*structs)
-        is_linear = linear_in(traced.jaxpr, traced.jaxpr.invars[count:])
+        by_itself = linear_in(traced.jaxpr, traced.jaxpr.invars[count:])
         summed: dict[int, frozenset[str]] = dict(heard)
         absent = params.get("in_zeros", [False] * len(tangents))  # JAX 0.6.0 takes all of them
         indices = [i for i, zero in enumerate(absent) if not zero]
@@ -184,7 +185,7 @@ class CastHooks(Hooks):
             )
             if size_bytes and not whole:
                 found[axis] = size_bytes
-        return found, is_linear
+        return found, by_itself
 
 
 class Writer:

@@ -192,6 +192,49 @@ def test_no_sum_is_less_precise_than_where_jax_casts(cpu_mesh):
     assert found.before_bytes == found.after_bytes == 2 * EACH  # not 128 bytes of bf16
 
 
+def test_an_early_cast_is_not_moved_to_where_it_sums_less_precisely(cpu_mesh):
+    def early(w, x):
+        return total(x.astype(jnp.bfloat16) @ sr.vary(w, "data").astype(jnp.bfloat16))
+
+    (found,) = placements(early, cpu_mesh)
+    assert found.before_bytes == found.after_bytes == EACH  # not half of it, of bf16
+    halves = W.astype(jnp.bfloat16), X.astype(jnp.bfloat16)  # of as many bits, and more range
+
+    def ranges(w, x):
+        half = sr.vary(w, "data").astype(jnp.float16)[:4]
+        return total((x.astype(jnp.float16) @ half.T).astype(jnp.float32))
+
+    (found,) = placements(ranges, cpu_mesh, *halves)
+    assert found.before_bytes == found.after_bytes == EACH // 2
+
+
+def test_parts_of_complex_numbers_are_as_precise(cpu_mesh):
+    def body(w, x):
+        turned = jnp.fft.fft(w)
+        return total(jnp.abs(x @ turned)) + total(jnp.real(x @ turned.T))
+
+    (found,) = placements(body, cpu_mesh)
+    assert (found.before_bytes, found.after_bytes) == (4 * EACH, EACH)
+
+
+def test_a_transpose_of_a_user_is_given_whole_cotangents(cpu_mesh):
+    """It may clip them; each device's share is something else."""
+
+    def body(w, x):
+        clipped = jax.custom_derivatives.linear_call(
+            lambda _, t: 2 * t, lambda _, t: jnp.clip(2 * t, -0.5, 0.5), (), jnp.sin(w)
+        )
+        return total(x @ jnp.tile(clipped, (3, 1)).T)
+
+    (found,) = placements(body, cpu_mesh)
+    assert found.after_bytes == EACH
+    with sr.install(casts="cheapest"):
+        got = jax.jit(jax.grad(sharded(body, cpu_mesh)))(W, X)
+    wide = lambda w: ((X @ jnp.tile(w, (3, 1)).T) ** 2).sum()  # noqa: E731
+    share = 2 * jax.grad(wide)(2 * jnp.sin(W))
+    np.testing.assert_allclose(got, jnp.clip(share, -0.5, 0.5) * jnp.cos(W), rtol=1e-4)
+
+
 def test_a_bwd_that_is_not_linear_takes_the_whole_cotangent(cpu_mesh):
     """What clips its cotangent must not be given shares of it."""
 

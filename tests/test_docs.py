@@ -1,20 +1,28 @@
-"""The pages of docs/: each Python block runs, and prints what the text block after it says."""
+"""README and docs/: each Python block runs, and prints what the text block after it says."""
 
 import contextlib
+import functools
 import io
+import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs"
-PAGES = sorted((DOCS / "costs").glob("*.md"))
+import shardrules
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
 
 
 def run(page):
     """Yield what each block of a page printed, and what the page says that it prints."""
-    names = {}
+    names = {"__name__": "docs"}
     for code, shown in BLOCK.findall(page):
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
@@ -23,11 +31,88 @@ def run(page):
         yield said, shown.splitlines()
 
 
+@pytest.fixture
+def taken_back(monkeypatch):
+    """What a page installs is taken back after it."""
+    handles, install = [], shardrules.install
+
+    @functools.wraps(install)
+    def noted(*args, **kwargs):
+        handles.append(install(*args, **kwargs))
+        return handles[-1]
+
+    monkeypatch.setattr(shardrules, "install", noted)
+    yield
+    for handle in handles:
+        handle.uninstall()
+
+
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
+@pytest.mark.usefixtures("taken_back")
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_a_page_shows_what_happens(page):
     for said, shown in run(page.read_text()):
         assert said == shown
+
+
+README = """
+import contextlib, io, json, re, sys
+names, said = {"__name__": "readme"}, []
+for code in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(code, "<README>", "exec"), names)
+    said.append(out.getvalue())
+print(json.dumps(said))
+"""
+
+
+def test_the_readme_shows_what_happens():
+    """In a process of its own, since the first block says how many devices there are."""
+    text = (ROOT / "README.md").read_text()
+    text = text.replace("\n`python examples/quickstart.py` prints\n\n", "")
+    blocks = BLOCK.findall(text)
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", README],
+        input=json.dumps([code for code, _ in blocks]),
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [shown for _, shown in blocks]
+    assert sum(bool(shown) for _, shown in blocks) >= 2
+
+
+def test_the_readme_leads_with_what_most_need_and_stays_compact():
+    text = (ROOT / "README.md").read_text()
+    first, _, rest = text.partition("## An example")
+    assert "Most kernels need no rule" in first
+    for word in ("vma", "varying", "replication rule"):  # what the first sentence doesn't ask for
+        assert word not in first.split(". ")[0]
+    assert len(text.splitlines()) < 230
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda p: p.stem)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def directives():
+    """The names that the reference writes out."""
+    return re.findall(r"^::: (\S+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
+
+
+MODULES = ("aot", "errors", "hlo", "registry", "report", "testing")
+
+
+def test_the_reference_has_every_public_name():
+    public = [f"shardrules.{name}" for name in shardrules.__all__ if name != "__version__"]
+    for module in MODULES:
+        names = getattr(shardrules, module).__all__
+        public += [f"shardrules.{module}.{name}" for name in names]
+    assert sorted(directives()) == sorted(public)
 
 
 def test_a_page_that_is_wrong_fails():

@@ -21,14 +21,6 @@ def run(name, *arguments):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_quickstart_prints_what_the_readme_shows():
-    code, out, err = run("quickstart.py")
-    assert code == 1
-    shown = out + err[err.index("shardrules.errors.CollectiveAssertionError") :]
-    block = shown.replace(f"{ROOT}/", "").strip()
-    assert f"```text\n{block}\n```" in (ROOT / "README.md").read_text()
-
-
 def test_a_loop_on_the_host():
     code, out, err = run("loop_on_the_host.py")
     assert code == 0, err

@@ -1,0 +1,48 @@
+"""Take the pictures of the report's page: train.py for TPU with 2 and with 24 layers, in Chromium.
+
+python docs/pictures.py      needs the extra `libraries`, libtpu, and chromium (a Debian package)
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).parent
+PICTURES = {"report_30": (2, 1400), "report_300": (24, 1750)}  # layers, pixels down
+CHROMIUM = (
+    "chromium --headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking --disable-component-update --disable-sync --hide-scrollbars"
+).split()
+
+
+def main():
+    sys.path.insert(0, str(HERE / "training"))
+    import transcripts
+
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (layers, height) in PICTURES.items():
+            hlo, page = pathlib.Path(folder, "train.hlo"), pathlib.Path(folder, f"{name}.html")
+            transcripts.trained("--compile-for=tpu", f"--layers={layers}", f"--hlo={hlo}")
+            hlo.write_text(transcripts.plain(hlo.read_text()))
+            os.chdir(HERE / "training")  # where the source lines that it quotes are
+            flags = [transcripts.MESH, "--format=html", f"--output={page}"]
+            transcripts.shardrules("report", str(hlo), *flags)
+            subprocess.run(
+                [
+                    *CHROMIUM,
+                    f"--user-data-dir={folder}/chromium",
+                    f"--window-size=1280,{height}",
+                    f"--screenshot={HERE / name}.png",
+                    f"file://{page}",
+                ],
+                check=True,
+                capture_output=True,
+            )
+            print(f"{name}.png: {(HERE / name).with_suffix('.png').stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

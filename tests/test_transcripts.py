@@ -1,0 +1,30 @@
+"""The transcripts in docs/training are what the commands print on its training script."""
+
+import pathlib
+import sys
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "training"
+
+
+@pytest.mark.libraries
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("tpu", marks=[pytest.mark.tpu, pytest.mark.slow]),
+        pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.full]),
+        pytest.param("cpu", marks=pytest.mark.full),
+        pytest.param("run", marks=pytest.mark.full),
+    ],
+)
+def test_a_transcript_is_what_is_printed(name, request, tmp_path, monkeypatch):
+    if name in ("tpu", "gpu"):
+        request.getfixturevalue(f"{name}_mesh")
+    pytest.importorskip("equinox")
+    monkeypatch.syspath_prepend(FOLDER)
+    sys.modules.pop("transcripts", None)
+    import transcripts
+
+    said = transcripts.written(name, str(tmp_path))
+    assert said.splitlines() == (FOLDER / f"{name}.txt").read_text().splitlines()

@@ -141,8 +141,9 @@ def strip(
       phases: each collective's.
     """
     count = sum(e.kind == "collective" for e in events)
-    wide = max(3, min(24, 1050 // max(1, count)))
-    gap = 1 if wide < 8 else 3
+    pitch = max(3.0, min(27.0, 1080 / max(1, count)))
+    gap = min(3.0, pitch / 4)
+    wide = pitch - gap
     most = math.log1p(max((b[3] for b in bars), default=0)) or 1.0
     nesting = deepest = 0
     for event in events:
@@ -158,8 +159,8 @@ def strip(
             row, verdict, says, size = bars[event.number]
             high = max(3.0, _HEIGHT * math.log1p(size) / most)
             bar = (
-                f'<rect data-row="{row}" class="{verdict}" x="{x:g}" y="{base - high:.1f}" '
-                f'width="{wide}" height="{high:.1f}"><title>{escaped(says)}</title></rect>'
+                f'<rect data-row="{row}" class="{verdict}" x="{x:.2f}" y="{base - high:.1f}" '
+                f'width="{wide:.2f}" height="{high:.1f}"><title>{escaped(says)}</title></rect>'
             )
             parts.append(f'<a href="#{row}" tabindex="-1">{bar}</a>' if row else bar)
             phase = phases[event.number]
@@ -172,7 +173,7 @@ def strip(
             start, of = opened.pop()
             y, end = 18 * len(opened) + 4, max(x - gap, start + wide)
             parts.append(
-                f'<path class="edge" d="M{start:g} {base:g}V{y + 12}H{end:g}V{base:g}" '
+                f'<path class="edge" d="M{start:.1f} {base:g}V{y + 12}H{end:.1f}V{base:g}" '
                 f'stroke-dasharray="2 3"/>'
                 f'<text class="dim" x="{start + 2:g}" y="{y + 8}">{of.kind}, {escaped(of.label)}'
                 "</text>"
@@ -182,8 +183,10 @@ def strip(
             opened.append((x, event))
             x += 4
     for phase, start, end in spans:
-        parts.append(f'<path class="edge" d="M{start:g} {base + 5}H{end:g}"/>')
+        parts.append(f'<path class="edge" d="M{start:.1f} {base + 5}H{end:.1f}"/>')
         if end - start > 6 * len(phase):
-            parts.append(f'<text class="dim" x="{start:g}" y="{base + 18}">{escaped(phase)}</text>')
+            parts.append(
+                f'<text class="dim" x="{start:.1f}" y="{base + 18}">{escaped(phase)}</text>'
+            )
     label = f"{count} collectives in program order, each with its wire bytes; listed in the table"
     return _svg(max(x + 4, 200), base + 24, label, "strip", parts)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import shardrules
 from shardrules.errors import ShardrulesError
 
-COMMANDS = ("verify", "report", "diff", "run")
+COMMANDS = ("verify", "report", "diff", "run", "migrate")
 UNUSABLE = 2
 _NEEDED = {"absl": "absl-py", "numpy": "numpy"}  # from modules to what pip calls them
 

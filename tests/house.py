@@ -31,7 +31,18 @@ ARROWS = {
     "checks": {"errors", "registry", "hlo", "costs", "report", "program", "hooks", "noted"},
     "testing": {"errors", "registry", "hlo", "costs", "report", "program", "checks", "hooks"},
     "aot": {"errors"},
-    "commands": {"errors", "registry", "hlo", "costs", "report", "program", "noted"},
+    "migration": {"costs", "report", "hooks"},
+    "commands": {
+        "errors",
+        "registry",
+        "hlo",
+        "costs",
+        "report",
+        "program",
+        "noted",
+        "migration",
+        "hooks",
+    },
     "__main__": {"errors", "commands"},
     # The roof: it names all for type checkers, and tells what is below what calls it.
     "__init__": {

@@ -10,7 +10,6 @@ program may set what JAX reads from its environment then.
 from __future__ import annotations
 
 import functools
-import importlib.machinery
 import sys
 import threading
 import weakref
@@ -20,6 +19,7 @@ from typing import Any
 from shardrules.errors import ShardrulesError, UnsupportedJaxError
 from shardrules.hooks.door import compiled, watching
 from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.importing import WhenImported
 
 __all__ = ["Noted", "process", "start"]
 
@@ -117,8 +117,8 @@ def start(note: Callable[[Noted], None]) -> Callable[[], None]:
 
     with _lock:
         if not _watchers:
-            _begin()
-        elif _MODULE in sys.modules:
+            _imported.start()
+        if _MODULE in sys.modules:
             watching.forget_fast_paths()
         _watchers.append(watcher)
 
@@ -128,18 +128,9 @@ def start(note: Callable[[Noted], None]) -> Callable[[], None]:
                 _watchers.remove(watcher)
                 if not _watchers:
                     _patches.undo()
-                    if _finder in sys.meta_path:
-                        sys.meta_path.remove(_finder)
+                    _imported.stop()
 
     return stop
-
-
-def _begin() -> None:
-    if _MODULE in sys.modules:
-        _install(sys.modules[_MODULE])
-        watching.forget_fast_paths()
-    else:
-        sys.meta_path.insert(0, _finder)
 
 
 def _install(pxla: Any) -> None:
@@ -199,24 +190,4 @@ def _shard_map_meshes(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
                     yield from _shard_map_meshes(inner, seen)
 
 
-class _Finder:
-    """Replaces the functions once JAX's module has been executed."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _MODULE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                load(module)
-                with _lock:
-                    if _watchers and not _patches.touched():
-                        _install(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-_finder = _Finder()
+_imported = WhenImported((_MODULE,), _install)

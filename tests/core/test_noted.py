@@ -101,7 +101,8 @@ def test_what_was_compiled_before_is_noted_when_it_is_called_again(cpu_mesh):
         f1(x)
         with shardrules.watch() as inner:
             f1(x), f1(x)
-    assert names(outer) == names(inner) == ["jit_before"]
+    # JAX 0.5 and 0.6.0 lower it anew, with each watch.
+    assert set(names(outer)) == set(names(inner)) == {"jit_before"}
 
 
 def test_what_comes_from_the_persistent_cache_is_noted(cpu_mesh, tmp_path):

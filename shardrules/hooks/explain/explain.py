@@ -34,7 +34,7 @@ from shardrules.hooks.state import COLLECT, Notes
 from shardrules.registry.axistypes import show_axes
 from shardrules.registry.paste import is_library
 
-__all__ = ["explain", "scan_calls"]
+__all__ = ["explain", "missing_rules", "scan_calls"]
 
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -90,6 +90,24 @@ def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules
             if not notes.unknown:
                 raise
             stopped = error
+    known_count = sum(call.status != "no rule" for call in walk.calls)
+    return MissingRules(_missing(walk), known_count, stopped)
+
+
+def missing_rules(closed: Any, notes: Notes) -> tuple[MissingRule, ...]:
+    """List the kernels without a rule in what was traced.
+
+    Args:
+      closed: the jaxpr, None where the trace ended with an error.
+      notes: what the hooks noted.
+    """
+    walk = _Walk(notes)
+    if closed is not None:
+        walk.program(closed)
+    return _missing(walk)
+
+
+def _missing(walk: _Walk) -> tuple[MissingRule, ...]:
     found: dict[tuple, MissingRule] = {}
     rows = [
         (
@@ -107,7 +125,7 @@ def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules
     # Before these, in the order of the trace: what the jaxpr shows no longer, or not at all.
     rows = [
         (call.primitive, call.name, call.place, "", inputs, True, lines)
-        for call, inputs, lines in notes.unknown
+        for call, inputs, lines in walk.notes.unknown
     ] + rows
     for primitive, kernel, defined, at, inputs, checked, lines in rows:
         known = found.get((primitive, kernel, defined))
@@ -125,8 +143,7 @@ def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules
             found[primitive, kernel, defined] = dataclasses.replace(
                 known, called_at=(*known.called_at, at)
             )
-    known_count = sum(call.status != "no rule" for call in walk.calls)
-    return MissingRules(tuple(found.values()), known_count, stopped)
+    return tuple(found.values())
 
 
 # Tracing.

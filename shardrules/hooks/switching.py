@@ -1,0 +1,478 @@
+"""What each shard_map that runs with its check off would be with the check on.
+
+While somebody listens, JAX's ``_shard_map`` makes two functions of each whose check is off: the one
+that was asked for, which is called, and the same with the check on, which is traced beside it, with
+its derivative, where the call stands: in whatever trace, under jit, grad, vmap or a shard_map.
+Nothing of that trace is compiled or run. The body's Python runs again for it, and what it prints
+then is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from shardrules.errors import UnsupportedJaxError
+from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.explain.explain import missing_rules
+from shardrules.hooks.explain.explanation import MissingRule
+from shardrules.hooks.handles import held
+from shardrules.hooks.importing import WhenImported
+from shardrules.hooks.state import COLLECT, Notes
+
+__all__ = ["Call", "Output", "Site", "Sum", "start"]
+
+# Where JAX makes a shard_map of a function: from 0.6.1, and before.
+_MODULES = ("jax._src.shard_map", "jax.experimental.shard_map")
+_WRAPPERS = (*_MODULES, "jax._src.traceback_util")  # what stands between that and who asks
+_CHECKS = ("check_vma", "check_rep")
+_SUMS = ("psum", "psum_invariant", "psum2")
+_KERNELS = ("pallas_call", "core_map", "mpmd_map")  # their jaxprs are a kernel's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where a program asks for a shard_map.
+
+    Attributes:
+      file: the path of the source file.
+      line, column, end_line, end_column: of the call's expression, 1-based lines and 0-based
+        columns in UTF-8 bytes, as in ``ast``; columns are -1 where Python does not tell.
+      function: the name of the function that is mapped.
+    """
+
+    file: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    function: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """An output that its spec calls replicated, over axes over which it may vary."""
+
+    path: str
+    spec: str
+    axes: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """An all-reduce of the body or of its derivative: a device's operand bytes, devices, runs.
+
+    Attributes:
+      runs: for the loops around it; None where a while_loop is one of them.
+    """
+
+    bytes: int
+    group_size: int
+    runs: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a shard_map, traced with the check off and on.
+
+    Attributes:
+      site: where the shard_map was asked for.
+      inside: the site of the shard_map around it, if that one's check is off, too.
+      missing: kernels without a rule.
+      outputs: those whose spec says less than their types.
+      error: what the trace with the check on ended with, empty if it passed.
+      undifferentiated: why the derivative was not traced, empty if it was.
+      before, after: all-reduces with the check off and on, in the forward and backward pass.
+    """
+
+    site: Site
+    inside: Site | None
+    missing: tuple[MissingRule, ...]
+    outputs: tuple[Output, ...]
+    error: str
+    undifferentiated: str
+    before: tuple[Sum, ...] | None
+    after: tuple[Sum, ...] | None
+
+
+_lock = threading.RLock()
+_patches = Patches()
+_listeners: list[Callable[[Call], None]] = []
+_seen: set[Any] = set()
+
+
+class _Thread(threading.local):
+    mode = ""  # of a look: "off" and "on" are what shard_maps whose check is off become in it
+    around: Site | None = None  # the site whose body runs
+    met: list[Site] | None = None  # the sites that a look met inside of its own
+    blamed: tuple[BaseException, Site] | None = (
+        None  # an error, and the innermost site it came from
+    )
+
+
+_thread = _Thread()
+
+
+def start(listener: Callable[[Call], None]) -> Callable[[], None]:
+    """Tell of each call of a shard_map whose check is off, once for each kind of arguments.
+
+    Returns:
+      What ends it; with the last listener, JAX is as it was.
+    """
+    with _lock:
+        if not _listeners:
+            _seen.clear()
+            _imported.start()
+        _listeners.append(listener)
+
+    def stop() -> None:
+        with _lock:
+            if listener in _listeners:
+                _listeners.remove(listener)
+                if not _listeners:
+                    _imported.stop()
+                    _patches.undo()
+
+    return stop
+
+
+def _install(module: Any) -> None:
+    original = vars(module).get("_shard_map")
+    if original is None:
+        if module.__name__ == _MODULES[0]:
+            raise UnsupportedJaxError(f"migrate does not know {module.__name__} of this JAX")
+        return  # from 0.6.1 the old spelling calls the new one's
+    signature = inspect.signature(original)
+    (check,) = [name for name in _CHECKS if name in signature.parameters]
+
+    @functools.wraps(original)
+    def shard_map(*args: Any, **kwargs: Any) -> Any:
+        off = original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        site = None
+        if _listeners and bound.arguments.get(check, True) is False:
+            site = _site(sys._getframe(1), getattr(args[0], "__name__", type(args[0]).__name__))
+        if site is None:
+            return off
+        bound.arguments[check] = True
+        return _beside(site, off, lambda: original(*bound.args, **bound.kwargs))
+
+    with _lock:
+        _patches.attribute(module, "_shard_map", shard_map)
+
+
+_imported = WhenImported(_MODULES, _install)
+
+
+def _site(frame: Any, function: str) -> Site | None:
+    """Find who asks for a shard_map; None where JAX itself does, as for pmap."""
+    import jax
+
+    library = os.path.join(os.path.dirname(os.path.abspath(jax.__file__)), "")
+    while frame is not None and frame.f_globals.get("__name__") in _WRAPPERS:
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(os.path.join(library, "_src", "")):
+        return None
+    positions = list(frame.f_code.co_positions())
+    line, end_line, column, end_column = positions[frame.f_lasti // 2]
+    line = line or frame.f_lineno
+    return Site(
+        frame.f_code.co_filename,
+        line,
+        -1 if column is None else column,
+        end_line or line,
+        -1 if end_column is None else end_column,
+        function,
+    )
+
+
+def _beside(site: Site, off: Any, make_on: Callable[[], Any]) -> Any:
+    """Return the shard_map whose check is off; when it is called it is looked at, too."""
+
+    @functools.wraps(off)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        if _thread.mode:
+            return off(*args, **kwargs) if _thread.mode == "off" else _met(site, make_on, args)
+        outer, _thread.around = _thread.around, site
+        try:
+            found = off(*args, **kwargs)  # its errors are the program's own
+        finally:
+            _thread.around = outer
+        # One inside another is looked at with that one.
+        if outer is None and _listeners and _is_new(site, args):
+            calls = _look(site, off, make_on, args)
+            for listener in tuple(_listeners):
+                for call in calls:
+                    listener(call)
+        return found
+
+    return mapped
+
+
+def _met(site: Site, make_on: Callable[[], Any], args: tuple) -> Any:
+    """Call a shard_map with its check on inside of one that is looked at."""
+    if _thread.met is not None and site not in _thread.met:
+        _thread.met.append(site)
+    try:
+        return make_on()(*args)
+    except Exception as error:
+        if _thread.blamed is None or _thread.blamed[0] is not error:
+            _thread.blamed = (error, site)
+        raise
+
+
+def _is_new(site: Site, args: tuple) -> bool:
+    """Tell whether a site is called with such arguments for the first time."""
+    import jax
+
+    leaves, tree = jax.tree_util.tree_flatten(args)
+    kinds = tuple((getattr(x, "shape", type(x)), str(getattr(x, "dtype", ""))) for x in leaves)
+    key = (site, kinds, str(tree))
+    with _lock:
+        if key in _seen:
+            return False
+        _seen.add(key)
+    return True
+
+
+# -- the look --------------------------------------------------------------------------------------
+
+
+def _look(site: Site, off: Any, make_on: Callable[[], Any], args: tuple) -> list[Call]:
+    """Trace a call with the check off and on, with its derivative."""
+    before, undifferentiated = None, ""
+    with _quiet(), _state_kept():
+        with _in_mode("off"):
+            try:
+                before = _sums_of(_traced(off, args, True))
+            except Exception as error:  # an integer loop, an effect: whatever JAX can't transpose
+                undifferentiated = _first_line(error)
+                with contextlib.suppress(Exception):
+                    before = _sums_of(_traced(off, args, False))
+        on, where = _trace_on(make_on, args, not undifferentiated), ""
+        if on.error is not None and not undifferentiated:
+            # JAX's words are best without the derivative, if it is not that.
+            forward = _trace_on(make_on, args, False)
+            if forward.error is None:
+                where = "in the derivative: "
+            else:
+                on = forward._replace(missing=on.missing or forward.missing)
+    culprit = on.culprit or site
+    found = []
+    for one in (site, *on.met):
+        text = ""
+        if on.error is not None:
+            own = one == culprit
+            text = where + str(on.error).strip() if own else f"waits for line {culprit.line}"
+        found.append(
+            Call(
+                one,
+                None if one == site else site,
+                on.missing if one == site else (),
+                _outputs(on.error) if on.error is not None and one == culprit else (),
+                text,
+                undifferentiated,
+                before if one == site else None,
+                on.sums if one == site else None,
+            )
+        )
+    return found
+
+
+class _On(NamedTuple):
+    """A trace with the check on."""
+
+    sums: tuple[Sum, ...] | None
+    missing: tuple[MissingRule, ...]
+    error: Exception | None
+    culprit: Site | None
+    met: tuple[Site, ...]
+
+
+def _trace_on(make_on: Callable[[], Any], args: tuple, derivative: bool) -> _On:
+    """Trace with the check on and the hooks acting, as far as it goes."""
+    notes, closed, failed = Notes(), None, None
+    with held() as state, _in_mode("on") as thread:
+        scope = dataclasses.replace(
+            state.scope, active=True, policy=COLLECT, notes=notes, casts="cheapest"
+        )
+        with state.enter(scope):
+            try:
+                closed = _traced(make_on(), args, derivative)
+            except Exception as error:  # what the table is about
+                failed = error
+            missing = missing_rules(closed, notes)
+        blamed = thread.blamed
+        return _On(
+            None if closed is None else _sums_of(closed),
+            missing,
+            failed,
+            blamed[1] if blamed is not None and blamed[0] is failed else None,
+            tuple(one for one in thread.met or ()),
+        )
+
+
+@contextlib.contextmanager
+def _in_mode(mode: str) -> Iterator[_Thread]:
+    _thread.mode, _thread.met, _thread.blamed = mode, [], None
+    try:
+        yield _thread
+    finally:
+        _thread.mode, _thread.met, _thread.blamed = "", None, None
+
+
+class _Elsewhere:
+    """A stream that drops what one thread writes."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Write, or drop."""
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    out: Any = _Elsewhere(sys.stdout)
+    err: Any = _Elsewhere(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield
+
+
+@contextlib.contextmanager
+def _state_kept() -> Iterator[None]:
+    """Give Python's and NumPy's generators back as they were: a body may draw as it is traced."""
+    import random
+
+    import numpy as np
+
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _traced(f: Any, args: tuple, derivative: bool) -> Any:
+    """Trace a function, or it and its derivative by all arguments of a float type."""
+    import jax
+    import numpy as np
+
+    leaves, tree = jax.tree_util.tree_flatten(args)
+    arrays = [n for n, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+
+    def called(*values: Any) -> Any:
+        given = list(leaves)
+        for n, value in zip(arrays, values):
+            given[n] = value
+        return f(*jax.tree_util.tree_unflatten(tree, given))
+
+    def floats(values: Any) -> list[int]:
+        return [n for n, v in enumerate(values) if jax.numpy.issubdtype(v.dtype, np.inexact)]
+
+    def differentiated(*values: Any) -> Any:
+        chosen = floats(values)
+
+        def of_floats(*some: Any) -> Any:
+            given = list(values)
+            for n, value in zip(chosen, some):
+                given[n] = value
+            return called(*given)
+
+        out, backward = jax.vjp(of_floats, *(values[n] for n in chosen))
+        cotangents = jax.tree_util.tree_map(
+            lambda x: (
+                jax.numpy.ones_like(x)
+                if jax.numpy.issubdtype(x.dtype, np.inexact)
+                else np.zeros(x.shape, jax.dtypes.float0)
+            ),
+            out,
+        )
+        return out, backward(cotangents)
+
+    if derivative and not floats([leaves[n] for n in arrays]):
+        raise TypeError("no argument is of a float type")
+    return jax.make_jaxpr(differentiated if derivative else called)(*(leaves[n] for n in arrays))
+
+
+def _sums_of(closed: Any) -> tuple[Sum, ...]:
+    return tuple(_sums(closed, None, 1))
+
+
+def _sums(jaxpr: Any, sizes: dict[str, int] | None, runs: int | None) -> Iterator[Sum]:
+    """List the psums inside the shard_maps of a jaxpr; of a cond's branches the costliest's."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name in _KERNELS:
+            continue
+        if name in _SUMS and sizes is not None:
+            axes = params.get("axes", ())
+            groups = params.get("axis_index_groups")
+            count = len(groups[0]) if groups else 1
+            for axis in () if groups else axes:
+                count *= sizes.get(axis, 1) if isinstance(axis, str) else 1
+            avals = [v.aval for v in eqn.invars]
+            moved = sum(int(a.size) * a.dtype.itemsize for a in avals if hasattr(a, "size"))
+            if any(isinstance(axis, str) for axis in axes):
+                yield Sum(moved, count, runs)
+        inner_sizes, inner_runs = sizes, runs
+        if name == "shard_map":
+            inner_sizes = {str(k): int(v) for k, v in dict(params["mesh"].shape).items()}
+        elif name == "scan":
+            inner_runs = None if runs is None else runs * params["length"]
+        elif name == "while":
+            inner_runs = None
+        inside = [list(_sums(j, inner_sizes, inner_runs)) for j in _inner(params)]
+        if name == "cond" and inside:
+            inside = [max(inside, key=lambda some: sum(s.bytes * (s.runs or 1) for s in some))]
+        for some in inside:
+            yield from some
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(getattr(one, "jaxpr", one), "eqns"):
+                yield one
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+# JAX's words for an output whose spec says less than its type, to JAX 0.5.3 and from 0.6.
+_UNREPLICATED = re.compile(
+    r"out_specs(?P<path>\S*) is (?P<spec>.+?) which implies that the corresponding output value is "
+    r"(?:replicated across mesh axis '(?P<one>[^']*)'"
+    r"|replicated across mesh axes .*?missing the required axes (?P<old>[^*]*?)(?= \*|  |$)"
+    r"|only varying across mesh axes \{[^}]*\} and not \{(?P<new>[^}]*)\})"
+)
+
+
+def _outputs(error: BaseException) -> tuple[Output, ...]:
+    text = str(error)
+    if "out_specs which require replication" not in " ".join(text.split()):
+        return ()
+    return tuple(
+        Output(
+            found["path"],
+            found["spec"],
+            (found["one"] or found["new"] or found["old"] or "").strip(" .{}").split(" Check")[0],
+        )
+        for found in _UNREPLICATED.finditer(re.sub(r"\s+", " ", text))
+    )

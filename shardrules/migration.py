@@ -1,0 +1,246 @@
+"""Which shard_maps can have their check switched on, what that saves, and the patch."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import io
+import os
+import tokenize
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shardrules.costs.accounts import wire_bytes
+from shardrules.hooks.switching import Call, Site, Sum
+from shardrules.report.alike import size
+from shardrules.report.text import table
+
+__all__ = ["Row", "patch", "rows", "written"]
+
+SWITCH, MORE, RULE, OUTPUTS, LIMIT = _ORDER = (
+    "switch it now",
+    "can be switched, and would send more",
+    "needs this rule",
+    "out_specs say replicated and the value varies",
+    "not yet",
+)
+_INSTALL = 'import shardrules\n\nshardrules.install(casts="cheapest")\n'
+
+
+class Row(NamedTuple):
+    """A call site with all that was seen of it.
+
+    Attributes:
+      site: where the shard_map is asked for.
+      calls: one for each kind of arguments.
+      verdict: SWITCH, or what stands in the way of one of its calls: MORE, RULE, OUTPUTS, LIMIT.
+    """
+
+    site: Site
+    calls: tuple[Call, ...]
+    verdict: str
+
+    def shown(self, after: bool) -> str:
+        """Write the wire bytes of the all-reduces, over all kinds of arguments."""
+        own = [call for call in self.calls if call.inside is None]
+        if not own and self.calls[0].inside is not None:
+            return f"with line {self.calls[0].inside.line}"
+        sums = [call.after if after else call.before for call in own]
+        known = [one for some in sums if some is not None for one in some]
+        open_ended = sum(one.runs is None for one in known)
+        if any(some is None for some in sums):
+            return "?"
+        return size(_moved(known)) + (f" and {open_ended} in while loops" if open_ended else "")
+
+
+def _moved(sums: Iterable[Sum]) -> int:
+    """Count wire bytes; what stands in loops of unknown length counts once."""
+    return sum(
+        (1 if one.runs is None else one.runs) * wire_bytes("all-reduce", one.bytes, one.group_size)
+        for one in sums
+    )
+
+
+def rows(calls: Sequence[Call]) -> list[Row]:
+    """Gather calls by site, in the order in which the sites were met first."""
+    found: dict[Site, list[Call]] = {}
+    for call in calls:
+        found.setdefault(call.site, []).append(call)
+    return [Row(site, tuple(some), _verdict(some)) for site, some in found.items()]
+
+
+def _verdict(calls: Sequence[Call]) -> str:
+    if any(call.missing for call in calls):
+        return RULE
+    if any(call.outputs for call in calls):
+        return OUTPUTS
+    if any(call.error for call in calls):
+        return LIMIT
+    before, after = (
+        sum(_moved(some or ()) for some in sums)
+        for sums in ([call.before for call in calls], [call.after for call in calls])
+    )
+    known = all(call.before is not None for call in calls if call.inside is None)
+    return MORE if known and after > before else SWITCH
+
+
+def place(site: Site) -> str:
+    """Write a site as ``file:line (function)``, below the current folder without that."""
+    path = os.path.relpath(site.file) if _is_here(site.file) else site.file
+    return f"{path}:{site.line} ({site.function})"
+
+
+def written(found: Sequence[Row]) -> str:
+    """Return the table, and what is to be done at each site."""
+    if not found:
+        return "no shard_map with its check off was called\n"
+    counts = {verdict: sum(row.verdict == verdict for row in found) for verdict in _ORDER}
+    lines = [
+        f"{len(found)} shard_map{'s' if len(found) > 1 else ''} with the check off: "
+        + ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n),
+        "",
+        table(
+            [("shard_map", "calls", "bytes now", "bytes then", "verdict")]
+            + [
+                (place(r.site), len(r.calls), r.shown(False), r.shown(True), r.verdict)
+                for r in found
+            ]
+        ),
+        "",
+        "(bytes: what one device sends for the all-reduces of a call and of its derivative by\n"
+        "every argument of a float type, once for each kind of arguments; as traced, before XLA;\n"
+        'then with shardrules.install(casts="cheapest"))',
+    ]
+    for row in found:
+        lines += _told(row)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _told(row: Row) -> list[str]:
+    lines: list[str] = []
+    for missing in dict.fromkeys(m for call in row.calls for m in call.missing):
+        lines.append(f"  {missing.kernel} has no rule; write one of")
+        lines += [f"    {line}" for line in missing.lines]
+    for output in dict.fromkeys(o for call in row.calls for o in call.outputs):
+        lines.append(
+            f"  out_specs{output.path} is {output.spec}, and it varies over {output.axes}:\n"
+            "    name the axes in its spec, or reduce it over them (jax.lax.psum, pmean)"
+        )
+    for error in dict.fromkeys(c.error for c in row.calls if c.error and not c.outputs):
+        lines += [f"  {line}" for line in error.splitlines()]
+    for why in dict.fromkeys(c.undifferentiated for c in row.calls if c.undifferentiated):
+        lines.append(f"  its derivative was not traced ({why})")
+    return ["", f"{place(row.site)}: {row.verdict}", *lines] if lines else []
+
+
+# -- the patch -------------------------------------------------------------------------------------
+
+
+def _is_here(file: str) -> bool:
+    inside = os.path.relpath(file)
+    return not inside.startswith(os.pardir) and not os.path.isabs(inside) and os.path.isfile(file)
+
+
+def patch(found: Sequence[Row], script: str) -> tuple[str, list[str]]:
+    """Make the patch that switches on what can be switched now, for ``patch -p1`` in this folder.
+
+    Args:
+      found: the sites.
+      script: the path of the script, which is to install the hooks.
+
+    Returns:
+      The patch as a unified diff, empty if there is nothing to switch; and the sites that are to be
+      edited by hand, with the reason.
+    """
+    edits: dict[str, list[Site]] = {}
+    left: list[str] = []
+    for row in found:
+        if row.verdict != SWITCH:
+            continue
+        if not _is_here(row.site.file):
+            left.append(f"{place(row.site)}: not below this folder")
+        elif _flag(row.site) is None:
+            left.append(f"{place(row.site)}: no check_vma=False or check_rep=False in this call")
+        else:
+            edits.setdefault(row.site.file, []).append(row.site)
+    if not edits:
+        return "", left
+    texts = {file: _lines(file) for file in edits}
+    after = {file: list(lines) for file, lines in texts.items()}
+    for file, sites in edits.items():
+        flags = {flag for flag in map(_flag, sites) if flag is not None}
+        for line, start, end in sorted(flags, reverse=True):
+            raw = after[file][line - 1].encode()
+            after[file][line - 1] = (raw[:start] + b"True" + raw[end:]).decode()
+    if _is_here(script):
+        texts.setdefault(script, _lines(script))
+        lines = after.setdefault(script, list(texts[script]))
+        where = _place_to_install(script, edits.get(script, []))
+        if where is not None:
+            newline = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
+            added = ["", *_INSTALL.splitlines(), ""] if where else [*_INSTALL.splitlines(), ""]
+            if where < len(lines) and not lines[where].strip():
+                added.pop()
+            lines[where:where] = [line + newline for line in added]
+    else:
+        left.append(f'{script}: call shardrules.install(casts="cheapest") there')
+    diff: list[str] = []
+    for file in texts:
+        name = os.path.relpath(file).replace(os.sep, "/")
+        for changed in difflib.unified_diff(texts[file], after[file], f"a/{name}", f"b/{name}"):
+            tail = "" if changed.endswith("\n") else "\n\\ No newline at end of file\n"
+            diff.append(changed + tail)
+    return "".join(diff), left
+
+
+def _lines(file: str) -> list[str]:
+    with open(file, "rb") as raw:
+        data = raw.read()
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    # Python ends a line nowhere else; a mark of UTF-8 at the start stays as it is.
+    text = data.decode("utf-8" if encoding == "utf-8-sig" else encoding)
+    return io.StringIO(text, newline="").readlines()
+
+
+def _tree(file: str) -> ast.Module | None:
+    try:
+        with open(file, "rb") as raw:
+            return ast.parse(raw.read())
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _flag(site: Site) -> tuple[int, int, int] | None:
+    """Find line, first and last column of the False that switches the check off at a site."""
+    tree = _tree(site.file)
+    spot = site.line, site.column, site.end_line, site.end_column
+    for node in ast.walk(tree) if tree is not None else ():
+        if not isinstance(node, ast.Call):
+            continue
+        if (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset) != spot:
+            continue
+        for keyword in node.keywords:
+            value = keyword.value
+            if keyword.arg in ("check_vma", "check_rep") and isinstance(value, ast.Constant):
+                if value.value is False and value.end_col_offset is not None:
+                    return value.lineno, value.col_offset, value.end_col_offset
+    return None
+
+
+def _place_to_install(script: str, sites: Sequence[Site]) -> int | None:
+    """Return after how many lines the hooks are installed; None if the script does it already."""
+    tree = _tree(script)
+    if tree is None:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("shardrules.install"):
+            return None
+    first = min((site.line for site in sites), default=None)
+    place = 0
+    for position, node in enumerate(tree.body):
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if first is not None and node.lineno >= first:
+            break
+        if isinstance(node, (ast.Import, ast.ImportFrom)) or (text and position == 0):
+            place = node.end_lineno or node.lineno
+    return place

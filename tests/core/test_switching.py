@@ -1,0 +1,179 @@
+"""``shardrules migrate``: what each shard_map without its check would be with it, on every JAX."""
+
+import contextlib
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.shard_map import shard_map as old
+from jax.sharding import PartitionSpec as P
+
+import shardrules
+from shardrules import migration
+from shardrules.hooks import switching
+
+X = np.ones((8, 16), np.float32)
+W = np.full((2, 16), 0.5, np.float32)
+
+
+@contextlib.contextmanager
+def looking():
+    found = []
+    stop = switching.start(found.append)
+    try:
+        yield found
+    finally:
+        stop()
+
+
+def off(f, mesh, in_specs, out_specs):
+    return old(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False)
+
+
+def one(found):
+    (row,) = migration.rows(found)
+    return row
+
+
+def test_a_defensive_psum_that_goes_under_jit_and_grad(cpu_mesh):
+    def loss(x):
+        return (off(lambda x: 2 * x, cpu_mesh, P("data"), P("data"))(x) ** 2).sum()
+
+    expected = jax.jit(jax.grad(loss))(X)
+    with looking() as found:
+        np.testing.assert_array_equal(jax.jit(jax.grad(loss))(X), expected)
+    row = one(found)
+    assert row.verdict == migration.SWITCH
+    assert (row.shown(False), row.shown(True)) == ("128 B", "0 B")
+    assert row.site.file == __file__
+    assert row.site.line == inspect.getsourcelines(off)[1] + 1
+
+
+def test_a_weight_in_a_scan(cpu_mesh):
+    def body(x, w):
+        return jax.lax.scan(lambda c, _: (c * w, None), x, None, length=5)[0]
+
+    with looking() as found:
+        off(body, cpu_mesh, (P("data"), P()), P("data"))(X, W)
+    row = one(found)
+    typed = hasattr(jax, "typeof")  # casts are placed from JAX 0.6 on
+    assert row.verdict == (migration.SWITCH if typed else migration.MORE)
+    assert row.shown(True) == ("192 B" if typed else "960 B") and row.shown(False) == "352 B"
+
+
+def test_an_output_that_varies_is_named_by_its_path(cpu_mesh):
+    def body(x):
+        return {"y": x, "s": jnp.sum(x)}
+
+    with looking() as found:
+        off(body, cpu_mesh, P("data"), {"y": P("data"), "s": P()})(X)
+    row = one(found)
+    assert row.verdict == migration.OUTPUTS
+    assert [(o.path, o.axes) for o in row.calls[0].outputs] == [("['s']", "data")]
+    assert "it varies over data" in migration.written([row])
+
+
+def test_a_kernel_without_a_rule_comes_with_its_lines(cpu_mesh):
+    def reader(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + jax.lax.axis_index("model").astype(jnp.float32)
+
+    def body(x):
+        return pl.pallas_call(reader, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    with looking() as found:
+        jax.make_jaxpr(off(body, cpu_mesh, P("data"), P("data", "model")))(X)
+    row = one(found)
+    assert row.verdict == migration.RULE
+    assert [missing.kernel for missing in row.calls[0].missing] == ["reader"]
+    assert "reader has no rule; write one of\n    " in migration.written([row])
+    rule = shardrules.per_device("model")
+    with looking() as found, shardrules.rules({"reader": rule}):
+        jax.make_jaxpr(off(body, cpu_mesh, P("data"), P("data", "model")))(X)
+    assert not one(found).calls[0].missing
+
+
+if hasattr(jax, "shard_map"):  # shard_maps nest from JAX 0.6.1 on
+
+    def test_one_inside_another_is_looked_at_with_it(cpu_mesh):
+        def inner(x):
+            return 3 * x
+
+        def outer(x):
+            spec = P(None, "model")
+            some = {"axis_names": {"model"}, "check_vma": False}
+            return jax.shard_map(inner, in_specs=spec, out_specs=spec, **some)(x)
+
+        def mapped(body):
+            some = {"axis_names": {"data"}, "check_vma": False}
+            return jax.shard_map(
+                body, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"), **some
+            )
+
+        with looking() as found:
+            jax.make_jaxpr(mapped(outer))(X)
+        rows = migration.rows(found)
+        assert [row.site.function for row in rows] == ["outer", "inner"]
+        assert [row.verdict for row in rows] == [migration.SWITCH] * 2
+        assert rows[1].shown(True) == f"with line {rows[0].site.line}"
+
+        def bad(x):
+            spec = P(None, "model")
+            some = {"axis_names": {"model"}, "check_vma": False}
+            return jax.shard_map(inner, in_specs=spec, out_specs=P(), **some)(x)
+
+        with looking() as found:
+            jax.make_jaxpr(mapped(bad))(X)
+        rows = migration.rows(found)
+        assert [row.verdict for row in rows] == [migration.LIMIT, migration.OUTPUTS]
+        assert rows[0].calls[0].error == f"waits for line {rows[1].site.line}"
+
+
+def test_the_programs_errors_are_its_own(cpu_mesh):
+    class Mine(Exception):
+        pass
+
+    def body(x):
+        raise Mine("here")
+
+    with looking() as found, pytest.raises(Mine, match="here"):
+        off(body, cpu_mesh, P("data"), P("data"))(X)
+    assert found == []
+
+
+def test_what_the_body_does_to_the_generators_and_prints_is_taken_back(cpu_mesh, capsys):
+    def body(x):
+        print("traced")
+        return x * np.random.rand()
+
+    def run():
+        np.random.seed(0)
+        f = off(body, cpu_mesh, P("data"), P("data"))
+        values = [np.asarray(jax.jit(f)(X))]
+        return values, np.random.rand(), capsys.readouterr().out
+
+    plain = run()
+    with looking() as found:
+        seen = run()
+    np.testing.assert_array_equal(plain[0], seen[0])
+    assert plain[1:] == seen[1:] and len(found) == 1
+
+
+def test_jaxs_own_words_and_an_integer_program(cpu_mesh):
+    def body(x):
+        return jax.lax.while_loop(lambda c: c[0, 0] < 9, lambda c: c + 1, x)
+
+    with looking() as found:
+        jax.make_jaxpr(off(body, cpu_mesh, P("data"), P("data")))(X.astype(np.int32))
+        jax.make_jaxpr(off(body, cpu_mesh, P("data"), P("data")))(X)
+    why = [call.undifferentiated for call in found]
+    assert why[0] == "TypeError: no argument is of a float type" and "while_loop" in why[1]
+
+
+def test_checks_that_are_on_and_jaxs_own_are_left_alone(cpu_mesh):
+    with looking() as found:
+        old(lambda x: x, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))(X)
+        jax.pmap(lambda x: x)(np.ones((8, 2), np.float32))
+    assert found == [] and switching._patches.touched() == ()

@@ -1,0 +1,145 @@
+"""``shardrules migrate``: its table and its patch, on a script that knows nothing of shardrules."""
+
+import ast
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from shardrules import migration
+from shardrules.hooks.switching import Site
+
+SCRIPT = '''\
+"""Trains."""
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+assert not {"jax", "numpy"} & set(sys.modules)
+from functools import partial
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import shard_map
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, PartitionSpec as P
+
+mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+on = dict(mesh=mesh, in_specs=P("data"))
+
+
+def kernel(x_ref, o_ref):
+    o_ref[...] = 2 * x_ref[...]
+
+
+@jax.custom_vjp
+def double(x):
+    return pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+double.defvjp(lambda x: (double(x), None), lambda _, g: (double(g),))
+
+
+@partial(shard_map, out_specs=P("data"), check_vma=False, **on)
+def layer(x):
+    return double(x)
+
+
+é = shard_map(lambda x: x.sum(), out_specs=P(), check_vma=False, **on)  # "é" is two bytes
+later = partial(shard_map, check_vma=False)
+
+
+@jax.jit
+def step(x):
+    third = later(lambda x: 3 * x, out_specs=P("data"), **on)
+    return jax.grad(lambda x: (third(layer(x)) ** 2).sum() + é(x))(x)
+
+
+if __name__ == "__main__":
+    print(sys.argv[1:], step(np.ones((8, 16), np.float32)).sum())'''
+
+
+def run(cwd, *args):
+    return subprocess.run(
+        [sys.executable, *args],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
+    )
+
+
+def test_a_scripts_table_and_its_patch(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    migrate = ("-m", "shardrules", "migrate", "--diff", "on.patch", "train.py", "--lr", "1")
+    done = run(tmp_path, *migrate)
+    assert done.stdout == "['--lr', '1'] 9248.0\n", done.stderr
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    (layer,) = [line for line in lines if line.startswith("train.py:29 (layer)  |")]
+    assert "128 B" in layer and layer.endswith("switch it now")
+    assert "out_specs is P(), and it varies over data:" in done.stderr
+    assert "train.py:41 (<lambda>): no check_vma=False or check_rep=False in this call" in lines[-1]
+    patch = (tmp_path / "on.patch").read_text()
+    assert patch.count("\n-") - patch.count("\n--") == 1 and "+shardrules.install(" in patch
+    assert shutil.which("patch"), "this test needs patch"
+    subprocess.run(["patch", "-p1", "-i", "on.patch"], cwd=tmp_path, check=True)
+    patched = run(tmp_path, "train.py", "--lr", "1")
+    assert patched.stdout == done.stdout, patched.stderr
+    again = run(tmp_path, *migrate)
+    assert "(layer)" not in again.stderr and "2 shard_maps with the check off" in again.stderr
+
+
+def call(path, text, function="f"):
+    """The site of the first call of shard_map in a file."""
+    path.write_bytes(text.encode())
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and "shard_map" in ast.unparse(node.func):
+            spot = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+            return Site(str(path), *spot, function)
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "text, changed",
+    [
+        ("x = shard_map(f, check_vma=False)", "x = shard_map(f, check_vma=True)"),
+        (
+            "é = 'é', shard_map(f, check_rep =\tFalse)\r\n",
+            "é = 'é', shard_map(f, check_rep =\tTrue)",
+        ),
+        ("x = shard_map(f, check_vma=off)\n", None),
+        ("x = shard_map(f, **off)\n", None),
+        ("x = shard_map(f, check_vma=not True)\n", None),
+    ],
+)
+def test_only_a_literal_in_the_call_itself_is_changed(tmp_path, monkeypatch, text, changed):
+    monkeypatch.chdir(tmp_path)
+    path = pathlib.Path("file.py")
+    site = call(path, "import os\n" + text)
+    row = migration.Row(site, (), migration.SWITCH)
+    patch, left = migration.patch([row], str(path))
+    if changed is None:
+        assert patch == "" and "no check_vma=False" in left[0]
+        return
+    assert f"\n+{changed}" in patch and left == []
+    with open("on.patch", "w", newline="") as file:
+        file.write(patch)
+    subprocess.run(["patch", "-p1", "--binary", "-i", "on.patch"], check=True)
+    assert path.read_bytes().decode().rstrip().endswith(changed)
+
+
+def test_what_is_not_below_this_folder_or_installs_already_is_left(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    elsewhere = call(tmp_path / "other.py", "x = shard_map(f, check_vma=False)\n")
+    rows = [migration.Row(elsewhere, (), migration.SWITCH)]
+    assert migration.patch(rows, "script.py")[0] == ""
+    path = pathlib.Path("script.py")
+    text = "import shardrules\nshardrules.install()\nx = shard_map(f, check_vma=False)\n"
+    patch, _ = migration.patch([migration.Row(call(path, text), (), migration.SWITCH)], str(path))
+    assert "install" not in "".join(line for line in patch.splitlines() if line[0] == "+")
+    blocked = [row._replace(verdict=migration.RULE) for row in rows]
+    assert migration.patch(blocked, str(path)) == ("", [])

@@ -78,7 +78,7 @@ def test_a_scripts_table_and_its_patch(tmp_path):
     assert done.stdout == "['--lr', '1'] 9248.0\n", done.stderr
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    (layer,) = [line for line in lines if line.startswith("train.py:29 (layer)  |")]
+    (layer,) = [line for line in lines if line.startswith("train.py:29 (layer) ")]
     assert "128 B" in layer and layer.endswith("switch it now")
     assert "out_specs is P(), and it varies over data:" in done.stderr
     assert "train.py:41 (<lambda>): no check_vma=False or check_rep=False in this call" in lines[-1]

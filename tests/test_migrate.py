@@ -81,7 +81,7 @@ def test_a_scripts_table_and_its_patch(tmp_path):
     (layer,) = [line for line in lines if line.startswith("train.py:29 (layer) ")]
     assert "128 B" in layer and layer.endswith("switch it now")
     assert "out_specs is P(), and it varies over data:" in done.stderr
-    assert "train.py:41 (<lambda>): no check_vma=False or check_rep=False in this call" in lines[-1]
+    assert "train.py:40 (<lambda>): no check_vma=False or check_rep=False in this call" in lines[-1]
     patch = (tmp_path / "on.patch").read_text()
     assert patch.count("\n-") - patch.count("\n--") == 1 and "+shardrules.install(" in patch
     assert shutil.which("patch"), "this test needs patch"

@@ -89,7 +89,12 @@ def gpu(name: str, device_count: int) -> tuple[Any, ...]:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Return the GPUs that shardrules ships a description of."""
+    """Return the GPUs that shardrules ships a description of.
+
+    Examples:
+      >>> shardrules.aot.gpu_names()
+      ('b200', 'h100')
+    """
     return tuple(sorted(path.stem for path in _TARGETS.glob("*.txtpb")))
 
 

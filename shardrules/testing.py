@@ -78,6 +78,10 @@ def account(
     Raises:
       ShardrulesError: the level is unknown, the program is compiled already (for a logical
         account), or as ``judge``.
+
+    Examples:
+      >>> print(testing.account(step, w, x))
+      backward all-reduce(data): 1, 32768 B
     """
     return _judged(program, args, kwargs, level, registry, mesh)[1]
 
@@ -133,6 +137,11 @@ def assert_no_defensive_psum(
       CollectiveAssertionError: listing each offending collective, with axes, bytes, source line
         and what to do.
       ShardrulesError: as ``judge``.
+
+    Examples:
+      >>> judgement = testing.assert_no_defensive_psum(step, w, x)
+      >>> [verdict.verdict for verdict in judgement.verdicts]
+      ['needed']
     """
     allowances = findings.Allowances(allow)
     judgement = judge(program, *args, registry=registry, mesh=mesh, **kwargs)
@@ -208,6 +217,10 @@ def assert_collectives(
     Raises:
       CollectiveAssertionError: showing what was expected, what there is, and each difference.
       ShardrulesError: if an expectation can't be read, or as ``account``.
+
+    Examples:
+      >>> expect = {"backward all-reduce(data)": {"count": 1, "bytes": 32768}}
+      >>> judgement = testing.assert_collectives(step, w, x, expect=expect)
     """
     if not isinstance(expect, Mapping) or not set(expect) & {"cpu", "gpu", "tpu"}:
         pick(expect, platform)  # before anything is compiled
@@ -270,6 +283,13 @@ def assert_budget(
         shrank), or the findings that nothing allows.
       BudgetError: the file can't be read.
       ShardrulesError: no path was given, or as ``account``.
+
+    Examples:
+      >>> try:
+      ...     testing.assert_budget(step, w, x, "budgets/step.toml")
+      ... except AssertionError as error:
+      ...     print(str(error).splitlines()[0][:34])
+      there is no budget budgets/step.to
     """
     if not args_then_path or not isinstance(args_then_path[-1], (str, os.PathLike)):
         raise ShardrulesError(

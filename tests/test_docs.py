@@ -1,6 +1,7 @@
 """README and docs/: each Python block runs, and prints what the text block after it says."""
 
 import contextlib
+import doctest
 import functools
 import io
 import json
@@ -112,6 +113,70 @@ def test_the_reference_has_every_public_name(monkeypatch):
         names = getattr(shardrules, module).__all__
         public += [f"shardrules.{module}.{name}" for name in names]
     assert sorted(re.findall(r"^::: (.*)$", written, re.MULTILINE)) == sorted(public)
+
+
+# What a reader looks up first; each has an example in its docstring.
+MAIN = {
+    shardrules: "install all_gather all_reduce permute per_device outputs vary explain scan_calls",
+    shardrules.testing: "account assert_no_defensive_psum assert_collectives assert_budget "
+    "assert_outputs_replicated check_replicated_inputs check_rule at_most steady_state "
+    "assert_donated assert_no_host_transfers assert_no_large_constants assert_output_sharding "
+    "assert_loop",
+    shardrules.aot: "gpu_names",
+    shardrules.hlo: "judge",
+    shardrules.report: "page",
+}
+EXAMPLES = [(module, name) for module, names in MAIN.items() for name in names.split()]
+
+
+AT_HAND = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import shardrules
+from shardrules import hlo, report, testing
+
+mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+
+def scale_kernel(x_ref, o_ref):
+    o_ref[...] = 2 * x_ref[...]
+
+def scale(x):
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(scale_kernel, out, interpret=True)(x)
+
+def loss(w, x):
+    return jax.lax.psum((x @ w).sum(), "data")
+
+on_mesh = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+step = jax.jit(jax.grad(on_mesh))
+f = jax.shard_map(scale, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+w = jax.device_put(np.ones((128, 64), np.float32), NamedSharding(mesh, P()))
+x = jax.device_put(np.ones((8, 128), np.float32), NamedSharding(mesh, P("data")))
+"""
+
+
+@pytest.fixture(scope="module")
+def at_hand():
+    """What the docstrings' examples take as given."""
+    names: dict = {}
+    exec(AT_HAND, names)
+    return names
+
+
+@pytest.mark.parametrize("module, name", EXAMPLES, ids=[name for _, name in EXAMPLES])
+def test_an_example_in_a_docstring(module, name, at_hand):
+    found = doctest.DocTestFinder(recurse=False).find(
+        getattr(module, name), name, module=False, globs=dict(at_hand)
+    )
+    assert sum(len(test.examples) for test in found) >= 1
+    for test in found:
+        said = []
+        doctest.DocTestRunner().run(test, out=said.append, clear_globs=False)
+        assert not said, "".join(said)
 
 
 def test_a_page_that_is_wrong_fails():

@@ -100,7 +100,12 @@ def exactly(numbers: Mapping[str, Any]) -> Expected:
 
 
 def at_most(numbers: Mapping[str, Any]) -> Expected:
-    """Expect no more than these collectives; arguments as for ``exactly``."""
+    """Expect no more than these collectives; arguments as for ``exactly``.
+
+    Examples:
+      >>> expect = testing.at_most({"all-reduce(data)": {"bytes": 65536}})
+      >>> judgement = testing.assert_collectives(step, w, x, expect=expect)
+    """
     return Expected(_read(numbers), exact=False)
 
 

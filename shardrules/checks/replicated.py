@@ -51,6 +51,9 @@ def assert_outputs_replicated(
     Raises:
       ReplicationAssertionError: naming each output that is not proven so, its axes and why.
       ShardrulesError: the outputs' shardings are not known, or as ``judge``.
+
+    Examples:
+      >>> judgement = testing.assert_outputs_replicated(step, w, x)
     """
     found = programs.read(program, args, kwargs)
     judgement = programs.judged(found, registry, mesh)
@@ -178,6 +181,9 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
 
     Raises:
       ReplicationAssertionError: naming each leaf that differs, over which axes, on which devices.
+
+    Examples:
+      >>> testing.check_replicated_inputs(w)
     """
     import jax
 

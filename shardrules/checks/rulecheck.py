@@ -59,6 +59,9 @@ def check_rule(
       RuleCheckError: naming the output or argument, the axes or the two ways that differ, and by
         how much; or the kernel that is not well formed.
       ShardrulesError: if the arguments don't fit.
+
+    Examples:
+      >>> testing.check_rule(scale, mesh, x, in_specs=P("data"), gradients=False)
     """
     import jax
 

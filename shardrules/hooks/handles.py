@@ -119,6 +119,12 @@ def install(*, unknown: str = "error", prove: bool = True, casts: str = "late") 
     Raises:
       UnsupportedJaxError: if this JAX's internals are not known; nothing was changed.
       ShardrulesError: if ``unknown`` or ``casts`` is none of these.
+
+    Examples:
+      >>> with shardrules.install() as handle:  # or shardrules.install(), once, in an application
+      ...     shape = jax.eval_shape(f, x)
+      >>> handle = shardrules.install(unknown="varying")
+      >>> handle.uninstall()
     """
     for name, given, known in (("unknown", unknown, POLICIES), ("casts", casts, CASTS)):
         if given not in known:

@@ -81,6 +81,9 @@ def all_gather(*axes: str) -> Rule:
 
     Raises:
       RuleError: if they are not the names of different mesh axes.
+
+    Examples:
+      >>> entry = shardrules.register("ring_all_gather", shardrules.all_gather("model"))
     """
     return _over("all_gather", axes, "exchange", False)
 
@@ -105,6 +108,9 @@ def permute(*axes: str) -> Rule:
 
     Raises:
       RuleError: if they are not the names of different mesh axes.
+
+    Examples:
+      >>> entry = shardrules.register("shift_kernel", shardrules.permute("data"))
     """
     return _over("permute", axes, "exchange", False)
 
@@ -129,6 +135,9 @@ def per_device(*axes: str) -> Rule:
 
     Raises:
       RuleError: if they are not the names of different mesh axes.
+
+    Examples:
+      >>> entry = shardrules.register("dropout_kernel", shardrules.per_device("data"))
     """
     return _over("per_device", axes, "exchange", False)
 
@@ -143,6 +152,9 @@ def all_reduce(*axes: str) -> Rule:
 
     Raises:
       RuleError: if they are not the names of different mesh axes.
+
+    Examples:
+      >>> entry = shardrules.register("ring_all_reduce", shardrules.all_reduce("data"))
     """
     return _over("all_reduce", axes, "join", True)
 
@@ -199,6 +211,10 @@ def outputs(*rules: AnyRule) -> Rule:
 
     Raises:
       RuleError: if one is not a rule; at a call, if their number is not that of the outputs.
+
+    Examples:
+      >>> rule = shardrules.outputs(shardrules.no_communication, shardrules.all_reduce("data"))
+      >>> entry = shardrules.register("norm_and_sum", rule)
     """
     parts = tuple(as_rule(rule) for rule in rules)
     name = _written("outputs", parts)

@@ -35,6 +35,11 @@ def page(what: Content) -> str:
 
     Args:
       what: the report's content.
+
+    Examples:
+      >>> content = report.content(testing.judge(step, w, x), title="step")
+      >>> report.page(content).startswith("<!doctype html>")
+      True
     """
     total = what.account.total
     figures = [

@@ -41,6 +41,11 @@ def assert_donated(
     Raises:
       CostAssertionError: naming each leaf whose memory is not reused, why, and what to do.
       ShardrulesError: nothing is donated, ``paths`` or ``allow`` match nothing, or as ``judge``.
+
+    Examples:
+      >>> update = jax.jit(lambda w, g: w - g, donate_argnums=0)
+      >>> [leaf.donated for leaf in testing.assert_donated(update, w, 2 * w)]
+      [True, False]
     """
     found = programs.read(program, args, kwargs)
     arguments = results = None
@@ -132,6 +137,9 @@ def assert_no_host_transfers(
     Raises:
       CostAssertionError: listing the transfers, those in loops first.
       ShardrulesError: ``allow`` matches nothing, or as ``judge``.
+
+    Examples:
+      >>> transfers = testing.assert_no_host_transfers(step, w, x)
     """
     found = programs.read(program, args, kwargs)
     every = transfers.read(hlo.parse(found.text, name=found.name))

@@ -49,6 +49,11 @@ def assert_loop(
       CostAssertionError: naming each loop, what made its length unknown, and what it launches.
       ShardrulesError: there is no such loop, launches of a program that is not for GPU, or as
         ``judge``.
+
+    Examples:
+      >>> summed = jax.jit(lambda x: jax.lax.fori_loop(0, 5, lambda _, a: jnp.sin(a), x))
+      >>> [loop.trip_count for loop in testing.assert_loop(summed, x)]
+      [5]
     """
     found = programs.read(program, args, kwargs)
     if platform is None and found.compiled is not None:

@@ -33,6 +33,9 @@ def assert_no_large_constants(
     Raises:
       CostAssertionError: with the bytes of each that is larger, times devices, and its source line.
       ShardrulesError: ``max_bytes`` is no count, or as ``judge``.
+
+    Examples:
+      >>> constants = testing.assert_no_large_constants(step, w, x)
     """
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
         raise ShardrulesError(f"max_bytes={max_bytes!r} is no count of bytes; give 0 or more")
@@ -77,6 +80,10 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
       CostAssertionError: with each output that is sharded otherwise, and whether it was gathered.
       ShardrulesError: text, which does not say; a path that no output has; a spec without a mesh;
         or as ``judge``.
+
+    Examples:
+      >>> testing.assert_output_sharding(step, w, x, expect=P())
+      {'': 'P()'}
     """
     from shardrules.hooks.door import arguments as door
 

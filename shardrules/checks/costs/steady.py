@@ -43,6 +43,12 @@ def steady_state(*, warmup_count: int = 0, growth_bytes: int = 0) -> SteadyState
     Raises:
       SteadyStateError: when entered, one of the above happened.
       ShardrulesError: a count is negative.
+
+    Examples:
+      >>> with testing.steady_state() as steady:
+      ...     for _ in range(3):
+      ...         result = step(w, x)
+      ...         steady.tick()
     """
     return SteadyState(warmup_count, growth_bytes)
 

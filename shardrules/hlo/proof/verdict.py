@@ -51,6 +51,12 @@ def judge(
     Raises:
       HloSyntaxError: the text can't be read, or the groups of a collective don't fit the module.
       HloError: the module is not partitioned yet, or the mesh or the shardings don't fit it.
+
+    Examples:
+      >>> text = step.lower(w, x).compile().as_text()
+      >>> judgement = hlo.judge(hlo.parse(text), mesh={"data": 4, "model": 2})
+      >>> judgement.needed[0].collective.axes
+      ('data',)
     """
     if isinstance(module, str):
         module = parser.parse(module)

@@ -43,6 +43,16 @@ def vary(x: Any, *axes: str) -> Any:
 
     Raises:
       AxisError: if an axis is not a manual mesh axis here, or a value is a partial sum over it.
+
+    Examples:
+      >>> early = jax.shard_map(
+      ...     lambda w, x: x @ shardrules.vary(w, "data"),
+      ...     mesh=mesh,
+      ...     in_specs=(P(), P("data")),
+      ...     out_specs=P("data"),
+      ... )
+      >>> early(w, x).shape
+      (8, 64)
     """
     import jax
 

@@ -50,6 +50,10 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Raises:
       ShardrulesError: if ``f`` can't be called.
       RuleError, CotangentError: as tracing the program itself does.
+
+    Examples:
+      >>> [call.kernel for call in shardrules.explain(f, x).calls]
+      ['scale_kernel']
     """
     with _collecting() as notes:
         walk = _Walk(notes)
@@ -80,6 +84,10 @@ def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules
     Raises:
       ShardrulesError: if ``f`` can't be called.
       Exception: what tracing the program raises, where it comes before the first of them.
+
+    Examples:
+      >>> print(shardrules.scan_calls(f, x))
+      every opaque call inside shard_map has a rule (1)
     """
     stopped = None
     with _collecting() as notes:

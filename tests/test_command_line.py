@@ -100,7 +100,6 @@ def test_exit_codes_of_verify(tmp_path):
             "is cut of",
         ),
         (["verify"], "", "shardrules: the following arguments are required: FILE"),
-        (["verify", UVW, UVW], "", "shardrules: unrecognized arguments: " + UVW),
         (["diff", UVW], "", "shardrules: the following arguments are required: B"),
         (["diff", "-", "-"], "", "shardrules: only one of the two programs can be read from stdin"),
         (
@@ -353,6 +352,87 @@ def test_diff_compares_the_groups_themselves(tmp_path):
     assert done.returncode == 1
     assert "+ unknown all-reduce(2 groups of 4: [2,4]<=[4,2]T(1,0)) f32: 1, 32 B" in done.stdout
     assert run("diff", one, one).returncode == 0
+
+
+def dump(folder):
+    """What --xla_dump_to leaves of two modules, one of them without text, and more beside it."""
+    (folder / "module_0000.jit_step").mkdir(parents=True)
+    step = pathlib.Path(UVW).read_text()
+    for name, text in {
+        "module_0000.jit_step.before_optimizations.txt": "HloModule unused\n",
+        "module_0000.jit_step.cpu_after_optimizations-buffer-assignment.txt": "BufferAssignment:\n",
+        "module_0000.jit_step.cpu_after_optimizations.txt": step,
+        "module_0000.jit_step.0003.simplify.after_x.before_y.txt": step,
+        "module_0007.jit_sum.sm_9.0_gpu_after_optimizations.txt": clean_module(),
+        "module_0009.jit_g.before_optimizations.txt": "HloModule unused\n",
+        "module_0009.jit_g.hlo.pb": "",
+        "notes.txt": "nothing\n",
+        "kept.txt": clean_module(),
+    }.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_folder_of_dumps(tmp_path):
+    folder = dump(tmp_path / "dump")
+    done = run("verify", folder, MESH, "--format=json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert [one["title"] for one in found["programs"]] == [
+        "module_0000.jit_step.cpu_after_optimizations.txt",
+        "kept.txt",
+        "module_0007.jit_sum.sm_9.0_gpu_after_optimizations.txt",
+    ]
+    assert done.stderr == (
+        f"shardrules: {folder}: 3 of 9 files are judged, those after optimizations; left out: "
+        "6 other files, the folder module_0000.jit_step; without such a text (was it dumped with "
+        "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text'?): module_0009.jit_g\n"
+    )
+    done = run("verify", folder, MESH)
+    assert done.stdout.startswith(
+        "3 programs, 3 with collectives or other costs, 3 findings\n\nprog"
+    )
+    assert "times" not in done.stdout.splitlines()[2]
+    assert run("report", folder, MESH).returncode == 0
+    for form in ("markdown", "html"):
+        done = run("report", folder, MESH, f"--format={form}")
+        assert "module_0007.jit_sum" in done.stdout and "how often" not in done.stdout
+
+
+def test_several_files_and_patterns(tmp_path):
+    for name in ("a.hlo", "b.hlo", "c.txt"):
+        (tmp_path / name).write_text(clean_module())
+    done = run("verify", tmp_path / "*.hlo", tmp_path / "a.hlo", MESH)
+    assert done.returncode == 0 and done.stdout.startswith("2 programs, ")
+    done = run("verify", tmp_path / "*.hlo", UVW, MESH, "--allow=all-reduce(data): none such")
+    assert done.returncode == 1 and "allowances that match nothing:\n  all-r" in done.stdout
+    (tmp_path / "b.hlo").write_text("HloModule b\n\nENTRY %e (")
+    done = run("verify", tmp_path / "[ab].hlo", MESH)
+    assert done.returncode == 2 and "b.hlo is cut off" in done.stdout
+    assert "a.hlo" in done.stdout and run("report", tmp_path, MESH).returncode == 2
+    (tmp_path / "a.hlo").write_text("")
+    done = run("verify", tmp_path / "[ab].hlo")
+    assert done.returncode == 2 and "2 can't be judged" in done.stdout
+
+
+def test_a_mesh_is_for_the_programs_of_as_many_devices(tmp_path):
+    (tmp_path / "alone.hlo").write_text(
+        "HloModule m, is_scheduled=true, num_partitions=2\n\nENTRY %e () -> f32[] {\n  ROOT %c = f32[] constant(1)\n}\n"
+    )
+    (tmp_path / "step.hlo").write_text(clean_module())
+    done = run("verify", tmp_path, MESH)
+    assert done.returncode == 0 and "8 (data=4, model=2)" in done.stdout
+    done = run("verify", tmp_path, "--mesh=model=2,data=4")
+    assert done.returncode == 2 and "pass --mesh=data=4,model=2" in done.stdout
+    assert run("verify", tmp_path / "alone.hlo", MESH).returncode == 2
+
+
+def test_folders_without_a_program(tmp_path):
+    assert "but no files; a dump is made by XLA_FLAGS=" in run("verify", tmp_path).stderr
+    for n in range(6):
+        (tmp_path / f"module_000{n}.jit_f.hlo.pb").write_bytes(b"\x0a")
+    done = run("verify", tmp_path)
+    assert done.returncode == 2 and "module_0003.jit_f.hlo.pb and 2 more; a dump" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["verify", "report"])

@@ -36,10 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if given.count("-") > 1:
         raise ShardrulesError("only one of the two programs can be read from stdin")
     found = reading.judged(given, arguments, each_alone=True)
-    names = [one.name for one in found]
-    if names[0] == names[1]:
-        names = list(given)
-    before, after = (report.content(one.judgement, title=n) for one, n in zip(found, names))
+    before, after = (report.content(one.judgement, title=one.name) for one in found)
     changes = accounts.compare(
         accounts.grouped(before.account, groups=True), accounts.grouped(after.account, groups=True)
     )

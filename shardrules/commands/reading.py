@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pathlib
 import sys
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shardrules import hlo, program
 from shardrules.commands import files, rules
-from shardrules.errors import ShardrulesError
+from shardrules.errors import HloError, ShardrulesError
 from shardrules.hlo.reader.files import decode
 
 __all__ = [
@@ -110,26 +111,40 @@ def judged(
         notes += said
     for note in notes:
         say(note)
+    titles = [title(path) for path in paths]
+    if len(set(titles)) < len(titles):
+        titles = paths
     found = []
-    for path in paths:
+    for name, path in zip(titles, paths):
         try:
-            found.append(Judged(title(path), _judge(path, registry, mesh)))
+            found.append(Judged(name, _judge(path, registry, mesh, several=len(paths) > 1)))
         except ShardrulesError as error:
             if len(paths) == 1 or each_alone:
                 raise
-            found.append(Judged(title(path), error))
+            found.append(Judged(name, error))
     for line in registry.unused([j for _, j in found if isinstance(j, hlo.Judgement)]):
         say(line)
     return found
 
 
-def _judge(path: str, registry: Any, mesh: Mapping[str, int] | None) -> hlo.Judgement:
+def _judge(
+    path: str, registry: Any, mesh: Mapping[str, int] | None, several: bool
+) -> hlo.Judgement:
     if path == "-":
         text = decode(sys.stdin.buffer.read(), "stdin")
-        return program.judged(
-            program.Program(program.read_text(text, "stdin"), "stdin", None), registry, mesh
-        )
-    return program.judged(program.read_file(pathlib.Path(path)), registry, mesh)
+        found = program.Program(program.read_text(text, "stdin"), "stdin", None)
+    else:
+        found = program.read_file(pathlib.Path(path))
+    try:
+        return program.judged(found, registry, mesh)
+    except HloError:
+        if mesh is None or not several:
+            raise
+        # Of several programs the mesh is for those that run on as many devices.
+        judgement = program.judged(found, registry)
+        if judgement.partitions * judgement.replicas == math.prod(mesh.values()):
+            raise
+        return judgement
 
 
 def say(line: str) -> None:

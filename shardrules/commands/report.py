@@ -1,6 +1,7 @@
 """Write the same report as ``verify``, and exit 0 whatever it finds.
 
-FILE holds compiled HLO text (``compiled.as_text()``, or a file of ``--xla_dump_to``); - is stdin.
+FILE holds compiled HLO text (``compiled.as_text()``, or a file of ``--xla_dump_to``, gzip's too),
+or is a folder of --xla_dump_to or a pattern of files; - is stdin. Exit 2 if one can't be judged.
 """
 
 from __future__ import annotations
@@ -16,5 +17,6 @@ add_arguments = verify.add_arguments
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the report."""
-    reading.write(verify.written(verify.content(arguments), arguments), arguments)
-    return reading.CLEAN
+    text, code = verify.judged(arguments)
+    reading.write(text, arguments)
+    return reading.UNUSABLE if code == reading.UNUSABLE else reading.CLEAN

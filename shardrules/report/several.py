@@ -33,6 +33,7 @@ class Several:
       failures: name of each that can't be judged, and why.
       unused: allowances that match nothing in any of them.
       missing: programs that were not judged, since Ctrl-C was pressed.
+      of_process: they are what a process compiled; else they were read from files.
     """
 
     contents: tuple[Content, ...]
@@ -40,6 +41,17 @@ class Several:
     failures: tuple[tuple[str, str], ...]
     unused: tuple[str, ...]
     missing: int
+    of_process: bool = True
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Name the cells of a row; a file's program has no count."""
+        return COLUMNS if self.of_process else COLUMNS[:1] + COLUMNS[2:]
+
+    @property
+    def note(self) -> str:
+        """Say how to read the table."""
+        return NOTE if self.of_process else NOTE.partition(";")[0]
 
     @property
     def findings(self) -> int:
@@ -66,7 +78,7 @@ class Several:
         """Say in one line what it comes to."""
         total = sum(self.counts) + len(self.failures)
         parts = [
-            f"{total} programs compiled" if total != 1 else "1 program compiled",
+            f"{total} program{'s' if total != 1 else ''}{' compiled' if self.of_process else ''}",
             f"{len(self.shown)} with collectives or other costs",
             f"{self.findings} findings" if self.findings else "no findings",
         ]
@@ -78,7 +90,7 @@ class Several:
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """List the cells under ``COLUMNS``."""
+        """List the cells under ``columns``."""
         found: list[tuple[str, ...]] = []
         for content, count in self.shown:
             total = content.account.total
@@ -91,7 +103,7 @@ class Several:
             found.append(
                 (
                     content.title,
-                    str(count),
+                    *([str(count)] if self.of_process else []),
                     f"{content.account.device_count}{axes}",
                     str(total.sites),
                     runs + (f" and {total.unknown} in loops" if total.unknown else ""),
@@ -116,6 +128,7 @@ def gather(
     counts: Sequence[int],
     failures: Sequence[tuple[str, str]] = (),
     missing: int = 0,
+    of_process: bool = True,
 ) -> Several:
     """Put the programs of a process in order.
 
@@ -124,6 +137,7 @@ def gather(
       counts: how many programs had the text of each.
       failures: name of each that can't be judged, and why.
       missing: programs that were not judged.
+      of_process: they are what a process compiled; else they were read from files.
     """
     order = sorted(
         zip(contents, counts),
@@ -137,6 +151,7 @@ def gather(
         # What matches in one program need not match in another; of a part nothing can be said.
         tuple(sorted(set.intersection(*unused))) if unused and not missing else (),
         missing,
+        of_process,
     )
 
 
@@ -144,7 +159,7 @@ def plain(what: Several) -> str:
     """Return the report as text."""
     lines = [what.headline, ""]
     if what.rows:
-        lines += [text.table([COLUMNS, *what.rows]), "", f"({NOTE})"]
+        lines += [text.table([what.columns, *what.rows]), "", f"({what.note})"]
     lines += [what.remainder] if what.remainder else []
     for content in what.told:
         own = dataclasses.replace(content, unused=())
@@ -160,9 +175,9 @@ def markdown(what: Several) -> str:
     """Return the report as GitHub's Markdown."""
     lines = ["# Programs", "", what.headline + ".", ""]
     if what.rows:
-        lines += ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+        lines += ["| " + " | ".join(what.columns) + " |", "|---" * len(what.columns) + "|"]
         lines += ["| " + " | ".join(cell(c) for c in row) + " |" for row in what.rows]
-        lines += ["", f"{NOTE[0].upper()}{NOTE[1:]}.", ""]
+        lines += ["", f"{what.note[0].upper()}{what.note[1:]}.", ""]
     lines += [f"{what.remainder}.", ""] if what.remainder else []
     for content in what.told:
         own = markdown_of_one(dataclasses.replace(content, unused=()))
@@ -201,14 +216,14 @@ def as_json(what: Several) -> str:
 
 def page(what: Several) -> str:
     """Return the report as one self-contained HTML page: a table, and each program's own page."""
-    head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in COLUMNS)
+    head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in what.columns)
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in what.rows
     )
     parts = [
         f"<h1>Programs</h1><p>{html.escape(what.headline)}.</p>",
         f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else "",
-        f'<p class="dim">{html.escape(NOTE)}. {html.escape(what.remainder)}</p>',
+        f'<p class="dim">{html.escape(what.note)}. {html.escape(what.remainder)}</p>',
     ]
     for name, why in what.failures:
         parts.append(f"<p><b>{html.escape(name)}</b> can't be judged: {html.escape(why)}</p>")

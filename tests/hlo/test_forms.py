@@ -73,7 +73,7 @@ BAD = {
     "HloModule m\nENTRY e {\n  ROOT c = convolution()\n}\n": "the shape of 'c' is left out; write "
     "it before 'convolution'",
     "HloModule m, entry_computation_layout={(f32[4])->f32[]}\na {\n  p = f32[] parameter(0)\n}\n": (
-        "has no ENTRY computation: is the text cut?"
+        "is cut off: has no ENTRY computation"
     ),
     "HloModule m\nENTRY e {\n  p = f32[] parameter(\u00b2)\n}\n": "expected the parameter's number",
     "f32[] add(a, b)": "operand 'a' has neither a definition nor a shape",

@@ -42,6 +42,7 @@ _LINE = re.compile(
     + _REST
     + _FRESH
 )
+_CUT = ": is the text cut?"
 _PRINTED_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \([^={}\"\n]*\) -> [^={}\"\n]*\{\n")
 _HEADER = spaced(r"(ENTRY(?=[\s/]) )?%?([\w.\-]+) (?=[({])")
 _TABLE = re.compile(r"([A-Z]\w*)[ \t]*\n((?:[ \t]*\d+[ \t][^\n]*\n)+)")
@@ -276,7 +277,7 @@ class _Parser(forms.Forms):
             ) != str(result):
                 last = None
         if last is None:
-            raise self.error(len(self.text), f"{source} has no ENTRY computation: is the text cut?")
+            raise self.error(len(self.text), f"{source} has no ENTRY computation{_CUT}")
         return last._replace(is_entry=True)
 
     def header(self, position: int) -> tuple[bool, str, int]:
@@ -377,7 +378,7 @@ def _placed(error: HloSyntaxError, parser: _Parser, name: str) -> HloSyntaxError
     whole = any(computation.is_entry for computation in parser.computations.values())
     message = str(error.reason)
     if not whole and error.line >= last > 1:
-        message = f"{name} is cut off: {message}"
+        message = f"{name} is cut off: {message.removeprefix(name).removesuffix(_CUT).strip()}"
     elif name not in message and not name.startswith("<"):
         message = f"{name}: {message}"
     return HloSyntaxError(message, line=error.line, column=error.column, text_line=error.text_line)

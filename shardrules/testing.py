@@ -17,7 +17,7 @@ from shardrules import hlo, report
 from shardrules import program as programs
 from shardrules.checks import budget as budgets
 from shardrules.checks import updates
-from shardrules.checks.costs.casts import assert_cheapest_casts
+from shardrules.checks.costs.casts import assert_cheapest_casts, wasted
 from shardrules.checks.costs.host import assert_donated, assert_no_host_transfers
 from shardrules.checks.costs.loops import assert_loop
 from shardrules.checks.costs.offloaded import assert_offloaded, named_values
@@ -26,7 +26,7 @@ from shardrules.checks.costs.steady import steady_state
 from shardrules.checks.expectations import at_most, exactly, pick
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
-from shardrules.costs import accounts, findings
+from shardrules.costs import accounts, findings, hints
 from shardrules.errors import CollectiveAssertionError, ShardrulesError
 from shardrules.program import judge
 from shardrules.registry.table import Registry
@@ -113,12 +113,14 @@ def assert_no_defensive_psum(
     registry: Registry | None = None,
     mesh: Mapping[str, int] | None = None,
     strict: bool = False,
+    cheapest: bool = False,
     allow: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> hlo.Judgement:
     """Assert that every collective of a program is needed, as far as it can be proven.
 
-    Fails on each collective that is *redundant*, *overwide* or *unproven*.
+    Fails on each collective that is *redundant*, *overwide* or *unproven*; with ``cheapest``, also
+    on each psum that is needed where it stands and would move fewer bytes elsewhere.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
@@ -127,6 +129,11 @@ def assert_no_defensive_psum(
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
       strict: accept proofs alone: also fail on verdicts that rest on a declared rule.
+      cheapest: also fail on a psum in a loop that one before or after it could replace, of what is
+        only reduced, scattered or added to another one afterwards (as of what was broadcast,
+        repeated, gathered or read twice), as far as the compiled text shows it; and, of a function,
+        on casts that stand elsewhere than where they move the fewest bytes
+        (``assert_cheapest_casts``). Each is told with the bytes now and then.
       allow: known findings, from ``"redundant all-reduce(model) at model.py"`` to the reason; one
         that matches nothing fails too.
 
@@ -145,24 +152,30 @@ def assert_no_defensive_psum(
     """
     allowances = findings.Allowances(allow)
     judgement = judge(program, *args, registry=registry, mesh=mesh, **kwargs)
-    bad, _, unused = allowances.split(findings.find(judgement, strict))
+    found = findings.find(judgement, strict)
+    bad, _, unused = allowances.split(found + (hints.dearer(judgement) if cheapest else []))
     if bad:
         counts = collections.Counter(f.kind for f in bad)
         kinds = ", ".join(
             f"{n} {kind}" for kind, n in sorted(counts.items(), key=lambda c: _ORDER.index(c[0]))
         )
+        what = "needed, or could be cheaper" if cheapest else "needed"
         raise CollectiveAssertionError(
-            f"{len(bad)} of {len(judgement.verdicts)} collectives are not shown to be needed "
+            f"{len(bad)} of {len(judgement.verdicts)} collectives are not shown to be {what} "
             f"({kinds}):\n" + _listed(bad),
             verdicts=tuple(f.verdict for f in bad),
             judgement=judgement,
         )
+    if cheapest and callable(program) and not hasattr(program, "as_text"):
+        text, placements = wasted(program, *args, **kwargs)
+        if placements:
+            raise CollectiveAssertionError(text, placements=placements, judgement=judgement)
     _no_unused(unused, judgement)
     return judgement
 
 
 _SHOWN = 6  # of what differs, in a failing test's message
-_ORDER = ("redundant", "overwide", "unproven", "may hang", "declared")
+_ORDER = ("redundant", "overwide", "unproven", "may hang", "declared", *hints.KINDS)
 
 
 def _listed(found: list[findings.Finding]) -> str:

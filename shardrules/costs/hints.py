@@ -5,21 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from shardrules import hlo
-from shardrules.costs import accounts
+from shardrules.costs import accounts, findings, sums
 from shardrules.hlo.proof import loops
 
-__all__ = ["Hint", "hints"]
+__all__ = ["KINDS", "Hint", "dearer", "hints"]
 
-_PASS_ON = frozenset(
-    "bitcast reshape transpose copy convert get-tuple-element all-reduce-done "
-    "copy-start copy-done".split()
-)
-
-# Of these a sum of results is the result of the sum.
-_LINEAR = frozenset("bitcast reshape copy get-tuple-element all-reduce-done".split())
+KINDS = ("reduce first", "add first", "repeated", "after the loop", "only returned")
 
 # Functions of their operands alone: of operands that stay the same they stay the same.
-_PURE = _PASS_ON | frozenset(
+_PURE = sums.PASS_ON | frozenset(
     "constant iota broadcast slice dynamic-slice concatenate pad add subtract multiply divide "
     "negate maximum minimum select compare and or not exponential tanh rsqrt dot fusion tuple "
     "partition-id replica-id all-gather all-gather-start all-gather-done all-reduce "
@@ -28,12 +22,18 @@ _PURE = _PASS_ON | frozenset(
 )
 
 
+# May give something else on each trip, or do something besides.
+_IMPURE = frozenset(
+    "rng rng-get-and-update-state custom-call infeed outfeed send recv send-done recv-done".split()
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Hint:
     """A collective that is needed and could be cheaper.
 
     Attributes:
-      kind: ``reduce first``, ``repeated``, ``after the loop`` or ``only returned``.
+      kind: ``reduce first``, ``add first``, ``repeated``, ``after the loop`` or ``only returned``.
       verdict: the verifier's.
       entry: its line in the account.
       bytes_before, bytes_after: operand bytes on one device, over all runs of one execution;
@@ -73,7 +73,7 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
         runs = entry.runs
         if name in bodies and runs != 1:
             if name not in stays:
-                stays[name] = _invariant(computation)
+                stays[name] = _invariant(judgement.module, computation)
             operand = computation.instructions[position].operands[verdict.collective.operand]
             if operand in stays[name]:
                 outer = _outer_runs(judgement, name)
@@ -118,7 +118,7 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
                             (
                                 "its results are only added up over the loop's trips: carry the "
                                 "sum of its operands and psum that once after the loop, and "
-                                f"{now} become {after} B (equal up to rounding)"
+                                f"{now} become {after} B (equal up to rounding){_line(entry)}"
                             ),
                         )
                     )
@@ -150,9 +150,8 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
             and verdict.collective.reduction == "add"
             and verdict.range is None
         ):
-            size = _reduced_after(
-                judgement.module, computation, users[name], position, verdict.collective.operand
-            )
+            at = (judgement.module, computation, users[name], position, verdict.collective.operand)
+            size = sums.reduced_after(*at)
             if size is not None and size < entry.bytes:
                 found.append(
                     Hint(
@@ -163,10 +162,42 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
                         size * (runs or 1),
                         f"its result is only summed up on each device: reduce "
                         f"before you psum (or cast earlier, with shardrules.vary before the "
-                        f"broadcast), and {entry.bytes} B become {size} B",
+                        f"broadcast), and {entry.bytes} B become {size} B{_line(entry)}",
+                    )
+                )
+            elif sums.added_to_another(*at):
+                found.append(
+                    Hint(
+                        "add first",
+                        verdict,
+                        entry,
+                        None if runs is None else runs * entry.bytes,
+                        0,
+                        "its result is only added to that of another psum over the same devices: "
+                        f"add the operands and psum that once, and {2 * entry.bytes} B of both "
+                        f"become {entry.bytes} B (equal up to rounding){_line(entry)}",
                     )
                 )
     return found
+
+
+def dearer(judgement: hlo.Judgement) -> list[findings.Finding]:
+    """List the all-reduces that could move less as findings, with the bytes now and then."""
+    return [
+        findings.Finding(h.kind, h.verdict, h.entry, h.advice)
+        for h in hints(judgement)
+        if h.entry.kind == "all-reduce"
+    ]
+
+
+def _line(entry: accounts.Entry) -> str:
+    """Return the line to type where the psum is a cast's transpose, or nothing."""
+    if entry.phase != "backward" or not entry.axes:
+        return ""
+    axes = ", ".join(map(repr, entry.axes))
+    return (
+        f"; where it is the psum of a cast's cotangent, cast there: x = shardrules.vary(x, {axes})"
+    )
 
 
 def _outer_runs(judgement: hlo.Judgement, body: str) -> int | None:
@@ -175,35 +206,6 @@ def _outer_runs(judgement: hlo.Judgement, body: str) -> int | None:
         for instruction in computation.instructions:
             if instruction.opcode == "while" and body in instruction.calls:
                 return runs[name].count if name in runs else None
-    return None
-
-
-def _followed(
-    computation: hlo.Computation,
-    users: list[list[int]],
-    position: int,
-    element: int,
-    through: frozenset[str],
-) -> tuple[int, int] | None:
-    """Follow a value to the one use that isn't in ``through``: the user and what it uses.
-
-    None where it is used twice, or is the root.
-    """
-    for _ in range(64):
-        current = computation.instructions[position]
-        following = users[position]
-        if current.shape.is_tuple:
-            following = [
-                u
-                for u in following
-                if computation.instructions[u].opcode != "get-tuple-element"
-                or computation.instructions[u].attribute("index") == str(element)
-            ]
-        if position == computation.root or len(following) != 1:
-            return None
-        if computation.instructions[following[0]].opcode not in through:
-            return following[0], position
-        position = following[0]
     return None
 
 
@@ -241,7 +243,7 @@ def _accumulated(
     CPU doesn't.
     """
     root = body.instructions[body.root]
-    end = _followed(body, users, position, element, _LINEAR)
+    end = sums.followed(body, users, position, element, sums.LINEAR)
     if end is None or root.opcode != "tuple":
         return False
     total, used = end
@@ -267,7 +269,7 @@ def _accumulated(
             other.opcode != "get-tuple-element" or other.attribute("index") == index
         ):
             return False
-    back = _followed(body, users, total, 0, frozenset(("copy", "bitcast", "reshape")))
+    back = sums.followed(body, users, total, 0, frozenset(("copy", "bitcast", "reshape")))
     if back is None or back[0] != body.root:
         return False
     return [k for k, o in enumerate(root.operands) if o == back[1]] == [
@@ -331,7 +333,7 @@ def _part(shape: hlo.Shape, element: int) -> tuple[int, ...] | None:
     return None
 
 
-def _invariant(body: hlo.Computation) -> set[int]:
+def _invariant(module: hlo.Module, body: hlo.Computation) -> set[int]:
     """List the positions in a loop's body whose values are the same on every trip."""
     root = body.instructions[body.root]
     if root.opcode != "tuple":
@@ -358,55 +360,18 @@ def _invariant(body: hlo.Computation) -> set[int]:
                     and back.attribute("index") == instruction.attribute("index")
                 ):
                     found.add(position)
-        elif instruction.opcode in _PURE and all(o in found for o in operands):
+        elif (
+            instruction.opcode in _PURE
+            and all(o in found for o in operands)
+            and all(_pure(module, called) for called in instruction.calls)
+        ):
             found.add(position)
     return found
 
 
-def _reduced_after(
-    module: hlo.Module,
-    computation: hlo.Computation,
-    users: list[list[int]],
-    position: int,
-    element: int,
-) -> int | None:
-    """Give the bytes of a sum that is all that is made of an all-reduce's result, else None."""
-    shape = computation.instructions[position].shape
-    parts = shape.elements or ()
-    size = parts[element] if element < len(parts) else shape
-    for _ in range(64):
-        end = _followed(computation, users, position, element, _PASS_ON)
-        if end is None:
-            return None
-        user, position = end
-        instruction = computation.instructions[user]
-        if instruction.opcode == "fusion" and instruction.operands.count(position) == 1:
-            number = instruction.operands.index(position)
-            computation = module.computations[instruction.calls[0]]
-            users = computation.users()
-            inside = [
-                n
-                for n, i in enumerate(computation.instructions)
-                if i.opcode == "parameter" and int(i.literal) == number
-            ]
-            if len(inside) != 1:
-                return None
-            (position,) = inside
-        elif (
-            instruction.opcode == "reduce"
-            and instruction.operands[0] == position
-            and (len(instruction.operands) == 2 and _adds(module, instruction))
-        ):
-            return (instruction.shape.element_count * size.bits + 7) // 8
-        else:
-            return None
-    return None
-
-
-def _adds(module: hlo.Module, instruction: hlo.Instruction) -> bool:
-    called = module.computations.get((instruction.attribute("to_apply") or "").lstrip("%"))
-    return (
-        called is not None
-        and called.instructions[called.root].opcode == "add"
-        and len(called.instructions) == 3
+def _pure(module: hlo.Module, name: str) -> bool:
+    """Tell whether a fusion's or a reduction's computation depends on its parameters alone."""
+    return all(
+        i.opcode not in _IMPURE and all(_pure(module, called) for called in i.calls)
+        for i in module.computations[name].instructions
     )

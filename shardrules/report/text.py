@@ -102,7 +102,10 @@ def summary(judgement: Judgement, verdicts: Iterable[Verdict] | None = None) -> 
 def describe_finding(*same: Finding) -> str:
     """Return findings that are alike as an indented block."""
     text = describe(*(f.verdict for f in same))
-    return text + f"\n    strict: {same[0].advice}" if same[0].kind == "declared" else text
+    if same[0].verdict.verdict == "needed":
+        word = "strict" if same[0].kind == "declared" else same[0].kind
+        text += f"\n    {word}: {same[0].advice}"
+    return text
 
 
 def listed(entries: Sequence[Entry], verdicts: Sequence[Verdict]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardrules.errors import CollectiveAssertionError
 
-__all__ = ["assert_cheapest_casts"]
+__all__ = ["assert_cheapest_casts", "wasted"]
 
 
 def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
@@ -27,15 +27,19 @@ def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
       ShardrulesError: if ``f`` can't be called.
     """
     __tracebackhide__ = True
+    text, placements = wasted(f, *args, **kwargs)
+    if placements:
+        raise CollectiveAssertionError(text, placements=placements)
+
+
+def wasted(f: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[Any, ...]]:
+    """Return what the casts of a program's gradients waste, as text and as placements."""
     from shardrules.hooks.explain.explain import explain
     from shardrules.hooks.explain.explanation import describe_placement
 
-    wasted = [
+    found = tuple(
         one
         for one in explain(f, *args, **kwargs).placements
         if not one.applied and one.after_bytes < one.before_bytes
-    ]
-    if wasted:
-        raise CollectiveAssertionError(
-            "\n".join(map(describe_placement, wasted)), placements=tuple(wasted)
-        )
+    )
+    return "\n".join(map(describe_placement, found)), found

@@ -1,0 +1,252 @@
+"""What becomes of an all-reduce's sum: reduced, scattered or added to another one.
+
+A psum is linear: what is made of its result by linear operations, the same on every device, may as
+well be made of its operand.
+"""
+
+from __future__ import annotations
+
+import re
+
+from shardrules import hlo
+
+__all__ = ["LINEAR", "PASS_ON", "added_to_another", "followed", "reduced_after"]
+
+PASS_ON = frozenset(
+    "bitcast reshape transpose copy convert get-tuple-element all-reduce-done "
+    "copy-start copy-done".split()
+)
+
+# Of these a sum of results is the result of the sum.
+LINEAR = frozenset("bitcast reshape copy get-tuple-element all-reduce-done".split())
+
+# Computations, each with the fusion that calls it, innermost last.
+_Callers = list[tuple[hlo.Computation, hlo.Instruction | None]]
+
+_MOVES = LINEAR | {"transpose"}
+_FLOATS = re.compile(r"(bf|f|c)\d")
+_CONSTANT = frozenset(
+    "constant iota broadcast reshape bitcast copy convert add subtract multiply compare select "
+    "clamp concatenate slice transpose maximum minimum and or".split()
+)
+
+
+def followed(
+    computation: hlo.Computation,
+    users: list[list[int]],
+    position: int,
+    element: int,
+    through: frozenset[str],
+) -> tuple[int, int] | None:
+    """Follow a value to the one use that isn't in ``through``: the user and what it uses.
+
+    None where it is used twice, or is the root.
+    """
+    for _ in range(64):
+        current = computation.instructions[position]
+        following = users[position]
+        if current.shape.is_tuple:
+            following = [
+                u
+                for u in following
+                if computation.instructions[u].opcode != "get-tuple-element"
+                or computation.instructions[u].attribute("index") == str(element)
+            ]
+        if position == computation.root or len(following) != 1:
+            return None
+        following_one = computation.instructions[following[0]]
+        rounds = following_one.opcode == "convert" and not _FLOATS.match(str(following_one.shape))
+        if following_one.opcode not in through or rounds:
+            return following[0], position
+        position = following[0]
+    return None
+
+
+def reduced_after(
+    module: hlo.Module,
+    computation: hlo.Computation,
+    users: list[list[int]],
+    position: int,
+    element: int,
+) -> int | None:
+    """Give the bytes of a sum that is all that is made of an all-reduce's result, else None.
+
+    What a broadcast or a repeat becomes in the backward pass is a reduce, and what a gather does, a
+    scatter that adds; one at places that are constant, since those may not differ by device.
+    """
+    callers: _Callers = [(computation, None)]
+    shape = computation.instructions[position].shape
+    parts = shape.elements or ()
+    size = parts[element] if element < len(parts) else shape
+    for _ in range(64):
+        end = followed(computation, users, position, element, PASS_ON)
+        if end is None:
+            return None
+        user, position = end
+        instruction = computation.instructions[user]
+        if instruction.opcode == "fusion" and instruction.operands.count(position) == 1:
+            number = instruction.operands.index(position)
+            computation = module.computations[instruction.calls[0]]
+            callers.append((computation, instruction))
+            users = computation.users()
+            inside = [
+                n
+                for n, i in enumerate(computation.instructions)
+                if i.opcode == "parameter" and int(i.literal) == number
+            ]
+            if len(inside) != 1:
+                return None
+            (position,) = inside
+        elif (
+            instruction.opcode == "reduce"
+            and instruction.operands[0] == position
+            and (len(instruction.operands) == 2 and _adds(module, instruction))
+        ):
+            # What comes after a wider type is reduced in that one before it is summed.
+            bits = max(size.bits, instruction.shape.bits)
+            return (instruction.shape.element_count * bits + 7) // 8
+        elif (
+            instruction.opcode == "scatter"
+            and len(instruction.operands) == 3
+            and instruction.operands[2] == position
+            and position not in instruction.operands[:2]
+            and _adds(module, instruction)
+            and _constant(module, callers, instruction.operands[1])
+        ):
+            bits = max(size.bits, instruction.shape.bits)
+            return (instruction.shape.element_count * bits + 7) // 8
+        else:
+            return None
+    return None
+
+
+def _adds(module: hlo.Module, instruction: hlo.Instruction) -> bool:
+    called = module.computations.get((instruction.attribute("to_apply") or "").lstrip("%"))
+    return (
+        called is not None
+        and called.instructions[called.root].opcode == "add"
+        and len(called.instructions) == 3
+    )
+
+
+def _constant(module: hlo.Module, callers: _Callers, position: int) -> bool:
+    """Tell whether a value is made of constants alone, in fusions too.
+
+    Args:
+      module: the module.
+      callers: its computation, and what called that, innermost last.
+      position: the value's.
+    """
+    computation, fusion = callers[-1]
+    queue = [position]
+    seen = set(queue)
+    while queue:
+        instruction = computation.instructions[queue.pop()]
+        if instruction.opcode == "parameter":
+            if fusion is None:
+                return False
+            if not _constant(module, callers[:-1], fusion.operands[int(instruction.literal)]):
+                return False
+            continue
+        if instruction.opcode == "fusion":
+            inner = module.computations[instruction.calls[0]].instructions
+            if any(i.opcode not in _CONSTANT | {"parameter"} for i in inner):
+                return False
+        elif instruction.opcode not in _CONSTANT:
+            return False
+        new = set(instruction.operands) - seen
+        seen |= new
+        queue += new
+        if len(seen) > 64:
+            return False
+    return True
+
+
+def added_to_another(
+    module: hlo.Module,
+    computation: hlo.Computation,
+    users: list[list[int]],
+    position: int,
+    element: int,
+) -> bool:
+    """Tell whether an all-reduce's result is only added to one that stands before it.
+
+    Both add up over the same groups, and each is used there alone.
+    """
+    end = followed(computation, users, position, element, _MOVES)
+    other = None if end is None else _other_side(module, computation, *end)
+    number = 0
+    while other is not None and len(users[other]) == 1:
+        one = computation.instructions[other]
+        if one.opcode == "get-tuple-element":
+            index = one.attribute("index") or ""
+            number = int(index) if index.isdecimal() else -1
+        if one.opcode not in _MOVES:
+            break
+        other = one.operands[0]
+        if one.opcode == "get-tuple-element":
+            break
+    if end is None or other is None:
+        return False
+    if computation.instructions[other].opcode == "all-reduce-done":
+        other = computation.instructions[other].operands[0]
+    one, this = computation.instructions[other], computation.instructions[position]
+    if (
+        one.opcode not in ("all-reduce", "all-reduce-start")
+        or (other, number) >= (position, element)
+        or not 0 <= number < len(one.operands)
+    ):
+        return False
+    alone = followed(computation, users, other, number, _MOVES)
+    shapes = [
+        computation.instructions[i.operands[n]].shape for i, n in ((one, number), (this, element))
+    ]
+    return (
+        alone is not None
+        and alone[0] == end[0]
+        and alone[1] != end[1]
+        and _other_side(module, computation, *alone) == end[1]
+        and _adds_over(module, one) == _adds_over(module, this) is not None
+        and shapes[0].element_type == shapes[1].element_type
+        and shapes[0].element_count == shapes[1].element_count
+    )
+
+
+def _other_side(
+    module: hlo.Module, computation: hlo.Computation, position: int, used: int
+) -> int | None:
+    """Return what an addition adds to one of its operands, one in a fusion too; else None."""
+    instruction = computation.instructions[position]
+    if instruction.opcode == "add" and len(set(instruction.operands)) == 2:
+        (other,) = set(instruction.operands) - {used}
+        return other
+    if instruction.opcode != "fusion" or instruction.operands.count(used) != 1:
+        return None
+    inner = module.computations[instruction.calls[0]]
+    users = inner.users()
+    numbers = {
+        int(i.literal): n for n, i in enumerate(inner.instructions) if i.opcode == "parameter"
+    }
+    mine = numbers[instruction.operands.index(used)]
+    end = followed(inner, users, mine, 0, _MOVES)
+    if end is None or inner.instructions[end[0]].opcode != "add":
+        return None
+    other = _other_side(module, inner, *end)
+    while other is not None and len(users[other]) == 1:
+        one = inner.instructions[other]
+        if one.opcode == "parameter":
+            outer = instruction.operands[int(one.literal)]
+            return outer if instruction.operands.count(outer) == 1 else None
+        if one.opcode not in _MOVES:
+            return None
+        (other,) = one.operands
+    return None
+
+
+def _adds_over(module: hlo.Module, instruction: hlo.Instruction) -> tuple[str | None, ...] | None:
+    """Return what tells over which devices an all-reduce adds up; None where it does not add."""
+    if not _adds(module, instruction):
+        return None
+    keys = ("replica_groups", "use_global_device_ids")
+    channel = instruction.attribute("channel_id") is not None
+    return (*map(instruction.attribute, keys), str(channel))

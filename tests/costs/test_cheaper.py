@@ -1,0 +1,146 @@
+"""Psums that are needed where they stand and would move less elsewhere: found, and failed on."""
+
+import jax
+import jax.numpy as jnp
+import programs
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules import errors, testing
+from shardrules.costs import hints as costs_hints
+
+ROWS = jnp.array([0, 1, 1, 2, 3, 0, 5, 6, 6, 7, 7, 7, 3, 2, 1, 0, 0])
+EACH = 8 * 8 * 4
+
+
+def total(h):
+    return lax.psum((h**2).sum(), "data")
+
+
+def repeated(w, x):
+    return total(x @ jnp.repeat(w, 4, axis=0).T)
+
+
+def gathered(w, x):
+    return total(x @ w[ROWS].T)
+
+
+def read_twice(w, x):
+    return total((x @ w) * jnp.tanh(x @ w.T))
+
+
+def in_a_loop(w, x):
+    return total(lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=5)[0])
+
+
+def gradient(body, mesh):
+    f = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    return jax.jit(jax.grad(f)), programs.structs(mesh, ((8, 8), P()), ((64, 8), P("data")))
+
+
+def cheaper(f, args):
+    found = costs_hints.dearer(testing.judge(f.lower(*args).compile()))
+    return [one.kind for one in found], found
+
+
+CASES = {
+    repeated: ("reduce first", 4 * EACH, EACH),
+    read_twice: ("add first", 2 * EACH, EACH),
+    in_a_loop: ("after the loop", 5 * EACH, EACH),
+}
+
+
+@pytest.mark.parametrize("body", CASES, ids=lambda body: body.__name__)
+def test_each_is_found_and_gone_where_the_cast_is_early(body, cpu_mesh):
+    kind, before, after = CASES[body]
+    f, args = gradient(body, cpu_mesh)
+    kinds, (found, *_) = cheaper(f, args)
+    assert kinds == [kind]
+    assert f"{before} B" in found.advice and f"become {after} B" in found.advice
+    assert found.advice.endswith("cast there: x = shardrules.vary(x, 'data')")
+    assert found.entry.source.startswith(__file__)
+    f, args = gradient(lambda w, x: body(sr.vary(w, "data"), x), cpu_mesh)
+    assert cheaper(f, args)[0] == []
+    testing.assert_no_defensive_psum(f, *args, cheapest=True)
+
+
+@pytest.mark.gpu
+def test_a_gather(gpu_mesh):
+    """XLA's compiler for CPU makes a loop of the scatter."""
+    kinds, (found,) = cheaper(*gradient(gathered, gpu_mesh))
+    assert kinds == ["reduce first"] and "544 B become 256 B" in found.advice
+
+
+def test_an_assertion_fails_on_them(cpu_mesh):
+    f, args = gradient(in_a_loop, cpu_mesh)
+    testing.assert_no_defensive_psum(f, *args)
+    for program, given in ((f, args), (f.lower(*args).compile(), ())):
+        with pytest.raises(errors.CollectiveAssertionError) as caught:
+            testing.assert_no_defensive_psum(program, *given, cheapest=True)
+        text = str(caught.value)
+        assert text.startswith(
+            "1 of 1 collectives are not shown to be needed, or could be cheaper (1 after the loop):"
+        )
+        assert "\n    after the loop: its results are only added up over the loop's trips" in text
+    allowed = {"needed backward all-reduce(data)": "issue 12"}
+    testing.assert_no_defensive_psum(f.lower(*args).compile(), cheapest=True, allow=allowed)
+
+
+def test_an_assertion_fails_on_what_only_the_traced_program_shows(cpu_mesh):
+    """Two psums, of what is then multiplied by what varies in no text that says so."""
+    f, args = gradient(lambda w, x: total((x @ jnp.sin(w)) * (x @ jnp.cos(w))), cpu_mesh)
+    assert cheaper(f, args)[0] == []
+    with pytest.raises(errors.CollectiveAssertionError) as caught:
+        testing.assert_no_defensive_psum(f, *args, cheapest=True)
+    assert "sum 512 B on each device where JAX casts, and 256 B" in str(caught.value)
+    with sr.install(casts="cheapest"):
+        testing.assert_no_defensive_psum(gradient(repeated, cpu_mesh)[0], *args, cheapest=True)
+
+
+def local(mesh, body, outs=P()):
+    f = jax.shard_map(
+        body, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=outs, check_vma=False
+    )
+    return jax.jit(f), programs.structs(mesh, ((32, 8), P("data")), ((32, 8), P("data")))
+
+
+over = lambda x, axis="data": lax.psum(x, axis)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, y: over(x).astype(jnp.int32).sum(0),
+        lambda x, y: (lambda p: (p.sum(0), p[0]))(over(x)),
+        lambda x, y: over(x) + lax.pmax(y, "data"),
+        lambda x, y: over(x) - over(jnp.sin(y)),
+        lambda x, y: over(x) + over(jnp.sin(y) * lax.axis_index("model"), ("data", "model")),
+        lambda x, y: (lambda p: (p + over(jnp.sin(y)), p * 2))(over(x)),
+        lambda x, y: over(x).astype(jnp.bfloat16) + over(jnp.sin(y).astype(jnp.bfloat16)),
+        lambda x, y: jnp.tanh(over(x)) + over(jnp.sin(y)),
+    ],
+    ids="rounded used maximum subtracted axes twice narrower bent".split(),
+)
+def test_what_must_stay(body, cpu_mesh):
+    assert cheaper(*local(cpu_mesh, body))[0] == []
+
+
+def test_siblings_are_found_once(cpu_mesh):
+    body = lambda x, y: over(x) + over(jnp.sin(y)).reshape(8, 8)  # noqa: E731
+    assert cheaper(*local(cpu_mesh, body))[0] == ["add first"]
+
+
+@pytest.mark.gpu
+def test_a_scatter_at_places_that_differ_stays(gpu_mesh):
+    """Each device adds the whole sum at its own places: not the sum of what each adds."""
+
+    def body(x, y):
+        places = (y[:, 0] > 0).astype(jnp.int32)
+        return jnp.zeros((2, 8)).at[places].add(over(x))[None]
+
+    f, args = local(gpu_mesh, body, P("data"))
+    assert cheaper(f, args)[0] == []
+    constant = lambda x, y: jnp.zeros((2, 8)).at[jnp.array([0, 1] * 4)].add(over(x))[None]  # noqa: E731
+    assert cheaper(*local(gpu_mesh, constant, P("data")))[0] == ["reduce first"]

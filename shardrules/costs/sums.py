@@ -231,15 +231,15 @@ def _other_side(
     end = followed(inner, users, mine, 0, _MOVES)
     if end is None or inner.instructions[end[0]].opcode != "add":
         return None
-    other = _other_side(module, inner, *end)
-    while other is not None and len(users[other]) == 1:
-        one = inner.instructions[other]
+    side = _other_side(module, inner, *end)
+    while side is not None and len(users[side]) == 1:
+        one = inner.instructions[side]
         if one.opcode == "parameter":
             outer = instruction.operands[int(one.literal)]
             return outer if instruction.operands.count(outer) == 1 else None
         if one.opcode not in _MOVES:
             return None
-        (other,) = one.operands
+        (side,) = one.operands
     return None
 
 

@@ -56,6 +56,24 @@ TANGENT = program(
 )
 
 
+SCALED = [Step("plain", (place,), ("scale",)) for place in (2, 3, 3)]
+STACKED = program(
+    *SCALED[:2],
+    Step("scan", (3, 4, 3), (), (Block(3, tuple(SCALED)),)),
+    Step("plain", (5,), ("scale",)),
+    Step("ref", (2, 5)),
+    specs=(("a", "b"), ("a",), ("b",)),
+    integer=(),
+    mode="hessian",
+)
+
+
+def test_what_plain_jax_dies_of_is_not_ours():
+    """Seed 2106, reduced: a second derivative of a scan, with the hooks and without."""
+    assert judged(STACKED) == programs.judge_program(STACKED)
+    assert judged(STACKED).what == "jax"
+
+
 def judged(one):
     with sr.install():
         return programs.judge_program(one)

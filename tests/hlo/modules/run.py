@@ -49,6 +49,9 @@ def compile_text(text: str):
     options.env_option_overrides = [
         ("xla_backend_optimization_level", 0),
         ("xla_llvm_disable_expensive_passes", True),
+        # The time that a module takes is LLVM's; these make it a quarter.
+        ("xla_cpu_use_fusion_emitters", False),
+        ("xla_cpu_parallel_codegen_split_count", 1),
         # It joins a slice of a slice whose start is beyond its end into one that isn't clamped in
         # between (jaxlib 0.10.2), so that what runs is not what the text says.
         ("xla_disable_hlo_passes", "algsimp"),

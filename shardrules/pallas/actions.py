@@ -223,13 +223,20 @@ def _is_remote(walk: Walk, device: Any) -> bool:
     return device is not None
 
 
+def _axes_of(device: Any) -> tuple[str, ...]:
+    """Return the mesh axes that a device id names; none where it doesn't say along which it is."""
+    names = tuple(device) if isinstance(device, dict) else ()
+    return names if all(isinstance(name, str) for name in names) else ()
+
+
 @_for("tpu:dma_start", "tpu:dma_wait")
 def _dma(walk, eqn, frame):
     if not walk.touch(eqn, frame):
         return
     source_semaphore, devices = _copy_operands(eqn)
-    if any(_is_remote(walk, device) for device in devices):
-        walk.block(eqn, "it copies to or from another device", True)
+    remote = [device for device in devices if _is_remote(walk, device)]
+    if remote:
+        walk.block(eqn, "it copies to or from another device", True, _axes_of(remote[0]))
     elif source_semaphore is not None and all(device is None for device in devices):
         walk.block(eqn, "a copy with two semaphores is one between devices", True)
     elif eqn.params.get("add"):
@@ -249,6 +256,5 @@ def _signal(walk, eqn, frame):
     device = eqn.params["args_tree"].unflatten(eqn.invars)[3]
     for one in device if isinstance(device, list) else [device]:
         if _is_remote(walk, one):
-            axes = [a for a in one if isinstance(a, str)] if isinstance(one, dict) else ()
-            walk.block(eqn, "it signals a semaphore of another device", True, axes)
+            walk.block(eqn, "it signals a semaphore of another device", True, _axes_of(one))
             return

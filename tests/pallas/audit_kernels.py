@@ -76,6 +76,13 @@ def signal_along_data(x, o, semaphore):
     o[...] = x[...]
 
 
+def signal_anywhere(x, o, semaphore):
+    """Asks for its place along one axis, and reaches devices along any."""
+    device = lax.axis_index("data") + 1
+    pl.semaphore_signal(semaphore, 1, device_id=device, device_id_type=pl.DeviceIdType.LOGICAL)
+    o[...] = x[...]
+
+
 def copy_along_data(x, o, send, receive):
     pltpu.async_remote_copy(x, o, send, receive, device_id={"data": 1}).wait()
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from kernels import build, cases
 from kernels.case import Fails
 
+import shardrules as sr
 from pallas import audit_kernels as k
 from shardrules import aot, errors, pallas
 from shardrules.hooks.door import audit_names
@@ -516,6 +517,27 @@ def test_values_of_somebodys_own_types_are_not_proven():
     high = eqn.params["jaxpr"].replace(is_high=True)
     (blocker,) = pallas.audit_call("pallas_call", {**eqn.params, "jaxpr": high}, 1).blockers
     assert "values of somebody's own types" in blocker.reason
+
+
+@pytest.mark.parametrize(
+    "kernel, scratch, axes",
+    [
+        (k.signal_along_data, [k.REGULAR], "'data'"),
+        (k.copy_along_data, [pltpu.SemaphoreType.DMA] * 2, "'data'"),
+        (k.signal_anywhere, [k.REGULAR], "'data', 'model'"),
+    ],
+)
+def test_a_line_to_paste_holds_each_axis_along_which_a_device_may_be(
+    kernel, scratch, axes, cpu_mesh, hooks
+):
+    run = jax.shard_map(
+        k.call(kernel, scratch_shapes=scratch), mesh=cpu_mesh, in_specs=(), out_specs=P()
+    )
+    with pytest.raises(errors.UnknownKernelError) as info:
+        jax.eval_shape(run)
+    assert f"per_device({axes}))" in str(info.value)
+    assert "no_communication" not in str(info.value)
+    assert "no_communication" not in str(sr.scan_calls(run))
 
 
 def test_an_axis_of_the_devices_is_theirs_whatever_the_cores_call_theirs(cpu_mesh, hooks):

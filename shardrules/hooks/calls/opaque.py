@@ -325,12 +325,13 @@ def to_paste(call: Call, audit: Any, axes: Sequence[str] = ()) -> tuple[str, ...
       axes: the manual mesh axes, as far as they are known.
     """
     blockers = () if audit is None else audit.blockers
-    named = tuple(dict.fromkeys(axis for blocker in blockers for axis in blocker.axes))
+    shown = [blocker.axes for blocker in blockers if blocker.communicates]
+    named = tuple(dict.fromkeys(axis for one in shown for axis in one if axis in axes))
     return paste.lines(
         call.name,
         call.module,
         call.place,
         is_function=bool(call.place or call.module or call.primitive in _OF_FUNCTIONS),
         communicates=audit is not None and audit.contradicts_no_communication,
-        axes=named or axes,
+        axes=named if all(shown) and named else axes,  # who names none may reach any device
     )

@@ -231,11 +231,13 @@ class MissingRules:
             if not call.checked:
                 text.append("  inside shard_map(check_vma=False)")
             text += [f"    {line}" for line in call.lines]
-        text.append(
-            "\nEach of a kernel's lines is enough. no_communication is right for kernels that read "
-            "no other device\nand no device id; for one that communicates, write all_gather(axis), "
-            "all_reduce(axis) or another\nof the rules for that."
-        )
+        text.append("\nEach of a kernel's lines is enough.")
+        if any("no_communication" in line for call in self.calls for line in call.lines):
+            text[-1] += (
+                " no_communication is right for kernels that read "
+                "no other device\nand no device id; for one that communicates, write "
+                "all_gather(axis), all_reduce(axis) or another\nof the rules for that."
+            )
         if self.stopped_by is not None:
             first = str(self.stopped_by).splitlines() or [""]
             text.append(

@@ -1,28 +1,47 @@
-"""Audit the kernels of other libraries, traced and not compiled, and print a table of them.
+"""Compile other libraries' kernels under the check without a line, and print a table of them.
 
     python benchmarks/third_party.py        in an environment that has the libraries
 
-A row is a kernel that a library's call holds: whether it needs no line, being proven to depend on
-its operands alone, if it is well formed; or what is in the way. A library that is not installed is
-left out.
+Each call stands in a shard_map with the check on, its first array varying over the mesh and the
+others replicated, and is compiled for machines that are not here: TPU v5e (v5p, where a kernel runs
+on SparseCores), H100 and B200. A row is a kernel of such a program: whether it needs no line, being
+proven to depend on its operands alone, if it is well formed (or declared by a rule that is
+shipped); or what is in the way. Where a library has several implementations of an op, each is
+called by itself, with the arguments that the library ships for its own benchmarks. What is not
+installed is left out.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import os
 import pathlib
+import pkgutil
+import subprocess
 import sys
+from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent.parent)]
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from jax.experimental.pallas import tpu as pltpu  # noqa: E402
+import numpy as np  # noqa: E402
+from absl import app, flags  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
 
-KERNELS = ("pallas_call", "core_map", "mpmd_map")
+import shardrules  # noqa: E402
+from shardrules import aot  # noqa: E402
+
+_MOST_TRIED = 6  # of an op's arguments, where those before don't trace
+GPUS = {"h100": ("NVIDIA H100 80GB HBM3", "9.0", 132), "b200": ("NVIDIA B200", "10.0", 148)}
+TARGETS = ("v5e:2x4", "v5p:2x2x2", "h100", "b200")
+
+_TARGET = flags.DEFINE_string("target", None, "compile for this target only, in this process")
+_ONLY = flags.DEFINE_string("only", "", "calls whose name contains this")
 
 
 def shape(*sizes, dtype=jnp.bfloat16):
@@ -30,126 +49,260 @@ def shape(*sizes, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def every(cls):
-    """Yield a class and those that are made of it."""
-    yield cls
-    for one in cls.__subclasses__():
-        yield from every(one)
+class Gpu(NamedTuple):
+    """What a library asks of a device."""
+
+    platform: str
+    device_kind: str
+    compute_capability: str
+    core_count: int
 
 
-def tokamax_calls():
-    """Yield tokamax's kernels for TPU and for Triton, with gradients where they have one."""
-    from tokamax._src.ops.attention import pallas_mosaic_tpu, pallas_triton
-    from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu as ragged
-
-    # Only traced, so no device is there to be asked; a TPU v5e is taken for it.
-    info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)
-    for module in list(sys.modules.values()):
-        if callable(vars(module).get("get_tpu_info")):
-            module.get_tpu_info = lambda: info
-    for cls in every(importlib.import_module("tokamax._src.ops.op").Op):
-        cls.supported_on = lambda self, device: True
-    q = shape(1, 1024, 8, 128)
-    for name, op in (
-        ("attention, TPU", pallas_mosaic_tpu.PallasMosaicTpuFlashAttention()),
-        ("attention, Triton", pallas_triton.PallasTritonFlashAttention()),
-    ):
-        yield name, op, (q, q, q)
-        yield (
-            f"{name}, gradient",
-            jax.grad(lambda *a, op=op: op(*a).astype(jnp.float32).sum(), argnums=(0, 1, 2)),
-            (q, q, q),
-        )
-    sizes = shape(4, dtype=jnp.int32)
-    ragged_dot = ragged.PallasMosaicTpuRaggedDot(config=ragged.Config())
-
-    def dot(x, w, n):
-        return ragged_dot(x, w, group_sizes=n)
-
-    yield "ragged_dot, TPU", dot, (shape(1024, 512), shape(4, 512, 512), sizes)
-    yield (
-        "ragged_dot, TPU, gradient",
-        jax.grad(lambda *a: dot(*a).astype(jnp.float32).sum(), argnums=(0, 1)),
-        (shape(1024, 512), shape(4, 512, 512), sizes),
-    )
+# --- the libraries' calls: (name, function, arguments, whether it has a gradient) --------------
 
 
-def tokamax_loss_calls():
-    """Yield tokamax's softmax cross-entropy for TPU."""
+def tokamax_calls(target):
+    """Yield each implementation of each of tokamax's ops that is for this target."""
+    import tokamax._src.ops as ops
+    from jax.extend import backend
+    from tokamax._src.ops.op import Op
+
+    wanted = ("mosaic_tpu", "mosaic_tpu_v2")
+    if target.startswith("v"):
+        device = aot.tpu(target)[0]
+    else:  # a device that is not here doesn't say how many multiprocessors it has
+        kind, capability, cores = GPUS[target]
+        device = Gpu("gpu", kind, capability, cores)
+        wanted = ("mosaic_gpu", "triton")
+    backend.get_default_device = lambda: device  # whom it asks what its kernels may use
+    for found in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.", onerror=lambda name: None):
+        module = found.name.rpartition(".")[2]
+        if not module.endswith(wanted):
+            continue
+        try:
+            implementation = importlib.import_module(found.name)
+            specs = importlib.import_module(found.name.rpartition(".")[0] + ".arg_specs").ARG_SPECS
+        except ImportError as error:
+            yield found.name.removeprefix(f"{ops.__name__}."), error, (), False
+            continue
+        for name, cls in list(vars(implementation).items()):
+            if not (isinstance(cls, type) and issubclass(cls, Op)):
+                continue
+            if cls.__module__ != implementation.__name__ or name.endswith("Vjp"):
+                continue
+            cls.supported_on = lambda self, device: True
+            yield name, cls, [spec.args for spec in specs], True
+
+
+def tokamax_loss_calls(target):
+    """Yield tokamax's softmax cross-entropy for TPU, which is no op of its own in 0.0.12."""
+    if target != "v5e:2x4" or importlib.metadata.version("tokamax") != "0.0.12":
+        return
     from tokamax._src.ops.linear_softmax_cross_entropy_loss import (
         pallas_mosaic_tpu_kernel as kernel,
     )
 
     x, labels, w = shape(1024, 512), shape(1024, dtype=jnp.int32), shape(512, 2048)
-    yield (
-        "softmax cross-entropy, TPU",
-        kernel.linear_softmax_cross_entropy_loss_fwd_pallas_mosaic_tpu,
-        (x, labels, w),
-    )
+    call = kernel.linear_softmax_cross_entropy_loss_fwd_pallas_mosaic_tpu
+    yield "softmax cross-entropy", call, [dict(zip("xlw", (x, labels, w)))], False
 
 
-def recurrentgemma_calls():
+def recurrentgemma_calls(target):
     """Yield recurrentgemma's linear recurrence."""
+    if target != "v5e:2x4":
+        return
     from recurrentgemma.jax import pallas as kernels
 
     x = shape(2, 256, 512, dtype=jnp.float32)
-    yield "lru, TPU", lambda x, a: kernels.lru_pallas_scan(x, a), (x, x)
+    yield "lru", lambda x, a: kernels.lru_pallas_scan(x, a), [dict(x=x, a=x)], False
 
 
-CALLS = {"tokamax": (tokamax_calls, tokamax_loss_calls), "recurrentgemma": (recurrentgemma_calls,)}
+def ejkernel_calls(target):
+    """Yield ejkernel's Pallas kernels, those that communicate among them."""
+    if target not in ("v5e:2x4", "h100"):
+        return
+    platform = "tpu" if target.startswith("v") else "gpu"
+    integers = functools.partial(shape, dtype=jnp.int32)
+    x, sizes, expert = shape(1024, 512), integers(4), shape(4, 512, 512)
+    q, by_head, beta = shape(1, 1024, 8, 128), shape(1, 8, 1024, 128), shape(1, 1024, 8)
+    logits = shape(1024, 2048, dtype=jnp.float32)
+    cache = shape(8, 1024, 8, 128)
+    pages = (shape(8, 8, 128), shape(8, 64, 16, 128), shape(8, 64, 16, 128))
+    calls = {
+        "tpu": {
+            "flash_attention": (q, q, q),
+            "blocksparse_attention": (by_head, by_head, by_head),
+            "ring_attention": (q, q, q),
+            "grouped_matmul": (x, expert, sizes),
+            "grouped_matmulv2": (x, expert, sizes),
+            "grouped_matmulv3": (x, expert, sizes),
+            "fused_cross_entropy": (logits, integers(1024)),
+            "fused_kl_divergence": (logits, logits),
+            "gated_delta_rule": (q, q, q, beta, beta),
+            "ragged_decode_attention": (shape(8, 8, 128), cache, cache, integers(8), integers(8)),
+            "page_attention": (*pages, integers(8), integers(8, 8)),
+            "all_gather_matmul": (shape(128, 512), shape(512, 256), "data"),
+            "reduce_scatter_matmul": (x, shape(1024, 512), "data"),
+        },
+        "gpu": {
+            "scaled_dot_product_attention": (q, q, q),
+            "ragged_decode_attention": (shape(8, 8, 128), cache, cache, integers(8), integers(8)),
+        },
+    }
+    inference = ("ragged_decode_attention", "page_attention")
+    for name, arguments in calls[platform].items():
+        module = importlib.import_module(f"ejkernel.kernels._pallas.{platform}.{name}._interface")
+        given = [dict(enumerate(arguments))]
+        yield name, getattr(module, name), given, name not in inference
 
 
-def kernels_in(jaxpr):
-    """Yield the equations of a jaxpr that call kernels."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in KERNELS:
-            yield eqn
-            continue
-        for value in eqn.params.values():
-            for one in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(one, "jaxpr", one)
-                if hasattr(inner, "eqns"):
-                    yield from kernels_in(inner)
+CALLS = {
+    "tokamax": (tokamax_calls, tokamax_loss_calls),
+    "ejkernel": (ejkernel_calls,),
+    "recurrentgemma": (recurrentgemma_calls,),
+}
 
 
-def main():
-    """Print the table."""
-    from shardrules import pallas
+# --- one call ----------------------------------------------------------------------------------
 
-    print("| library | call | kernel | without a line |\n|---|---|---|---|")
+
+def program(mesh, f, arguments, gradient):
+    """Return a jitted function of the arrays in some keyword arguments, and stand-ins for them."""
+    leaves, tree = jax.tree.flatten(arguments)
+    at = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+    if hasattr(f, "supported_on"):  # one of tokamax's ops
+        f = f()
+
+    def local(*arrays):
+        filled = list(leaves)
+        for i, array in zip(at, (arrays[0][0], *arrays[1:])):
+            filled[i] = array
+        given = jax.tree.unflatten(tree, filled)
+        out = f(**given) if hasattr(f, "supported_on") else f(*given.values())
+        arrays = [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
+        return [x[None] for x in arrays]
+
+    specs = (P("data"), *(P() for _ in at[1:]))
+    placed = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"))
+    arrays = [
+        jax.ShapeDtypeStruct(
+            (mesh.size, *leaves[i].shape) if i == at[0] else leaves[i].shape,
+            leaves[i].dtype,
+            sharding=jax.NamedSharding(mesh, spec),
+        )
+        for i, spec in zip(at, specs)
+    ]
+    if not gradient:
+        return jax.jit(placed), arrays
+    floats = tuple(i for i, a in enumerate(arrays) if jnp.issubdtype(a.dtype, jnp.floating))
+
+    def loss(*args):
+        return sum(x.astype(jnp.float32).sum() for x in placed(*args) if x.dtype.kind in "fV")
+
+    return jax.jit(jax.grad(loss, argnums=floats)), arrays
+
+
+def first_line(error):
+    """Return what an exception says, on one line of a table."""
+    text = " ".join(str(error).split()).replace("|", "/").replace("`", "'")
+    return f"{type(error).__name__}: {text[:150]}"
+
+
+def compiled(mesh, f, candidates, gradient):
+    """Compile a call with the first arguments that compile, or that trace at least.
+
+    Returns:
+      (from each kernel's name to what is said of it, whether it compiles and if not why)
+    """
+    failure = found = None
+    for arguments in candidates[:_MOST_TRIED]:
+        needed: dict[str, tuple] = {}  # kernels that need a line: why, and the rule
+        while True:
+            try:
+                with (
+                    shardrules.install(),
+                    shardrules.rules({kernel: rule for kernel, (_, rule) in needed.items()}),
+                ):
+                    jax.clear_caches()
+                    run, arrays = program(mesh, f, arguments, gradient)
+                    traced = run.trace(*arrays)
+                    kernels = {
+                        call.kernel: needed[call.kernel][0]
+                        if call.kernel in needed
+                        else known(call)
+                        for call in shardrules.explain(run, *arrays).calls
+                    }
+                    try:
+                        traced.lower().compile()
+                        return kernels, "yes"
+                    except Exception as error:  # JAX's or the compiler's own; of this size, say
+                        found = found or (kernels, first_line(error))
+                        break
+            except shardrules.errors.UnknownKernelError as error:
+                if error.kernel in needed:
+                    failure = failure or error
+                    break
+                needed[error.kernel] = line_for(error.audit)
+            except Exception as error:  # of those arguments, or of this device
+                failure = failure or error
+                break
+    return found or ({}, f"not traced: {first_line(failure)}")
+
+
+def line_for(audit):
+    """Say why a kernel needs a line, and return the rule of such a line."""
+    blockers = () if audit is None else audit.blockers
+    reasons = "; ".join(dict.fromkeys(f"{b.primitive}: {b.reason}" for b in blockers))
+    if audit is not None and audit.contradicts_no_communication:
+        return f"communicates: {reasons}", shardrules.per_device("data")
+    return f"a line: {reasons}", shardrules.no_communication
+
+
+def known(call):
+    """Say what a call without a line of its own stands on."""
+    return "proven" if call.status == "audited" else f"{call.status}: {call.declared_at}"
+
+
+def one_target(target):
+    """Print the rows of one target."""
+    devices = aot.tpu(target) if target.startswith("v") else aot.gpu(target, 8)
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(-1), ("data",))
     for library, makers in CALLS.items():
         try:
             version = importlib.metadata.version(library)
         except importlib.metadata.PackageNotFoundError:
             continue
-        for make in makers:
-            try:
-                for call, f, args in make():
-                    row(pallas, f"{library} {version}", call, f, args)
-            except (ImportError, AttributeError) as error:
-                print(f"| {library} {version} | {make.__name__} | | not traced: {error} |")
+        for call, f, candidates, has_gradient in (one for make in makers for one in make(target)):
+            if _ONLY.value not in call:
+                continue
+            if isinstance(f, Exception):
+                print(
+                    f"| {library} {version} | {call} | {target} | | | {first_line(f)} |", flush=True
+                )
+                continue
+            for gradient in (False, True)[: 1 + has_gradient] if candidates else ():
+                kernels, done = compiled(mesh, f, candidates, gradient)
+                if not kernels and done == "yes":  # XLA's operations alone
+                    continue
+                name = call + ", gradient" * gradient
+                for what in dict.fromkeys(kernels.values()) or [""]:
+                    names = ", ".join(f"`{k}`" for k, v in kernels.items() if v == what)
+                    row = (f"{library} {version}", name, target, names, what, done)
+                    print(f"| {' | '.join(row)} |", flush=True)
 
 
-def row(pallas, library, call, f, args):
-    """Print one call's kernels."""
-    try:
-        found = list(kernels_in(jax.make_jaxpr(f)(*args).jaxpr))
-    except Exception as error:  # what doesn't trace without the accelerator says so
-        text = " ".join(str(error).split())[:80]
-        print(f"| {library} | {call} | | not traced: {type(error).__name__}: {text} |")
+def main(argv):
+    """Print the table."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    if _TARGET.value is not None:
+        one_target(_TARGET.value)
         return
-    for eqn in found:
-        audit = pallas.audit_call(eqn.primitive.name, eqn.params, len(eqn.invars))
-        name = eqn.params.get("name") or getattr(
-            getattr(eqn.params.get("jaxpr"), "debug_info", None), "func_name", "?"
-        )
-        said = (
-            "proven"
-            if audit.proven
-            else "; ".join(dict.fromkeys(f"{b.primitive}: {b.reason}" for b in audit.blockers))
-        )
-        print(f"| {library} | {call} | `{str(name)[:60]}` | {said} |")
+    print("| library | call | compiled for | kernel | without a line | compiles |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for target in TARGETS:  # Mosaic GPU compiles for one architecture in a process
+        subprocess.run([sys.executable, __file__, f"--target={target}", f"--only={_ONLY.value}"])
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

@@ -194,6 +194,28 @@ def test_a_librarys_calls_need_no_line(library, cpu_mesh, hooks):
 
 
 @pytest.mark.libraries
+def test_scan_calls_finds_all_of_klujax_where_nothing_is_known_of_it(cpu_mesh, monkeypatch):
+    """Its gradient too, where an unruled solve would stop the trace at a cotangent's type."""
+    needed("klujax")
+    for table in ("_known", "_shipped"):
+        monkeypatch.setattr(registry.default, table, {})
+    with jax.enable_x64(True):
+        y, w = jnp.ones((8, 4)), jnp.float64(1.5)
+        calls = klujax_calls()
+        mapped = jax.shard_map(
+            lambda y, w: calls["dot"](y, w) + calls["solve"](y, w),
+            mesh=cpu_mesh,
+            in_specs=(P("data"), P()),
+            out_specs=P("data"),
+        )
+        missing = sr.scan_calls(jax.grad(lambda *a: mapped(*a).sum(), argnums=(0, 1)), y, w)
+    assert missing.stopped_by is None
+    assert {call.kernel for call in missing.calls} == {"dot_f64", "solve_f64"}
+    lines = [line for call in missing.calls for line in call.lines]
+    assert "shardrules.register('solve_f64', shardrules.no_communication)" in lines
+
+
+@pytest.mark.libraries
 @pytest.mark.parametrize("library", ["equinox", "klujax", "jax_finufft"])
 def test_a_librarys_table_names_what_it_has(library):
     needed(library)

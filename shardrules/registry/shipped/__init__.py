@@ -31,5 +31,6 @@ class Shipped:
 
 # From a library's module to the one that says what is known of it.
 SHIPPED = {
-    name: f"{__name__}.{name}" for name in ("jax", "jaxlib", "equinox", "klujax", "jax_finufft")
+    name: f"{__name__}.{name}"
+    for name in ("jax", "jaxlib", "equinox", "klujax", "jax_finufft", "tokamax")
 }

@@ -7,7 +7,7 @@ that the same gradient is compiled for CPU, TPU v5e:2x4 and 8xH100 (the plugins 
 installed), and the verdict's share of the time that its compilation took is printed.
 
     python benchmarks/hlo_speed.py [--sizes_mb=1,4,16] [--layers=4] [--files=a.hlo,b.hlo]
-        [--platforms=cpu,tpu,gpu]
+        [--platforms=cpu,tpu,gpu] [--devices=8,64,512,4096]
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import tracemalloc
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import paired  # noqa: E402
 
 from shardrules import hlo  # noqa: E402
 
@@ -106,7 +108,7 @@ def repeated(text: str, size: int) -> str:
     return "".join(parts) + "ENTRY %all () -> " + signature + " {\n" + "\n".join(lines) + "\n}\n"
 
 
-def paired(text: str, rounds: int) -> tuple[float, float, float]:
+def best_of(text: str, rounds: int) -> tuple[float, float, float]:
     """Give best processor seconds of: reading, the whole verdict, XLA's parser."""
     from jaxlib import _hlo
 
@@ -158,36 +160,35 @@ def main(argv: list[str]) -> int:
     given = [pathlib.Path(f).read_text() for f in options.get("files", "").split(",") if f]
     layers = int(options.get("layers", 4))
     base = "" if given else compiled_text(layers)[0]
+    paired.print_stamp()
     sizes = [0.0] + [float(s) for s in options.get("sizes_mb", "1,4,16").split(",")]
     if not given:  # the first compilation and verdict, with what is done once, are behind us
         hlo.judge(hlo.parse(base), mesh=MESH)
-        print(f"{'compiled for':>12} {'MB':>6} {'verdict / compilation':>21} {'verdict/XLA':>11}")
+        paired.print_head(["compiled for", "MB", "verdict / compilation", "verdict / XLA's parser"])
         for platform in options.get("platforms", "cpu,tpu,gpu").split(","):
             text, compilation = compiled_text(layers, platform)
-            _, verdict, theirs = paired(text, 3)
-            print(
-                f"{platform:>12} {len(text) / 1e6:6.2f} {verdict / compilation:21.2%} "
-                f"{verdict / theirs:11.2f}",
-                flush=True,
+            _, verdict, theirs = best_of(text, 3)
+            paired.print_row(
+                [platform, f"{len(text) / 1e6:.2f}", f"{verdict / compilation:.1%}"]
+                + [f"{verdict / theirs:.2f}"]
             )
-    print(
-        f"{'MB':>7} {'instructions':>12} {'read/XLA':>9} {'verdict/XLA':>11} {'XLA MB/s':>9} "
-        f"{'peak/text':>9}"
+    paired.print_head(
+        ["text, MB", "instructions", "reading / XLA", "full verdict / XLA", "peak memory / text"]
     )
     for text in given or (repeated(base, int(s * 1e6)) if s else base for s in sizes):
-        read, verdict, theirs = paired(text, 3 if len(text) < 8e6 else 1)
+        read, verdict, theirs = best_of(text, 3 if len(text) < 8e6 else 1)
         count = sum(len(c.instructions) for c in hlo.parse(text).computations.values())
-        peak = peak_bytes(text) / len(text) if len(text) < 2e7 else float("nan")
-        print(
-            f"{len(text) / 1e6:7.2f} {count:12d} {read / theirs:9.2f} {verdict / theirs:11.2f} "
-            f"{len(text) / 1e6 / theirs:9.1f} {peak:9.1f}",
-            flush=True,
+        peak = f"{peak_bytes(text) / len(text):.1f}" if len(text) < 2e7 else ""
+        paired.print_row(
+            [f"{len(text) / 1e6:.2f}", f"{count:,}", f"{read / theirs:.2f}"]
+            + [f"{verdict / theirs:.2f}", peak]
         )
     if given:
         return 0
     text = repeated(base, 1_000_000)
-    times = {}
-    for devices in (8, 64, 512, 4096):
+    times: dict[int, float] = {}
+    paired.print_head(["devices", "time / time for the fewest"])
+    for devices in map(int, options.get("devices", "8,64,512,4096").split(",")):
         wide = over_devices(text, devices)
         best = float("inf")
         for _ in range(3):
@@ -195,7 +196,7 @@ def main(argv: list[str]) -> int:
             hlo.judge(hlo.parse(wide), mesh={"data": devices // 2, "model": 2})
             best = min(best, time.process_time() - start)
         times[devices] = best
-        print(f"{devices:5d} devices: {best / times[8]:.2f} of the time for 8", flush=True)
+        paired.print_row([devices, f"{best / next(iter(times.values())):.2f}"])
     return 0
 
 

@@ -1,0 +1,104 @@
+"""What shardrules costs where nothing is compiled: importing it, and tracing and lowering under it.
+
+    python benchmarks/cost.py [--rounds=9] [--layers=4]
+
+Import time is that of `import shardrules` after `import jax`, and of the first `install()` after
+that, each in a fresh process, processor time. Tracing and lowering are of the training step of
+examples/train_transformer.py for eight CPU devices, processor time, the arms in turns, against
+shard_map's check off and no hooks; tracing.py has the same against annotations by hand. The last
+line compares the step's jaxpr with the check off, with the hooks and without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import re
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+import paired
+import transformer
+from absl import app, flags
+from jax.sharding import Mesh
+
+import shardrules
+
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "how often each arm runs", lower_bound=1)
+
+_IMPORT = """
+import time, jax
+start = time.process_time()
+import shardrules
+imported = time.process_time()
+shardrules.install
+loaded = time.process_time()
+shardrules.install()
+print(imported - start, loaded - imported, time.process_time() - loaded)
+"""
+
+
+def import_milliseconds(count: int) -> list[tuple[float, ...]]:
+    """Measure import shardrules, loading the hooks, and the first install, in fresh processes."""
+    found = []
+    for _ in range(count):
+        done = subprocess.run(
+            [sys.executable, "-c", _IMPORT], check=True, capture_output=True, text=True
+        )
+        found.append(tuple(1000 * float(part) for part in done.stdout.split()))
+    return list(zip(*found))
+
+
+def _jaxpr(config, mesh, check, hooks) -> str:
+    """Trace anew, and print without addresses."""
+    with hooks():
+        step = transformer.example.make_step(config, mesh, check)
+        traced = step.trace(*transformer.example.shapes(config, mesh))
+    return re.sub(r"0x[0-9a-f]+", "0x", str(traced.jaxpr))
+
+
+def _took(config, mesh, check, hooks) -> float:
+    step = transformer.example.make_step(config, mesh, check)  # anew: nothing of it is cached
+    shapes = transformer.example.shapes(config, mesh)
+    gc.collect()
+    with hooks():
+        start = time.process_time()
+        step.trace(*shapes).lower()
+        return time.process_time() - start
+
+
+def _main(argv) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    paired.print_stamp()
+    paired.print_head(["import", "ms of the processor, median", "least"])
+    names = ("import shardrules", "loading the hooks, at the first use", "the first install()")
+    for name, took in zip(names, import_milliseconds(_ROUNDS.value)):
+        paired.print_row([name, f"{statistics.median(took):.1f}", f"{min(took):.1f}"])
+    mesh = Mesh(np.array(transformer.devices_of("cpu")).reshape(2, 2, 2), transformer.AXES)
+    config = transformer.config_of("cpu", mesh, transformer.LAYERS.value)
+    plain = contextlib.nullcontext
+    arms = {
+        "check off, no hooks": (False, plain),
+        "check off, hooks installed": (False, shardrules.install),
+        "late casts": (True, shardrules.install),
+        "cheapest casts": (True, functools.partial(shardrules.install, casts="cheapest")),
+    }
+    took = paired.rounds(
+        {name: functools.partial(_took, config, mesh, *arm) for name, arm in arms.items()},
+        _ROUNDS.value,
+    )
+    paired.print_head(["tracing and lowering the step", "/ check off, no hooks"])
+    base = "check off, no hooks"
+    for name in list(arms)[1:]:
+        paired.print_row([name, paired.shown(paired.ratio(took[name], took[base]))])
+    same = _jaxpr(config, mesh, False, plain) == _jaxpr(config, mesh, False, shardrules.install)
+    print(f"\nWith the check off, the jaxprs are {'the same' if same else 'NOT THE SAME'}.")
+
+
+if __name__ == "__main__":
+    app.run(_main)

@@ -49,7 +49,7 @@ def main():
         "<title>A defensive psum</title>",
         '<rect width="760" height="400" rx="8" fill="#ffffff"/>',
         *mesh(90, "check_vma=False", psum=True),
-        *mesh(450, "check_vma=True, with a rule or a proof", psum=False),
+        *mesh(450, "check_vma=True", psum=False),
         text(230, 352, "psum over model: (g/2) + (g/2) = g", 14, SENT),
         text(230, 374, "all bytes are sent, and nothing changes", colour=DIM),
         text(590, 352, "nothing is sent: both hold g already", 14),

@@ -16,6 +16,7 @@ FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "training"
         pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.full]),
         pytest.param("cpu", marks=pytest.mark.full),
         pytest.param("run", marks=pytest.mark.full),
+        pytest.param("migrate", marks=pytest.mark.full),
     ],
 )
 def test_a_transcript_is_what_is_printed(name, request, tmp_path, monkeypatch):

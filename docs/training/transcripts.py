@@ -19,7 +19,7 @@ import tempfile
 HERE = pathlib.Path(__file__).parent
 MESH = "--mesh=data=4,model=2"
 COMPILED = ("cpu", "tpu", "gpu")
-RUN = ("run",)
+RUN = {"run": ["--steps=2"], "migrate": ["--steps=1"]}
 SCRIPT = "train.py"
 
 
@@ -83,15 +83,16 @@ def compiled(platform, folder):
 
 def ran(command):
     """Return the transcript of a command that runs the script itself, in a process of its own."""
+    shown = ["--diff=-"] if command == "migrate" else []
     done = subprocess.run(
-        [sys.executable, "-m", "shardrules", command, SCRIPT, "--steps=2"],
+        [sys.executable, "-m", "shardrules", command, *shown, SCRIPT, *RUN[command]],
         cwd=HERE,
         capture_output=True,
         text=True,
     )
     noise = re.compile(r"^(WARNING: All log|[IWE]\d{4} ).*\n", re.MULTILINE)
     said = done.stdout + noise.sub("", done.stderr)
-    return plain(f"$ shardrules {command} train.py --steps=2\n{said}")
+    return plain(f"$ shardrules {' '.join([command, *shown, SCRIPT, *RUN[command]])}\n{said}")
 
 
 def written(name, folder):

@@ -175,10 +175,9 @@ def strip(
             parts.append(
                 f'<path class="edge" d="M{start:.1f} {base:g}V{y + 12}H{end:.1f}V{base:g}" '
                 f'stroke-dasharray="2 3"/>'
-                f'<text class="dim" x="{start + 2:g}" y="{y + 8}">{of.kind}, {escaped(of.label)}'
-                "</text>"
+                f'<text class="dim" x="{start + 2:.1f}" y="{y + 8}">{escaped(of.label)}</text>'
             )
-            x = max(x, start + 6.2 * (len(of.kind) + len(of.label) + 2)) + 5
+            x = max(x, start + 6.2 * len(of.label)) + 5
         else:
             opened.append((x, event))
             x += 4

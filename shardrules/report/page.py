@@ -324,7 +324,7 @@ def _table(what: Content) -> str:
         '<table class="collectives"><caption class="said">Collectives; those that are alike are '
         f"one row</caption><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
         f'<p class="dim">{escaped(NOTE[0].upper() + NOTE[1:])}. Not proven equal is not proven '
-        "different.</p></section>"
+        "different. Source lines are quoted from the files as they are now.</p></section>"
     )
 
 

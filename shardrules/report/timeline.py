@@ -17,7 +17,7 @@ class Event(NamedTuple):
     Attributes:
       kind: ``collective``; ``loop`` or ``branch`` where one begins, ``end`` where it ends.
       number: a collective's place among the verdicts.
-      label: of a loop, how often it runs each time; of a branch, which one it is.
+      label: what a loop or a branch is called: how often it runs each time, which one it is.
     """
 
     kind: str
@@ -57,7 +57,8 @@ def _walk(judgement: hlo.Judgement) -> Iterator[Event]:
                 yield Event("collective", number)
             if instruction.opcode == "while":
                 trips = loops.trip_count(module, computation, instruction)
-                yield Event("loop", label="? times" if trips is None else f"{trips:,} times")
+                times = "?" if trips is None else f"{trips:,}"
+                yield Event("loop", label=f"loop, {times} times")
                 yield from instruction.calls
                 yield _END
             elif instruction.opcode == "conditional":

@@ -221,9 +221,16 @@ def test_the_timeline_is_in_program_order():
         judged.verdicts[e.number].collective.name if e.kind == "collective" else (e.kind, e.label)
         for e in timeline.events(judged)
     ]
-    assert said == ["before", ("loop", "12 times"), "inside", ("end", ""), "after"]
+    assert said == ["before", ("loop", "loop, 12 times"), "inside", ("end", ""), "after"]
     page = report.page(report.content(judged))
     assert "loop, 12 times" in page
+
+
+def test_branches_are_told_apart():
+    data = pathlib.Path(__file__).parent.parent / "hlo" / "data" / "gpu_misc.hlo"
+    judged = hlo.judge(hlo.parse(data.read_text()), mesh=T.MESH)
+    said = [e.label or e.kind for e in timeline.events(judged)]
+    assert said == ["collective"] * 4 + ["branch 0", "collective", "end"] + ["collective"] * 2
 
 
 def test_a_loop_without_collectives_is_left_out():

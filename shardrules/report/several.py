@@ -70,8 +70,18 @@ class Several:
 
     @property
     def told(self) -> list[Content]:
-        """List the programs of which there is more to say than their row."""
-        return [c for c, _ in self.shown if c.findings or c.allowed or c.hints or c.costs]
+        """List the programs of which there is more to say than their row.
+
+        The loops of a program that does nothing else of interest (random bits, say) are not.
+        """
+        return [
+            content
+            for content, _ in self.shown
+            if content.findings
+            or content.allowed
+            or content.hints
+            or any(cost.title != "Loops" or content.account.entries for cost in content.costs)
+        ]
 
     @property
     def headline(self) -> str:

@@ -116,7 +116,11 @@ if hasattr(jax, "shard_map"):  # shard_maps nest from JAX 0.6.1 on
             jax.make_jaxpr(mapped(outer))(X)
         rows = migration.rows(found)
         assert [row.site.function for row in rows] == ["outer", "inner"]
-        assert [row.verdict for row in rows] == [migration.SWITCH] * 2
+        if rows[1].verdict == migration.LIMIT:  # JAX 0.6 to 0.8 can't transpose it with the check
+            assert rows[1].calls[0].error.startswith("in the derivative: ")
+            assert "PartitionSpec" in rows[1].calls[0].error and rows[0].verdict == migration.LIMIT
+        else:
+            assert [row.verdict for row in rows] == [migration.SWITCH] * 2
         assert rows[1].shown(True) == f"with line {rows[0].site.line}"
 
         def bad(x):

@@ -1,0 +1,127 @@
+"""What `shardrules.watch` and `run` add to a process's compilation: paired, in turns.
+
+python benchmarks/watching.py --rounds=9
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import contextlib  # noqa: E402
+import statistics  # noqa: E402
+import time  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from absl import app, flags  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import shardrules  # noqa: E402
+from shardrules.hooks import compiling  # noqa: E402
+
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "pairs of compilations", lower_bound=3)
+
+
+def layers(count):
+    """A gradient of some layers, and its arguments' shapes on a mesh."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+
+    def shape(*sizes, spec):
+        return jax.ShapeDtypeStruct(sizes, np.float32, sharding=NamedSharding(mesh, spec))
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w) * jax.nn.softmax(x @ w.T)
+        return (x**2).sum()
+
+    weights = [shape(64, 64, spec=P(None, "model")) for _ in range(count)]
+    return jax.grad(loss), (weights, shape(64, 64, spec=P("data")))
+
+
+def eager(count):
+    """Many small programs, one after the other, as a script's set-up makes them."""
+    for n in range(count):
+        jnp.sin(jnp.ones(n + 1)).block_until_ready()
+
+
+@contextlib.contextmanager
+def timed_notes():
+    """Watch, and sum up the processor time that noting takes, the walk of jaxprs included."""
+    spent = [0.0]
+    kept = []
+    originals = compiling._compile, compiling._lower
+
+    def timed(wrapper):
+        def function(original, *args, **kwargs):
+            inner = [0.0]
+
+            def measured(*a, **k):
+                start = time.process_time()
+                try:
+                    return original(*a, **k)
+                finally:
+                    inner[0] += time.process_time() - start
+
+            start = time.process_time()
+            found = wrapper(measured, *args, **kwargs)
+            spent[0] += time.process_time() - start - inner[0]
+            return found
+
+        return function
+
+    compiling._compile, compiling._lower = map(timed, originals)
+    stop = compiling.start(kept.append)
+    try:
+        yield spent
+    finally:
+        stop()
+        compiling._compile, compiling._lower = originals
+
+
+def program(count):
+    """Return what compiles a gradient of some layers."""
+    function, shapes = layers(count)
+    return lambda: jax.jit(lambda *a: function(*a)).lower(*shapes).compile()
+
+
+def main(_):
+    """Print the table."""
+    print("| compiled | with watch / without | spread | noting alone / lowering and compiling |")
+    print("|---|---:|---:|---:|")
+    for name, work in (
+        ("the gradient of 1 layer", program(1)),
+        ("the gradient of 5 layers", program(5)),
+        ("the gradient of 30 layers", program(30)),
+        ("60 eager operations", lambda: eager(30)),
+    ):
+        ratios, shares = [], []
+        for n in range(_ROUNDS.value):
+            took = {}
+            for watched in (True, False) if n % 2 else (False, True):
+                jax.clear_caches()
+                around = shardrules.watch() if watched else contextlib.nullcontext()
+                with around:
+                    start = time.process_time()
+                    work()
+                    took[watched] = time.process_time() - start
+            ratios.append(took[True] / took[False])
+            jax.clear_caches()
+            with timed_notes() as spent:
+                start = time.process_time()
+                work()
+                shares.append(spent[0] / (time.process_time() - start))
+        low, high = min(ratios), max(ratios)
+        print(
+            f"| {name} | {statistics.median(ratios):.3f} | {low:.2f} to {high:.2f} | "
+            f"{statistics.median(shares):.2%} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -22,6 +22,7 @@ PROGRAMS = {
     "hlo_speed": ["--sizes_mb=0.1", "--layers=1", "--platforms=cpu", "--devices=8"],
     "scale": ["--platforms=cpu", "--large_mesh=4,2,1", "--arms=late casts", "--layers=1"],
     "casts": None,  # None: it has no smaller run
+    "watching": ["--rounds=1", "--layers=1"],
     "kernels": ["--only=example_double_fwd", "--arms=rules"],
     "third_party": None,
     "on_a_gpu": [],

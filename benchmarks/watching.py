@@ -1,6 +1,6 @@
 """What `shardrules.watch` and `run` add to a process's compilation: paired, in turns.
 
-python benchmarks/watching.py --rounds=9
+python benchmarks/watching.py --rounds=9 --layers=1 --layers=5 --layers=30
 """
 
 import os
@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import shardrules  # noqa: E402
 from shardrules.hooks import compiling  # noqa: E402
 
-_ROUNDS = flags.DEFINE_integer("rounds", 9, "pairs of compilations", lower_bound=3)
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "pairs of compilations", lower_bound=1)
+_LAYERS = flags.DEFINE_multi_integer("layers", [1, 5, 30], "layers of the programs; repeatable")
 
 
 def layers(count):
@@ -93,12 +94,8 @@ def main(_):
     """Print the table."""
     print("| compiled | with watch / without | spread | noting alone / lowering and compiling |")
     print("|---|---:|---:|---:|")
-    for name, work in (
-        ("the gradient of 1 layer", program(1)),
-        ("the gradient of 5 layers", program(5)),
-        ("the gradient of 30 layers", program(30)),
-        ("60 eager operations", lambda: eager(30)),
-    ):
+    programs = [(f"the gradient of {n} layers", program(n)) for n in _LAYERS.value]
+    for name, work in (*programs, ("60 eager operations", lambda: eager(30))):
         ratios, shares = [], []
         for n in range(_ROUNDS.value):
             took = {}

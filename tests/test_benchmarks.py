@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import paired  # noqa: E402
 
 # kernels.py compiles for TPU and GPU; tests/kernels runs its measure().
-HERE = ["saved", "transformer", "cost", "tracing", "hlo_speed", "on_a_gpu"]
+HERE = ["saved", "transformer", "cost", "tracing", "hlo_speed", "watching", "on_a_gpu"]
 
 
 def run(*arguments):

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules
 from shardrules import migration
 from shardrules.hooks import switching
+from shardrules.hooks.door import compat
 
 X = np.ones((8, 16), np.float32)
 W = np.full((2, 16), 0.5, np.float32)
@@ -59,7 +60,7 @@ def test_a_weight_in_a_scan(cpu_mesh):
     with looking() as found:
         off(body, cpu_mesh, (P("data"), P()), P("data"))(X, W)
     row = one(found)
-    typed = hasattr(jax, "typeof")  # casts are placed from JAX 0.6 on
+    typed = compat.load().typed  # casts are placed from JAX 0.6 on
     assert row.verdict == (migration.SWITCH if typed else migration.MORE)
     assert row.shown(True) == ("192 B" if typed else "960 B") and row.shown(False) == "352 B"
 

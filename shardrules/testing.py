@@ -150,6 +150,7 @@ def assert_no_defensive_psum(
       >>> [verdict.verdict for verdict in judgement.verdicts]
       ['needed']
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     allowances = findings.Allowances(allow)
     judgement = judge(program, *args, registry=registry, mesh=mesh, **kwargs)
     found = findings.find(judgement, strict)
@@ -174,7 +175,8 @@ def assert_no_defensive_psum(
     return judgement
 
 
-_SHOWN = 6  # of what differs, in a failing test's message
+_LINES = 24  # of a budget's differences, and
+_SHOWN = 6  # of findings, in a failing test's message
 _ORDER = ("redundant", "overwide", "unproven", "may hang", "declared", *hints.KINDS)
 
 
@@ -189,6 +191,7 @@ def _listed(found: list[findings.Finding]) -> str:
 
 
 def _no_unused(unused: list[str], judgement: hlo.Judgement) -> None:
+    __tracebackhide__ = True  # pytest shows the line that calls this
     if unused:
         raise CollectiveAssertionError(
             "these allowances match no finding any more; remove them:\n  " + "\n  ".join(unused),
@@ -235,6 +238,7 @@ def assert_collectives(
       >>> expect = {"backward all-reduce(data)": {"count": 1, "bytes": 32768}}
       >>> judgement = testing.assert_collectives(step, w, x, expect=expect)
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     if not isinstance(expect, Mapping) or not set(expect) & {"cpu", "gpu", "tpu"}:
         pick(expect, platform)  # before anything is compiled
     judgement, held, compiled = _judged(program, args, kwargs, level, registry, mesh)
@@ -274,8 +278,8 @@ def assert_budget(
 
     ``assert_budget(compiled, "budgets/train.toml")``, or with the function's arguments between the
     two. Findings (redundant, overwide and unproven collectives) fail unless the file allows them
-    by an ``[[allow]]`` with a reason. ``pytest --update-budgets`` rewrites the file and keeps its
-    allowances.
+    by an ``[[allow]]`` with a reason. ``pytest --update-budgets`` rewrites the file of each test
+    that passes, and keeps its allowances; where ``CI`` is set it takes ``--update-budgets-in-ci``.
 
     Args:
       program: a function, a Lowered, a Compiled, HLO text or a path.
@@ -304,6 +308,7 @@ def assert_budget(
       ...     print(str(error).splitlines()[0][:34])
       there is no budget budgets/step.to
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     if not args_then_path or not isinstance(args_then_path[-1], (str, os.PathLike)):
         raise ShardrulesError(
             "assert_budget takes the budget's path last: "
@@ -315,10 +320,8 @@ def assert_budget(
     judgement, held, _ = _judged(program, tuple(args), kwargs, level, registry, mesh)
     now = budgets.of(held, budgets.root_of(path))
     if updates.wanted:
-        now.allow = budgets.load(path).allow if path.exists() else {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(budgets.dump(now), encoding="utf-8")
-        updates.written.append(str(given))
+        now.allow = budgets.allowances(path)
+        updates.write(path, budgets.dump(now), str(given))
         before = now
     elif not path.exists():
         raise CollectiveAssertionError(
@@ -333,7 +336,8 @@ def assert_budget(
     if lines:
         raise CollectiveAssertionError(
             f"the collectives are not those of the budget {given} (- budget, + program):\n  "
-            + "\n  ".join(lines)
+            + "\n  ".join(lines[:_LINES])
+            + (f"\n  and {len(lines) - _LINES} more" if lines[_LINES:] else "")
             + "\nif that is meant: pytest --update-budgets",
             differences=tuple(lines),
             judgement=judgement,
@@ -347,7 +351,7 @@ def assert_budget(
         raise CollectiveAssertionError(
             f"{len(bad)} collectives are not shown to be needed:\n"
             + _listed(bad)
-            + f"\nif they may stay, say why in {given}:\n"
+            + f"\nif they may stay, say why in {given} (a new file may hold just that):\n"
             + "\n".join(f'[[allow]]\nwhat = "{name}"\nreason = "..."' for name in names),
             verdicts=tuple(f.verdict for f in bad),
             judgement=judgement,

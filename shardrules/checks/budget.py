@@ -1,8 +1,7 @@
 """Budgets: a program's collectives in a small file that is checked in, reviewed and compared.
 
 A budget holds no instruction names and no line numbers, and its paths are relative, so it stays the
-same across recompiles and machines. It is TOML, of which this reads just what it writes: comments,
-``key = "string"``, ``key = 123`` and ``[[table]]`` (Python has a reader from 3.11 only).
+same across recompiles and machines. It is TOML.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import re
+import tomllib
 from typing import Any
 
 from shardrules.costs import accounts
 from shardrules.errors import BudgetError
 
-__all__ = ["Budget", "dump", "load", "of", "root_of"]
+__all__ = ["Budget", "allowances", "dump", "load", "of", "root_of"]
 
 VERSION = 1
 _HEAD = (
@@ -24,7 +23,6 @@ _HEAD = (
     "# Bytes are of one execution on one device; [[allow]] is written by hand and kept.\n"
 )
 _ROW = ("what", "element_type", "source", "sites", "count", "bytes", "wire_bytes", "unknown")
-_PAIR = re.compile(r'([a-z_]+)\s*=\s*("(?:[^"\\]|\\.)*"|\d{1,18})\s*(?:#.*)?')
 
 
 class Budget:
@@ -109,73 +107,81 @@ def load(path: pathlib.Path) -> Budget:
     """Read a budget.
 
     Raises:
-      BudgetError: it can't be read; the message gives the line.
+      BudgetError: it can't be read; the message says where.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BudgetError(f"can't read the budget {path}: {error.strerror}", path=path) from error
-    except UnicodeDecodeError as error:
-        raise BudgetError(
-            f"the budget {path} is not UTF-8 (byte {error.start})", path=path
-        ) from error
-    head: dict[str, Any] = {}
-    tables: list[tuple[int, str, dict[str, Any]]] = [(1, "", head)]
-
-    def fail(line: int, why: str) -> BudgetError:
-        return BudgetError(
-            f"{path}, line {line}: {why}; repair it, or delete the file and run "
-            "pytest --update-budgets",
-            path=path,
-            line=line,
+    held = _read(path)
+    if held.get("version") != VERSION:
+        raise _fail(
+            path, f"version is {held.get('version')!r}, and this shardrules reads {VERSION}"
         )
-
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        if line.startswith("[["):
-            name = line.partition("#")[0].strip()
-            if name not in ("[[collective]]", "[[allow]]"):
-                raise fail(number, f"{name} is none of [[collective]] and [[allow]]")
-            tables.append((number, name[2:-2], {}))
-            continue
-        pair = _PAIR.fullmatch(line)
-        if pair is None:
-            raise fail(number, f'expected key = "text" or key = 123, got {line[:60]!r}')
-        if pair[1] in tables[-1][2]:
-            raise fail(number, f"{pair[1]!r} is given twice")
-        try:
-            value = json.loads(pair[2])
-        except ValueError:
-            raise fail(number, f"{pair[2][:60]} is no string") from None
-        tables[-1][2][pair[1]] = value
-    if head.get("version") != VERSION:
-        raise fail(1, f"version is {head.get('version')!r}, and this shardrules reads {VERSION}")
-    _check(fail, 1, head, {"version": int, "level": str, "mesh": str})
-    budget = Budget(head["level"], head["mesh"], {})
-    for number, name, table in tables[1:]:
-        if name == "allow":
-            _check(fail, number, table, {"what": str, "reason": str})
-            budget.allow[table["what"]] = table["reason"]
-            continue
+    head = {key: value for key, value in held.items() if key not in _TABLES}
+    _check(path, "the head", head, {"version": int, "level": str, "mesh": str})
+    budget = Budget(head["level"], head["mesh"], {}, _allowances(path, held))
+    for where, table in _tables(path, held, "collective"):
         row = {key: "" if key in _ROW[:3] else 0 for key in _ROW} | table
-        _check(fail, number, row, {key: str if key in _ROW[:3] else int for key in _ROW})
+        _check(path, where, row, {key: str if key in _ROW[:3] else int for key in _ROW})
         key = (row["what"], row["element_type"], row["source"])
         if key in budget.rows:
-            raise fail(number, f"{row['what']!r} at {row['source']!r} is given twice")
+            raise _fail(path, f"{where}: {row['what']!r} at {row['source']!r} is given twice")
         budget.rows[key] = accounts.Totals(
             row["sites"], row["count"], row["bytes"], row["wire_bytes"], row["unknown"]
         )
     return budget
 
 
-def _check(fail: Any, line: int, table: dict[str, Any], types: dict[str, type]) -> None:
+def allowances(path: pathlib.Path) -> dict[str, str]:
+    """Read what a budget allows, of a file that may hold nothing else.
+
+    Raises:
+      BudgetError: it can't be read.
+    """
+    return _allowances(path, _read(path)) if path.exists() else {}
+
+
+_TABLES = ("collective", "allow")
+
+
+def _fail(path: pathlib.Path, why: str) -> BudgetError:
+    return BudgetError(
+        f"{path}: {why}; repair it, or delete the file and run pytest --update-budgets", path=path
+    )
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BudgetError(f"can't read the budget {path}: {error.strerror}", path=path) from error
+    except UnicodeDecodeError as error:
+        raise BudgetError(
+            f"the budget {path} is not UTF-8 (byte {error.start})", path=path
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise _fail(path, f"it is not TOML: {error}") from error
+
+
+def _tables(path: pathlib.Path, held: dict[str, Any], name: str) -> list[tuple[str, dict]]:
+    tables = held.get(name, [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise _fail(path, f"{name!r} is no list of tables; each begins with [[{name}]]")
+    return [(f"[[{name}]] number {number}", table) for number, table in enumerate(tables, 1)]
+
+
+def _allowances(path: pathlib.Path, held: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for where, table in _tables(path, held, "allow"):
+        _check(path, where, table, {"what": str, "reason": str})
+        found[table["what"]] = table["reason"]
+    return found
+
+
+def _check(path: pathlib.Path, where: str, table: dict[str, Any], types: dict[str, type]) -> None:
     for key, value in table.items():
         if key not in types:
-            raise fail(line, f"{key!r} is not among {', '.join(types)}")
-        if not isinstance(value, types[key]):
-            raise fail(line, f"{key!r} is {value!r}, no {types[key].__name__}")
+            raise _fail(path, f"{where}: {key!r} is not among {', '.join(types)}")
+        if type(value) is not types[key] or (isinstance(value, int) and value < 0):
+            wanted = "text" if types[key] is str else "a count"
+            raise _fail(path, f"{where}: {key!r} is {value!r}, and not {wanted}")
     for key in types:
         if key not in table:
-            raise fail(line, f"{key!r} is missing")
+            raise _fail(path, f"{where}: {key!r} is missing")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
+
 from shardrules.checks import updates
 
 __all__: list[str] = []
@@ -18,14 +22,26 @@ def pytest_addoption(parser):
     group.addoption(
         "--update-budgets",
         action="store_true",
-        help="rewrite the files that shardrules.testing.assert_budget compares with",
+        help="rewrite the files that shardrules.testing.assert_budget compares with, of the tests "
+        "that pass; refused where CI is set",
+    )
+    group.addoption(
+        "--update-budgets-in-ci", action="store_true", help="the same, where CI is set, too"
     )
 
 
 def pytest_configure(config):
     """Say to assert_budget what was asked for."""
-    updates.wanted = config.getoption("--update-budgets")
+    forced = config.getoption("--update-budgets-in-ci")
+    if config.getoption("--update-budgets") and not forced and _in_ci():
+        raise pytest.UsageError(
+            f"--update-budgets where CI={os.environ['CI']}: each run would meet the budgets that "
+            "it writes itself; write them on your machine and check them in, or pass "
+            "--update-budgets-in-ci"
+        )
+    updates.wanted = forced or config.getoption("--update-budgets")
     updates.written.clear()
+    updates.kept.clear()
     if config.getoption("--shardrules"):
         from shardrules.checks import watched
 
@@ -37,7 +53,53 @@ def pytest_unconfigure(config):
     updates.wanted = False
 
 
+def _in_ci() -> bool:
+    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    """Keep back what a test writes until it has passed, its fixtures' ends included."""
+    if updates.wanted:
+        _failed.clear()
+        updates.wait()
+    outcome = yield
+    if updates.wanted:
+        updates.settle(not _failed and outcome.excinfo is None)
+
+
+_failed: list[str] = []
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Note that the test which runs failed, expected or not."""
+    report = (yield).get_result()
+    if report.failed or hasattr(report, "wasxfail"):
+        _failed.append(report.nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Give a worker's files to the process that writes the summary (pytest-xdist)."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["shardrules_budgets"] = [updates.written, updates.kept]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Take a worker's files (pytest-xdist)."""
+    for mine, theirs in zip(
+        (updates.written, updates.kept),
+        getattr(node, "workeroutput", {}).get("shardrules_budgets", ()),
+    ):
+        mine += [path for path in theirs if path not in mine]
+
+
 def pytest_terminal_summary(terminalreporter):
     """List the files that were written."""
     for path in updates.written:
         terminalreporter.write_line(f"shardrules: wrote the budget {path}")
+    for path in updates.kept:
+        terminalreporter.write_line(f"shardrules: left the budget {path}: its test failed")

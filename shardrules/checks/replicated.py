@@ -55,6 +55,7 @@ def assert_outputs_replicated(
     Examples:
       >>> judgement = testing.assert_outputs_replicated(step, w, x)
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     found = programs.read(program, args, kwargs)
     judgement = programs.judged(found, registry, mesh)
     outputs = judgement.outputs
@@ -185,6 +186,7 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
     Examples:
       >>> testing.check_replicated_inputs(w)
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     import jax
 
     leaves, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))

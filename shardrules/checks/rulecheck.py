@@ -63,6 +63,7 @@ def check_rule(
     Examples:
       >>> testing.check_rule(scale, mesh, x, in_specs=P("data"), gradients=False)
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     import jax
 
     _check_mesh(jax, mesh)

@@ -1,7 +1,10 @@
 """Budgets: what is written, what is compared, what can't be read, and pytest's option."""
 
 import importlib.metadata
+import itertools
+import os
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -112,7 +115,7 @@ def test_findings_need_a_reason_in_the_file(folder, updating):
             testing.assert_budget(redundant, path, mesh=MESH)
         assert "1 collectives are not shown to be needed:\n  redundant: " in str(caught.value)
         assert str(caught.value).endswith(
-            f"if they may stay, say why in {path}:\n[[allow]]\n"
+            f"if they may stay, say why in {path} (a new file may hold just that):\n[[allow]]\n"
             'what = "redundant forward all-reduce(model)"\nreason = "..."'
         )
     path.write_text(
@@ -187,24 +190,24 @@ def test_the_file_is_toml(folder):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "line 1: version is None, and this shardrules reads 1"),
-        (TEXT.replace("version = 1", "version = 2"), "line 1: version is 2, and this shardrules "),
-        (
-            TEXT.replace("sites = 1", "sites = 1.5"),
-            "line 12: expected key = \"text\" or key = 123, got 'sites = 1.5'",
-        ),
-        (TEXT.replace("[[collective]]", "[[collectives]]"), "line 8: [[collectives]] is none of"),
-        (TEXT.replace("sites", "site"), "line 8: 'site' is not among what, element_type, source"),
-        (TEXT.replace("sites = 1", 'sites = "1"'), "line 8: 'sites' is '1', no int"),
-        (TEXT.replace('"f32"', "32"), "line 8: 'element_type' is 32, no str"),
+        ("", "version is None, and this shardrules reads 1"),
+        (TEXT.replace("version = 1", "version = 2"), "version is 2, and this shardrules reads 1"),
+        (TEXT.replace("sites = 1", "sites = 1.5"), "number 1: 'sites' is 1.5, and not a count"),
+        (TEXT.replace("sites = 1", "sites = -1"), "number 1: 'sites' is -1, and not a count"),
+        (TEXT.replace("sites = 1", "sites = true"), "'sites' is True, and not a count"),
+        (TEXT.replace("[[collective]]", "[[collectives]]"), "the head: 'collectives' is not among"),
+        (TEXT.replace("sites", "site"), "number 1: 'site' is not among what, element_type, source"),
+        (TEXT.replace("sites = 1", 'sites = "1"'), "number 1: 'sites' is '1', and not a count"),
+        (TEXT.replace('"f32"', "32"), "number 1: 'element_type' is 32, and not text"),
         (
             TEXT.replace("(data)", "(model)"),
-            "line 17: 'forward all-reduce(model)' at 'model.py' is given twice",
+            "[[collective]] number 2: 'forward all-reduce(model)' at 'model.py' is given twice",
         ),
-        (TEXT.replace("count = 1\n", "count = 1\ncount = 1\n"), "line 14: 'count' is given twice"),
-        (TEXT + '[[allow]]\nwhat = "x"\n', "line 25: 'reason' is missing"),
-        (TEXT.replace('level = "compiled"\n', ""), "line 1: 'level' is missing"),
-        (TEXT.replace('"f32"', '"\\q"'), 'line 10: "\\q" is no string'),
+        (TEXT.replace("count = 1\n", "count = 1\ncount = 1\n"), "it is not TOML: Cannot overwrite"),
+        (TEXT + '[[allow]]\nwhat = "x"\n', "[[allow]] number 1: 'reason' is missing"),
+        (TEXT + '[allow]\nwhat = "x"\n', "'allow' is no list of tables; each begins with [[allow"),
+        (TEXT.replace('level = "compiled"\n', ""), "the head: 'level' is missing"),
+        (TEXT.replace('"f32"', '"\\q"'), "it is not TOML: "),
     ],
 )
 def test_files_that_cant_be_read(folder, text, message):
@@ -212,10 +215,27 @@ def test_files_that_cant_be_read(folder, text, message):
     path.write_text(text)
     with pytest.raises(errors.BudgetError) as caught:
         testing.assert_budget(TWO, path, mesh=MESH)
-    assert str(caught.value).startswith(f"{path}, line ") and message in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: ") and message in str(caught.value)
     assert str(caught.value).endswith(
         "; repair it, or delete the file and run pytest --update-budgets"
     )
+
+
+def test_any_toml_is_read(folder):
+    path = folder / "b.toml"
+    path.write_text(TEXT.replace('level = "compiled"', "level = 'compiled' # as it runs"))
+    testing.assert_budget(TWO, path, mesh=MESH)
+    rows = budget.load(path).rows
+    path.write_text(
+        'version = 1\nlevel = \'compiled\'\nmesh = """data=4,model=2"""\ncollective = ['
+        + ", ".join(
+            f"{{what = '{what}', element_type = '{kind}', source = '{source}', sites = {t.sites}, "
+            f"count = 0x{t.count:x}, bytes = {t.bytes}, wire_bytes = {t.wire_bytes}}}"
+            for (what, kind, source), t in rows.items()
+        )
+        + "]\n"
+    )
+    testing.assert_budget(TWO, path, mesh=MESH)
 
 
 def test_a_folder_and_bytes_that_cant_be_read(folder):
@@ -227,16 +247,42 @@ def test_a_folder_and_bytes_that_cant_be_read(folder):
         testing.assert_budget(TWO, path, mesh=MESH)
 
 
-def test_pytest_rewrites_budgets_when_asked(folder):
+def test_a_new_file_may_hold_allowances_alone(folder, updating):
+    path = folder / "train.toml"
+    path.write_text("[[allow]]\nwhat = 'redundant all-reduce(model)'\nreason = 'issue 12'\n")
+    testing.assert_budget(module((T.OVER_MODEL, "f32[8]"), sharding=T.DATA), path, mesh=MESH)
+    assert budget.load(path).allow == {"redundant all-reduce(model)": "issue 12"}
+
+
+def test_many_differences_are_cut(folder, updating):
+    path = folder / "train.toml"
+    testing.assert_budget(TWO, path, mesh=MESH)
+    updates.wanted = False
+    many = module(*((T.OVER_MODEL, f"f32[{n}]") for n in range(1, 40)))
+    number = itertools.count()
+    many = re.sub("model.py", lambda _: f"m{next(number)}.py", many)
+    with pytest.raises(errors.CollectiveAssertionError) as caught:
+        testing.assert_budget(many, path, mesh=MESH)
+    assert len(caught.value.differences) > 24
+    assert len(str(caught.value).splitlines()) < 30
+
+
+@pytest.fixture
+def suite(folder):
+    """A project with a program and tests of its budgets; returns what runs pytest there."""
     (folder / "program.hlo").write_text(TWO)
     (folder / "test_it.py").write_text(
         textwrap.dedent("""
         import pathlib
+        import pytest
         from shardrules import testing
 
-        def test_budget():
+        def check(name):
             program = pathlib.Path(__file__).parent / "program.hlo"
-            testing.assert_budget(program, "budgets/it.toml", mesh={"data": 4, "model": 2})
+            testing.assert_budget(program, name, mesh={"data": 4, "model": 2})
+
+        def test_budget():
+            check("budgets/it.toml")
     """)
     )
 
@@ -245,26 +291,78 @@ def test_pytest_rewrites_budgets_when_asked(folder):
     known = "shardrules.pytest_plugin" in names
     plugin = [] if known else ["-p", "shardrules.checks.pytest_plugin"]
 
-    def pytest_there(*options):
+    def pytest_there(*options, ci=""):
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-q", *plugin, *options],
             capture_output=True,
             text=True,
             cwd=folder,
+            env=os.environ | {"CI": ci},
         )
 
-    done = pytest_there()
+    return pytest_there
+
+
+def test_pytest_rewrites_budgets_when_asked(folder, suite):
+    done = suite()
     assert done.returncode == 1
     assert "there is no budget budgets/it.toml; write it with" in done.stdout
-    done = pytest_there("--update-budgets")
+    done = suite("--update-budgets")
     assert done.returncode == 0, done.stdout
     assert "shardrules: wrote the budget budgets/it.toml" in done.stdout
     assert (folder / "budgets" / "it.toml").read_text() == TEXT
-    assert pytest_there().returncode == 0
+    assert suite().returncode == 0
     (folder / "program.hlo").write_text(module((T.OVER_MODEL, "f32[8]")))
-    done = pytest_there()
+    done = suite()
     assert done.returncode == 1
     assert "- forward all-reduce(data) f32 at model.py: 1, 32 B" in done.stdout
+    assert "def assert_budget(" not in done.stdout  # pytest shows the user's lines alone
+
+
+def test_pytest_rewrites_nothing_in_ci(folder, suite):
+    done = suite("--update-budgets", ci="true")
+    assert done.returncode == 4 and not (folder / "budgets").exists()
+    assert "--update-budgets where CI=true: each run would meet the budgets that it" in done.stderr
+    assert suite("--update-budgets-in-ci", ci="true").returncode == 0
+    assert (folder / "budgets" / "it.toml").exists()
+    assert suite("--update-budgets", ci="false").returncode == 0
+
+
+def test_a_failing_test_leaves_the_file_as_it_was(folder, suite):
+    with (folder / "test_it.py").open("a") as file:
+        file.write(
+            textwrap.dedent("""
+            def test_fails_later():
+                check("later.toml")
+                assert False
+
+            @pytest.fixture
+            def breaks():
+                yield
+                raise ValueError
+
+            def test_fails_at_its_end(breaks):
+                check("end.toml")
+
+            @pytest.mark.xfail
+            def test_fails_as_expected():
+                check("expected.toml")
+                assert False
+        """)
+        )
+    (folder / "later.toml").write_text("[[allow]]\nwhat = 'all-reduce(model)'\nreason = 'x'\n")
+    before = (folder / "later.toml").read_text()
+    done = suite("--update-budgets", "-p", "xdist", "-n", "1")
+    assert done.returncode == 1
+    assert (folder / "later.toml").read_text() == before
+    assert sorted(path.name for path in folder.rglob("*.toml")) == [
+        "it.toml",
+        "later.toml",
+        "pyproject.toml",
+    ]
+    assert "shardrules: wrote the budget budgets/it.toml\n" in done.stdout
+    for name in ("later", "end", "expected"):
+        assert f"shardrules: left the budget {name}.toml: its test failed\n" in done.stdout
 
 
 def test_the_plugin_is_an_entry_point():

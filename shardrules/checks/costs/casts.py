@@ -26,6 +26,7 @@ def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
       CollectiveAssertionError: naming the bytes now and at the fewest, and the line for each cast.
       ShardrulesError: if ``f`` can't be called.
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     __tracebackhide__ = True
     text, placements = wasted(f, *args, **kwargs)
     if placements:

@@ -47,6 +47,7 @@ def assert_donated(
       >>> [leaf.donated for leaf in testing.assert_donated(update, w, 2 * w)]
       [True, False]
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     found = programs.read(program, args, kwargs)
     arguments = results = None
     shared: list[list[int]] = []
@@ -141,6 +142,7 @@ def assert_no_host_transfers(
     Examples:
       >>> transfers = testing.assert_no_host_transfers(step, w, x)
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     found = programs.read(program, args, kwargs)
     every = transfers.read(hlo.parse(found.text, name=found.name))
     for what in allow or ():

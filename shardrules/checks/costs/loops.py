@@ -55,6 +55,7 @@ def assert_loop(
       >>> [loop.trip_count for loop in testing.assert_loop(summed, x)]
       [5]
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     found = programs.read(program, args, kwargs)
     if platform is None and found.compiled is not None:
         from shardrules.hooks.door import compiled as known

@@ -75,6 +75,7 @@ def assert_offloaded(
       ShardrulesError: a name is not there, ``names`` without a function, a program for CPU, or as
         ``judge``.
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     if isinstance(names, str):
         raise ShardrulesError(f"names={names!r} is one text; pass a list, names=[{names!r}]")
     traced: list[NamedValue] = []

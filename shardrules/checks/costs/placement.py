@@ -37,6 +37,7 @@ def assert_no_large_constants(
     Examples:
       >>> constants = testing.assert_no_large_constants(step, w, x)
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
         raise ShardrulesError(f"max_bytes={max_bytes!r} is no count of bytes; give 0 or more")
     found = programs.read(program, args, kwargs)
@@ -85,6 +86,7 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
       >>> testing.assert_output_sharding(step, w, x, expect=P())
       {'': 'P()'}
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     from shardrules.hooks.door import arguments as door
 
     found = programs.read(program, args, kwargs)

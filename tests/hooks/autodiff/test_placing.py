@@ -151,6 +151,20 @@ def test_each_construct_has_a_rule(construct, names, cpu_mesh, monkeypatch):
         assert sum(s.bytes * s.steps * s.count for s in sums if s.phase == "backward") > least_bytes
 
 
+def test_uses_of_one_value_share_a_cast(cpu_mesh, monkeypatch):
+    """Without that, a value that is read twice is summed twice."""
+    read = placing.Body.read
+
+    def alone(body, *args):
+        body.cast.clear()
+        return read(body, *args)
+
+    monkeypatch.setattr(placing.Body, "read", alone)
+    with sr.install(casts="cheapest"):
+        sums = sr.explain(jax.grad(sharded(fan_out, cpu_mesh)), W, X).sums
+    assert sum(s.bytes * s.count for s in sums if s.phase == "backward") == 2 * EACH
+
+
 @pytest.mark.parametrize("name", ["scan_carry", "branches", "shares", "sums"])
 def test_compiled_bytes_and_gradients(name, cpu_mesh):
     body, _, least_bytes = PROGRAMS[name]

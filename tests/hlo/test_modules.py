@@ -9,6 +9,7 @@ from shardrules import errors
 from shardrules.hlo.known import exact, ranges, values
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import collectives, control, loops, outside, replication
+from shardrules.hlo.reader import forms
 from shardrules.hlo.reader import module as hm
 
 from .modules import coverage, run
@@ -120,6 +121,27 @@ def positions_do_not_matter(monkeypatch):
     monkeypatch.setattr(collectives, "result_how", lambda kind: "join")
 
 
+def ids_are_always_replicas(monkeypatch):
+    original = collectives._groups
+    monkeypatch.setattr(
+        collectives, "_groups", lambda text, channel, *rest: original(text, False, *rest)
+    )
+
+
+def devices_take_the_same_branch(monkeypatch):
+    monkeypatch.setattr(replication.Proof, "with_state", lambda self, value, state: value)
+
+
+def branches_swap(monkeypatch):
+    first, second = "true_computation", "false_computation"
+    swapped = {first: second, second: first}
+    monkeypatch.setattr(forms, "_CALL_KEYS", [swapped.get(k, k) for k in forms._CALL_KEYS])
+
+
+def loops_stop_together(monkeypatch):
+    monkeypatch.setattr(replication.Proof, "_diverged", lambda self, value, predicate: value)
+
+
 # Each with a seed that shows it; where the generator has changed since, another is looked for.
 FAULTS = {
     elided_constants_are_one: 18,
@@ -132,6 +154,10 @@ FAULTS = {
     an_empty_buffer_is_equal: 43,
     what_is_chosen_is_the_first: 4,
     positions_do_not_matter: 2,
+    ids_are_always_replicas: 0,
+    devices_take_the_same_branch: 40,
+    loops_stop_together: 40,
+    branches_swap: 13,
 }
 
 

@@ -1,11 +1,17 @@
 """The transcripts in docs/training are what the commands print on its training script."""
 
 import pathlib
+import re
 import sys
 
 import pytest
 
 FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "training"
+
+
+def unaligned(text):
+    """The lines, without the padding under paths, which are longer or shorter elsewhere."""
+    return [re.sub(r"[ -]{2,}", " ", line) for line in text.splitlines()]
 
 
 @pytest.mark.libraries
@@ -28,4 +34,4 @@ def test_a_transcript_is_what_is_printed(name, request, tmp_path, monkeypatch):
     import transcripts
 
     said = transcripts.written(name, str(tmp_path))
-    assert said.splitlines() == (FOLDER / f"{name}.txt").read_text().splitlines()
+    assert unaligned(said) == unaligned((FOLDER / f"{name}.txt").read_text())

@@ -10,6 +10,7 @@ program may set what JAX reads from its environment then.
 from __future__ import annotations
 
 import functools
+import pathlib
 import sys
 import threading
 import weakref
@@ -133,7 +134,16 @@ def start(note: Callable[[Noted], None]) -> Callable[[], None]:
     return stop
 
 
+@functools.cache
+def _leave_out_frames() -> None:
+    """Leave this package's frames out of source lines: what a program says of itself stays."""
+    from jax._src import source_info_util  # jax.extend has it too, and isn't imported yet here
+
+    source_info_util.register_exclusion(str(pathlib.Path(__file__).parents[1]))
+
+
 def _install(pxla: Any) -> None:
+    _leave_out_frames()
     try:
         owners: list[tuple[Any, str, Any]] = [(pxla.MeshComputation, "compile", _compile)]
         if hasattr(pxla, "PmapComputation"):  # to JAX 0.9; after it pmap is a jit

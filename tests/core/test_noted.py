@@ -53,6 +53,21 @@ def test_it_says_clean_and_leaves_jax_as_it_was(cpu_mesh):
     assert len(seen) == count
 
 
+def test_source_lines_are_those_of_the_program():
+    """In a process of its own: install() leaves the frames out, too, and for good."""
+    code = (
+        "import shardrules\n"
+        "with shardrules.watch() as seen:\n"
+        "    import jax\n"
+        "    key = jax.random.PRNGKey(0)\n"
+        "    jax.random.normal(key, (3,)).block_until_ready()\n"
+        "assert len(seen)\n"
+        "assert not [one.name for one in seen if 'compiling.py' in one.text]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_each_way_to_a_program(cpu_mesh):
     def one(x):
         return jnp.cos(x) * 3

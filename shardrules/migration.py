@@ -42,7 +42,10 @@ class Row(NamedTuple):
 
     def shown(self, after: bool) -> str:
         """Write the wire bytes of the all-reduces, over all kinds of arguments."""
-        own = [call for call in self.calls if call.inside is None]
+        # A function that is traced again, for jit say, moves nothing more.
+        own = list(
+            {(c.kind, c.before, c.after): c for c in self.calls if c.inside is None}.values()
+        )
         if not own and self.calls[0].inside is not None:
             return f"with line {self.calls[0].inside.line}"
         sums = [call.after if after else call.before for call in own]
@@ -152,17 +155,29 @@ def patch(found: Sequence[Row], script: str) -> tuple[str, list[str]]:
       The patch as a unified diff, empty if there is nothing to switch; and the sites that are to be
       edited by hand, with the reason.
     """
+    why = {row.site: _by_hand(row.site) if row.verdict == SWITCH else row.verdict for row in found}
+    pairs = [(c.site, c.inside) for row in found for c in row.calls if c.inside is not None]
+    # One line may ask for several; and one inside another was looked at with both switched on.
+    pairs += [(a, b) for a in why for b in why if _spot(a) == _spot(b)]
+    while True:
+        waiting = [
+            (one, other)
+            for pair in pairs
+            for one, other in (pair, pair[::-1])
+            if why.get(one) == "" and why.get(other)
+        ]
+        if not waiting:
+            break
+        for one, other in waiting:
+            why[one] = f"together with {place(other)}, which can't be switched here"
     edits: dict[str, list[Site]] = {}
-    left: list[str] = []
-    for row in found:
-        if row.verdict != SWITCH:
-            continue
-        if not _is_here(row.site.file):
-            left.append(f"{place(row.site)}: not below this folder")
-        elif _flag(row.site) is None:
-            left.append(f"{place(row.site)}: no check_vma=False or check_rep=False in this call")
-        else:
-            edits.setdefault(row.site.file, []).append(row.site)
+    for site in (site for site, reason in why.items() if not reason):
+        edits.setdefault(site.file, []).append(site)
+    left = [
+        f"{place(row.site)}: {why[row.site]}"
+        for row in found
+        if row.verdict == SWITCH and why[row.site]
+    ]
     if not edits:
         return "", left
     texts = {file: _lines(file) for file in edits}
@@ -191,6 +206,19 @@ def patch(found: Sequence[Row], script: str) -> tuple[str, list[str]]:
             tail = "" if changed.endswith("\n") else "\n\\ No newline at end of file\n"
             diff.append(changed + tail)
     return "".join(diff), left
+
+
+def _spot(site: Site) -> tuple[str, int, int]:
+    return site.file, site.line, site.column
+
+
+def _by_hand(site: Site) -> str:
+    """Say why a site can't be in the patch, empty if it can."""
+    if not _is_here(site.file):
+        return "not below this folder"
+    if _flag(site) is None:
+        return "no check_vma=False or check_rep=False in this call"
+    return ""
 
 
 def _lines(file: str) -> list[str]:

@@ -1,6 +1,7 @@
 """``shardrules migrate``: its table and its patch, on a script that knows nothing of shardrules."""
 
 import ast
+import dataclasses
 import os
 import pathlib
 import shutil
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from shardrules import migration
-from shardrules.hooks.switching import Site
+from shardrules.hooks.switching import Call, Site
 
 SCRIPT = '''\
 """Trains."""
@@ -129,6 +130,21 @@ def test_only_a_literal_in_the_call_itself_is_changed(tmp_path, monkeypatch, tex
         file.write(patch)
     subprocess.run(["patch", "-p1", "--binary", "-i", "on.patch"], check=True)
     assert path.read_bytes().decode().rstrip().endswith(changed)
+
+
+def test_what_was_looked_at_together_is_switched_together_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    site = call(pathlib.Path("one.py"), "x = shard_map(f, check_vma=False)\n")
+    good = migration.Row(site, (), migration.SWITCH)
+    same_line = migration.Row(dataclasses.replace(site, function="other"), (), migration.RULE)
+    patch, left = migration.patch([good, same_line], "one.py")
+    assert patch == "" and "together with one.py:1 (other)" in left[0]
+    inner = call(pathlib.Path("two.py"), "x = shard_map(f, **off)\n")
+    within = Call(inner, site, "", (), (), "", "", None, None)
+    rows = [good, migration.Row(inner, (within,), migration.SWITCH)]
+    patch, left = migration.patch(rows, "one.py")
+    assert patch == "" and len(left) == 2 and "together with two.py:1 (f)" in left[0]
+    assert migration.patch([good], "one.py")[0]
 
 
 def test_what_is_not_below_this_folder_or_installs_already_is_left(tmp_path, monkeypatch):

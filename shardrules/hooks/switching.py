@@ -86,6 +86,7 @@ class Call:
     Attributes:
       site: where the shard_map was asked for.
       inside: the site of the shard_map around it, if that one's check is off, too.
+      kind: shapes and dtypes of its arguments.
       missing: kernels without a rule.
       outputs: those whose spec says less than their types.
       error: what the trace with the check on ended with, empty if it passed.
@@ -95,6 +96,7 @@ class Call:
 
     site: Site
     inside: Site | None
+    kind: str
     missing: tuple[MissingRule, ...]
     outputs: tuple[Output, ...]
     error: str
@@ -106,7 +108,6 @@ class Call:
 _lock = threading.RLock()
 _patches = Patches()
 _listeners: list[Callable[[Call], None]] = []
-_seen: set[Any] = set()
 
 
 class _Thread(threading.local):
@@ -122,14 +123,13 @@ _thread = _Thread()
 
 
 def start(listener: Callable[[Call], None]) -> Callable[[], None]:
-    """Tell of each call of a shard_map whose check is off, once for each kind of arguments.
+    """Tell of each call of a shard_map whose check is off, once for its kind of arguments.
 
     Returns:
       What ends it; with the last listener, JAX is as it was.
     """
     with _lock:
         if not _listeners:
-            _seen.clear()
             _imported.start()
         _listeners.append(listener)
 
@@ -195,7 +195,11 @@ def _site(frame: Any, function: str) -> Site | None:
 
 
 def _beside(site: Site, off: Any, make_on: Callable[[], Any]) -> Any:
-    """Return the shard_map whose check is off; when it is called it is looked at, too."""
+    """Return the shard_map whose check is off; when it is called it is looked at, too.
+
+    Once for each kind of arguments: another shard_map of the same place may have another body.
+    """
+    seen: set[str] = set()
 
     @functools.wraps(off)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -207,8 +211,16 @@ def _beside(site: Site, off: Any, make_on: Callable[[], Any]) -> Any:
         finally:
             _thread.around = outer
         # One inside another is looked at with that one.
-        if outer is None and _listeners and _is_new(site, args):
-            calls = _look(site, off, make_on, args)
+        if outer is None and _listeners:
+            calls: list[Call] = []
+            try:
+                kind = _kind(args)
+                if kind not in seen:
+                    seen.add(kind)
+                    calls = _look(site, off, make_on, args, kind)
+            except Exception as error:  # it must not become the program's
+                text = f"it can't be looked at: {error}"
+                calls = [Call(site, None, "", (), (), text, "", None, None)]
             for listener in tuple(_listeners):
                 for call in calls:
                     listener(call)
@@ -229,24 +241,22 @@ def _met(site: Site, make_on: Callable[[], Any], args: tuple) -> Any:
         raise
 
 
-def _is_new(site: Site, args: tuple) -> bool:
-    """Tell whether a site is called with such arguments for the first time."""
+def _kind(args: tuple) -> str:
+    """Write what a trace depends on: shapes, dtypes and what is no array."""
     import jax
 
     leaves, tree = jax.tree_util.tree_flatten(args)
-    kinds = tuple((getattr(x, "shape", type(x)), str(getattr(x, "dtype", ""))) for x in leaves)
-    key = (site, kinds, str(tree))
-    with _lock:
-        if key in _seen:
-            return False
-        _seen.add(key)
-    return True
+    kinds = [
+        f"{x.dtype}{tuple(x.shape)}" if hasattr(x, "dtype") and hasattr(x, "shape") else repr(x)
+        for x in leaves
+    ]
+    return f"{tree} {' '.join(kinds)}"
 
 
 # -- the look --------------------------------------------------------------------------------------
 
 
-def _look(site: Site, off: Any, make_on: Callable[[], Any], args: tuple) -> list[Call]:
+def _look(site: Site, off: Any, make_on: Callable[[], Any], args: tuple, kind: str) -> list[Call]:
     """Trace a call with the check off and on, with its derivative."""
     before, undifferentiated = None, ""
     with _quiet(), _state_kept():
@@ -276,6 +286,7 @@ def _look(site: Site, off: Any, make_on: Callable[[], Any], args: tuple) -> list
             Call(
                 one,
                 None if one == site else site,
+                kind if one == site else "",
                 on.missing if one == site else (),
                 _outputs(on.error) if on.error is not None and one == culprit else (),
                 text,

@@ -177,6 +177,27 @@ def test_jaxs_own_words_and_an_integer_program(cpu_mesh):
     assert why[0] == "TypeError: no argument is of a float type" and "while_loop" in why[1]
 
 
+def test_another_body_at_the_same_place_is_looked_at(cpu_mesh):
+    with looking() as found:
+        for body in (lambda x: 2 * x, lambda x: jnp.zeros_like(x) + x.sum()):
+            off(body, cpu_mesh, P("data"), P("data"))(X)
+            f = off(body, cpu_mesh, P("data"), P())
+            f(X), f(X)
+    assert len(found) == 4
+    assert one(found).verdict == migration.OUTPUTS
+
+
+def test_what_goes_wrong_in_the_look_is_not_the_programs(cpu_mesh, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(switching, "_look", broken)
+    with looking() as found:
+        off(lambda x: 2 * x, cpu_mesh, P("data"), P("data"))(X)
+    assert one(found).verdict == migration.LIMIT
+    assert found[0].error == "it can't be looked at: broken"
+
+
 def test_checks_that_are_on_and_jaxs_own_are_left_alone(cpu_mesh):
     with looking() as found:
         old(lambda x: x, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))(X)

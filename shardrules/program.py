@@ -292,7 +292,7 @@ def lower(program: Any, args: tuple, kwargs: dict) -> Any:
     jitted = program if hasattr(program, "lower") else jax.jit(program)
     try:
         return jitted.lower(*args, **kwargs)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         # JAX's words for a kernel whose output type nobody gave: from 0.10, 0.6.1 on, and before.
         if not hooks.installed() and re.search(
             r"manual_axis_type.*must not be|`vma` on .*must not be|No replication rule for",
@@ -303,6 +303,12 @@ def lower(program: Any, args: tuple, kwargs: dict) -> Any:
                 "the program runs a kernel inside shard_map with the check on, and the hooks of "
                 "shardrules are not installed; call shardrules.install() before tracing it.\n"
                 f"JAX says: {str(error).splitlines()[0]}"
+            ) from error
+        if not hooks.installed() and re.search(r"check_(?:vma|rep)=False", str(error)):
+            raise NotInstalledError(
+                "shard_map's check refuses the program, and the hooks of shardrules are not "
+                "installed; before you switch the check off, as JAX's text says, call "
+                f"shardrules.install() and trace it again.\nJAX says: {error}"
             ) from error
         raise
 

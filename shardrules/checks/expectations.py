@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,14 @@ class Expected:
     def differences(self, account: accounts.Account) -> list[tuple[str, list[accounts.Entry]]]:
         """List what differs: a line, and the collectives that it is about."""
         selectors = {text: accounts.Selector.read(text) for text in self.numbers}
+        for text, selector in selectors.items():
+            for axis in sorted((selector.axes or frozenset()) - set(account.mesh or ())):
+                if account.mesh:  # else no name is known to be wrong
+                    raise ShardrulesError(
+                        f"{text!r} names the axis {axis!r}, and the mesh has "
+                        f"{', '.join(account.mesh)}{accounts.near(axis, account.mesh)}",
+                        key=text,
+                    )
         taken: dict[str, list[accounts.Entry]] = {text: [] for text in self.numbers}
         rest = []
         for entry in account:
@@ -109,15 +118,18 @@ def at_most(numbers: Mapping[str, Any]) -> Expected:
     return Expected(_read(numbers), exact=False)
 
 
-def _read(numbers: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+def _read(given: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
-    for key, value in numbers.items():
+    for key, value in given.items():
         accounts.Selector.read(key)
         wanted = dict(value) if isinstance(value, Mapping) else {"count": value}
         if (
             not wanted
             or not set(wanted) <= set(_NUMBERS)
-            or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in wanted.values())
+            or any(
+                not isinstance(n, numbers.Integral) or isinstance(n, bool) or n < 0
+                for n in wanted.values()
+            )
         ):
             raise ShardrulesError(
                 f"{value!r} for {key!r} is no expectation; give a count, or "
@@ -125,8 +137,20 @@ def _read(numbers: Mapping[str, Any]) -> dict[str, dict[str, int]]:
                 key=key,
                 value=value,
             )
-        found[key] = wanted
+        found[key] = {name: int(n) for name, n in wanted.items()}
     return found
+
+
+def _platform(name: Any) -> str:
+    """Return what expectations call a platform, of JAX's names for it, too."""
+    known = {**{p: p for p in PLATFORMS}, "cuda": "gpu", "rocm": "gpu"}
+    if str(name).lower() not in known:
+        raise ShardrulesError(
+            f"platform={name!r} is none of {', '.join(PLATFORMS)}"
+            + accounts.near(str(name).lower(), PLATFORMS),
+            platform=name,
+        )
+    return known[str(name).lower()]
 
 
 def pick(expect: Any, platform: str | None) -> Expected:
@@ -139,6 +163,8 @@ def pick(expect: Any, platform: str | None) -> Expected:
     Raises:
       ShardrulesError: they can't be read, or hold nothing for the platform.
     """
+    if platform is not None:
+        platform = _platform(platform)
     if isinstance(expect, Expected):
         return expect
     if not isinstance(expect, Mapping):

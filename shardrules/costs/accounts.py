@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 from shardrules import hlo
 from shardrules.errors import ShardrulesError
+from shardrules.hlo.proof.collectives import KINDS
 
 __all__ = [
     "Account",
@@ -236,6 +238,12 @@ _SELECTOR = re.compile(
 )
 
 
+def near(name: str, names: Iterable[str]) -> str:
+    """Suggest the name that was meant, nothing where none is near."""
+    found = difflib.get_close_matches(name, list(names), 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
 class Selector(NamedTuple):
     """Which collectives an expectation or an allowance is about; empty fields match all.
 
@@ -261,9 +269,16 @@ class Selector(NamedTuple):
           ShardrulesError: it is not of that form.
         """
         found = _SELECTOR.fullmatch(text) if isinstance(text, str) else None
-        if found is None or (found[2] and found[2] not in PHASES):
+        wrong: str | None = ""
+        if found is not None and found[2] and found[2] not in PHASES:
+            wrong = near(found[2], PHASES if found[1] else [*hlo.VERDICTS, *PHASES])
+        elif found is not None and found[3] not in KINDS:
+            wrong = near(found[3], KINDS)
+        elif found is not None:
+            wrong = None
+        if found is None or wrong is not None:
             raise ShardrulesError(
-                f"{text!r} names no collectives; write the kind and its mesh axes, such as "
+                f"{text!r} names no collectives{wrong}; write the kind and its mesh axes, such as "
                 f"'all-reduce(data)' or 'backward all-gather(data, model)'; phases are "
                 f"{', '.join(PHASES)}",
                 key=text,

@@ -169,6 +169,11 @@ class Allowances:
     """
 
     def __init__(self, reasons: Mapping[str, str] | None = None):
+        if reasons is not None and not isinstance(reasons, Mapping):
+            raise ShardrulesError(
+                f"allow={reasons!r} gives no reasons; write what may stay and why, "
+                "allow={'redundant all-reduce(model)': 'issue 12'}"
+            )
         self.reasons: dict[str, str] = dict(reasons or {})
         for what, reason in self.reasons.items():
             if not isinstance(reason, str) or not reason.strip():

@@ -60,6 +60,7 @@ def judge(
     """
     if isinstance(module, str):
         module = parser.parse(module)
+    mesh = hd.axes_of(mesh)
     if registry is None:
         registry = rule_registry.default
     early = None if unpartitioned else stage.unpartitioned(module)

@@ -445,6 +445,23 @@ def listed(rows: Sequence[Sequence[int]]) -> str:
     return f"{text[: text.rfind('}', 0, 60) + 1]},... #{zlib.crc32(text.encode()):08x}}}"
 
 
+def axes_of(mesh: object) -> dict[str, int] | None:
+    """Return the axes of a mesh that a caller gave: a mapping, a jax Mesh (its ``shape``), None.
+
+    Raises:
+      HloError: it is none of these.
+    """
+    if mesh is None:
+        return None
+    shape = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
+    if isinstance(shape, Mapping):
+        return dict(shape)
+    raise errors.HloError(
+        f"mesh={mesh!r} is no mesh; pass axis names and sizes, mesh={{'data': 4, 'model': 2}}, or "
+        "the jax.sharding.Mesh"
+    )
+
+
 def make_mesh(
     axes: Mapping[str, int], relations: Relations, module_name: str, partitions: int
 ) -> Mesh:

@@ -1,0 +1,130 @@
+"""What a clumsy user gives to the assertions: it is taken where it is clear, else an error says what."""
+
+import jax
+import numpy as np
+import pytest
+from hlo import text as T
+from jax.sharding import PartitionSpec as P
+
+import shardrules
+from shardrules import errors, hlo, testing
+
+ONE = T.module("\n".join([T.parameter(T.BOTH), T.all_reduce("%x")]))
+
+
+class JaxMesh:
+    """What of a jax.sharding.Mesh is read; the real one is below."""
+
+    shape = T.MESH
+
+
+@pytest.mark.parametrize("mesh", [T.MESH, JaxMesh()])
+def test_a_mesh_is_a_mapping_or_jax_s(mesh):
+    assert testing.judge(ONE, mesh=mesh).verdicts[0].collective.axes == ("model",)
+
+
+def test_a_mesh_of_jax_is_taken(cpu_mesh):
+    assert testing.judge(ONE, mesh=cpu_mesh).mesh == T.MESH
+    assert testing.account(ONE, mesh=cpu_mesh).mesh == T.MESH
+
+
+@pytest.mark.parametrize("mesh", ["data=4,model=2", 8, (4, 2), np.ones(8)])
+def test_what_is_no_mesh(mesh):
+    with pytest.raises(errors.HloError, match="is no mesh; pass axis names and sizes, mesh={'data"):
+        hlo.judge(ONE, mesh=mesh)
+
+
+@pytest.mark.parametrize("count", [1, np.int64(1), np.uint8(1)])
+def test_counts_may_be_numpy_s(count):
+    testing.assert_collectives(ONE, mesh=T.MESH, expect={"all-reduce(model)": count})
+    testing.assert_collectives(ONE, mesh=T.MESH, expect={"all-reduce(model)": {"count": count}})
+
+
+@pytest.mark.parametrize("count", [True, np.True_, 1.0, np.float32(1), -1, "1", None, [1]])
+def test_what_is_no_count(count):
+    with pytest.raises(errors.ShardrulesError, match="is no expectation; give a count"):
+        testing.assert_collectives(ONE, mesh=T.MESH, expect={"all-reduce(model)": count})
+
+
+@pytest.mark.parametrize(
+    "name, near",
+    [
+        ("all-reduse(model)", "did you mean 'all-reduce'?"),
+        ("backwards all-reduce(model)", "did you mean 'backward'?"),
+        ("redundent all-reduce(model)", "did you mean 'redundant'?"),
+        ("redundant forwrd all-reduce(model)", "did you mean 'forward'?"),
+        ("all-reduce", "names no collectives; write the kind and its mesh axes"),
+        (3, "3 names no collectives; write"),
+    ],
+)
+def test_a_near_name_is_suggested(name, near):
+    with pytest.raises(errors.ShardrulesError) as caught:
+        testing.assert_collectives(ONE, mesh=T.MESH, expect={name: 1})
+    assert near in str(caught.value)
+    with pytest.raises(errors.ShardrulesError) as caught:
+        testing.assert_no_defensive_psum(ONE, mesh=T.MESH, allow={name: "issue 12"})
+    assert near in str(caught.value)
+
+
+def test_an_axis_that_the_mesh_lacks_is_no_zero():
+    for expect in ({"all-reduce(dta)": 0, "all-reduce(model)": 1}, {"all-reduce(model, dta)": 1}):
+        with pytest.raises(errors.ShardrulesError) as caught:
+            testing.assert_collectives(ONE, mesh=T.MESH, expect=expect)
+        assert "names the axis 'dta', and the mesh has data, model; did you mean 'data'?" in str(
+            caught.value
+        )
+
+
+@pytest.mark.parametrize(
+    "allow", [["all-reduce(model)"], "all-reduce(model)", {"all-reduce(model)"}]
+)
+def test_allowances_need_reasons(allow):
+    with pytest.raises(errors.ShardrulesError, match="gives no reasons; write what may stay and w"):
+        testing.assert_no_defensive_psum(ONE, mesh=T.MESH, allow=allow)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "GPU", "cuda", "rocm", "CUDA"])
+def test_a_platform_has_jax_s_names_too(platform):
+    expect = {"cpu": {}, "gpu": {"all-reduce(model)": 1}}
+    testing.assert_collectives(ONE, mesh=T.MESH, expect=expect, platform=platform)
+
+
+def test_what_is_no_platform():
+    with pytest.raises(
+        errors.ShardrulesError, match="platform='gpus' is none of cpu, gpu, tpu; did"
+    ):
+        testing.assert_collectives(ONE, mesh=T.MESH, expect={"cpu": {}}, platform="gpus")
+
+
+@pytest.mark.parametrize("name", ["nofile.hlo", "runs/3/step (1).txt", "a b"])
+def test_a_file_that_is_not_there_is_no_bad_text(name):
+    with pytest.raises(
+        errors.ShardrulesError, match="there is no file .* here .*, and it is not HLO"
+    ):
+        testing.judge(name)
+
+
+def test_text_of_one_line_is_text():
+    assert testing.judge("ROOT %c = f32[] constant(1)").verdicts == ()
+    with pytest.raises(errors.HloSyntaxError, match="is empty"):
+        testing.judge("")
+
+
+def test_a_path_of_any_kind_is_read(tmp_path):
+    (tmp_path / "one.hlo").write_text(ONE)
+    for path in (tmp_path / "one.hlo", str(tmp_path / "one.hlo")):
+        assert len(testing.judge(path, mesh=T.MESH).verdicts) == 1
+
+
+def test_install_comes_before_the_check_is_switched_off(cpu_mesh):
+    """JAX's own text recommends check_vma=False."""
+    f = jax.shard_map(lambda x: x, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
+    x = np.ones(8, np.float32)
+    with pytest.raises(errors.NotInstalledError) as caught:
+        testing.judge(f, x)
+    assert "before you switch the check off, as JAX's text says, call shardrules.install()" in str(
+        caught.value
+    )
+    assert "check_vma=False" in str(caught.value)
+    with shardrules.install(), pytest.raises(ValueError, match="check_vma=False"):
+        testing.judge(f, x)

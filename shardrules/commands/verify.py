@@ -11,7 +11,7 @@ import argparse
 
 from shardrules import hlo, report
 from shardrules.commands import reading
-from shardrules.costs import findings
+from shardrules.costs import estimates, findings
 from shardrules.errors import ShardrulesError
 from shardrules.report import several
 
@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=list(_FORMATS),
         default="text",
         help="how the report is written",
+    )
+    parser.add_argument(
+        "--target",
+        action=reading.Once,
+        choices=list(estimates.TARGETS),
+        help="estimate each collective's time from the bandwidth of this accelerator's links",
     )
     parser.add_argument(
         "--strict",

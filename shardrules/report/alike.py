@@ -9,7 +9,7 @@ from typing import TypeVar
 from shardrules.costs import accounts
 from shardrules.hlo import Verdict
 
-__all__ = ["Remark", "Row", "alike", "rows", "size", "sizes"]
+__all__ = ["Remark", "Row", "alike", "duration", "rows", "size", "sizes"]
 
 T = TypeVar("T")
 _EXACT = 10_000  # bytes below which no unit is shorter than the number
@@ -25,6 +25,14 @@ def size(count: float) -> str:
         if value < 999.5:
             break
     return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Write a time with a unit and three digits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
 
 
 def sizes(counts: Sequence[int]) -> str:

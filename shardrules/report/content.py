@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from shardrules import hlo
-from shardrules.costs import accounts, findings
+from shardrules.costs import accounts, estimates, findings
 from shardrules.costs.findings import Finding
 from shardrules.costs.hints import Hint, hints
 from shardrules.report import alike
@@ -31,6 +31,7 @@ class Content:
       allowed: findings with the reasons for which they stay.
       unused: allowances that match nothing.
       hints: needed collectives that could be cheaper.
+      target: the accelerator on which times are estimated, None for none.
     """
 
     title: str
@@ -40,6 +41,7 @@ class Content:
     allowed: tuple[tuple[Finding, str], ...]
     unused: tuple[str, ...]
     hints: tuple[Hint, ...]
+    target: estimates.Target | None = None
 
     @property
     def clean(self) -> bool:
@@ -49,7 +51,10 @@ class Content:
     @functools.cached_property
     def costs(self) -> tuple[Section, ...]:
         """List the other silent costs: donation, transfers, and what else holds anything."""
-        return sections(self.judgement.module)
+        found = sections(self.judgement.module)
+        if self.target is None or not self.rows:
+            return found
+        return (_estimates(self.rows, self.judgement, self.target), *found)
 
     @property
     def headline(self) -> str:
@@ -128,12 +133,32 @@ def _hints(hints: Iterable[Hint]) -> list[alike.Remark]:
     ]
 
 
+def _estimates(
+    rows: tuple[alike.Row, ...], judgement: hlo.Judgement, target: estimates.Target
+) -> Section:
+    """Make the table of estimated times."""
+    made = []
+    for row in rows:
+        runs = row.first.runs
+        one = estimates.seconds(judgement.verdicts[row.numbers[0]], row.first.wire_bytes, target)
+        everywhere = None if runs is None else alike.duration(one * runs * row.sites)
+        made.append((row.first.what, row.sites, row.runs, alike.duration(one), everywhere))
+    return Section(
+        f"Estimated times on {target.name}",
+        "an estimate and no measurement: wire bytes by ring algorithms over the bandwidth that the "
+        "vendor gives of the links, without latencies, other traffic and overlap",
+        ("collective", "sites", "runs", "one run, about", "in all, about"),
+        tuple(made),
+    )
+
+
 def content(
     judgement: hlo.Judgement,
     *,
     title: str | None = None,
     strict: bool = False,
     allow: findings.Allowances | None = None,
+    target: str | None = None,
 ) -> Content:
     """Gather what a report says.
 
@@ -142,6 +167,7 @@ def content(
       title: where the program came from; the module's name if None.
       strict: accept proofs alone: verdicts that rest on declared rules are findings too.
       allow: findings that may stay.
+      target: an accelerator of ``costs.estimates``, on which times are estimated.
     """
     stay, allowed, unused = (allow or findings.Allowances()).split(findings.find(judgement, strict))
     return Content(
@@ -152,6 +178,7 @@ def content(
         tuple(allowed),
         tuple(unused),
         tuple(hints(judgement)),
+        None if target is None else estimates.target(target),
     )
 
 

@@ -94,19 +94,6 @@ def tokamax_calls(target):
             yield name, cls, [spec.args for spec in specs], True
 
 
-def tokamax_loss_calls(target):
-    """Yield tokamax's softmax cross-entropy for TPU, which is no op of its own in 0.0.12."""
-    if target != "v5e:2x4" or importlib.metadata.version("tokamax") != "0.0.12":
-        return
-    from tokamax._src.ops.linear_softmax_cross_entropy_loss import (
-        pallas_mosaic_tpu_kernel as kernel,
-    )
-
-    x, labels, w = shape(1024, 512), shape(1024, dtype=jnp.int32), shape(512, 2048)
-    call = kernel.linear_softmax_cross_entropy_loss_fwd_pallas_mosaic_tpu
-    yield "softmax cross-entropy", call, [dict(zip("xlw", (x, labels, w)))], False
-
-
 def recurrentgemma_calls(target):
     """Yield recurrentgemma's linear recurrence."""
     if target != "v5e:2x4":
@@ -157,7 +144,7 @@ def ejkernel_calls(target):
 
 
 CALLS = {
-    "tokamax": (tokamax_calls, tokamax_loss_calls),
+    "tokamax": (tokamax_calls,),
     "ejkernel": (ejkernel_calls,),
     "recurrentgemma": (recurrentgemma_calls,),
 }

@@ -91,7 +91,7 @@ def test_the_readme_leads_with_what_most_need_and_stays_compact():
     assert "Most kernels need no rule" in first
     for word in ("vma", "varying", "replication rule"):  # what the first sentence doesn't ask for
         assert word not in first.split(". ")[0]
-    assert len(text.splitlines()) < 230
+    assert len(text.splitlines()) < 260
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda p: p.stem)

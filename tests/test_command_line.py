@@ -447,6 +447,17 @@ def test_a_mesh_that_contradicts_the_groups_is_refused():
     assert done.returncode == 2 and "pass --mesh=data=4,model=2" in done.stderr
 
 
+def test_a_target_adds_estimated_times(tmp_path):
+    done = run("report", UVW, MESH, "--target=v5e")
+    assert "\nestimated times on tpu v5e:\n" in done.stdout
+    assert (
+        "backward all-reduce(model)       | 2     | 1    | 41 ns          | 81.9 ns" in done.stdout
+    )
+    (tmp_path / "a.hlo").write_text(clean_module())
+    assert "estimated times on h100" in run("report", UVW, tmp_path, MESH, "--target=h100").stdout
+    assert "estimated" not in run("report", UVW, MESH).stdout
+
+
 def test_report_as_json(tmp_path):
     path = tmp_path / "report.json"
     assert run("report", UVW, MESH, "--format", "json", "--output", path).returncode == 0

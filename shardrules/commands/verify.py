@@ -68,7 +68,11 @@ def judged(arguments: argparse.Namespace) -> tuple[str, int]:
     found = reading.judged(arguments.files, arguments)
     contents = [
         report.content(
-            one.judgement, title=one.name, strict=arguments.strict, allow=findings.Allowances(allow)
+            one.judgement,
+            title=one.name,
+            strict=arguments.strict,
+            allow=findings.Allowances(allow),
+            target=arguments.target,
         )
         for one in found
         if isinstance(one.result, hlo.Judgement)

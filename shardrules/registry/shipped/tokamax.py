@@ -1,8 +1,11 @@
 """tokamax's kernels for Hopper and Blackwell that the audit can't read (0.0.12 and 0.0.17).
 
-What it can't read was: code that emits barriers among a kernel's own warps, votes of a warp and
-unpacked bits, and a scheduler that hands out each tile once. Left out is the backward pass of
-attention for Blackwell of 0.0.12: its copies add floats in no fixed order.
+What it can't read is code that emits barriers among a kernel's own warps, a vote of a warp, unpacked
+bits, and a scheduler that hands out each tile once. Left out, all for Blackwell, is what may differ
+between devices that hold the same arrays: attention of 0.0.12 (a tile without keys overwrites the
+residuals of all; its backward pass adds floats in no fixed order), the backward pass of 0.0.17 (with
+a causal mask it leaves parts of dk, dv and dbias unwritten), the gated linear unit (so are rows
+beyond the last whole tile) and ragged_dot of 0.0.12 (a pair of blocks may take different tiles).
 """
 
 from __future__ import annotations
@@ -10,19 +13,20 @@ from __future__ import annotations
 from shardrules.registry.shipped import Shipped
 
 _OPS = "tokamax._src.ops"
-_ATTENTION = "attention; its inline code is barriers, a vote and unpacked bits"
-_TILES = "it takes its next tile when the scheduler has one for it, and each tile once"
 
 RULES = Shipped(
     kernels={
-        f"{_OPS}.attention.pallas_mosaic_gpu_kernel_sm90:kernel": _ATTENTION,
-        f"{_OPS}.attention.pallas_mosaic_gpu_kernel_sm100:kernel": _ATTENTION,
-        "tokamax._src.mosaic_gpu:flash_attention_sm90": _ATTENTION,
-        "tokamax._src.mosaic_gpu:flash_attention_sm100": _ATTENTION,
-        f"{_OPS}.attention.pallas_mosaic_gpu_vjp_kernel_sm100:sm100_dq_kernel": _ATTENTION,
-        f"{_OPS}.attention.pallas_mosaic_gpu_vjp_kernel_sm100:sm100_dkv_kernel": _ATTENTION,
-        f"{_OPS}.gated_linear_unit.pallas_mosaic_gpu_kernel_sm100:kernel": _TILES,
-        f"{_OPS}.ragged_dot.pallas_mosaic_gpu_kernel_sm100:kernel": _TILES,
-        f"{_OPS}.ragged_dot.pallas_mosaic_gpu_kernel_sm100:ragged_dot_sm100": _TILES,
+        f"{_OPS}.attention.pallas_mosaic_gpu_kernel_sm90:kernel": (
+            "attention; each tile takes its keys in one order, and its inline code is barriers"
+        ),
+        "tokamax._src.mosaic_gpu:flash_attention_sm90": (
+            "attention; each tile takes its keys in one order, and its inline code is barriers"
+        ),
+        "tokamax._src.mosaic_gpu:flash_attention_sm100": (
+            "attention; each tile once, its keys in one order; a vote skips what changes nothing"
+        ),
+        f"{_OPS}.ragged_dot.pallas_mosaic_gpu_kernel_sm100:ragged_dot_sm100": (
+            "a grouped product; each tile once, summed in one order"
+        ),
     }
 )

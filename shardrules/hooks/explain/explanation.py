@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import textwrap
 from collections.abc import Sequence
 
 from shardrules.hooks.calls.opaque import Call
@@ -22,6 +23,8 @@ __all__ = [
     "name_of",
     "short",
 ]
+
+_COLUMNS = 100  # of the text, but for names and paths that are longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +169,7 @@ class Explanation:
             )
         tables = [_table(rows) for rows in (calls, casts, sums) if len(rows) > 1]
         if self.claims:
-            tables.append("\n".join(f"claim: {text}" for text in self.claims))
+            tables.append("\n".join(_wrap(f"claim: {text}") for text in self.claims))
         tables += filter(None, map(describe_placement, self.placements))
         return "\n\n".join(tables) or "no opaque call, cast or psum inside a shard_map"
 
@@ -299,14 +302,16 @@ def _rule(call: ExplainedCall) -> str:
 def describe_placement(one: Placement) -> str:
     """Say what placing casts saves, and the line that places each by hand."""
     if one.why:
-        return f"casts stand where they stood: {one.why}"
+        return _wrap(f"casts stand where they stood: {one.why}")
     if one.after_bytes >= one.before_bytes:
         return ""
     done = "placed by" if one.applied else "placed by hand, or all by"
     lines = [
-        f"the casts' psums sum {one.before_bytes:,} B on each device where JAX casts, and "
-        f"{one.after_bytes:,} B where that is the fewest ({done} "
-        'shardrules.install(casts="cheapest")):'
+        _wrap(
+            f"the casts' psums sum {one.before_bytes:,} B on each device where JAX casts, and "
+            f"{one.after_bytes:,} B where that is the fewest ({done} "
+            'shardrules.install(casts="cheapest")):'
+        )
     ]
     for cast in one.casts:
         names = ", ".join(map(repr, cast.axes))
@@ -317,9 +322,26 @@ def describe_placement(one: Placement) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Align columns, the last one ragged."""
+    """Align the columns that fit side by side; the cells of the others stand below their row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join([cell.ljust(width) for cell, width in zip(row[:-1], widths)] + [row[-1]])
-        for row in rows
+    fit = len(widths)
+    while fit > 1 and sum(widths[:fit]) + 2 * (fit - 1) > _COLUMNS:
+        fit -= 1
+    lines = []
+    for row in rows:
+        aligned = (cell.ljust(width) for cell, width in zip(row[:fit], widths))
+        lines.append("  ".join(aligned).rstrip())
+        lines += [_wrap(cell, "    ") for cell in row[fit:] if cell]
+    return "\n".join(lines)
+
+
+def _wrap(text: str, indent: str = "") -> str:
+    """Break a long line between words; what follows is indented further."""
+    return textwrap.fill(
+        text,
+        _COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )

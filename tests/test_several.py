@@ -28,7 +28,7 @@ def found():
 def test_the_costliest_first_and_what_has_no_collective_in_one_line(found):
     text = several.plain(found)
     assert text.startswith(
-        "5 programs compiled, 1 with collectives or other costs, 1 findings, 1 can't be judged\n"
+        "5 programs compiled, 1 with collectives or other costs, 1 finding, 1 can't be judged\n"
     )
     assert [row[0] for row in found.rows] == ["jit_<step>"]
     assert "3 more programs have no collective\n" in text
@@ -54,3 +54,17 @@ def test_an_allowance_may_match_in_one_program_alone():
     assert found.unused == ("all-gather(data)",) and not found.clean
     assert "all-gather(data)" in several.plain(found)
     assert several.gather(both, [1, 1], missing=2).unused == ()  # the others may hold it
+
+
+@pytest.mark.parametrize(
+    ("operations", "said"),
+    [
+        ([], "8 devices (data=4, model=2), no collectives; no findings"),
+        (
+            [T.all_reduce("%x")],
+            "8 devices (data=4, model=2), 1 collective runs once, 32 B on the wire per device; ",
+        ),
+    ],
+)
+def test_a_programs_first_line(operations, said):
+    assert content("step", *operations).headline.startswith(f"step: {said}")

@@ -60,22 +60,26 @@ class Content:
     def headline(self) -> str:
         """Say in one line what it comes to."""
         total = self.account.total
-        mesh = self.account.mesh
-        shown = (
-            ", ".join(f"{a}={n}" for a, n in mesh.items())
-            if mesh
-            else "mesh not known: tell it with --mesh or mesh="
-        )
+        mesh, devices = self.account.mesh, self.account.device_count
+        shown = f"{devices} devices (mesh not known: tell it with --mesh or mesh=)"
+        if mesh:
+            shown = f"{devices} devices ({', '.join(f'{a}={n}' for a, n in mesh.items())})"
+        elif devices == 1:
+            shown = "1 device"
         kinds: dict[str, int] = {}
         for finding in self.findings:
             kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
         found = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "no findings"
-        bound = "at most " if total.at_most else ""
+        if not total.sites:
+            return f"{self.title}: {shown}, no collectives; {found}"
+        ran = "1 collective runs" if total.sites == 1 else f"{total.sites} collectives run"
+        times = ("at most " if total.at_most else "") + (
+            f"{total.count} times" if total.count != 1 else "once"
+        )
         loops = f", {total.unknown} in loops of unknown length" if total.unknown else ""
         return (
-            f"{self.title}: {self.account.device_count} devices ({shown}), {total.sites} "
-            f"collectives run {bound}{total.count} times{loops}, {alike.size(total.wire_bytes)} on "
-            f"the wire per device; {found}"
+            f"{self.title}: {shown}, {ran} {times}{loops}, {alike.size(total.wire_bytes)} on the "
+            f"wire per device; {found}"
         )
 
     @functools.cached_property

@@ -90,7 +90,7 @@ class Several:
         parts = [
             f"{total} program{'s' if total != 1 else ''}{' compiled' if self.of_process else ''}",
             f"{len(self.shown)} with collectives or other costs",
-            f"{self.findings} findings" if self.findings else "no findings",
+            "1 finding" if self.findings == 1 else f"{self.findings or 'no'} findings",
         ]
         if self.failures:
             parts.append(f"{len(self.failures)} can't be judged")

@@ -191,6 +191,12 @@ def watch(*, strict: bool = False, allow: dict[str, str] | None = None) -> Seen:
     Raises:
       UnsupportedJaxError: when entered, this JAX's internals are not known.
       ShardrulesError: ``allow`` names no collectives, or gives no reason.
+
+    Example:
+      >>> with shardrules.watch() as seen:
+      ...     y = jax.jit(lambda w: w + 1)(w)
+      >>> len(seen)
+      1
     """
     if allow:
         from shardrules.costs import findings

@@ -59,6 +59,9 @@ def assert_same_rules(*, timeout_s: float = 60.0) -> None:
       MissingProcessError: if a process did not call this within the time, with their numbers.
       ShardrulesError: if ``timeout_s`` is not a positive number.
       UnsupportedJaxError: if this JAX has no such store.
+
+    Example:
+      >>> shardrules.assert_same_rules(timeout_s=60)  # in each process, before the first step
     """
     if (
         isinstance(timeout_s, bool)

@@ -117,6 +117,10 @@ class Registry:
           RegistrationError: if the name is not a non-empty string, or is taken; the same line
             that runs again (a notebook's cell) takes its own place.
           RuleError: if ``rule`` is not a rule.
+
+        Example:
+          >>> declared = shardrules.register("ring_all_gather", shardrules.all_gather("model"))
+          >>> declared = shardrules.register("scale_*", shardrules.no_communication)
         """
         return self._add(self._entry(name, rule, where or caller_place()), replace)
 
@@ -243,6 +247,10 @@ class Registry:
         Raises:
           RegistrationError: if a name is not a non-empty string.
           RuleError: if a value is not a rule.
+
+        Example:
+          >>> with shardrules.rules({"scale_kernel": shardrules.per_device("data")}):
+          ...     shape = jax.eval_shape(f, x)
         """
         where = caller_place()
         overlay = Overlay(tuple(self._entry(n, r, where) for n, r in dict(entries).items()))

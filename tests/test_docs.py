@@ -170,10 +170,8 @@ def at_hand():
 
 @pytest.mark.parametrize("module, name", EXAMPLES, ids=[name for _, name in EXAMPLES])
 def test_an_example_in_a_docstring(module, name, at_hand):
-    public = getattr(module, name)
-    public = getattr(public, "__func__", public)  # of the default registry's methods
     found = doctest.DocTestFinder(recurse=False).find(
-        public, name, module=False, globs=dict(at_hand)
+        getattr(module, name), name, module=False, globs=dict(at_hand)
     )
     assert sum(len(test.examples) for test in found) >= 1
     for test in found:

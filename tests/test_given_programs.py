@@ -124,7 +124,7 @@ def test_files_of_bytes(tmp_path):
     path.write_bytes(b"\xff\xfe" + np.arange(9).tobytes())
     with pytest.raises(
         errors.ShardrulesError,
-        match="is not text .byte 0.: a serialized program "
-        "can't be read from a file; write compiled",
+        match="exported.bin is binary, .* or a serialized program, and no text of HLO; pass text: "
+        "compiled.as_text",
     ):
         testing.judge(path)

@@ -117,10 +117,6 @@ class Registry:
           RegistrationError: if the name is not a non-empty string, or is taken; the same line
             that runs again (a notebook's cell) takes its own place.
           RuleError: if ``rule`` is not a rule.
-
-        Example:
-          >>> declared = shardrules.register("ring_all_gather", shardrules.all_gather("model"))
-          >>> declared = shardrules.register("scale_*", shardrules.no_communication)
         """
         return self._add(self._entry(name, rule, where or caller_place()), replace)
 
@@ -247,10 +243,6 @@ class Registry:
         Raises:
           RegistrationError: if a name is not a non-empty string.
           RuleError: if a value is not a rule.
-
-        Example:
-          >>> with shardrules.rules({"scale_kernel": shardrules.per_device("data")}):
-          ...     shape = jax.eval_shape(f, x)
         """
         where = caller_place()
         overlay = Overlay(tuple(self._entry(n, r, where) for n, r in dict(entries).items()))
@@ -463,10 +455,20 @@ default: Registry = Registry(ENTRY_POINTS, ("shardrules.pallas",), SHIPPED)
 
 
 def register(name: Any, rule: AnyRule, *, replace: bool = False) -> Registration:
-    """Declare the rule of every kernel called ``name``; see ``Registry.register``."""
+    """Declare the rule of every kernel called ``name``; see ``Registry.register``.
+
+    Example:
+      >>> declared = shardrules.register("ring_all_gather", shardrules.all_gather("model"))
+      >>> declared = shardrules.register("scale_*", shardrules.no_communication)
+    """
     return default.register(name, rule, replace=replace)
 
 
 def rules(entries: Mapping[str, AnyRule]) -> contextlib.AbstractContextManager[Overlay]:
-    """Declare rules for what this thread traces inside a ``with``; see ``Registry.rules``."""
+    """Declare rules for what this thread traces inside a ``with``; see ``Registry.rules``.
+
+    Example:
+      >>> with shardrules.install(), shardrules.rules({"scale_*": shardrules.no_communication}):
+      ...     shape = jax.eval_shape(f, x)
+    """
     return default.rules(entries)

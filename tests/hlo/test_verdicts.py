@@ -35,7 +35,7 @@ def rows(judgement):
 
 
 def test_each_range_of_a_packed_all_reduce_has_its_own_verdict():
-    """8xH100 packs the reductions of u and v into one flat operand without an op_name."""
+    """8xH100 packs the reductions of u and v into one flat operand: what each range is tells."""
     judgement = judge("gpu_uvw")
     assert rows(judgement) == [
         ("redundant", "all-reduce", ("model",), 4096, (0, 1024), None),
@@ -43,7 +43,11 @@ def test_each_range_of_a_packed_all_reduce_has_its_own_verdict():
         ("overwide", "all-reduce", ("data", "model"), 512, None, ("data",)),
     ]
     packed = judgement.verdicts[0].collective
-    assert (packed.op_name, packed.phase, packed.operand_bytes) == ("", "backward", 8192)
+    assert (packed.op_name, packed.phase, packed.operand_bytes) == (
+        "jit(l)/transpose(jvp())/shard_map/psum",
+        "backward",
+        8192,
+    )
     assert [o.varying for o in judgement.outputs] == [("data",), ("data",), ()]
 
 

@@ -45,7 +45,7 @@ def decode(data: bytes, name: str) -> str:
         except (OSError, zlib.error) as error:
             raise HloError(f"{name} is damaged: gzip says {error}", name=name) from None
     for mark, encoding in _WIDE.items():
-        if data.startswith(mark):
+        if data.startswith(mark) and _decodes(data, encoding):
             raise HloError(
                 f"{name} is {encoding}; write it as UTF-8: iconv -f {encoding} -t UTF-8 {name}",
                 name=name,
@@ -68,3 +68,11 @@ def decode(data: bytes, name: str) -> str:
             name=name,
             line=line,
         ) from error
+
+
+def _decodes(data: bytes, encoding: str) -> bool:
+    """Tell a text in a wide encoding from bytes that begin as one does."""
+    try:
+        return "\0" not in codecs.getincrementaldecoder(encoding)().decode(data[:_LOOKED_AT])
+    except UnicodeDecodeError:
+        return False

@@ -1,11 +1,12 @@
 """tokamax's kernels for Hopper and Blackwell that the audit can't read (0.0.12 and 0.0.17).
 
-What it can't read is code that emits barriers among a kernel's own warps, a vote of a warp, unpacked
-bits, and a scheduler that hands out each tile once. Left out, all for Blackwell, is what may differ
-between devices that hold the same arrays: attention of 0.0.12 (a tile without keys overwrites the
-residuals of all; its backward pass adds floats in no fixed order), the backward pass of 0.0.17 (with
-a causal mask it leaves parts of dk, dv and dbias unwritten), the gated linear unit (so are rows
-beyond the last whole tile) and ragged_dot of 0.0.12 (a pair of blocks may take different tiles).
+What it can't read is code that emits barriers among a kernel's own warps, a vote of a warp,
+unpacked bits, and a scheduler that hands out each tile once. Left out, all for Blackwell, is what
+may differ between devices that hold the same arrays: attention of 0.0.12 (a tile without keys
+overwrites the residuals of all; its backward pass adds floats in no fixed order), the backward pass
+of 0.0.17 (with a causal mask it leaves parts of dk, dv and dbias unwritten), the gated linear unit
+(so are rows beyond the last whole tile) and ragged_dot of 0.0.12 (a pair of blocks may take
+different tiles).
 """
 
 from __future__ import annotations

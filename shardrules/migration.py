@@ -17,12 +17,20 @@ from shardrules.report.text import table
 
 __all__ = ["Row", "patch", "rows", "written"]
 
-SWITCH, MORE, RULE, OUTPUTS, LIMIT = _ORDER = (
+SWITCH, MORE, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER = (
     "switch it now",
     "can be switched, and would send more",
+    "takes gradients in its body, which would change",
     "needs this rule",
     "out_specs say replicated and the value varies",
     "not yet",
+)
+_GRADIENTS_CHANGE = (
+    "  with the check on, the gradient of a replicated value is summed over the mesh axes already:",
+    "    leave out the psum or pmean that follows (of a loss that is a pmean it is the mean), or",
+    "    differentiate by shardrules.vary(w, axes), which keeps each device's own;",
+    "  and a psum in what is differentiated passes its cotangent on once, and not once for each",
+    "    device: compare the values of a step before and after",
 )
 _INSTALL = 'import shardrules\n\nshardrules.install(casts="cheapest")\n'
 
@@ -33,7 +41,8 @@ class Row(NamedTuple):
     Attributes:
       site: where the shard_map is asked for.
       calls: one for each kind of arguments.
-      verdict: SWITCH, or what stands in the way of one of its calls: MORE, RULE, OUTPUTS, LIMIT.
+      verdict: SWITCH, or what stands in the way of one of its calls: MORE, GRADIENTS, RULE,
+        OUTPUTS, LIMIT.
     """
 
     site: Site
@@ -79,6 +88,8 @@ def _verdict(calls: Sequence[Call]) -> str:
         return OUTPUTS
     if any(call.error for call in calls):
         return LIMIT
+    if any(call.takes_gradients for call in calls):
+        return GRADIENTS
     before, after = (
         sum(_moved(some or ()) for some in sums)
         for sums in ([call.before for call in calls], [call.after for call in calls])
@@ -131,6 +142,8 @@ def _told(row: Row) -> list[str]:
         )
     for error in dict.fromkeys(c.error for c in row.calls if c.error and not c.outputs):
         lines += [f"  {line}" for line in error.splitlines()]
+    if any(call.takes_gradients for call in row.calls):
+        lines += _GRADIENTS_CHANGE
     for why in dict.fromkeys(c.undifferentiated for c in row.calls if c.undifferentiated):
         lines.append(f"  its derivative was not traced ({why})")
     return ["", f"{place(row.site)}: {row.verdict}", *lines] if lines else []

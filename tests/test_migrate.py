@@ -140,7 +140,7 @@ def test_what_was_looked_at_together_is_switched_together_or_not_at_all(tmp_path
     patch, left = migration.patch([good, same_line], "one.py")
     assert patch == "" and "together with one.py:1 (other)" in left[0]
     inner = call(pathlib.Path("two.py"), "x = shard_map(f, **off)\n")
-    within = Call(inner, site, "", (), (), "", "", None, None)
+    within = Call(inner, site, "", (), (), "", "", False, None, None)
     rows = [good, migration.Row(inner, (within,), migration.SWITCH)]
     patch, left = migration.patch(rows, "one.py")
     assert patch == "" and len(left) == 2 and "together with two.py:1 (f)" in left[0]

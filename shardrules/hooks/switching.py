@@ -91,6 +91,8 @@ class Call:
       outputs: those whose spec says less than their types.
       error: what the trace with the check on ended with, empty if it passed.
       undifferentiated: why the derivative was not traced, empty if it was.
+      takes_gradients: the body differentiates in reverse; with the check on it computes something
+        else.
       before, after: all-reduces with the check off and on, in the forward and backward pass.
     """
 
@@ -101,6 +103,7 @@ class Call:
     outputs: tuple[Output, ...]
     error: str
     undifferentiated: str
+    takes_gradients: bool
     before: tuple[Sum, ...] | None
     after: tuple[Sum, ...] | None
 
@@ -220,7 +223,7 @@ def _beside(site: Site, off: Any, make_on: Callable[[], Any]) -> Any:
                     calls = _look(site, off, make_on, args, kind)
             except Exception as error:  # it must not become the program's
                 text = f"it can't be looked at: {error}"
-                calls = [Call(site, None, "", (), (), text, "", None, None)]
+                calls = [Call(site, None, "", (), (), text, "", False, None, None)]
             for listener in tuple(_listeners):
                 for call in calls:
                     listener(call)
@@ -258,15 +261,14 @@ def _kind(args: tuple) -> str:
 
 def _look(site: Site, off: Any, make_on: Callable[[], Any], args: tuple, kind: str) -> list[Call]:
     """Trace a call with the check off and on, with its derivative."""
-    before, undifferentiated = None, ""
+    undifferentiated = ""
     with _quiet(), _state_kept():
         with _in_mode("off"):
+            called = _traced(off, args, False)
             try:
                 before = _sums_of(_traced(off, args, True))
             except Exception as error:  # an integer loop, an effect: whatever JAX can't transpose
-                undifferentiated = _first_line(error)
-                with contextlib.suppress(Exception):
-                    before = _sums_of(_traced(off, args, False))
+                before, undifferentiated = _sums_of(called), _first_line(error)
         on, where = _trace_on(make_on, args, not undifferentiated), ""
         if on.error is not None and not undifferentiated:
             # JAX's words are best without the derivative, if it is not that.
@@ -291,6 +293,7 @@ def _look(site: Site, off: Any, make_on: Callable[[], Any], args: tuple, kind: s
                 _outputs(on.error) if on.error is not None and one == culprit else (),
                 text,
                 undifferentiated,
+                _is_transposed(called),
                 before if one == site else None,
                 on.sums if one == site else None,
             )
@@ -453,6 +456,20 @@ def _sums(jaxpr: Any, sizes: dict[str, int] | None, runs: int | None) -> Iterato
             inside = [max(inside, key=lambda some: sum(s.bytes * (s.runs or 1) for s in some))]
         for some in inside:
             yield from some
+
+
+def _is_transposed(jaxpr: Any) -> bool:
+    """Tell whether a jaxpr holds equations of a backward pass, by the marks that JAX leaves."""
+    return any(
+        # The stack's text has transformations of named scopes alone, to JAX 0.6.
+        any(type(e).__name__ == "Transform" and e.name == "transpose" for e in _marks(eqn))
+        or any(map(_is_transposed, _inner(eqn.params)))
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )
+
+
+def _marks(eqn: Any) -> tuple[Any, ...]:
+    return eqn.source_info.name_stack.stack
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Any]:

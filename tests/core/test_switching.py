@@ -65,6 +65,58 @@ def test_a_weight_in_a_scan(cpu_mesh):
     assert row.shown(True) == ("192 B" if typed else "960 B") and row.shown(False) == "352 B"
 
 
+def scaled(w, x):
+    return (w * x).mean()
+
+
+@jax.custom_vjp
+def scaled_by_hand(w, x):
+    return scaled(w, x)
+
+
+scaled_by_hand.defvjp(
+    lambda w, x: (scaled(w, x), (w, x)),
+    lambda r, g: ((g * r[1]).sum(0) / r[1].size, g * r[0] / r[1].size + 0 * r[1]),
+)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda w, x: jax.grad(scaled)(w, x),
+        lambda w, x: jax.grad(scaled_by_hand)(w, x),
+        lambda w, x: jax.jit(jax.grad(scaled))(w, x),
+        lambda w, x: jax.vjp(scaled, w, x)[1](jnp.float32(1))[0],
+        lambda w, x: jax.lax.scan(lambda c, _: (c - jax.grad(scaled)(c, x), None), w, jnp.ones(2))[
+            0
+        ],
+        lambda w, x: jax.hessian(scaled)(w, x).sum(1),
+    ],
+    ids=["grad", "custom_vjp", "jit", "vjp", "scan", "hessian"],
+)
+def test_gradients_that_a_body_takes_change_and_are_never_switched(cpu_mesh, take):
+    """With the check on they are sums over the mesh axes already, and pmean makes no mean."""
+
+    def step(w, x):
+        return jax.lax.pmean(take(w, x), ("data", "model"))
+
+    with looking() as found:
+        off(step, cpu_mesh, (P(), P("data")), P())(W[0], X)
+    row = one(found)
+    assert row.calls[0].takes_gradients and row.verdict not in (migration.SWITCH, migration.MORE)
+    assert "shardrules.vary(w, axes)" in migration.written([row])
+    assert migration.patch([row], __file__)[0] == ""
+
+
+def test_a_tangent_is_no_gradient(cpu_mesh):
+    def pushed(w, x):
+        return jax.jvp(lambda x: jnp.sin(w) * x, (x,), (x,))[1]
+
+    with looking() as found:
+        jax.grad(lambda w: off(pushed, cpu_mesh, (P(), P("data")), P("data"))(w, X).sum())(W[0])
+    assert not one(found).calls[0].takes_gradients
+
+
 def test_an_output_that_varies_is_named_by_its_path(cpu_mesh):
     def body(x):
         return {"y": x, "s": jnp.sum(x)}

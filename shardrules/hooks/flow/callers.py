@@ -205,7 +205,7 @@ class _Call(Caller):
             for name in thunks:
                 changes[name] = retyping.thunk(params[name], types[params["num_consts"] :], what)
             if "bwd" in params:
-                changes["bwd"] = retyping.bwd(params["bwd"], axes)
+                changes["bwd"] = retyping.bwd(params["bwd"], axes, what is not None)
         changes[self.key] = retyping.jaxpr(params[self.key], types, what)
         return Renewal(types, changes, retyping.results(changes[self.key]))
 

@@ -15,7 +15,8 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from shardrules.errors import AxisError
+from shardrules.errors import AxisError, CotangentError
+from shardrules.hooks.autodiff.bwd import Bwd, Parts
 from shardrules.hooks.autodiff.origins import inner_jaxprs
 from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.door.compat import Jax
@@ -56,9 +57,12 @@ class Retyping(Hooks):
                 return flat  # else what is traced outside of shard_map may be run inside
             in_tree, in_avals, *others = rest
 
-            def wider(axes):
+            place = self.jax.function_place(fun)
+            parts = Parts(self.jax.function_name(fun), None, in_tree, tuple(in_avals), place)
+
+            def wider(axes, by_cast):
                 avals = [self._wider(aval, axes) for aval in in_avals]
-                shares = self.jax.transformation(self._shares)(fun, in_tree, tuple(in_avals), axes)
+                shares = self.jax.transformation(self._shares)(fun, parts, axes, by_cast)
                 return previous(shares, in_tree, avals, *others)
 
             return self.jax.transformation(self._run_bwd)(flat, wider)
@@ -69,32 +73,52 @@ class Retyping(Hooks):
         return self.jax.with_axis_type(aval, widened(self.jax.axis_type(aval), axes))
 
     def _run_bwd(self, flat, wider, *args):
-        axes = getattr(self._local, "axes", frozenset())
+        axes, by_cast = self._over
         if not axes:
             return flat(*args)
-        with self._primals_over(frozenset()):  # not those of what bwd itself differentiates
-            return wider(axes).call_wrapped(*args)
+        # Not those of what bwd itself differentiates.
+        with self._primals_over(frozenset(), frozenset()):
+            return wider(axes, by_cast).call_wrapped(*args)
 
-    def run_bwd(self, bwd: Any, axes: frozenset[str], args: Sequence[Any]) -> Any:
-        """Run a custom_vjp's bwd, for primals that vary over ``axes`` too."""
-        with self._primals_over(axes | getattr(self._local, "axes", frozenset())):
+    def run_bwd(
+        self, bwd: Any, axes: frozenset[str], args: Sequence[Any], by_cast: bool = False
+    ) -> Any:
+        """Run a custom_vjp's bwd, for primals that vary over ``axes`` too.
+
+        Args:
+          bwd: the function.
+          axes: mesh axes.
+          args: residuals and cotangents.
+          by_cast: the primals were cast to vary, and bwd is for those that are invariant.
+        """
+        known, cast = self._over
+        with self._primals_over(axes | known, cast | axes if by_cast else cast):
             return callable_of(bwd)(*args)
 
-    def _shares(self, bwd, in_tree, in_avals, axes, *args):
+    def _shares(self, fun, parts, axes, by_cast, *args):
         """Run a bwd; of a cotangent that is the full sum, give each device its part.
 
         A bwd that was written for an invariant primal may reduce its cotangent. The primal's cast
         stands before the branch now, and its psum adds up what the devices return.
+
+        Raises:
+          CotangentError: a cotangent varies as its primal does after that cast, and may be the full
+            sum all the same: it is made of a residual whose type alone varies.
         """
         import jax
 
-        cotangents = bwd(*args)
-        primals = jax.tree_util.tree_unflatten(in_tree, in_avals)
+        bwd = Bwd(self, fun, parts, args)
+        cotangents = bwd.cotangents() if by_cast else fun(*args)
+        primals = jax.tree_util.tree_unflatten(parts.in_tree, parts.in_avals)
 
-        def one(ct, aval):
+        def one(path, ct, aval):
             if ct is None or isinstance(ct, self.jax.SymbolicZero) or not is_inexact(ct):
                 return ct
             have = self.jax.axis_type(self.jax.typeof(ct))
+            want = self.jax.cotangent_type(aval)
+            share = by_cast & have.varying - want.varying - want.unreduced
+            if share:
+                bwd.check_share(path, share, have, want)
             whole = axes - self.jax.axis_type(aval).axes - have.axes
             if not whole:
                 return ct
@@ -104,18 +128,27 @@ class Retyping(Hooks):
         if isinstance(cotangents, list):
             cotangents = tuple(cotangents)
         try:
-            return jax.tree_util.tree_map(one, cotangents, primals, is_leaf=lambda x: x is None)
+            return jax.tree_util.tree_map_with_path(
+                one, cotangents, primals, is_leaf=lambda x: x is None
+            )
+        except CotangentError:
+            raise
         except (TypeError, ValueError):  # another structure than the primals': JAX refuses it
             return cotangents
 
+    @property
+    def _over(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The axes over which primals vary too, and of these the ones over which they were cast."""
+        return getattr(self._local, "over", (frozenset(), frozenset()))
+
     @contextlib.contextmanager
-    def _primals_over(self, axes: frozenset[str]) -> Iterator[None]:
-        before: frozenset[str] = getattr(self._local, "axes", frozenset())
-        self._local.axes = axes
+    def _primals_over(self, axes: frozenset[str], by_cast: frozenset[str]) -> Iterator[None]:
+        before = self._over
+        self._local.over = axes, by_cast
         try:
             yield
         finally:
-            self._local.axes = before
+            self._local.over = before
 
     # What is chosen.
 
@@ -350,10 +383,10 @@ class Retyping(Hooks):
 
         return self.jax.wrapped(run, thunk)
 
-    def bwd(self, bwd: Any, axes: frozenset[str]) -> Any:
-        """Return a custom_vjp's bwd, for primals that vary over ``axes`` too."""
+    def bwd(self, bwd: Any, axes: frozenset[str], by_cast: bool = False) -> Any:
+        """Return a custom_vjp's bwd, for primals that vary over ``axes`` too; as ``run_bwd``."""
 
         def run(*args):
-            return self.run_bwd(bwd, axes, args)
+            return self.run_bwd(bwd, axes, args, by_cast)
 
         return self.jax.wrapped(run, bwd)

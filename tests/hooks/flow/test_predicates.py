@@ -720,6 +720,43 @@ def test_a_bwd_that_reduces_under_such_a_predicate(cpu_mesh, hooks):
     assert close(gradient(f)(X, W), gradient(lambda x, w: x * w)(X, W))
 
 
+@pytest.mark.parametrize(
+    ("forward", "cotangent", "want"),
+    [
+        (
+            lambda w, x: jnp.exp(w) * x,
+            lambda w, x, g: lax.psum(g * x, "data") * jnp.exp(w),
+            np.exp(W) * X.sum(0),
+        ),
+        (lambda w, x: lax.pmean(w * w, "data"), lambda w, x, g: 2 * w * g, 4 * 2 * W),
+    ],
+    ids=["nonlinear", "averaged"],
+)
+def test_a_full_sum_times_a_residual_that_only_its_type_calls_varying(
+    cpu_mesh, hooks, forward, cotangent, want
+):
+    """The cast that stands before the branch adds up what each device returns: 4 full sums."""
+
+    def differentiated(finish):
+        op = jax.custom_vjp(forward)
+        op.defvjp(
+            lambda w, x: (forward(w, x), (w, x)),
+            lambda r, g: (finish(cotangent(*r, g)), jnp.zeros_like(r[1])),
+        )
+
+        def program(w, x):
+            total = lax.all_gather(x, "data").sum()  # equal everywhere; its type says varying
+            y = lax.cond(total > 0, lambda: op(w, x), lambda: jnp.zeros(w.shape))
+            return lax.psum(y.sum(), "data")
+
+        f = jax.shard_map(program, mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=P())
+        return jax.jit(jax.grad(f))(W, X)
+
+    with pytest.raises(errors.CotangentError, match=r"already_summed\(ct, 'data'\)"):
+        differentiated(lambda ct: ct)
+    assert close(differentiated(lambda ct: sr.already_summed(ct, "data")), want)
+
+
 def test_what_cant_be_retyped_is_refused_with_what_to_type(cpu_mesh, hooks):
     def program(x, w):
         twice = jax.shard_map(

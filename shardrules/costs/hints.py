@@ -262,18 +262,39 @@ def _accumulated(
     ):
         return False
     index = taken.attribute("index") or ""
-    # No other instruction takes this element of the carry, nor the carry as a whole.
-    for user in users[taken.operands[0]]:
-        other = body.instructions[user]
-        if user != carry and (
-            other.opcode != "get-tuple-element" or other.attribute("index") == index
-        ):
-            return False
+    # No other instruction takes this element of the carry, nor the carry as a whole; neither does
+    # the loop's condition, for which each trip's sum is needed.
+    if any(user != carry and _takes(body, user, index) for user in users[taken.operands[0]]):
+        return False
+    for condition in _conditions(module, body.name):
+        takers = condition.users()
+        for position, one in enumerate(condition.instructions):
+            if one.opcode == "parameter" and (
+                position == condition.root
+                or any(_takes(condition, user, index) for user in takers[position])
+            ):
+                return False
     back = sums.followed(body, users, total, 0, frozenset(("copy", "bitcast", "reshape")))
     if back is None or back[0] != body.root:
         return False
     return [k for k, o in enumerate(root.operands) if o == back[1]] == [
         int(index) if index.isdecimal() else -1
+    ]
+
+
+def _takes(computation: hlo.Computation, user: int, index: str) -> bool:
+    """Tell whether a tuple's user takes the element at an index, or the tuple as a whole."""
+    one = computation.instructions[user]
+    return one.opcode != "get-tuple-element" or one.attribute("index") == index
+
+
+def _conditions(module: hlo.Module, body: str) -> list[hlo.Computation]:
+    """List the conditions of the loops with this body."""
+    return [
+        module.computations[(i.attribute("condition") or "").lstrip("%")]
+        for c in module.computations.values()
+        for i in c.instructions
+        if i.opcode == "while" and (i.attribute("body") or "").lstrip("%") == body
     ]
 
 

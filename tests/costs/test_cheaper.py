@@ -120,8 +120,14 @@ over = lambda x, axis="data": lax.psum(x, axis)  # noqa: E731
         lambda x, y: (lambda p: (p + over(jnp.sin(y)), p * 2))(over(x)),
         lambda x, y: over(x).astype(jnp.bfloat16) + over(jnp.sin(y).astype(jnp.bfloat16)),
         lambda x, y: jnp.tanh(over(x)) + over(jnp.sin(y)),
+        # The loop ends by the whole sum.
+        lambda x, y: lax.while_loop(
+            lambda s: s[1].sum() < 1e3,
+            lambda s: (s[0] + 1, s[1] + over(x * s[0].astype(float))),
+            (jnp.int32(0), jnp.ones_like(x)),
+        )[1],
     ],
-    ids="rounded used maximum subtracted axes twice narrower bent".split(),
+    ids="rounded used maximum subtracted axes twice narrower bent until".split(),
 )
 def test_what_must_stay(body, cpu_mesh):
     assert cheaper(*local(cpu_mesh, body))[0] == []

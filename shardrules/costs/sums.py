@@ -102,9 +102,7 @@ def reduced_after(
             and instruction.operands[0] == position
             and (len(instruction.operands) == 2 and _adds(module, instruction))
         ):
-            # What comes after a wider type is reduced in that one before it is summed.
-            bits = max(size.bits, instruction.shape.bits)
-            return (instruction.shape.element_count * bits + 7) // 8
+            return _summed_in(size, instruction.shape)
         elif (
             instruction.opcode == "scatter"
             and len(instruction.operands) == 3
@@ -113,11 +111,22 @@ def reduced_after(
             and _adds(module, instruction)
             and _constant(module, callers, instruction.operands[1])
         ):
-            bits = max(size.bits, instruction.shape.bits)
-            return (instruction.shape.element_count * bits + 7) // 8
+            return _summed_in(size, instruction.shape)
         else:
             return None
     return None
+
+
+def _summed_in(operand: hlo.Shape, result: hlo.Shape) -> int | None:
+    """Count the bytes of a result; what was wider before is summed in that type."""
+    arrays = []
+    for shape in (operand, result):
+        # XLA of JAX 0.12 wraps an array into a tuple of one.
+        array = shape.elements[0] if shape.elements and len(shape.elements) == 1 else shape
+        if array.elements is not None:
+            return None
+        arrays.append(array)
+    return (arrays[1].element_count * max(array.bits for array in arrays) + 7) // 8
 
 
 def _adds(module: hlo.Module, instruction: hlo.Instruction) -> bool:

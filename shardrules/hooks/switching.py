@@ -91,8 +91,7 @@ class Call:
       outputs: those whose spec says less than their types.
       error: what the trace with the check on ended with, empty if it passed.
       undifferentiated: why the derivative was not traced, empty if it was.
-      takes_gradients: the body differentiates in reverse; with the check on it computes something
-        else.
+      takes_gradients: the body differentiates in reverse: with the check on, to other values.
       before, after: all-reduces with the check off and on, in the forward and backward pass.
     """
 
@@ -266,9 +265,9 @@ def _look(site: Site, off: Any, make_on: Callable[[], Any], args: tuple, kind: s
         with _in_mode("off"):
             called = _traced(off, args, False)
             try:
-                before = _sums_of(_traced(off, args, True))
+                before = tuple(_sums(_traced(off, args, True)))
             except Exception as error:  # an integer loop, an effect: whatever JAX can't transpose
-                before, undifferentiated = _sums_of(called), _first_line(error)
+                before, undifferentiated = tuple(_sums(called)), _first_line(error)
         on, where = _trace_on(make_on, args, not undifferentiated), ""
         if on.error is not None and not undifferentiated:
             # JAX's words are best without the derivative, if it is not that.
@@ -326,7 +325,7 @@ def _trace_on(make_on: Callable[[], Any], args: tuple, derivative: bool) -> _On:
             missing = missing_rules(closed, notes)
         blamed = thread.blamed
         return _On(
-            None if closed is None else _sums_of(closed),
+            None if closed is None else tuple(_sums(closed)),
             missing,
             failed,
             blamed[1] if blamed is not None and blamed[0] is failed else None,
@@ -423,11 +422,7 @@ def _traced(f: Any, args: tuple, derivative: bool) -> Any:
     return jax.make_jaxpr(differentiated if derivative else called)(*(leaves[n] for n in arrays))
 
 
-def _sums_of(closed: Any) -> tuple[Sum, ...]:
-    return tuple(_sums(closed, None, 1))
-
-
-def _sums(jaxpr: Any, sizes: dict[str, int] | None, runs: int | None) -> Iterator[Sum]:
+def _sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterator[Sum]:
     """List the psums inside the shard_maps of a jaxpr; of a cond's branches the costliest's."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     for eqn in jaxpr.eqns:
@@ -460,16 +455,14 @@ def _sums(jaxpr: Any, sizes: dict[str, int] | None, runs: int | None) -> Iterato
 
 def _is_transposed(jaxpr: Any) -> bool:
     """Tell whether a jaxpr holds equations of a backward pass, by the marks that JAX leaves."""
-    return any(
-        # The stack's text has transformations of named scopes alone, to JAX 0.6.
-        any(type(e).__name__ == "Transform" and e.name == "transpose" for e in _marks(eqn))
-        or any(map(_is_transposed, _inner(eqn.params)))
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
-    )
-
-
-def _marks(eqn: Any) -> tuple[Any, ...]:
-    return eqn.source_info.name_stack.stack
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        # To JAX 0.6 the stack's text has them in named scopes alone.
+        marks = eqn.source_info.name_stack.stack
+        if any(type(m).__name__ == "Transform" and m.name == "transpose" for m in marks):
+            return True
+        if any(map(_is_transposed, _inner(eqn.params))):
+            return True
+    return False
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Any]:

@@ -19,6 +19,7 @@ from shardrules.errors import ShardrulesError
 from shardrules.hooks.calls.opaque import to_paste, types_of
 from shardrules.hooks.door import compat
 from shardrules.hooks.explain.explanation import (
+    WRITTEN,
     ExplainedCall,
     ExplainedCast,
     ExplainedSum,
@@ -355,7 +356,7 @@ class _Walk:
     def _sum(self, eqn: Any, place: _Place) -> None:
         axes, value, size = _described(eqn)
         aval = eqn.invars[0].aval
-        why = "written in the program, or by JAX for one of its operations"
+        why = WRITTEN
         noted = [
             n
             for n in self.notes.sums

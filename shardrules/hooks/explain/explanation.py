@@ -24,6 +24,7 @@ __all__ = [
     "short",
 ]
 
+WRITTEN = "written in the program, or by JAX for one of its operations"  # why a psum is there
 _COLUMNS = 100  # of the text, but for names and paths that are longer
 
 
@@ -261,7 +262,7 @@ def short(at: str) -> str:
 
 
 def _advice(one: ExplainedSum) -> str:
-    if one.steps == 1:
+    if one.steps == 1 or one.why == WRITTEN:  # no cast takes away what is written
         return ""
     steps = f"each of {one.steps} steps" if one.steps else "every step"
     return (

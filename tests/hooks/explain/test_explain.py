@@ -133,6 +133,16 @@ def test_a_psum_in_a_loop_is_told_how_to_leave_it(cpu_mesh):
     assert before.steps == 1
 
 
+def test_no_cast_takes_away_a_psum_that_is_written(cpu_mesh):
+    def f(x):
+        return jax.lax.scan(lambda c, _: (jax.lax.psum(c, "data") * x, None), x, None, length=5)[0]
+
+    explanation = sr.explain(
+        jax.shard_map(f, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data")), jnp.ones((8, 4))
+    )
+    assert explanation.sums[0].steps == 5 and "shardrules.vary" not in str(explanation)
+
+
 def test_explain_of_what_a_varying_predicate_chooses(cpu_mesh):
     def f(x, w):
         chosen = jax.lax.cond(x[0] > 0, lambda: 1.0, lambda: w)

@@ -149,7 +149,9 @@ def _install(pxla: Any) -> None:
         if hasattr(pxla, "PmapComputation"):  # to JAX 0.9; after it pmap is a jit
             owners.append((pxla.PmapComputation, "compile", _compile))
         owners.append((pxla, "lower_sharding_computation", _lower))
-        made = [(owner, name, _around(by, getattr(owner, name))) for owner, name, by in owners]
+        made = [
+            (owner, name, watching.around(by, getattr(owner, name))) for owner, name, by in owners
+        ]
     except AttributeError as error:
         import jax
 
@@ -159,14 +161,6 @@ def _install(pxla: Any) -> None:
         ) from error
     for owner, name, function in made:
         _patches.attribute(owner, name, function)
-
-
-def _around(wrapper: Any, original: Any) -> Any:
-    @functools.wraps(original)
-    def function(*args, **kwargs):
-        return wrapper(original, *args, **kwargs)
-
-    return function
 
 
 def _compile(original: Any, self: Any, *args, **kwargs) -> Any:

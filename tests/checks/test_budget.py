@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 
 import pytest
 from hlo import text as T
@@ -163,7 +164,6 @@ def test_a_path_is_asked_for(args):
 
 
 def test_the_file_is_toml(folder):
-    tomllib = pytest.importorskip("tomllib")  # Python 3.11 on
     rows = {
         ("backward all-to-all(a, b)", "s4", 'we"ird \\ \u00e9 \x7f.py (<lambda>)'): accounts.Totals(
             2, 5, 7, 8, 1

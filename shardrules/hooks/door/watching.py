@@ -24,7 +24,7 @@ from shardrules.errors import UnsupportedJaxError
 from shardrules.hooks.door import arguments as door
 from shardrules.hooks.door.patching import Patches
 
-__all__ = ["Argument", "Listener", "forget_fast_paths", "live_arrays", "start"]
+__all__ = ["Argument", "Listener", "around", "forget_fast_paths", "live_arrays", "start"]
 
 
 class Argument(NamedTuple):
@@ -123,10 +123,10 @@ def _install() -> None:
             (numpy, "array", functools.partial(_read_by_numpy, how="numpy.array")),
         ]
         made = [
-            (owner, name, _around(wrapper, getattr(owner, name))) for owner, name, wrapper in owners
+            (owner, name, around(wrapper, getattr(owner, name))) for owner, name, wrapper in owners
         ]
         value = vars(array.ArrayImpl)["_value"]
-        made.append((array.ArrayImpl, "_value", property(_around(_read, value.fget))))
+        made.append((array.ArrayImpl, "_value", property(around(_read, value.fget))))
         forget_fast_paths()
     except (AttributeError, KeyError, ImportError) as error:
         raise UnsupportedJaxError(
@@ -136,7 +136,9 @@ def _install() -> None:
         _patches.attribute(owner, name, function)
 
 
-def _around(wrapper: Any, original: Any) -> Any:
+def around(wrapper: Any, original: Any) -> Any:
+    """Return what takes a function's place and hands it to ``wrapper``, before its arguments."""
+
     @functools.wraps(original)
     def function(*args, **kwargs):
         return wrapper(original, *args, **kwargs)

@@ -280,9 +280,8 @@ def kernels():
         cells, found = [], {}
         for arm, (casts, check) in ARMS.items():
             with contextlib.ExitStack() as stack:
-                if casts and case.communicates is not None:
-                    rule = getattr(shardrules, case.communicates.rule)(*case.communicates.axes)
-                    stack.enter_context(shardrules.rules({case.communicates.kernel: rule}))
+                if casts:
+                    stack.enter_context(shardrules.rules(case.lines()))
                 made = functools.partial(build.build, case, check_vma=check)
                 try:
                     with Solved() as solved:

@@ -85,13 +85,10 @@ def read(compiled, mesh) -> tuple[dict[str, int], dict[str, int]]:
 
 @contextlib.contextmanager
 def _rules(case: Case):
-    """Install shardrules, with the one line that `case` needs if its kernel communicates."""
+    """Install shardrules, with the one line that `case` needs, if any."""
     import shardrules
 
-    with shardrules.install(), contextlib.ExitStack() as stack:
-        if case.communicates is not None:
-            rule = getattr(shardrules, case.communicates.rule)(*case.communicates.axes)
-            stack.enter_context(shardrules.rules({case.communicates.kernel: rule}))
+    with shardrules.install(), shardrules.rules(case.lines()):
         yield
 
 

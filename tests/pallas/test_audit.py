@@ -390,7 +390,7 @@ def test_a_refusal_names_the_line(cpu_mesh):
 
 
 # Kernels of JAX's own operations: which of those that do not communicate are not proven, and why.
-# It takes its next tile when the scheduler has one for it.
+# It takes its next tile when the scheduler has one for it; its two blocks may take different ones.
 NOT_PROVEN = {"blackwell_matmul": "try_cluster_cancel"}
 
 

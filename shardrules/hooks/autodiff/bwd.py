@@ -447,7 +447,8 @@ class Bwd:
         rule = known.found.rule
         if reductions and not any(word in rule.name for word in ("all_reduce", "reduce_scatter")):
             return
-        for effect in rule.effects(output_count) or (Effect("unknown"),):
+        # A kernel that returns nothing (a core_map) writes to refs: one effect speaks for them all.
+        for effect in rule.effects(output_count or 1) or (Effect("unknown"),):
             if effect.kind in ("unknown", "typed"):
                 yield f"{known.call}, whose rule {rule!r} does not say what it communicates"
             elif set(effect.axes) & axes:

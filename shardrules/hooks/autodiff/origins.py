@@ -144,10 +144,14 @@ class Origins:
             for eqn in jaxpr.eqns:
                 operands = [read(atom) for atom in eqn.invars]
                 here = (*place, id(eqn))
-                env.update(zip(eqn.outvars, self._equation(jaxpr, eqn, operands, here)))
+                results = self._equation(jaxpr, eqn, operands, here)
+                for var, result in zip(eqn.outvars, results):
+                    # What is stored to a new ref later in a pass is its own in the next.
+                    is_ref = isinstance(var.aval, self.jax.AbstractRef)
+                    env[var] = result | env.get(var, NOWHERE) if is_ref else result
                 refs = [a for a in eqn.invars if isinstance(a.aval, self.jax.AbstractRef)]
-                for ref in refs:  # whatever is stored may be all that the equation takes
-                    stored = _union(operands)
+                for ref in refs:  # whatever is stored may be all that the equation takes or makes
+                    stored = _union([*operands, *results])
                     grown = grown or env.get(ref, NOWHERE) != stored
                     env[ref] = stored
             if not grown:
@@ -164,7 +168,8 @@ class Origins:
         name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
         known = self.opaque(eqn.primitive, params)
         if known is not None:
-            return [self._opaque(known, _union(operands), count, place)] * count
+            # A kernel without results writes to refs.
+            return [self._opaque(known, _union(operands), count or 1, place)] * (count or 1)
         if name in CASTS:
             return operands
         if name == "scan":

@@ -370,6 +370,37 @@ def test_a_kernel_that_writes_a_ref_holds_it_to_its_rule(cpu_mesh, hooks, op, na
     )
 
 
+def through_refs(kernel):
+    """A product whose bwd computes its second cotangent in new refs, by a kernel without results."""
+
+    def copied(value):
+        refs = jax.new_ref(value), jax.new_ref(jnp.zeros_like(value))
+        pl.core_map(CORES)(functools.partial(kernel, *refs))
+        return refs[1][...]
+
+    f = jax.custom_vjp(lambda x, w: x * w)
+    f.defvjp(lambda x, w: (x * w, (x, w)), lambda saved, g: (g * saved[1], copied(g * saved[0])))
+    return f
+
+
+def psums_in_its_gradient(f, mesh):
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    x, w = np.ones(SHAPE, np.float32), np.ones((2, 4), np.float32)
+    gradient = jax.grad(lambda x, w: mapped(x, w).sum(), argnums=(0, 1))
+    return str(jax.make_jaxpr(gradient)(x, w)).count("psum_invariant[")
+
+
+def test_a_bwd_in_refs_is_one_devices_share_by_its_kernels_rule(cpu_mesh, hooks):
+    assert psums_in_its_gradient(through_refs(copy), cpu_mesh) == 1
+    for rule in (sr.all_gather, sr.per_device, sr.all_reduce):
+        body = rule("data")(lambda x, o: copy(x, o))
+        with pytest.raises(errors.CotangentError, match=rf"whose rule is {rule.__name__}\('data'"):
+            psums_in_its_gradient(through_refs(body), cpu_mesh)
+    its_own = sr.rules({"copy": lambda ctx: [ctx.union] * ctx.output_count})
+    with its_own, pytest.raises(errors.CotangentError, match="does not say what it communicates"):
+        psums_in_its_gradient(through_refs(copy), cpu_mesh)
+
+
 def test_refs_that_a_kernel_only_reads_keep_their_type(cpu_mesh, hooks):
     def op(x, w):
         def run(refs):

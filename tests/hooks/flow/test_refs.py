@@ -168,6 +168,22 @@ def test_the_cotangent_of_an_invariant_value_in_a_varying_ref_is_summed(cpu_mesh
         np.testing.assert_allclose(g, want, rtol=1e-5)
 
 
+def test_a_bwd_may_store_to_a_new_ref(cpu_mesh, hooks):
+    """Whether it is a share is asked of bwd's jaxpr, until that gives the same answer twice."""
+
+    def summed_by_rows(value):
+        ref = jax.new_ref(jnp.zeros_like(value))
+        for i in range(2):
+            ref[0] = ref[0] + value[i]
+        return ref[...]
+
+    op = jax.custom_vjp(lambda x, w: x * w[0])
+    op.defvjp(lambda x, w: (x * w[0], (x, w)), lambda s, g: (g * s[1][0], summed_by_rows(g * s[0])))
+    f = jax.shard_map(op, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    got = jax.jit(jax.grad(lambda w: f(X, w).sum()))(np.ones(BLOCK, np.float32))
+    np.testing.assert_allclose(got, [X.sum(0), np.zeros(4)])
+
+
 def test_partial_sums_do_not_go_into_a_ref_of_whole_values(cpu_mesh, hooks):
     def op(x):
         ref = jax.new_ref(jnp.zeros(BLOCK))

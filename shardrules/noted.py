@@ -41,6 +41,25 @@ class SeenProgram:
         """
         return self._noted.text()
 
+    def _known(self) -> tuple[hlo.Module, dict[str, int] | None, list[str] | None]:
+        """Return its module, and mesh and parameter shardings as JAX tells of them."""
+        from shardrules import hlo, program
+
+        module = hlo.parse(self.text, name=self.name)
+        devices = (module.num_partitions or 1) * (module.replica_count or 1)
+        shardings = program.matching(module, self._noted.parameter_shardings())
+        return module, self._noted.mesh(devices), shardings
+
+    def told(self) -> str:
+        """Give its compiled HLO, with mesh and parameter shardings where ``hlo.judge`` reads them.
+
+        Raises:
+          ShardrulesError: its backend does not give its HLO, or it can't be read.
+        """
+        from shardrules.hlo.reader import telling
+
+        return telling.told(*self._known())
+
     @functools.cached_property
     def judgement(self) -> hlo.Judgement:
         """Judge each of its collectives, under the rules of the default registry.
@@ -48,14 +67,14 @@ class SeenProgram:
         Raises:
           ShardrulesError: its backend does not give its HLO, or it can't be read.
         """
-        from shardrules import hlo, program
+        from shardrules import hlo
 
-        module = hlo.parse(self.text, name=self.name)
-        devices = (module.num_partitions or 1) * (module.replica_count or 1)
+        module, mesh, shardings = self._known()
         return hlo.judge(
             module,
-            own_mesh=self._noted.mesh(devices),
-            parameter_shardings=program.matching(module, self._noted.parameter_shardings()),
+            registry=self._owner.registry,
+            own_mesh=mesh,
+            parameter_shardings=shardings,
             unpartitioned=True,
         )
 
@@ -74,6 +93,7 @@ class SeenProgram:
             title=f"{self.name} in {self.where}" if self.where else self.name,
             strict=self._owner.strict,
             allow=findings.Allowances(self._owner.allow),
+            target=self._owner.target,
         )
 
     def __repr__(self) -> str:
@@ -88,11 +108,15 @@ class Seen:
     Attributes:
       strict: whether verdicts that rest on declarations are findings.
       allow: known findings, with their reasons.
+      registry: rules for custom calls that carry no tag; the default registry if None.
+      target: an accelerator, ``"v5e"``, on which each collective's time is estimated; or None.
     """
 
     def __init__(self, strict: bool, allow: dict[str, str], where: Callable[[], str] = str):
         self.strict: bool = strict
         self.allow: dict[str, str] = allow
+        self.registry: Any = None
+        self.target: str | None = None
         self._where = where
         self._programs: list[SeenProgram] = []
         self._stop: Callable[[], None] | None = None

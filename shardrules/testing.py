@@ -319,14 +319,20 @@ def assert_budget(
     path = pathlib.Path(caller).parent / given if os.path.exists(caller) else pathlib.Path(given)
     judgement, held, _ = _judged(program, tuple(args), kwargs, level, registry, mesh)
     now = budgets.of(held, budgets.root_of(path))
+    found = findings.find(judgement, strict) if level == "compiled" else []
     if updates.wanted:
         now.allow = budgets.allowances(path)
         updates.write(path, budgets.dump(now), str(given))
         before = now
     elif not path.exists():
+        now.allow = dict.fromkeys(map(findings.allowance, found), "...")
+        reasons = (
+            f", once {given} says why each of its findings stays (a new file may hold just the "
+            "[[allow]])"
+        )
         raise CollectiveAssertionError(
-            f"there is no budget {given}; write it with pytest --update-budgets. It would hold\n"
-            + budgets.dump(now),
+            f"there is no budget {given}; write it with pytest --update-budgets"
+            f"{reasons if found else ''}. It would hold\n" + budgets.dump(now),
             judgement=judgement,
             path=path,
         )
@@ -345,14 +351,15 @@ def assert_budget(
         )
     if level == "logical":
         return judgement
-    bad, _, unused = findings.Allowances(before.allow).split(findings.find(judgement, strict))
+    bad, _, unused = findings.Allowances(before.allow).split(found)
     if bad:
-        names = dict.fromkeys(f"{f.verdict.verdict} {f.entry.what}" for f in bad)
+        names = dict.fromkeys(map(findings.allowance, bad))
+        until = "; until then nothing is written there" if updates.wanted else ""
         raise CollectiveAssertionError(
             f"{len(bad)} collectives are not shown to be needed:\n"
             + _listed(bad)
-            + f"\nif they may stay, say why in {given} (a new file may hold just that):\n"
-            + "\n".join(f'[[allow]]\nwhat = "{name}"\nreason = "..."' for name in names),
+            + f"\nif they may stay, say why in {given} (a new file may hold just that){until}:\n"
+            + "\n".join(budgets.allowed(name, "...") for name in names),
             verdicts=tuple(f.verdict for f in bad),
             judgement=judgement,
             path=path,

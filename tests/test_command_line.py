@@ -334,6 +334,37 @@ def test_diff_of_two_programs(tmp_path):
     assert done.returncode == 0 and "The same collectives: 1, 32 B." in done.stdout
 
 
+def test_diff_knows_a_file_of_another_checkout(tmp_path):
+    def program(*files):
+        lines = [T.parameter(T.BOTH)]
+        for n, file in enumerate(files):
+            extra = f', metadata={{op_name="jit(f)/psum" source_file="{file}" source_line={n + 7}}}'
+            lines.append(T.all_reduce(f"%r{n - 1}" if n else "%x", name=f"r{n}", extra=extra))
+        return T.module("\n".join(lines))
+
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text(program(f"{tmp_path}/old/pkg/model.py", "/a/old/pkg/sub/model.py"))
+    other.write_text(program("/b/new/pkg/sub/model.py", "/b/new/pkg/model.py"))
+    done = run("diff", one, other, MESH, cwd=tmp_path)
+    assert (done.returncode, done.stdout[:21]) == (0, "the same collectives:"), done.stdout
+    other.write_text(program("/b/new/pkg/sub/model.py", "/b/new/pkg/data.py"))
+    done = run("diff", one, other, MESH, cwd=tmp_path)
+    assert "+ forward all-reduce(model) f32 at data.py: 1, 32 B" in done.stdout
+    assert "- forward all-reduce(model) f32 at old/pkg/model.py: 1, 32 B" in done.stdout
+    assert "sub" not in done.stdout
+
+
+def test_paths_below_the_working_directory_are_relative(tmp_path):
+    where = f', metadata={{op_name="jit(f)/psum" source_file="{tmp_path}/train.py" source_line=7}}'
+    lines = [T.parameter(T.DATA), T.all_reduce("%x", extra=where)]
+    (tmp_path / "a.hlo").write_text(T.module("\n".join(lines)))
+    for form, elsewhere in (("text", 2), ("markdown", 2)):
+        args = ("report", tmp_path / "a.hlo", MESH, f"--format={form}")
+        shown = run(*args, cwd=tmp_path).stdout
+        assert str(tmp_path) not in shown and "train.py:7" in shown
+        assert run(*args).stdout.count(f"{tmp_path}/train.py:7") == elsewhere
+
+
 def test_a_folder_has_one_program_for_diff(tmp_path):
     for name in ("a.hlo", "b.hlo"):
         (tmp_path / name).write_text(clean_module())

@@ -47,12 +47,24 @@ if what == "fork" and not os.fork():
     os._exit(0)
 if what == "fork":
     os.wait()
+if "term" in what:
+    import signal
+    if what == "own term":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    child = os.fork() if what == "fork term" else os.getpid()
+    time.sleep(0 if child else 60)
+    sys.stdout.flush()
+    os.kill(child, signal.SIGTERM)
+    if what == "fork term":
+        print(os.wait()[1])
 sys.exit(int(what) if what.isdigit() else None)
 """
 
 
 @pytest.mark.parametrize(
-    "what", ["0", "3", "raise", "message", "_exit", "interrupt", "hook", "fork"]
+    "what",
+    ["0", "3", "raise", "message", "_exit", "interrupt", "hook", "fork"]
+    + ["term", "own term", "fork term"],
 )
 def test_a_script_runs_as_python_runs_it(tmp_path, what):
     path = tmp_path / "script.py"
@@ -94,6 +106,10 @@ def test_a_module_runs_as_python_runs_it(tmp_path):
         (["--allow", "everything: reason", "good.py"], "'everything' names no collectives"),
         (["--output", "no/such/folder/file", "good.py"], "No such file or directory"),
         (["--keep", "good.py", "good.py"], "File exists"),
+        (["--target", "v4", "good.py"], "argument --target: invalid choice: 'v4'"),
+        (["--rule", "k=no_comunication", "good.py"], "did you mean 'no_communication'?"),
+        (["--rules", "no_such_rules", "good.py"], "--rules=no_such_rules can't be imported: "),
+        (["--format", "text", "--format", "html", "good.py"], "--format was given twice"),
     ],
 )
 def test_what_can_not_be_run(tmp_path, args, message, capsys, monkeypatch):

@@ -15,7 +15,7 @@ from typing import Any
 from shardrules.costs import accounts
 from shardrules.errors import BudgetError
 
-__all__ = ["Budget", "allowances", "dump", "load", "of", "root_of"]
+__all__ = ["Budget", "allowances", "allowed", "dump", "load", "of", "root_of"]
 
 VERSION = 1
 _HEAD = (
@@ -93,9 +93,13 @@ def dump(budget: Budget) -> str:
             if values[key] not in ("", 0) or key in ("count", "bytes")
         ]
         parts.append("[[collective]]\n" + "\n".join(lines) + "\n")
-    for what, reason in sorted(budget.allow.items()):
-        parts.append(f"[[allow]]\nwhat = {_quoted(what)}\nreason = {_quoted(reason)}\n")
+    parts += [allowed(what, reason) for what, reason in sorted(budget.allow.items())]
     return "\n".join(parts)
+
+
+def allowed(what: str, reason: str) -> str:
+    """Write the entry by which a finding may stay."""
+    return f"[[allow]]\nwhat = {_quoted(what)}\nreason = {_quoted(reason)}\n"
 
 
 def _quoted(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from shardrules import report
-from shardrules.commands import reading
+from shardrules.commands import flags, reading
 from shardrules.costs import accounts
 from shardrules.errors import ShardrulesError
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_arguments(parser)
     parser.add_argument(
         "--format",
-        action=reading.Once,
+        action=flags.Once,
         choices=list(report.DIFFS),
         default="text",
         help="how the differences are written",
@@ -37,8 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ShardrulesError("only one of the two programs can be read from stdin")
     found = reading.judged(given, arguments, each_alone=True)
     before, after = (report.content(one.judgement, title=one.name) for one in found)
+    names = accounts.common_names(before.account, after.account)
     changes = accounts.compare(
-        accounts.grouped(before.account, groups=True), accounts.grouped(after.account, groups=True)
+        *(accounts.grouped(c.account, groups=True, names=names) for c in (before, after))
     )
     reading.write(report.DIFFS[arguments.format](before, after, changes), arguments)
     return reading.FOUND if changes else reading.CLEAN

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from shardrules import hlo, program
 from shardrules.commands import files, rules
+from shardrules.commands.flags import Once
 from shardrules.errors import HloError, ShardrulesError
 from shardrules.hlo.reader.files import decode
 
@@ -20,7 +21,6 @@ __all__ = [
     "FOUND",
     "UNUSABLE",
     "Judged",
-    "Once",
     "add_arguments",
     "judged",
     "mesh_of",
@@ -30,23 +30,6 @@ __all__ = [
 ]
 
 CLEAN, FOUND, UNUSABLE = 0, 1, 2  # exit codes
-
-
-class Once(argparse.Action):
-    """Store a flag's value; a second one would silently replace the first."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        """Store it, or say that it is there already."""
-        if self.dest in vars(namespace).setdefault("given", set()):
-            parser.error(f"{option_string} was given twice; give it once")
-        namespace.given.add(self.dest)
-        setattr(namespace, self.dest, values)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,20 +1,28 @@
-"""The rules that a command's flags give, and which of them matched a kernel."""
+"""The rules that a command's flags give, and which of them matched a kernel.
+
+Imports neither jax nor NumPy, as ``flags``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import importlib
+import importlib.util
 import os
 import re
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-from shardrules import hlo, registry
+from shardrules import registry
 from shardrules.errors import ShardrulesError
 from shardrules.registry import builtin
 
-__all__ = ["Rules", "add_arguments"]
+if TYPE_CHECKING:
+    from shardrules import hlo
+
+__all__ = ["Rules", "add_arguments", "check"]
 
 # Of the rules those that say what they do without the types that a call has.
 _RULES = (
@@ -28,6 +36,7 @@ _RULES = (
     "reduce_scatter",
     "unreduced",
 )
+_RULE_FLAG = "--rule="
 _RULE = re.compile(r"(?:shardrules\.|sr\.)?(\w+)\s*(?:\(([^()]*)\))?")
 
 
@@ -51,6 +60,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check(arguments: argparse.Namespace) -> None:
+    """Say now what ``Rules`` would say after a long run; nothing is registered or imported.
+
+    Raises:
+      ShardrulesError: a rule can't be read, or a module is not there.
+    """
+    for text in arguments.rule:
+        _read(text)
+    _search_here()
+    for name in arguments.rules:
+        try:
+            found = importlib.util.find_spec(name)
+        except (ImportError, ValueError) as error:
+            raise _unimportable(name, error) from error
+        if found is None:
+            raise _unimportable(name, ModuleNotFoundError(f"No module named {name!r}"))
+
+
 class Rules:
     """A registry that remembers which of the flags' rules it was asked for.
 
@@ -64,6 +91,7 @@ class Rules:
     def __init__(self, arguments: argparse.Namespace):
         self._given: dict[str, list[registry.Registration]] = {}
         self._used: list[registry.Registration] = []
+        _search_here()
         for name in arguments.rules:
             before = registry.default.own()
             _import(name)
@@ -71,7 +99,7 @@ class Rules:
             self._given[f"--rules={name}"] = [e for e in after if e not in before]
         for text in arguments.rule:
             name, rule = _read(text)
-            flag = f"--rule={text}"
+            flag = _RULE_FLAG + text
             self._given[flag] = [registry.default.register(name, rule, where=flag, replace=True)]
 
     def find(self, name: str) -> registry.Registration | None:
@@ -80,14 +108,17 @@ class Rules:
 
     def find_by_op_name(self, op_name: str) -> registry.Registration | None:
         """Answer as the default registry does."""
-        return self._noted(registry.default.find_by_op_name(op_name))
+        asked = [
+            e.name for flag, es in self._given.items() if flag.startswith(_RULE_FLAG) for e in es
+        ]
+        return self._noted(registry.default.find_by_op_name(op_name, functions=asked))
 
     def _noted(self, found: registry.Registration | None) -> registry.Registration | None:
         if found is not None and found not in self._used:
             self._used.append(found)
         return found
 
-    def unused(self, judgements: list[hlo.Judgement]) -> list[str]:
+    def unused(self, judgements: Iterable[hlo.Judgement]) -> list[str]:
         """Say of each flag whose rules matched no kernel what the programs' kernels are called."""
         lines = []
         for flag, entries in self._given.items():
@@ -104,7 +135,7 @@ class Rules:
         return lines
 
 
-def _kernels(judgements: list[hlo.Judgement]) -> list[str]:
+def _kernels(judgements: Iterable[hlo.Judgement]) -> list[str]:
     """List what the kernels without a rule are called: their names, or op_names without one."""
     calls = [blocker for judgement in judgements for blocker in judgement.opaque]
     return list(
@@ -141,14 +172,19 @@ def _read(text: str) -> tuple[str, Any]:
     return name, rule(*axes)
 
 
-def _import(name: str) -> None:
+def _search_here() -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+
+
+def _import(name: str) -> None:
     try:
         importlib.import_module(name)
     except ShardrulesError:
         raise
     except Exception as error:  # the module is the user's, and raises what it likes
-        raise ShardrulesError(
-            f"--rules={name} can't be imported: {type(error).__name__}: {error}"
-        ) from error
+        raise _unimportable(name, error) from error
+
+
+def _unimportable(name: str, error: Exception) -> ShardrulesError:
+    return ShardrulesError(f"--rules={name} can't be imported: {type(error).__name__}: {error}")

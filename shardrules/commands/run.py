@@ -16,7 +16,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from shardrules.commands import script
+from shardrules.commands import flags, rules, script
 from shardrules.errors import ShardrulesError
 
 if TYPE_CHECKING:
@@ -31,27 +31,19 @@ _MANY = 20  # programs for which the progress is worth a line where there is no 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``run``."""
+    flags.add_arguments(parser)
+    rules.add_arguments(parser)
     parser.add_argument(
-        "--format",
-        choices=["text", "markdown", "json", "html"],
-        default="text",
-        help="how the report is written",
+        "--output",
+        action=flags.Once,
+        metavar="FILE",
+        help="write the report there instead of to stderr; - is stdout",
     )
     parser.add_argument(
-        "--output", metavar="FILE", help="write the report there instead of to stderr; - is stdout"
-    )
-    parser.add_argument("--keep", metavar="DIR", help="write the HLO of each program there")
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="accept proofs alone: verdicts that rest on declared rules are findings",
-    )
-    parser.add_argument(
-        "--allow",
-        metavar="'FINDING: REASON'",
-        action="append",
-        default=[],
-        help="a known finding and why it stays, as for verify; may be repeated",
+        "--keep",
+        action=flags.Once,
+        metavar="DIR",
+        help="write the HLO of each program there, for verify, report and diff",
     )
     script.add_arguments(parser)
 
@@ -67,7 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
         keep.mkdir(parents=True, exist_ok=True)
     if arguments.output not in (None, "-"):
         pathlib.Path(arguments.output).open("a").close()  # said now if it can't be written
-    seen = noted.watch(strict=arguments.strict, allow=dict(map(_allowance, arguments.allow)))
+    rules.check(arguments)
+    seen = noted.watch(strict=arguments.strict, allow=flags.allowances(arguments))
+    seen.target = arguments.target
     code = script.run(target, seen, lambda: _report(seen, arguments, keep))
     if code == script.INTERRUPTED:
         script.end_by_interrupt()
@@ -89,6 +83,9 @@ def _report(seen: Seen, arguments: argparse.Namespace, keep: pathlib.Path | None
 def _written(seen: Seen, arguments: argparse.Namespace, keep: pathlib.Path | None) -> int:
     from shardrules.report import several
 
+    # Not before the script has ended: its programs are traced as without them.
+    given = rules.Rules(arguments)
+    seen.registry = given
     process, processes = seen.process
     if process:  # all of a job's processes compile the same programs
         found = seen.judged()
@@ -99,6 +96,8 @@ def _written(seen: Seen, arguments: argparse.Namespace, keep: pathlib.Path | Non
     shown = _Progress(len(seen))
     found = seen.judged(shown)
     shown.done()
+    for line in given.unused(content.judgement for content in found.contents):
+        _say(line)
     text = several.WRITERS[arguments.format](found)
     if arguments.output is None:
         sys.stderr.write(text)
@@ -122,7 +121,7 @@ def _keep(seen: Seen, folder: pathlib.Path) -> None:
     for number, one in enumerate(seen, 1):
         name = re.sub(r"[^\w.-]", "_", one.name)[:100]
         try:
-            (folder / f"{number:04}.{name}.hlo").write_text(one.text, encoding="utf-8")
+            (folder / f"{number:04}.{name}.hlo").write_text(one.told(), encoding="utf-8")
         except ShardrulesError:
             pass  # the report says which
 
@@ -151,13 +150,3 @@ class _Progress:
 
 def _say(message: str) -> None:
     print(f"shardrules: {message}", file=sys.stderr, flush=True)
-
-
-def _allowance(text: str) -> tuple[str, str]:
-    what, colon, reason = text.partition(": ")
-    if not colon:
-        raise ShardrulesError(
-            f"--allow={text!r} gives no reason; write --allow='redundant "
-            "all-reduce(model): issue 12'"
-        )
-    return what.strip(), reason.strip()

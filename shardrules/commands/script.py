@@ -121,7 +121,7 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
       around: is entered while it runs.
       end: is called when it has ended, however it did; what it returns becomes the exit code where
         the script's own is 0. Also called, before the process ends, where the script calls
-        ``os._exit`` itself.
+        ``os._exit`` itself, and where SIGTERM ends it.
 
     Returns:
       The exit code; INTERRUPTED where Ctrl-C ended it.
@@ -143,6 +143,14 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
     _path(target.folder)
     process, at_once = os.getpid(), os._exit
 
+    def terminated(number: int, frame: types.FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        try:
+            if os.getpid() == process:  # a forked one only ends
+                end()
+        finally:  # as without a handler: nothing of the script's runs any more
+            os.kill(os.getpid(), number)
+
     def exit_now(status: int) -> NoReturn:
         os._exit = at_once
         found = 0
@@ -153,6 +161,10 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
             at_once(status or found)
 
     os._exit = exit_now  # type: ignore[assignment]
+    # Batch schedulers end a job by SIGTERM; a script that handles it itself replaces this.
+    handled = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if handled:
+        signal.signal(signal.SIGTERM, terminated)
     try:
         with around:
             code = _executed(target.code, main)
@@ -160,6 +172,8 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
         os._exit = at_once
     _flush()
     found = end()
+    if handled and signal.getsignal(signal.SIGTERM) is terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return code or found
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import argparse
 
 from shardrules import hlo, report
-from shardrules.commands import reading
-from shardrules.costs import estimates, findings
-from shardrules.errors import ShardrulesError
+from shardrules.commands import flags, reading
+from shardrules.costs import findings
 from shardrules.report import several
 
 __all__ = ["add_arguments", "judged", "run"]
@@ -34,37 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compiled HLO text, a folder or a pattern of such files, or - for stdin",
     )
     reading.add_arguments(parser)
-    parser.add_argument(
-        "--format",
-        action=reading.Once,
-        choices=list(_FORMATS),
-        default="text",
-        help="how the report is written",
-    )
-    parser.add_argument(
-        "--target",
-        action=reading.Once,
-        choices=list(estimates.TARGETS),
-        help="estimate each collective's time from the bandwidth of this accelerator's links",
-    )
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="accept proofs alone: verdicts that rest on declared rules are findings",
-    )
-    parser.add_argument(
-        "--allow",
-        metavar="'FINDING: REASON'",
-        action="append",
-        default=[],
-        help="a known finding and why it stays, 'redundant all-reduce(model) at model.py: issue "
-        "12'; may be repeated",
-    )
+    flags.add_arguments(parser)
 
 
 def judged(arguments: argparse.Namespace) -> tuple[str, int]:
     """Judge the files as the flags say; return the report, and what it means as an exit code."""
-    allow = dict(_allowance(text) for text in arguments.allow)
+    allow = flags.allowances(arguments)
     found = reading.judged(arguments.files, arguments)
     contents = [
         report.content(
@@ -94,13 +68,3 @@ def run(arguments: argparse.Namespace) -> int:
     text, code = judged(arguments)
     reading.write(text, arguments)
     return code
-
-
-def _allowance(text: str) -> tuple[str, str]:
-    what, colon, reason = text.partition(": ")
-    if not colon:
-        raise ShardrulesError(
-            f"--allow={text!r} gives no reason; write --allow='redundant "
-            "all-reduce(model): issue 12'"
-        )
-    return what.strip(), reason.strip()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -354,8 +355,37 @@ def relative_file(file: str, root: str) -> str:
     return path.rpartition("/")[2]
 
 
+def common_names(before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, str]:
+    """Name the source files of two programs; a file of two checkouts has one name.
+
+    Of a path in one program and one in the other, those are one file whose ends agree in more parts
+    than those of any other two that either is in.
+    """
+    files = [sorted({e.file for e in entries if e.file}) for entries in (before, after)]
+    names = {file: relative_file(file, ".") for some in files for file in some}
+    left = [[f for f in mine if f not in theirs] for mine, theirs in (files, files[::-1])]
+    ends = {(a, b): _common_end(a, b) for a in left[0] for b in left[1]}
+    for length in sorted({len(end) for end in ends.values()} - {0}, reverse=True):
+        near = [pair for pair, end in ends.items() if len(end) == length]
+        times = collections.Counter(file for pair in near for file in pair)
+        for pair in near:
+            if times[pair[0]] == times[pair[1]] == 1:
+                names |= dict.fromkeys(pair, "/".join(ends[pair]))
+        ends = {pair: end for pair, end in ends.items() if not times.keys() & set(pair)}
+    return names
+
+
+def _common_end(one: str, other: str) -> tuple[str, ...]:
+    parts = [path.replace("\\", "/").split("/")[::-1] for path in (one, other)]
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*parts))
+    return tuple(part for part, _ in same)[::-1]
+
+
 def grouped(
-    entries: Iterable[Entry], root: str = ".", groups: bool = False
+    entries: Iterable[Entry],
+    root: str = ".",
+    groups: bool = False,
+    names: Mapping[str, str] | None = None,
 ) -> dict[tuple[str, ...], Totals]:
     """Sum entries up by what lasts across recompiles: what, element type, source function.
 
@@ -363,10 +393,11 @@ def grouped(
       entries: what is summed up.
       root: source paths below it are relative to it.
       groups: sum up by device groups, too: axis names alone don't tell one mesh from another.
+      names: what source files are called instead.
     """
     found: dict[tuple[str, ...], Totals] = {}
     for entry in entries:
-        source = relative_file(entry.file, root) if entry.file else ""
+        source = (names or {}).get(entry.file) or relative_file(entry.file, root)
         if source and entry.function:
             source += f" ({entry.function})"
         key = (entry.what, entry.element_type, source, *([entry.groups] if groups else []))

@@ -16,10 +16,12 @@ bytes per second that one device sends:
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from shardrules import hlo
-from shardrules.costs import accounts
 from shardrules.errors import ShardrulesError
+
+if TYPE_CHECKING:  # flags are read of TARGETS before a script imports NumPy
+    from shardrules import hlo
 
 __all__ = ["TARGETS", "Target", "seconds", "target"]
 
@@ -60,6 +62,8 @@ def target(name: str) -> Target:
     """
     found = TARGETS.get(str(name).lower())
     if found is None:
+        from shardrules.costs import accounts
+
         raise ShardrulesError(
             f"target={name!r} is none of {', '.join(TARGETS)}"
             + accounts.near(str(name).lower(), TARGETS),

@@ -12,7 +12,16 @@ from shardrules import hlo
 from shardrules.costs import accounts
 from shardrules.errors import ShardrulesError
 
-__all__ = ["Allowances", "Finding", "advice", "alike", "by_partitioner", "find", "unaudited"]
+__all__ = [
+    "Allowances",
+    "Finding",
+    "advice",
+    "alike",
+    "allowance",
+    "by_partitioner",
+    "find",
+    "unaudited",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +111,8 @@ _WRITTEN = re.compile(
 
 
 def _operation(collective: hlo.Collective) -> str:
-    return collective.op_name.rpartition("/")[2]
+    # To JAX 0.4 its parameters stand behind it, psum[axes=('model',) axis_index_groups=None].
+    return re.sub(r"\[.*?\]$", "", collective.op_name).rpartition("/")[2]
 
 
 def by_partitioner(collective: hlo.Collective) -> bool:
@@ -152,6 +162,13 @@ def alike(found: Iterable[Finding]) -> list[tuple[Finding, ...]]:
         key = (one.kind, entry.verdict, entry.what, entry.source, verdict.reason, verdict.rests_on)
         same.setdefault((*key, one.advice), []).append(one)
     return [tuple(members) for members in same.values()]
+
+
+def allowance(finding: Finding) -> str:
+    """Write what ``Allowances`` takes for a finding, ``"redundant backward all-reduce(model)"``."""
+    entry = finding.entry
+    axes = "?" if entry.axes is None else ", ".join(entry.axes)
+    return f"{finding.verdict.verdict} {entry.phase} {entry.kind}({axes})"
 
 
 # -- what is known --------------------------------------------------------------------------------

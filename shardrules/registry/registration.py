@@ -80,12 +80,23 @@ def normalise(name: str) -> str:
     return re.sub(r"[^\w.-]", "_", name)
 
 
-def matches_op_name(entry: Registration, op_name: str) -> bool:
-    """Whether a declaration is for a call that a compiled text knows by its op_name alone."""
+def matches_op_name(entry: Registration, op_name: str, functions: bool) -> bool:
+    """Whether a declaration is for a call that a compiled text knows by its op_name alone.
+
+    Args:
+      entry: the declaration.
+      op_name: JAX's name for the call.
+      functions: its name may be that of the function whose jit the call stands in, ``jit(name)``,
+        though that may run another kernel; else it is the op_name, or the scope ``name/`` that
+        JAX makes of a kernel's ``name=``.
+    """
     # XLA joins the names of two operations into one; what stands in front is then not its scope.
     scopes = [] if ";" in op_name else re.split(r"/(?![^\[]*\])", op_name)
-    scope = re.search(r"([^()]*)\)*$", scopes[-2]) if len(scopes) > 1 else None
-    names = [op_name, scope[1]] if scope and scope[1] else [op_name]
+    names = [op_name]
+    if len(scopes) > 1:
+        nearest = re.search(r"([^()]*)\)*$", scopes[-2])
+        if nearest and nearest[1] and (functions or nearest[1] == scopes[-2]):
+            names.append(nearest[1])
     return entry.name in names or (
         entry.is_pattern and any(fnmatch.fnmatchcase(name, entry.name) for name in names)
     )

@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from shardrules.errors import RegistrationError
@@ -394,13 +394,15 @@ class Registry:
         answers = (prover(primitive, params, operand_count) for prover in self._provers)
         return next((found for found in answers if found is not None), None)
 
-    def find_by_op_name(self, op_name: str) -> Registration | None:
+    def find_by_op_name(self, op_name: str, functions: Collection[str] = ()) -> Registration | None:
         """Return the user's declaration for a kernel of which a compiled text tells no name.
 
         Args:
-          op_name: JAX's name for the call, ``jit(step)/jit(attention)/pallas_call``. A
+          op_name: JAX's name for the call, ``jit(step)/jit(attention)/flash/pallas_call``. A
             declaration's name is it, or a pattern of all of it, or the scope nearest to the call
-            (``attention``).
+            (``flash``).
+          functions: declarations of these names are meant for the function nearest to the call,
+            too (``attention`` without the ``flash``).
 
         Raises:
           RegistrationError: if two declarations that match disagree and neither wins.
@@ -409,7 +411,11 @@ class Registry:
         with self._lock:
             scopes.append(tuple(e for e in self._entries.values() if not e.library))
         for entries in scopes:
-            matching = [e for e in entries if e.target is None and matches_op_name(e, op_name)]
+            matching = [
+                e
+                for e in entries
+                if e.target is None and matches_op_name(e, op_name, e.name in functions)
+            ]
             if matching:
                 return self._best(op_name, matching)
         return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from shardrules.costs import accounts
 from shardrules.hlo import Verdict
 
-__all__ = ["Remark", "Row", "alike", "duration", "rows", "size", "sizes"]
+__all__ = ["Remark", "Row", "alike", "duration", "here", "rows", "size", "sizes"]
 
 T = TypeVar("T")
 _EXACT = 10_000  # bytes below which no unit is shorter than the number
@@ -25,6 +26,16 @@ def size(count: float) -> str:
         if value < 999.5:
             break
     return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+
+
+def here(source: str) -> str:
+    """Write ``file:line (function)`` without the working directory, where the file is below it."""
+    try:
+        folder = os.path.join(os.getcwd(), "")
+    except OSError:  # it was removed
+        return source
+    text = source.lstrip()  # a loop in another one is indented
+    return source[: len(source) - len(text)] + text.removeprefix(folder)
 
 
 def duration(seconds: float) -> str:
@@ -133,4 +144,4 @@ class Remark:
     @property
     def source(self) -> str:
         """Give ``file:line (function)``, empty where the text has none."""
-        return self.entries[0].source
+        return here(self.entries[0].source)

@@ -204,7 +204,7 @@ def cells(row: alike.Row) -> tuple[str, ...]:
         alike.size(one.bytes),
         alike.size(one.wire_bytes),
         "?" if one.runs is None else alike.size(row.total.wire_bytes),
-        one.source,
+        alike.here(one.source),
     )
 
 
@@ -288,7 +288,8 @@ def as_json(what: Content) -> str:
 
 def cell(value: Any) -> str:
     """Write a cell of a Markdown table."""
-    return str("?" if value is None else value).replace("|", "\\|").replace("\n", " ")
+    text = alike.here(str("?" if value is None else value))
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def markdown(what: Content) -> str:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from shardrules import hlo
 from shardrules.costs import donation, launches, offloading, placement, transfers
 
-__all__ = ["Section", "sections"]
+__all__ = ["LOOPS", "Section", "sections"]
 
+LOOPS = "Loops"
 
 _LARGE_BYTES = 1 << 20  # of a constant that is shown
 
@@ -38,14 +39,17 @@ def sections(module: hlo.Module) -> tuple[Section, ...]:
 
 
 def _donation(module: hlo.Module) -> Section:
+    donated = [leaf for leaf in donation.read(module) if leaf.donated]
+    reused = [leaf for leaf in donated if leaf.status == "aliased"]
     rows = tuple(
         (leaf.path, leaf.shape, leaf.bytes, leaf.output, leaf.reason)
-        for leaf in donation.read(module)
-        if leaf.donated
+        for leaf in donated
+        if leaf.status != "aliased"
     )
+    others = f"; the memory of {len(reused)} more is reused" if reused else ""
     return Section(
         "Donated memory",
-        "by the module's alias table; before JAX 0.8 it drops what was donated in vain",
+        "by the module's alias table; before JAX 0.8 it drops what was donated in vain" + others,
         ("argument", "shape", "bytes", "output", "not reused because"),
         rows,
     )
@@ -95,7 +99,7 @@ def _loops(module: hlo.Module) -> Section:
         for loop in launches.read(module)
     )
     return Section(
-        "Loops",
+        LOOPS,
         "launches (counted for GPUs) and copied bytes are of one trip; ? is not known",
         ("loop", "trips", "launches", "copied bytes", "decides", "trips unknown because"),
         rows,

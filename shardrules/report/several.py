@@ -13,13 +13,14 @@ from shardrules.report.content import SCHEMA, Content, cell
 from shardrules.report.content import as_json as json_of_one
 from shardrules.report.content import markdown as markdown_of_one
 from shardrules.report.page import page as page_of_one
+from shardrules.report.sections import LOOPS
 
 __all__ = ["Several", "WRITERS", "as_json", "gather", "markdown", "page", "plain"]
 
 COLUMNS = ("program", "times", "devices", "collectives", "runs", "wire bytes", "findings", "other")
 NOTE = (
-    "wire bytes: what one device sends in one execution; times: how often JAX made a program with "
-    "this text"
+    "wire bytes: what one device sends in one execution; times: how often JAX made a program of "
+    "which the report says the same"
 )
 
 
@@ -29,7 +30,7 @@ class Several:
 
     Attributes:
       contents: of each program that was judged.
-      counts: how many programs had the text of each.
+      counts: how many programs each stands for.
       failures: name of each that can't be judged, and why.
       unused: allowances that match nothing in any of them.
       missing: programs that were not judged, since Ctrl-C was pressed.
@@ -65,22 +66,23 @@ class Several:
 
     @property
     def shown(self) -> list[tuple[Content, int]]:
-        """List the programs that have a collective or another cost, with their counts."""
-        return [(c, n) for c, n in zip(self.contents, self.counts) if c.account.entries or c.costs]
+        """List the programs that have a collective or another cost, with their counts.
+
+        The loops of a program that does nothing else of interest (random bits, say) are none.
+        """
+        return [
+            (content, count)
+            for content, count in zip(self.contents, self.counts)
+            if content.account.entries or any(cost.title != LOOPS for cost in content.costs)
+        ]
 
     @property
     def told(self) -> list[Content]:
-        """List the programs of which there is more to say than their row.
-
-        The loops of a program that does nothing else of interest (random bits, say) are not.
-        """
+        """List the programs of which there is more to say than their row."""
         return [
             content
             for content, _ in self.shown
-            if content.findings
-            or content.allowed
-            or content.hints
-            or any(cost.title != "Loops" or content.account.entries for cost in content.costs)
+            if content.findings or content.allowed or content.hints or content.costs
         ]
 
     @property
@@ -140,7 +142,7 @@ def gather(
     missing: int = 0,
     of_process: bool = True,
 ) -> Several:
-    """Put the programs of a process in order.
+    """Put programs in order; those of a process that differ in nothing reported are one.
 
     Args:
       contents: their reports, in the order in which they were compiled.
@@ -149,9 +151,13 @@ def gather(
       missing: programs that were not judged.
       of_process: they are what a process compiled; else they were read from files.
     """
+    alike: dict[object, tuple[Content, int]] = {}
+    for number, (content, count) in enumerate(zip(contents, counts)):
+        # Their texts may differ in a constant, or in what nothing here depends on.
+        key: object = json_of_one(content) if of_process else number
+        alike[key] = content, count + alike.get(key, (content, 0))[1]
     order = sorted(
-        zip(contents, counts),
-        key=lambda pair: (-pair[0].account.total.wire_bytes, -len(pair[0].findings)),
+        alike.values(), key=lambda pair: (-pair[0].account.total.wire_bytes, -len(pair[0].findings))
     )
     unused = [set(content.unused) for content in contents]
     return Several(
@@ -240,8 +246,10 @@ def page(what: Several) -> str:
     for name in what.unused:
         parts.append(f"<p>The allowance <code>{html.escape(name)}</code> matches nothing.</p>")
     for content in what.told:
-        # A frame of its own keeps each page's names and styles apart.
-        own = html.escape(page_of_one(dataclasses.replace(content, unused=())))
+        # A frame of its own keeps each page's names and styles apart. Its links to #row would be
+        # links to this page, which a frame in it may not load; the base makes them its own.
+        own = page_of_one(dataclasses.replace(content, unused=()))
+        own = html.escape(own.replace("<head>", '<head><base href="about:srcdoc">', 1))
         title = html.escape(content.headline)
         parts.append(
             f'<details open><summary>{title}</summary><iframe title="{title}" srcdoc="{own}">'

@@ -9,7 +9,7 @@ from typing import Any
 from shardrules.costs.accounts import Entry
 from shardrules.costs.findings import Finding, advice
 from shardrules.hlo import Judgement, Verdict
-from shardrules.report.alike import Remark, alike, size, sizes
+from shardrules.report.alike import Remark, alike, here, size, sizes
 from shardrules.report.content import COLUMNS, NOTE, Content, cells
 
 __all__ = ["advice", "describe", "describe_finding", "over", "plain", "source", "summary", "table"]
@@ -31,7 +31,7 @@ def over(verdict: Verdict) -> str:
 def source(verdict: Verdict) -> str:
     """Return ``file:line`` and function of a collective, or its op_name, or nothing."""
     frame = verdict.collective.source
-    return str(frame) if frame is not None else verdict.collective.op_name
+    return here(str(frame)) if frame is not None else verdict.collective.op_name
 
 
 def describe(verdict: Verdict, *others: Verdict) -> str:
@@ -125,7 +125,7 @@ def listed(entries: Sequence[Entry], verdicts: Sequence[Verdict]) -> list[str]:
         lines.append(
             f"    {count}{one.what}, {sizes([e.bytes for e in same])}"
             + (f": {one.verdict}" if one.verdict else "")
-            + (f" at {one.source}" if one.source else "")
+            + (f" at {here(one.source)}" if one.source else "")
         )
     left = len(lines) - _LINES
     return lines if left <= 0 else [*lines[:_LINES], f"    and {left} more lines like these"]
@@ -151,7 +151,7 @@ def plain(content: Content) -> str:
     if content.unused:
         lines += ["allowances that match nothing:", *(f"  {what}" for what in content.unused), ""]
     for section in content.costs:
-        shown = [["?" if cell is None else cell for cell in row] for row in section.rows]
+        shown = [["?" if cell is None else here(str(cell)) for cell in row] for row in section.rows]
         lines += [f"{section.title.lower()}:", table([section.columns, *shown])]
         lines += [f"({section.note})", ""]
     return "\n".join(lines).rstrip() + "\n"

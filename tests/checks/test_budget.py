@@ -116,8 +116,9 @@ def test_findings_need_a_reason_in_the_file(folder, updating):
             testing.assert_budget(redundant, path, mesh=MESH)
         assert "1 collectives are not shown to be needed:\n  redundant: " in str(caught.value)
         assert str(caught.value).endswith(
-            f"if they may stay, say why in {path} (a new file may hold just that):\n[[allow]]\n"
-            'what = "redundant forward all-reduce(model)"\nreason = "..."'
+            f"if they may stay, say why in {path} (a new file may hold just that); until then "
+            'nothing is written there:\n[[allow]]\nwhat = "redundant forward all-reduce(model)"\n'
+            'reason = "..."\n'
         )
     path.write_text(
         path.read_text() + '\n[[allow]]\nwhat = "redundant forward all-reduce(model)"\n'
@@ -128,6 +129,28 @@ def test_findings_need_a_reason_in_the_file(folder, updating):
     assert path.read_text() == written
     with pytest.raises(errors.CollectiveAssertionError, match="match no finding any more"):
         testing.assert_budget(TWO, path, mesh=MESH)
+
+
+@pytest.mark.parametrize("mesh", [MESH, None])
+def test_what_is_printed_of_findings_can_be_pasted(folder, monkeypatch, mesh):
+    """Before there is a file, when it is to be written, and of a text whose mesh is not known."""
+    path = folder / "train.toml"
+    redundant = module((T.OVER_MODEL, "f32[8]"), (T.OVER_DATA, "f32[8]"), sharding=T.DATA)
+    with pytest.raises(errors.CollectiveAssertionError) as caught:
+        testing.assert_budget(redundant, path, mesh=mesh)
+    text = str(caught.value)
+    assert f"--update-budgets, once {path} says why each of its findings stays (a new file " in text
+    path.write_text(text[text.index("\n[[allow]]\n") :])
+    monkeypatch.setattr(updates, "wanted", True)
+    testing.assert_budget(redundant, path, mesh=mesh)
+    path.write_text("")
+    with pytest.raises(errors.CollectiveAssertionError) as caught:
+        testing.assert_budget(redundant, path, mesh=mesh)
+    text = str(caught.value)
+    path.write_text(text[text.index("\n[[allow]]\n") :])
+    testing.assert_budget(redundant, path, mesh=mesh)
+    monkeypatch.setattr(updates, "wanted", False)
+    testing.assert_budget(redundant, path, mesh=mesh)
 
 
 def test_a_logical_budget_has_no_findings(folder, updating):

@@ -159,6 +159,18 @@ def test_alike_programs_are_one_row(cpu_mesh):
     assert found.rows[0][1] == "3"
 
 
+def test_programs_of_which_the_report_says_the_same_are_one_row(cpu_mesh):
+    """Another constant makes another text; a loop of random bits alone makes no row."""
+    x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, P("data")))
+    with shardrules.watch() as seen:
+        for n in range(3):
+            jax.jit(lambda x: (x * n).sum())(x)  # noqa: B023  at once
+        jax.random.normal(jax.random.PRNGKey(0), (8,)).block_until_ready()
+    found = seen.judged()
+    assert len({one.text for one in seen if "lambda" in one.name}) > 1
+    assert [row[1] for row in found.rows] == ["3"]
+
+
 def test_errors_are_the_users_own():
     with pytest.raises(ZeroDivisionError), shardrules.watch() as seen:
         raise ZeroDivisionError
@@ -213,11 +225,20 @@ if __name__ == "__main__":
 def test_run_waits_until_the_script_imports_jax(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
+    flags = ["--keep", "kept", "--target", "v5e", "--rule", "k=no_communication"]
     done = subprocess.run(
-        [sys.executable, "-m", "shardrules", "run", str(path), "--format", "-x"],
+        [sys.executable, "-m", "shardrules", "run", *flags, str(path), "--format", "-x"],
         capture_output=True,
         text=True,
+        cwd=tmp_path,
     )
     assert done.stdout == "['--format', '-x'] 1024.0\n", done.stderr
     assert "8 (data=4, model=2)" in done.stderr and "backward all-reduce(model)" in done.stderr
+    assert "estimated times on tpu v5e:" in done.stderr and "at train.py:" in done.stderr
+    assert "--rule=k=no_communication matches no kernel" in done.stderr
     assert done.returncode == 1
+    # What is kept is judged alike later, axes and all.
+    (kept,) = (tmp_path / "kept").glob("*step*")
+    judgement = shardrules.testing.judge(str(kept))
+    assert judgement.mesh == {"data": 4, "model": 2}
+    assert [v.collective.axes for v in judgement.redundant] == [("model",)]

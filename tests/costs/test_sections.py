@@ -31,9 +31,9 @@ def test_text(content):
         "donated memory:\n"
         "argument   | shape  | bytes | output | not reused because\n"
         "-----------+--------+-------+--------+--------------------\n"
-        "state['w'] | f32[8] | 32    | 0      |\n"
         "state['m'] | f32[8] | 32    | 1      | output 1 is bf16[8]\n"
-        "(by the module's alias table; before JAX 0.8 it drops what was donated in vain)\n"
+        "(by the module's alias table; before JAX 0.8 it drops what was donated in vain; the memory "
+        "of 1 more is reused)\n"
         "\n"
         "transfers between host and device:\n"
         "transfer | bytes | runs | in loops | source\n"
@@ -71,6 +71,14 @@ def test_html(content):
 def test_a_program_without_them_shows_nothing():
     text = "HloModule m\nENTRY %e (x: f32[8]) -> f32[8] {\n  ROOT %x = f32[8] parameter(0)\n}\n"
     assert report.content(hlo.judge(hlo.parse(text))).costs == ()
+
+
+def test_memory_that_is_reused_is_no_cost():
+    titles = [s.title for s in report.content(hlo.judge(hlo.parse(DONATING))).costs]
+    reused = DONATING.replace(", buffer_donor={ (1, {}) }", "")
+    assert reused != DONATING and "Donated memory" in titles
+    costs = report.content(hlo.judge(hlo.parse(reused))).costs
+    assert [s.title for s in costs] == titles[1:]
 
 
 def test_host_memory():

@@ -4,7 +4,7 @@ import pytest
 
 from shardrules import errors, hlo
 from shardrules.costs import accounts
-from shardrules.hlo.reader import devices
+from shardrules.hlo.reader import devices, telling
 
 from . import text as T
 
@@ -167,3 +167,20 @@ def test_long_groups_are_cut_and_still_told_apart():
     other = [*rows[:-2], [48, 50], [49, 51]]
     assert len(devices.notation(rows)) < 80
     assert devices.notation(rows) != devices.notation(other)
+
+
+@pytest.mark.parametrize("header", ["", ', frontend_attributes={a="b",c="d=1"}'])
+def test_what_is_told_is_read_again_and_is_hlo_to_xla(header):
+    """The header's attributes hold the mesh, each parameter its sharding; what is there stays."""
+    text = program(T.OVER_MODEL).replace(f", sharding={T.DATA}", "")
+    text = text.replace("HloModule test", "HloModule test" + header, 1)
+    assert header in text and "sharding=" not in text
+    before = hlo.judge(text, own_mesh=T.MESH, parameter_shardings=[T.DATA])
+    told = telling.told(hlo.parse(text), T.MESH, [T.DATA])
+    after = hlo.judge(told)
+    assert after.mesh == before.mesh == T.MESH
+    assert [str(v) for v in after.verdicts] == [str(v) for v in before.verdicts]
+    assert after.redundant and header.removeprefix(", frontend_attributes={") in told
+    assert telling.told(hlo.parse(told), None, ["{replicated}"]) == told
+    told = told.replace("() -> f32[]", "(x: f32[8]) -> f32[8]")
+    pytest.importorskip("jaxlib._hlo").hlo_module_from_text(told)

@@ -1,0 +1,46 @@
+"""Writes into a module's text what else is known of it, where the reader and XLA's parser take it.
+
+The mesh stands in the header's ``frontend_attributes``, by the name that it has in a kernel's tag,
+a parameter's sharding where XLA itself prints it (JAX 0.12 prints none).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from shardrules.hlo.reader.module import Module
+
+__all__ = ["told"]
+
+_NAME = re.compile(r"\s*HloModule\s+[^\s,]+")
+_ATTRIBUTES = "frontend_attributes={"
+
+
+def told(
+    module: Module, mesh: Mapping[str, int] | None, shardings: Sequence[str | None] | None
+) -> str:
+    """Return a module's text with its mesh, and shardings of parameters that have none in it.
+
+    Args:
+      module: a parsed module.
+      mesh: axis names and sizes in the order of the devices, None where it isn't known.
+      shardings: by parameter number, None where they aren't known.
+    """
+    text = module.text
+    added: list[tuple[int, str]] = []
+    name = _NAME.match(text)
+    if mesh and name:
+        tag = 'shardrules.mesh="{}"'.format(",".join(f"{a}={n}" for a, n in mesh.items()))
+        there = text.find(_ATTRIBUTES, 0, text.find("\n") + 1 or len(text))
+        if there < 0:
+            added.append((name.end(), f", {_ATTRIBUTES}{tag}}}"))
+        else:
+            place = there + len(_ATTRIBUTES)
+            added.append((place, tag + ("" if text[place] == "}" else ",")))
+    for parameter, sharding in zip(module.entry.parameters, shardings or ()):
+        if sharding is not None and parameter.attribute("sharding") is None:
+            added.append((parameter.inner[1] + 1, f", sharding={sharding}"))
+    for place, what in sorted(added, reverse=True):
+        text = text[:place] + what + text[place:]
+    return text

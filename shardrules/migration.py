@@ -6,12 +6,14 @@ import ast
 import difflib
 import io
 import os
+import re
 import tokenize
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shardrules.costs.accounts import wire_bytes
-from shardrules.hooks.switching import Call, Site, Sum
+from shardrules.hooks.looks import Sum
+from shardrules.hooks.switching import Call, Site
 from shardrules.report.alike import size
 from shardrules.report.text import table
 
@@ -23,7 +25,7 @@ SWITCH, MORE, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER = (
     "takes gradients in its body, which would change",
     "needs this rule",
     "out_specs say replicated and the value varies",
-    "not yet",
+    "refused with the check on",
 )
 _GRADIENTS_CHANGE = (
     "  with the check on, the gradient of a replicated value is summed over the mesh axes already:",
@@ -111,7 +113,7 @@ def written(found: Sequence[Row]) -> str:
     counts = {verdict: sum(row.verdict == verdict for row in found) for verdict in _ORDER}
     lines = [
         f"{len(found)} shard_map{'s' if len(found) > 1 else ''} with the check off: "
-        + ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n),
+        + ", ".join(f"{verdict} ({n})" for verdict, n in counts.items() if n),
         "",
         table(
             [("shard_map", "calls", "bytes now", "bytes then", "verdict")]
@@ -197,9 +199,10 @@ def patch(found: Sequence[Row], script: str) -> tuple[str, list[str]]:
     after = {file: list(lines) for file, lines in texts.items()}
     for file, sites in edits.items():
         flags = {flag for flag in map(_flag, sites) if flag is not None}
-        for line, start, end in sorted(flags, reverse=True):
+        for line, start, end in sorted(flags, reverse=True):  # from below: lines go
             raw = after[file][line - 1].encode()
             after[file][line - 1] = (raw[:start] + b"True" + raw[end:]).decode()
+            _drop_reasons(after[file], line)
     if _is_here(script):
         texts.setdefault(script, _lines(script))
         lines = after.setdefault(script, list(texts[script]))
@@ -266,6 +269,36 @@ def _flag(site: Site) -> tuple[int, int, int] | None:
                 if value.value is False and value.end_col_offset is not None:
                     return value.lineno, value.col_offset, value.end_col_offset
     return None
+
+
+_DIRECTIVE = re.compile(r"#\s*(noqa|type:|fmt:|pragma|pylint:|ruff:|pyright:|mypy:)")
+_NAMES_THE_CHECK = re.compile(r"\b(check_vma|check_rep|vma|replicat\w+)\b", re.IGNORECASE)
+
+
+def _drop_reasons(lines: list[str], number: int) -> None:
+    """Drop the comments that said why the check is off on a line that switches it on now.
+
+    Those are: behind the flag where the line holds nothing else, or where they name the check; and
+    whole lines right above a line that holds nothing else, where they name it.
+    """
+    try:
+        tokens = list(tokenize.generate_tokens(iter(lines).__next__))
+    except (tokenize.TokenError, SyntaxError):
+        return
+    comments = {t.start[0]: t.start[1] for t in tokens if t.type == tokenize.COMMENT}
+    line = lines[number - 1]
+    column = comments.get(number, len(line.rstrip("\r\n")))
+    comment = line[column:].rstrip()
+    alone = re.fullmatch(r"\s*check_(vma|rep)\s*=\s*True\s*,?\s*", line[:column]) is not None
+    if comment and (alone or _NAMES_THE_CHECK.search(comment)) and not _DIRECTIVE.match(comment):
+        lines[number - 1] = line[:column].rstrip() + line[len(line.rstrip("\r\n")) :]
+    first = number
+    while alone and first > 1 and comments.get(first - 1) is not None:
+        if lines[first - 2][: comments[first - 1]].strip():
+            break
+        first -= 1
+    if _NAMES_THE_CHECK.search("".join(lines[first - 1 : number - 1])):
+        del lines[first - 1 : number - 1]
 
 
 def _place_to_install(script: str, sites: Sequence[Site]) -> int | None:

@@ -2,11 +2,13 @@
 
 import ast
 import dataclasses
+import io
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import tokenize
 
 import pytest
 
@@ -130,6 +132,38 @@ def test_only_a_literal_in_the_call_itself_is_changed(tmp_path, monkeypatch, tex
         file.write(patch)
     subprocess.run(["patch", "-p1", "--binary", "-i", "on.patch"], check=True)
     assert path.read_bytes().decode().rstrip().endswith(changed)
+
+
+@pytest.mark.parametrize(
+    "text, left",
+    [
+        (
+            "shard_map(\n  f,\n  # check_vma=False, since\n  # of it\n  check_vma=False,  # why\n)",
+            "",
+        ),
+        ("shard_map(f, check_vma=False)  # no check_vma: pallas", ""),
+        ("shard_map(f, check_vma=False)  # another matter", "# another matter"),
+        (
+            "shard_map(\n  f,\n  # an axis\n  check_vma=False,  # noqa: E501\n)",
+            "# an axis# noqa: E501",
+        ),
+        ("shard_map(f,  # replicated\n  check_vma=False, a='#vma')", "# replicated"),
+    ],
+)
+def test_the_reason_for_which_the_check_was_off_goes_with_it(tmp_path, monkeypatch, text, left):
+    monkeypatch.chdir(tmp_path)
+    path = pathlib.Path("file.py")
+    site = call(path, f"f = 1\n\nx = {text}\n")
+    patch, _ = migration.patch([migration.Row(site, (), migration.SWITCH)], "other.py")
+    pathlib.Path("on.patch").write_text(patch)
+    subprocess.run(["patch", "-p1", "-i", "on.patch"], check=True)
+    after = path.read_text()
+    comments = [
+        t.string
+        for t in tokenize.generate_tokens(io.StringIO(after).readline)
+        if t.type == tokenize.COMMENT
+    ]
+    assert "".join(comments) == left and after.replace(" ", "").count("check_vma=True") == 1
 
 
 def test_what_was_looked_at_together_is_switched_together_or_not_at_all(tmp_path, monkeypatch):

@@ -16,20 +16,25 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-from shardrules.commands import script
+from shardrules.commands import flags, rules, script
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``migrate``."""
+    rules.add_arguments(parser)
     parser.add_argument(
         "--diff",
+        action=flags.Once,
         metavar="FILE",
         help="write a patch there (patch -p1 < FILE) that switches on what can be; - is stdout",
     )
     parser.add_argument(
-        "--output", metavar="FILE", help="write the table there instead of to stderr; - is stdout"
+        "--output",
+        action=flags.Once,
+        metavar="FILE",
+        help="write the table there instead of to stderr; - is stdout",
     )
     script.add_arguments(parser)
 
@@ -43,11 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
     for file in (arguments.diff, arguments.output):
         if file not in (None, "-"):
             pathlib.Path(file).open("a").close()  # said now if it can't be written
+    rules.check(arguments)
     calls: list[switching.Call] = []
 
     @contextlib.contextmanager
     def watched() -> Iterator[None]:
-        stop = switching.start(calls.append)
+        stop = switching.start(calls.append, lambda: rules.register(arguments))
         try:
             yield
         finally:

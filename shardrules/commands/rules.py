@@ -22,7 +22,7 @@ from shardrules.registry import builtin
 if TYPE_CHECKING:
     from shardrules import hlo
 
-__all__ = ["Rules", "add_arguments", "check"]
+__all__ = ["Rules", "add_arguments", "check", "register"]
 
 # Of the rules those that say what they do without the types that a call has.
 _RULES = (
@@ -78,6 +78,26 @@ def check(arguments: argparse.Namespace) -> None:
             raise _unimportable(name, ModuleNotFoundError(f"No module named {name!r}"))
 
 
+def register(arguments: argparse.Namespace) -> dict[str, list[registry.Registration]]:
+    """Register what the flags give, and return each flag's declarations.
+
+    Raises:
+      ShardrulesError: a module can't be imported, or a rule can't be read.
+    """
+    given: dict[str, list[registry.Registration]] = {}
+    _search_here()
+    for name in arguments.rules:
+        before = registry.default.own()
+        _import(name)
+        after = registry.default.own()
+        given[f"--rules={name}"] = [e for e in after if e not in before]
+    for text in arguments.rule:
+        name, rule = _read(text)
+        flag = _RULE_FLAG + text
+        given[flag] = [registry.default.register(name, rule, where=flag, replace=True)]
+    return given
+
+
 class Rules:
     """A registry that remembers which of the flags' rules it was asked for.
 
@@ -89,18 +109,8 @@ class Rules:
     """
 
     def __init__(self, arguments: argparse.Namespace):
-        self._given: dict[str, list[registry.Registration]] = {}
+        self._given = register(arguments)
         self._used: list[registry.Registration] = []
-        _search_here()
-        for name in arguments.rules:
-            before = registry.default.own()
-            _import(name)
-            after = registry.default.own()
-            self._given[f"--rules={name}"] = [e for e in after if e not in before]
-        for text in arguments.rule:
-            name, rule = _read(text)
-            flag = _RULE_FLAG + text
-            self._given[flag] = [registry.default.register(name, rule, where=flag, replace=True)]
 
     def find(self, name: str) -> registry.Registration | None:
         """Answer as the default registry does."""

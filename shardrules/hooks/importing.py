@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -36,18 +35,37 @@ class WhenImported:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find one of the modules as Python does; act once its code has run."""
+        """Find one of the modules as Python does without this; act once its code has run."""
         if name not in self._names:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
+        for finder in tuple(sys.meta_path):  # import hooks of others among them
+            find = getattr(finder, "find_spec", None)
+            spec = None if finder is self or find is None else find(name, path, target)
+            if spec is not None:
+                break
+        else:
             return None
-        load = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            load(module)
-            if self in sys.meta_path:
-                self._action(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        if hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, self._loaded)
         return spec
+
+    def _loaded(self, module: Any) -> None:
+        if self in sys.meta_path:
+            self._action(module)
+
+
+class _Loader:
+    """A module's own loader, which tells when the module's code has run."""
+
+    def __init__(self, loader: Any, loaded: Callable[[Any], None]):
+        self._loader = loader
+        self._loaded = loaded
+
+    def exec_module(self, module: Any) -> None:
+        """Run the module's code, and tell."""
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._loaded(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

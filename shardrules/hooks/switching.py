@@ -14,13 +14,13 @@ import dataclasses
 import functools
 import inspect
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from shardrules.errors import UnsupportedJaxError
+from shardrules.hooks import looks
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.explain.explain import missing_rules
 from shardrules.hooks.explain.explanation import MissingRule
@@ -28,14 +28,12 @@ from shardrules.hooks.handles import held
 from shardrules.hooks.importing import WhenImported
 from shardrules.hooks.state import COLLECT, Notes
 
-__all__ = ["Call", "Output", "Site", "Sum", "start"]
+__all__ = ["Call", "Site", "start"]
 
 # Where JAX makes a shard_map of a function: from 0.6.1, and before.
 _MODULES = ("jax._src.shard_map", "jax.experimental.shard_map")
 _WRAPPERS = (*_MODULES, "jax._src.traceback_util")  # what stands between that and who asks
 _CHECKS = ("check_vma", "check_rep")
-_SUMS = ("psum", "psum_invariant", "psum2")
-_KERNELS = ("pallas_call", "core_map", "mpmd_map")  # their jaxprs are a kernel's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,28 +56,6 @@ class Site:
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
-    """An output that its spec calls replicated, over axes over which it may vary."""
-
-    path: str
-    spec: str
-    axes: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    """An all-reduce of the body or of its derivative: a device's operand bytes, devices, runs.
-
-    Attributes:
-      runs: for the loops around it; None where a while_loop is one of them.
-    """
-
-    bytes: int
-    group_size: int
-    runs: int | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Call:
     """One call of a shard_map, traced with the check off and on.
 
@@ -99,17 +75,18 @@ class Call:
     inside: Site | None
     kind: str
     missing: tuple[MissingRule, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[looks.Output, ...]
     error: str
     undifferentiated: str
     takes_gradients: bool
-    before: tuple[Sum, ...] | None
-    after: tuple[Sum, ...] | None
+    before: tuple[looks.Sum, ...] | None
+    after: tuple[looks.Sum, ...] | None
 
 
 _lock = threading.RLock()
 _patches = Patches()
 _listeners: list[Callable[[Call], None]] = []
+_before: list[Callable[[], None]] = []
 
 
 class _Thread(threading.local):
@@ -124,8 +101,14 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def start(listener: Callable[[Call], None]) -> Callable[[], None]:
+def start(
+    listener: Callable[[Call], None], before: Callable[[], None] | None = None
+) -> Callable[[], None]:
     """Tell of each call of a shard_map whose check is off, once for its kind of arguments.
+
+    Args:
+      listener: is told.
+      before: is called before the first call is looked at, when JAX is imported.
 
     Returns:
       What ends it; with the last listener, JAX is as it was.
@@ -134,11 +117,13 @@ def start(listener: Callable[[Call], None]) -> Callable[[], None]:
         if not _listeners:
             _imported.start()
         _listeners.append(listener)
+        _before.extend([] if before is None else [before])
 
     def stop() -> None:
         with _lock:
             if listener in _listeners:
                 _listeners.remove(listener)
+                _before[:] = [one for one in _before if one is not before]
                 if not _listeners:
                     _imported.stop()
                     _patches.undo()
@@ -161,7 +146,7 @@ def _install(module: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         site = None
         if _listeners and bound.arguments.get(check, True) is False:
-            site = _site(sys._getframe(1), getattr(args[0], "__name__", type(args[0]).__name__))
+            site = _site(sys._getframe(1), _name(args[0]))
         if site is None:
             return off
         bound.arguments[check] = True
@@ -172,6 +157,12 @@ def _install(module: Any) -> None:
 
 
 _imported = WhenImported(_MODULES, _install)
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _site(frame: Any, function: str) -> Site | None:
@@ -219,6 +210,9 @@ def _beside(site: Site, off: Any, make_on: Callable[[], Any]) -> Any:
                 kind = _kind(args)
                 if kind not in seen:
                     seen.add(kind)
+                    while _before:
+                        _before[-1]()
+                        _before.pop()
                     calls = _look(site, off, make_on, args, kind)
             except Exception as error:  # it must not become the program's
                 text = f"it can't be looked at: {error}"
@@ -261,13 +255,13 @@ def _kind(args: tuple) -> str:
 def _look(site: Site, off: Any, make_on: Callable[[], Any], args: tuple, kind: str) -> list[Call]:
     """Trace a call with the check off and on, with its derivative."""
     undifferentiated = ""
-    with _quiet(), _state_kept():
+    with looks.quiet(), looks.state_kept():
         with _in_mode("off"):
-            called = _traced(off, args, False)
+            called = looks.traced(off, args, False)
             try:
-                before = tuple(_sums(_traced(off, args, True)))
+                before = tuple(looks.sums(looks.traced(off, args, True)))
             except Exception as error:  # an integer loop, an effect: whatever JAX can't transpose
-                before, undifferentiated = tuple(_sums(called)), _first_line(error)
+                before, undifferentiated = tuple(looks.sums(called)), looks.first_line(error)
         on, where = _trace_on(make_on, args, not undifferentiated), ""
         if on.error is not None and not undifferentiated:
             # JAX's words are best without the derivative, if it is not that.
@@ -282,17 +276,17 @@ def _look(site: Site, off: Any, make_on: Callable[[], Any], args: tuple, kind: s
         text = ""
         if on.error is not None:
             own = one == culprit
-            text = where + str(on.error).strip() if own else f"waits for line {culprit.line}"
+            text = where + looks.words(on.error) if own else f"waits for line {culprit.line}"
         found.append(
             Call(
                 one,
                 None if one == site else site,
                 kind if one == site else "",
                 on.missing if one == site else (),
-                _outputs(on.error) if on.error is not None and one == culprit else (),
+                looks.outputs(on.error) if on.error is not None and one == culprit else (),
                 text,
                 undifferentiated,
-                _is_transposed(called),
+                looks.is_transposed(called),
                 before if one == site else None,
                 on.sums if one == site else None,
             )
@@ -303,7 +297,7 @@ def _look(site: Site, off: Any, make_on: Callable[[], Any], args: tuple, kind: s
 class _On(NamedTuple):
     """A trace with the check on."""
 
-    sums: tuple[Sum, ...] | None
+    sums: tuple[looks.Sum, ...] | None
     missing: tuple[MissingRule, ...]
     error: Exception | None
     culprit: Site | None
@@ -319,13 +313,13 @@ def _trace_on(make_on: Callable[[], Any], args: tuple, derivative: bool) -> _On:
         )
         with state.enter(scope):
             try:
-                closed = _traced(make_on(), args, derivative)
+                closed = looks.traced(make_on(), args, derivative)
             except Exception as error:  # what the table is about
                 failed = error
             missing = missing_rules(closed, notes)
         blamed = thread.blamed
         return _On(
-            None if closed is None else tuple(_sums(closed)),
+            None if closed is None else tuple(looks.sums(closed)),
             missing,
             failed,
             blamed[1] if blamed is not None and blamed[0] is failed else None,
@@ -340,160 +334,3 @@ def _in_mode(mode: str) -> Iterator[_Thread]:
         yield _thread
     finally:
         _thread.mode, _thread.met, _thread.blamed = "", None, None
-
-
-class _Elsewhere:
-    """A stream that drops what one thread writes."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-        self._thread = threading.get_ident()
-
-    def write(self, text: str) -> int:
-        """Write, or drop."""
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    out: Any = _Elsewhere(sys.stdout)
-    err: Any = _Elsewhere(sys.stderr)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        yield
-
-
-@contextlib.contextmanager
-def _state_kept() -> Iterator[None]:
-    """Give Python's and NumPy's generators back as they were: a body may draw as it is traced."""
-    import random
-
-    import numpy as np
-
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-def _traced(f: Any, args: tuple, derivative: bool) -> Any:
-    """Trace a function, or it and its derivative by all arguments of a float type."""
-    import jax
-    import numpy as np
-
-    leaves, tree = jax.tree_util.tree_flatten(args)
-    arrays = [n for n, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
-
-    def called(*values: Any) -> Any:
-        given = list(leaves)
-        for n, value in zip(arrays, values):
-            given[n] = value
-        return f(*jax.tree_util.tree_unflatten(tree, given))
-
-    def floats(values: Any) -> list[int]:
-        return [n for n, v in enumerate(values) if jax.numpy.issubdtype(v.dtype, np.inexact)]
-
-    def differentiated(*values: Any) -> Any:
-        chosen = floats(values)
-
-        def of_floats(*some: Any) -> Any:
-            given = list(values)
-            for n, value in zip(chosen, some):
-                given[n] = value
-            return called(*given)
-
-        out, backward = jax.vjp(of_floats, *(values[n] for n in chosen))
-        cotangents = jax.tree_util.tree_map(
-            lambda x: (
-                jax.numpy.ones_like(x)
-                if jax.numpy.issubdtype(x.dtype, np.inexact)
-                else np.zeros(x.shape, jax.dtypes.float0)
-            ),
-            out,
-        )
-        return out, backward(cotangents)
-
-    if derivative and not floats([leaves[n] for n in arrays]):
-        raise TypeError("no argument is of a float type")
-    return jax.make_jaxpr(differentiated if derivative else called)(*(leaves[n] for n in arrays))
-
-
-def _sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterator[Sum]:
-    """List the psums inside the shard_maps of a jaxpr; of a cond's branches the costliest's."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    for eqn in jaxpr.eqns:
-        name, params = eqn.primitive.name, eqn.params
-        if name in _KERNELS:
-            continue
-        if name in _SUMS and sizes is not None:
-            axes = params.get("axes", ())
-            groups = params.get("axis_index_groups")
-            count = len(groups[0]) if groups else 1
-            for axis in () if groups else axes:
-                count *= sizes.get(axis, 1) if isinstance(axis, str) else 1
-            avals = [v.aval for v in eqn.invars]
-            moved = sum(int(a.size) * a.dtype.itemsize for a in avals if hasattr(a, "size"))
-            if any(isinstance(axis, str) for axis in axes):
-                yield Sum(moved, count, runs)
-        inner_sizes, inner_runs = sizes, runs
-        if name == "shard_map":
-            inner_sizes = {str(k): int(v) for k, v in dict(params["mesh"].shape).items()}
-        elif name == "scan":
-            inner_runs = None if runs is None else runs * params["length"]
-        elif name == "while":
-            inner_runs = None
-        inside = [list(_sums(j, inner_sizes, inner_runs)) for j in _inner(params)]
-        if name == "cond" and inside:
-            inside = [max(inside, key=lambda some: sum(s.bytes * (s.runs or 1) for s in some))]
-        for some in inside:
-            yield from some
-
-
-def _is_transposed(jaxpr: Any) -> bool:
-    """Tell whether a jaxpr holds equations of a backward pass, by the marks that JAX leaves."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        # To JAX 0.6 the stack's text has them in named scopes alone.
-        marks = eqn.source_info.name_stack.stack
-        if any(type(m).__name__ == "Transform" and m.name == "transpose" for m in marks):
-            return True
-        if any(map(_is_transposed, _inner(eqn.params))):
-            return True
-    return False
-
-
-def _inner(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(getattr(one, "jaxpr", one), "eqns"):
-                yield one
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
-
-
-# JAX's words for an output whose spec says less than its type, to JAX 0.5.3 and from 0.6.
-_UNREPLICATED = re.compile(
-    r"out_specs(?P<path>\S*) is (?P<spec>.+?) which implies that the corresponding output value is "
-    r"(?:replicated across mesh axis '(?P<one>[^']*)'"
-    r"|replicated across mesh axes .*?missing the required axes (?P<old>[^*]*?)(?= \*|  |$)"
-    r"|only varying across mesh axes \{[^}]*\} and not \{(?P<new>[^}]*)\})"
-)
-
-
-def _outputs(error: BaseException) -> tuple[Output, ...]:
-    text = str(error)
-    if "out_specs which require replication" not in " ".join(text.split()):
-        return ()
-    return tuple(
-        Output(
-            found["path"],
-            found["spec"],
-            (found["one"] or found["new"] or found["old"] or "").strip(" .{}").split(" Check")[0],
-        )
-        for found in _UNREPLICATED.finditer(re.sub(r"\s+", " ", text))
-    )

@@ -1,5 +1,7 @@
 """Every program that JAX compiles or takes from a cache is noted, on every JAX."""
 
+import importlib
+import importlib.util
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import shardrules
 from shardrules import hooks
 from shardrules.errors import ShardrulesError
 from shardrules.hooks import compiling
+from shardrules.hooks.importing import WhenImported
 
 
 def doubled(mesh):
@@ -196,6 +199,36 @@ def test_an_executable_without_hlo_is_said_and_not_raised():
         for watcher in compiling._watchers:
             watcher(Executable(), Executable())
     assert "a program does not give its HLO" in str(seen) and not seen.clean
+
+
+def test_other_import_hooks_are_left_their_modules(monkeypatch):
+    """JAX may come from a zip, an editable install, or through a hook that checks types."""
+
+    class Hook:
+        def find_spec(self, name, path=None, target=None):
+            return importlib.util.spec_from_loader(name, self) if name == "late_module" else None
+
+        def create_module(self, spec):
+            return None
+
+        def exec_module(self, module):
+            module.made_by = "the hook"
+
+        def get_source(self, name):
+            return "its source"
+
+    told, hook = [], Hook()
+    monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+    waiting = WhenImported(("late_module",), lambda module: told.append(module.made_by))
+    waiting.start()
+    try:
+        module = importlib.import_module("late_module")
+        again = importlib.util.find_spec("no_such_module_at_all")
+    finally:
+        waiting.stop()
+        sys.modules.pop("late_module", None)
+    assert told == ["the hook"] and again is None
+    assert module.__loader__ is module.__spec__.loader is hook
 
 
 SCRIPT = """

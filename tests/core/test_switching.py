@@ -1,7 +1,9 @@
 """``shardrules migrate``: what each shard_map without its check would be with it, on every JAX."""
 
 import contextlib
+import functools
 import inspect
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules
 from shardrules import migration
-from shardrules.hooks import switching
+from shardrules.hooks import looks, switching
 from shardrules.hooks.door import compat
 
 X = np.ones((8, 16), np.float32)
@@ -216,6 +218,91 @@ def test_what_the_body_does_to_the_generators_and_prints_is_taken_back(cpu_mesh,
         seen = run()
     np.testing.assert_array_equal(plain[0], seen[0])
     assert plain[1:] == seen[1:] and len(found) == 1
+
+
+def test_numbers_that_another_thread_draws_are_not_drawn_again(cpu_mesh):
+    """It draws while the body is traced again: what it drew stays drawn."""
+    wanted, drawn = threading.Barrier(2), []
+
+    def body(x):
+        wanted.wait(), wanted.wait()
+        return 2 * x
+
+    def draw():
+        with contextlib.suppress(threading.BrokenBarrierError):
+            while True:
+                wanted.wait()
+                drawn.append(np.random.rand())
+                wanted.wait()
+
+    np.random.seed(0)
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        with looking() as found:
+            off(body, cpu_mesh, P("data"), P("data"))(X)
+    finally:
+        wanted.abort()
+        thread.join()
+    assert len(found) == 1 and len(drawn) > 1
+    np.random.seed(0)
+    assert drawn == [np.random.rand() for _ in drawn]
+
+
+def test_a_partial_is_called_as_its_function(cpu_mesh):
+    def scale(x, *, by):
+        return by * x
+
+    with looking() as found:
+        off(functools.partial(scale, by=2), cpu_mesh, P("data"), P("data"))(X)
+    assert migration.place(found[0].site).endswith("(scale)")
+
+
+def test_what_is_to_happen_before_a_look_happens_once(cpu_mesh):
+    happened, found = [], []
+
+    def fail():
+        happened.append(1)
+        if len(happened) == 1:
+            raise ImportError("not there yet")
+
+    stop = switching.start(found.append, fail)
+    try:
+        for _ in range(3):
+            off(lambda x: 2 * x, cpu_mesh, P("data"), P("data"))(X)
+    finally:
+        stop()
+    assert [call.error for call in found] == ["it can't be looked at: not there yet", "", ""]
+    assert len(happened) == 2 and switching._before == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A mismatch. Please open an issue at https://github.com/google/jax/issues, and as a "
+        "temporary workaround pass the check_rep=False argument to shard_map",
+        "A mismatch. Please open an issue at https://github.com/jax-ml/jax/issues and as a "
+        "temporary workaround pass the check_vma=False argument to `jax.shard_map`",
+    ],
+)
+def test_nobody_is_told_to_switch_the_check_off_again(text):
+    assert looks.words(ValueError(text)) == "A mismatch."
+
+
+def test_a_jitted_function_inside_is_traced_anew(cpu_mesh):
+    """With the check off it was traced before, by the same types: nothing of that may be used."""
+    seen = []
+    for wrapped in (lambda f: f, jax.jit):
+        inner = wrapped(lambda x: jax.lax.psum(x * x, "data"))
+        body = wrapped(lambda x: inner(x) + inner(2 * x))
+        with looking() as found:
+            jax.grad(lambda x: off(body, cpu_mesh, P("data"), P("data"))(x).sum())(X)  # noqa: B023
+            off(body, cpu_mesh, P("data"), P())(X)
+            off(body, cpu_mesh, P(None, "model"), P())(X)
+        seen.append([(call.before, call.after, call.outputs) for call in found])
+    assert seen[0] == seen[1] and len(seen[0]) == 3
+    assert [len(outputs) for _, _, outputs in seen[0]] == [0, 0, 1]
+    assert [bool(after) for _, after, _ in seen[0]] == [True, True, False]
 
 
 def test_jaxs_own_words_and_an_integer_program(cpu_mesh):

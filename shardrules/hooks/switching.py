@@ -86,7 +86,7 @@ class Call:
 _lock = threading.RLock()
 _patches = Patches()
 _listeners: list[Callable[[Call], None]] = []
-_before: list[Callable[[], None]] = []
+_before: list[Callable[[], object]] = []
 
 
 class _Thread(threading.local):
@@ -102,7 +102,7 @@ _thread = _Thread()
 
 
 def start(
-    listener: Callable[[Call], None], before: Callable[[], None] | None = None
+    listener: Callable[[Call], None], before: Callable[[], object] | None = None
 ) -> Callable[[], None]:
     """Tell of each call of a shard_map whose check is off, once for its kind of arguments.
 

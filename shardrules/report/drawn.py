@@ -182,10 +182,13 @@ def strip(
             opened.append((x, event))
             x += 4
     for phase, start, end in spans:
-        parts.append(f'<path class="edge" d="M{start:.1f} {base + 5}H{end:.1f}"/>')
-        if end - start > 6 * len(phase):
+        title = f"<title>{escaped(phase)}</title>"
+        parts.append(f'<path class="edge" d="M{start:.1f} {base + 5}H{end:.1f}">{title}</path>')
+        # Under a few parts of a combined one there is no room for a word.
+        shown = phase if end - start > 6 * len(phase) else phase[:1]
+        if end - start > 6 * len(shown):
             parts.append(
-                f'<text class="dim" x="{start:.1f}" y="{base + 18}">{escaped(phase)}</text>'
+                f'<text class="dim" x="{start:.1f}" y="{base + 18}">{title}{escaped(shown)}</text>'
             )
     label = f"{count} collectives in program order, each with its wire bytes; listed in the table"
     return _svg(max(x + 4, 200), base + 24, label, "strip", parts)

@@ -208,11 +208,13 @@ def timeline(what: Content, title: str, linked: bool) -> str:
     ]
     picture = drawn.strip(events(what.judgement), bars, [e.phase for e in what.account])
     name = escaped(title)
+    phases = ", ".join(dict.fromkeys(e.phase for e in what.account))
     return (
         f"<section><h2>{name}</h2>"
         f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{picture}</div>'
         + _key(e.verdict for e in what.account)
-        + '<p class="dim">Heights are logarithms of the wire bytes of all runs.</p>'
+        + '<p class="dim">Heights are logarithms of the wire bytes of all runs; below stand the '
+        f"phases, or their first letters ({phases}).</p>"
         + ('<p class="point" aria-live="polite"></p>' if linked else "")
         + "</section>"
     )

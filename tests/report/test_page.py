@@ -279,3 +279,18 @@ def test_two_programs_beside_each_other():
     assert len(tree.ids) == len(set(tree.ids))
     same = report.compared(before, before, [])
     assert "The same collectives." in same
+
+
+def test_narrow_spans_of_the_timeline_say_their_phase():
+    """A loss combined with gradients is one bar wide: a letter, and the word on pointing at it."""
+    names = ["jit(f)/jvp(g)/psum", "jit(f)/transpose(jvp(g))/psum"] * 2
+    lines = [T.parameter(T.DATA)]
+    for n, name in enumerate(names):
+        extra = f', metadata={{op_name="{name}"}}'
+        lines.append(T.all_reduce(f"%r{n - 1}" if n else "%x", name=f"r{n}", extra=extra))
+    tree = Tree(report.page(content(T.module("\n".join(lines)))))
+    words = [e["text"] for e in tree.all("text") if e["text"] in ("f", "b", "forward", "backward")]
+    assert words == ["f", "b", "f", "b"]
+    titles = [e["text"] for e in tree.all("title") if e["text"] in ("forward", "backward")]
+    assert titles == [t for phase in ("forward", "backward") * 2 for t in (phase, phase)]
+    assert "or their first letters (forward, backward)" in tree.text

@@ -106,3 +106,66 @@ def test_branches_exclude_each_other():
 def test_one_branch_always_runs():
     account = accounts.of(branches(1))
     assert str(account.total) == "1, 32 B"
+
+
+# Replaces what each device holds by one thing for all, unless it runs no time.
+REPLACING = """%condition (ca: (s32[], s32[], f32[8])) -> pred[] {
+  %ca = (s32[], s32[], f32[8]) parameter(0)
+  %ci = s32[] get-tuple-element(%ca), index=0
+  %cb = s32[] get-tuple-element(%ca), index=1
+  %cs = s32[] multiply(%ci, %ci)
+  ROOT %cr = pred[] compare(COUNTER, %cb), direction=LT
+}
+
+%body (ba: (s32[], s32[], f32[8])) -> (s32[], s32[], f32[8]) {
+  %ba = (s32[], s32[], f32[8]) parameter(0)
+  %bi = s32[] get-tuple-element(%ba), index=0
+  %bb = s32[] get-tuple-element(%ba), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%bi, %one)
+  %same = f32[8] constant({1,2,3,4,5,6,7,8})
+  ROOT %br = (s32[], s32[], f32[8]) tuple(%next, %bb, %same)
+}
+
+%outlined (oa: (s32[], s32[], f32[8])) -> (s32[], s32[], f32[8]) {
+  %oa = (s32[], s32[], f32[8]) parameter(0)
+  ROOT %ow = (s32[], s32[], f32[8]) while(%oa), condition=%condition, body=%bodyTOLD
+}
+
+"""
+FROM_SHARDS = f"""{T.parameter(T.DATA)}
+{T.parameter("{replicated}", "s32[]", "given", 1)}
+%id = u32[] partition-id()
+%own = s32[] convert(%id)
+%none = s32[] constant(0)
+%five = s32[] constant(5)
+%thirty = s32[] constant(30)
+%t = (s32[], s32[], f32[8]) tuple(%none, BOUND, %x)
+%w = (s32[], s32[], f32[8]) call(%t), to_apply=%outlined
+ROOT %g = f32[8] get-tuple-element(%w), index=2"""
+
+
+@pytest.mark.parametrize(
+    "counter, bound, told, equal",
+    [
+        ("%ci", "%five", None, True),
+        ("%ci", "%five", 5, True),
+        ("%ci", "%none", None, False),
+        ("%ci", "%none", 5, False),  # it runs no time, whatever the text tells
+        ("%ci", "%five", 0, False),
+        ("%cs", "%five", None, True),  # 0, 1, 4, 9: followed one by one
+        ("%cs", "%five", 3, True),
+        ("%cs", "%five", 5, False),
+        ("%cs", "%none", 3, False),
+        ("%cs", "%own", 3, False),
+        ("%ci", "%own", 5, False),
+        ("%ci", "%given", 5, False),  # the caller decides
+        ("%ci", "%thirty", 30, True),
+    ],
+)
+def test_a_count_that_the_text_tells_is_no_proof(counter, bound, told, equal):
+    told = "" if told is None else f', backend_config={{"known_trip_count":{{"n":"{told}"}}}}'
+    before = REPLACING.replace("COUNTER", counter).replace("TOLD", told)
+    text = T.module(FROM_SHARDS.replace("BOUND", bound), before)
+    (output,) = hlo.judge(text, mesh=T.MESH).outputs
+    assert (len(output.classes) == 1) == equal

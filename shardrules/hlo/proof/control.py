@@ -43,15 +43,17 @@ class Control(Values):
                 ),
                 operands,
             )
-        trips = self._trip_counts.get((computation.name, position), -1)
-        if trips == -1:
-            trips = self._trip_counts[computation.name, position] = loops.trip_count(
-                self.module, computation, instruction
-            )
-        if trips is not None:
+        told = loops.told_count(instruction)
+        trips = loops.counted(
+            self.module, instruction, lambda index: _everywhere(operands[0], index)
+        )
+        # Where the text tells another count, nobody knows which one is run: any.
+        if trips is not None and told not in (None, trips):
+            trips, found = None, None
+        elif trips is not None:
             found = self._unrolled(condition, body, operands[0], guard, trips)
         else:
-            found = self._stepped(condition, body, operands[0], guard)
+            found = self._stepped(condition, body, operands[0], guard, told)
         if found is None:
             found = self._settle(condition, body, operands[0], guard, trips)
         if found is None:
@@ -156,14 +158,19 @@ class Control(Values):
         self.evaluate(condition, (carry,), guard)  # it runs once more than the body
         return carry
 
-    def _stepped(self, condition, body, carry: Any, guard: int) -> Any:
-        """Follow a loop whose predicate is known on every device; None where it isn't."""
+    def _stepped(self, condition, body, carry: Any, guard: int, told: int | None) -> Any:
+        """Follow a loop whose predicate is known on every device; None where it isn't.
+
+        None, too, where the predicate contradicts the count that the text tells.
+        """
         settling = _settling(body, self._deterministic)
         for step in range(_MAX_STEPS + 1):
             predicate = self.evaluate(condition, (carry,), guard)
             if not isinstance(predicate, Exact) or predicate.array[0].size != 1:
                 return None
             running = predicate.array.reshape(-1)
+            if told is not None and (running != (step < told)).any():
+                return None
             if not running.any():
                 return carry
             guard = self.states.refine(guard, predicate.state)
@@ -275,6 +282,15 @@ class Control(Values):
                 )
             )
         return tuple(found)
+
+
+def _everywhere(carry: Any, index: int) -> int | None:
+    """Give the number that an element of a carry is on every device; None where none is known."""
+    element = carry[index] if isinstance(carry, tuple) and 0 <= index < len(carry) else None
+    if not isinstance(element, Exact) or element.array[0].size != 1:
+        return None
+    numbers = element.array.reshape(-1)
+    return int(numbers[0]) if (numbers == numbers[0]).all() else None
 
 
 def _origin(computation: hm.Computation, operand: int, branch: hm.Computation, index: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from shardrules.hlo.known import exact
 from shardrules.hlo.reader import module as hm
 
 _KNOWN = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"?(\d{1,18})"?')
+
+_Start = Callable[[int], "int | None"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,32 +74,50 @@ def _calls(module, computation, instruction, outer: Run) -> Iterator[tuple[str, 
 
 
 def trip_count(module: hm.Module, computation: hm.Computation, loop: hm.Instruction) -> int | None:
-    """Give a while loop's trip count, None where it isn't static.
+    """Give a while loop's trip count, for what it costs; None where it isn't static.
 
     XLA prints ``known_trip_count`` on CPU and GPU. TPU prints none: there the count follows from
     the condition's bound, the initial value and the step, where all three are constants.
     """
+    told = told_count(loop)
+    if told is not None:
+        return told
+    if len(loop.operands) != 1:
+        return None
+    return counted(module, loop, lambda index: _follow(computation, loop.operands[0], index))
+
+
+def told_count(loop: hm.Instruction) -> int | None:
+    """Give the trip count that the text tells, as XLA does on CPU and GPU; else None."""
     config = loop.attribute("backend_config")
-    if config:
-        found = _KNOWN.search(config.replace('\\"', '"'))
-        if found:
-            return int(found[1])
+    found = _KNOWN.search(config.replace('\\"', '"')) if config else None
+    return int(found[1]) if found else None
+
+
+def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | None:
+    """Give the trip count that follows from a loop's own counter; None where none does.
+
+    Args:
+      module: the module.
+      loop: the while.
+      start: gives the number that an element of the carry starts as, None where it is not known.
+    """
     condition = module.computations.get((loop.attribute("condition") or "").lstrip("%"))
     body = module.computations.get((loop.attribute("body") or "").lstrip("%"))
-    if condition is None or body is None or len(loop.operands) != 1:
+    if condition is None or body is None:
         return None
-    return _Induction(module, computation, loop, condition, body).count()
+    return _Induction(module, loop, condition, body, start).count()
 
 
 class _Induction:
     """The induction variable of one loop."""
 
-    def __init__(self, module, computation, loop, condition, body):
+    def __init__(self, module, loop, condition, body, start):
         self.module = module
-        self.computation = computation
         self.loop = loop
         self.condition = condition
         self.body = body
+        self._initial = start
 
     def count(self) -> int | None:
         found = self._compare(self.condition, self.condition.root)
@@ -186,10 +206,6 @@ class _Induction:
                 return None
             return self._initial(side[1])
         return None
-
-    def _initial(self, index: int) -> int | None:
-        position = self.loop.operands[0]
-        return _follow(self.computation, position, index)
 
     def _step(self, index: int) -> int | None:
         root = self.body.instructions[self.body.root]

@@ -92,7 +92,6 @@ class Proof(Control, Outside):
         self._cache: dict[Any, Any] = {}
         self._literals: dict[Any, Any] = {}
         self._meshes: dict[Any, Any] = {}
-        self._trip_counts: dict[tuple[str, int], int | None] = {}
         self._depth = 0
         self._budget = self._budget_for(
             sum(len(c.instructions) for c in module.computations.values())

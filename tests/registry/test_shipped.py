@@ -90,6 +90,9 @@ def test_the_table_is_that_of_what_jaxlib_registers():
     assert len(found) > 60
     # The one that runs somebody's kernel says nothing of it.
     assert found - set(jaxlib.RULES.targets) <= {"triton_kernel_call_ffi"}
+    # jaxlib compiles the same sources for ROCm, where `cu` is `hip` (jaxlib/gpu/vendor.h).
+    of_cuda = {name for name in found if name.startswith("cu")}
+    assert {f"hip{name[2:]}" for name in of_cuda} <= set(jaxlib.RULES.targets) and of_cuda
 
 
 def placed(mesh, f, *args, specs, out=P("data"), **kwargs):

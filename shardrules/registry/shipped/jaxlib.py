@@ -79,25 +79,33 @@ def _both(prefix: str, names: dict[str, str], library: str) -> dict[str, str]:
     }
 
 
+def _on(prefix: str) -> dict[str, str]:
+    """Name the targets of one kind of GPU: jaxlib compiles one source for each."""
+    return {
+        **_both(f"{prefix}solver", _CUSOLVER, f"{prefix}SOLVER"),
+        **_both(f"{prefix}blas", {"getrf_batched": "LU factorizations"}, f"{prefix}BLAS"),
+        **_both(f"{prefix}blas", {"geqrf_batched": "QR factorizations"}, f"{prefix}BLAS"),
+        **_both(f"{prefix}sparse", _CUSPARSE, f"{prefix}SPARSE"),
+        # Its dropout's generator starts from a constant in each call.
+        **_both(f"{prefix}dnn", {"rnn": "a recurrent layer"}, f"{prefix}DNN"),
+        **_both(f"{prefix}dnn", {"rnn_bwd": "a recurrent layer's gradient"}, f"{prefix}DNN"),
+        **_both(prefix, {"threefry2x32": "random bits as a function of key and counter"}, "jaxlib"),
+        **_both(prefix, {"cholesky_update": "a Cholesky factorization's update"}, "jaxlib"),
+        f"{prefix}_lu_pivots_to_permutation": "a permutation from pivots",
+        f"{prefix}_tridiagonal_solve_perturbed": "a tridiagonal solve",
+        f"{prefix}hybrid_eig_real": "an eigendecomposition, on the host",
+        f"{prefix}hybrid_eig_comp": "an eigendecomposition, on the host",
+        f"{prefix}hybrid_geqp3": "a QR factorization with column pivots, on the host",
+    }
+
+
 RULES = Shipped(
     targets={
         **_lapack(),
-        **_both("cusolver", _CUSOLVER, "cuSOLVER"),
-        **_both("cublas", {"getrf_batched": "LU factorizations"}, "cuBLAS"),
-        **_both("cublas", {"geqrf_batched": "QR factorizations"}, "cuBLAS"),
-        **_both("cusparse", _CUSPARSE, "cuSPARSE"),
-        # Its dropout's generator starts from a constant in each call.
-        **_both("cudnn", {"rnn": "a recurrent layer"}, "cuDNN"),
-        **_both("cudnn", {"rnn_bwd": "the gradient of a recurrent layer"}, "cuDNN"),
-        **_both("cu", {"threefry2x32": "random bits as a function of key and counter"}, "jaxlib"),
-        **_both("cu", {"cholesky_update": "a Cholesky factorization's update"}, "jaxlib"),
-        "cu_lu_pivots_to_permutation": "a permutation from pivots",
-        "cu_tridiagonal_solve_perturbed": "a tridiagonal solve",
+        **_on("cu"),
+        **_on("hip"),
         "tridiagonal_solve_perturbed_ffi": "a tridiagonal solve",
         "cpu_csr_sparse_dense_ffi": "a sparse matrix times a matrix",
-        "cuhybrid_eig_real": "an eigendecomposition, on the host",
-        "cuhybrid_eig_comp": "an eigendecomposition, on the host",
-        "cuhybrid_geqp3": "a QR factorization with column pivots, on the host",
         "dynamic_ducc_fft": "a Fourier transform",
         "ducc_fft": "a Fourier transform",
     }

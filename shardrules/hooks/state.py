@@ -8,6 +8,7 @@ import threading
 import weakref
 from typing import Any, TypeVar
 
+from shardrules.errors import ShardrulesError
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
 from shardrules.registry.binding import Binding
@@ -222,6 +223,22 @@ class State:
             self._everywhere = self._installed[-1][1] if self._installed else Scope()
             self.refresh()
             return bool(self._installed)
+
+    def outlived(self, what: str, **data: Any) -> ShardrulesError:
+        """Return the error for what was traced under the hooks and is run without them.
+
+        Args:
+          what: the subject of the sentence.
+          **data: the values behind it.
+        """
+        return ShardrulesError(
+            f"{what} was traced in shard_map under shardrules' hooks and is run after they were "
+            "taken back (by handle.uninstall(), or at the end of `with shardrules.install()`); "
+            "without them JAX can't type its kernels. Differentiate, lower and compile it while "
+            "they are installed (an application installs them once, for good), or trace it anew "
+            "without them.",
+            **data,
+        )
 
     # Scopes.
 

@@ -336,9 +336,21 @@ def test_an_abstract_eval_that_returns_no_tuple_gets_the_error_of_jax():
         assert [*errors()] == plain
 
 
+def differentiated(run, traced, x):
+    """Differentiate a custom_vjp that was traced before."""
+    jax.make_jaxpr(jax.grad(lambda x: run(traced)(x)[0].sum()))(x)
+
+
+def lowered(run, traced, x):
+    """Lower an interpreted kernel that was traced before."""
+    (y,) = jax.jit(run(traced))(x)
+    assert (y == x).all()
+
+
+@pytest.mark.parametrize("use", [differentiated, lowered])
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_custom_vjp_that_outlives_the_hooks_says_so(gone):
-    """Whatever differentiates it would end in an error of JAX about its kernels' types."""
+def test_what_outlives_the_hooks_says_so(gone, use):
+    """It would end in an error of JAX about its kernels' types."""
     from jax.sharding import PartitionSpec as P
 
     import shardrules
@@ -353,19 +365,45 @@ def test_a_custom_vjp_that_outlives_the_hooks_says_so(gone):
     copy = kernels.make_copy(kernels.copy_kernel)
     f = versions.shard_map(copy, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     traced = jax.make_jaxpr(f)(x)
-
-    def gradient():
-        run = importlib.import_module("jax.extend.core").jaxpr_as_fun
-        return jax.make_jaxpr(jax.grad(lambda x: run(traced)(x)[0].sum()))(x)
-
+    run = importlib.import_module("jax.extend.core").jaxpr_as_fun
     try:
         if gone:
             handle.uninstall(ops=True)  # a declared op of another test keeps them, too
             with pytest.raises(
                 shardrules.errors.ShardrulesError, match="after they were taken back"
             ):
-                gradient()
+                use(run, traced, x)
         else:
-            gradient()
+            use(run, traced, x)
     finally:
         handle.uninstall()
+
+
+def test_what_needs_no_hooks_outlives_them():
+    """A kernel of what is the same everywhere, one whose check is off, and a callback."""
+    from jax.sharding import PartitionSpec as P
+
+    import shardrules
+    from core import kernels, versions
+
+    if not versions.types_values():
+        return
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    x = jax.numpy.ones((4, 2))
+    copy = kernels.make_copy(kernels.copy_kernel)
+    call_back = lambda x: jax.pure_callback(lambda x: x, x, x)  # noqa: E731
+    shardrules.register("copy_kernel", shardrules.no_communication)
+    run = importlib.import_module("jax.extend.core").jaxpr_as_fun
+    for body, spec, checked, where in (
+        (copy, P(), True, jax.jit),
+        (copy, P("data"), False, jax.jit),
+        (call_back, P("data"), True, lambda f: f),
+    ):
+        handle = shardrules.install(unknown="varying")
+        try:
+            f = versions.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check=checked)
+            traced = jax.make_jaxpr(f)(x)
+        finally:
+            handle.uninstall(ops=True)
+        (y,) = where(run(traced))(x)
+        assert (y == x).all()

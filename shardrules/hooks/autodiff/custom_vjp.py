@@ -14,7 +14,6 @@ import threading
 import weakref
 from typing import Any
 
-from shardrules.errors import ShardrulesError
 from shardrules.hooks.autodiff.bwd import Bwd, Parts
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
@@ -79,14 +78,7 @@ class CustomVjpHooks(Hooks):
     def _enter(self, name: str, scope: Scope):
         """Return a context with the scope of a custom_vjp; refuse to run it without the hooks."""
         if not self.state.patched and self.jax.checking():
-            raise ShardrulesError(
-                f"{name!r}, of a custom_vjp, was traced in shard_map under shardrules' hooks and "
-                "is run after they were taken back (by handle.uninstall(), or at the end of `with "
-                "shardrules.install()`); without them JAX can't type its kernels. Differentiate, "
-                "lower and compile it while they are installed (an application installs them "
-                "once, for good), or trace it anew without them.",
-                function=name,
-            )
+            raise self.state.outlived(f"{name!r}, of a custom_vjp,", function=name)
         return self.state.enter(scope)
 
     # bwd is traced when the scope that its forward ran under has closed.

@@ -49,6 +49,29 @@ class _Traced(NamedTuple):
     annotations: tuple[AxisType | None, ...]
 
 
+class _Aliases(tuple):
+    """``input_output_aliases`` of an interpreted call with types, which say if the hooks are gone.
+
+    They strip the interpreter's loops of types, which JAX mixes there and then refuses (0.6.0 to
+    0.12). JAX reads these aliases first, whether it interprets, evaluates or differentiates.
+    """
+
+    hooks: PallasHooks
+    name: str
+
+    def __iter__(self):
+        self._refuse()
+        return super().__iter__()
+
+    def __bool__(self):
+        self._refuse()
+        return len(self) > 0
+
+    def _refuse(self) -> None:
+        if not self.hooks.state.patched and self.hooks.jax.checking():
+            raise self.hooks.state.outlived(f"pallas_call kernel {self.name!r}")
+
+
 class _Here(threading.local):
     """What a thread is in the middle of.
 
@@ -193,6 +216,12 @@ class PallasHooks(Hooks):
                 ]
             # Written into the call too, so that a jaxpr that outlives the hooks keeps its types.
             params["out_avals"] = typed(self.jax, kernel, params["out_avals"], resolution.outputs)
+            if params["interpret"] is True and any(
+                t.axes for t in (*resolution.inputs, *resolution.outputs)
+            ):
+                aliases = _Aliases(params["input_output_aliases"])
+                aliases.hooks, aliases.name = self, kernel.call.name
+                params["input_output_aliases"] = aliases
             settled = jaxpr, resolution.inputs, resolution.outputs
         local.outer, local.settled = kernel, settled
         try:

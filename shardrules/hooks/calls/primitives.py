@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from shardrules.hooks.calls.carriers import Carriers, is_lent
 from shardrules.hooks.calls.forgetful import ForgetfulHooks
 from shardrules.hooks.calls.lowering import Lowering
@@ -43,9 +45,20 @@ class _Noted(tuple):
 
 
 class _Settled(tuple):
-    """Result avals of a call that was bound under the hooks; carries what is known of it."""
+    """Result avals of a call that was bound under the hooks; carries what is known of it.
+
+    To JAX's tree utilities it is a tuple: where the hooks are gone, JAX maps over the avals that a
+    callback hands on.
+    """
 
     known: Known
+
+
+def _plain(_, avals: Any) -> Any:
+    return tuple(avals)
+
+
+jax.tree_util.register_pytree_node(_Settled, lambda avals: (tuple(avals), None), _plain)
 
 
 @dataclasses.dataclass(frozen=True)

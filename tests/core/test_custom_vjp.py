@@ -263,3 +263,30 @@ def test_bwd_may_slice_what_arrives_summed(cpu_mesh):
 
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     assert jax.eval_shape(gather_with(bwd, cpu_mesh), x).shape == x.shape
+
+
+@jax.tree_util.register_pytree_node_class
+class Pair:
+    """A pytree that checks what it holds, but for the objects that JAX fills trees with."""
+
+    def __init__(self, one, other):
+        if type(one) is not object:
+            assert one.shape == other.shape
+        self.one, self.other = one, other
+
+    def tree_flatten(self):
+        return (self.one, self.other), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def test_a_primal_may_be_of_a_class_that_checks_what_it_holds(cpu_mesh):
+    scaled = jax.custom_vjp(lambda x, pair: x * pair.one + pair.other)
+    scaled.defvjp(
+        lambda x, pair: (scaled(x, pair), (x, pair.one)),
+        lambda saved, g: (g * saved[1], Pair((g * saved[0]).sum(0), g.sum(0))),
+    )
+    loss = loss_of(lambda x, w: scaled(x, Pair(w, 0 * w)), cpu_mesh)
+    assert_gradients(jax.jit(jax.grad(loss, (0, 1))), *arguments(cpu_mesh))

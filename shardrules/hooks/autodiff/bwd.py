@@ -50,6 +50,23 @@ class Parts:
     in_avals: tuple[Any, ...]
     place: str = ""
 
+    @functools.cached_property
+    def _stand_ins(self) -> dict[int, tuple[int, object]]:
+        return {id(one): (i, one) for i, one in enumerate(object() for _ in self.in_avals)}
+
+    def primals(self) -> Any:
+        """Return the primal inputs' tree, filled with stand-ins for its leaves.
+
+        Classes may check what they hold, and know those that JAX itself fills trees with: objects.
+        """
+        import jax
+
+        return jax.tree_util.tree_unflatten(self.in_tree, [o for _, o in self._stand_ins.values()])
+
+    def position(self, stand_in: Any) -> int | None:
+        """Return which leaf a stand-in stands for; None for what is none."""
+        return self._stand_ins.get(id(stand_in), (None, None))[0]
+
 
 class Bwd:
     """One run of a bwd.

@@ -100,20 +100,17 @@ class CustomVjpHooks(Hooks):
         if isinstance(cotangents, list):
             cotangents = tuple(cotangents)
         is_none = lambda x: x is None  # noqa: E731
-        primals = tree.tree_unflatten(parts.in_tree, range(len(parts.in_avals)))
+        primals = parts.primals()
         try:
-            tree.tree_map(lambda ct, primal: None, cotangents, primals, is_leaf=is_none)
+            tree.tree_map(lambda ct, primal: ct, cotangents, primals, is_leaf=is_none)
         except (ValueError, TypeError):
             return cotangents
 
-        def one(path, ct, index):
+        def one(path, ct, stand_in):
             # None stands for a whole subtree of the primals; what stands for no leaf of theirs
             # (a cotangent for an argument that is None) JAX drops.
-            if (
-                ct is None
-                or not isinstance(index, int)
-                or getattr(ct, "dtype", None) == jax.dtypes.float0
-            ):
+            index = parts.position(stand_in)
+            if ct is None or index is None or getattr(ct, "dtype", None) == jax.dtypes.float0:
                 return ct
             primal = parts.in_avals[index]
             if isinstance(ct, self.jax.SymbolicZero):  # zero varies over whatever it has to

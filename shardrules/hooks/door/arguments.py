@@ -129,7 +129,7 @@ def result_leaves(compiled: Any) -> list[tuple[str, str, str]] | None:
     if avals is None or tree is None or tree.num_leaves != len(avals):
         return None
     paths, _ = jax.tree_util.tree_flatten_with_path(
-        jax.tree_util.tree_unflatten(tree, range(len(avals)))
+        jax.tree_util.tree_unflatten(tree, [object() for _ in avals])  # as JAX itself does
     )
     shardings = getattr(_executable(compiled), "_out_shardings", None) or [None] * len(avals)
     return [

@@ -109,11 +109,17 @@ class Retyping(Hooks):
 
         bwd = Bwd(self, fun, parts, args)
         cotangents = bwd.cotangents() if by_cast else fun(*args)
-        primals = jax.tree_util.tree_unflatten(parts.in_tree, parts.in_avals)
 
-        def one(path, ct, aval):
-            if ct is None or isinstance(ct, self.jax.SymbolicZero) or not is_inexact(ct):
+        def one(path, ct, stand_in):
+            index = parts.position(stand_in)
+            if (
+                index is None
+                or ct is None
+                or isinstance(ct, self.jax.SymbolicZero)
+                or not is_inexact(ct)
+            ):
                 return ct
+            aval = parts.in_avals[index]
             have = self.jax.axis_type(self.jax.typeof(ct))
             want = self.jax.cotangent_type(aval)
             share = by_cast & have.varying - want.varying - want.unreduced
@@ -129,7 +135,7 @@ class Retyping(Hooks):
             cotangents = tuple(cotangents)
         try:
             return jax.tree_util.tree_map_with_path(
-                one, cotangents, primals, is_leaf=lambda x: x is None
+                one, cotangents, parts.primals(), is_leaf=lambda x: x is None
             )
         except CotangentError:
             raise

@@ -49,6 +49,8 @@ CALLS = {
 # The cast from invariant to varying, and what else is its operand with another type.
 CAST = "pvary"
 IDENTITIES = (CAST, MARK)
+# What makes no new ref of one: it reads, stores or adds.
+REFS = ("get", "swap", "addupdate")
 
 Where = tuple[Any, ...]  # the indices of the equations around a jaxpr, branches' numbers among them
 
@@ -173,13 +175,14 @@ class Graph:
 
     def _value(self, where: Where, var: Any, runs: int, castable: bool, at: str = "") -> Value:
         aval = var.aval
-        if not self.jax.can_cast(aval):
+        is_ref = self._is_ref(var)
+        if not self.jax.can_cast(aval) and not is_ref:
             raise Unplaceable(f"a gradient flows through {aval}")
         kind = self.jax.axis_type(aval)
         if kind.unreduced or kind.reduced:
             raise Unplaceable("a tangent is unreduced or reduced over a mesh axis")
         size_bytes = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
-        value = Value(aval, kind.varying, runs, at, size_bytes * runs, castable)
+        value = Value(aval, kind.varying, runs, at, size_bytes * runs, castable and not is_ref)
         self.values[where, var] = value
         return value
 
@@ -192,7 +195,8 @@ class Graph:
                 self._value(where, var, runs, castable)
         for index, eqn in enumerate(jaxpr.eqns):
             inputs = [self._read(where, atom) for atom in eqn.invars]
-            if any(value is not None for value in inputs):
+            # A ref that is made of zeros is a tangent's as well, if a tangent is stored in it.
+            if any(value is not None for value in inputs) or any(map(self._is_ref, eqn.outvars)):
                 self._equation(eqn, (*where, index), where, inputs, runs, castable)
         return [self._read(where, atom) for atom in jaxpr.outvars]
 
@@ -201,6 +205,9 @@ class Graph:
 
     def _equation(self, eqn, inside: Where, where: Where, inputs, runs: int, castable: bool):
         name = name_of(eqn)
+        refs = [atom for atom in eqn.invars if self._is_ref(atom)]
+        if refs and not (name in REFS and self._read(where, refs[0])):
+            raise Unplaceable(f"a gradient flows through {refs[0].aval}, which {name} takes")
 
         def results(linear: Iterator[bool]) -> list[Any]:
             at = self.jax.source_line(eqn.source_info)
@@ -282,7 +289,10 @@ class Graph:
     def _operation(self, eqn, inside: Where, inputs, results) -> None:
         outputs = results(itertools.repeat(True, len(eqn.outvars)))
         tangents = [value for value in inputs if value is not None]
-        step = Step(tangents, outputs)
+        # What is read from a ref varies as what is written to it, and a cotangent takes that way.
+        taken = [value for value in tangents if self._is_ref(value)]
+        refs = taken or [value for value in outputs if self._is_ref(value)]
+        step = Step(tangents, [*outputs, *taken])
         self.steps.append(step)
         self.at[inside] = step
         if name_of(eqn) == "custom_lin":
@@ -301,7 +311,7 @@ class Graph:
         whole = _holds_functions(eqn) or not _transposed_by_jax(eqn.primitive)
         if whole or self.opaque(eqn):
             step.fixed = None
-        elif alike and not eqn.effects:
+        elif alike and (refs or not eqn.effects):
             step.fixed = named
             step.needed = frozenset().union(
                 *(one for one, value in zip(types, inputs) if value is None)
@@ -315,6 +325,9 @@ class Graph:
             )
         else:
             step.fixed = None
+
+    def _is_ref(self, one: Any) -> bool:
+        return isinstance(one.aval, self.jax.AbstractRef)
 
     def _axes(self, atom: Any) -> frozenset[str]:
         return self.jax.axis_type(atom.aval).varying

@@ -382,7 +382,7 @@ class Body:
 
     def write(self, eqn: Any, index: int) -> None:
         """Write the equations that take an equation's place."""
-        tangents = [self.value(atom) for atom in eqn.invars]
+        tangents = [self.value(atom) for atom in (*eqn.invars, *eqn.outvars)]
         if all(value is None for value in tangents):
             self.eqns.append(eqn)
             return

@@ -100,6 +100,8 @@ class Jax:
 
     def with_axis_type(self, aval: Any, axis_type: AxisType) -> Any:
         """Return ``aval`` with another axis type; what can't carry one is returned as it is."""
+        if self.typed and isinstance(aval, self.AbstractRef):
+            return aval.update(inner_aval=self.with_axis_type(aval.inner_aval, axis_type))
         if (
             not self.typed
             or not isinstance(aval, self.ShapedArray)

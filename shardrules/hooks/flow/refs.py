@@ -217,10 +217,7 @@ class RefHooks(Hooks):
         return avals
 
     def _wider(self, ref: Any, extra: frozenset[str]) -> Any:
-        inner = ref.inner_aval
-        return ref.update(
-            inner_aval=self.jax.with_axis_type(inner, self.jax.axis_type(inner).vary(*extra))
-        )
+        return self.jax.with_axis_type(ref, self.jax.axis_type(ref).vary(*extra))
 
     def _bind_run_state(self, bind, *args, **params):
         """Cast the initial values to the types that the body's refs have grown to."""

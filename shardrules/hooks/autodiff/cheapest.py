@@ -56,7 +56,9 @@ def cheapest(graph: Graph) -> Labels:
 
     Casts of one tangent over several axes share one psum. That is not submodular, so no single
     cut expresses it. Nor is the fewest bytes summed always the fewest on the wire: of labels that
-    are within what JAX's late casts cost, and the check being off, the fewest bytes summed.
+    are within what JAX's late casts cost, and the check being off, the fewest bytes summed. Shares
+    are rounded before they are summed only where nothing else is within: with the check off they
+    are, too.
 
     Raises:
       ValueError: if no labels suit the program.
@@ -69,9 +71,21 @@ def cheapest(graph: Graph) -> Labels:
     ]
     if not axes:
         return _as_traced(graph)
-    found = [_in_order(graph, order, set()) for order in itertools.permutations(axes)]
     late, off = cost_as_traced(graph), cost_unchecked(graph)
     bound = Cost(min(late.bytes, off.bytes), min(late.wire_bytes, off.wire_bytes))
+    labels = _cheapest(graph, axes, bound)
+    if not cost(graph, labels).within(bound) and any(v.stays for v in graph.values.values()):
+        graph.rounded = True
+        found = _cheapest(graph, axes, bound)
+        if cost(graph, found).within(bound):
+            return found
+        graph.rounded = False
+    return labels
+
+
+def _cheapest(graph: Graph, axes: list[str], bound: Cost) -> Labels:
+    """Return the cheapest labels of all orders, of those within a bound if any is."""
+    found = [_in_order(graph, order, set()) for order in itertools.permutations(axes)]
     if not any(cost(graph, labels).within(bound) for labels in found):
         found.append(_in_order(graph, axes, set(graph.inputs)))
         found += [_again(graph, axes, labels) for labels in found]
@@ -123,9 +137,10 @@ def _cut(graph: Graph, axis: str, labels: Labels, free: set[Value]) -> set[Value
     makes = {value: net.node() for value in graph.values.values()}
     uses = {value: net.node() for value in makes}
     for value, made in makes.items():
-        net.edge(made, uses[value], _price(value, axis, free))
+        stays = axis in value.stays
+        net.edge(made, uses[value], INFINITE if stays else _price(value, axis, free))
         net.edge(uses[value], made)
-        if axis in value.stays:
+        if stays and not graph.rounded:
             net.edge(net.source, uses[value])
     for value in graph.inputs:
         _fix(net, makes[value], axis in value.varying)
@@ -158,6 +173,13 @@ def _cut(graph: Graph, axis: str, labels: Labels, free: set[Value]) -> set[Value
                 step.ties or axis in value.varying
             ):  # what was not invariant as traced can't come back
                 net.edge(node, makes[value])
+    for residual in graph.residuals.values():
+        if axis not in residual.varying:
+            cast = net.node()
+            net.edge(net.source, cast, residual.cast_bytes * _SCALE)
+            for step in residual.steps:
+                if not step.fixes(axis):
+                    net.edge(cast, nodes[step])
     varies = net.sink_side()
     for value in makes:
         labels.made[value] = _with(labels.made[value], axis, makes[value] in varies)
@@ -196,6 +218,10 @@ def cost(graph: Graph, labels: Labels) -> Cost:
                 yield value.cast_bytes, axes
         for step in graph.steps:
             yield step.sums(labels.steps[step])
+        for residual in graph.residuals.values():
+            axes = frozenset().union(*(labels.steps[step] for step in residual.steps))
+            if axes - residual.varying:
+                yield residual.cast_bytes, axes - residual.varying
 
     return _total(graph, sums())
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from shardrules.hooks.autodiff.identities import MARK
 from shardrules.hooks.door.compat import Jax
-from shardrules.hooks.flow.jaxprs import opened, scan_counts
+from shardrules.hooks.flow.jaxprs import is_inexact, opened, scan_counts
 
 __all__ = [
     "CALLS",
@@ -79,7 +79,8 @@ class Value:
       cast_bytes: what casting it costs: its bytes times its runs.
       castable: whether a cast may stand at it: not in a branch that devices take alone.
       live: whether its cotangent may be anything but zero.
-      stays: the axes over which it stays invariant: it is less precise than what is cast later.
+      stays: the axes over which it stays invariant: it is less precise than what is cast later
+        (where shares are ``rounded``, no cast stands at it, and one may stand before).
       narrow: the axes over which no cast may stand at it: what is cast before is more precise.
     """
 
@@ -92,6 +93,21 @@ class Value:
     live: bool = False
     stays: frozenset[str] = frozenset()
     narrow: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(eq=False)
+class Residual:
+    """A known value that is differentiated again: there a cast of it becomes a psum, too.
+
+    Args:
+      varying: the mesh axes over which it varies.
+      cast_bytes: what casting it costs: its bytes times its runs.
+      steps: the steps that take it.
+    """
+
+    varying: frozenset[str]
+    cast_bytes: int
+    steps: list[Step] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
@@ -136,6 +152,11 @@ class Graph:
         the cotangents of its tangents, each with the bytes; and those over which its bwd sums by
         itself, None where that is not linear.
       opaque: whether an equation is an opaque call.
+      again: whether the program's transpose is differentiated in reverse mode.
+
+    Attributes:
+      rounded: whether shares of a cotangent may be rounded before they are summed, in a type as
+        wide as where JAX casts.
 
     Raises:
       Unplaceable: if the program holds what this has no form for.
@@ -149,16 +170,20 @@ class Graph:
         wanted: Sequence[bool],
         custom: Callable[[Any], tuple[dict[str, int], frozenset[str] | None]],
         opaque: Callable[[Any], bool],
+        again: bool = False,
     ):
         from jax import lax
 
         self.jax = jax
         self.custom = custom
         self.opaque = opaque
+        self.again = again
+        self.rounded = False
         self._sizes = {axis: lax.psum(1, axis) for axis in jax.manual_axes()}
         self.values: dict[tuple[Where, Any], Value] = {}
         self.steps: list[Step] = []
         self.at: dict[tuple[Where, int], Step] = {}  # an equation's own step
+        self.residuals: dict[tuple[Where, Any], Residual] = {}
         # As they stand: what is cast, and the result.
         self.casts: list[tuple[Value, Value]] = []
         ends = self._walk(jaxpr, (), linear, 1, True)
@@ -295,6 +320,8 @@ class Graph:
         step = Step(tangents, [*outputs, *taken])
         self.steps.append(step)
         self.at[inside] = step
+        if self.again:
+            self._take_residuals(eqn, inside[:-1], step)
         if name_of(eqn) == "custom_lin":
             sums, by_itself = self.custom(eqn)
             every = frozenset(self.jax.manual_axes())
@@ -325,6 +352,15 @@ class Graph:
             )
         else:
             step.fixed = None
+
+    def _take_residuals(self, eqn: Any, where: Where, step: Step) -> None:
+        runs = next((value.runs for value in (*step.inputs, *step.outputs)), 1)
+        for atom in eqn.invars:
+            if hasattr(atom, "val") or (where, atom) in self.values or not is_inexact(atom.aval):
+                continue
+            size_bytes = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize * runs
+            one = self.residuals.setdefault((where, atom), Residual(self._axes(atom), size_bytes))
+            one.steps.append(step)
 
     def _is_ref(self, one: Any) -> bool:
         return isinstance(one.aval, self.jax.AbstractRef)

@@ -55,7 +55,8 @@ class CastHooks(Hooks):
             cotangents = rest[0] if rest else next(iter(kwargs.values()))
             # What is transposed inside was looked at as a part of it.
             with self.state.in_transposition():
-                placed = self._placed(jaxpr, primals_in, cotangents, asked)
+                again = any(isinstance(x, self.jax.LinearizeTracer) for x in primals_in)
+                placed = self._placed(jaxpr, primals_in, cotangents, asked, again)
                 if not asked:
                     placed = jaxpr
                 if placed is not jaxpr and self.jax.older_backward_pass is not None:
@@ -96,7 +97,12 @@ class CastHooks(Hooks):
         )
 
     def _placed(
-        self, jaxpr: Any, primals_in: Sequence[Any], cotangents: Sequence[Any], asked: bool
+        self,
+        jaxpr: Any,
+        primals_in: Sequence[Any],
+        cotangents: Sequence[Any],
+        asked: bool,
+        again: bool,
     ) -> Any:
         """Return the program with its casts placed, or itself where that saves nothing."""
         tangents = (self.jax.UndefinedPrimal, *self._accumulators)
@@ -104,7 +110,7 @@ class CastHooks(Hooks):
         wanted = [not isinstance(ct, self.jax.Zero) for ct in cotangents]
         why, before_bytes = "", 0
         try:
-            graph = Graph(self.jax, jaxpr, linear, wanted, self._sums, self._is_opaque)
+            graph = Graph(self.jax, jaxpr, linear, wanted, self._sums, self._is_opaque, again)
             before = cost_as_traced(graph)
             before_bytes = before.bytes
             labels = cheapest(graph) if before_bytes else None

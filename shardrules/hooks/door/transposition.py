@@ -53,6 +53,13 @@ TRANSPOSITION = (
         "an input of a linear program that is a tangent",
     ),
     Symbol(
+        "LinearizeTracer",
+        "jax._src.interpreters.ad:LinearizeTracer",
+        "0.6.0-0.12",
+        (),
+        "a value whose derivative is to be transposed later",
+    ),
+    Symbol(
         "GradAccum",
         "jax._src.interpreters.ad:GradAccum",
         "0.8.3-0.12",

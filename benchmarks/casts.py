@@ -30,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
+from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -49,7 +50,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import shardrules  # noqa: E402
 from shardrules import testing  # noqa: E402
-from shardrules.hooks.autodiff import placing  # noqa: E402
+from shardrules.hooks.autodiff import linear, placing  # noqa: E402
 from shardrules.hooks.autodiff.cheapest import cost, cost_as_traced  # noqa: E402
 
 _RANDOM = flags.DEFINE_integer("random", 0, "random bodies to trace", lower_bound=0)
@@ -224,13 +225,12 @@ class Solved:
     """Both solvers' answers for each graph that is cut inside."""
 
     def __enter__(self):
-        self.found, self.rounded, self._solve = [], [], placing.cheapest
+        self.found, self._solve = [], placing.cheapest
 
         def both(graph):
             labels = self._solve(graph)
             best = optimum.cheapest_bytes(graph), optimum.cut_bytes(graph)
             self.found.append((cost_as_traced(graph), cost(graph, labels), best))
-            self.rounded.append(graph.rounded)
             return labels
 
         placing.cheapest = both
@@ -328,16 +328,22 @@ def random_bodies(count, seed):
         got = program.compile()(*args)
         strange = []
         try:
-            close(got, want, 1e-2)  # many round to bfloat16
+            close(got, want)
         except AssertionError:
             strange.append("another gradient than one device's")
-        total["shares rounded"] += any(solved.rounded)
         total["at networkx' optimum"] += solved.least_bytes[2] == solved.least_bytes[0]
         total["at HiGHS' optimum"] += solved.least_bytes[1] == solved.least_bytes[0]
         if not solved.is_least:
             strange.append(f"{solved} B: the casts' sum, the optimum by HiGHS, and by networkx")
         above = [arm for arm in ("off", "late") if not within(found["cheapest"], found[arm])]
-        strange += [f"{found['cheapest']} B for {found[arm]} {arm}" for arm in above]
+        if above:
+            # Nothing is summed after a narrowing that the late cast has behind it.
+            with mock.patch.object(linear.Graph, "_narrower", lambda *_, **__: []):
+                anywhere = summed(lowered(make, args, "cheapest")[0])
+            if above == ["off"] and within(anywhere, found["off"]):
+                total["above off for precision"] += 1
+            else:
+                strange += [f"{found['cheapest']} B for {found[arm]} {arm}" for arm in above]
         for one in strange:
             print(f"seed {number}: {one}", file=sys.stderr if _RAW.value else None, flush=True)
         total["as they should be"] += not strange
@@ -374,7 +380,7 @@ def tabulate(totals):
         "as they should be",
         "at HiGHS' optimum",
         "at networkx' optimum",
-        "shares rounded",
+        "above off for precision",
         "plain refused",
     )
     print(

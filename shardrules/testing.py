@@ -154,7 +154,9 @@ def assert_no_defensive_psum(
     allowances = findings.Allowances(allow)
     judgement = judge(program, *args, registry=registry, mesh=mesh, **kwargs)
     found = findings.find(judgement, strict)
-    bad, _, unused = allowances.split(found + (hints.dearer(judgement) if cheapest else []))
+    bad, _, unused = allowances.split(
+        found + (hints.dearer(hints.hints(judgement)) if cheapest else [])
+    )
     if bad:
         counts = collections.Counter(f.kind for f in bad)
         kinds = ", ".join(

@@ -314,6 +314,24 @@ def test_allowances_and_strictness():
     )
 
 
+def test_what_could_move_less_is_a_finding_where_asked():
+    lines = [
+        T.parameter(T.BOTH),
+        T.all_reduce("%x", T.ALL),
+        "%zero = f32[] constant(0)",
+        "%total = f32[] reduce(%r, %zero), dimensions={0}, to_apply=%add",
+    ]
+    text = T.module("\n".join(lines))
+    done = run("verify", "-", MESH, stdin=text)
+    assert done.returncode == 0 and "\ncould be cheaper:\n" in done.stdout
+    done = run("verify", "-", MESH, "--cheapest", stdin=text)
+    assert done.returncode == 1 and "; 1 reduce first\n" in done.stdout
+    assert "\nfindings:\n" in done.stdout and "32 B become 4 B" in done.stdout
+    assert "could be cheaper" not in done.stdout
+    known = "--allow=all-reduce(data, model): issue 12"
+    assert run("verify", "-", MESH, "--cheapest", known, stdin=text).returncode == 0
+
+
 def test_diff_of_two_programs(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_text(clean_module())

@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     reading.add_arguments(parser)
     flags.add_arguments(parser)
+    parser.add_argument(
+        "--cheapest",
+        action="store_true",
+        help="all-reduces that are needed where they stand and would move fewer bytes elsewhere "
+        "are findings too",
+    )
 
 
 def judged(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -47,6 +53,7 @@ def judged(arguments: argparse.Namespace) -> tuple[str, int]:
             strict=arguments.strict,
             allow=findings.Allowances(allow),
             target=arguments.target,
+            cheapest=arguments.cheapest,
         )
         for one in found
         if isinstance(one.result, hlo.Judgement)

@@ -181,11 +181,11 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
     return found
 
 
-def dearer(judgement: hlo.Judgement) -> list[findings.Finding]:
-    """List the all-reduces that could move less as findings, with the bytes now and then."""
+def dearer(found: list[Hint]) -> list[findings.Finding]:
+    """List the all-reduces among hints as findings, with the bytes now and then."""
     return [
         findings.Finding(h.kind, h.verdict, h.entry, h.advice)
-        for h in hints(judgement)
+        for h in found
         if h.entry.kind == "all-reduce"
     ]
 
@@ -209,47 +209,26 @@ def _outer_runs(judgement: hlo.Judgement, body: str) -> int | None:
     return None
 
 
-def _adds_up(module: hlo.Module, instruction: hlo.Instruction) -> bool:
-    """Tell whether an instruction is the sum of its two operands, in a fusion too."""
-    if len(set(instruction.operands)) != 2 or len(instruction.operands) != 2:
-        return False
-    if instruction.opcode == "add":
-        return True
-    if instruction.opcode != "fusion" or len(instruction.calls) != 1:
-        return False
-    inner = module.computations[instruction.calls[0]]
-    position = inner.root
-    while inner.instructions[position].opcode in ("bitcast", "copy", "reshape"):
-        position = inner.instructions[position].operands[0]
-    if inner.instructions[position].opcode != "add":
-        return False
-    sides = set()
-    for side in inner.instructions[position].operands:
-        while inner.instructions[side].opcode in ("bitcast", "copy", "reshape"):
-            side = inner.instructions[side].operands[0]
-        if inner.instructions[side].opcode != "parameter":
-            return False
-        sides.add(side)
-    return len(sides) == 2
-
-
 def _accumulated(
     module: hlo.Module, body: hlo.Computation, users: list[list[int]], position: int, element: int
 ) -> bool:
     """Tell whether a loop adds an all-reduce's result to a carry, and does nothing else with both.
 
-    psum is linear, so that the sum of psums is the psum of the sum. XLA's compilers for TPU and
+    psum is linear, so that the sum of psums is the psum of the sum, and that of pmeans, which are
+    psums times a constant, too. XLA's compilers for TPU and
     GPU move such an all-reduce behind a plain loop themselves (seen with JAX 0.10.2); the one for
     CPU doesn't.
     """
     root = body.instructions[body.root]
     end = sums.followed(body, users, position, element, sums.LINEAR)
+    while end is not None and sums.scales(module, body, *end):
+        end = sums.followed(body, users, end[0], 0, sums.LINEAR)
     if end is None or root.opcode != "tuple":
         return False
-    total, used = end
-    if not _adds_up(module, body.instructions[total]):
+    total = end[0]
+    carry = sums.adds(module, body, *end)
+    if carry is None:
         return False
-    (carry,) = set(body.instructions[total].operands) - {used}
     while body.instructions[carry].opcode in ("copy", "bitcast", "reshape"):
         if len(users[carry]) != 1:
             return False

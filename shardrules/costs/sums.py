@@ -10,7 +10,7 @@ import re
 
 from shardrules import hlo
 
-__all__ = ["LINEAR", "PASS_ON", "added_to_another", "followed", "reduced_after"]
+__all__ = ["LINEAR", "PASS_ON", "added_to_another", "adds", "followed", "reduced_after", "scales"]
 
 PASS_ON = frozenset(
     "bitcast reshape transpose copy convert get-tuple-element all-reduce-done "
@@ -101,6 +101,8 @@ def reduced_after(
             instruction.opcode == "reduce"
             and instruction.operands[0] == position
             and (len(instruction.operands) == 2 and _adds(module, instruction))
+            # What it starts from would be summed as well, once for each device.
+            and _zero(module, callers, instruction.operands[1])
         ):
             return _summed_in(size, instruction.shape)
         elif (
@@ -110,6 +112,7 @@ def reduced_after(
             and position not in instruction.operands[:2]
             and _adds(module, instruction)
             and _constant(module, callers, instruction.operands[1])
+            and _zero(module, callers, instruction.operands[0])
         ):
             return _summed_in(size, instruction.shape)
         else:
@@ -169,6 +172,97 @@ def _constant(module: hlo.Module, callers: _Callers, position: int) -> bool:
         if len(seen) > 64:
             return False
     return True
+
+
+def _zero(module: hlo.Module, callers: _Callers, position: int) -> bool:
+    """Tell whether a value is zero in all of its elements, in fusions too; as ``_constant``."""
+    for _ in range(64):
+        computation, fusion = callers[-1]
+        instruction = computation.instructions[position]
+        if instruction.opcode == "constant":
+            literal = (instruction.literal or "").strip()
+            return bool(re.fullmatch(r"-?0(\.0*)?|\(-?0, -?0\)", literal))
+        if instruction.opcode == "parameter" and fusion is not None:
+            callers = callers[:-1]
+            position = fusion.operands[int(instruction.literal)]
+        elif instruction.opcode == "fusion":
+            inner = module.computations[instruction.calls[0]]
+            callers = [*callers, (inner, instruction)]
+            position = inner.root
+        elif instruction.opcode in _MOVES | {"broadcast", "convert"}:
+            position = instruction.operands[0]
+        else:
+            return False
+    return False
+
+
+def adds(module: hlo.Module, computation: hlo.Computation, position: int, used: int) -> int | None:
+    """Return what an instruction adds to one of its operands, scaled or not; None if it doesn't.
+
+    Args:
+      module: the module.
+      computation: where it stands.
+      position: the instruction's.
+      used: the operand's.
+    """
+    instruction = computation.instructions[position]
+    if len(instruction.operands) != 2 or len(set(instruction.operands)) != 2:
+        return None
+    (other,) = set(instruction.operands) - {used}
+    if instruction.opcode == "add":
+        return other
+    if instruction.opcode != "fusion" or len(instruction.calls) != 1:
+        return None
+    inner = module.computations[instruction.calls[0]]
+    position = inner.root
+    while inner.instructions[position].opcode in LINEAR:
+        position = inner.instructions[position].operands[0]
+    root = inner.instructions[position]
+    if root.opcode != "add" or len(set(root.operands)) != 2:
+        return None
+    numbers = {
+        int(i.literal): n for n, i in enumerate(inner.instructions) if i.opcode == "parameter"
+    }
+    callers: _Callers = [(computation, None), (inner, instruction)]
+    mine, its = (numbers[instruction.operands.index(one)] for one in (used, other))
+    for one, rest in (root.operands, root.operands[::-1]):
+        while inner.instructions[rest].opcode in LINEAR:
+            rest = inner.instructions[rest].operands[0]
+        while (before := _unscaled(module, callers, one)) is not None:
+            one = before
+        if (one, rest) == (mine, its):
+            return other
+    return None
+
+
+def scales(module: hlo.Module, computation: hlo.Computation, position: int, used: int) -> bool:
+    """Tell whether an instruction only multiplies an operand by constants; as ``adds``."""
+    instruction = computation.instructions[position]
+    callers: _Callers = [(computation, None)]
+    if instruction.opcode != "fusion":
+        return _unscaled(module, callers, position) == used
+    if instruction.operands.count(used) != 1 or len(instruction.calls) != 1:
+        return False
+    inner = module.computations[instruction.calls[0]]
+    callers.append((inner, instruction))
+    position = inner.root
+    while (before := _unscaled(module, callers, position)) is not None:
+        position = before
+    one = inner.instructions[position]
+    return one.opcode == "parameter" and instruction.operands[int(one.literal)] == used
+
+
+def _unscaled(module: hlo.Module, callers: _Callers, position: int) -> int | None:
+    """Return the operand that an instruction moves or multiplies by a constant, a pmean's part."""
+    one = callers[-1][0].instructions[position]
+    if one.opcode in LINEAR:
+        return one.operands[0]
+    if one.opcode not in ("multiply", "divide") or not _FLOATS.match(str(one.shape)):
+        return None
+    first, second = one.operands
+    if _constant(module, callers, second):
+        return first
+    return second if one.opcode == "multiply" and _constant(module, callers, first) else None
 
 
 def added_to_another(

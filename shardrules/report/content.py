@@ -11,7 +11,7 @@ from typing import Any
 from shardrules import hlo
 from shardrules.costs import accounts, estimates, findings
 from shardrules.costs.findings import Finding
-from shardrules.costs.hints import Hint, hints
+from shardrules.costs.hints import Hint, dearer, hints
 from shardrules.report import alike
 from shardrules.report.sections import Section, sections
 
@@ -163,6 +163,7 @@ def content(
     strict: bool = False,
     allow: findings.Allowances | None = None,
     target: str | None = None,
+    cheapest: bool = False,
 ) -> Content:
     """Gather what a report says.
 
@@ -172,8 +173,14 @@ def content(
       strict: accept proofs alone: verdicts that rest on declared rules are findings too.
       allow: findings that may stay.
       target: an accelerator of ``costs.estimates``, on which times are estimated.
+      cheapest: all-reduces that are needed and would move less elsewhere are findings too.
     """
-    stay, allowed, unused = (allow or findings.Allowances()).split(findings.find(judgement, strict))
+    found = findings.find(judgement, strict)
+    could = hints(judgement)
+    if cheapest:
+        found += dearer(could)
+        could = [hint for hint in could if hint.entry.kind != "all-reduce"]
+    stay, allowed, unused = (allow or findings.Allowances()).split(found)
     return Content(
         title or judgement.module.name,
         judgement,
@@ -181,7 +188,7 @@ def content(
         tuple(stay),
         tuple(allowed),
         tuple(unused),
-        tuple(hints(judgement)),
+        tuple(could),
         None if target is None else estimates.target(target),
     )
 

@@ -41,7 +41,7 @@ def gradient(body, mesh):
 
 
 def cheaper(f, args):
-    found = costs_hints.dearer(testing.judge(f.lower(*args).compile()))
+    found = costs_hints.dearer(costs_hints.hints(testing.judge(f.lower(*args).compile())))
     return [one.kind for one in found], found
 
 
@@ -109,6 +109,12 @@ def local(mesh, body, outs=P()):
 over = lambda x, axis="data": lax.psum(x, axis)  # noqa: E731
 
 
+def accumulated(step, x, total=None):
+    """A loop over rows that adds up."""
+    total = jnp.ones(8) if total is None else total
+    return lax.scan(lambda total, row: (step(row, total), None), total, x)[0]
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -120,6 +126,15 @@ over = lambda x, axis="data": lax.psum(x, axis)  # noqa: E731
         lambda x, y: (lambda p: (p + over(jnp.sin(y)), p * 2))(over(x)),
         lambda x, y: over(x).astype(jnp.bfloat16) + over(jnp.sin(y).astype(jnp.bfloat16)),
         lambda x, y: jnp.tanh(over(x)) + over(jnp.sin(y)),
+        # Each device would start from 3 as well, and all of these be summed.
+        lambda x, y: lax.reduce(over(x), jnp.float32(3), lax.add, (0,)),
+        lambda x, y: lax.reduce(over(x), jnp.sin(y)[0, 0], lax.add, (0,)),
+        # Not linear, or not of the sum alone.
+        lambda x, y: accumulated(lambda one, total: total + over(one) / total, x),
+        lambda x, y: accumulated(lambda one, total: 0.5 * total + lax.pmean(one, "data"), x),
+        lambda x, y: accumulated(
+            lambda one, total: total + over((8 * one).astype(int)) // 4, x, jnp.zeros((8,), int)
+        ),
         # The loop ends by the whole sum.
         lambda x, y: lax.while_loop(
             lambda s: s[1].sum() < 1e3,
@@ -127,10 +142,29 @@ over = lambda x, axis="data": lax.psum(x, axis)  # noqa: E731
             (jnp.int32(0), jnp.ones_like(x)),
         )[1],
     ],
-    ids="rounded used maximum subtracted axes twice narrower bent until".split(),
+    ids=(
+        "rounded used maximum subtracted axes twice narrower bent from_3 from_another divided "
+        "averaged floored until"
+    ).split(),
 )
 def test_what_must_stay(body, cpu_mesh):
     assert cheaper(*local(cpu_mesh, body))[0] == []
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda one, total: total + lax.pmean(one, "data"),
+        lambda one, total: over(jnp.sin(one)) / 3 + total,
+        lambda one, total: total + over(one, "data") * jnp.arange(8.0),
+    ],
+    ids="mean divided scaled".split(),
+)
+def test_a_sum_that_is_scaled_is_summed_after_the_loop(step, cpu_mesh):
+    """A pmean is a psum times a constant: what accumulates gradients or losses takes it."""
+    f, args = local(cpu_mesh, lambda x, y: accumulated(step, x))
+    kinds, (found,) = cheaper(f, args)
+    assert kinds == ["after the loop"] and "256 B become 32 B" in found.advice
 
 
 def test_siblings_are_found_once(cpu_mesh):
@@ -148,5 +182,6 @@ def test_a_scatter_at_places_that_differ_stays(gpu_mesh):
 
     f, args = local(gpu_mesh, body, P("data"))
     assert cheaper(f, args)[0] == []
-    constant = lambda x, y: jnp.zeros((2, 8)).at[jnp.array([0, 1] * 4)].add(over(x))[None]  # noqa: E731
-    assert cheaper(*local(gpu_mesh, constant, P("data")))[0] == ["reduce first"]
+    for start, kinds in ((jnp.zeros((2, 8)), ["reduce first"]), (jnp.ones((2, 8)), [])):
+        constant = lambda x, y: start.at[jnp.array([0, 1] * 4)].add(over(x))[None]  # noqa: B023, E731
+        assert cheaper(*local(gpu_mesh, constant, P("data")))[0] == kinds

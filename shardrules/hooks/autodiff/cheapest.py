@@ -56,9 +56,7 @@ def cheapest(graph: Graph) -> Labels:
 
     Casts of one tangent over several axes share one psum. That is not submodular, so no single
     cut expresses it. Nor is the fewest bytes summed always the fewest on the wire: of labels that
-    are within what JAX's late casts cost, and the check being off, the fewest bytes summed. Shares
-    are rounded before they are summed only where nothing else is within: with the check off they
-    are, too.
+    are within what JAX's late casts cost, and the check being off, the fewest bytes summed.
 
     Raises:
       ValueError: if no labels suit the program.
@@ -71,21 +69,9 @@ def cheapest(graph: Graph) -> Labels:
     ]
     if not axes:
         return _as_traced(graph)
+    found = [_in_order(graph, order, set()) for order in itertools.permutations(axes)]
     late, off = cost_as_traced(graph), cost_unchecked(graph)
     bound = Cost(min(late.bytes, off.bytes), min(late.wire_bytes, off.wire_bytes))
-    labels = _cheapest(graph, axes, bound)
-    if not cost(graph, labels).within(bound) and any(v.stays for v in graph.values.values()):
-        graph.rounded = True
-        found = _cheapest(graph, axes, bound)
-        if cost(graph, found).within(bound):
-            return found
-        graph.rounded = False
-    return labels
-
-
-def _cheapest(graph: Graph, axes: list[str], bound: Cost) -> Labels:
-    """Return the cheapest labels of all orders, of those within a bound if any is."""
-    found = [_in_order(graph, order, set()) for order in itertools.permutations(axes)]
     if not any(cost(graph, labels).within(bound) for labels in found):
         found.append(_in_order(graph, axes, set(graph.inputs)))
         found += [_again(graph, axes, labels) for labels in found]
@@ -137,10 +123,9 @@ def _cut(graph: Graph, axis: str, labels: Labels, free: set[Value]) -> set[Value
     makes = {value: net.node() for value in graph.values.values()}
     uses = {value: net.node() for value in makes}
     for value, made in makes.items():
-        stays = axis in value.stays
-        net.edge(made, uses[value], INFINITE if stays else _price(value, axis, free))
+        net.edge(made, uses[value], _price(value, axis, free))
         net.edge(uses[value], made)
-        if stays and not graph.rounded:
+        if axis in value.stays:
             net.edge(net.source, uses[value])
     for value in graph.inputs:
         _fix(net, makes[value], axis in value.varying)

@@ -79,8 +79,7 @@ class Value:
       cast_bytes: what casting it costs: its bytes times its runs.
       castable: whether a cast may stand at it: not in a branch that devices take alone.
       live: whether its cotangent may be anything but zero.
-      stays: the axes over which it stays invariant: it is less precise than what is cast later
-        (where shares are ``rounded``, no cast stands at it, and one may stand before).
+      stays: the axes over which it stays invariant: it is less precise than what is cast later.
       narrow: the axes over which no cast may stand at it: what is cast before is more precise.
     """
 
@@ -154,10 +153,6 @@ class Graph:
       opaque: whether an equation is an opaque call.
       again: whether the program's transpose is differentiated in reverse mode.
 
-    Attributes:
-      rounded: whether shares of a cotangent may be rounded before they are summed, in a type as
-        wide as where JAX casts.
-
     Raises:
       Unplaceable: if the program holds what this has no form for.
     """
@@ -178,7 +173,6 @@ class Graph:
         self.custom = custom
         self.opaque = opaque
         self.again = again
-        self.rounded = False
         self._sizes = {axis: lax.psum(1, axis) for axis in jax.manual_axes()}
         self.values: dict[tuple[Where, Any], Value] = {}
         self.steps: list[Step] = []

@@ -24,11 +24,11 @@ class Program:
             used = {one: self.variable("used", one, axis) for one in values}
             for one in values:
                 self.implies(made[one], used[one])
-                if not one.castable or axis in one.narrow | one.stays:
+                if not one.castable or axis in one.narrow:
                     self.implies(used[one], made[one])
                 elif one.live:
                     self.paid.append((one, one.cast_bytes, used[one], made[one]))
-                if axis in one.stays and not graph.rounded:
+                if axis in one.stays:
                     self.fixed[used[one]] = False
             for one in graph.inputs:
                 self.fixed[made[one]] = axis in one.varying

@@ -90,6 +90,14 @@ def by_hand(bwd):
     return body
 
 
+def refs(w, x):
+    """The weight is stored in refs, one of them made of zeros, and read from both."""
+    kept, made = jax.new_ref(jnp.sin(w)), jax.new_ref(jnp.zeros_like(w))
+    kept[0] = kept[0] + 2 * kept[1]
+    made[...] = jnp.cos(kept[...])
+    return total((x @ kept[...]) * (x @ made[...]) * (x @ made[...].T))
+
+
 shares = by_hand(lambda kept, g: (kept[1].T @ g, g @ kept[0].T))
 sums = by_hand(lambda kept, g: (lax.psum(kept[1].T @ g, "data"), g @ kept[0].T))
 
@@ -103,6 +111,7 @@ PROGRAMS = {
     "branches": (branches, 3 * EACH, EACH),
     "jitted": (jitted, 2 * EACH, EACH),
     "remat": (remat, 5 * EACH, EACH),
+    "refs": (refs, 3 * EACH, EACH),
     "shares": (shares, 5 * EACH, EACH),
     "sums": (sums, 0, 0),  # no cast: bwd sums by itself, and one before it would add a psum
 }
@@ -165,7 +174,7 @@ def test_uses_of_one_value_share_a_cast(cpu_mesh, monkeypatch):
     assert sum(s.bytes * s.count for s in sums if s.phase == "backward") == 2 * EACH
 
 
-@pytest.mark.parametrize("name", ["scan_carry", "branches", "shares", "sums"])
+@pytest.mark.parametrize("name", ["scan_carry", "branches", "shares", "sums", "refs"])
 def test_compiled_bytes_and_gradients(name, cpu_mesh):
     body, _, least_bytes = PROGRAMS[name]
     least_bytes = 5 * EACH if name == "sums" else least_bytes  # its own
@@ -204,6 +213,41 @@ def test_no_sum_is_less_precise_than_where_jax_casts(cpu_mesh):
     assert [one.value for one in found.casts] == ["float32[8,8]"] and found.casts[0].at
     (found,) = placements(kept, cpu_mesh, W.astype(jnp.bfloat16), X)
     assert found.before_bytes == found.after_bytes == 2 * EACH  # not 128 bytes of bf16
+
+
+def through(change):
+    """Read twice what many operations make of a weight that is small."""
+
+    def body(w, x):
+        wide = jnp.tile(jnp.sin(w), (3, 1))
+        for _ in range(6):
+            wide = jnp.sin(wide)
+        return total((x @ wide.T) * (x @ jnp.cos(wide).T))
+
+    return lambda mesh: change(sharded(body, mesh))
+
+
+def summed_bytes(program):
+    return sum(
+        found.bytes
+        for (kind,), found in testing.account(program, level="logical").by("kind").items()
+        if kind == "all-reduce"
+    )
+
+
+def test_gradients_of_gradients_move_no_more_than_late_casts(cpu_mesh):
+    """A residual's cast is a psum in the second reverse pass."""
+    gradient = through(lambda f: jax.grad(lambda w, x: (jax.grad(f)(w, x) ** 2).sum()))(cpu_mesh)
+    found = {}
+    for casts in ("late", "cheapest"):
+        with sr.install(casts=casts):
+            jax.clear_caches()
+            found[casts] = jax.jit(gradient).lower(W, X)
+    late, least = (summed_bytes(found[casts]) for casts in found)
+    assert least < late == 4 * 3 * EACH
+    np.testing.assert_allclose(
+        *(found[casts].compile()(W, X) for casts in found), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_an_early_cast_is_not_moved_to_where_it_sums_less_precisely(cpu_mesh):

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardrules.costs.accounts import Entry
 from shardrules.costs.findings import Finding, advice
+from shardrules.costs.hints import KINDS
 from shardrules.hlo import Judgement, Verdict
 from shardrules.report.alike import Remark, alike, here, size, sizes
 from shardrules.report.content import COLUMNS, NOTE, Content, cells
@@ -138,7 +139,8 @@ def _remark(remark: Remark) -> str:
     text = describe(*remark.verdicts)
     if remark.label == "reason":
         return f"{text}\n    allowed: {remark.todo}"
-    return f"{text}\n    strict: {remark.todo}" if remark.kind == "declared" else text
+    word = {"declared": "strict", **{kind: kind for kind in KINDS}}.get(remark.kind)
+    return f"{text}\n    {word}: {remark.todo}" if word else text
 
 
 def plain(content: Content) -> str:

@@ -152,6 +152,15 @@ def main(port, count, process, scene, out, groups):
         if groups == "groups":
             result["gradients"], result["verdicts"] = gradients()
         result["raised"] = run_scenes(process)
+    elif scene == "coordinator":
+        sr.assert_same_rules(timeout_s=60)
+        if process == 0:  # it runs the store and the barriers of all
+            os._exit(1)
+        time.sleep(2)
+        try:
+            sr.assert_same_rules(timeout_s=2)
+        except errors.MissingProcessError as error:
+            result["raised"] = [str(error), error.processes]
     elif process == 1:
         os._exit(1)
     else:
@@ -164,7 +173,7 @@ def main(port, count, process, scene, out, groups):
         result["waited_s"] = time.monotonic() - started
     pathlib.Path(out, f"{process}.json").write_text(json.dumps(result))
     if scene != "all":  # process 2 never calls it; no shutdown, which waits for who has died
-        time.sleep(0 if process == 0 else 60)
+        time.sleep(60 if scene == "missing" and process else 0)
         os._exit(0)
 
 

@@ -21,8 +21,15 @@ from . import process_worker, versions
 WORKER = pathlib.Path(process_worker.__file__)
 
 
-def start(scene, count, out):
-    """Run the worker in processes of four devices; return what each wrote down."""
+def start(scene, count, out, waited=None):
+    """Run the worker in processes of four devices; return what each printed, and its exit code.
+
+    Args:
+      scene: what they do.
+      count: how many.
+      out: the folder in which each writes down what it found.
+      waited: the process that is waited for; all, by default.
+    """
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
@@ -44,19 +51,23 @@ def start(scene, count, out):
         for process in range(count)
     ]
     try:
-        waited = processes if scene == "all" else processes[:1]
-        said = [process.communicate(timeout=180)[0] for process in waited]
+        awaited = processes if waited is None else [processes[waited]]
+        return [(process.communicate(timeout=180)[0], process.returncode) for process in awaited]
     finally:
         for process in processes:
             process.kill()
-    results = [out / f"{process}.json" for process in range(count)]
-    assert results[0].exists(), said
-    return [json.loads(path.read_text()) for path in results if path.exists()]
+
+
+def written(out, said):
+    """Return what each process wrote down; what they printed, where the first wrote nothing."""
+    assert (out / "0.json").exists(), said
+    return [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    return start("all", 2, tmp_path_factory.mktemp("processes"))
+    out = tmp_path_factory.mktemp("processes")
+    return written(out, start("all", 2, out))
 
 
 def test_gradients_and_verdicts_are_those_of_one_process(both, hooks):
@@ -97,11 +108,21 @@ def test_a_difference_is_named_in_every_process(both):
 
 
 def test_one_that_dies_and_one_that_never_calls_are_an_error_in_time(tmp_path):
-    result = start("missing", 3, tmp_path)[0]
+    result = written(tmp_path, start("missing", 3, tmp_path, waited=0))[0]
     message, missing = result["raised"]
     assert missing == [1, 2]
     assert message.startswith("processes 1, 2 of 3 did not call shardrules.assert_same_rules()")
     assert 1 < result["waited_s"] < 30
+
+
+def test_a_coordinator_that_dies_after_calling_is_an_error_in_time(tmp_path):
+    ((said, code),) = start("coordinator", 2, tmp_path, waited=1)
+    if code:  # JAX itself ends every process of a job whose coordinator is gone
+        assert "JAX distributed service detected fatal errors" in said or "coordina" in said
+        return
+    (result,) = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    message, _ = result["raised"]
+    assert "call shardrules.assert_same_rules()" in message
 
 
 def test_one_process_has_nothing_to_compare():

@@ -18,8 +18,8 @@ PROGRAMS = {
     "saved": ["--megabytes=1", "--rounds=1"],
     "transformer": ["--platforms=cpu", "--arms=cheapest casts", "--layers=1"],
     "cost": ["--rounds=1", "--layers=1"],
-    "tracing": ["--rounds=3", "--calls=2"],
-    "hlo_speed": ["--sizes_mb=0.1", "--layers=1", "--platforms=cpu", "--devices=8"],
+    "tracing": ["--rounds=1", "--calls=2"],
+    "hlo_speed": ["--sizes_mb=0.1", "--layers=1", "--platforms=cpu", "--devices=8", "--rounds=1"],
     "scale": ["--platforms=cpu", "--large_mesh=4,2,1", "--arms=late casts", "--layers=1"],
     "casts": None,  # None: it has no smaller run
     "watching": ["--rounds=1", "--layers=1"],

@@ -26,7 +26,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import statistics
 import subprocess
 import sys
 import time
@@ -42,6 +41,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+import paired  # noqa: E402
 from absl import app, flags  # noqa: E402
 from hooks.autodiff import bodies, optimum  # noqa: E402
 from jax import lax  # noqa: E402
@@ -60,6 +60,7 @@ _PROCESSES = flags.DEFINE_integer("processes", 1, "that trace random bodies", lo
 _RAW = flags.DEFINE_bool("raw", False, "print the random bodies' sums as JSON, for another process")
 
 WIDTH = 64
+PLACED = ("late", "cheapest")
 
 
 def array(*shape):
@@ -287,16 +288,12 @@ def row(name, body, args, specs):
     make = functools.partial(gradient, body, mesh, specs, True)
     with Solved() as solved:
         lowered(make, args, "cheapest")
-    ratios = []
-    for _ in range(5):
-        late, cheap = (lowered(make, args, c)[1] for c in ("late", "cheapest"))
-        ratios.append(cheap / late)
-    text = len(programs["cheapest"].as_text()) / len(programs["late"].as_text())
-    print(
-        f"| {name} | {' | '.join(cells)} | {solved} | "
-        f"{statistics.median(ratios):.2f} | {text:.2f} |",
-        flush=True,
+    took = paired.rounds(
+        {one: functools.partial(lambda c: lowered(make, args, c)[1], one) for one in PLACED}, 7
     )
+    tracing = paired.shown(paired.ratio(took["cheapest"], took["late"]))
+    text = len(programs["cheapest"].as_text()) / len(programs["late"].as_text())
+    print(f"| {name} | {' | '.join(cells)} | {solved} | {tracing} | {text:.2f} |", flush=True)
 
 
 MESHES = (((8,), ("data",)), ((4, 2), ("data", "model")), ((2, 2, 2), ("data", "model", "expert")))
@@ -439,7 +436,8 @@ def main(_):
     if _RAW.value:
         print(json.dumps(random_bodies(_RANDOM.value, _SEED.value)))
         return
-    print(f"JAX {jax.__version__}\n")
+    paired.print_stamp()
+    print()
     if _RANDOM.value:
         several = shared_out if _PROCESSES.value > 1 else random_bodies
         tabulate(several(_RANDOM.value, _SEED.value))

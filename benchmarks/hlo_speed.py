@@ -1,21 +1,21 @@
 """Time of a full verdict (reading, proof, accounts) against XLA's own parser, which only parses.
 
-Both read the same text in the same run, alternating; the ratio of the best times is printed. The
-modules are an unrolled transformer's gradient compiled for 8 devices, and the same computations
-repeated until the text has the wanted size; then small modules over more and more devices. Before
-that the same gradient is compiled for CPU, TPU v5e:2x4 and 8xH100 (the plugins for those must be
-installed), and the verdict's share of the time that its compilation took is printed.
+    python benchmarks/hlo_speed.py [--platforms=cpu,tpu,gpu] [--layers=20,13,14] [--rounds=9]
+        [--sizes_mb=1,4,16] [--devices=8,64,512,4096] [--files=a.hlo,b.hlo]
 
-    python benchmarks/hlo_speed.py [--sizes_mb=1,4,16] [--layers=4] [--files=a.hlo,b.hlo]
-        [--platforms=cpu,tpu,gpu] [--devices=8,64,512,4096]
+Both read the same text, in turns in one process, processor time; the plugins of the platforms must
+be installed. Three tables: texts as they were compiled, the gradient of an unrolled transformer for
+8 devices, about 1 MB for each platform, with the verdict's share of the time that its compilation
+took; the CPU's computations repeated under one ENTRY until the text has the wanted size, and time
+for each MB of it; modules over more and more devices, their groups and shardings rewritten.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import re
-import sys
 import time
 import tracemalloc
 
@@ -23,10 +23,21 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import paired  # noqa: E402
+from absl import app, flags  # noqa: E402
 
 from shardrules import hlo  # noqa: E402
 
 MESH = {"data": 4, "model": 2}
+NAMES = {"cpu": "8 CPU devices", "tpu": "TPU v5e:2x4", "gpu": "8xH100"}
+
+_PLATFORMS = flags.DEFINE_list("platforms", ["cpu", "tpu", "gpu"], "what to compile for")
+_LAYERS = flags.DEFINE_list("layers", ["20", "13", "14"], "of the program, for each platform")
+_SIZES = flags.DEFINE_list("sizes_mb", ["1", "4", "16"], "of the repeated texts, in MB")
+_DEVICES = flags.DEFINE_list("devices", ["8", "64", "512", "4096"], "how many, the fewest first")
+_FILES = flags.DEFINE_list("files", [], "texts to read instead")
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 9, "how often each is read; long texts less", lower_bound=1
+)
 
 
 def devices_of(platform: str):
@@ -65,12 +76,11 @@ def compiled_text(layers: int, platform: str = "cpu") -> tuple[str, float]:
 
     shapes = {
         "qkv": ((64, 192), P(None, "model")),
-        "out": ((32, 64), P("model", None)),
+        "out": ((64, 64), P("model", None)),
         "up": ((64, 256), P(None, "model")),
         "down": ((256, 64), P("model", None)),
         "scale": ((64,), P()),
     }
-    shapes["out"] = ((64, 64), P("model", None))
     specs = [{k: s for k, (_, s) in shapes.items()}] * layers
     mapped = jax.shard_map(
         loss, mesh=mesh, in_specs=(specs, P("data")), out_specs=P(), check_vma=False
@@ -108,23 +118,30 @@ def repeated(text: str, size: int) -> str:
     return "".join(parts) + "ENTRY %all () -> " + signature + " {\n" + "\n".join(lines) + "\n}\n"
 
 
-def best_of(text: str, rounds: int) -> tuple[float, float, float]:
-    """Give best processor seconds of: reading, the whole verdict, XLA's parser."""
+def verdict(text: str, mesh: dict[str, int]) -> None:
+    """Read and judge a text."""
+    hlo.judge(hlo.parse(text), mesh=mesh)
+
+
+def timed(text: str) -> dict[str, list[float]]:
+    """Give processor seconds of reading, of the whole verdict and of XLA's parser, in turns."""
     from jaxlib import _hlo
 
-    read = verdict = theirs = float("inf")
-    for _ in range(rounds):
-        start = time.process_time()
-        module = hlo.parse(text)
-        middle = time.process_time()
-        hlo.judge(module, mesh=MESH)
-        end = time.process_time()
-        read, verdict = min(read, middle - start), min(verdict, end - start)
-        del module
-        start = time.process_time()
-        _hlo.hlo_module_from_text(text)
-        theirs = min(theirs, time.process_time() - start)
-    return read, verdict, theirs
+    seconds = functools.partial(paired.seconds, clock=time.process_time)
+    return paired.rounds(
+        {
+            "reading": lambda: seconds(lambda: hlo.parse(text)),
+            "verdict": lambda: seconds(lambda: verdict(text, MESH)),
+            "XLA": lambda: seconds(lambda: _hlo.hlo_module_from_text(text)),
+        },
+        _ROUNDS.value if len(text) < 8e6 else min(3, _ROUNDS.value),
+        warm_count=1 if len(text) < 8e6 else 0,
+    )
+
+
+def against_xla(took: dict[str, list[float]]) -> list[str]:
+    """Write both ratios to XLA's parser."""
+    return [paired.shown(paired.ratio(took[arm], took["XLA"])) for arm in ("reading", "verdict")]
 
 
 def peak_bytes(text: str) -> int:
@@ -154,51 +171,75 @@ def over_devices(text: str, devices: int) -> str:
     )
 
 
-def main(argv: list[str]) -> int:
-    """Print the table."""
-    options = dict(a.lstrip("-").split("=") for a in argv[1:])
-    given = [pathlib.Path(f).read_text() for f in options.get("files", "").split(",") if f]
-    layers = int(options.get("layers", 4))
-    base = "" if given else compiled_text(layers)[0]
-    paired.print_stamp()
-    sizes = [0.0] + [float(s) for s in options.get("sizes_mb", "1,4,16").split(",")]
-    if not given:  # the first compilation and verdict, with what is done once, are behind us
-        hlo.judge(hlo.parse(base), mesh=MESH)
-        paired.print_head(["compiled for", "MB", "verdict / compilation", "verdict / XLA's parser"])
-        for platform in options.get("platforms", "cpu,tpu,gpu").split(","):
-            text, compilation = compiled_text(layers, platform)
-            _, verdict, theirs = best_of(text, 3)
-            paired.print_row(
-                [platform, f"{len(text) / 1e6:.2f}", f"{verdict / compilation:.1%}"]
-                + [f"{verdict / theirs:.2f}"]
-            )
+def print_platforms() -> None:
+    """Print how the verdict on each platform's text compares with XLA's parser and its compiler."""
     paired.print_head(
-        ["text, MB", "instructions", "reading / XLA", "full verdict / XLA", "peak memory / text"]
+        ["compiled for", "MB", "instructions", "reading / XLA", "verdict / XLA"]
+        + ["verdict / compilation", "memory / text"]
     )
-    for text in given or (repeated(base, int(s * 1e6)) if s else base for s in sizes):
-        read, verdict, theirs = best_of(text, 3 if len(text) < 8e6 else 1)
-        count = sum(len(c.instructions) for c in hlo.parse(text).computations.values())
-        peak = f"{peak_bytes(text) / len(text):.1f}" if len(text) < 2e7 else ""
+    for platform, layers in zip(_PLATFORMS.value, map(int, _LAYERS.value)):
+        text, compilation = compiled_text(layers, platform)
+        took = timed(text)
+        share = paired.ratio(took["verdict"], [compilation] * len(took["verdict"]))[0]
         paired.print_row(
-            [f"{len(text) / 1e6:.2f}", f"{count:,}", f"{read / theirs:.2f}"]
-            + [f"{verdict / theirs:.2f}", peak]
+            [NAMES[platform], f"{len(text) / 1e6:.2f}", f"{instructions(text):,}"]
+            + [*against_xla(took), f"{share:.1%}", f"{peak_bytes(text) / len(text):.1f}"]
         )
-    if given:
-        return 0
-    text = repeated(base, 1_000_000)
-    times: dict[int, float] = {}
-    paired.print_head(["devices", "time / time for the fewest"])
-    for devices in map(int, options.get("devices", "8,64,512,4096").split(",")):
-        wide = over_devices(text, devices)
-        best = float("inf")
-        for _ in range(3):
-            start = time.process_time()
-            hlo.judge(hlo.parse(wide), mesh={"data": devices // 2, "model": 2})
-            best = min(best, time.process_time() - start)
-        times[devices] = best
-        paired.print_row([devices, f"{best / next(iter(times.values())):.2f}"])
-    return 0
+
+
+def print_texts(texts) -> None:
+    """Print the same for texts of growing size, and the time for each MB of them."""
+    paired.print_head(
+        ["text, MB", "instructions", "reading / XLA", "verdict / XLA"]
+        + ["verdict's time for an MB / that of the first", "memory / text"]
+    )
+    first = None
+    for text in texts:
+        took = timed(text)
+        rate = min(took["verdict"]) / len(text)
+        first = first or rate
+        memory = f"{peak_bytes(text) / len(text):.1f}" if len(text) < 2e7 else ""
+        paired.print_row(
+            [f"{len(text) / 1e6:.2f}", f"{instructions(text):,}", *against_xla(took)]
+            + [f"{rate / first:.2f}", memory]
+        )
+
+
+def print_devices(text: str) -> None:
+    """Print how the verdict's time grows with the devices."""
+    counts = list(map(int, _DEVICES.value))
+    arms = {}
+    for count in counts:
+        run = functools.partial(
+            verdict, over_devices(text, count), {"data": count // 2, "model": 2}
+        )
+        arms[str(count)] = functools.partial(paired.seconds, run, time.process_time)
+    took = paired.rounds(arms, _ROUNDS.value)
+    paired.print_head(["devices", f"time / time for {counts[0]}"])
+    for count in counts:
+        ratio = paired.ratio(took[str(count)], took[str(counts[0])])
+        paired.print_row([count, paired.shown(ratio)])
+
+
+def instructions(text: str) -> int:
+    """Count a module's instructions."""
+    return sum(len(c.instructions) for c in hlo.parse(text).computations.values())
+
+
+def _main(argv) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    paired.print_stamp()
+    if _FILES.value:
+        print_texts(pathlib.Path(f).read_text() for f in _FILES.value)
+        return
+    base = compiled_text(4)[0]
+    verdict(base, MESH)  # what a process does once is behind us
+    print_platforms()
+    sizes = [int(float(size) * 1e6) for size in _SIZES.value]
+    print_texts(repeated(base, size) for size in sizes)
+    print_devices(repeated(base, min(sizes[0], 1_000_000)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    app.run(_main)

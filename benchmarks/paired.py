@@ -9,11 +9,12 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")  # what one run took: a number, or several
 
 
-def rounds(
-    arms: dict[str, Callable[[], float]], count: int, warm_count: int = 1
-) -> dict[str, list[float]]:
+def rounds(arms: dict[str, Callable[[], T]], count: int, warm_count: int = 1) -> dict[str, list[T]]:
     """Measure each arm once a round, in another order each round: A B C, B C A, C A B, ...
 
     Args:
@@ -21,7 +22,7 @@ def rounds(
       count: how many rounds are kept.
       warm_count: how many come before and are not: they compile, and fill caches.
     """
-    found: dict[str, list[float]] = {name: [] for name in arms}
+    found: dict[str, list[T]] = {name: [] for name in arms}
     names = list(arms)
     for number in range(warm_count + count):
         turn = number % len(names)

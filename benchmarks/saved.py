@@ -6,6 +6,7 @@ A memory-bound FFI kernel (stream.cc, compiled here by the C++ compiler) in its 
 sharded over data and replicated over model. Each arm runs just the backward pass, from the same
 cotangent; the arms take turns. `broadcast outside` and `custom_vjp outside` are the two workarounds
 that the issue's thread offers. Ratios are to the backward pass with annotations written by hand.
+What the compiled programs consist of stands below: two that are one program take one time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import ctypes
 import functools
 import os
 import pathlib
+import re
 import subprocess
 import tempfile
 
@@ -31,6 +33,7 @@ from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import shardrules  # noqa: E402
+from shardrules import testing  # noqa: E402
 
 _MEGABYTES = flags.DEFINE_list("megabytes", ["1", "16", "64", "256"], "sizes of the gradient")
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "how often each arm runs", lower_bound=1)
@@ -88,6 +91,30 @@ def arms(mesh):
     }
 
 
+def operations(compiled) -> list[str]:
+    """Return a compiled program's operations, those of its fusions included, in their order."""
+    return re.findall(r"^ +(?:ROOT )?%\S+ = \S+ ([\w-]+)\(", compiled.as_text(), re.MULTILINE)
+
+
+def print_programs(programs: dict[str, dict]) -> None:
+    """Print what each arm's program moves and holds, for one device.
+
+    Args:
+      programs: for each mesh, the compiled program of each arm.
+    """
+    paired.print_head(["mesh, arm", "all-reduced, B", "temporaries, B", "operations"])
+    for mesh, arms_ in programs.items():
+        for name, compiled in arms_.items():
+            moved = sum(e.bytes for e in testing.account(compiled).entries)
+            found = operations(compiled)
+            same = found == operations(arms_["by hand"])
+            paired.print_row(
+                [f"{mesh}, {name}", f"{moved:,}"]
+                + [f"{compiled.memory_analysis().temp_size_in_bytes:,}"]
+                + [", ".join(found) if name == "by hand" else "as by hand" if same else len(found)]
+            )
+
+
 def _main(argv) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
@@ -96,6 +123,7 @@ def _main(argv) -> None:
     paired.print_stamp()
     others = ["check off", "broadcast outside", "custom_vjp outside", "shardrules"]
     paired.print_head(["mesh, gradient"] + others)
+    programs: dict[str, dict] = {}
     for rows, columns in ((4, 2), (2, 4)):
         mesh = Mesh(np.array(jax.devices()).reshape(rows, columns), ("data", "model"))
         for megabytes in map(int, _MEGABYTES.value):
@@ -109,6 +137,7 @@ def _main(argv) -> None:
                     compiled = backward.lower(x, x).compile()
                 found = np.asarray(compiled(x, x)[:1, :1])
                 assert found == 2, (name, found)
+                programs.setdefault(f"{rows}x{columns}", {}).setdefault(name, compiled)
                 runs[name] = lambda c=compiled, x=x: paired.seconds(
                     lambda: c(x, x).block_until_ready()
                 )
@@ -117,8 +146,9 @@ def _main(argv) -> None:
             paired.print_row([f"{rows}x{columns}, {megabytes} MB", *ratios])
     print(
         f"\nTime of the backward pass divided by that with annotations by hand: median of "
-        f"{_ROUNDS.value} rounds (quartiles)."
+        f"{_ROUNDS.value} rounds (quartiles). The programs, at {_MEGABYTES.value[0]} MB:"
     )
+    print_programs(programs)
 
 
 if __name__ == "__main__":

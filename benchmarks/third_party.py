@@ -285,7 +285,10 @@ def main(argv):
     if _TARGET.value is not None:
         one_target(_TARGET.value)
         return
-    print("| library | call | compiled for | kernel | without a line | compiles |")
+    import paired  # not of the tests, which load this module
+
+    paired.print_stamp()
+    print("\n| library | call | compiled for | kernel | without a line | compiles |")
     print("|---|---|---|---|---|---|", flush=True)
     for target in TARGETS:  # Mosaic GPU compiles for one architecture in a process
         subprocess.run([sys.executable, __file__, f"--target={target}", f"--only={_ONLY.value}"])

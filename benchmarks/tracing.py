@@ -1,13 +1,13 @@
-"""Time tracing 100 kernel calls: with the hooks, against hand-written annotations on plain JAX.
+"""Time tracing and lowering kernel calls: the hooks against hand-written annotations on plain JAX.
 
-    python benchmarks/tracing.py [--rounds=15] [--calls=100]
+    python benchmarks/tracing.py [--rounds=25] [--calls=20]
 
-The arms take turns in one process, in another order each round; each round traces each arm once,
-after a garbage collection, from another depth of Python's stack. What is printed is the median of
-the rounds' ratios to the hand-annotated arm: two runs of a machine differ by more than the hooks
-cost, and so do two depths. CPython 3.11 and 3.12 keep frames in chunks of 16 KB, and a call in a
-loop that happens to cross from one chunk to the next maps memory each time, which can double the
-time of a trace (measured: 8 to 13 ms for two kernels, from a few frames more or less).
+The arms take turns in one process, in another order each round; each round traces each arm once and
+lowers it for TPU, after a garbage collection, from another depth of Python's stack. What is printed
+is the median of the rounds' ratios to the hand-annotated arm: two runs of a machine differ by more
+than the hooks cost, and so do two depths. CPython 3.11 and 3.12 keep frames in chunks of 16 KB, and
+a call in a loop that happens to cross from one chunk to the next maps memory each time, which can
+double the time of a trace (measured: 8 to 13 ms for two kernels, from a few frames more or less).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import os
 import time
 
@@ -33,8 +34,8 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import shardrules  # noqa: E402
 
-_ROUNDS = flags.DEFINE_integer("rounds", 15, "how often each arm is traced", lower_bound=3)
-_CALLS = flags.DEFINE_integer("calls", 100, "kernel calls in the program", lower_bound=2)
+_ROUNDS = flags.DEFINE_integer("rounds", 25, "how often each arm is traced", lower_bound=1)
+_CALLS = flags.DEFINE_integer("calls", 20, "kernel calls in the program", lower_bound=2)
 
 _X, _W = pl.BlockSpec((64, 128), lambda i: (i, 0)), pl.BlockSpec((128, 128), lambda i: (0, 0))
 
@@ -122,68 +123,79 @@ def _deeper(frame_count: int, function):
     return _deeper(frame_count - 1, function) if frame_count else function()
 
 
-def _seconds(local, mesh, out_specs, frame_count: int, check: bool) -> float:
-    """Trace a program anew; return what it took of the processor."""
-    f = jax.shard_map(
-        lambda x, w: local(x, w),
-        mesh=mesh,
-        in_specs=(P("data"), P()),
-        out_specs=out_specs,
-        check_vma=check,
-    )
+def _seconds(arm, mesh, out_specs, depths) -> tuple[float, float]:
+    """Trace a program anew and lower it; return what both took of the processor.
+
+    Args:
+      arm: one device's part, the contexts to trace it in, and whether the check is on.
+      mesh: the mesh.
+      out_specs: shard_map's.
+      depths: under how many more frames, each time.
+    """
+    local, contexts, check = arm
     shapes = (
         jax.ShapeDtypeStruct((512, 128), jnp.float32),
         jax.ShapeDtypeStruct((128, 128), jnp.float32),
     )
-    gc.collect()
-    start = time.thread_time()
-    _deeper(frame_count, lambda: jax.jit(f).trace(*shapes))
-    return time.thread_time() - start
+    depth = next(depths)
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        f = jax.shard_map(
+            lambda x, w: local(x, w),
+            mesh=mesh,
+            in_specs=(P("data"), P()),
+            out_specs=out_specs,
+            check_vma=check,
+        )
+        gc.collect()
+        start = time.thread_time()
+        traced = _deeper(depth, lambda: jax.jit(f).trace(*shapes))
+        between = time.thread_time()
+        _deeper(depth, lambda: traced.lower(lowering_platforms=("tpu",)))
+        return between - start, time.thread_time() - between
+
+
+def _arms(build, kernel):
+    """Return, for each way to write it, the program, its contexts, and whether the check is on."""
+    declared, by_name = shardrules.no_communication, {"*": shardrules.no_communication}
+    plain, installed = [contextlib.nullcontext], [shardrules.install]
+    registered = [*installed, functools.partial(shardrules.rules, by_name)]
+    unannotated = build(kernel, attend_bwd, False)
+    return {
+        "by hand": (build(kernel, attend_bwd, True), plain, True),
+        "declared": (build(declared(kernel), declared(attend_bwd), False), installed, True),
+        "registered by name": (unannotated, registered, True),
+        "proven by its jaxpr": (unannotated, installed, True),
+        "check off, no hooks": (unannotated, plain, False),
+    }
 
 
 def _main(argv) -> None:
-    del argv
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    declared, by_name = shardrules.no_communication, {"*": shardrules.no_communication}
     paired.print_stamp()
-    paired.print_head(
-        ["program", "declared", "registered by name", "proven by its jaxpr", "check off, no hooks"]
-    )
+    paired.print_head(["program", *list(_arms(forward, mul_rows))[1:]])
     for name, build, kernel, out_specs in (
         ("2 equations a kernel", forward, mul_rows, P("data")),
         ("about 100 equations a kernel", forward, attend, P("data")),
         ("the gradient, about 100 equations a kernel", gradient, attend, (P("data"), P())),
     ):
-        arms = {
-            "hand": (build(kernel, attend_bwd, True), [contextlib.nullcontext]),
-            "declared": (
-                build(declared(kernel), declared(attend_bwd), False),
-                [shardrules.install],
-            ),
-            "by name": (
-                build(kernel, attend_bwd, False),
-                [shardrules.install, functools.partial(shardrules.rules, by_name)],
-            ),
-            "proven": (build(kernel, attend_bwd, False), [shardrules.install]),
-            "check off": (build(kernel, attend_bwd, False), [contextlib.nullcontext]),
+        runs = {
+            arm_name: functools.partial(
+                _seconds, arm, mesh, out_specs, itertools.cycle(range(0, 200, 7))
+            )
+            for arm_name, arm in _arms(build, kernel).items()
         }
-        seconds: dict[str, list[float]] = {arm: [] for arm in arms}
-        for number in range(_ROUNDS.value + 2):
-            order = list(arms)[number % len(arms) :] + list(arms)[: number % len(arms)]
-            for arm in order:
-                local, contexts = arms[arm]
-                with contextlib.ExitStack() as stack:
-                    for context in contexts:
-                        stack.enter_context(context())
-                    depth = number * 200 // (_ROUNDS.value + 2)
-                    took = _seconds(local, mesh, out_specs, depth, arm != "check off")
-                if number >= 2:  # the first two fill caches
-                    seconds[arm].append(took)
-        ratios = [paired.ratio(seconds[arm], seconds["hand"]) for arm in arms if arm != "hand"]
-        paired.print_row([name, *map(paired.shown, ratios)])
+        took = paired.rounds(runs, _ROUNDS.value, warm_count=2)  # which fill caches
+        for what, total in (("traced", lambda both: both[0]), ("traced and lowered", sum)):
+            seconds = {arm: [total(both) for both in found] for arm, found in took.items()}
+            ratios = [paired.ratio(seconds[arm], seconds["by hand"]) for arm in list(seconds)[1:]]
+            paired.print_row([f"{name}, {what}", *map(paired.shown, ratios)])
     print(
-        f"\nTime to trace {_CALLS.value} calls, divided by that with hand-written annotations on "
-        f"plain JAX; median of {_ROUNDS.value} paired rounds (quartiles)."
+        f"\nTime for {_CALLS.value} calls, divided by that with hand-written annotations on plain "
+        f"JAX; median of {_ROUNDS.value} paired rounds (quartiles)."
     )
 
 

@@ -11,12 +11,14 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import contextlib  # noqa: E402
+import functools  # noqa: E402
 import statistics  # noqa: E402
 import time  # noqa: E402
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+import paired  # noqa: E402
 from absl import app, flags  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
@@ -90,34 +92,38 @@ def program(count):
     return lambda: jax.jit(lambda *a: function(*a)).lower(*shapes).compile()
 
 
+def took(work, around) -> float:
+    """Return processor seconds of some compilations, of nothing that was compiled before."""
+    jax.clear_caches()
+    with around():
+        return paired.seconds(work, time.process_time)
+
+
+def share(work) -> float:
+    """Return the part of compiling that noting takes."""
+    jax.clear_caches()
+    with timed_notes() as spent:
+        whole = paired.seconds(work, time.process_time)
+    return spent[0] / whole
+
+
 def main(_):
     """Print the table."""
-    print("| compiled | with watch / without | spread | noting alone / lowering and compiling |")
-    print("|---|---:|---:|---:|")
+    paired.print_stamp()
+    paired.print_head(["compiled", "with watch / without", "noting alone / lowering and compiling"])
     programs = [(f"the gradient of {n} layers", program(n)) for n in _LAYERS.value]
     for name, work in (*programs, ("60 eager operations", lambda: eager(30))):
-        ratios, shares = [], []
-        for n in range(_ROUNDS.value):
-            took = {}
-            for watched in (True, False) if n % 2 else (False, True):
-                jax.clear_caches()
-                around = shardrules.watch() if watched else contextlib.nullcontext()
-                with around:
-                    start = time.process_time()
-                    work()
-                    took[watched] = time.process_time() - start
-            ratios.append(took[True] / took[False])
-            jax.clear_caches()
-            with timed_notes() as spent:
-                start = time.process_time()
-                work()
-                shares.append(spent[0] / (time.process_time() - start))
-        low, high = min(ratios), max(ratios)
-        print(
-            f"| {name} | {statistics.median(ratios):.3f} | {low:.2f} to {high:.2f} | "
-            f"{statistics.median(shares):.2%} |",
-            flush=True,
+        found = paired.rounds(
+            {
+                "with": functools.partial(took, work, shardrules.watch),
+                "without": functools.partial(took, work, contextlib.nullcontext),
+                "noting": functools.partial(share, work),
+            },
+            _ROUNDS.value,
+            warm_count=0,
         )
+        ratio = paired.shown(paired.ratio(found["with"], found["without"]))
+        paired.print_row([name, ratio, f"{statistics.median(found['noting']):.2%}"])
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ class Bwd:
           CotangentError: naming the cause, and both right ways to write the bwd.
         """
         # Asked of all of bwd first: then it is so for each of its parts.
-        for what in self._communicates(self._trace().closed.jaxpr, axes):
+        for what in self._communicates(self._trace().jaxpr, axes):
             for what in self._communicates(self._sliced(path), axes):
                 raise self._undecided(path, axes, have, want, f"bwd holds {what}")
             break
@@ -158,9 +158,7 @@ class Bwd:
         """
         arriving = frozenset().union(*(t.varying | t.unreduced for t in self._arriving()))
         dropped = (want.varying | want.unreduced) - arriving
-        reductions = list(
-            self._communicates(self._trace().closed.jaxpr, self.mesh_axes, reductions=True)
-        )
+        reductions = list(self._communicates(self._trace().jaxpr, self.mesh_axes, reductions=True))
         if not reductions:
             return
         # JAX accepts a bwd that varies as its primal does. It may be right where no kernel
@@ -421,12 +419,12 @@ class Bwd:
         used = [p == path for p in trace.paths]
         if path not in trace.returned:  # a bwd that returns another structure each time
             used = [True] * len(trace.paths)
-        return self.jax.dce_jaxpr(trace.closed.jaxpr, used, instantiate=True)[0]
+        return self.jax.dce_jaxpr(trace.jaxpr, used, instantiate=True)[0]
 
     def _trace(self) -> Trace:
         """Trace bwd to a jaxpr, once."""
         if self._traced is None:
-            self._traced = Trace(self.bwd, self.args)
+            self._traced = Trace(self.jax, self.bwd, self.args)
         return self._traced
 
     def _communicates(

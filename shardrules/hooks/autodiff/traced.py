@@ -16,18 +16,19 @@ class Trace:
     """A bwd's jaxpr, which can run in its place.
 
     Args:
+      symbols: JAX's.
       bwd: the function.
       args: residuals and cotangents; what is no array among them stays what it is, since a Python
         number may be used as a static argument, and a SymbolicZero is asked for by its type.
 
     Attributes:
       dynamic: which leaves of the arguments are arrays, in their order.
-      closed: the jaxpr, from the arrays among the arguments to those among the cotangents.
+      jaxpr: the jaxpr, from the arrays among the arguments to those among the cotangents.
       paths: the pytree path of each cotangent that is an array.
       returned: the paths of all.
     """
 
-    def __init__(self, bwd, args):
+    def __init__(self, symbols: Jax, bwd, args):
         import jax
 
         tree = jax.tree_util
@@ -51,17 +52,22 @@ class Trace:
 
         # Inlined, it leaves the equations that bwd would have left. Not by eval_jaxpr: without a
         # jit around the whole program JAX 0.6.0 can't run a kernel's equation by itself.
-        self._jitted = jax.jit(run, inline=True)
-        if hasattr(self._jitted, "trace"):
-            self.closed = self._jitted.trace(*self._arrays).jaxpr
+        staged = symbols.staged(run, self._arrays)
+        if staged is not None:
+            self.jaxpr, self._put = staged
+            return
+        jitted = jax.jit(run, inline=True)
+        if hasattr(jitted, "trace"):
+            self.jaxpr = jitted.trace(*self._arrays).jaxpr.jaxpr
         else:  # JAX 0.4.28
-            self.closed = jax.make_jaxpr(run)(*self._arrays)
+            self.jaxpr = jax.make_jaxpr(run)(*self._arrays).jaxpr
+        self._put = lambda: jitted(*self._arrays)  # not traced again
 
     def run(self) -> Any:
         """Return the cotangents, as bwd would."""
         import jax
 
-        arrays = iter(self._jitted(*self._arrays))  # not traced again
+        arrays = iter(self._put())
         return jax.tree_util.tree_unflatten(
             self._structure, [next(arrays) if one is None else one for one in self._constant]
         )

@@ -1,4 +1,7 @@
-"""JAX's private names about linear programs and their transposition; a part of ``symbols``."""
+"""JAX's private names about linear programs and their transposition; a part of ``symbols``.
+
+Also those by which a bwd becomes a jaxpr in the middle of it.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +68,39 @@ TRANSPOSITION = (
         "0.8.3-0.12",
         (),
         "the same, where cotangents are accumulated in place",
+        optional=True,
+    ),
+    Symbol(
+        "inline_jaxpr",
+        "jax._src.interpreters.partial_eval:inline_jaxpr_into_trace",
+        "0.8.3-0.12",
+        ("trace", "src", "jaxpr", "consts"),
+        "puts the jaxpr of a bwd into the one that is being traced, as jit(inline=True) does",
+        optional=True,
+    ),
+    Symbol(
+        "stage_jaxpr",
+        "jax._src.interpreters.partial_eval:trace_to_jaxpr_dynamic",
+        "0.8.3-0.12",
+        ("fun", "in_avals"),
+        "traces a bwd to a jaxpr",
+        optional=True,
+    ),
+    Symbol(
+        "JaxprTrace",
+        "jax._src.interpreters.partial_eval:DynamicJaxprTrace",
+        "0.8.3-0.12",
+        (),
+        "tells whether a jaxpr is being traced here",
+        optional=True,
+    ),
+    Symbol("trace_here", "jax._src.core:trace_ctx", "0.8.3-0.12", (), "the same", optional=True),
+    Symbol(
+        "debug_info",
+        "jax._src.api_util:debug_info",
+        "0.8.3-0.12",
+        ("traced_for", "fun", "args", "kwargs"),
+        "names a function that is traced, for JAX's messages",
         optional=True,
     ),
 )

@@ -17,7 +17,7 @@ axes when they are bound. Programs that JAX types rightly are left as they are.
 from __future__ import annotations
 
 import functools
-import weakref
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +47,7 @@ class ReplayHooks(Hooks):
     def __init__(self, jax: Jax, state: State):
         super().__init__(jax, state)
         self.retyping = state.of(Retyping)
-        self._calls: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._calls: dict[Any, bool] = {}  # JAX, too, keeps each primitive that it has a rule for
 
     def install(self, patches: Patches) -> None:
         """Replace how a primitive is bound in a trace, and custom_vjp's way back from a jaxpr."""
@@ -58,8 +58,7 @@ class ReplayHooks(Hooks):
             jax.Primitive, "bind_with_trace", self._binder(jax.Primitive.bind_with_trace)
         )
         manager = jax.JaxprEqnContextManager
-        enter = functools.partial(self._enter, manager.__enter__)
-        patches.attribute(manager, "__enter__", lambda self: enter(self))
+        patches.attribute(manager, "__enter__", self._enterer(manager.__enter__))
         primitive = jax.custom_vjp_call_p
         if "bind_with_trace" in vars(type(primitive)):  # JAX 0.6.0's in a jaxpr is another one
             patches.attribute(
@@ -72,49 +71,80 @@ class ReplayHooks(Hooks):
             )
 
     def _binder(self, original):
-        hooks = self
+        # Every equation that JAX traces goes through here, those of kernels too, where the check
+        # is off: what asks little comes first, and the parameters are those of this JAX, since
+        # passing on any takes twice as long as the rest.
+        hooks, calls, check = self, self._calls, self.jax.check_vma
 
-        def bind_with_trace(self, trace, args, *rest, **named):
-            params = rest[-1] if rest else named["params"]
-            calls = hooks._calls.get(self)
-            if calls is None:
-                calls = hooks._calls[self] = (
-                    next(inner_jaxprs(params), None) is not None
-                    and hooks.state.known_of(self, params) is None
-                )
-            if calls and hooks.acts:
-                fitted = hooks._fitted(self, args, params)
-                if fitted is not None:
-                    types, changes = fitted
-                    with hooks.jax.set_current_trace(trace):
-                        return type(self).bind(
-                            self, *hooks._cast(args, types), **{**params, **changes}
-                        )
+        def by_avals(self, trace, args, avals, params, /):  # JAX 0.9 to 0.12
+            if check.value and calls.get(self, True):
+                found = hooks._called(self, trace, args, params)
+                if found is not None:
+                    return found
             try:
-                return original(self, trace, args, *rest, **named)
+                return original(self, trace, args, avals, params)
             except (TypeError, ValueError) as error:
-                # Only here, where JAX would fail: other programs pay nothing, and stay the same.
-                if not (hooks.acts and hooks._casts_by_itself()):
-                    raise
-                with hooks.jax.set_current_trace(trace):
-                    return hooks._again(self, args, params, error)
+                return hooks._refused(self, trace, args, params, error)
 
-        return bind_with_trace
+        def by_args(self, trace, args, params):
+            if check.value and calls.get(self, True):
+                found = hooks._called(self, trace, args, params)
+                if found is not None:
+                    return found
+            try:
+                return original(self, trace, args, params)
+            except (TypeError, ValueError) as error:
+                return hooks._refused(self, trace, args, params, error)
+
+        return by_avals if "avals" in inspect.signature(original).parameters else by_args
+
+    def _called(self, primitive, trace, args, params):
+        """Bind what calls jaxprs, fitted to its operands; None for what is left as it is."""
+        if primitive not in self._calls:
+            self._calls[primitive] = (
+                next(inner_jaxprs(params), None) is not None
+                and self.state.known_of(primitive, params) is None
+            )
+        if not (self._calls[primitive] and self.acts):
+            return None
+        fitted = self._fitted(primitive, args, params)
+        if fitted is None:
+            return None
+        types, changes = fitted
+        with self.jax.set_current_trace(trace):
+            return type(primitive).bind(
+                primitive, *self._cast(args, types), **{**params, **changes}
+            )
+
+    def _refused(self, primitive, trace, args, params, error):
+        """Bind what JAX refuses once more, where it would cast by itself; else raise its error."""
+        # Only here, where JAX would fail: other programs pay nothing, and stay the same.
+        if not (self.acts and self._casts_by_itself()):
+            raise error
+        with self.jax.set_current_trace(trace):
+            return self._again(primitive, args, params, error)
 
     def _casts_by_itself(self) -> bool:
         """Whether JAX's functions cast what they are called with; JAX 0.10 can be told not to."""
         return self.jax.auto_pcast is None or bool(self.jax.auto_pcast.value)
 
-    def _enter(self, original, manager):
-        """Run an equation that was traced outside of shard_map under the mesh that it is run in.
+    def _enterer(self, original):
+        hooks, jax = self, self.jax
 
-        JAX (0.6 to 0.12) runs it under the mesh that it was traced under, none, where nothing
-        tells that types are followed.
-        """
-        here = self.jax.abstract_mesh() if self.acts else None
-        original(manager)
-        if here is not None and manager.context.cur_abstract_mesh.empty:
-            self.jax.use_abstract_mesh(here).__enter__()  # the manager puts back what was before
+        def __enter__(self):
+            """Run an equation that was traced outside of shard_map under the mesh here.
+
+            JAX (0.6 to 0.12) runs it under the mesh that it was traced under, none, where nothing
+            tells that types are followed.
+            """
+            here = None
+            if self.context.cur_abstract_mesh.empty and hooks.acts:  # rare: asked first
+                here = jax.abstract_mesh()
+            original(self)
+            if here is not None:
+                jax.use_abstract_mesh(here).__enter__()  # the manager puts back what was before
+
+        return __enter__
 
     # Operations.
 

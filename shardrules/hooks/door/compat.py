@@ -334,8 +334,8 @@ class Jax:
         As ``jax.jit(function, inline=True)`` does, which takes five times as long for a small one.
         None where no jaxpr is being traced here, and to JAX 0.8.
         """
-        names = (self.inline_jaxpr, self.stage_jaxpr, self.JaxprTrace, self.debug_info)
-        if any(one is None for one in (*names, self.trace_here)):
+        names = (self.inline_jaxpr, self.stage_jaxpr, self.constants_as_inputs, self.JaxprTrace)
+        if any(one is None for one in (*names, self.trace_here, self.debug_info)):
             return None
         trace = self.trace_here.trace
         if type(trace) is not self.JaxprTrace:
@@ -346,8 +346,10 @@ class Jax:
 
         def put() -> list[Any]:
             source = self.current_source()
-            tracers = [trace.to_jaxpr_tracer(x, source) for x in arrays]
-            results = self.inline_jaxpr(trace, source, jaxpr, constants, *tracers)
+            # What it closes over may be a value of the jaxpr here, which is no constant of it.
+            whole = self.constants_as_inputs(jaxpr)
+            tracers = [trace.to_jaxpr_tracer(x, source) for x in (*constants, *arrays)]
+            results = self.inline_jaxpr(trace, source, whole, (), *tracers)
             return [trace.to_jaxpr_tracer(x, source) for x in results]
 
         return jaxpr, put

@@ -87,6 +87,14 @@ TRANSPOSITION = (
         optional=True,
     ),
     Symbol(
+        "constants_as_inputs",
+        "jax._src.interpreters.partial_eval:convert_constvars_jaxpr",
+        "0.8.3-0.12",
+        ("jaxpr",),
+        "lets a bwd close over values of the jaxpr that it is put into",
+        optional=True,
+    ),
+    Symbol(
         "JaxprTrace",
         "jax._src.interpreters.partial_eval:DynamicJaxprTrace",
         "0.8.3-0.12",

@@ -14,11 +14,11 @@ Below stands the ratio of the function calls, Python's and C's, which no other w
 from __future__ import annotations
 
 import contextlib
-import cProfile
 import functools
 import gc
 import itertools
 import os
+import sys
 import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -125,7 +125,7 @@ def _deeper(frame_count: int, function):
     return _deeper(frame_count - 1, function) if frame_count else function()
 
 
-def _seconds(arm, mesh, out_specs, depths) -> tuple[float, float]:
+def _seconds(arm, mesh, out_specs, depths, clock=time.thread_time) -> tuple[float, float]:
     """Trace a program anew and lower it; return what both took of the processor.
 
     Args:
@@ -133,6 +133,7 @@ def _seconds(arm, mesh, out_specs, depths) -> tuple[float, float]:
       mesh: the mesh.
       out_specs: shard_map's.
       depths: under how many more frames, each time.
+      clock: what is read before, between and after.
     """
     local, contexts, check = arm
     shapes = (
@@ -151,18 +152,26 @@ def _seconds(arm, mesh, out_specs, depths) -> tuple[float, float]:
             check_vma=check,
         )
         gc.collect()
-        start = time.thread_time()
+        start = clock()
         traced = _deeper(depth, lambda: jax.jit(f).trace(*shapes))
-        between = time.thread_time()
+        between = clock()
         _deeper(depth, lambda: traced.lower(lowering_platforms=("tpu",)))
-        return between - start, time.thread_time() - between
+        return between - start, clock() - between
 
 
 def _calls(run) -> int:
-    """Count the function calls of one more run."""
-    profile = cProfile.Profile()
-    profile.runcall(run)
-    return sum(entry.callcount for entry in profile.getstats())
+    """Count the function calls of tracing and lowering once more, Python's and C's."""
+    count = 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        return sum(run(clock=lambda: count))
+    finally:
+        sys.setprofile(None)
 
 
 def _arms(build, kernel):

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from shardrules.hooks.door.audit_names import AuditNames
 from shardrules.pallas.allowlist import LOCAL, MEETING, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS
 
@@ -55,7 +57,10 @@ def mesh_axes(mesh: Any) -> tuple[str, ...]:
 
 def is_semaphore(aval: Any) -> bool:
     """Whether a ref is one of semaphores or barriers."""
-    name = str(getattr(aval, "dtype", "")).lower()
+    dtype = getattr(aval, "dtype", "")
+    if isinstance(dtype, np.dtype):  # JAX's own types are no NumPy types, which write slowly
+        return False
+    name = str(dtype).lower()
     return "sem" in name or "barrier" in name
 
 
@@ -149,8 +154,9 @@ class Walk:
                     "each use",
                 )
             return
+        known = self.names.known
         for eqn in eqns:
-            name = self.names.primitive(eqn.primitive)
+            name = known.get(eqn.primitive) or self.names.primitive(eqn.primitive)
             if name in PURE:
                 continue
             action = self.actions.get(name)
@@ -217,7 +223,7 @@ class Walk:
         for atom in eqn.invars:
             if self.is_ref(atom):
                 self.buffer_of(frame, atom).otherwise = True
-                if "barrier_semaphore" in str(getattr(atom.aval, "dtype", "")):
+                if is_semaphore(atom.aval) and "barrier_semaphore" in str(atom.aval.dtype):
                     self.block(eqn, MEETING)
         return self.is_local(eqn)
 

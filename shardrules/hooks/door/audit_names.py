@@ -70,7 +70,7 @@ class AuditNames:
     def __init__(self, symbols: dict[str, Any]):
         self.__dict__.update(symbols)
         self._scanned: set[str] = set()
-        self._primitives: dict[Any, str] = {}
+        self.known: dict[Any, str] = {}  # those of the modules that were looked through
         self._families = {module: family for family, module in AUDIT_MODULES}
 
     if TYPE_CHECKING:  # the symbols
@@ -79,7 +79,7 @@ class AuditNames:
 
     def primitive(self, primitive: Any) -> str | None:
         """Return ``family:name``, or None for a primitive that JAX's own modules don't hold."""
-        if primitive not in self._primitives:
+        if primitive not in self.known:
             for family, name in AUDIT_MODULES:
                 module = sys.modules.get(name)
                 if module is None or name in self._scanned:
@@ -87,8 +87,8 @@ class AuditNames:
                 self._scanned.add(name)
                 for value in list(vars(module).values()):
                     if isinstance(value, self.Primitive):
-                        self._primitives.setdefault(value, f"{family}:{value.name}")
-        return self._primitives.get(primitive)
+                        self.known.setdefault(value, f"{family}:{value.name}")
+        return self.known.get(primitive)
 
     def key_kind(self, aval: Any) -> str | None:
         """Say what kind of generator random keys are of.

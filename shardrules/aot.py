@@ -14,6 +14,7 @@ import pathlib
 import re
 from typing import Any
 
+from shardrules.arguments import checked
 from shardrules.errors import AotError
 
 __all__ = ["gpu", "gpu_names", "missing_plugin", "tpu"]
@@ -22,6 +23,7 @@ _TARGETS = pathlib.Path(__file__).with_name("targets")
 _DEVICES_PER_HOST = 8  # an HGX or DGX board of the GPUs described here
 
 
+@checked
 def tpu(topology_name: str) -> tuple[Any, ...]:
     """Return the devices of an absent TPU slice, for a ``jax.sharding.Mesh``.
 
@@ -47,6 +49,7 @@ def tpu(topology_name: str) -> tuple[Any, ...]:
     return _describe("tpu", topology_name.strip())
 
 
+@checked
 def gpu(name: str, device_count: int) -> tuple[Any, ...]:
     """Return the devices of absent GPUs, for a ``jax.sharding.Mesh``.
 
@@ -68,11 +71,8 @@ def gpu(name: str, device_count: int) -> tuple[Any, ...]:
             f"{', '.join(gpu_names())}, or pass the path of a file with XLA's",
             name=name,
         )
-    if (
-        not isinstance(device_count, int)
-        or device_count < 1
-        or (device_count > _DEVICES_PER_HOST and device_count % _DEVICES_PER_HOST)
-    ):
+    device_count = int(device_count)
+    if device_count < 1 or (device_count > _DEVICES_PER_HOST and device_count % _DEVICES_PER_HOST):
         raise AotError(
             f"{device_count!r} GPUs can't be laid out: give 1 to {_DEVICES_PER_HOST}, "
             f"or a multiple of {_DEVICES_PER_HOST}",
@@ -98,12 +98,21 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _TARGETS.glob("*.txtpb")))
 
 
+@checked
 def missing_plugin(platform: str) -> str | None:
     """Return the pip command that installs a platform's compiler, or None where it is installed.
 
     Args:
       platform: ``tpu`` or ``gpu``.
+
+    Raises:
+      AotError: it is neither.
     """
+    if platform not in ("tpu", "gpu"):
+        raise AotError(
+            f"{platform!r} is no platform whose compiler runs without it; pass 'tpu' or 'gpu'",
+            platform=platform,
+        )
     if platform == "tpu":
         return None if importlib.util.find_spec("libtpu") else f"pip install '{_libtpu()}'"
     if any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):

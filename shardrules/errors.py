@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "AotError",
-    "BudgetError",
+    "ArgumentError",
     "AxisError",
+    "BudgetError",
     "CollectiveAssertionError",
     "CostAssertionError",
     "CotangentError",
@@ -52,6 +53,10 @@ class ShardrulesError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+
+class ArgumentError(ShardrulesError, TypeError):
+    """An argument of another kind than a public function takes."""
 
 
 class RegistrationError(ShardrulesError, ValueError):

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from shardrules.arguments import checked
 from shardrules.errors import ShardrulesError
 from shardrules.hooks import compiling
 
@@ -200,6 +201,7 @@ class Seen:
         return f"<Seen: {len(self)} programs>"
 
 
+@checked
 def watch(*, strict: bool = False, allow: dict[str, str] | None = None) -> Seen:
     """Note every program that this process compiles inside a ``with`` block, in any thread.
 

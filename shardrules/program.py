@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardrules import hlo
+from shardrules.arguments import checked
 from shardrules.errors import HloSyntaxError, NotInstalledError, ShardrulesError
 from shardrules.hlo.reader import files
 from shardrules.registry.table import Registry
@@ -43,6 +44,7 @@ class Program(NamedTuple):
     is_compiled: bool = False
 
 
+@checked(own=("mesh",))
 def judge(
     program: Any,
     *args: Any,

@@ -7,7 +7,6 @@ with shardings, also of accelerators that are not here), a ``Lowered``, a ``Comp
 from __future__ import annotations
 
 import collections
-import inspect
 import os
 import pathlib
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any
 
 from shardrules import hlo, report
 from shardrules import program as programs
+from shardrules.arguments import checked
 from shardrules.checks import budget as budgets
 from shardrules.checks import updates
 from shardrules.checks.costs.casts import assert_cheapest_casts, wasted
@@ -29,6 +29,7 @@ from shardrules.checks.rulecheck import check_rule
 from shardrules.costs import accounts, findings, hints
 from shardrules.errors import CollectiveAssertionError, ShardrulesError
 from shardrules.program import judge
+from shardrules.registry.binding import caller_place
 from shardrules.registry.table import Registry
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
 _LEVELS = ("compiled", "logical")
 
 
+@checked(own=("mesh",))
 def account(
     program: Any,
     *args: Any,
@@ -107,6 +109,7 @@ def _judged(
     return judgement, accounts.of(judgement), found.compiled
 
 
+@checked(own=("mesh", "allow"))
 def assert_no_defensive_psum(
     program: Any,
     *args: Any,
@@ -202,6 +205,7 @@ def _no_unused(unused: list[str], judgement: hlo.Judgement) -> None:
         )
 
 
+@checked(own=("mesh",))
 def assert_collectives(
     program: Any,
     *args: Any,
@@ -267,6 +271,7 @@ def assert_collectives(
     return judgement
 
 
+@checked(own=("mesh",))
 def assert_budget(
     program: Any,
     *args_then_path: Any,
@@ -317,7 +322,7 @@ def assert_budget(
             "assert_budget(compiled, 'budgets/train.toml')"
         )
     *args, given = args_then_path
-    caller = inspect.stack()[1].filename
+    caller = caller_place().rpartition(":")[0]
     path = pathlib.Path(caller).parent / given if os.path.exists(caller) else pathlib.Path(given)
     judgement, held, _ = _judged(program, tuple(args), kwargs, level, registry, mesh)
     now = budgets.of(held, budgets.root_of(path))

@@ -105,8 +105,8 @@ def test_the_map_is_that_of_the_tree():
     [
         ("  aot.py ", "  oat.py ", {"aot.py is not drawn", "oat.py is not there"}),
         ("    flow/ ", "    float/ ", {"hooks/flow/ is not drawn", "hooks/float/ is not there"}),
-        ("| `aot` | `errors` |", "| `aot` | `hlo` |", {"arrows of aot"}),
-        ("| `aot` | `errors` |\n", "", {"arrows of aot"}),
+        ("| `aot` | `arguments`, `errors` |", "| `aot` | `hlo` |", {"arrows of aot"}),
+        ("| `aot` | `arguments`, `errors` |\n", "", {"arrows of aot"}),
     ],
 )
 def test_the_test_of_the_map_can_fail(line, instead, wrong):

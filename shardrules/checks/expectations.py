@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from shardrules.arguments import checked
 from shardrules.costs import accounts
 from shardrules.errors import ShardrulesError
 
@@ -93,6 +94,7 @@ def _found(totals: accounts.Totals, wanted: Mapping[str, int]) -> str:
     return bound + _numbers({name: getattr(totals, name) for name in names})
 
 
+@checked
 def exactly(numbers: Mapping[str, Any]) -> Expected:
     """Expect just these collectives.
 
@@ -108,6 +110,7 @@ def exactly(numbers: Mapping[str, Any]) -> Expected:
     return Expected(_read(numbers))
 
 
+@checked
 def at_most(numbers: Mapping[str, Any]) -> Expected:
     """Expect no more than these collectives; arguments as for ``exactly``.
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from shardrules import hlo
 from shardrules import program as programs
+from shardrules.arguments import checked
 from shardrules.costs import findings
 from shardrules.errors import ReplicationAssertionError, ShardrulesError
 from shardrules.hlo.reader import devices as hd
@@ -21,6 +22,7 @@ __all__ = ["assert_outputs_replicated", "check_replicated_inputs"]
 _SHOWN = 8  # device groups that a message lists
 
 
+@checked(own=("mesh",))
 def assert_outputs_replicated(
     program: Any,
     *args: Any,
@@ -182,6 +184,7 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
 
     Raises:
       ReplicationAssertionError: naming each leaf that differs, over which axes, on which devices.
+      ShardrulesError: there is no array to look at.
 
     Examples:
       >>> testing.check_replicated_inputs(w)
@@ -190,10 +193,11 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
     import jax
 
     leaves, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    wrong = []
+    wrong, arrays = [], 0
     for path, leaf in leaves:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             continue
+        arrays += 1
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         # The first entry says whether it is of args or of kwargs, the second which one.
@@ -203,6 +207,13 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
             f"argument {first.idx}" if hasattr(first, "idx") else f"argument {first.key!r}"
         ) + rest
         wrong += _differing(name, leaf)
+    if not arrays:
+        kinds = sorted({type(leaf).__name__ for _, leaf in leaves}) or ["nothing"]
+        raise ShardrulesError(
+            f"check_replicated_inputs compares the shards of jax.Arrays and was given none "
+            f"({', '.join(kinds)}); call it outside of jit, on what jax.device_put returned",
+            kinds=kinds,
+        )
     if wrong:
         raise ReplicationAssertionError(
             "arrays differ between devices on which their shardings call them the same:\n"

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardrules import hooks
+from shardrules.arguments import checked
 from shardrules.checks.wellformed import check_well_formed
 from shardrules.errors import RuleCheckError, ShardrulesError
 
 __all__ = ["check_rule"]
 
 
+@checked
 def check_rule(
     op: Callable[..., Any],
     mesh: Any,
@@ -99,6 +101,8 @@ def _check(jax, op, mesh, values, in_specs, out_specs, reference, gradients, see
         for word, on in (("on", True), ("off", False))
     }
     shapes = jax.eval_shape(ways["check on"], *values)
+    if reference is not None:
+        _same_shapes(jax, reference, values, shapes)
     ways["single device"] = reference or _block_by_block(
         jax, op, mesh, values, in_specs, out_specs, shapes
     )
@@ -278,6 +282,21 @@ def _check_equal(jax, op, mesh, values, in_specs, types) -> None:
                     output=number,
                     axis=axis,
                 )
+
+
+def _same_shapes(jax: Any, reference: Callable[..., Any], values: Any, shapes: Any) -> None:
+    """Refuse a reference whose outputs can't be compared with the op's, one by one."""
+    __tracebackhide__ = True
+    ours, theirs = (
+        [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree_util.tree_leaves(tree)]
+        for tree in (shapes, jax.eval_shape(reference, *values))
+    )
+    if [one.partition("[")[2] for one in ours] != [one.partition("[")[2] for one in theirs]:
+        raise RuleCheckError(
+            f"reference returns {', '.join(theirs) or 'nothing'} where op returns "
+            f"{', '.join(ours) or 'nothing'} on the mesh; pass what op computes of whole arrays",
+            reference=reference,
+        )
 
 
 def _block_by_block(jax, op, mesh, values, in_specs, out_specs, shapes):

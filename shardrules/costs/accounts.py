@@ -168,7 +168,19 @@ class Account:
         return iter(self.entries)
 
     def by(self, *fields: str) -> dict[tuple[Any, ...], Totals]:
-        """Sum up by fields of Entry, in the order of first appearance."""
+        """Sum up by fields of Entry, in the order of first appearance.
+
+        Raises:
+          ShardrulesError: a name that is none of them.
+        """
+        known = [*(f.name for f in dataclasses.fields(Entry)), "what", "source"]
+        for field in fields:
+            if field not in known:
+                raise ShardrulesError(
+                    f"{field!r} is no field of an account's entries; there are {', '.join(known)}"
+                    + near(str(field), known),
+                    field=field,
+                )
         found: dict[tuple[Any, ...], Totals] = {}
         for entry in self.entries:
             key = tuple(getattr(entry, field) for field in fields)

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 
 from shardrules import hlo
+from shardrules.arguments import checked
 from shardrules.costs import accounts
 from shardrules.errors import ShardrulesError
 
@@ -42,6 +43,7 @@ class Finding:
     advice: str
 
 
+@checked
 def advice(verdict: hlo.Verdict) -> str:
     """Say the one change that removes a finding, or that would let it be judged."""
     collective = verdict.collective

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from shardrules.arguments import checked
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.autodiff.custom_vjp import BatchedVjpHooks, CustomVjpHooks
 from shardrules.hooks.autodiff.forward import ForwardHooks
@@ -100,6 +101,7 @@ class Handle:
         return f"<shardrules hooks, {'installed' if self._installed else 'uninstalled'}>"
 
 
+@checked
 def install(*, unknown: str = "error", prove: bool = True, casts: str = "late") -> Handle:
     """Make shard_map's check follow the registry. For applications to call, once.
 

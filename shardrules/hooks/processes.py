@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+from shardrules.arguments import checked
 from shardrules.errors import MissingProcessError, RulesDifferError, ShardrulesError
 from shardrules.hooks import handles
 from shardrules.hooks.door.lookup import Symbol, find
@@ -39,6 +40,7 @@ _SHOWN = 8  # lines about one process in a message
 _lock = threading.Lock()
 
 
+@checked
 def assert_same_rules(*, timeout_s: float = 60.0) -> None:
     """Assert that all processes of this job hold the same rules; for each of them to call.
 
@@ -63,11 +65,7 @@ def assert_same_rules(*, timeout_s: float = 60.0) -> None:
     Example:
       >>> shardrules.assert_same_rules(timeout_s=60)  # in each process, before the first step
     """
-    if (
-        isinstance(timeout_s, bool)
-        or not isinstance(timeout_s, (int, float))
-        or not 0 < timeout_s < math.inf
-    ):
+    if not 0 < timeout_s < math.inf:
         raise ShardrulesError(
             f"assert_same_rules(timeout_s={timeout_s!r}): it is a number of seconds, above zero",
             timeout_s=timeout_s,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from shardrules.arguments import shown
 from shardrules.errors import RuleError
 
 __all__ = [
@@ -21,6 +22,19 @@ __all__ = [
     "parse_effects",
     "show_axes",
 ]
+
+
+def _named(axes: Any) -> frozenset[str]:
+    """Return mesh axes as a set; one may stand alone."""
+    axes = [axes] if isinstance(axes, str) else axes
+    if isinstance(axes, Iterable):
+        axes = tuple(axes)
+        if all(isinstance(axis, str) and axis for axis in axes):
+            return frozenset(axes)
+    raise RuleError(
+        f"{shown(axes)} names no mesh axes; an axis type is written AxisType(['data', 'model'])",
+        axes=axes,
+    )
 
 
 def show_axes(axes: Iterable[str]) -> str:
@@ -41,7 +55,7 @@ class AxisType:
       reduced: axes over which the value is reduced, and its cotangent ``unreduced``.
 
     Raises:
-      RuleError: if an axis stands in more than one of the three.
+      RuleError: if an axis stands in more than one of the three, or is no name.
     """
 
     __slots__ = ("varying", "unreduced", "reduced")
@@ -58,20 +72,19 @@ class AxisType:
         reduced: Iterable[str] = frozenset(),
     ) -> AxisType:
         """Return the one object for these axes."""
-        key = tuple(
-            frozenset([axes] if isinstance(axes, str) else axes)
-            for axes in (varying, unreduced, reduced)
-        )
+        key: tuple[Any, ...] = (varying, unreduced, reduced)
+        if not all(type(axes) is frozenset for axes in key) or key not in cls._known:
+            key = tuple(map(_named, key))
         known = cls._known.get(key)
         if known is not None:
             return known
-        varying, unreduced, reduced = key
-        twice = (varying & unreduced) | (varying & reduced) | (unreduced & reduced)
+        varied, partial, summed = key
+        twice = (varied & partial) | (varied & summed) | (partial & summed)
         if twice:
             raise RuleError(
                 f"an axis type can name each mesh axis once, but {show_axes(twice)} stands in "
-                f"more than one of varying={show_axes(varying)}, "
-                f"unreduced={show_axes(unreduced)}, reduced={show_axes(reduced)}",
+                f"more than one of varying={show_axes(varied)}, "
+                f"unreduced={show_axes(partial)}, reduced={show_axes(summed)}",
                 axes=twice,
             )
         new = object.__new__(cls)
@@ -96,13 +109,12 @@ class AxisType:
 
     def vary(self, *axes: str) -> AxisType:
         """Return this type, varying over ``axes`` too."""
-        return AxisType(
-            self.varying | set(axes), self.unreduced - set(axes), self.reduced - set(axes)
-        )
+        more = _named(axes)
+        return AxisType(self.varying | more, self.unreduced - more, self.reduced - more)
 
     def drop(self, *axes: str) -> AxisType:
         """Return this type, invariant over ``axes``."""
-        gone = frozenset(axes)
+        gone = _named(axes)
         return AxisType(self.varying - gone, self.unreduced - gone, self.reduced - gone)
 
     @property
@@ -135,11 +147,12 @@ class Effect:
     KINDS = ("local", "join", "exchange", "typed", "unknown")
 
     def __post_init__(self) -> None:
-        if self.kind not in self.KINDS:
+        if not isinstance(self.kind, str) or self.kind not in self.KINDS:
             raise RuleError(
-                f"{self.kind!r} is no kind of effect; the kinds are {', '.join(self.KINDS)}",
+                f"{shown(self.kind)} is no kind of effect; the kinds are {', '.join(self.KINDS)}",
                 kind=self.kind,
             )
+        _named(self.axes)
 
     def __str__(self) -> str:
         return (

@@ -7,6 +7,7 @@ import fnmatch
 import re
 from typing import Any
 
+from shardrules.arguments import checked
 from shardrules.registry.rule import Rule
 
 __all__ = ["PROVEN", "Overlay", "Registration", "is_again", "matches_op_name", "normalise"]
@@ -71,6 +72,7 @@ class Overlay:
     entries: tuple[Registration, ...]
 
 
+@checked
 def normalise(name: str) -> str:
     """Return a kernel name as compiled programs print it.
 

@@ -9,9 +9,11 @@ here imports jax.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from shardrules.arguments import checked
 from shardrules.errors import RegistrationError, RuleError
 from shardrules.registry.axistypes import AxisType, Effect, Resolution, RuleContext
 from shardrules.registry.axistypes import show_axes as _axes
@@ -41,6 +43,7 @@ class Rule:
 
     _KEPT = 256  # answers that are kept: a program has the same few kinds of calls again and again
 
+    @checked
     def __init__(
         self,
         name: str,
@@ -273,6 +276,17 @@ def as_rule(rule: AnyRule) -> Rule:
             "shardrules.RuleContext to one shardrules.AxisType for each output",
             answer=rule,
         )
+
+    try:
+        inspect.signature(rule).bind(None)
+    except ValueError:  # a builtin that doesn't tell its signature
+        pass
+    except TypeError as error:
+        raise RuleError(
+            f"{getattr(rule, '__qualname__', rule)} can't be called with one argument, a "
+            f"shardrules.RuleContext ({error}); write def rule(ctx): return [ctx.union]",
+            answer=rule,
+        ) from None
 
     def types(context: RuleContext):
         return [context.union] * len(context.inputs), rule(context)

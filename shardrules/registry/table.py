@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from shardrules.arguments import checked, shown
 from shardrules.errors import RegistrationError
 from shardrules.registry.binding import caller_place
 from shardrules.registry.builtin import no_communication
@@ -69,6 +70,7 @@ class Registry:
 
     _KEPT = 1024  # answers of ``find``, in each thread
 
+    @checked
     def __init__(
         self,
         entry_points: str | None = None,
@@ -97,6 +99,7 @@ class Registry:
 
     # Declaring.
 
+    @checked(own=("rule",))
     def register(
         self, name: Any, rule: AnyRule, *, replace: bool = False, where: str = ""
     ) -> Registration:
@@ -245,6 +248,12 @@ class Registry:
           RuleError: if a value is not a rule.
         """
         where = caller_place()
+        if not isinstance(entries, Mapping):
+            raise RegistrationError(
+                f"rules({shown(entries)}) is no mapping; write "
+                "rules({'kernel': shardrules.no_communication})",
+                entries=entries,
+            )
         overlay = Overlay(tuple(self._entry(n, r, where) for n, r in dict(entries).items()))
         with self.overlaid((*self.overlays, overlay)), contextlib.ExitStack() as stack:
             for guard in list(self._guards):
@@ -268,6 +277,7 @@ class Registry:
 
     # Asking.
 
+    @checked
     def find(
         self, name: str, module: str = "", function: str = "", target: Any = None
     ) -> Registration | None:
@@ -460,6 +470,7 @@ class Registry:
 default: Registry = Registry(ENTRY_POINTS, ("shardrules.pallas",), SHIPPED)
 
 
+@checked(own=("rule",))
 def register(name: Any, rule: AnyRule, *, replace: bool = False) -> Registration:
     """Declare the rule of every kernel called ``name``; see ``Registry.register``.
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
+from shardrules.arguments import checked
 from shardrules.costs import accounts
 from shardrules.hlo import Verdict
 
@@ -16,6 +17,7 @@ T = TypeVar("T")
 _EXACT = 10_000  # bytes below which no unit is shorter than the number
 
 
+@checked
 def size(count: float) -> str:
     """Write bytes with a unit: all digits below 10,000 B, then three, in powers of 1000."""
     if count < _EXACT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardrules.arguments import checked
 from shardrules.costs import accounts
 from shardrules.report.alike import size
 from shardrules.report.content import Content
@@ -22,6 +23,7 @@ _STATUS = {
 }
 
 
+@checked
 def compared(before: Content, after: Content, changes: Sequence[accounts.Change]) -> str:
     """Return a page of two reports: what changed, groups on the mesh, both timelines.
 

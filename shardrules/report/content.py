@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from shardrules import hlo
+from shardrules.arguments import checked
 from shardrules.costs import accounts, estimates, findings
 from shardrules.costs.findings import Finding
 from shardrules.costs.hints import Hint, dearer, hints
@@ -51,10 +52,56 @@ class Content:
     @functools.cached_property
     def costs(self) -> tuple[Section, ...]:
         """List the other silent costs: donation, transfers, and what else holds anything."""
-        found = sections(self.judgement.module)
-        if self.target is None or not self.rows:
-            return found
-        return (_estimates(self.rows, self.judgement, self.target), *found)
+        return sections(self.judgement.module)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Name the cells of a row of collectives."""
+        return COLUMNS if self.target is None else (*COLUMNS[:-1], *ESTIMATED, COLUMNS[-1])
+
+    def cells(self, row: alike.Row) -> tuple[str, ...]:
+        """Write a row's cells under ``columns``."""
+        one = row.first
+        times = () if self.target is None else tuple(map(_about, self.seconds(row)))
+        return (
+            one.what,
+            one.verdict,
+            str(row.sites),
+            row.runs,
+            alike.size(one.bytes),
+            alike.size(one.wire_bytes),
+            "?" if one.runs is None else alike.size(row.total.wire_bytes),
+            *times,
+            alike.here(one.source),
+        )
+
+    def seconds(self, row: alike.Row) -> tuple[float, float | None]:
+        """Estimate a run of a row's collectives, and all runs; None where their count is unknown.
+
+        Only of a report with a target.
+        """
+        if self.target is None:
+            raise ValueError("no target")
+        each = [
+            estimates.seconds(
+                self.judgement.verdicts[n], self.account.entries[n].wire_bytes, self.target
+            )
+            for n in row.numbers
+        ]
+        runs = row.first.runs
+        return max(each), None if runs is None else sum(each) * runs
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Say how to read the table of collectives, a sentence each."""
+        if self.target is None:
+            return (NOTE,)
+        return (
+            NOTE,
+            f"~ is an estimate and no measurement, on {self.target.name}: wire bytes by ring "
+            "algorithms over the bandwidth that the vendor gives of the links, without latencies, "
+            f"other traffic and overlap; {self.target.source}",
+        )
 
     @property
     def headline(self) -> str:
@@ -137,25 +184,7 @@ def _hints(hints: Iterable[Hint]) -> list[alike.Remark]:
     ]
 
 
-def _estimates(
-    rows: tuple[alike.Row, ...], judgement: hlo.Judgement, target: estimates.Target
-) -> Section:
-    """Make the table of estimated times."""
-    made = []
-    for row in rows:
-        runs = row.first.runs
-        one = estimates.seconds(judgement.verdicts[row.numbers[0]], row.first.wire_bytes, target)
-        everywhere = None if runs is None else alike.duration(one * runs * row.sites)
-        made.append((row.first.what, row.sites, row.runs, alike.duration(one), everywhere))
-    return Section(
-        f"Estimated times on {target.name}",
-        "an estimate and no measurement: wire bytes by ring algorithms over the bandwidth that the "
-        "vendor gives of the links, without latencies, other traffic and overlap",
-        ("collective", "sites", "runs", "one run, about", "in all, about"),
-        tuple(made),
-    )
-
-
+@checked(own=("target",))
 def content(
     judgement: hlo.Judgement,
     *,
@@ -194,37 +223,29 @@ def content(
 
 
 COLUMNS = ("collective", "verdict", "sites", "runs", "bytes", "wire bytes", "in all", "source")
+ESTIMATED = ("est. time of a run", "est. time in all")  # before the source, where there is a target
 NOTE = (
     f"{accounts.CONVENTION}; of one run at one site, and in all: wire bytes of all runs at all "
     "sites"
 )
 
 
-def cells(row: alike.Row) -> tuple[str, ...]:
-    """Write a row's cells under ``COLUMNS``."""
-    one = row.first
-    return (
-        one.what,
-        one.verdict,
-        str(row.sites),
-        row.runs,
-        alike.size(one.bytes),
-        alike.size(one.wire_bytes),
-        "?" if one.runs is None else alike.size(row.total.wire_bytes),
-        alike.here(one.source),
-    )
+def _about(seconds: float | None) -> str:
+    return "?" if seconds is None else f"~{alike.duration(seconds)}"
 
 
 def _totals(totals: accounts.Totals) -> dict[str, int]:
     return dataclasses.asdict(totals)
 
 
+@checked
 def as_json(what: Content) -> str:
     """Return a report as JSON, one object; bytes are per device.
 
     ``collectives`` are single runs, ``totals`` are over all runs of one execution.
     """
-    collectives = []
+    collectives: list[dict[str, Any]] = []
+    on = what.target
     for entry, verdict in zip(what.account, what.judgement.verdicts):
         collectives.append(
             {
@@ -238,6 +259,9 @@ def as_json(what: Content) -> str:
                 ],
             }
         )
+        if on is not None:
+            time = estimates.seconds(verdict, entry.wire_bytes, on)
+            collectives[-1]["estimated_seconds"] = time
     numbers = {id(verdict): n for n, verdict in enumerate(what.judgement.verdicts)}
 
     def number(of: Finding | Hint) -> int:
@@ -252,6 +276,7 @@ def as_json(what: Content) -> str:
                 "mesh": what.account.mesh,
                 "device_count": what.account.device_count,
                 "convention": accounts.CONVENTION,
+                "estimated_on": on and {"name": on.name, "source": on.source},
                 "clean": what.clean,
                 "total": _totals(what.account.total),
                 "by_axes": {over: _totals(t) for (over,), t in what.account.by("over").items()},
@@ -299,13 +324,16 @@ def cell(value: Any) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
+@checked
 def markdown(what: Content) -> str:
     """Return a report as GitHub's Markdown."""
     lines = [f"# {what.title}", "", what.headline[len(what.title) + 2 :] + ".", ""]
     if what.rows:
-        lines += ["| " + " | ".join(COLUMNS) + " |", "|---|---|--:|--:|--:|--:|--:|---|"]
-        lines += ["| " + " | ".join(map(cell, cells(row))) + " |" for row in what.rows]
-        lines += ["", f"{NOTE[0].upper()}{NOTE[1:]}.", ""]
+        lines += ["| " + " | ".join(what.columns) + " |"]
+        lines += ["|---|---" + "|--:" * (len(what.columns) - 3) + "|---|"]
+        lines += ["| " + " | ".join(map(cell, what.cells(row))) + " |" for row in what.rows]
+        lines += [line for note in what.notes for line in ("", f"{note[0].upper()}{note[1:]}.")]
+        lines.append("")
     for title, remarks in what.remarks:
         lines += [f"## {title}", ""]
         for remark in remarks:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 
+from shardrules.arguments import checked
 from shardrules.costs.accounts import Change
 from shardrules.report.alike import size
 from shardrules.report.compared import compared
@@ -19,6 +20,7 @@ def _total(what: Content) -> str:
     return f"{total}, {size(total.wire_bytes)} on the wire"
 
 
+@checked
 def _plain(before: Content, after: Content, changes: Sequence[Change]) -> str:
     if not changes:
         return f"the same collectives: {before.account.total}\n"
@@ -26,6 +28,7 @@ def _plain(before: Content, after: Content, changes: Sequence[Change]) -> str:
     return "\n".join([*lines, *map(str, changes)]) + "\n"
 
 
+@checked
 def _markdown(before: Content, after: Content, changes: Sequence[Change]) -> str:
     lines = [f"# {before.title} and {after.title}", ""]
     if not changes:
@@ -43,6 +46,7 @@ def _markdown(before: Content, after: Content, changes: Sequence[Change]) -> str
     return "\n".join([*lines, shown[0], "|---|---|---|", *shown[1:]]) + "\n"
 
 
+@checked
 def _json(before: Content, after: Content, changes: Sequence[Change]) -> str:
     found = {
         "schema": SCHEMA,

@@ -10,10 +10,11 @@ import pathlib
 from collections.abc import Iterable
 
 from shardrules import hlo
+from shardrules.arguments import checked
 from shardrules.costs import accounts
 from shardrules.report import drawn
 from shardrules.report.alike import Remark, Row, alike, size, sizes
-from shardrules.report.content import NOTE, Content
+from shardrules.report.content import ESTIMATED, Content
 from shardrules.report.drawn import escaped
 from shardrules.report.sections import Section
 from shardrules.report.timeline import events
@@ -28,6 +29,7 @@ _AROUND = 2  # lines above and below one that is shown
 _LARGEST = 1 << 20  # bytes of a source file that is read
 
 
+@checked
 def page(what: Content) -> str:
     """Return a report as an HTML page: groups on the mesh, a timeline, findings, a table.
 
@@ -291,24 +293,21 @@ def _remark(remark: Remark, shown: bool) -> str:
     )
 
 
-_HEADINGS = (  # with what hides it on a narrow screen, and what sorts it as a number
-    ("collective", ""),
-    ("verdict", ""),
-    ("sites", "n less"),
-    ("runs", "n less"),
-    ("bytes", "n less"),
-    ("wire bytes", "n less"),
-    ("in all", "n"),
-    ("source", "less"),
-)
+# Of the table's columns, what hides one on a narrow screen, and what sorts it as a number.
+_CLASSES = {
+    **dict.fromkeys(("sites", "runs", "bytes", "wire bytes", ESTIMATED[0]), "n less"),
+    **dict.fromkeys(("in all", ESTIMATED[1]), "n"),
+    "source": "less",
+}
 
 
 def _table(what: Content) -> str:
     if not what.rows:
         return ""
     heads = "".join(
-        f'<th scope="col" class="{kind}"><button type="button">{name}</button></th>'
-        for name, kind in _HEADINGS
+        f'<th scope="col" class="{_CLASSES.get(name, "")}"><button type="button">{name}</button>'
+        "</th>"
+        for name in what.columns
     )
     groups = _notations(what)
     rows = "\n".join(_row(what, n, row, groups) for n, row in enumerate(what.rows))
@@ -325,29 +324,32 @@ def _table(what: Content) -> str:
         '<div class="wide" tabindex="0" role="region" aria-label="collectives">'
         '<table class="collectives"><caption class="said">Collectives; those that are alike are '
         f"one row</caption><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
-        f'<p class="dim">{escaped(NOTE[0].upper() + NOTE[1:])}. Not proven equal is not proven '
-        "different. Source lines are quoted from the files as they are now.</p></section>"
+        + "".join(f'<p class="dim">{escaped(n[0].upper() + n[1:])}.</p>' for n in what.notes)
+        + '<p class="dim">Not proven equal is not proven different. Source lines are quoted from '
+        "the files as they are now.</p></section>"
     )
 
 
 def _row(what: Content, number: int, row: Row, groups: dict[str, str]) -> str:
     one = row.first
     ids = " ".join(dict.fromkeys(groups[e.groups] for e in row.entries))
-    in_all = "?" if one.runs is None else size(row.total.wire_bytes)
-    says = f"{one.what}: {one.verdict}, {row.sites} x {size(_wire(one))} on the wire, {one.source}"
-    numbers = [
-        (str(row.sites), row.sites, " less"),
-        (row.runs, one.runs or 0, " less"),
-        (size(one.bytes), one.bytes, " less"),
-        (size(one.wire_bytes), one.wire_bytes, " less"),
-        (in_all, row.total.wire_bytes, ""),
-    ]
+    times = () if what.target is None else what.seconds(row)
+    keys = (row.sites, one.runs or 0, one.bytes, one.wire_bytes, row.total.wire_bytes, *times)
+    numbers = list(zip(what.columns[2:-1], what.cells(row)[2:-1], keys))
+    about = f", {numbers[-2][1]} a run" if times else ""
+    says = (
+        f"{one.what}: {one.verdict}, {row.sites} x {size(_wire(one))} on the wire{about}, "
+        f"{one.source}"
+    )
     return (
         f'<tr id="row{number}" data-groups="{ids}" data-verdict="{one.verdict}" '
         f'data-says="{escaped(says)}"><td data-key="{escaped(one.what)}"><details><summary>'
         f"{escaped(one.what)} {escaped(one.element_type)}</summary>{_fold(what, row)}</details>"
         f"</td><td>{_badge(one.verdict)}</td>"
-        + "".join(f'<td class="n{c}" data-key="{key}">{text}</td>' for text, key, c in numbers)
+        + "".join(
+            f'<td class="{_CLASSES[name]}" data-key="{key or 0}">{text}</td>'
+            for name, text, key in numbers
+        )
         + f'<td class="less"><code>{escaped(_where(one))}</code></td></tr>'
     )
 

@@ -6,12 +6,13 @@ import collections
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from shardrules.arguments import checked
 from shardrules.costs.accounts import Entry
 from shardrules.costs.findings import Finding, advice
 from shardrules.costs.hints import KINDS
 from shardrules.hlo import Judgement, Verdict
 from shardrules.report.alike import Remark, alike, here, size, sizes
-from shardrules.report.content import COLUMNS, NOTE, Content, cells
+from shardrules.report.content import Content
 
 __all__ = ["advice", "describe", "describe_finding", "over", "plain", "source", "summary", "table"]
 
@@ -19,6 +20,7 @@ __all__ = ["advice", "describe", "describe_finding", "over", "plain", "source", 
 _BLOCKS, _LINES = 3, 12  # of the collectives that a failing test's message is about
 
 
+@checked
 def over(verdict: Verdict) -> str:
     """Return the mesh axes that a collective runs over, or its device groups."""
     collective = verdict.collective
@@ -29,12 +31,14 @@ def over(verdict: Verdict) -> str:
     return f"device groups {shown}" + (f" ... ({len(groups)} groups)" if len(groups) > 4 else "")
 
 
+@checked
 def source(verdict: Verdict) -> str:
     """Return ``file:line`` and function of a collective, or its op_name, or nothing."""
     frame = verdict.collective.source
     return here(str(frame)) if frame is not None else verdict.collective.op_name
 
 
+@checked
 def describe(verdict: Verdict, *others: Verdict) -> str:
     """Return a verdict as an indented block: what, where, why, what to do.
 
@@ -67,6 +71,7 @@ def describe(verdict: Verdict, *others: Verdict) -> str:
     return "  " + "\n    ".join(lines)
 
 
+@checked
 def table(rows: Sequence[Sequence[Any]]) -> str:
     """Align rows of cells, the first of which is the heading; a cell may have several lines.
 
@@ -88,6 +93,7 @@ def table(rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines)
 
 
+@checked
 def summary(judgement: Judgement, verdicts: Iterable[Verdict] | None = None) -> str:
     """Return a line for each kind, axes, bytes and verdict, with a count where there are more."""
     shown = judgement.verdicts if verdicts is None else verdicts
@@ -100,6 +106,7 @@ def summary(judgement: Judgement, verdicts: Iterable[Verdict] | None = None) -> 
     )
 
 
+@checked
 def describe_finding(*same: Finding) -> str:
     """Return findings that are alike as an indented block."""
     text = describe(*(f.verdict for f in same))
@@ -109,6 +116,7 @@ def describe_finding(*same: Finding) -> str:
     return text
 
 
+@checked
 def listed(entries: Sequence[Entry], verdicts: Sequence[Verdict]) -> list[str]:
     """Return a few collectives as blocks, many as a line for each kind, axes, verdict and source.
 
@@ -143,11 +151,13 @@ def _remark(remark: Remark) -> str:
     return f"{text}\n    {word}: {remark.todo}" if word else text
 
 
+@checked
 def plain(content: Content) -> str:
     """Return a whole report as text."""
     lines = [content.headline, ""]
     if content.rows:
-        lines += [table([COLUMNS, *map(cells, content.rows)]), "", f"({NOTE})", ""]
+        lines += [table([content.columns, *map(content.cells, content.rows)]), ""]
+        lines += [line for note in content.notes for line in (f"({note})", "")]
     for title, remarks in content.remarks:
         lines += [f"{title.lower()}:", *map(_remark, remarks), ""]
     if content.unused:

@@ -1,10 +1,12 @@
-"""Estimated times: wire bytes over the bandwidth of the links, marked as estimates."""
+"""Estimated times: ring algorithms over the bandwidth of the links, marked as estimates."""
+
+import json
 
 import pytest
 from hlo import text as T
 
 from shardrules import errors, hlo, report
-from shardrules.costs import estimates
+from shardrules.costs import accounts, estimates
 
 
 @pytest.mark.parametrize(
@@ -14,37 +16,106 @@ def test_bandwidths_are_the_vendors(name, rate):
     assert estimates.target(name).send_bytes_per_s == rate
 
 
-def judged(groups, devices, count=1 << 20):
-    shape = f"f32[{count}]"
-    lines = [T.parameter(f"{{devices=[{devices}]<=[{devices}]}}", shape)]
-    lines.append(T.all_reduce("%x", groups, shape))
+def judged(instruction, devices, shape="f32[1024]"):
+    """A program of one collective; S is 4096 bytes on a device."""
+    lines = [T.parameter(f"{{devices=[{devices}]<=[{devices}]}}", shape), instruction]
     header = f"is_scheduled=true, num_partitions={devices}"
     return hlo.judge(T.module("\n".join(lines), header=header), mesh={"a": devices // 8, "b": 8})
 
 
-def test_a_group_within_a_host_and_one_across():
-    h100, v5e = estimates.TARGETS["h100"], estimates.TARGETS["v5e"]
-    inside = judged("[2,8]<=[16]", 16).verdicts[0]
-    across = judged("[8,2]<=[2,8]T(1,0)", 16).verdicts[0]
-    assert estimates.seconds(inside, 450, h100) == pytest.approx(1e-9)
-    assert estimates.seconds(across, 450, h100) == pytest.approx(9e-9)
-    assert estimates.seconds(across, 100, v5e) == pytest.approx(1e-9)
+def seconds(instruction, devices, on):
+    judgement = judged(instruction, devices)
+    (verdict,), (entry,) = judgement.verdicts, accounts.of(judgement).entries
+    assert entry.bytes == 4096
+    return estimates.seconds(verdict, entry.wire_bytes, estimates.TARGETS[on])
 
 
-def test_the_report_says_that_they_are_estimates():
-    content = report.content(judged("[2,8]<=[16]", 16), target="v5e")
-    # 2 * 7/8 * 4 MiB at 100 GB/s
-    expected = "unknown all-reduce(b) | 1     | 1    | 73.4 us        | 73.4 us\n"
-    shown = report.plain(content)
-    assert "estimated times on tpu v5e:\n" in shown and expected in shown
-    assert "(an estimate and no measurement: wire bytes by ring algorithms over" in shown
-    for write in (report.markdown, report.page, report.as_json):
-        assert "73.4 us" in write(content) and "an estimate and no measurement" in write(
-            content
-        ).replace("An", "an")
-    assert "stimate" not in report.plain(report.content(judged("[2,8]<=[16]", 16)))
+def grouped(kind, groups, shape="f32[1024]", more=""):
+    return (
+        f"%r = {shape} {kind}(%x), channel_id=1, replica_groups={groups}, "
+        f"use_global_device_ids=true{more}"
+    )
+
+
+IN, ACROSS, ALL = "[2,8]<=[16]", "[8,2]<=[2,8]T(1,0)", "[1,16]<=[16]"
+SUM = ", to_apply=%add"
+RING = "source_target_pairs={{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7},{7,0}}"
+
+
+@pytest.mark.parametrize(
+    "instruction, on, expected",
+    [
+        # A ring of n: 2 (n-1)/n S of an all-reduce, (n-1)/n of the whole of the other two.
+        (grouped("all-reduce", IN, more=SUM), "v5e", 2 * 7 / 8 * 4096 / 100e9),
+        (grouped("all-gather", IN, "f32[8192]", ", dimensions={0}"), "v5e", 7 * 4096 / 100e9),
+        (
+            grouped("reduce-scatter", IN, "f32[128]", SUM + ", dimensions={0}"),
+            "v5p",
+            7 / 8 * 4096 / 200e9,
+        ),
+        (grouped("all-reduce", IN, more=SUM), "h100", 2 * 7 / 8 * 4096 / 450e9),
+        (grouped("all-reduce", IN, more=SUM), "b200", 2 * 7 / 8 * 4096 / 900e9),
+        # On a torus of 8 an eighth goes 1, 2, 3, 4, 3, 2 and 1 steps; a switch takes one each.
+        (grouped("all-to-all", IN, more=", dimensions={0}"), "v5e", 16 / 8 * 4096 / 100e9),
+        (grouped("all-to-all", IN, more=", dimensions={0}"), "h100", 7 / 8 * 4096 / 450e9),
+        # A neighbour is reached by one link.
+        (f"%r = f32[1024] collective-permute(%x), channel_id=1, {RING}", "v6e", 4096 / 100e9),
+        (f"%r = f32[1024] collective-permute(%x), channel_id=1, {RING}", "h100", 4096 / 450e9),
+        # Beyond a host of eight: by one adapter each, of those of the group that are there.
+        (grouped("all-reduce", ACROSS, more=SUM), "h100", 2 * 1 / 2 * 4096 / 50e9),
+        (grouped("all-reduce", ALL, more=SUM), "h100", 2 * 15 / 16 * 4096 / 8 / 50e9),
+        (grouped("all-to-all", ALL, more=", dimensions={0}"), "h100", 8 / 16 * 4096 / 50e9),
+        (
+            "%r = f32[1024] collective-permute(%x), channel_id=1, source_target_pairs={{7,8}}",
+            "b200",
+            4096 / 50e9,
+        ),
+        (grouped("all-reduce", ACROSS, more=SUM), "v5e", 2 * 1 / 2 * 4096 / 100e9),
+    ],
+)
+def test_a_time_is_that_of_its_ring(instruction, on, expected):
+    assert seconds(instruction, 16, on) == pytest.approx(expected)
+
+
+def content(on=None):
+    text = T.module(
+        "\n".join([T.parameter(T.BOTH, "f32[1048576]"), T.all_reduce("%x", T.ALL, "f32[1048576]")])
+    )
+    return report.content(hlo.judge(text, mesh=T.MESH), target=on)
+
+
+def test_the_estimate_stands_where_the_collective_is():
+    """2 * 7/8 * 4 MiB at 100 GB/s."""
+    row = next(line for line in report.plain(content("v5e")).splitlines() if "all-reduce(" in line)
+    assert "needed" in row and "| ~73.4 us" in row
+    row = next(
+        line for line in report.markdown(content("v5e")).splitlines() if "all-reduce" in line
+    )
+    assert "| needed |" in row and "| ~73.4 us | ~73.4 us |" in row
+    page = report.page(content("v5e"))
+    row = page[page.index('<tr id="row0"') :].partition("</tr>")[0]
+    assert row.count(">~73.4 us</td>") == 2 and "~73.4 us a run" in row
+    assert page.count("est. time of a run</button>") == 1
+    found = json.loads(report.as_json(content("v5e")))
+    assert found["collectives"][0]["estimated_seconds"] == pytest.approx(73.4e-6, rel=1e-3)
+    assert found["estimated_on"]["name"] == "TPU v5e"
+
+
+@pytest.mark.parametrize("on", list(estimates.TARGETS))
+@pytest.mark.parametrize("write", [report.plain, report.markdown, report.page])
+def test_it_is_marked_as_one_with_its_source_below(write, on):
+    said = write(content(on))
+    assert "is an estimate and no measurement, on " in said
+    assert ("NVIDIA" if on in ("h100", "b200") else "Google, Cloud TPU documentation") in said
+    assert said.index("~73.4 us" if on == "v5e" else "all-reduce") < said.index("no measurement")
+
+
+@pytest.mark.parametrize("write", [report.plain, report.markdown, report.page])
+def test_nothing_is_estimated_unasked(write):
+    said = write(content())
+    assert "est. time" not in said and "no measurement" not in said
 
 
 def test_what_is_no_target():
     with pytest.raises(errors.ShardrulesError, match="'h10' is none of v5e, .*did you mean 'h100'"):
-        report.content(judged("[2,8]<=[16]", 16), target="h10")
+        content("h10")

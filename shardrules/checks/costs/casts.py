@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardrules.arguments import checked
 from shardrules.errors import CollectiveAssertionError
 
 __all__ = ["assert_cheapest_casts", "wasted"]
 
 
+@checked
 def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
     """Assert that the casts of each gradient stand where its psums move the fewest bytes.
 

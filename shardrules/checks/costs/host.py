@@ -7,12 +7,14 @@ from typing import Any
 
 from shardrules import hlo
 from shardrules import program as programs
+from shardrules.arguments import checked
 from shardrules.costs import donation, transfers
 from shardrules.errors import CostAssertionError, ShardrulesError
 
 __all__ = ["assert_donated", "assert_no_host_transfers"]
 
 
+@checked
 def assert_donated(
     program: Any,
     *args: Any,
@@ -115,6 +117,7 @@ def _below(path: str, names: Sequence[str] | Mapping[str, str]) -> bool:
     )
 
 
+@checked
 def assert_no_host_transfers(
     program: Any, *args: Any, allow: Mapping[str, str] | None = None, **kwargs: Any
 ) -> list[transfers.Transfer]:

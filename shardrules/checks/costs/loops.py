@@ -6,6 +6,7 @@ from typing import Any
 
 from shardrules import hlo
 from shardrules import program as programs
+from shardrules.arguments import checked
 from shardrules.costs import launches
 from shardrules.errors import CostAssertionError, ShardrulesError
 
@@ -21,6 +22,7 @@ _FEWER = (
 )
 
 
+@checked
 def assert_loop(
     program: Any,
     *args: Any,

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardrules import hlo
 from shardrules import program as programs
+from shardrules.arguments import checked
 from shardrules.costs import offloading
 from shardrules.errors import CostAssertionError, ShardrulesError
 from shardrules.hooks.explain.residuals import NamedValue, named_values
@@ -52,6 +53,7 @@ class Offloading:
         return sum(b.bytes for b in self.buffers if b.stores and b.loads)
 
 
+@checked
 def assert_offloaded(
     program: Any, *args: Any, names: Sequence[str] | None = None, min_bytes: int = 1, **kwargs: Any
 ) -> Offloading:
@@ -76,8 +78,6 @@ def assert_offloaded(
         ``judge``.
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    if isinstance(names, str):
-        raise ShardrulesError(f"names={names!r} is one text; pass a list, names=[{names!r}]")
     traced: list[NamedValue] = []
     traceable = callable(program) and not hasattr(program, "as_text")
     if names is not None and not traceable:

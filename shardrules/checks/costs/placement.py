@@ -7,12 +7,14 @@ from typing import Any
 
 from shardrules import hlo
 from shardrules import program as programs
+from shardrules.arguments import checked, shown
 from shardrules.costs import placement
 from shardrules.errors import CostAssertionError, ShardrulesError
 
 __all__ = ["assert_no_large_constants", "assert_output_sharding"]
 
 
+@checked
 def assert_no_large_constants(
     program: Any, *args: Any, max_bytes: int = 1 << 20, **kwargs: Any
 ) -> list[placement.Constant]:
@@ -38,7 +40,7 @@ def assert_no_large_constants(
       >>> constants = testing.assert_no_large_constants(step, w, x)
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
+    if max_bytes < 0:
         raise ShardrulesError(f"max_bytes={max_bytes!r} is no count of bytes; give 0 or more")
     found = programs.read(program, args, kwargs)
     module = hlo.parse(found.text, name=found.name)
@@ -97,10 +99,16 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
             "arguments, or what f.lower(...).compile() returns"
         )
     wanted = expect if isinstance(expect, Mapping) else {"": expect}
+    if not wanted or not all(isinstance(path, str) for path in wanted):
+        raise ShardrulesError(
+            f"expect={shown(expect)} expects nothing of any output; pass a PartitionSpec or a "
+            "sharding for all of them, or a mapping from paths, {\"[0]['w']\": P('data')}",
+            expect=expect,
+        )
     for path in wanted:
         if not any(_below(output.path, path) for output in outputs):
-            shown = ", ".join(output.path or "(all of it)" for output in outputs[:20])
-            raise ShardrulesError(f"no output is at {path!r}; there are {shown}", path=path)
+            there = ", ".join(output.path or "(all of it)" for output in outputs[:20])
+            raise ShardrulesError(f"no output is at {path!r}; there are {there}", path=path)
     module = hlo.parse(found.text, name=found.name)
     skip = sum(leaf.element_type == "token" for leaf in _root(module).leaves())
     gathered = {g.output - skip: g for g in placement.gathered(module)}

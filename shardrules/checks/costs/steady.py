@@ -8,6 +8,7 @@ import gc
 from typing import Any
 
 from shardrules import hlo
+from shardrules.arguments import checked
 from shardrules.costs import donation
 from shardrules.errors import ShardrulesError, SteadyStateError
 from shardrules.hooks.door import arguments as door
@@ -18,6 +19,7 @@ __all__ = ["SteadyState", "steady_state"]
 _FIELDS = ("shape", "dtype", "weak_type", "sharding")
 
 
+@checked
 def steady_state(*, warmup_count: int = 0, growth_bytes: int = 0) -> SteadyState:
     """Guard a loop on the host, on the thread that enters it.
 
@@ -58,7 +60,7 @@ class SteadyState:
 
     def __init__(self, warmup_count: int, growth_bytes: int):
         for name, value in (("warmup_count", warmup_count), ("growth_bytes", growth_bytes)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            if value < 0:
                 raise ShardrulesError(f"{name}={value!r} is no count; give 0 or more")
         self._warmup_count = warmup_count
         self._growth_bytes = growth_bytes

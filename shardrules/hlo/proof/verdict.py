@@ -10,6 +10,7 @@ import numpy as np
 
 from shardrules import errors
 from shardrules import registry as rule_registry
+from shardrules.arguments import checked, shown
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Ranged
 from shardrules.hlo.proof import collectives as hc
@@ -27,6 +28,7 @@ from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import parser, stage
 
 
+@checked(own=("mesh",))
 def judge(
     module: hm.Module | str,
     *,
@@ -63,6 +65,11 @@ def judge(
     mesh = hd.axes_of(mesh)
     if registry is None:
         registry = rule_registry.default
+    elif isinstance(registry, (str, bytes)) or not callable(getattr(registry, "find", None)):
+        raise errors.HloError(
+            f"registry={shown(registry)} holds no rules; pass a shardrules.Registry",
+            registry=registry,
+        )
     early = None if unpartitioned else stage.unpartitioned(module)
     if early is not None:
         raise errors.HloError(

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import re
 
+from shardrules.arguments import checked
 from shardrules.errors import HloSyntaxError
 from shardrules.hlo.reader import attributes, forms, ordering, shapes
 from shardrules.hlo.reader import module as hm
@@ -345,6 +346,7 @@ def uncollected():
             gc.enable()
 
 
+@checked(own=("text",))
 def parse(text: str, *, name: str = "<text>") -> hm.Module:
     """Read HLO text.
 

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from shardrules.arguments import checked
 from shardrules.errors import AxisError, CotangentError, UnsupportedJaxError
 from shardrules.hooks.autodiff.identities import mark, uncast
 from shardrules.hooks.door import compat
@@ -26,6 +27,7 @@ __all__ = ["already_summed", "checking_claims", "place_casts", "vary"]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+@checked(own=("axes",))
 def vary(x: Any, *axes: str) -> Any:
     """Cast a pytree of arrays to vary over mesh axes, here rather than where a kernel asks for it.
 
@@ -70,6 +72,7 @@ def vary(x: Any, *axes: str) -> Any:
     return jax.tree_util.tree_map(one, x)
 
 
+@checked
 def place_casts(f: _F) -> _F:
     """Place the casts of one shard_map's body where its gradient's psums move the fewest bytes.
 
@@ -109,6 +112,7 @@ def place_casts(f: _F) -> _F:
     return placed  # type: ignore[return-value]  # it takes and returns what f does
 
 
+@checked(own=("axes",))
 def already_summed(ct: Any, *axes: str) -> Any:
     """Claim, in a custom_vjp's bwd, that cotangents are the full sum over mesh axes already.
 

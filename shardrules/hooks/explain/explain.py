@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from shardrules.arguments import checked
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.calls.opaque import to_paste, types_of
 from shardrules.hooks.door import compat
@@ -38,6 +39,7 @@ from shardrules.registry.paste import is_library
 __all__ = ["explain", "missing_rules", "scan_calls"]
 
 
+@checked
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Say what type each opaque call of a program has and why, and what casts and psums are there.
 
@@ -68,6 +70,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     )
 
 
+@checked
 def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules:
     """List the kernels of a program that have no rule, with the lines to paste.
 
@@ -136,7 +139,7 @@ def _missing(walk: _Walk) -> tuple[MissingRule, ...]:
         (call.primitive, call.name, call.place, "", inputs, True, lines)
         for call, inputs, lines in walk.notes.unknown
     ] + rows
-    for primitive, kernel, defined, at, inputs, checked, lines in rows:
+    for primitive, kernel, defined, at, inputs, is_checked, lines in rows:
         known = found.get((primitive, kernel, defined))
         if known is None:
             found[primitive, kernel, defined] = MissingRule(
@@ -144,8 +147,8 @@ def _missing(walk: _Walk) -> tuple[MissingRule, ...]:
                 primitive,
                 defined,
                 (at,) if at else (),
-                inputs if checked else (),
-                checked,
+                inputs if is_checked else (),
+                is_checked,
                 lines,
             )
         elif at and at not in known.called_at:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from shardrules.arguments import checked
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.door import compat
 
@@ -47,6 +48,7 @@ _SAME = ("copy", "copy_p", "device_put", "optimization_barrier", "reduce_precisi
 _ORDER = ("offloaded", "saved", "recomputed", "not a residual")
 
 
+@checked
 def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedValue]:
     """List the named values of a program with what its backward pass does with each.
 

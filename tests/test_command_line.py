@@ -515,11 +515,11 @@ def test_a_mesh_that_contradicts_the_groups_is_refused():
 
 def test_a_target_adds_estimated_times(tmp_path):
     done = run("report", UVW, MESH, "--target=v5e")
-    assert "| est. time of a run | est. time in all | source\n" in done.stdout
+    assert "| est. a run | est. in all | source\n" in done.stdout
     line = next(
         li for li in done.stdout.splitlines() if li.startswith("backward all-reduce(model)")
     )
-    assert "| ~41 ns             | ~81.9 ns         |" in line
+    assert "| ~41 ns     | ~81.9 ns    |" in line
     (tmp_path / "a.hlo").write_text(clean_module())
     two = run("report", UVW, tmp_path, MESH, "--target=h100").stdout
     assert "no measurement, on H100 SXM: " in two

@@ -98,9 +98,9 @@ class Content:
             return (NOTE,)
         return (
             NOTE,
-            f"~ is an estimate and no measurement, on {self.target.name}: wire bytes by ring "
-            "algorithms over the bandwidth that the vendor gives of the links, without latencies, "
-            f"other traffic and overlap; {self.target.source}",
+            f"est. with ~ is an estimated time and no measurement, on {self.target.name}: wire "
+            "bytes by ring algorithms over the bandwidth that the vendor gives of the links, "
+            f"without latencies, other traffic and overlap; {self.target.source}",
         )
 
     @property
@@ -223,7 +223,7 @@ def content(
 
 
 COLUMNS = ("collective", "verdict", "sites", "runs", "bytes", "wire bytes", "in all", "source")
-ESTIMATED = ("est. time of a run", "est. time in all")  # before the source, where there is a target
+ESTIMATED = ("est. a run", "est. in all")  # before the source, where there is a target
 NOTE = (
     f"{accounts.CONVENTION}; of one run at one site, and in all: wire bytes of all runs at all "
     "sites"

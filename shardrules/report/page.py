@@ -336,6 +336,7 @@ def _row(what: Content, number: int, row: Row, groups: dict[str, str]) -> str:
     times = () if what.target is None else what.seconds(row)
     keys = (row.sites, one.runs or 0, one.bytes, one.wire_bytes, row.total.wire_bytes, *times)
     numbers = list(zip(what.columns[2:-1], what.cells(row)[2:-1], keys))
+    hidden = ", ".join(f"{name}: {text}" for name, text, _ in numbers if "less" in _CLASSES[name])
     about = f", {numbers[-2][1]} a run" if times else ""
     says = (
         f"{one.what}: {one.verdict}, {row.sites} x {size(_wire(one))} on the wire{about}, "
@@ -344,7 +345,8 @@ def _row(what: Content, number: int, row: Row, groups: dict[str, str]) -> str:
     return (
         f'<tr id="row{number}" data-groups="{ids}" data-verdict="{one.verdict}" '
         f'data-says="{escaped(says)}"><td data-key="{escaped(one.what)}"><details><summary>'
-        f"{escaped(one.what)} {escaped(one.element_type)}</summary>{_fold(what, row)}</details>"
+        f"{escaped(one.what)} {escaped(one.element_type)}</summary>{_fold(what, row, hidden)}"
+        "</details>"
         f"</td><td>{_badge(one.verdict)}</td>"
         + "".join(
             f'<td class="{_CLASSES[name]}" data-key="{key or 0}">{text}</td>'
@@ -354,10 +356,13 @@ def _row(what: Content, number: int, row: Row, groups: dict[str, str]) -> str:
     )
 
 
-def _fold(what: Content, row: Row) -> str:
-    """Write what a row holds: why, what it rests on, the instructions, its groups, its source."""
+def _fold(what: Content, row: Row, hidden: str) -> str:
+    """Write what a row holds: why, what it rests on, the instructions, its groups, its source.
+
+    On a narrow screen also the cells that are hidden there.
+    """
     verdicts = [what.judgement.verdicts[n] for n in row.numbers]
-    parts = []
+    parts = [f'<p class="narrow">{escaped(hidden)}</p>']
     for same in alike(verdicts, lambda v: (v.reason, v.rests_on)):
         count = f"{len(same)} of {len(verdicts)}: " if len(same) < len(verdicts) else ""
         parts.append(f"<p>{count}because {escaped(same[0].reason)}</p>")

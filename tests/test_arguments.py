@@ -254,7 +254,7 @@ def fails_well(error):
     )
 
 
-@pytest.mark.parametrize("name, slot", slots())
+@pytest.mark.parametrize("name, slot", list(slots()))
 def test_wrong_kinds_are_refused(name, slot, monkeypatch, tmp_path, cpu_mesh):
     monkeypatch.chdir(tmp_path)
     f, args, kwargs = TABLE[name]

@@ -14,7 +14,7 @@ import gc
 import re
 
 from shardrules.arguments import checked
-from shardrules.errors import HloSyntaxError
+from shardrules.errors import ArgumentError, HloSyntaxError
 from shardrules.hlo.reader import attributes, forms, ordering, shapes
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader.attributes import skip, spaced
@@ -359,9 +359,11 @@ def parse(text: str, *, name: str = "<text>") -> hm.Module:
       TypeError: text is not a str.
     """
     if not isinstance(text, str):
-        raise TypeError(
+        raise ArgumentError(
             f"parse takes HLO text as a str, not {type(text).__name__}; read a file "
-            "first, or pass compiled.as_text()."
+            "first, or pass compiled.as_text().",
+            argument="text",
+            value=text,
         )
     text = text.removeprefix("\ufeff")  # a byte-order mark, which editors put before UTF-8
     if "\r" in text:

@@ -154,7 +154,12 @@ def test_exit_codes_of_verify(tmp_path):
             "",
             "shardrules: --rules=no_such_module can't be imported: ModuleNotFoundError: ",
         ),
-        (["report", UVW, "--output=no/such/folder"], "", "No such file or directory"),
+        (
+            ["report", UVW, "--output=no/such/folder"],
+            "",
+            "can't write no/such/folder: No such file or directory",
+        ),
+        (["verify", UVW, ""], "", "one of the files has an empty name; is a variable not set?"),
     ],
 )
 def test_what_cant_be_read_exits_with_2(args, stdin, message, tmp_path):
@@ -468,8 +473,11 @@ def test_a_folder_of_dumps(tmp_path):
 def test_several_files_and_patterns(tmp_path):
     for name in ("a.hlo", "b.hlo", "c.txt"):
         (tmp_path / name).write_text(clean_module())
-    done = run("verify", tmp_path / "*.hlo", tmp_path / "a.hlo", MESH)
+    (tmp_path / "again").symlink_to("a.hlo")
+    twice = tmp_path / "a.hlo", tmp_path / ".." / tmp_path.name / "a.hlo", tmp_path / "again"
+    done = run("verify", tmp_path / "*.hlo", *twice, MESH)
     assert done.returncode == 0 and done.stdout.startswith("2 programs, ")
+    (tmp_path / "again").unlink()
     done = run("verify", tmp_path / "*.hlo", UVW, MESH, "--allow=all-reduce(data): none such")
     assert done.returncode == 1 and "allowances that match nothing:\n  all-r" in done.stdout
     (tmp_path / "b.hlo").write_text("HloModule b\n\nENTRY %e (")

@@ -29,23 +29,24 @@ def chosen(given: Sequence[str]) -> tuple[list[str], list[str]]:
       ShardrulesError: a pattern matches nothing, a folder holds nothing to judge, or stdin is
         given twice.
     """
-    files: dict[str, None] = {}
+    files: dict[str, str] = {}  # from what a file is wherever it is named, to its first name
     notes: list[str] = []
     if list(given).count(_STDIN) > 1:
         raise ShardrulesError("only one program can be read from stdin; give - once")
     for name in given:
+        found = [name]
+        if not name:
+            raise ShardrulesError("one of the files has an empty name; is a variable not set?")
         if name != _STDIN and not os.path.lexists(name) and glob.has_magic(name):
             found = sorted(p for p in glob.glob(name, recursive=True) if os.path.isfile(p))
             if not found:
                 raise ShardrulesError(f"no file matches {name}")
-            files |= dict.fromkeys(found)
         elif os.path.isdir(name):
             found, note = _of_folder(pathlib.Path(name))
-            files |= dict.fromkeys(found)
             notes += [note] if note else []
-        else:
-            files[name] = None
-    return list(files), notes
+        for file in found:
+            files.setdefault(file if file == _STDIN else os.path.realpath(file), file)
+    return list(files.values()), notes
 
 
 def _of_folder(folder: pathlib.Path) -> tuple[list[str], str]:

@@ -146,7 +146,10 @@ def write(text: str, arguments: argparse.Namespace) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     else:
-        pathlib.Path(arguments.output).write_text(text, encoding="utf-8")
+        try:
+            pathlib.Path(arguments.output).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ShardrulesError(f"can't write {arguments.output}: {error.strerror}") from error
 
 
 def mesh_of(text: str | None) -> dict[str, int] | None:

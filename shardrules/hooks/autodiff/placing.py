@@ -27,7 +27,7 @@ from shardrules.hooks.autodiff.linear import (
 )
 from shardrules.hooks.autodiff.linearity import linear_in
 from shardrules.hooks.door.patching import Patches
-from shardrules.hooks.flow.jaxprs import opened, scan_counts, variable
+from shardrules.hooks.flow.jaxprs import opened, read, scan_counts, variable
 from shardrules.hooks.flow.retyping import Retyping
 from shardrules.hooks.state import Hooks, PlacedCast, Placement
 from shardrules.registry.axistypes import AxisType
@@ -417,8 +417,14 @@ class Body:
 
     def _done(self, eqn: Any, operands: list[Any], **changes: Any) -> None:
         outvars = [self.renew(var) for var in eqn.outvars]
+        # From JAX 0.10 a write to a ref names the ref's variable.
+        effects = {
+            one.replace(read(self.env, one.input)) if hasattr(one, "input") else one
+            for one in eqn.effects
+        }
+        params = {**eqn.params, **changes}
         self.eqns.append(
-            eqn.replace(invars=operands, outvars=outvars, params={**eqn.params, **changes})
+            eqn.replace(invars=operands, outvars=outvars, params=params, effects=effects)
         )
 
     def _inner(self, jaxpr: Any, inside: Where, ends: list[Any]) -> tuple[Any, list[Any]]:

@@ -142,6 +142,8 @@ def test_least_bytes(name, cpu_mesh):
         ("cond", ("branches",)),
         ("jit", ("jitted",)),
         ("remat2", ("remat",)),
+        ("custom_lin", ("shares",)),
+        ("swap", ("refs",)),
     ],
 )
 def test_each_construct_has_a_rule(construct, names, cpu_mesh, monkeypatch):
@@ -404,7 +406,7 @@ def random_body(seed):
 
 @pytest.fixture
 def solved(monkeypatch):
-    """For each graph: the bytes where JAX casts, where we do, and of the other solver."""
+    """For each graph: the bytes where JAX casts, where we do, and of the two other solvers."""
     found = []
     solve = placing.cheapest
 
@@ -414,6 +416,7 @@ def solved(monkeypatch):
             cost_as_traced(graph).bytes,
             cost(graph, labels).bytes,
             optimum.cheapest_bytes(graph),
+            optimum.cut_bytes(graph),
         )
         found.append(costs)
         return labels
@@ -429,8 +432,9 @@ def check_optimum(seed, solved):
     with sr.install(casts="cheapest"):
         jaxpr = jax.make_jaxpr(jax.grad(body.split(), argnums=(0, 1)))(*body.arguments())
     check_jaxpr(jaxpr.jaxpr)
-    for late, least, other in solved:
-        assert least == other <= late, (seed, solved)
+    for late, least, other, cut in solved:
+        assert least == other <= late and cut in (None, least), (seed, solved)
+    assert seed % len(MESHES) or any(cut is not None for *_, cut in solved)  # one axis
 
 
 def check_gradient(seed):

@@ -55,15 +55,19 @@ def test_a_programs_own_mesh_is_not_doubted():
 NAMED = "mesh['axis_0'=2,'axis_1'=4] {'axis_0'}"
 
 
-def test_the_names_of_one_collectives_notation_are_its_own():
-    judgement = hlo.judge(program(NAMED, T.OVER_MODEL))
+@pytest.mark.parametrize(
+    "other, over",
+    [
+        (T.OVER_MODEL, "4 groups of 2: [4,2]<=[8]"),
+        ("{{0,1,2,3},{4,5,6,7}}", "2 groups of 4: [2,4]<=[8]"),  # along axis_1, if it were known
+    ],
+)
+def test_the_names_of_one_collectives_notation_are_its_own(other, over):
+    judgement = hlo.judge(program(NAMED, other))
     first, second = (v.collective for v in judgement.verdicts)
     assert judgement.mesh is None
     assert first.axes == ("axis_0",) and second.axes is None
-    assert [e.over for e in accounts.of(judgement)] == [
-        "axis_0: [4,2]<=[2,4]T(1,0)",
-        "4 groups of 2: [4,2]<=[8]",
-    ]
+    assert [e.over for e in accounts.of(judgement)] == ["axis_0: [4,2]<=[2,4]T(1,0)", over]
 
 
 def test_two_notations_with_the_same_names_are_told_apart():

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 import shardrules as sr
+from shardrules.hooks.autodiff.forward import ForwardHooks
 from shardrules.hooks.calls.forgetful import ForgetfulHooks
 from shardrules.hooks.flow.replay import ReplayHooks
 from sweeps import arguments, collectives, functions, pinned
@@ -121,3 +122,15 @@ def test_it_sees_a_predicate_that_is_forgotten(monkeypatch, fresh):
     monkeypatch.setattr(ReplayHooks, "_decides", lambda *args: None)
     found = sweep(named("jax.lax", "lax.cond", "lax.switch"), "value")
     assert set(map(pinned.function, found.wrong)) == {"lax.cond", "lax.switch"}
+
+
+def test_it_sees_a_primal_that_is_not_cast_to_its_tangent(monkeypatch, fresh):
+    cases = named("jax.nn", "nn.relu")
+    found = sweep(cases, "tangent")
+    assert cases and not found.wrong and not found.refused
+    jax.clear_caches()
+    monkeypatch.setattr(
+        ForwardHooks, "_joined", lambda self, trace, primal, tangents: (primal, list(tangents))
+    )
+    found = sweep(cases, "tangent")
+    assert found.wrong or found.refused

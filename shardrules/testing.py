@@ -23,7 +23,7 @@ from shardrules.checks.costs.loops import assert_loop
 from shardrules.checks.costs.offloaded import assert_offloaded, named_values
 from shardrules.checks.costs.placement import assert_no_large_constants, assert_output_sharding
 from shardrules.checks.costs.steady import steady_state
-from shardrules.checks.expectations import at_most, exactly, pick
+from shardrules.checks.expectations import at_most, exactly, for_platforms, pick
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
 from shardrules.costs import accounts, findings, hints
@@ -245,7 +245,7 @@ def assert_collectives(
       >>> judgement = testing.assert_collectives(step, w, x, expect=expect)
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    if not isinstance(expect, Mapping) or not set(expect) & {"cpu", "gpu", "tpu"}:
+    if not for_platforms(expect):
         pick(expect, platform)  # before anything is compiled
     judgement, held, compiled = _judged(program, args, kwargs, level, registry, mesh)
     if platform is None and compiled is not None:

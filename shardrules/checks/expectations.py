@@ -11,9 +11,10 @@ from shardrules.arguments import checked
 from shardrules.costs import accounts
 from shardrules.errors import ShardrulesError
 
-__all__ = ["Expected", "at_most", "exactly", "pick"]
+__all__ = ["Expected", "at_most", "exactly", "for_platforms", "pick"]
 
 PLATFORMS = ("cpu", "gpu", "tpu")
+_NAMES = {**{p: p for p in PLATFORMS}, "cuda": "gpu", "rocm": "gpu"}  # JAX's among them
 _NUMBERS = ("count", "bytes", "wire_bytes", "sites")
 
 
@@ -146,14 +147,27 @@ def _read(given: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 def _platform(name: Any) -> str:
     """Return what expectations call a platform, of JAX's names for it, too."""
-    known = {**{p: p for p in PLATFORMS}, "cuda": "gpu", "rocm": "gpu"}
-    if str(name).lower() not in known:
+    if str(name).lower() not in _NAMES:
         raise ShardrulesError(
             f"platform={name!r} is none of {', '.join(PLATFORMS)}"
             + accounts.near(str(name).lower(), PLATFORMS),
             platform=name,
         )
-    return known[str(name).lower()]
+    return _NAMES[str(name).lower()]
+
+
+def for_platforms(expect: Any) -> dict[str, Any]:
+    """Return the expectations for each platform, empty where they are not given so.
+
+    Raises:
+      ShardrulesError: two of them are for one platform.
+    """
+    if not isinstance(expect, Mapping) or not {str(k).lower() for k in expect} <= {*_NAMES}:
+        return {}
+    found = {_platform(name): one for name, one in expect.items()}
+    if len(found) < len(expect):
+        raise ShardrulesError(f"expectations for {', '.join(expect)}: two are for one platform")
+    return found
 
 
 def pick(expect: Any, platform: str | None) -> Expected:
@@ -175,10 +189,11 @@ def pick(expect: Any, platform: str | None) -> Expected:
             f"{type(expect).__name__} is no expectation; give a mapping such as "
             "{'all-reduce(data)': 1}, exactly({...}) or at_most({...})"
         )
-    if not expect or not set(expect) <= {*PLATFORMS}:
+    each = for_platforms(expect)
+    if not each:
         return exactly(expect)
-    if platform not in expect:
-        shown = ", ".join(expect)
+    if platform not in each:
+        shown = ", ".join(each)
         raise ShardrulesError(
             f"expectations are given for {shown}, and the program is for {platform}"
             if platform
@@ -186,4 +201,4 @@ def pick(expect: Any, platform: str | None) -> Expected:
             "it is for; pass platform=",
             platform=platform,
         )
-    return pick(expect[platform], platform)
+    return pick(each[platform], platform)

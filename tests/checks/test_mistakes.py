@@ -85,8 +85,14 @@ def test_allowances_need_reasons(allow):
 
 @pytest.mark.parametrize("platform", ["gpu", "GPU", "cuda", "rocm", "CUDA"])
 def test_a_platform_has_jax_s_names_too(platform):
-    expect = {"cpu": {}, "gpu": {"all-reduce(model)": 1}}
-    testing.assert_collectives(ONE, mesh=T.MESH, expect=expect, platform=platform)
+    for name in ("gpu", platform):
+        expect = {"cpu": {}, name: {"all-reduce(model)": 1}}
+        testing.assert_collectives(ONE, mesh=T.MESH, expect=expect, platform=platform)
+
+
+def test_two_names_of_one_platform():
+    with pytest.raises(errors.ShardrulesError, match="for cuda, gpu: two are for one platform"):
+        testing.assert_collectives(ONE, mesh=T.MESH, expect={"cuda": {}, "gpu": {}}, platform="gpu")
 
 
 def test_what_is_no_platform():

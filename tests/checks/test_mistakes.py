@@ -54,7 +54,6 @@ def test_what_is_no_count(count):
         ("redundent all-reduce(model)", "did you mean 'redundant'?"),
         ("redundant forwrd all-reduce(model)", "did you mean 'forward'?"),
         ("all-reduce", "names no collectives; write the kind and its mesh axes"),
-        (3, "3 names no collectives; write"),
     ],
 )
 def test_a_near_name_is_suggested(name, near):
@@ -64,6 +63,13 @@ def test_a_near_name_is_suggested(name, near):
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.assert_no_defensive_psum(ONE, mesh=T.MESH, allow={name: "issue 12"})
     assert near in str(caught.value)
+
+
+def test_a_name_is_text():
+    with pytest.raises(errors.ShardrulesError, match=r"from a str to anything, not \{3: 1\}"):
+        testing.assert_collectives(ONE, mesh=T.MESH, expect={3: 1})
+    with pytest.raises(errors.ShardrulesError, match="3"):
+        testing.assert_no_defensive_psum(ONE, mesh=T.MESH, allow={3: "issue 12"})
 
 
 def test_an_axis_that_the_mesh_lacks_is_no_zero():

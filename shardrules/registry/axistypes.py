@@ -26,15 +26,18 @@ __all__ = [
 
 def _named(axes: Any) -> frozenset[str]:
     """Return mesh axes as a set; one may stand alone."""
-    axes = [axes] if isinstance(axes, str) else axes
-    if isinstance(axes, Iterable):
-        axes = tuple(axes)
-        if all(isinstance(axis, str) and axis for axis in axes):
-            return frozenset(axes)
-    raise RuleError(
-        f"{shown(axes)} names no mesh axes; an axis type is written AxisType(['data', 'model'])",
-        axes=axes,
-    )
+    try:
+        found = (axes,) if isinstance(axes, str) else tuple(axes)
+    except TypeError:  # nothing to iterate over
+        found = (None,)
+    for axis in found:
+        if not isinstance(axis, str) or not axis:
+            raise RuleError(
+                f"{shown(axes)} names no mesh axes; an axis type is written "
+                "AxisType(['data', 'model'])",
+                axes=axes,
+            )
+    return frozenset(found)
 
 
 def show_axes(axes: Iterable[str]) -> str:
@@ -73,9 +76,13 @@ class AxisType:
     ) -> AxisType:
         """Return the one object for these axes."""
         key: tuple[Any, ...] = (varying, unreduced, reduced)
-        if not all(type(axes) is frozenset for axes in key) or key not in cls._known:
-            key = tuple(map(_named, key))
-        known = cls._known.get(key)
+        try:
+            known = cls._known.get(key)
+        except TypeError:  # lists, sets
+            known = None
+        if known is None:
+            key = _named(varying), _named(unreduced), _named(reduced)
+            known = cls._known.get(key)
         if known is not None:
             return known
         varied, partial, summed = key

@@ -67,13 +67,9 @@ def tokamax_calls(target):
     from jax.extend import backend
     from tokamax._src.ops.op import Op
 
-    wanted = ("mosaic_tpu", "mosaic_tpu_v2")
-    if target.startswith("v"):
-        device = aot.tpu(target)[0]
-    else:  # a device that is not here doesn't say how many multiprocessors it has
-        kind, capability, cores = GPUS[target]
-        device = Gpu("gpu", kind, capability, cores)
-        wanted = ("mosaic_gpu", "triton")
+    on_tpu = target.startswith("v")
+    wanted = ("mosaic_tpu", "mosaic_tpu_v2") if on_tpu else ("mosaic_gpu", "triton")
+    (device,) = jax.devices()
     backend.get_default_device = lambda: device  # whom it asks what its kernels may use
     for found in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.", onerror=lambda name: None):
         module = found.name.rpartition(".")[2]
@@ -82,7 +78,7 @@ def tokamax_calls(target):
         try:
             implementation = importlib.import_module(found.name)
             specs = importlib.import_module(found.name.rpartition(".")[0] + ".arg_specs").ARG_SPECS
-        except ImportError as error:
+        except Exception as error:  # it needs what is not installed, or another version of it
             yield found.name.removeprefix(f"{ops.__name__}."), error, (), False
             continue
         for name, cls in list(vars(implementation).items()):
@@ -95,13 +91,34 @@ def tokamax_calls(target):
 
 
 def recurrentgemma_calls(target):
-    """Yield recurrentgemma's linear recurrence."""
+    """Yield recurrentgemma's linear recurrence: real, complex (in parts), reversed, from a state.
+
+    Its kernels are for TPU; on GPU it takes XLA's own scans.
+    """
     if target != "v5e:2x4":
         return
-    from recurrentgemma.jax import pallas as kernels
+    from recurrentgemma import common
+    from recurrentgemma.jax import complex_lib, scan
+
+    kind = common.ScanType.LINEAR_PALLAS
+
+    def of_parts(re, im, a):
+        return scan.linear_scan(
+            complex_lib.Complex(re, im), complex_lib.Complex(a, a), scan_type=kind
+        )
+
+    def from_state(x, a, h0):
+        return scan.linear_scan(x, a, h0, reverse=True, scan_type=kind)
 
     x = shape(2, 256, 512, dtype=jnp.float32)
-    yield "lru", lambda x, a: kernels.lru_pallas_scan(x, a), [dict(x=x, a=x)], False
+    h0 = shape(2, 512, dtype=jnp.float32)
+    calls = {
+        "linear_scan": (lambda x, a: scan.linear_scan(x, a, scan_type=kind), x, x),
+        "linear_scan of parts": (of_parts, x, x, x),
+        "linear_scan from a state": (from_state, x, x, h0),
+    }
+    for name, (f, *arguments) in calls.items():
+        yield name, f, [dict(enumerate(arguments))], True
 
 
 def ejkernel_calls(target):
@@ -114,6 +131,10 @@ def ejkernel_calls(target):
     q, by_head, beta = shape(1, 1024, 8, 128), shape(1, 8, 1024, 128), shape(1, 1024, 8)
     logits = shape(1024, 2048, dtype=jnp.float32)
     cache = shape(8, 1024, 8, 128)
+    tokens, packed = shape(64, 8, 128), shape(64, 4, 128)
+    latent, mla = shape(1, 1024, 512), shape(512, 8, 128)
+    ragged = (integers(8), integers(64), integers(9), integers(3))
+    single = shape(64, 8)
     pages = (shape(8, 8, 128), shape(8, 64, 16, 128), shape(8, 64, 16, 128))
     calls = {
         "tpu": {
@@ -128,6 +149,39 @@ def ejkernel_calls(target):
             "gated_delta_rule": (q, q, q, beta, beta),
             "ragged_decode_attention": (shape(8, 8, 128), cache, cache, integers(8), integers(8)),
             "page_attention": (*pages, integers(8), integers(8, 8)),
+            "prefill_page_attention": (
+                shape(64, 8, 128),
+                shape(8, 64, 16, 128),
+                shape(8, 64, 16, 128),
+                integers(1),
+                integers(8),
+            ),
+            "ragged_page_attention_v2": (
+                tokens,
+                shape(64, 16, 8, 128),
+                integers(8),
+                integers(8, 8),
+                integers(9),
+                integers(),
+            ),
+            "ragged_page_attention_v3": (tokens, packed, packed, shape(64, 16, 4, 2, 128), *ragged),
+            "flash_mla": (q, latent, mla, mla),
+            "ragged_gated_delta_rule": (
+                *(tokens,) * 3,
+                *(single,) * 2,
+                shape(64, 8, 128, 128, dtype=jnp.float32),
+                integers(65),
+                integers(64),
+            ),
+            "quantized_matmul": (
+                x,
+                shape(512, 64, dtype=jnp.uint32),
+                shape(512, 8),
+                shape(512, 8),
+                False,
+                64,
+                4,
+            ),
             "all_gather_matmul": (shape(128, 512), shape(512, 256), "data"),
             "reduce_scatter_matmul": (x, shape(1024, 512), "data"),
         },
@@ -136,11 +190,10 @@ def ejkernel_calls(target):
             "ragged_decode_attention": (shape(8, 8, 128), cache, cache, integers(8), integers(8)),
         },
     }
-    inference = ("ragged_decode_attention", "page_attention")
     for name, arguments in calls[platform].items():
         module = importlib.import_module(f"ejkernel.kernels._pallas.{platform}.{name}._interface")
         given = [dict(enumerate(arguments))]
-        yield name, getattr(module, name), given, name not in inference
+        yield name, getattr(module, name), given, "page" not in name and "ragged" not in name
 
 
 CALLS = {
@@ -254,6 +307,10 @@ def one_target(target):
     """Print the rows of one target."""
     devices = aot.tpu(target) if target.startswith("v") else aot.gpu(target, 8)
     mesh = jax.sharding.Mesh(np.array(devices).reshape(-1), ("data",))
+    # Libraries ask the first device what their kernels may use; GPUs that are not here don't say
+    # how many multiprocessors they have.
+    first = devices[0] if target.startswith("v") else Gpu("gpu", *GPUS[target])
+    jax.devices = lambda *args: [first]
     for library, makers in CALLS.items():
         try:
             version = importlib.metadata.version(library)
@@ -262,7 +319,7 @@ def one_target(target):
         for call, f, candidates, has_gradient in (one for make in makers for one in make(target)):
             if _ONLY.value not in call:
                 continue
-            if isinstance(f, Exception):
+            if isinstance(f, Exception):  # what its module raises
                 print(
                     f"| {library} {version} | {call} | {target} | | | {first_line(f)} |", flush=True
                 )

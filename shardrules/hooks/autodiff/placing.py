@@ -55,7 +55,7 @@ class CastHooks(Hooks):
             cotangents = rest[0] if rest else next(iter(kwargs.values()))
             # What is transposed inside was looked at as a part of it.
             with self.state.in_transposition():
-                again = any(isinstance(x, self.jax.LinearizeTracer) for x in primals_in)
+                again = any(map(self._differentiated, primals_in))
                 placed = self._placed(jaxpr, primals_in, cotangents, asked, again)
                 if not asked:
                     placed = jaxpr
@@ -65,6 +65,11 @@ class CastHooks(Hooks):
                     )
                 return transpose(placed, transform_stack, consts, primals_in, *rest, **kwargs)
         return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
+
+    def _differentiated(self, x: Any) -> bool:
+        while hasattr(x, "val"):  # under vmap
+            x = x.val
+        return isinstance(x, self.jax.LinearizeTracer)
 
     def _transpose(self, transpose, jaxpr, transform_stack, consts, primals_in, cotangents):
         """Transpose a program in which residuals are cast; to JAX 0.7 all of it has to be linear.

@@ -237,9 +237,17 @@ def summed_bytes(program):
     )
 
 
-def test_gradients_of_gradients_move_no_more_than_late_casts(cpu_mesh):
+@pytest.mark.parametrize("batched", [False, True])
+def test_gradients_of_gradients_move_no_more_than_late_casts(batched, cpu_mesh):
     """A residual's cast is a psum in the second reverse pass."""
-    gradient = through(lambda f: jax.grad(lambda w, x: (jax.grad(f)(w, x) ** 2).sum()))(cpu_mesh)
+
+    def again(f):
+        inner = jax.grad(f)
+        if batched:
+            inner = lambda w, x: jax.vmap(jax.grad(f), (0, None))(w[None], x)  # noqa: E731
+        return jax.grad(lambda w, x: (inner(w, x) ** 2).sum())
+
+    gradient = through(again)(cpu_mesh)
     found = {}
     for casts in ("late", "cheapest"):
         with sr.install(casts=casts):

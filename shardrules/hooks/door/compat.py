@@ -332,7 +332,7 @@ class Jax:
         """Return the jaxpr of a function of arrays, and what leaves its equations here.
 
         As ``jax.jit(function, inline=True)`` does, which takes five times as long for a small one.
-        None where no jaxpr is being traced here, and to JAX 0.8.
+        None where no jaxpr is being traced here, and to JAX 0.6.
         """
         # Older functions of these names take and give other things; GradAccum came with 0.8.
         if not self.typed or self.GradAccum is None:

@@ -73,7 +73,7 @@ TRANSPOSITION = (
     Symbol(
         "inline_jaxpr",
         "jax._src.interpreters.partial_eval:inline_jaxpr_into_trace",
-        "0.8.3-0.12",
+        "0.7.2-0.12",
         ("trace", "src", "jaxpr", "consts"),
         "puts the jaxpr of a bwd into the one that is being traced, as jit(inline=True) does",
         optional=True,
@@ -81,15 +81,15 @@ TRANSPOSITION = (
     Symbol(
         "stage_jaxpr",
         "jax._src.interpreters.partial_eval:trace_to_jaxpr_dynamic",
-        "0.8.3-0.12",
-        ("fun", "in_avals"),
+        "0.7.2-0.12",
+        ("fun", "in_avals", "auto_dce"),  # where it has none, it returns something else, too
         "traces a bwd to a jaxpr",
         optional=True,
     ),
     Symbol(
         "constants_as_inputs",
         "jax._src.interpreters.partial_eval:convert_constvars_jaxpr",
-        "0.8.3-0.12",
+        "0.7.2-0.12",
         ("jaxpr",),
         "lets a bwd close over values of the jaxpr that it is put into",
         optional=True,
@@ -97,16 +97,16 @@ TRANSPOSITION = (
     Symbol(
         "JaxprTrace",
         "jax._src.interpreters.partial_eval:DynamicJaxprTrace",
-        "0.8.3-0.12",
+        "0.7.2-0.12",
         (),
         "tells whether a jaxpr is being traced here",
         optional=True,
     ),
-    Symbol("trace_here", "jax._src.core:trace_ctx", "0.8.3-0.12", (), "the same", optional=True),
+    Symbol("trace_here", "jax._src.core:trace_ctx", "0.7.2-0.12", (), "the same", optional=True),
     Symbol(
         "debug_info",
         "jax._src.api_util:debug_info",
-        "0.8.3-0.12",
+        "0.7.2-0.12",
         ("traced_for", "fun", "args", "kwargs"),
         "names a function that is traced, for JAX's messages",
         optional=True,

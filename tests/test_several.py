@@ -44,6 +44,7 @@ def test_formats_say_the_same(found):
     assert "\n## jit_<step>\n" in markdown and markdown.startswith("# Programs\n")
     page = several.page(found)
     assert "&lt;base href=&quot;about:srcdoc&quot;&gt;" in page  # without it #row leaves the frame
+    assert page.count("<caption>") == page.count("<table>") == 1  # the frames' own are escaped
     assert "jit_&lt;step&gt;" in page and "<step>" not in page and page.count("<iframe") == 1
     assert several.plain(several.gather([content("jit_one")], [1])).startswith("1 program compiled")
 

@@ -238,7 +238,11 @@ def page(what: Several) -> str:
     )
     parts = [
         f"<h1>Programs</h1><p>{html.escape(what.headline)}.</p>",
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else "",
+        '<div class="wide" tabindex="0" role="region" aria-label="programs"><table>'
+        "<caption>Programs, the costliest first</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        if rows
+        else "",
         f'<p class="dim">{html.escape(what.note)}. {html.escape(what.remainder)}</p>',
     ]
     for name, why in what.failures:
@@ -258,9 +262,9 @@ def page(what: Several) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Programs</title><style>{_STYLE}</style></head><body>\n"
+        f"<title>Programs</title><style>{_STYLE}</style></head><body><main>\n"
         + "\n".join(filter(None, parts))
-        + "\n</body></html>\n"
+        + "\n</main></body></html>\n"
     )
 
 
@@ -268,7 +272,9 @@ _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem;
   padding: 0 1.25rem; }
-table { border-collapse: collapse; display: block; font-size: .87rem; overflow-x: auto; }
+caption { text-align: left; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .87rem; }
 th, td { border-bottom: 1px solid #8888; padding: .35rem .6rem; text-align: left;
   vertical-align: top; }
 summary { cursor: pointer; font-weight: 600; margin: 1.5rem 0 .5rem; overflow-wrap: anywhere; }

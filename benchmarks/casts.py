@@ -95,6 +95,7 @@ def experts(params, x):
 
     Rows are split over data, the experts' hidden width over model.
     """
+    x = jnp.tanh(x @ params["before"])
     gates, chosen = lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
     order = jnp.argsort(chosen.reshape(-1))
     sizes = (chosen.reshape(-1, 1) == jnp.arange(4)).sum(0)
@@ -128,9 +129,15 @@ def programs():
     yield "RNN, 12 steps", rnn, (square, array(12, 16, WIDTH)), (P(), P(None, "data"))
     yield "12 scanned layers, remat", scanned_layers, (layer, rows), (P(), P("data"))
     mlp = array(4, WIDTH, 2 * WIDTH)
-    params = {"router": array(WIDTH, 4), "gate": mlp, "up": mlp, "down": array(4, 2 * WIDTH, WIDTH)}
+    params = {
+        "before": square,
+        "router": array(WIDTH, 4),
+        "gate": mlp,
+        "up": mlp,
+        "down": array(4, 2 * WIDTH, WIDTH),
+    }
     columns = P(None, None, "model")
-    specs = {"router": P(), "gate": columns, "up": columns, "down": P(None, "model")}
+    specs = {"before": P(), "router": P(), "gate": columns, "up": columns, "down": P(None, "model")}
     yield "mixture of experts", experts, (params, array(256, WIDTH)), (specs, P("data"))
     yield "two axes", two_axes, (square, rows), (P(), P("data", "model"))
     if importlib.util.find_spec("equinox"):

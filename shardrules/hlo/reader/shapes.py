@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader.attributes import COMMENT, match_bracket, skip, spaced, syntax_error
@@ -147,7 +147,9 @@ def infer(
     if opcode in ("abs", "real", "imag"):
         return first._replace(element_type=_PARTS.get(first.element_type, first.element_type))
     sizes = _sizes(opcode, operands, attribute)
-    return None if sizes is None else hm.Shape(first.element_type, tuple(sizes))
+    # XLA takes a reduce-window's type from what it starts with.
+    kind = operands[1 if opcode == "reduce-window" and sizes else 0].element_type
+    return None if sizes is None else hm.Shape(kind, tuple(sizes))
 
 
 def _sizes(
@@ -192,4 +194,57 @@ def _sizes(
             *(size for n, size in enumerate(first) if n not in gone),
             *(size for n, size in enumerate(second) if n not in other),
         ]
+    if opcode == "reduce-window" and len(operands) == 2:
+        return _windowed(first, attribute("window"))
+    if opcode == "convolution" and len(operands) == 2:
+        return _convolved(operands, attribute)
     return None
+
+
+def _windowed(sizes: Sequence[int], window: str) -> list[int] | None:
+    """Count the places of a window along each dimension (xla/window_util, jaxlib 0.10.2)."""
+
+    def along(key: str, default: str) -> list[str]:
+        found = re.search(rf"\b{key}=([-\dx_]+)", window)
+        return found[1].split("x") if found else [default] * len(sizes)
+
+    keys = {"size": "1", "stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}
+    columns = [along(*key) for key in keys.items()]
+    if any(len(column) != len(sizes) for column in columns):
+        return None
+    counts = []
+    for base, size, stride, pad, spread, apart in zip(sizes, *columns):
+        ends = re.fullmatch(r"(-?\d{1,9})_(-?\d{1,9})", pad)
+        numbers = [size, stride, spread, apart]
+        if ends is None or not all(re.fullmatch(r"[1-9]\d{0,8}", n) for n in numbers):
+            return None
+        length = (base - 1) * int(spread) + 1 if base else 0
+        length += int(ends[1]) + int(ends[2])
+        reach = (int(size) - 1) * int(apart) + 1
+        counts.append((length - reach) // int(stride) + 1 if 0 < length >= reach else 0)
+    return counts
+
+
+def _convolved(operands: list[hm.Shape], attribute: Callable[[str], str]) -> list[int] | None:
+    """Give a convolution's sizes, in the order of its result's ``dim_labels``."""
+    image, kernel = operands
+    labels = re.fullmatch(r"([bf\d]+)_([io\d]+)->([bf\d]+)", attribute("dim_labels"))
+    groups = attribute("batch_group_count") or "1"
+    if labels is None or image.element_type != kernel.element_type:
+        return None
+    if not re.fullmatch(r"[1-9]\d{0,8}", groups):
+        return None
+    left, right, out = labels.groups()
+    if len(set(left)) != len(image.dimensions) or len(set(right)) != len(kernel.dimensions):
+        return None
+    if sorted(left) != sorted(out) or not {"b", "f"} <= set(left) or "o" not in right:
+        return None
+    size_of = dict(zip(left, image.dimensions))
+    spatial = sorted(set(left) - {"b", "f"})
+    counts = _windowed([size_of[n] for n in spatial], attribute("window"))
+    if counts is None:
+        return None
+    size_of |= dict(zip(spatial, counts))
+    size_of["b"] //= int(groups)
+    size_of["f"] = kernel.dimensions[right.index("o")]
+    return [size_of[n] for n in out]

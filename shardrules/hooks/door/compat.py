@@ -334,8 +334,7 @@ class Jax:
         As ``jax.jit(function, inline=True)`` does, which takes five times as long for a small one.
         None where no jaxpr is being traced here, and to JAX 0.6.
         """
-        # Older functions of these names take and give other things; GradAccum came with 0.8.
-        if not self.typed or self.GradAccum is None:
+        if not self.typed:
             return None
         names = (self.inline_jaxpr, self.stage_jaxpr, self.constants_as_inputs, self.JaxprTrace)
         if any(one is None for one in (*names, self.trace_here, self.debug_info)):

@@ -302,8 +302,8 @@ def test_what_is_no_function_is_refused(look):
     with pytest.raises(errors.ShardrulesError) as caught:
         look("HloModule m")
     assert str(caught.value) == (
-        "str can't be called; pass the function and its arguments, not "
-        "what it was lowered or compiled to"
+        f"{look.__name__}: f is a function, not 'HloModule m' (str); "
+        f"help(shardrules.{look.__name__}) has the rest"
     )
 
 

@@ -76,8 +76,13 @@ def run(cwd, *args):
 def test_a_scripts_table_and_its_patch(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    migrate = ("-m", "shardrules", "migrate", "--diff", "on.patch", "train.py", "--lr", "1")
+    (tmp_path / "our_rules.py").write_text(  # not before the script has set up JAX as it likes
+        "import pathlib, sys\nassert 'jax' in sys.modules\npathlib.Path('imported').touch()\n"
+    )
+    flags = ("--rules", "our_rules", "--rule", "k=no_communication", "--diff", "on.patch")
+    migrate = ("-m", "shardrules", "migrate", *flags, "train.py", "--lr", "1")
     done = run(tmp_path, *migrate)
+    assert (tmp_path / "imported").exists()
     assert done.stdout == "['--lr', '1'] 9248.0\n", done.stderr
     assert done.returncode == 1
     lines = done.stderr.splitlines()

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import jax
 
 from shardrules.hooks.calls.carriers import Carriers, is_lent
 from shardrules.hooks.calls.forgetful import ForgetfulHooks
@@ -58,7 +57,12 @@ def _plain(_, avals: Any) -> Any:
     return tuple(avals)
 
 
-jax.tree_util.register_pytree_node(_Settled, lambda avals: (tuple(avals), None), _plain)
+@functools.cache
+def _register() -> None:
+    """Tell JAX of the class, once, and not before the program itself has imported JAX."""
+    import jax
+
+    jax.tree_util.register_pytree_node(_Settled, lambda avals: (tuple(avals), None), _plain)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +131,7 @@ class PrimitiveHooks(Hooks):
 
     def install(self, patches: Patches) -> None:
         """Adopt JAX's opaque primitives, users' primitives, and those that are made later."""
+        _register()
         jax = self.jax
         for key, names, results in (
             ("ffi_call_p", _called("target_name"), "result_avals"),

@@ -75,6 +75,10 @@ def cheapest(graph: Graph) -> Labels:
     if not any(cost(graph, labels).within(bound) for labels in found):
         found.append(_in_order(graph, axes, set(graph.inputs)))
         found += [_again(graph, axes, labels) for labels in found]
+        # One psum over more devices moves more on the wire than a large one and a small one.
+        found.append(_as_traced(graph))
+        for axis in axes:
+            _cut(graph, axis, found[-1], set())
 
     def rank(labels: Labels) -> tuple[bool, Cost]:
         one = cost(graph, labels)

@@ -119,7 +119,8 @@ class CastHooks(Hooks):
             before = cost_as_traced(graph)
             before_bytes = before.bytes
             labels = cheapest(graph) if before_bytes else None
-            if labels is not None and cost(graph, labels) < before:
+            after = before if labels is None else cost(graph, labels)
+            if labels is not None and after < before and after.within(before):
                 writer = Writer(self, graph, labels)
                 placed = writer.jaxpr(jaxpr, (), [atom.aval for atom in jaxpr.outvars])
                 self.state.note_placement(

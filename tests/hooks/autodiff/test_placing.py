@@ -217,6 +217,24 @@ def test_no_sum_is_less_precise_than_where_jax_casts(cpu_mesh):
     assert found.before_bytes == found.after_bytes == 2 * EACH  # not 128 bytes of bf16
 
 
+def test_no_sum_grows_on_the_wire(cpu_mesh):
+    """With the scalar's cast over model at the weight, 4 B less are summed, by twice the devices."""
+
+    def body(w, x):
+        loss = ((x @ w) ** 2).sum()
+        return lax.psum(sr.vary(loss, "data", "model"), ("data", "model"))
+
+    gradient = jax.grad(sharded(body, cpu_mesh))
+    found = []
+    for casts in ("late", "cheapest"):
+        with sr.install(casts=casts):
+            jax.clear_caches()
+            lowered = jax.jit(gradient).lower(W, X)
+        found.append(testing.account(lowered, level="logical").by("kind")["all-reduce",])
+    late, least = found
+    assert least.wire_bytes <= late.wire_bytes and least.bytes <= late.bytes
+
+
 def through(change):
     """Read twice what many operations make of a weight that is small."""
 

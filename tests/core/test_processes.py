@@ -132,7 +132,7 @@ def test_one_process_has_nothing_to_compare():
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), "60", True])
 def test_a_timeout_is_a_positive_number(timeout_s):
-    with pytest.raises(errors.ShardrulesError, match="it is a number of seconds, above zero"):
+    with pytest.raises(errors.ShardrulesError, match="is a number"):
         sr.assert_same_rules(timeout_s=timeout_s)
 
 

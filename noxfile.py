@@ -119,6 +119,7 @@ def exercised(session):
 def compile_(session):
     """Run the tests that compile for TPU and GPU with the newest JAX, and those of the audit."""
     install(session, NEWEST)
+    session.install("-q", "networkx")
     plugins = session.run("python", "-m", "shardrules.aot", silent=True)
     for line in plugins.splitlines():
         if line.startswith("pip install "):

@@ -10,6 +10,7 @@ import collections.abc
 import functools
 import inspect
 import numbers
+import re
 import reprlib
 import types
 import typing
@@ -76,7 +77,7 @@ def _refuse(f: Callable[..., Any], parameter: inspect.Parameter, hint: Any, valu
     name = f.__qualname__.replace(".__init__", "")
     default = parameter.default
     left_out = "" if default is parameter.empty else f"; leave it out for {default!r}"
-    if isinstance(value, str) and "sequence of" in _due(hint):
+    if isinstance(value, str) and re.search("(sequence|collection) of", _due(hint)):
         left_out = f"; pass a list, {parameter.name}=[{value!r}]"
     raise ArgumentError(
         f"{name}: {parameter.name} is {_due(hint)}, not {shown(value)} "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardrules.arguments import checked
@@ -202,7 +202,7 @@ class Seen:
 
 
 @checked
-def watch(*, strict: bool = False, allow: dict[str, str] | None = None) -> Seen:
+def watch(*, strict: bool = False, allow: Mapping[str, str] | None = None) -> Seen:
     """Note every program that this process compiles inside a ``with`` block, in any thread.
 
     ``with shardrules.watch() as seen: train()``, then ``print(seen)``: one table, the costliest

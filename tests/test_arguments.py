@@ -305,7 +305,7 @@ def test_what_is_said():
     with pytest.raises(errors.ArgumentError) as caught:
         testing.assert_donated(TEXT, paths="state")
     assert str(caught.value) == (
-        "assert_donated: paths is a sequence of a str or None, not 'state' (str); pass a list, "
+        "assert_donated: paths is a collection of a str or None, not 'state' (str); pass a list, "
         "paths=['state']; help(shardrules.testing.assert_donated) has the rest"
     )
     assert (caught.value.argument, caught.value.value) == ("paths", "state")

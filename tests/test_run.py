@@ -181,3 +181,29 @@ def test_pytest_judges_what_the_tests_compile(tmp_path):
         "    assert 'shardrules.noted' not in sys.modules\n"
     )
     assert run(*flags, cwd=tmp_path, before=pytest_).returncode == 0
+
+
+def test_a_console_script_s_folder_is_not_the_scripts(tmp_path):
+    """It searches where Python would, with rules given too."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "mine.py").write_text("")
+    cli = tmp_path / "bin" / "shardrules"
+    cli.write_text("import runpy; runpy.run_module('shardrules', run_name='__main__')")
+    (tmp_path / "there" / "script.py").write_text("import sys; print(sys.path)")
+    plain = run("there/script.py", cwd=tmp_path, before=())
+    for flags in ((), ("--rules", "mine")):
+        assert (
+            run(*flags, "there/script.py", cwd=tmp_path, before=(cli, "run")).stdout == plain.stdout
+        )
+
+
+def test_what_can_t_be_read_is_kept_as_it_is(tmp_path):
+    class Program:
+        name, text = "jit_step", "HloModule jit_step\n%not HLO"
+
+        def told(self):
+            return shardrules.hlo.parse(self.text).text
+
+    command._keep([Program()], tmp_path)
+    assert (tmp_path / "0001.jit_step.hlo").read_text() == Program.text

@@ -68,14 +68,18 @@ def check(arguments: argparse.Namespace) -> None:
     """
     for text in arguments.rule:
         _read(text)
-    _search_here()
-    for name in arguments.rules:
-        try:
-            found = importlib.util.find_spec(name)
-        except (ImportError, ValueError) as error:
-            raise _unimportable(name, error) from error
-        if found is None:
-            raise _unimportable(name, ModuleNotFoundError(f"No module named {name!r}"))
+    before = list(sys.path)  # a script that is run next finds its own
+    _search_here(arguments)
+    try:
+        for name in arguments.rules:
+            try:
+                found = importlib.util.find_spec(name)
+            except (ImportError, ValueError) as error:
+                raise _unimportable(name, error) from error
+            if found is None:
+                raise _unimportable(name, ModuleNotFoundError(f"No module named {name!r}"))
+    finally:
+        sys.path[:] = before
 
 
 def register(arguments: argparse.Namespace) -> dict[str, list[registry.Registration]]:
@@ -85,7 +89,7 @@ def register(arguments: argparse.Namespace) -> dict[str, list[registry.Registrat
       ShardrulesError: a module can't be imported, or a rule can't be read.
     """
     given: dict[str, list[registry.Registration]] = {}
-    _search_here()
+    _search_here(arguments)
     for name in arguments.rules:
         before = registry.default.own()
         _import(name)
@@ -182,8 +186,8 @@ def _read(text: str) -> tuple[str, Any]:
     return name, rule(*axes)
 
 
-def _search_here() -> None:
-    if os.getcwd() not in sys.path:
+def _search_here(arguments: argparse.Namespace) -> None:
+    if arguments.rules and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 

@@ -17,7 +17,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from shardrules.commands import flags, rules, script
-from shardrules.errors import ShardrulesError
+from shardrules.errors import HloError, ShardrulesError
 
 if TYPE_CHECKING:
     from shardrules.noted import Seen
@@ -121,9 +121,13 @@ def _keep(seen: Seen, folder: pathlib.Path) -> None:
     for number, one in enumerate(seen, 1):
         name = re.sub(r"[^\w.-]", "_", one.name)[:100]
         try:
-            (folder / f"{number:04}.{name}.hlo").write_text(one.told(), encoding="utf-8")
+            try:
+                text = one.told()
+            except HloError:  # what can't be read is kept as it is, for a report of that
+                text = one.text
         except ShardrulesError:
-            pass  # the report says which
+            continue  # the report says which
+        (folder / f"{number:04}.{name}.hlo").write_text(text, encoding="utf-8")
 
 
 class _Progress:

@@ -104,6 +104,8 @@ def advice(verdict: hlo.Verdict) -> str:
     return ""
 
 
+_HANGS = "may hang"
+
 # How JAX's own collectives end an op_name; what XLA's partitioner makes has another operation's.
 _WRITTEN = re.compile(
     r"p(sum|max|min|mean|broadcast|gather|permute|swapaxes|all_|scatter|shuffle)\w*|ppermute|"
@@ -138,7 +140,7 @@ def find(judgement: hlo.Judgement, strict: bool = False) -> list[Finding]:
     found = []
     for verdict, entry in zip(judgement.verdicts, accounts.of(judgement).entries):
         if verdict.divergent:
-            found.append(Finding("may hang", verdict, entry, advice(verdict)))
+            found.append(Finding(_HANGS, verdict, entry, advice(verdict)))
         elif verdict.verdict != "needed":
             found.append(Finding(verdict.verdict, verdict, entry, advice(verdict)))
         elif strict and unaudited(verdict.rests_on):
@@ -170,7 +172,8 @@ def allowance(finding: Finding) -> str:
     """Write what ``Allowances`` takes for a finding, ``"redundant backward all-reduce(model)"``."""
     entry = finding.entry
     axes = "?" if entry.axes is None else ", ".join(entry.axes)
-    return f"{finding.verdict.verdict} {entry.phase} {entry.kind}({axes})"
+    what = _HANGS if finding.kind == _HANGS else finding.verdict.verdict
+    return f"{what} {entry.phase} {entry.kind}({axes})"
 
 
 # -- what is known --------------------------------------------------------------------------------
@@ -181,7 +184,7 @@ class Allowances:
 
     Args:
       reasons: from ``"redundant all-reduce(model) at model.py"`` (verdict, phase, file and line
-        may be left out) to the reason.
+        may be left out) to the reason; what may hang, as ``"may hang all-reduce(model)"`` alone.
 
     Raises:
       ShardrulesError: a name that can't be read, or no reason.
@@ -212,10 +215,19 @@ class Allowances:
         stay, allowed = [], []
         used: collections.Counter[str] = collections.Counter()
         for finding in findings:
-            names = [w for w, s in self.selectors.items() if s.matches(finding.entry)]
+            names = [w for w, s in self.selectors.items() if _meant(s, finding)]
             used.update(names)
             if names:
                 allowed.append((finding, self.reasons[names[0]]))
             else:
                 stay.append(finding)
         return stay, allowed, [w for w in self.reasons if not used[w]]
+
+
+def _meant(selector: accounts.Selector, finding: Finding) -> bool:
+    """Whether a finding is allowed: a hang by its own name alone, as nobody means it by another."""
+    if (selector.verdict == _HANGS) != (finding.kind == _HANGS):
+        return False
+    return (selector._replace(verdict="") if finding.kind == _HANGS else selector).matches(
+        finding.entry
+    )

@@ -31,6 +31,18 @@ _CONSTANT = frozenset(
 )
 
 
+def _moves(computation: hlo.Computation, position: int, moving: frozenset[str]) -> bool:
+    """Tell whether an instruction is of these, and keeps numbers what they are.
+
+    A bitcast to another element type takes their bits for other numbers.
+    """
+    one = computation.instructions[position]
+    if one.opcode == "bitcast" and one.operands:
+        before = computation.instructions[one.operands[0]].shape
+        return before.element_type == one.shape.element_type
+    return one.opcode in moving
+
+
 def followed(
     computation: hlo.Computation,
     users: list[list[int]],
@@ -56,7 +68,7 @@ def followed(
             return None
         following_one = computation.instructions[following[0]]
         rounds = following_one.opcode == "convert" and not _FLOATS.match(str(following_one.shape))
-        if following_one.opcode not in through or rounds:
+        if not _moves(computation, following[0], through) or rounds:
             return following[0], position
         position = following[0]
     return None
@@ -215,7 +227,7 @@ def adds(module: hlo.Module, computation: hlo.Computation, position: int, used: 
         return None
     inner = module.computations[instruction.calls[0]]
     position = inner.root
-    while inner.instructions[position].opcode in LINEAR:
+    while _moves(inner, position, LINEAR):
         position = inner.instructions[position].operands[0]
     root = inner.instructions[position]
     if root.opcode != "add" or len(set(root.operands)) != 2:
@@ -226,7 +238,7 @@ def adds(module: hlo.Module, computation: hlo.Computation, position: int, used: 
     callers: _Callers = [(computation, None), (inner, instruction)]
     mine, its = (numbers[instruction.operands.index(one)] for one in (used, other))
     for one, rest in (root.operands, root.operands[::-1]):
-        while inner.instructions[rest].opcode in LINEAR:
+        while _moves(inner, rest, LINEAR):
             rest = inner.instructions[rest].operands[0]
         while (before := _unscaled(module, callers, one)) is not None:
             one = before
@@ -255,7 +267,7 @@ def scales(module: hlo.Module, computation: hlo.Computation, position: int, used
 def _unscaled(module: hlo.Module, callers: _Callers, position: int) -> int | None:
     """Return the operand that an instruction moves or multiplies by a constant, a pmean's part."""
     one = callers[-1][0].instructions[position]
-    if one.opcode in LINEAR:
+    if _moves(callers[-1][0], position, LINEAR):
         return one.operands[0]
     if one.opcode not in ("multiply", "divide") or not _FLOATS.match(str(one.shape)):
         return None
@@ -284,7 +296,7 @@ def added_to_another(
         if one.opcode == "get-tuple-element":
             index = one.attribute("index") or ""
             number = int(index) if index.isdecimal() else -1
-        if one.opcode not in _MOVES:
+        if not _moves(computation, other, _MOVES):
             break
         other = one.operands[0]
         if one.opcode == "get-tuple-element":
@@ -340,7 +352,7 @@ def _other_side(
         if one.opcode == "parameter":
             outer = instruction.operands[int(one.literal)]
             return outer if instruction.operands.count(outer) == 1 else None
-        if one.opcode not in _MOVES:
+        if not _moves(inner, side, _MOVES):
             return None
         (side,) = one.operands
     return None

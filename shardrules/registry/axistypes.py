@@ -6,6 +6,7 @@ Pure Python: nothing here imports jax.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -31,7 +32,8 @@ def _named(axes: Any) -> frozenset[str]:
     except TypeError:  # nothing to iterate over
         found = (None,)
     for axis in found:
-        if not isinstance(axis, str) or not axis:
+        # JAX takes any hashable name; but for strings, people use an Enum's members.
+        if not isinstance(axis, (str, enum.Enum)) or axis == "":
             raise RuleError(
                 f"{shown(axes)} names no mesh axes; an axis type is written "
                 "AxisType(['data', 'model'])",
@@ -160,6 +162,9 @@ class Effect:
                 kind=self.kind,
             )
         _named(self.axes)
+        # One axis may stand alone: as a str it would be taken for the axes of its letters.
+        axes = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
+        object.__setattr__(self, "axes", axes)
 
     def __str__(self) -> str:
         return (

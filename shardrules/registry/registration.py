@@ -90,15 +90,15 @@ def matches_op_name(entry: Registration, op_name: str, functions: bool) -> bool:
       op_name: JAX's name for the call.
       functions: its name may be that of the function whose jit the call stands in, ``jit(name)``,
         though that may run another kernel; else it is the op_name, or the scope ``name/`` that
-        JAX makes of a kernel's ``name=``.
+        JAX makes of a kernel's ``name=``, ``jvp(name)/`` and the like in a gradient.
     """
     # XLA joins the names of two operations into one; what stands in front is then not its scope.
     scopes = [] if ";" in op_name else re.split(r"/(?![^\[]*\])", op_name)
     names = [op_name]
     if len(scopes) > 1:
-        nearest = re.search(r"([^()]*)\)*$", scopes[-2])
-        if nearest and nearest[1] and (functions or nearest[1] == scopes[-2]):
-            names.append(nearest[1])
+        nearest = re.search(r"(?:(\w+)\()?([^()]*)\)*$", scopes[-2])
+        if nearest and nearest[2] and (functions or nearest[1] not in ("jit", "pjit", "pmap")):
+            names.append(nearest[2])
     return entry.name in names or (
         entry.is_pattern and any(fnmatch.fnmatchcase(name, entry.name) for name in names)
     )

@@ -75,7 +75,7 @@ def test_what_can_not_be_asked():
     args = report.shapes(jax.devices()[:1], 2, 2, 8, 16)
     with pytest.raises(ShardrulesError, match="checkpoint_names are: 'hidden', 'residual'"):
         testing.assert_offloaded(program, *args, names=["hiden"])
-    with pytest.raises(ShardrulesError, match=r"names is a sequence .* names=\['hidden'\]"):
+    with pytest.raises(ShardrulesError, match=r"names is a collection .* names=\['hidden'\]"):
         testing.assert_offloaded(program, *args, names="hidden")
     with pytest.raises(ShardrulesError, match="a compiled program has none; pass the function"):
         testing.assert_offloaded("HloModule m", names=["hidden"])

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from core import kernels, versions
 from shardrules import errors
+from shardrules.hooks.door import compat
 
 X = np.arange(1, 9, dtype=np.float32)
 W = np.float32(2)
@@ -349,3 +350,27 @@ def test_statistics_that_the_forward_sums(cpu_mesh):
     op = op_of(fwd, bwd)
     got = gradient(lambda w, x: lax.psum((op(w, x) * x).sum(), "data"), cpu_mesh)
     assert got == ((X - X.mean()) * X).sum()
+
+
+@pytest.mark.parametrize("where", ["outside", "in the body", "in the body, eagerly"])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_bwd_that_closes_over_a_value(where, again, cpu_mesh):
+    """JAX puts it before the bwd's arguments: these are told apart from it."""
+    ones = jnp.ones(2)
+
+    def body(x, y):
+        scale = ones if where == "outside" else y
+
+        def bwd(x, g):
+            return ((lax.psum(g, "data") if again else g) * x * scale,)
+
+        op = op_of(lambda x: (lax.psum(x**2 / 2, "data"), x), bwd)
+        return jax.grad(lambda x: op(x).sum())(x)
+
+    f = versions.shard_map(body, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    f = f if "eagerly" in where else jax.jit(f)
+    if again and compat.load().typed:
+        with pytest.raises(errors.CotangentError, match="the sum over them already"):
+            f(X, ones)
+    elif not again:
+        np.testing.assert_array_equal(f(X, ones), X)

@@ -397,6 +397,10 @@ def test_advice_on_a_collective_that_may_hang():
     )
     (finding,) = findings.find(testing.judge(T.module(body, branch), mesh=T.MESH))
     assert finding.kind == "may hang"
+    assert findings.allowance(finding) == "may hang unknown all-reduce(data, model)"
+    for name in ("all-reduce(data, model)", "unproven all-reduce(data, model)"):
+        assert findings.Allowances({name: "a kernel without a rule"}).split([finding])[0]
+    assert not findings.Allowances({findings.allowance(finding): "issue 3"}).split([finding])[0]
     assert finding.advice == (
         "make the predicate equal within each group (jax.lax.psum or pmax it over the axes), or "
         "move the collective out of the branch or loop"

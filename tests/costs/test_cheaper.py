@@ -8,8 +8,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules import errors, testing
+from shardrules import errors, hlo, testing
 from shardrules.costs import hints as costs_hints
+from shardrules.costs import sums
 
 ROWS = jnp.array([0, 1, 1, 2, 3, 0, 5, 6, 6, 7, 7, 7, 3, 2, 1, 0, 0])
 EACH = 8 * 8 * 4
@@ -165,6 +166,19 @@ def test_a_sum_that_is_scaled_is_summed_after_the_loop(step, cpu_mesh):
     f, args = local(cpu_mesh, lambda x, y: accumulated(step, x))
     kinds, (found,) = cheaper(f, args)
     assert kinds == ["after the loop"] and "256 B become 32 B" in found.advice
+
+
+def test_a_bitcast_to_another_element_type_is_no_sum_any_more():
+    text = """HloModule m
+ENTRY %main (x: s32[8]) -> f32[8] {{
+  %x = s32[8] parameter(0)
+  %moved = s32[8]{{0}} bitcast(%x)
+  %bits = {0}[8] bitcast(%moved)
+  ROOT %less = {0}[8] negate(%bits)
+}}"""
+    for kind, end in (("s32", 3), ("f32", 2)):
+        entry = hlo.parse(text.format(kind)).entry
+        assert sums.followed(entry, entry.users(), 0, 0, sums.LINEAR)[0] == end
 
 
 def test_siblings_are_found_once(cpu_mesh):

@@ -188,3 +188,12 @@ def test_what_is_told_is_read_again_and_is_hlo_to_xla(header):
     assert telling.told(hlo.parse(told), None, ["{replicated}"]) == told
     told = told.replace("() -> f32[]", "(x: f32[8]) -> f32[8]")
     pytest.importorskip("jaxlib._hlo").hlo_module_from_text(told)
+
+
+@pytest.mark.parametrize("name", ['a"b', "a,b", "a=b", " a", "a "])
+def test_a_mesh_that_would_be_read_as_another_one_is_not_told(name):
+    """JAX takes these names; the text stays what XLA and the reader take."""
+    text = program(T.OVER_MODEL)
+    assert telling.told(hlo.parse(text), {name: 4, "model": 2}, None) == text
+    told = telling.told(hlo.parse(text), {"a}b": 4, "\u00e9 (1)": 2}, None)
+    assert hlo.judge(told).mesh == {"a}b": 4, "\u00e9 (1)": 2}

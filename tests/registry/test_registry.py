@@ -1,6 +1,7 @@
 """Names, patterns, libraries and scopes: which declaration a kernel obeys."""
 
 import copy
+import enum
 import importlib.metadata
 import pickle
 import threading
@@ -389,3 +390,26 @@ def test_what_can_not_be_decorated_says_what_to_write():
         @sr.no_communication
         class Kernel:
             pass
+
+
+@pytest.mark.parametrize("around", ["{}", "jvp({})", "transpose(jvp({}))", "vmap({})"])
+def test_a_kernels_name_in_an_op_name_is_its_scope_also_in_a_gradient(around):
+    registry = sr.Registry()
+    registry.register("flash", sr.no_communication)
+    assert registry.find_by_op_name(f"jit(step)/{around.format('flash')}/pallas_call")
+    # The function that is called so may run another kernel.
+    assert not registry.find_by_op_name(f"jit(step)/{around.format('jit(flash)')}/pallas_call")
+
+
+def test_one_axis_of_an_effect_is_no_word_of_letters():
+    assert sr.registry.axistypes.Effect("join", "data").axes == ("data",)
+
+
+def test_any_hashable_name_is_an_axis():
+    class Axis(enum.Enum):
+        DATA = 1
+
+    assert sr.AxisType([Axis.DATA]).varying == {Axis.DATA}
+    for wrong in (None, "", 3, True):
+        with pytest.raises(errors.RuleError, match="names no mesh axes"):
+            sr.AxisType([wrong])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shardrules import hlo
@@ -18,7 +18,7 @@ __all__ = ["assert_donated", "assert_no_host_transfers"]
 def assert_donated(
     program: Any,
     *args: Any,
-    paths: Sequence[str] | None = None,
+    paths: Collection[str] | None = None,
     allow: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[donation.Leaf]:
@@ -110,7 +110,7 @@ def assert_donated(
     return leaves
 
 
-def _below(path: str, names: Sequence[str] | Mapping[str, str]) -> bool:
+def _below(path: str, names: Collection[str]) -> bool:
     """Tell whether a path is one of the names, or a key below one."""
     return any(
         path == name or (path.startswith(name) and path[len(name)] in "[.") for name in names

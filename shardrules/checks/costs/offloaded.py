@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from shardrules import hlo
@@ -55,7 +55,11 @@ class Offloading:
 
 @checked
 def assert_offloaded(
-    program: Any, *args: Any, names: Sequence[str] | None = None, min_bytes: int = 1, **kwargs: Any
+    program: Any,
+    *args: Any,
+    names: Collection[str] | None = None,
+    min_bytes: int = 1,
+    **kwargs: Any,
 ) -> Offloading:
     """Assert that a program keeps residuals in host memory: stores them there, and loads them.
 

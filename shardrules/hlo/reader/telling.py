@@ -14,6 +14,7 @@ from shardrules.hlo.reader.module import Module
 __all__ = ["told"]
 
 _NAME = re.compile(r"\s*HloModule\s+[^\s,]+")
+_AXIS = re.compile(r'[^\s",=]([^",=]*[^\s",=])?')
 _ATTRIBUTES = "frontend_attributes={"
 
 
@@ -30,7 +31,8 @@ def told(
     text = module.text
     added: list[tuple[int, str]] = []
     name = _NAME.match(text)
-    if mesh and name:
+    # Of an axis that is named otherwise the reader would make another one, or none.
+    if mesh and name and all(_AXIS.fullmatch(axis) for axis in mesh):
         tag = 'shardrules.mesh="{}"'.format(",".join(f"{a}={n}" for a, n in mesh.items()))
         there = text.find(_ATTRIBUTES, 0, text.find("\n") + 1 or len(text))
         if there < 0:

@@ -49,10 +49,12 @@ class Parts:
     in_tree: Any
     in_avals: tuple[Any, ...]
     place: str = ""
+    _stand_ins: dict[int, tuple[int, object]] = dataclasses.field(init=False)
 
-    @functools.cached_property
-    def _stand_ins(self) -> dict[int, tuple[int, object]]:
-        return {id(one): (i, one) for i, one in enumerate(object() for _ in self.in_avals)}
+    def __post_init__(self) -> None:
+        # At once: two threads that make them together would each hold their own.
+        made = [object() for _ in self.in_avals]
+        object.__setattr__(self, "_stand_ins", {id(one): (i, one) for i, one in enumerate(made)})
 
     def primals(self) -> Any:
         """Return the primal inputs' tree, filled with stand-ins for its leaves.
@@ -399,7 +401,8 @@ class Bwd:
     def _is_zero(self, path) -> bool:
         """Whether a cotangent is a constant zero, as ``jnp.zeros`` makes it."""
         jaxpr = self._sliced(path)
-        constants = set(jaxpr.constvars)
+        closed = jaxpr.invars[: len(jaxpr.invars) - len(self._trace().dynamic)]
+        constants = {*jaxpr.constvars, *closed}
         return not self._origin(path).inputs and all(
             eqn.primitive.name in CASTS | _OF_ZEROS
             and all(not a.val if hasattr(a, "val") else a not in constants for a in eqn.invars)

@@ -286,7 +286,7 @@ class Graph:
         constants, carries = scan_counts(params)
         linear = [value is not None for value in inputs]
         while True:  # what a carry is after a step, it is before the next
-            ends = _linear_outputs(inner, linear)
+            ends = _linear_outputs(inner, linear, self._is_ref)
             grown = list(linear)
             for i in range(carries):
                 grown[constants + i] |= ends[i]
@@ -432,11 +432,14 @@ def _precision(value: Value) -> tuple[int, int]:
     return kind.nmant, kind.nexp
 
 
-def _linear_outputs(jaxpr: Any, linear: Sequence[bool]) -> list[bool]:
-    """Return which outputs depend on the tangents among a jaxpr's inputs."""
+def _linear_outputs(
+    jaxpr: Any, linear: Sequence[bool], is_ref: Callable[[Any], bool]
+) -> list[bool]:
+    """Return which outputs depend on the tangents among a jaxpr's inputs, or on a new ref."""
     reached = {var for var, is_in in zip(jaxpr.invars, linear) if is_in}
     for eqn in jaxpr.eqns:
-        if any(not hasattr(atom, "val") and atom in reached for atom in eqn.invars):
+        takes = any(not hasattr(atom, "val") and atom in reached for atom in eqn.invars)
+        if takes or any(map(is_ref, eqn.outvars)):
             reached.update(eqn.outvars)
     return [not hasattr(atom, "val") and atom in reached for atom in jaxpr.outvars]
 

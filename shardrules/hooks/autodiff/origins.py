@@ -106,7 +106,8 @@ class Origins:
       opaque: from an equation's primitive and params to what is known of the opaque call, or None.
       mesh_axes: every axis along which devices may differ.
       jaxpr: the jaxpr.
-      inputs: the origin of each of its inputs.
+      inputs: the origin of each argument. What the function closes over stands before these in the
+        jaxpr: tracers, and from JAX 0.11 arrays too, which were its constants.
 
     Attributes:
       outputs: one origin for each output.
@@ -125,7 +126,8 @@ class Origins:
         self.mesh_axes = mesh_axes
         # A jaxpr may stand in several equations, and be looked at repeatedly: by its place.
         self._reductions: dict[tuple, Reduction] = {}
-        self.outputs = self._jaxpr(jaxpr, inputs, ())
+        closed = jaxpr.invars[: len(jaxpr.invars) - len(inputs)]
+        self.outputs = self._jaxpr(jaxpr, [*map(self._constant, closed), *inputs], ())
 
     @property
     def reductions(self) -> list[Reduction]:

@@ -179,7 +179,8 @@ class CastHooks(Hooks):
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         with self.state.hearing_sums() as heard:
             traced = jax.make_jaxpr(run)(*structs)
-        by_itself = linear_in(traced.jaxpr, traced.jaxpr.invars[count:])
+        variables = traced.jaxpr.invars  # from JAX 0.11 what it closes over stands first
+        by_itself = linear_in(traced.jaxpr, variables[len(variables) - len(eqn.outvars) :])
         summed: dict[int, frozenset[str]] = dict(heard)
         absent = params.get("in_zeros", [False] * len(tangents))  # JAX 0.6.0 takes all of them
         indices = [i for i, zero in enumerate(absent) if not zero]

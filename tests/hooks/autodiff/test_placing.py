@@ -98,6 +98,17 @@ def refs(w, x):
     return total((x @ kept[...]) * (x @ made[...]) * (x @ made[...].T))
 
 
+def stacked_refs(w, x):
+    """Each step of a scan returns what it stored in a ref of its own."""
+
+    def step(carry, _):
+        made = jax.new_ref(jnp.zeros_like(w))
+        made[...] = 2 * w
+        return carry, made[...]
+
+    return total(jnp.einsum("bi,kij->kbj", x, lax.scan(step, 0.0, None, length=4)[1]))
+
+
 shares = by_hand(lambda kept, g: (kept[1].T @ g, g @ kept[0].T))
 sums = by_hand(lambda kept, g: (lax.psum(kept[1].T @ g, "data"), g @ kept[0].T))
 
@@ -112,6 +123,7 @@ PROGRAMS = {
     "jitted": (jitted, 2 * EACH, EACH),
     "remat": (remat, 5 * EACH, EACH),
     "refs": (refs, 3 * EACH, EACH),
+    "stacked_refs": (stacked_refs, 4 * EACH, EACH),
     "shares": (shares, 5 * EACH, EACH),
     "sums": (sums, 0, 0),  # no cast: bwd sums by itself, and one before it would add a psum
 }

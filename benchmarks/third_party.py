@@ -3,12 +3,12 @@
     python benchmarks/third_party.py        in an environment that has the libraries
 
 Each call stands in a shard_map with the check on, its first array varying over the mesh and the
-others replicated, and is compiled for machines that are not here: TPU v5e (v5p, where a kernel runs
-on SparseCores), H100 and B200. A row is a kernel of such a program: whether it needs no line, being
-proven to depend on its operands alone, if it is well formed (or declared by a rule that is
-shipped); or what is in the way. Where a library has several implementations of an op, each is
-called by itself, with the arguments that the library ships for its own benchmarks. What is not
-installed is left out.
+others replicated (all varying, where the call is given the mesh axis), and is compiled for machines
+that are not here: TPU v5e (v5p and 7x, where a kernel runs on SparseCores), H100 and B200. A row is
+a kernel of such a program: whether it needs no line, being proven to depend on its operands alone,
+if it is well formed (or declared by a rule that is shipped); or what is in the way. Where a library
+has several implementations of an op, each is called by itself, with the arguments that the library
+ships for its own benchmarks. What is not installed is left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardrules import aot  # noqa: E402
 
 _MOST_TRIED = 6  # of an op's arguments, where those before don't trace
 GPUS = {"h100": ("NVIDIA H100 80GB HBM3", "9.0", 132), "b200": ("NVIDIA B200", "10.0", 148)}
-TARGETS = ("v5e:2x4", "v5p:2x2x2", "h100", "b200")
+TARGETS = ("v5e:2x4", "v5p:2x2x2", "tpu7x:2x2x1", "h100", "b200")
 
 _TARGET = flags.DEFINE_string("target", None, "compile for this target only, in this process")
 _ONLY = flags.DEFINE_string("only", "", "calls whose name contains this")
@@ -65,29 +65,40 @@ def tokamax_calls(target):
     """Yield each implementation of each of tokamax's ops that is for this target."""
     import tokamax._src.ops as ops
     from jax.extend import backend
+    from tokamax._src import numerics
     from tokamax._src.ops.op import Op
 
-    on_tpu = target.startswith("v")
+    on_tpu = target not in GPUS
     wanted = ("mosaic_tpu", "mosaic_tpu_v2") if on_tpu else ("mosaic_gpu", "triton")
     (device,) = jax.devices()
     backend.get_default_device = lambda: device  # whom it asks what its kernels may use
+    ranged = numerics.RangedArrayInitializer.__init__
+
+    def initialize(self, shape, dtype, minval=None, maxval=None, **given):
+        """Take the bounds by the names that 0.0.17's arguments of KDA give them, too."""
+        ranged(self, shape, dtype, given.get("min", minval), given.get("max", maxval))
+
+    numerics.RangedArrayInitializer.__init__ = initialize
     for found in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.", onerror=lambda name: None):
         module = found.name.rpartition(".")[2]
         if not module.endswith(wanted):
             continue
         try:
             implementation = importlib.import_module(found.name)
-            specs = importlib.import_module(found.name.rpartition(".")[0] + ".arg_specs").ARG_SPECS
+            arguments = importlib.import_module(found.name.rpartition(".")[0] + ".arg_specs")
         except Exception as error:  # it needs what is not installed, or another version of it
             yield found.name.removeprefix(f"{ops.__name__}."), error, (), False
             continue
+        # A module of several ops has a list for each; what doesn't fit an op fails at once.
+        lists = [specs for kind, specs in vars(arguments).items() if kind.endswith("ARG_SPECS")]
+        specs = [spec.args for row in zip(*lists) for spec in row]
         for name, cls in list(vars(implementation).items()):
             if not (isinstance(cls, type) and issubclass(cls, Op)):
                 continue
             if cls.__module__ != implementation.__name__ or name.endswith("Vjp"):
                 continue
             cls.supported_on = lambda self, device: True
-            yield name, cls, [spec.args for spec in specs], True
+            yield name, cls, specs, True
 
 
 def recurrentgemma_calls(target):
@@ -125,7 +136,7 @@ def ejkernel_calls(target):
     """Yield ejkernel's Pallas kernels, those that communicate among them."""
     if target not in ("v5e:2x4", "h100"):
         return
-    platform = "tpu" if target.startswith("v") else "gpu"
+    platform = "gpu" if target in GPUS else "tpu"
     integers = functools.partial(shape, dtype=jnp.int32)
     x, sizes, expert = shape(1024, 512), integers(4), shape(4, 512, 512)
     q, by_head, beta = shape(1, 1024, 8, 128), shape(1, 8, 1024, 128), shape(1, 1024, 8)
@@ -135,12 +146,21 @@ def ejkernel_calls(target):
     latent, mla = shape(1, 1024, 512), shape(512, 8, 128)
     ragged = (integers(8), integers(64), integers(9), integers(3))
     single = shape(64, 8)
+    wide = shape(1024, 512, dtype=jnp.float32)
+    paged_latent = (
+        shape(64, 16, 512),
+        shape(64, 16, 64),
+        shape(64, 512),
+        shape(64, 64),
+        shape(64, 8, 2, 640),
+        *ragged,
+    )
     pages = (shape(8, 8, 128), shape(8, 64, 16, 128), shape(8, 64, 16, 128))
     calls = {
         "tpu": {
             "flash_attention": (q, q, q),
             "blocksparse_attention": (by_head, by_head, by_head),
-            "ring_attention": (q, q, q),
+            "ring_attention": (q, q, q, *(None,) * 9, False, None, None, "data"),
             "grouped_matmul": (x, expert, sizes),
             "grouped_matmulv2": (x, expert, sizes),
             "grouped_matmulv3": (x, expert, sizes),
@@ -182,8 +202,11 @@ def ejkernel_calls(target):
                 64,
                 4,
             ),
-            "all_gather_matmul": (shape(128, 512), shape(512, 256), "data"),
-            "reduce_scatter_matmul": (x, shape(1024, 512), "data"),
+            "multi_latent_ragged_page_attention": paged_latent,
+            "multi_latent_ragged_page_attention_v2": paged_latent,
+            # The last is the axis' size, which they else take from the process' own devices.
+            "all_gather_matmul": (shape(128, 512), shape(512, 256), "data", False, None, None, 8),
+            "reduce_scatter_matmul": (wide, wide, "data", 64, 128, 128, 8),
         },
         "gpu": {
             "scaled_dot_product_attention": (q, q, q),
@@ -194,6 +217,15 @@ def ejkernel_calls(target):
         module = importlib.import_module(f"ejkernel.kernels._pallas.{platform}.{name}._interface")
         given = [dict(enumerate(arguments))]
         yield name, getattr(module, name), given, "page" not in name and "ragged" not in name
+    if platform == "tpu":  # deepseek_attn itself asks a tracer how many keys to keep, under any jit
+        implementation = importlib.import_module(
+            "ejkernel.kernels._pallas.tpu.deepseek_attn._pallas_impl_fwd"
+        )
+        projection, mask = shape(8, 512, 128), shape(1, 1024, 1024, dtype=jnp.float32)
+        given = (by_head, latent, projection, projection, None, None, mask)
+        options = (implementation.ROPE_NONE, True, 0.1, 1, 128, 128)
+        whole = [dict(enumerate((*given, *options)))]
+        yield "deepseek_attn's kernel", implementation.deepseek_attn_pallas_impl, whole, True
 
 
 CALLS = {
@@ -210,23 +242,26 @@ def program(mesh, f, arguments, gradient):
     """Return a jitted function of the arrays in some keyword arguments, and stand-ins for them."""
     leaves, tree = jax.tree.flatten(arguments)
     at = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+    # What is given the mesh axis communicates over it.
+    names = [leaf for leaf in leaves if isinstance(leaf, str)]
+    varying = at if "data" in names else at[:1]
     if hasattr(f, "supported_on"):  # one of tokamax's ops
         f = f()
 
     def local(*arrays):
         filled = list(leaves)
-        for i, array in zip(at, (arrays[0][0], *arrays[1:])):
-            filled[i] = array
+        for i, array in zip(at, arrays):
+            filled[i] = array[0] if i in varying else array
         given = jax.tree.unflatten(tree, filled)
         out = f(**given) if hasattr(f, "supported_on") else f(*given.values())
         arrays = [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
         return [x[None] for x in arrays]
 
-    specs = (P("data"), *(P() for _ in at[1:]))
+    specs = tuple(P("data") if i in varying else P() for i in at)
     placed = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"))
     arrays = [
         jax.ShapeDtypeStruct(
-            (mesh.size, *leaves[i].shape) if i == at[0] else leaves[i].shape,
+            (mesh.size, *leaves[i].shape) if i in varying else leaves[i].shape,
             leaves[i].dtype,
             sharding=jax.NamedSharding(mesh, spec),
         )
@@ -305,11 +340,11 @@ def known(call):
 
 def one_target(target):
     """Print the rows of one target."""
-    devices = aot.tpu(target) if target.startswith("v") else aot.gpu(target, 8)
+    devices = aot.gpu(target, 8) if target in GPUS else aot.tpu(target)
     mesh = jax.sharding.Mesh(np.array(devices).reshape(-1), ("data",))
     # Libraries ask the first device what their kernels may use; GPUs that are not here don't say
     # how many multiprocessors they have.
-    first = devices[0] if target.startswith("v") else Gpu("gpu", *GPUS[target])
+    first = Gpu("gpu", *GPUS[target]) if target in GPUS else devices[0]
     jax.devices = lambda *args: [first]
     for library, makers in CALLS.items():
         try:

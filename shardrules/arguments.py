@@ -12,6 +12,7 @@ import inspect
 import numbers
 import re
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -91,7 +92,7 @@ def _home(f: Callable[..., Any]) -> str:
     """Give the public module that a function is known by, with a dot."""
     package = f.__module__.partition(".")[0]
     for module in (package, *(f"{package}.{m}" for m in ("testing", "report", "hlo", "aot"))):
-        known = inspect.sys.modules.get(module)  # type: ignore[attr-defined]
+        known = sys.modules.get(module)
         if known is not None and f.__name__ in getattr(known, "__all__", ()):
             return f"{module}."
     return f"{f.__module__}."

@@ -405,7 +405,7 @@ def test_one_axis_of_an_effect_is_no_word_of_letters():
     assert sr.registry.axistypes.Effect("join", "data").axes == ("data",)
 
 
-def test_any_hashable_name_is_an_axis():
+def test_a_member_of_an_enum_names_an_axis():
     class Axis(enum.Enum):
         DATA = 1
 

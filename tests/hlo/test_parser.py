@@ -41,7 +41,7 @@ def test_every_notation_in_one_module():
     assert (module.name, module.num_partitions, module.replica_count) == ("jit_f", 8, 2)
     assert list(module.computations) == ["region", "main.1"]
     by_name = {i.name: i for i in module.entry.instructions}
-    assert by_name["p"].shape == ("f32", (8, 128), "1,0:T(8,128)(2,1)S(1)", None)
+    assert by_name["p"].shape == ("f32", (8, 128), "1,0:T(8,128)(2,1)S(1)", None, False)
     assert by_name["c"].literal.split() == "{ { 1, 2 }, { 3, -inf } }".split()
     assert str(by_name["t"].shape) == "(s32[], (f32[8,128], u4[4]), token[])"
     assert by_name["t"].shape.bytes == 4 + 8 * 128 * 4 + 2

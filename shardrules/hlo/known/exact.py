@@ -30,7 +30,7 @@ _TYPES = {
 
 def dtype(shape: Shape):
     """Give the numpy type of an integer array small enough to evaluate, else None."""
-    if shape.elements is not None or shape.element_type not in _TYPES:
+    if shape.elements is not None or shape.dynamic or shape.element_type not in _TYPES:
         return None
     return _TYPES[shape.element_type]
 

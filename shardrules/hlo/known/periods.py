@@ -39,7 +39,7 @@ class _Finder:
             return self.period(computation, operands[index], depth + 1)
 
         shapes = [computation.instructions[o].shape for o in operands]
-        if any(s.elements is not None for s in shapes):
+        if any(s.elements is not None or s.dynamic for s in shapes):
             return count
         if opcode == "broadcast" and operands:
             places = ranges.read_ints(instruction.attribute("dimensions"))

@@ -27,7 +27,7 @@ LOCAL = frozenset(
     "after-all batch-norm-grad batch-norm-inference batch-norm-training broadcast cholesky "
     "concatenate convolution dot dynamic-reshape dynamic-slice dynamic-update-slice fft gather "
     "get-dimension-size iota pad ragged-dot reshape reverse rng-bit-generator scaled-dot "
-    "set-dimension-size slice topk transpose triangular-solve bitcast send send-done "
+    "set-dimension-size slice transpose triangular-solve bitcast send send-done "
     "outfeed".split()
 )
 _RANGED = frozenset(
@@ -253,6 +253,8 @@ class Values:
         opcode, shape = instruction.opcode, instruction.shape
         if shape.is_tuple or any(s.is_tuple for s in shapes[:1]):
             return None
+        if shape.dynamic or any(s.dynamic for s in shapes):
+            return None  # what stands where depends on the sizes
         count = shape.element_count
         first = shapes[0]
         if opcode in ("reshape", "bitcast"):

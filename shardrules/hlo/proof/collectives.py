@@ -190,6 +190,15 @@ def _groups(
     return make_groups(flattened, relations), None, mesh
 
 
+def updates_in_place(instruction: hm.Instruction, kind: str) -> bool:
+    """Tell a permute that puts a slice of one operand into another from one of several arrays."""
+    return (
+        kind == "collective-permute"
+        and len(instruction.operands) == 4
+        and instruction.attribute("slice_sizes") is not None
+    )
+
+
 def orderless(channel: Channel, instruction: hm.Instruction) -> bool:
     """Tell whether a reduction gives the same bits in whatever order it takes its operands."""
     return _orderless(channel.reduction, instruction)

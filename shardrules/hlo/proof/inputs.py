@@ -79,17 +79,21 @@ def hm_ints(text: str) -> list[int]:
 
 
 def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
-    """Find a mesh that the text names, in a tag or in all its shardings; None if none fits.
+    """Find the one mesh that the text names, in tags or in shardings; None if there is none.
 
     What the notation of one collective names is that collective's alone.
     """
     text = module.text
-    if "shardrules.mesh" in text:
-        for found in _TAG_MESH.finditer(text):
-            mesh = customcalls.read_mesh(found[1] if found[1] is not None else found[2] or "")
-            if mesh and int(np.prod(list(mesh.values()), dtype=np.float64)) == device_count:
-                return mesh
     named: set[tuple[tuple[str, int], ...]] = set()
+    if "shardrules.mesh" in text:
+        # The header's is the program's own; kernels of several meshes name several.
+        for part in (module.header.get("frontend_attributes", ""), text):
+            for found in _TAG_MESH.finditer(part):
+                mesh = customcalls.read_mesh(found[1] if found[1] is not None else found[2] or "")
+                if mesh and int(np.prod(list(mesh.values()), dtype=np.float64)) == device_count:
+                    named.add(tuple(mesh.items()))
+            if named:
+                return dict(named.pop()) if len(named) == 1 else None
     if "mesh['" in text:
         for found in _SHARDING_MESH.finditer(text):
             try:

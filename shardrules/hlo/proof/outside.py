@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,7 @@ class Outside(Values):
     default_mesh: dict[str, int] | None
     _meshes: dict[Any, Any]
     _channels: dict[Any, hc.Channel]
+    _applied: Callable[[hm.Instruction], str]
 
     def _collective(self, computation, position, instruction, operands, guard):
         opcode = instruction.opcode
@@ -79,6 +82,10 @@ class Outside(Values):
                 self.replicas,
                 self._cache,
             )
+            own = self._applied(instruction)
+            if own:
+                channel = dataclasses.replace(channel, unread=f"a reduction by {own}")
+                self._channels[where] = channel
         if channel.unread:
             what = f"{kind} {instruction.name!r} has {channel.unread}"
             operands = [self._blocked(hs.Blocker(what), [v]) for v in operands]
@@ -99,12 +106,12 @@ class Outside(Values):
         if kind == "ragged-all-to-all" or kind == "all-to-all" and len(operands) > 1:
             # A member's piece k may come from any operand of member k.
             result: Any = apply(self._all(operands))
-        elif len(operands) == 1 or kind == "collective-permute" and len(operands) == 4:
+        elif hc.updates_in_place(instruction, kind):
+            result = apply(self._all(operands))
+        elif len(operands) == 1:
             value = operands[0]
-            known = self._known(channel, value, guard) if len(operands) == 1 else None
-            if len(operands) == 4:  # a permute that updates a slice of its second operand
-                result = apply(self._all(operands))
-            elif known is not None:
+            known = self._known(channel, value, guard)
+            if known is not None:
                 result = known
             elif isinstance(value, Ranged) and kind in (
                 "all-reduce",
@@ -233,6 +240,10 @@ class Outside(Values):
             return self._empty_buffer(False)
         if found.effects is None:
             return self._blocked(found.blocker, operands)
+        own = self._applied(instruction)
+        if own:
+            what = f"custom call {instruction.name!r} applies {own}"
+            return self._blocked(hs.Blocker(what), operands)
         if self.unwritten and found.support is not None:
             # A kernel that is well formed reads no buffer that it was given to write to.
             written = self.states.intern(hs.State(supports=(customcalls.FILLED,)))

@@ -25,7 +25,7 @@ from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 
 # Deterministic if the computations that they apply are.
-_APPLIERS = frozenset("map reduce reduce-window scatter select-and-scatter sort".split())
+_APPLIERS = frozenset("map reduce reduce-window scatter select-and-scatter sort topk".split())
 _PURE = (
     ELEMENTWISE
     | LOCAL
@@ -135,6 +135,11 @@ class Proof(Control, Outside):
         handlers.update({o: self._source for o in _SOURCES})
         self._handlers = handlers
         self._find_unfollowed()
+        # Devices of which one runs a branch or an iteration more are at another place of theirs.
+        self._infeeds_elsewhere = "infeed(" in module.text and any(
+            not c.is_entry and any(i.opcode == "infeed" for i in c.instructions)
+            for c in module.computations.values()
+        )
         entry = module.entry
         self.result = self.evaluate(entry, tuple(parameters), 0)
 
@@ -349,16 +354,17 @@ class Proof(Control, Outside):
         return value.result if isinstance(value, Started) else value
 
     def _applier(self, computation, position, instruction, operands, guard):
-        for name in instruction.calls:
-            if not self._pure(name):
-                return self._blocked(
-                    hs.Blocker(
-                        f"{instruction.opcode} applies computation {name!r}, which is not a "
-                        "deterministic function"
-                    ),
-                    operands,
-                )
+        own = self._applied(instruction)
+        if own:
+            return self._blocked(hs.Blocker(f"{instruction.opcode} applies {own}"), operands)
         return self._all(operands)
+
+    def _applied(self, instruction: hm.Instruction) -> str:
+        """Name what an instruction applies that more than operands decide, "" for nothing."""
+        found = next((name for name in instruction.calls if not self._pure(name)), None)
+        if found is None:
+            return ""
+        return f"computation {found!r}, which is not a deterministic function"
 
     def _strange(self, computation, position, instruction, operands, guard) -> int:
         """Block what has an attribute that may mean anything."""
@@ -371,7 +377,7 @@ class Proof(Control, Outside):
     def _source(self, computation, position, instruction, operands, guard):
         what = f"{instruction.opcode} {instruction.name!r}"
         own = self.states.source(hd.DISTINCT, hs.Cause(what, _SOURCES[instruction.opcode]))
-        if instruction.opcode != "infeed" or self.partitions == 1:
+        if instruction.opcode != "infeed" or self.partitions == 1 or self._infeeds_elsewhere:
             return own
         copies = inputs.replicated_leaves(
             instruction.shape, instruction.attribute("sharding"), self.partitions

@@ -250,13 +250,14 @@ class _Judge:
             axes = self._pair_axes(channel.pairs)
         operands = record.operands
         shapes = [computation.instructions[o].shape for o in instruction.operands]
+        in_place = hc.updates_in_place(instruction, kind)
         together = kind == "ragged-all-to-all" or kind == "all-to-all" and len(operands) > 1
         merged = self.proof.collapse(tuple(operands)) if together else 0
         phase = self.names.whole(computation, position)
         verdicts = []
         for number, (value, shape) in enumerate(zip(operands, shapes)):
-            if kind == "collective-permute" and number > 0 and len(operands) == 4:
-                break  # the indices of a permute that updates in place
+            if number and in_place:
+                break  # what it updates, and where
             leaves = shape.leaves()
             collective = hc.Collective(
                 kind=kind,

@@ -71,12 +71,14 @@ class Shape(NamedTuple):
       dimensions: sizes of an array's dimensions; a bounded dynamic one counts its bound.
       layout: the text between the layout's braces, ``""`` where none was printed.
       elements: a tuple's shapes, None for an array.
+      dynamic: a size is a bound alone: where its elements end isn't known.
     """
 
     element_type: str
     dimensions: tuple[int, ...] = ()
     layout: str = ""
     elements: tuple[Shape, ...] | None = None
+    dynamic: bool = False
 
     @property
     def is_tuple(self) -> bool:

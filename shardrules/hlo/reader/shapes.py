@@ -93,7 +93,7 @@ def _array(text: str, position: int) -> tuple[hm.Shape, int]:
         stop = match_bracket(text, brace.end(), len(text))
         layout = text[brace.end() + 1 : stop - 1]
         end = stop
-    return hm.Shape(found[1], dimensions, layout), end
+    return hm.Shape(found[1], dimensions, layout, None, "<" in sizes or "?" in sizes), end
 
 
 _LIKE_OPERAND = frozenset(

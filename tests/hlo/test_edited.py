@@ -1,0 +1,163 @@
+"""Compiled texts, edited so that what differs between devices enters elsewhere."""
+
+import pytest
+
+from shardrules import hlo
+
+from . import text as T
+
+OWN = """%less (p.0: f32[], p.1: f32[]) -> pred[] {
+  %p.0 = f32[] parameter(0)
+  %p.1 = f32[] parameter(1)
+  ROOT %l.0 = pred[] compare(%p.0, %p.1), direction=LT
+}
+
+%less_by_device (p.2: f32[], p.3: f32[]) -> pred[] {
+  %p.2 = f32[] parameter(0)
+  %p.3 = f32[] parameter(1)
+  %id.2 = u32[] partition-id()
+  %two = u32[] constant(2)
+  %first = pred[] compare(%id.2, %two), direction=LT
+  %l.2 = pred[] compare(%p.2, %p.3), direction=LT
+  %g.2 = pred[] compare(%p.2, %p.3), direction=GT
+  ROOT %s.2 = pred[] select(%first, %l.2, %g.2)
+}
+
+%add_by_device (p.4: f32[], p.5: f32[]) -> f32[] {
+  %p.4 = f32[] parameter(0)
+  %p.5 = f32[] parameter(1)
+  %id.4 = u32[] partition-id()
+  %own = f32[] convert(%id.4)
+  %sum.4 = f32[] add(%p.4, %p.5)
+  ROOT %s.4 = f32[] add(%sum.4, %own)
+}
+
+"""
+
+
+def judged(entry, before="", **kwargs):
+    text = T.module(f"{T.parameter('{replicated}')}\n{entry}", before=OWN + before, **kwargs)
+    return hlo.judge(text)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        'custom-call(%x), custom_call_target="TopK", called_computations={%CALLED}',
+        'custom-call(%x), custom_call_target="PartialReduce", to_apply=%CALLED',
+        'custom-call(%x), custom_call_target="__cub$DeviceRadixSort", calls=%CALLED',
+        'custom-call(%x), custom_call_target="mine", called_computations={%CALLED}, '
+        'frontend_attributes={shardrules.effects="local",shardrules.status="declared"}',
+        "topk(%x), k=8, to_apply=%CALLED",
+        "sort(%x), dimensions={0}, to_apply=%CALLED",
+    ],
+)
+def test_what_is_applied_has_to_be_a_function_of_its_operands(made):
+    def verdict(called):
+        entry = f"%k = f32[8] {made.replace('CALLED', called)}\n{T.all_reduce('%k')}"
+        (found,) = judged(entry).verdicts
+        return found
+
+    assert verdict("less").verdict == "redundant"
+    found = verdict("less_by_device")
+    assert found.verdict == "unproven"
+    assert "applies computation 'less_by_device', which is not a deterministic" in found.reason
+
+
+@pytest.mark.parametrize("apply, expected", [("add", "redundant"), ("add_by_device", "unproven")])
+@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter"])
+def test_a_reduction_has_to_be_a_function_of_its_operands(kind, apply, expected):
+    shape = "f32[8]" if kind == "all-reduce" else "f32[4]"
+    extra = "" if kind == "all-reduce" else ", dimensions={0}"
+    first = T.all_reduce("%zeros", shape=shape, name="made", apply=apply, extra=extra)
+    found = judged(
+        "%z = f32[] constant(0)\n%zeros = f32[8] broadcast(%z), dimensions={}\n"
+        f"{first.replace('all-reduce', kind)}\n{T.all_reduce('%made', shape=shape)}"
+    )
+    assert [v.verdict for v in found.verdicts] == [expected] * 2
+    if expected == "unproven":
+        assert "has a reduction by computation 'add_by_device'" in found.verdicts[1].reason
+
+
+@pytest.mark.parametrize("size, expected", [("<=4", "needed"), ("4", "redundant")])
+def test_behind_elements_of_which_the_number_differs_nothing_has_a_known_place(size, expected):
+    whole = "<=8" if "<" in size else "8"
+    made = "set-dimension-size(%c, %n), dimensions={0}" if "<" in size else "dynamic-update-slice("
+    if "<" not in size:
+        made += "%c, %one, %n)"
+    found = judged(
+        f"""%id = u32[] partition-id()
+        %n = s32[] convert(%id)
+        %one = f32[1] constant({{9}})
+        %c = f32[4] constant({{1,2,3,4}})
+        %e = f32[4] constant({{5,6,7,8}})
+        %d = f32[{size}] {made}
+        %both = f32[{whole}] concatenate(%d, %e), dimensions={{0}}
+        %part = f32[4] slice(%both), slice={{[4:8]}}
+        {T.all_reduce("%part", shape="f32[4]")}"""
+    )
+    assert found.verdicts[0].verdict == expected
+
+
+@pytest.mark.parametrize("extra, counted", [(", slice_sizes={{8}}", 1), ("", 4)])
+def test_each_array_of_a_combined_permute_counts(extra, counted):
+    shape = "f32[8]" if extra else "(f32[8], f32[8], f32[8], f32[8])"
+    found = judged(
+        f"%c = {shape} collective-permute(%x, %x, %x, %x), channel_id=1, "
+        f"source_target_pairs={{{{0,1}},{{1,0}}}}{extra}"
+    )
+    assert [v.collective.operand_bytes for v in found.verdicts] == [32] * counted
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_infeeds_are_alike_only_where_all_devices_took_as_many(takes):
+    branches = ""
+    for name, made in (("yes", "infeed(%e.NAME), sharding={replicated}"), ("no", "")):
+        made = made if made and takes else "tuple(%same.NAME, %e.NAME)"
+        branches += f"""%NAME (t.NAME: (f32[8], token[])) -> (f32[8], token[]) {{
+  %t.NAME = (f32[8], token[]) parameter(0)
+  %same.NAME = f32[8] get-tuple-element(%t.NAME), index=0
+  %e.NAME = token[] get-tuple-element(%t.NAME), index=1
+  ROOT %i.NAME = (f32[8], token[]) {made}
+}}
+
+""".replace("NAME", name)
+    found = judged(
+        f"""%id = u32[] partition-id()
+        %zero = u32[] constant(0)
+        %p = pred[] compare(%id, %zero), direction=EQ
+        %k = token[] after-all()
+        %t = (f32[8], token[]) tuple(%x, %k)
+        %c = (f32[8], token[]) conditional(%p, %t, %t), true_computation=%yes, false_computation=%no
+        %after = token[] get-tuple-element(%c), index=1
+        %i = (f32[8], token[]) infeed(%after), sharding={{replicated}}
+        %v = f32[8] get-tuple-element(%i), index=0
+        {T.all_reduce("%v")}""",
+        branches,
+    )
+    assert found.verdicts[0].verdict == ("needed" if takes else "redundant")
+
+
+def kernel(operand, name, mesh):
+    return (
+        f'%{name} = f32[8] custom-call({operand}), custom_call_target="k", frontend_attributes={{'
+        f'shardrules.effects="local",shardrules.mesh="{mesh}",shardrules.status="declared"}}'
+    )
+
+
+@pytest.mark.parametrize(
+    "second, header, axes",
+    [
+        ("data=4,model=2", "", ("model",)),
+        ("a=4,b=2", "", None),
+        ("a=4,b=2", ', frontend_attributes={shardrules.mesh="u=4,v=2"}', ("v",)),
+    ],
+)
+def test_kernels_of_two_meshes_name_no_axes(second, header, axes):
+    lines = [kernel("%x", "k1", "data=4,model=2"), kernel("%k1", "k2", second)]
+    found = judged(
+        "\n".join([*lines, T.all_reduce("%k2")]),
+        header=f"is_scheduled=true, num_partitions=8{header}",
+    )
+    assert found.verdicts[0].collective.axes == axes
+    assert found.verdicts[0].verdict == "redundant"

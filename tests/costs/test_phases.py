@@ -10,7 +10,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardrules import errors, testing
+from shardrules import errors, hlo, testing
+from shardrules.hlo.reader import module
 
 # The loss is one float; two weights and two biases.
 PHASES = {
@@ -83,3 +84,45 @@ def test_what_the_partitioner_moves_of_equal_data(f, kind, made_for, cpu_mesh):
         "data, or give both the layout of what uses it"
     ) in text
     assert not testing.assert_no_defensive_psum(of((None, None))).verdicts  # what it advises
+
+
+def combined(count):
+    """An all-reduce of many parts, each taken out, and each with a name of its own."""
+    shape = f"({', '.join(['f32[8]'] * count)})"
+    lines = [f"%p{k} = f32[8] parameter({k}), sharding={{devices=[8]<=[8]}}" for k in range(count)]
+    operands = ", ".join(f"%p{k}" for k in range(count))
+    lines.append(
+        f"%r = {shape} all-reduce({operands}), channel_id=1, replica_groups={{{{0,1,2,3,4,5,6,7}}}}"
+        ", use_global_device_ids=true, to_apply=%add"
+    )
+    names = ["jvp()", "transpose(jvp())"]
+    lines += [
+        f'%g{k} = f32[8] get-tuple-element(%r), index={k}, metadata={{op_name="{names[k % 2]}/{k}"}}'
+        for k in range(count)
+    ]
+    taken = ", ".join(f"%g{k}" for k in range(count))
+    return (
+        "HloModule many, is_scheduled=true, num_partitions=8\n\n%add (a: f32[], b: f32[]) -> f32[] "
+        "{\n  %a = f32[] parameter(0)\n  %b = f32[] parameter(1)\n  ROOT %s = f32[] add(%a, %b)\n}"
+        f"\n\nENTRY %main () -> {shape} {{\n  "
+        + "\n  ".join(lines)
+        + f"\n  ROOT %t = {shape} tuple({taken})\n}}\n"
+    )
+
+
+def test_what_takes_parts_out_is_read_once(monkeypatch):
+    """Not once for each part: that would take the square of the parts."""
+    reads = []
+    original = module.Instruction.attribute
+    monkeypatch.setattr(
+        module.Instruction, "attribute", lambda self, key: reads.append(key) or original(self, key)
+    )
+    counts = []
+    for count in (20, 40):
+        reads.clear()
+        verdicts = hlo.judge(combined(count)).verdicts
+        counts.append(len(reads))
+        expected = [("forward", "jvp()/0"), ("backward", "transpose(jvp())/1")] * (count // 2)
+        assert [v.collective.phase for v in verdicts] == [phase for phase, _ in expected]
+        assert {v.collective.op_name for v in verdicts} > {name for _, name in expected}
+    assert counts[1] < 2.2 * counts[0]

@@ -64,6 +64,9 @@ class PartNames:
     def __init__(self, module: hm.Module):
         self._module = module
         self._users: dict[str, list[list[int]]] = {}
+        # By where a collective stands, what takes its elements, and ranges of its flat array.
+        self._elements: dict[tuple[str, int], dict[str | None, list[int]]] = {}
+        self._cuts: dict[tuple[str, int], list[tuple[int, tuple[int, int]]]] = {}
 
     def whole(self, computation: hm.Computation, position: int) -> str:
         """Return the phase of a collective that is not combined."""
@@ -103,16 +106,23 @@ class PartNames:
         """List the metadata of what takes a part out of the result."""
         users = self._users[computation.name]
         instructions = computation.instructions
-        found, queue = [], []
-        for taker in self._past_done(users, instructions, position):
-            one = instructions[taker]
-            if elements is None:
-                if one.opcode == "get-tuple-element" and one.attribute("index") == str(operand):
-                    queue.append(taker)
-            else:
-                cut = self._slice(one)
-                if cut is not None and cut[0] < elements[1] and elements[0] < cut[1]:
-                    queue.append(taker)
+        where = (computation.name, position)  # what its takers take is read once for all parts
+        if elements is None:
+            if where not in self._elements:
+                by_index = self._elements.setdefault(where, {})
+                for taker in self._past_done(users, instructions, position):
+                    if instructions[taker].opcode == "get-tuple-element":
+                        index = instructions[taker].attribute("index")
+                        by_index.setdefault(index, []).append(taker)
+            queue = self._elements[where].get(str(operand), [])
+        else:
+            if where not in self._cuts:
+                takers = self._past_done(users, instructions, position)
+                cuts = [(taker, self._slice(instructions[taker])) for taker in takers]
+                self._cuts[where] = [(taker, cut) for taker, cut in cuts if cut is not None]
+            first, end = elements
+            queue = [taker for taker, cut in self._cuts[where] if cut[0] < end and first < cut[1]]
+        found = []
         for start in queue:
             for _ in range(16):  # nothing but the part itself, in another form
                 metadata = self._module.metadata(instructions[start])

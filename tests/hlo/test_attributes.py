@@ -3,6 +3,7 @@
 import pytest
 
 from shardrules import errors, hlo
+from shardrules.hlo.reader import attributes
 
 from . import text as T
 
@@ -191,3 +192,37 @@ ENTRY e { z = s32[] constant(0) ROOT w = s32[] while(z), condition=c, body=b}
     module = hlo.parse(text)
     assert [len(c.instructions) for c in module.computations.values()] == [3, 3, 2]
     assert module.computations["c"].instructions[-1].attribute("direction") == "LT"
+
+
+VALUES = {
+    "a": "word.1->b-2",
+    "b": '"quoted, c=1 \\" }"',
+    "c": "{[0:2], [1:3:2]}",
+    "d": "{{0,1},{2,3}}",
+    "e": '{op_name="f{(" stack_frame_id=3}',
+    "f": '{x={[1,2],"}"},y=(1,0)}',
+    "g": "{{{0}},{1}}",
+    "h": "[2,4]<=[8]T(1,0)",
+    "i": "{mesh['a'=2,'b'=4], [{'a'}, {}]}",
+    "j": "{/*index={*/1}",
+    "backend_config": '{"a":["}"],"b":{"c":{"d":"]("}}}',
+    "k": "last",
+}
+
+
+@pytest.mark.parametrize("between", [", ", ",", ",\n  ", " , /*x={*/ "])
+@pytest.mark.parametrize("key", VALUES)
+def test_each_value_ends_where_its_brackets_do(key, between):
+    """As XLA prints attributes, and spaced otherwise; whatever stands before and behind."""
+    listed = "".join(f"{between}{name}={value}" for name, value in VALUES.items())
+    found = {n: listed[a:b] for n, a, b in attributes.iter_attributes(listed, 0, len(listed))}
+    assert found == VALUES
+    alone = f"{between}{key}={VALUES[key]}{between}k=1"
+    found = {n: alone[a:b] for n, a, b in attributes.iter_attributes(alone, 0, len(alone))}
+    assert found == {key: VALUES[key], "k": "1"} | ({"k": "1"} if key == "k" else {})
+
+
+@pytest.mark.parametrize("value", ['{"a', "{{(1}}", '"a\\"', "{a={b}", "[1", '{"a"[1}'])
+def test_a_value_that_never_ends_is_an_error(value):
+    with pytest.raises(errors.HloSyntaxError, match="never closed|no value"):
+        list(attributes.iter_attributes(f", x={value}", 0, len(value) + 4))

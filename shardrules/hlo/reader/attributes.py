@@ -46,10 +46,15 @@ def spaced(pattern: str) -> re.Pattern[str]:
 
 
 _KEY = spaced(r"([\w\-]+) =")
-_SIMPLE = re.compile(
-    r'\{[^{}"/]*\}|"[^"\\]*(?:\\.[^"\\]*)*"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$)', re.DOTALL
-)
 _QUOTED = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+# An attribute as XLA prints nearly all: its value is a string, a word, or stands in braces.
+_PLAIN = rf'[^{{}}()\[\]"/]++|{_QUOTED}|\[[^{{}}()\[\]"/]*+\]|\([^{{}}()\[\]"/]*+\)'
+_BRACED = rf"\{{(?:{_PLAIN})*+\}}"
+_PRINTED = re.compile(
+    rf", ([\w\-]+)=(\{{[^{{}}\"/]*+\}}|\{{(?:{_PLAIN}|{_BRACED})*+\}}|{_QUOTED}"
+    r"|[\w.%\-]+(?:->[\w\-]+)?(?=[,\n]|$))",
+    re.DOTALL,
+)
 _BRACKET = re.compile(rf'{_QUOTED}|{_COMMENT}|[{{}}()\[\]"]', re.DOTALL)
 _BRACE = re.compile(rf'{_QUOTED}|[{{}}"]', re.DOTALL)
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
@@ -157,6 +162,11 @@ def iter_attributes(text: str, start: int, end: int) -> Iterator[tuple[str, int,
     """
     position = start
     while True:
+        printed = _PRINTED.match(text, position, end)
+        if printed:
+            key, (value, position) = printed[1], printed.span(2)
+            yield key, value, position
+            continue
         position = skip(text, position, end)
         if position >= end or text[position] != ",":
             return
@@ -165,9 +175,5 @@ def iter_attributes(text: str, start: int, end: int) -> Iterator[tuple[str, int,
         if not key:
             raise syntax_error(text, position, "expected an attribute, 'key=value'")
         value = skip(text, key.end(), end)
-        simple = _SIMPLE.match(text, value, end)
-        if simple and key[1] != "backend_config":
-            position = simple.end()
-        else:
-            position = value_end(text, key[1], value, end)
+        position = value_end(text, key[1], value, end)
         yield key[1], value, position

@@ -227,7 +227,14 @@ class RepHooks(Hooks):
             return original(*args, **params)  # not opaque: to 0.4.35, JAX has no rule for cond
         # Called as the rule that is missing: the check gets one set (None for a constant) for
         # each operand, the rewrite all of them in one sequence, then the operands.
-        if len(args) > 1 and isinstance(args[1], (list, tuple)):
+        rewrites = len(args) > 1 and isinstance(args[1], (list, tuple))
+        # Its operand under a name (no rule to JAX 0.5.3), and a number that is the same on all
+        # devices (none to 0.4.35).
+        if primitive in (self.jax.name_p, self.jax.platform_p) and self.state.active:
+            mesh, *reps = args if not rewrites else (args[0], *args[1])
+            rep = reps[0] if reps else set(mesh.axis_names)
+            return ([primitive.bind(*args[2:], **params)], [rep]) if rewrites else rep
+        if rewrites:
             return self.rewrite(primitive, original, *args, **params)
         return self.check(primitive, original, *args, **params)
 

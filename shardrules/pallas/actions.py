@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardrules.pallas.lanes import lanes_differ
 from shardrules.pallas.walk import Frame, Walk, mesh_axes
 
 __all__ = ["ACTIONS"]
@@ -157,11 +158,27 @@ def _atomic(walk, eqn, frame):
     buffer.last = eqn
 
 
-@_for("jax:scatter-add", "jax:scatter-sub", "jax:scatter-mul", "sc:scatter")
+@_for("jax:scatter-add", "jax:scatter-sub", "jax:scatter-mul")
 def _added(walk, eqn, frame):
-    walk.touch(eqn, frame)
-    adds = eqn.params.get("add", True) and not eqn.params.get("unique_indices")
-    if adds and getattr(eqn.invars[0].aval.dtype, "kind", "f") not in "iub":
+    del frame
+    if not eqn.params.get("unique_indices") and eqn.invars[0].aval.dtype.kind not in "iub":
+        walk.block(eqn, _NO_ORDER)
+
+
+@_for("sc:scatter")
+def _scatter(walk, eqn, frame):
+    """Ask for one order of the sums of one element.
+
+    A subcore's memory of its own gets a program's stores in the program's order; of one store it is
+    the lanes that may meet. (Rounds of a parallel_loop that meet are not well formed.)
+    """
+    if not walk.touch(eqn, frame) or not eqn.params.get("add", True):
+        return
+    ref, _, indices, *_ = eqn.params["tree"].unflatten(eqn.invars)
+    own = getattr(ref.aval.memory_space, "value", None) == "vmem"
+    if ref.aval.dtype.kind in "iub":
+        return
+    if not own or not any(lanes_differ(walk, frame, index) for index in indices):
         walk.block(eqn, _NO_ORDER)
 
 

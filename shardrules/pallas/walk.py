@@ -99,6 +99,11 @@ class Frame:
         atoms = (*(a for eqn in self.jaxpr.eqns for a in eqn.invars), *self.jaxpr.outvars)
         return {a for a in atoms if not hasattr(a, "val")}
 
+    @functools.cached_property
+    def made_by(self) -> dict[Any, Any]:
+        """From each variable that an equation of this jaxpr makes to that equation."""
+        return {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
+
     def uses(self, eqn: Any) -> bool:
         """Whether somebody looks at an equation's results (JAX names swaps' in any case)."""
         return any(var in self.used for var in eqn.outvars)
@@ -142,6 +147,10 @@ class Walk:
 
     # Jaxprs.
 
+    def name(self, eqn: Any) -> str | None:
+        """Return an equation's primitive as ``family:name``; None for one that is not JAX's."""
+        return self.names.known.get(eqn.primitive) or self.names.primitive(eqn.primitive)
+
     def run(self, frame: Frame) -> None:
         """Walk over a jaxpr."""
         eqns = frame.jaxpr.eqns
@@ -154,9 +163,8 @@ class Walk:
                     "each use",
                 )
             return
-        known = self.names.known
         for eqn in eqns:
-            name = known.get(eqn.primitive) or self.names.primitive(eqn.primitive)
+            name = self.name(eqn)
             if name in PURE:
                 continue
             action = self.actions.get(name)

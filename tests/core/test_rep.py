@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
+from core import versions
+from core.test_check import DATA, trace, varies_as
 from shardrules.hooks import rep
 from shardrules.registry import axistypes
 
@@ -23,3 +30,36 @@ def test_call_that_is_rewritten_twice_keeps_only_what_holds_for_both(known, effe
     known = None if known is None else axistypes.parse_effects(known)
     merged = rep._weaker(known, axistypes.parse_effects(effects))
     assert axistypes.format_effects(merged) == both
+
+
+def saved(x, w):
+    """A block that is done again in its backward pass, but for what has a name."""
+    names = jax.checkpoint_policies.save_only_these_names("named")
+    block = jax.checkpoint(lambda x, w: jnp.sin(checkpoint_name(x * w, "named")), policy=names)
+    return block(x, w)
+
+
+@pytest.mark.parametrize("op", [lambda x, w: checkpoint_name(x * w, "named"), saved])
+def test_what_is_given_a_name_varies_as_before(op, hooks, cpu_mesh):
+    """Plain JAX to 0.5.3 says that it has no rule for it, also where it is a kernel's name."""
+    x, w = np.linspace(1, 2, 32, dtype=np.float32).reshape(8, 4), np.ones(4, np.float32)
+    assert varies_as(op, cpu_mesh, (DATA, P()), x, w) == {"data"}
+    assert varies_as(op, cpu_mesh, (P(), P()), x, w) == set()
+    f = versions.shard_map(op, mesh=cpu_mesh, in_specs=(DATA, P()), out_specs=DATA)
+    found, wanted = (
+        jax.jit(jax.grad(lambda x, w: (run(x, w) ** 2).sum(), (0, 1)))(x, w) for run in (f, op)
+    )
+    for one, other in zip(found, wanted):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_a_choice_by_platform_is_the_same_on_all_devices(hooks, cpu_mesh):
+    def op(x):
+        return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+
+    if not versions.has_rule_for_cond():  # which is how JAX chooses
+        with pytest.raises(NotImplementedError, match="No replication rule for cond"):
+            trace(op, cpu_mesh, DATA, DATA, np.ones((8, 4)))
+        return
+    assert varies_as(op, cpu_mesh, (DATA,), np.ones((8, 4))) == {"data"}
+    assert varies_as(op, cpu_mesh, (P(),), np.ones((8, 4))) == set()

@@ -116,6 +116,8 @@ def bits():
     return pltpu.prng_random_bits(ROWS).astype(jnp.float32)
 
 
+DRAWN = pl.BlockSpec(ROWS, lambda i: (bits()[0, 0].astype(int), 0))
+
 # --- what the audit refuses ------------------------------------------------------------------
 
 
@@ -630,12 +632,31 @@ def prefetched(axis):
     return call(lambda order, x, o: copy(x, o), takes=(COUNTS, X), grid_spec=spec)
 
 
-def fetch_and_add():
-    cores = plsc.VectorSubcoreMesh(core_axis_name="c", subcore_axis_name="s", num_cores=2)
+TENSORCORES = functools.partial(pltpu.create_tensorcore_mesh, num_cores=2)
+SUBCORES = functools.partial(
+    plsc.VectorSubcoreMesh, core_axis_name="c", subcore_axis_name="s", num_cores=2
+)
 
-    def kernel(x, o, counts):
-        at = plsc.fetch_and_add(counts.at[0], 1, subcore_id=0)
-        pltpu.sync_copy(x.at[at], o.at[0])
 
-    scratch = [pltpu.SMEM((8,), jnp.int32)]
-    return pl.kernel(kernel, out_type=X, mesh=cores, scratch_types=scratch)(jnp.zeros(ROWS))
+def on_cores(kernel, cores, *scratch):
+    """Call a kernel on cores of a TPU; some of their meshes ask which TPU is traced for."""
+    return lambda: pl.kernel(kernel, out_type=X, mesh=cores(), scratch_types=list(scratch))(
+        jnp.zeros(ROWS)
+    )
+
+
+def fetch_and_add(x, o, counts):
+    at = plsc.fetch_and_add(counts.at[0], 1, subcore_id=0)
+    pltpu.sync_copy(x.at[at], o.at[0])
+
+
+def scattered(columns, memory=VMEM):
+    """Call a kernel that adds floats to a row that data choose, in columns of the lanes' numbers."""
+
+    def kernel(x, o, sums):
+        row = jnp.full(8, x[0, 0].astype(jnp.int32))
+        lanes = columns(lax.iota(jnp.int32, 8), row)
+        plsc.addupdate_scatter(sums, (row, lanes), jnp.full(8, x[0, 1]))
+        pltpu.sync_copy(sums, o)
+
+    return on_cores(kernel, SUBCORES, memory)

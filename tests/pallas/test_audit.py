@@ -26,25 +26,15 @@ KERNELS = ("pallas_call", "core_map", "mpmd_map")
 pytestmark = pytest.mark.newest  # its kernels are traced by each JAX in its own words
 
 
-def jaxprs_in(value):
-    if hasattr(value, "eqns"):
-        yield value
-    elif hasattr(value, "jaxpr"):
-        yield from jaxprs_in(value.jaxpr)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from jaxprs_in(part)
-
-
 def kernels_in(jaxpr):
     """The equations of a jaxpr that call kernels."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in KERNELS:
             yield eqn
         else:
-            for value in eqn.params.values():
-                for inner in jaxprs_in(value):
-                    yield from kernels_in(inner)
+            for inner in jax.tree.leaves(list(eqn.params.values())):
+                inner = getattr(inner, "jaxpr", inner)
+                yield from kernels_in(inner) if hasattr(inner, "eqns") else ()
 
 
 def audited(run, mesh=None):
@@ -61,7 +51,7 @@ def handing_out_a_semaphore():
         compiler_params=k.TPU,
         out_shape=(k.X, k.REGULAR(())),
         out_specs=(pl.BlockSpec(), pl.BlockSpec(memory_space=pltpu.SEMAPHORE)),
-    )(jnp.zeros(k.ROWS))[0]
+    )(jnp.zeros(k.ROWS))
 
 
 def of_somebodys_generator(function, name):
@@ -82,23 +72,11 @@ def of_somebodys_generator(function, name):
     return k.call(kernel)()
 
 
-def on_cores(kernel, axis, *scratch):
-    """Call a kernel on the tensor cores of a TPU, along an axis."""
-    cores = pltpu.create_tensorcore_mesh(axis, num_cores=2)
-    run = pl.kernel(kernel, out_type=k.X, mesh=cores, scratch_types=list(scratch))
-    return lambda: run(jnp.zeros(k.ROWS))
-
-
-def drawn():
-    """Draw an index of zero."""
-    return pltpu.prng_random_bits(k.ROWS)[0, 0] * 0
-
-
 # Uses of these kernels in other ways.
 REFUSED = {
     **k.REFUSED,
     "a semaphore as output": (
-        handing_out_a_semaphore,
+        lambda: handing_out_a_semaphore()[0],
         "the kernel",
         "operand or output 2 is a semaphore, which others can signal too",
     ),
@@ -107,7 +85,7 @@ REFUSED = {
         for how in ("jitted", "branched", "scanned", "looped", "scoped")
     },
     "bits in an index map": (
-        k.call(k.copy, grid=(1,), in_specs=[pl.BlockSpec(k.ROWS, lambda i: (drawn(), 0))]),
+        k.call(k.copy, grid=(1,), in_specs=[k.DRAWN]),
         "prng_random_bits",
         k.PRNG,
     ),
@@ -129,13 +107,30 @@ REFUSED = {
         "copies that reduce come in no fixed order",
     ),
     "Mosaic: which tile": (k.mosaic(k.next_tile, **k.TILES), "query_cluster_cancel", k.TIMING),
-    "SparseCore: fetch and add": (k.fetch_and_add, "sc_fetch_and_add", k.RACE),
+    "SparseCore: fetch and add": (
+        k.on_cores(k.fetch_and_add, k.SUBCORES, pltpu.SMEM((8,), jnp.int32)),
+        "sc_fetch_and_add",
+        k.RACE,
+    ),
+    **{
+        f"SparseCore: added to {where}": (k.scattered(*how), "scatter", k.NO_ORDER)
+        for where, how in {
+            "columns of data": [lambda lanes, row: row],
+            "some columns twice": [lambda lanes, row: lanes & 3],
+            "one column": [lambda lanes, row: lanes - lanes],
+            "what subcores share": [lambda lanes, row: lanes, pltpu.VMEM_SHARED(k.ROWS, k.X.dtype)],
+        }.items()
+    },
     "prefetched": (k.prefetched("data"), "axis_index", k.PLACE),
 }
 
 PROVEN = {
     **k.PROVEN,
-    "signal along the cores": on_cores(k.signal_along_cores, "core", k.REGULAR),
+    "signal along the cores": k.on_cores(
+        k.signal_along_cores, lambda: k.TENSORCORES("core"), k.REGULAR
+    ),
+    "SparseCore: added to each column": k.scattered(lambda lanes, row: lanes),
+    "SparseCore: added from a column on": k.scattered(lambda lanes, row: row - (3 + lanes)),
     "over a batch": lambda: jax.vmap(lambda x: pl.pallas_call(k.copy, k.X)(x))(
         jnp.zeros((3, *k.ROWS))
     ),
@@ -143,12 +138,9 @@ PROVEN = {
 }
 
 
-ON_TPU = ("pipeline", "pipeline_from_the_device", "SparseCore: fetch and add")
-
-
 def mesh_for(name, request):
     """The mesh to trace a kernel for: some ask which TPU it is, and v5e has no SparseCores."""
-    if name not in ON_TPU:
+    if not name.startswith(("pipeline", "SparseCore")):
         return request.getfixturevalue("cpu_mesh")
     request.getfixturevalue("tpu_mesh")
     return jax.sharding.Mesh(np.array(aot.tpu("v5p:2x2x2")).reshape(4, 2), ("data", "model"))
@@ -223,15 +215,9 @@ def test_a_semaphore_from_outside_is_not_the_kernels_own():
     space = pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
 
     def run():
-        x, semaphore = pl.pallas_call(
-            k.semaphore_handed_out,
-            compiler_params=k.TPU,
-            out_specs=(pl.BlockSpec(), space),
-            out_shape=(k.X, k.REGULAR(())),
-        )(jnp.zeros(k.ROWS))
         return pl.pallas_call(
             wait, compiler_params=k.TPU, out_shape=k.X, in_specs=[pl.BlockSpec(), space]
-        )(x, semaphore)
+        )(*handing_out_a_semaphore())
 
     _, eqn = kernels_in(jax.make_jaxpr(run)().jaxpr)
     (blocker,) = pallas.audit_call("pallas_call", eqn.params, len(eqn.invars)).blockers
@@ -337,9 +323,9 @@ def test_an_axis_of_the_devices_is_theirs_whatever_the_cores_call_theirs(cpu_mes
     def placed(run):
         jax.eval_shape(jax.shard_map(run, mesh=cpu_mesh, in_specs=(), out_specs=P()))
 
-    placed(on_cores(k.signal_along_cores, "core", k.REGULAR))
+    placed(k.on_cores(k.signal_along_cores, lambda: k.TENSORCORES("core"), k.REGULAR))
     with pytest.raises(errors.UnknownKernelError, match=k.SIGNALS):
-        placed(on_cores(k.signal_along_data, "data", k.REGULAR))
+        placed(k.on_cores(k.signal_along_data, lambda: k.TENSORCORES("data"), k.REGULAR))
 
 
 def test_the_work_is_bounded(monkeypatch):
@@ -354,17 +340,12 @@ def test_only_kernels_are_audited():
 
 
 def test_a_missing_name_of_jax_is_said(monkeypatch):
-    monkeypatch.setitem(
-        audit_names.AUDIT_SYMBOLS,
-        "AbstractRef",
-        ("jax._src.state", "NoSuchRef", "tells a kernel's refs from its values"),
-    )
+    missing = ("jax._src.state", "NoSuchRef", "tells a kernel's refs from its values")
+    monkeypatch.setitem(audit_names.AUDIT_SYMBOLS, "AbstractRef", missing)
     audit_names.load_audit.cache_clear()
+    said = r"can't audit kernels on JAX .*: jax._src.state:NoSuchRef is missing"
     try:
-        with pytest.raises(
-            errors.UnsupportedJaxError,
-            match=(r"can't audit kernels on JAX .*: jax._src.state:NoSuchRef is missing"),
-        ):
+        with pytest.raises(errors.UnsupportedJaxError, match=said):
             audit_names.load_audit()
     finally:
         audit_names.load_audit.cache_clear()

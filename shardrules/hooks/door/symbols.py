@@ -448,6 +448,8 @@ TYPE_SYMBOLS = (
 # To JAX 0.5.3: sets of axes over which a value is replicated, kept beside the values.
 SET_SYMBOLS = (
     Symbol("cond_p", f"{_CONTROL}.conditionals:cond_p", "0.4.28-0.5.3", (), _OPAQUE),
+    Symbol("name_p", "jax._src.ad_checkpoint:name_p", "0.4.28-0.5.3", (), _OPAQUE),
+    Symbol("platform_p", f"{_CONTROL}.conditionals:platform_index_p", "0.4.28-0.5.3", (), _OPAQUE),
     Symbol(
         "check_rules",
         f"{_SHARD_MAP}:_check_rules",

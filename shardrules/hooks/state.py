@@ -132,6 +132,8 @@ class Scope:
       notes: where the hooks take notes of a trace that is for looking at only, or None.
       prove: whether a kernel's own jaxpr may prove what nobody declares.
       casts: ``late``, where JAX puts them, or ``cheapest``.
+      derivatives_count: how many reverse passes there will be through what is traced here; counted
+        where casts are placed.
     """
 
     active: bool = False
@@ -142,6 +144,7 @@ class Scope:
     notes: Notes | None = None
     prove: bool = True
     casts: str = "late"
+    derivatives_count: int = 0
 
 
 class _Key:

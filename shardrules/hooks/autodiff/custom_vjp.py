@@ -9,6 +9,7 @@ only where bwd's jaxpr shows that it can't have.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import weakref
@@ -43,14 +44,14 @@ class CustomVjpHooks(Hooks):
         return self.jax.flatten_primal(self._scoped(fun), *rest, **options)
 
     def _flatten_fwd(self, fun, *rest, **options):
-        scoped = self._scoped(fun)
+        scoped = self._scoped(fun, self._inside())
         flat, trees = self.jax.flatten_fwd(scoped, *rest, **options)
         if self.state.active:
             self._forwards[trees] = scoped
         return flat, trees
 
     def _flatten_bwd(self, fun, *rest):
-        bwd, scope = fun, self.state.scope
+        bwd, scope = fun, self._inside()
         if scope.active:
             in_tree, in_avals, trees = rest[:3]
             parts = Parts(
@@ -68,8 +69,14 @@ class CustomVjpHooks(Hooks):
                 )
         return self.jax.flatten_bwd(bwd, *rest)
 
-    def _scoped(self, fun):
+    def _inside(self) -> Scope:
+        """Return the scope of fwd and bwd: the innermost reverse pass is not through these."""
         scope = self.state.scope
+        count = scope.derivatives_count
+        return dataclasses.replace(scope, derivatives_count=count - 1) if count else scope
+
+    def _scoped(self, fun, scope=None):
+        scope = self.state.scope if scope is None else scope
         if not scope.active:
             return fun
         name = self.jax.function_name(fun)

@@ -8,6 +8,7 @@ the program changes: forward passes, residuals and a bwd's own equations are wha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -36,16 +37,26 @@ __all__ = ["CastHooks"]
 
 
 class CastHooks(Hooks):
-    """The hook at the transposition of linear programs."""
+    """The hooks at the linearization of functions and at the transposition of linear programs."""
 
     def install(self, patches: Patches) -> None:
-        """Replace the functions that transpose a jaxpr."""
+        """Replace the functions that linearize one and that transpose a jaxpr."""
         if not self.jax.typed:
             return
+        patches.attribute(*self.jax.owner("linearize"), self._linearize)
         for key in ("backward_pass", "backward_pass3"):
             if getattr(self.jax, key) is not None:
                 transpose = getattr(self.jax, key)
                 patches.attribute(*self.jax.owner(key), functools.partial(self._run, transpose))
+
+    def _linearize(self, *args, **kwargs):
+        # Counted in the scope, which is in JAX's trace key: a gradient that a jit holds is traced
+        # anew for this one.
+        scope = self.state.scope
+        if scope.active and (scope.casts == "cheapest" or scope.notes is not None):
+            scope = dataclasses.replace(scope, derivatives_count=scope.derivatives_count + 1)
+        with self.state.enter(scope):
+            return self.jax.linearize(*args, **kwargs)
 
     def _run(self, transpose, jaxpr, transform_stack, consts, primals_in, *rest, **kwargs):
         if not self.state.transposing and self.jax.checking():
@@ -55,8 +66,7 @@ class CastHooks(Hooks):
             cotangents = rest[0] if rest else next(iter(kwargs.values()))
             # What is transposed inside was looked at as a part of it.
             with self.state.in_transposition():
-                again = any(map(self._differentiated, primals_in))
-                placed = self._placed(jaxpr, primals_in, cotangents, asked, again)
+                placed = self._placed(jaxpr, primals_in, cotangents, asked)
                 if not asked:
                     placed = jaxpr
                 if placed is not jaxpr and self.jax.older_backward_pass is not None:
@@ -65,11 +75,6 @@ class CastHooks(Hooks):
                     )
                 return transpose(placed, transform_stack, consts, primals_in, *rest, **kwargs)
         return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
-
-    def _differentiated(self, x: Any) -> bool:
-        while hasattr(x, "val"):  # under vmap
-            x = x.val
-        return isinstance(x, self.jax.LinearizeTracer)
 
     def _transpose(self, transpose, jaxpr, transform_stack, consts, primals_in, cotangents):
         """Transpose a program in which residuals are cast; to JAX 0.7 all of it has to be linear.
@@ -101,18 +106,12 @@ class CastHooks(Hooks):
             eqn.primitive.name == MARK for eqn in jaxpr.eqns
         )
 
-    def _placed(
-        self,
-        jaxpr: Any,
-        primals_in: Sequence[Any],
-        cotangents: Sequence[Any],
-        asked: bool,
-        again: bool,
-    ) -> Any:
+    def _placed(self, jaxpr: Any, primals_in: Sequence[Any], cotangents: Any, asked: bool) -> Any:
         """Return the program with its casts placed, or itself where that saves nothing."""
         tangents = (self.jax.UndefinedPrimal, *self._accumulators)
         linear = [isinstance(x, tangents) for x in primals_in]
         wanted = [not isinstance(ct, self.jax.Zero) for ct in cotangents]
+        again = self.state.scope.derivatives_count > 0
         why, before_bytes = "", 0
         try:
             graph = Graph(self.jax, jaxpr, linear, wanted, self._sums, self._is_opaque, again)

@@ -56,11 +56,11 @@ TRANSPOSITION = (
         "an input of a linear program that is a tangent",
     ),
     Symbol(
-        "LinearizeTracer",
-        "jax._src.interpreters.ad:LinearizeTracer",
+        "linearize",
+        "jax._src.interpreters.ad:linearize",
         "0.6.0-0.12",
-        (),
-        "a value whose derivative is to be transposed later",
+        ("traceable",),
+        "traces what will be transposed later: also a gradient that is differentiated again",
     ),
     Symbol(
         "GradAccum",

@@ -267,27 +267,65 @@ def summed_bytes(program):
     )
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_gradients_of_gradients_move_no_more_than_late_casts(batched, cpu_mesh):
-    """A residual's cast is a psum in the second reverse pass."""
+def traced_before(f):
+    jitted = jax.jit(jax.grad(f))
+    jitted.lower(W, X)
+    return jitted
+
+
+def as_a_custom_vjp(f):
+    """Its fwd takes the gradient: one device's reverse pass of that alone is no second one."""
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda w, x: (f(w, x), jax.grad(f)(w, x)), lambda kept, ct: (ct * kept, None))
+    return jax.grad(g)
+
+
+# From how the inner gradient is taken to what may be summed where JAX casts.
+INNER = {
+    "plain": (jax.grad, 12),
+    "batched": (lambda f: lambda w, x: jax.vmap(jax.grad(f), (0, None))(w[None], x), 12),
+    "jit": (lambda f: jax.jit(jax.grad(f)), 12),
+    "jit, traced before": (traced_before, 12),
+    "jit inside": (lambda f: jax.grad(jax.jit(f)), 12),
+    "remat": (lambda f: jax.checkpoint(jax.grad(f)), 18),
+    "scan": (
+        lambda f: (
+            lambda w, x: lax.scan(lambda w, _: (w - jax.grad(f)(w, x), None), w, None, length=1)[0]
+        ),
+        12,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_gradients_of_gradients_move_no_more_than_late_casts(name, cpu_mesh):
+    """A residual's cast is a psum in the second reverse pass, which a jit knows nothing of."""
+    take, late_count = INNER[name]
+    found = {}
 
     def again(f):
-        inner = jax.grad(f)
-        if batched:
-            inner = lambda w, x: jax.vmap(jax.grad(f), (0, None))(w[None], x)  # noqa: E731
+        inner = take(f)
         return jax.grad(lambda w, x: (inner(w, x) ** 2).sum())
 
-    gradient = through(again)(cpu_mesh)
-    found = {}
     for casts in ("late", "cheapest"):
         with sr.install(casts=casts):
             jax.clear_caches()
-            found[casts] = jax.jit(gradient).lower(W, X)
+            found[casts] = jax.jit(through(again)(cpu_mesh)).lower(W, X)
     late, least = (summed_bytes(found[casts]) for casts in found)
-    assert least < late == 4 * 3 * EACH
+    assert least < late == late_count * EACH
     np.testing.assert_allclose(
         *(found[casts].compile()(W, X) for casts in found), rtol=1e-4, atol=1e-5
     )
+
+
+def test_a_gradient_that_a_fwd_takes_is_differentiated_no_further(cpu_mesh):
+    """Neither is what a bwd takes: their own casts stand where one reverse pass moves least."""
+    with sr.install(casts="cheapest"):
+        alone, kept = (
+            summed_bytes(jax.jit(through(take)(cpu_mesh)).lower(W, X))
+            for take in (jax.grad, as_a_custom_vjp)
+        )
+    assert alone == kept == EACH
 
 
 def test_an_early_cast_is_not_moved_to_where_it_sums_less_precisely(cpu_mesh):

@@ -1,6 +1,8 @@
 """Print what a gradient's all-reduces move, by where its casts stand.
 
     python benchmarks/casts.py [--random=500 [--processes=2]] [--seed=0] [--kernels]
+    python benchmarks/casts.py --raw --random=25 --seed=75 > 75.json  # a part of the 500
+    python benchmarks/casts.py *.json
 
 For each program, on eight CPU devices: the bytes that the gradient's all-reduces sum on each
 device in one step, and below them those that a device sends, under `check_vma=False`, with the
@@ -12,7 +14,8 @@ how the length of the compiled text changes. Each gradient is compared with the 
 
 With --random, that many random bodies (tests/hooks/autodiff/bodies.py): the same, of the lowered
 programs, their gradients executed and compared with one device's; what is above the optimum, the
-late casts or the check off is named. With --kernels, the kernel cases of tests/kernels that have a
+late casts or the check off is named; --raw writes the sums, and the files that hold them make one
+table. With --kernels, the kernel cases of tests/kernels that have a
 gradient, traced for their accelerators and not compiled. Libraries that are not installed are left
 out.
 """
@@ -220,10 +223,11 @@ def gradient(body, mesh, specs, check):
     return jax.jit(jax.grad(f))
 
 
-def lowered(function, args, casts):
+def lowered(function, args, casts, fresh=True):
     """Trace and lower with casts placed as told; with none of it, for None."""
     with shardrules.install(casts=casts) if casts else contextlib.nullcontext():
-        jax.clear_caches()
+        if fresh:
+            jax.clear_caches()
         start = time.process_time()
         found = function().lower(*args)
         return found, time.process_time() - start
@@ -319,7 +323,7 @@ def random_bodies(count, seed):
             make = lambda check=check: jax.jit(jax.grad(body.split(check), argnums=(0, 1)))  # noqa: E731, B023
             try:
                 with Solved() if arm == "cheapest" else contextlib.nullcontext() as solved:
-                    program = lowered(make, args, casts)[0]
+                    program = lowered(make, args, casts, fresh=False)[0]
             except Exception:
                 if arm == "cheapest":
                     raise
@@ -343,7 +347,7 @@ def random_bodies(count, seed):
         if above:
             # Nothing is summed after a narrowing that the late cast has behind it.
             with mock.patch.object(linear.Graph, "_narrower", lambda *_, **__: []):
-                anywhere = summed(lowered(make, args, "cheapest")[0])
+                anywhere = summed(lowered(make, args, "cheapest", fresh=False)[0])
             if above == ["off"] and within(anywhere, found["off"]):
                 total["above off for precision"] += 1
             else:
@@ -368,11 +372,17 @@ def shared_out(count, seed):
         )
         for start, end in zip(ends, ends[1:])
     ]
-    totals = collections.defaultdict(collections.Counter)
+    texts = [process.communicate()[0] for process in processes]
     for process in processes:
-        text = process.communicate()[0]
         if process.returncode:
             raise SystemExit(process.returncode)
+    return added(texts)
+
+
+def added(texts):
+    """Return the sums of several parts, each as JSON."""
+    totals = collections.defaultdict(collections.Counter)
+    for text in texts:
         for axes, total in json.loads(text).items():
             totals[int(axes)] += collections.Counter(total)
     return totals
@@ -439,12 +449,15 @@ def kernels():
     print("\n" + ", ".join(f"{k} {v:,}" for k, v in totals.items()))
 
 
-def main(_):
+def main(arguments):
     if _RAW.value:
         print(json.dumps(random_bodies(_RANDOM.value, _SEED.value)))
         return
     paired.print_stamp()
     print()
+    if arguments[1:]:
+        tabulate(added(pathlib.Path(name).read_text() for name in arguments[1:]))
+        return
     if _RANDOM.value:
         several = shared_out if _PROCESSES.value > 1 else random_bodies
         tabulate(several(_RANDOM.value, _SEED.value))

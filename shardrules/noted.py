@@ -95,6 +95,7 @@ class SeenProgram:
             strict=self._owner.strict,
             allow=findings.Allowances(self._owner.allow),
             target=self._owner.target,
+            cheapest=self._owner.cheapest,
         )
 
     def __repr__(self) -> str:
@@ -111,6 +112,7 @@ class Seen:
       allow: known findings, with their reasons.
       registry: rules for custom calls that carry no tag; the default registry if None.
       target: an accelerator, ``"v5e"``, on which each collective's time is estimated; or None.
+      cheapest: whether all-reduces that are needed and would move less elsewhere are findings.
     """
 
     def __init__(self, strict: bool, allow: dict[str, str], where: Callable[[], str] = str):
@@ -118,6 +120,7 @@ class Seen:
         self.allow: dict[str, str] = allow
         self.registry: Any = None
         self.target: str | None = None
+        self.cheapest: bool = False
         self._where = where
         self._programs: list[SeenProgram] = []
         self._stop: Callable[[], None] | None = None

@@ -183,6 +183,25 @@ def test_pytest_judges_what_the_tests_compile(tmp_path):
     assert run(*flags, cwd=tmp_path, before=pytest_).returncode == 0
 
 
+LOOP = """
+import jax, numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+
+mesh = Mesh(np.array(jax.devices()), "data")
+step = lambda x: lambda total, k: (total + lax.psum((x * k).sum(), "data"), None)
+f = lambda x: lax.scan(step(x), np.float32(0), np.arange(3, dtype=np.float32))[0]
+jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P()))(np.ones(8, np.float32))
+"""
+
+
+def test_what_could_move_less_is_a_finding_where_asked(tmp_path):
+    (tmp_path / "loop.py").write_text(LOOP)
+    done, asked = (run(*flags, tmp_path / "loop.py") for flags in ((), ("--cheapest",)))
+    assert done.returncode == 0 and "could be cheaper" in done.stderr, done.stderr
+    assert asked.returncode == 1 and "12 B become 4 B" in asked.stderr, asked.stderr
+
+
 def test_a_console_script_s_folder_is_not_the_scripts(tmp_path):
     """It searches where Python would, with rules given too."""
     (tmp_path / "bin").mkdir()

@@ -53,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="accept proofs alone: verdicts that rest on declared rules are findings",
     )
     parser.add_argument(
+        "--cheapest",
+        action="store_true",
+        help="all-reduces that are needed where they stand and would move fewer bytes elsewhere "
+        "are findings too",
+    )
+    parser.add_argument(
         "--allow",
         metavar="'FINDING: REASON'",
         action="append",

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         pathlib.Path(arguments.output).open("a").close()  # said now if it can't be written
     rules.check(arguments)
     seen = noted.watch(strict=arguments.strict, allow=flags.allowances(arguments))
-    seen.target = arguments.target
+    seen.target, seen.cheapest = arguments.target, arguments.cheapest
     code = script.run(target, seen, lambda: _report(seen, arguments, keep))
     if code == script.INTERRUPTED:
         script.end_by_interrupt()

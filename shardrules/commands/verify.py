@@ -34,12 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     reading.add_arguments(parser)
     flags.add_arguments(parser)
-    parser.add_argument(
-        "--cheapest",
-        action="store_true",
-        help="all-reduces that are needed where they stand and would move fewer bytes elsewhere "
-        "are findings too",
-    )
 
 
 def judged(arguments: argparse.Namespace) -> tuple[str, int]:

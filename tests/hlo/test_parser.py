@@ -6,6 +6,7 @@ import pytest
 
 from shardrules import errors, hlo
 
+from . import forms
 from . import text as T
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -234,3 +235,11 @@ ENTRY %main (a: f32[4]) -> f32[4] {
     assert 'shardrules.effects="local"' in kernel.attribute("frontend_attributes")
     assert module.metadata(kernel).op_name == "f"
     assert other.attribute("frontend_attributes").count("\n") == 2
+
+
+@pytest.mark.parametrize("text", [forms.NESTED, forms.INLINE, *forms.FORMS.values()])
+def test_the_instructions_that_call_are_listed(text):
+    """However they are written, and in whatever order."""
+    for computation in hlo.parse(text).computations.values():
+        found = [k for k, one in enumerate(computation.instructions) if one.calls]
+        assert list(computation.calling) == found

@@ -42,11 +42,15 @@ def executions(module: hm.Module) -> dict[str, Run]:
         if name not in runs:
             continue
         computation = module.computations[name]
-        for instruction in computation.instructions:
-            if not instruction.calls or instruction.opcode.endswith(("-update", "-done")):
+        for position in computation.calling:
+            instruction = computation.instructions[position]
+            if instruction.opcode.endswith(("-update", "-done")):
                 continue
             for callee, run in _calls(module, computation, instruction, runs[name]):
-                before = runs.get(callee, Run(0, 0))
+                before = runs.get(callee)
+                if before is None:
+                    runs[callee] = run
+                    continue
                 known = before.count is not None and run.count is not None
                 runs[callee] = Run(
                     max(before.depth, run.depth),

@@ -207,12 +207,21 @@ class Instruction(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """One computation: its instructions in an order in which operands come first."""
+    """One computation: its instructions in an order in which operands come first.
+
+    Attributes:
+      name: without ``%``.
+      instructions: its instructions.
+      root: the position of the one that gives its result.
+      is_entry: it is the module's.
+      calling: positions of the instructions that call computations.
+    """
 
     name: str
     instructions: tuple[Instruction, ...]
     root: int
     is_entry: bool
+    calling: tuple[int, ...]
 
     @property
     def parameters(self) -> list[Instruction]:

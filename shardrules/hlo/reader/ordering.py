@@ -92,7 +92,8 @@ def callees_first(error, computations: dict[str, hm.Computation]) -> tuple[str, 
     edges: list[list[int]] = []
     for computation in computations.values():
         found: list[int] = []
-        for instruction in computation.instructions:
+        for caller in computation.calling:
+            instruction = computation.instructions[caller]
             for name in instruction.calls:
                 if name not in place:
                     raise error(

@@ -27,18 +27,18 @@ _SHAPE = (
 # after a comma and in metadata, windows and shardings; any other may stand before an instruction.
 _INNER = "(?:op_|source_|stack_|deduplicated_|scheduling_|profile_|size|stride|pad|[lr]hs_)[a-z_]*="
 _REST = (
-    r'(?:, [^\n" ]*(?:(?:"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
-    r"|(?<=,) | (?=" + _INNER + r"|last_tile|\{'))[^\n\" ]*)*"
-    r"(?<![,={(\[]))?\n"
+    r'(?:, [^\n" ]*+(?:(?:"[^"\\\n]*+(?:"|\\.[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")'
+    r"|(?<=,) | (?=" + _INNER + r"|last_tile|\{'))[^\n\" ]*+)*+"
+    r"(?<![,={(\[]))?+\n"
 )
 # The computation that most calls name in an attribute that XLA prints first.
 _CALLEE = r"(?:, (?:kind=\w+, |dimensions=\{[\d,]*\}, )?(?:calls|to_apply)=%([\w.\-]+)(?=[,\n]))?"
 # How a line begins that doesn't go on with the instruction before it.
 _FRESH = r"(?=  %|  ROOT %|\}\n|[ \t]+(?:ROOT )?[\w.\-]+ = )"
 _LINE = re.compile(
-    r"[ \t]*(ROOT )?%?([\w.\-]+) = ("
+    r"[ \t]*+(ROOT )?%?([\w.\-]++) = ((?>"
     + _SHAPE
-    + r") ([a-z][\w\-]*)\(([^()\n]*)\)"
+    + r")) ([a-z][\w\-]*+)\(([^()\n]*+)\)"
     + _CALLEE
     + _REST
     + _FRESH
@@ -86,6 +86,7 @@ class _Parser(forms.Forms):
         known = self.shapes
         scope = forms.Scope(name)
         index = scope.index
+        place_of = index.__getitem__
         numbers = scope.numbers
         instructions = scope.instructions
         make = tuple.__new__
@@ -119,13 +120,17 @@ class _Parser(forms.Forms):
             opcode = intern(opcode, opcode)
             operands: tuple[int, ...] = ()
             if opcode == "parameter":
-                if len(inside) < 9 and inside.isdecimal() and int(inside) not in numbers:
-                    numbers[int(inside)] = start
+                if (
+                    len(inside) < 9
+                    and inside.isdecimal()
+                    and (number := int(inside)) not in numbers
+                ):
+                    numbers[number] = start
                 else:
                     self.parameter(scope, start, inner)
             elif inside and opcode != "constant":
                 try:  # what XLA prints now: %a, %b
-                    operands = tuple([index[o] for o in inside[1:].split(", %")])
+                    operands = tuple(map(place_of, inside[1:].split(", %")))
                 except KeyError:
                     operands = self.resolve(scope, self.operands(scope, inner[0])[0], start)
                 else:
@@ -166,7 +171,8 @@ class _Parser(forms.Forms):
                 f"parameter {max(scope.numbers)} of computation {name!r}: it has "
                 f"only {len(scope.numbers)} parameters",
             )
-        computation = hm.Computation(name, tuple(instructions), root, is_entry)
+        calling = tuple([place for place, one in enumerate(instructions) if one.calls])
+        computation = hm.Computation(name, tuple(instructions), root, is_entry, calling)
         self.computations[name] = computation
         return computation
 

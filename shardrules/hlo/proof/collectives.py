@@ -54,6 +54,7 @@ _ATTRIBUTES = frozenset(
 # Reductions whose result doesn't depend on the order of the operands, bit for bit. Floats are not
 # among them, not even max and min: max(-0.0, 0.0) depends on the order.
 _ORDERLESS = frozenset("add multiply minimum maximum and or xor".split())
+_WHOLE = re.compile(r"[su]\d+|pred")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,7 +207,7 @@ def orderless(channel: Channel, instruction: hm.Instruction) -> bool:
 
 def _orderless(reduction: str, instruction: hm.Instruction) -> bool:
     kinds = {leaf.element_type for leaf in instruction.shape.leaves()}
-    return reduction in _ORDERLESS and all(re.fullmatch(r"[su]\d+|pred", k) for k in kinds)
+    return reduction in _ORDERLESS and all(map(_WHOLE.fullmatch, kinds))
 
 
 def _reduction(computation: hm.Computation) -> str:

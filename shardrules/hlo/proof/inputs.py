@@ -142,6 +142,7 @@ def parameter_values(
     replica = np.arange(count) // partitions
     values: list[Any] = []
     known: dict[str, shardings.Sharding] = {}
+    relations: dict[tuple[str, bool], int] = {}
     for number, instruction in enumerate(parameters):
         attributes = {k: instruction.text[a:b] for k, a, b in instruction.attributes()}
         text = attributes.get("sharding") or (given[number] if given is not None else None)
@@ -195,15 +196,14 @@ def parameter_values(
                     )
                 )
                 continue
-            tiles = np.array(sharding.tiles)[np.arange(count) % partitions]
-            if replicas > 1 and not shared[leaf]:
-                tiles = tiles + replica * partitions
-            found.append(
-                states.source(
-                    states.relations.intern(tiles),
-                    hs.Cause(name, "is sharded", f"as {parts[leaf]}"),
-                )
-            )
+            how = (parts[leaf], shared[leaf])
+            if how not in relations:
+                tiles = np.array(sharding.tiles)[np.arange(count) % partitions]
+                if replicas > 1 and not shared[leaf]:
+                    tiles = tiles + replica * partitions
+                relations[how] = states.relations.intern(tiles)
+            cause = hs.Cause(name, "is sharded", f"as {parts[leaf]}")
+            found.append(states.source(relations[how], cause))
         values.append(tree(instruction.shape, found, states))
     return values
 

@@ -172,10 +172,10 @@ class Proof(Control, Outside):
         values: list[Any] = []
         append = values.append
         refine = self.states.refine
-        handlers = self._handlers
+        handler_of, unusual = self._handlers.get, self._unusual
         strange = self.module.strange
         for position, instruction in enumerate(computation.instructions):
-            handler = handlers.get(instruction.opcode, self._unusual)
+            handler = handler_of(instruction.opcode, unusual)
             if strange and instruction.start in strange and instruction.opcode not in hc.OPCODES:
                 handler = self._strange
             operands = instruction.operands
@@ -315,7 +315,7 @@ class Proof(Control, Outside):
         value = operands[0] if operands else 0
         found = _INDEX.match(instruction.text, instruction.attributes_start, instruction.end)
         text = found[1] if found else instruction.attribute("index")
-        if text is None or not re.fullmatch(r"\d{1,9}", text):
+        if text is None or not found and not re.fullmatch(r"\d{1,9}", text):
             raise hm.syntax_error(
                 self.module.text,
                 instruction.start,

@@ -161,3 +161,57 @@ def test_kernels_of_two_meshes_name_no_axes(second, header, axes):
     )
     assert found.verdicts[0].collective.axes == axes
     assert found.verdicts[0].verdict == "redundant"
+
+
+@pytest.mark.parametrize("header", ["", ", num_partitions=1"])
+def test_a_group_of_all_devices_has_one_member_only_where_the_text_says_so(header):
+    text = T.module(
+        f"%x = f32[8] parameter(0)\n{T.all_reduce('%x', groups='{}')}",
+        header=f"is_scheduled=true{header}",
+    )
+    (found,) = hlo.judge(text).verdicts
+    assert found.verdict == ("redundant" if header else "unproven")
+    if not header:
+        assert "the text doesn't say how many" in found.reason
+        replicated = hlo.judge(text, mesh={"all": 8}, parameter_shardings=["{replicated}"])
+        assert [v.verdict for v in replicated.verdicts] == ["redundant"]
+
+
+def chained(name, chain, target):
+    """A fusion's computation, with one of the instructions that a collective is spread over."""
+    lines = [f"%p.{name} = f32[8] parameter(0)"]
+    extra = f', frontend_attributes={{chain_id="{chain}"}}'
+    lines.append(T.all_reduce(f"%p.{name}", name=f"r.{name}", extra=extra))
+    made = "f32[8] copy(%p.NAME)"
+    if target:
+        made = f'f32[8] custom-call(%p.NAME, %r.NAME), custom_call_target="{target}"'
+    lines.append(f"ROOT %c.{name} = {made.replace('NAME', name)}")
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"%{name} (p.{name}: f32[8]) -> f32[8] {{\n{body}\n}}\n\n"
+
+
+@pytest.mark.parametrize("extra", ["", ', frontend_attributes={chain_id="0"}'])
+def test_only_a_fusions_steps_are_counted_with_their_done(extra):
+    parts = [("step", ""), ("done", "AsyncCollectiveDone")]
+    before = "".join(chained(name, "0", target) for name, target in parts)
+    found = judged(
+        f"""%a = f32[8] fusion(%x), kind=kCustom, calls=%step
+        %b = f32[8] fusion(%a), kind=kCustom, calls=%done
+        {T.all_reduce("%b", extra=extra)}""",
+        before,
+    )
+    assert [v.collective.name for v in found.verdicts] == ["r.done", "r"]
+
+
+def test_a_step_beside_another_collectives_done_is_counted_with_its_own():
+    both = chained("both", "0", "AsyncCollectiveDone").replace(
+        "  ROOT",
+        T.all_reduce("%p.both", name="beside", extra=', frontend_attributes={chain_id="1"}')
+        + "\n  ROOT",
+    )
+    found = judged(
+        """%a = f32[8] fusion(%x), kind=kCustom, calls=%both
+        %b = f32[8] fusion(%a), kind=kCustom, calls=%last""",
+        both + chained("last", "1", "AsyncCollectiveDone"),
+    )
+    assert [v.collective.name for v in found.verdicts] == ["r.both", "r.last"]

@@ -158,6 +158,10 @@ def loops_stop_together(monkeypatch):
     monkeypatch.setattr(replication.Proof, "_diverged", lambda self, value, predicate: value)
 
 
+def what_is_applied_is_a_function(monkeypatch):
+    monkeypatch.setattr(replication.Proof, "_applied", lambda self, instruction: "")
+
+
 # Each with a seed that shows it; where the generator has changed since, another is looked for.
 FAULTS = {
     elided_constants_are_one: 18,
@@ -174,6 +178,7 @@ FAULTS = {
     devices_take_the_same_branch: 40,
     loops_stop_together: 40,
     branches_swap: 13,
+    what_is_applied_is_a_function: 38,
 }
 
 

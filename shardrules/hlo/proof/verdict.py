@@ -175,13 +175,21 @@ class _Judge:
         done: set[str] = set()
         if customcalls.ASYNC_DONE not in self.module.text:
             return set()
-        for computation in self.module.computations.values():
-            ends = False
+        fused = {
+            name
+            for computation in self.module.computations.values()
+            for instruction in computation.instructions
+            if instruction.opcode == "fusion"
+            for name in instruction.calls
+        }
+        for computation in [self.module.computations[name] for name in fused]:
+            ended: set[int] = set()
             chains = []
             for position, instruction in enumerate(computation.instructions):
                 if instruction.opcode == "custom-call":
                     target = instruction.attribute("custom_call_target") or ""
-                    ends = ends or target.strip('"') == customcalls.ASYNC_DONE
+                    if target.strip('"') == customcalls.ASYNC_DONE:
+                        ended.update(instruction.operands)
                 elif instruction.opcode in hc.KINDS:
                     chain = customcalls.frontend_attributes(
                         instruction.attribute("frontend_attributes")
@@ -189,7 +197,7 @@ class _Judge:
                     if chain is not None:
                         chains.append((chain, position))
             for chain, position in chains:
-                if ends:
+                if position in ended:
                     done.add(chain)
                 else:
                     steps.setdefault(chain, []).append((computation.name, position))
@@ -345,6 +353,9 @@ class _Judge:
                 blockers=rules.blockers,
                 divergent=True,
             )
+        if channel.unread and self.relations.device_count == 1:  # where all is equal
+            shown = "; ".join(str(b) for b in state.blockers)
+            return verdict("unproven", shown, blockers=state.blockers)
         proven = self._within(channel, state.proven)
         hoped = self._within(channel, state.hoped)
         if (

@@ -174,6 +174,13 @@ def region_text(opcode, kind):
     if opcode == "less":
         result, expression = "pred", "compare"
     tail = ", direction=LT" if opcode == "less" else ""
+    if opcode == "own":
+        return (
+            f"%{name} {{\n  %a_{name} = {kind}[] parameter(0)\n"
+            f"  %b_{name} = {kind}[] parameter(1)\n  %d_{name} = u32[] replica-id()\n"
+            f"  %e_{name} = u32[] partition-id()\n  %f_{name} = u32[] add(%d_{name}, %e_{name})\n"
+            f"  ROOT %c_{name} = {kind}[] convert(%f_{name})\n}}\n"
+        )
     return (
         f"%{name} {{\n  %a_{name} = {kind}[] parameter(0)\n  %b_{name} = {kind}[] parameter(1)\n"
         f"  ROOT %c_{name} = {result}[] {expression}(%a_{name}, %b_{name}){tail}\n}}\n"

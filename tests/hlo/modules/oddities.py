@@ -5,7 +5,7 @@ What runs in their place is equal on two devices where they are, by HLO's defini
 
 from __future__ import annotations
 
-from .forms import OWN, Op, Shape, braces
+from .forms import DEVICES, OWN, Channel, Op, Shape, braces
 
 FLOATS = ("f32", "bf16")
 
@@ -172,6 +172,36 @@ class Oddities:
         )
         self.add(opcode, shape, operands, attributes.get(opcode, ()), labels=OWN, run=own)
 
+    def applied_by_device(self, x):
+        """What applies a computation that gives another result on each device."""
+        region = self.region("own", "f32")
+        opcode, *attributes = self.random.choice(
+            [
+                ("map", ("dimensions", "{0}"), ("to_apply", region)),
+                ("topk", ("k", "8"), ("to_apply", region)),
+                (
+                    "custom-call",
+                    ("custom_call_target", '"TopK"'),
+                    (self.random.choice(["called_computations", "calls"]), "{%s}" % region),
+                ),
+                (
+                    "all-reduce",
+                    ("channel_id", "77"),
+                    ("replica_groups", "[1,8]<=[8]"),
+                    ("use_global_device_ids", "true"),
+                    ("to_apply", region),
+                ),
+            ]
+        )
+        where = {}
+        if opcode == "all-reduce":
+            if len(set(self.guard)) > 1:
+                return
+            channel = Channel(len(self.module.channels), [list(range(DEVICES))])
+            self.module.channels.append(channel)
+            where = {"channel": channel}
+        self.add(opcode, self.like(x, "f32"), [x], attributes, labels=OWN, run=own, **where)
+
     def opaque(self):
         """A custom call: a tagged kernel, one that nobody knows, one of XLA's own targets."""
         x = self.take()
@@ -182,6 +212,8 @@ class Oddities:
         if roll <= 1:
             status = self.random.choice(["audited", "declared"])
             tag = f'shardrules.effects="local",shardrules.kernel="k",shardrules.status="{status}"'
+        elif roll == 2 and self.random.random() < 0.4:
+            return self.applied_by_device(x)
         elif roll == 2:
             target, operands, run = (
                 self.random.choice(["MoveToHost", "LayoutConstraint"]),

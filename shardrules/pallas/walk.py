@@ -163,8 +163,9 @@ class Walk:
                     "each use",
                 )
             return
+        known = self.names.known.get
         for eqn in eqns:
-            name = self.name(eqn)
+            name = known(eqn.primitive) or self.name(eqn)
             if name in PURE:
                 continue
             action = self.actions.get(name)

@@ -1,5 +1,6 @@
 """The reader: what XLA prints, what people write, and text that is not HLO."""
 
+import gc
 import pathlib
 
 import pytest
@@ -243,3 +244,18 @@ def test_the_instructions_that_call_are_listed(text):
     for computation in hlo.parse(text).computations.values():
         found = [k for k, one in enumerate(computation.instructions) if one.calls]
         assert list(computation.calling) == found
+
+
+def test_what_is_read_is_old_at_once():
+    """The cycle collector walks a module in full collections alone, and what was frozen stays."""
+    gc.enable()
+    gc.unfreeze()
+    module = hlo.parse(MIXED)
+    old = {id(one) for one in gc.get_objects(generation=2)}
+    assert {id(one) for one in module.entry.instructions} <= old and gc.isenabled()
+    gc.freeze()
+    try:
+        hlo.parse(MIXED)
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()

@@ -38,6 +38,21 @@ def test_the_fuzzer_stops_what_does_not_end(monkeypatch):
     assert fuzz.run(1) == [(0, "took more than 0.05 s")]
 
 
+def test_a_long_number_in_the_table_of_locations():
+    """Seed 265697, reduced: words as long were read in quadratic time."""
+    tables = (
+        'FileNames\n1 "program.py"\n\nFunctionNames\n1 "f"\n\n'
+        f"FileLocations\n1 {{file_name_id=1 function_name_id=1 line=26 end_line={'9' * 30_000}}}\n\n"
+        "StackFrames\n1 {file_location_id=1 parent_frame_id=1}\n\n\n"
+    )
+    entry = T.parameter("{replicated}").replace('op_name="x"', "stack_frame_id=1")
+    text = T.module(entry + "\n" + T.all_reduce("%x"), regions=tables + T.REGIONS)
+    module = hlo.parse(text)
+    (frame,) = module.metadata(module.entry.instructions[0]).frames
+    assert (frame.file, frame.line) == ("program.py", 26)
+    assert fuzz.check(text) is None
+
+
 def test_too_many_devices():
     with pytest.raises(errors.HloError) as caught:
         hlo.judge(

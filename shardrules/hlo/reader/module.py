@@ -282,7 +282,8 @@ class FrameTable:
     """The FileNames, FunctionNames, FileLocations and StackFrames tables, looked up lazily."""
 
     _ROW = re.compile(r"(\d+)[ \t]+([^\n]*)\n")
-    _LOCATION = re.compile(r"(\w+)=(\d{1,18})")
+    # Not tried anew from each letter of a word: that takes quadratic time.
+    _LOCATION = re.compile(r"\b(\w++)=(\d{1,18})")
     _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
     _SOURCE_FILE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"')
     _SOURCE_LINE = re.compile(r"source_line=(\d+)")

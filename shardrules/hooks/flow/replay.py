@@ -130,6 +130,7 @@ class ReplayHooks(Hooks):
 
     def _enterer(self, original):
         hooks, jax = self, self.jax
+        full: Any = None  # the mesh, not an empty one, that was seen last: a program has but one
 
         def __enter__(self):
             """Run an equation that was traced outside of shard_map under the mesh here.
@@ -137,9 +138,14 @@ class ReplayHooks(Hooks):
             JAX (0.6 to 0.12) runs it under the mesh that it was traced under, none, where nothing
             tells that types are followed.
             """
+            nonlocal full
             here = None
-            if self.context.cur_abstract_mesh.empty and hooks.acts:  # rare: asked first
-                here = jax.abstract_mesh()
+            mesh = self.context.cur_abstract_mesh
+            if mesh is not full:
+                if not mesh.empty:
+                    full = mesh
+                elif hooks.acts:
+                    here = jax.abstract_mesh()
             original(self)
             if here is not None:
                 jax.use_abstract_mesh(here).__enter__()  # the manager puts back what was before

@@ -53,6 +53,24 @@ def test_a_long_number_in_the_table_of_locations():
     assert fuzz.check(text) is None
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        T.parameter("{devices=[8]<=[8]" + 4_000 * " " + "x}"),
+        T.parameter("{devices=[8]0,1,2,3" + 4_000 * " " + "x}"),
+        T.parameter("{x" + 30_000 * " " + "x}"),
+        T.parameter("{mesh['a'=8, device_ids=(" + 4_000 * " " + "x)], ['a']}"),
+        T.parameter("{replicated}")
+        + "\n"
+        + T.all_reduce("%x", groups="{" + "".join(f"{{{k}}} " for k in range(40)) + "x}"),
+    ],
+    ids=["iota", "list", "unknown", "mesh", "groups"],
+)
+def test_spaces_are_not_split_in_every_way(damaged):
+    """The time grew with the fourth power of the spaces, and twofold with each group."""
+    assert fuzz.check(T.module(damaged + "\n" + T.all_reduce("%x", name="s"))) is None
+
+
 def test_too_many_devices():
     with pytest.raises(errors.HloError) as caught:
         hlo.judge(

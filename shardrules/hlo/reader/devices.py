@@ -126,12 +126,13 @@ class Groups:
 
 _NUMBERS = re.compile(r"\d+")
 _IOTA = re.compile(r"\[([\d,\s]*)\]\s*<=\s*\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?")
-_LIST = re.compile(r"\{\s*(?:\{[\d,\s]*\}\s*,?\s*)*\}")
+# Possessive: spaces between groups could be split in 2**n ways.
+_LIST = re.compile(r"\{\s*+(?:\{[\d,\s]*+\}\s*+,?\s*+)*+\}")
 _INNER = re.compile(r"\{([\d,\s]*)\}")
 _MESH = re.compile(r"mesh\[([^\]]*?)(?:,\s*(device_ids=\(.*?\)\)?))?\]")
 _AXIS = re.compile(r"'((?:[^'\\]|\\.)*)'\s*=\s*(\d+)")
 _DEVICE_IDS = re.compile(
-    r"device_ids=\(\s*(?:\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?|([\d,\s]*))\s*\)"
+    r"device_ids=\(\s*+(?:\[([\d,\s]*)\]\s*+(?:T\(([\d,\s]*)\))?|([\d,\s]*+))\s*+\)"
 )
 AXIS_REF = re.compile(r"'((?:[^'\\]|\\.)*)'(?::\((\d+)\)(\d+))?")
 _MAX_DEVICES = 1 << 20

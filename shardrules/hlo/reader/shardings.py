@@ -9,11 +9,12 @@ import numpy as np
 
 from shardrules.hlo.reader import devices as hd
 
-_TILED = re.compile(
-    r"devices=(\[[\d,\s]*\])\s*(<=\s*\[[\d,\s]*\]\s*(?:T\([\d,\s]*\))?|[\d,\s]+)"
-    r"\s*(last_tile_dim_replicate|last_tile_dims=\{([^}]*)\})?\s*"
-    r"(?:shard_(?:as|like)\s+\d+)?\s*"
+_TILED = re.compile(  # possessive where spaces could be split in many ways
+    r"devices=(\[[\d,\s]*\])\s*+(<=\s*+\[[\d,\s]*\]\s*+(?:T\([\d,\s]*\))?|[\d,\s]++)"
+    r"\s*+(last_tile_dim_replicate|last_tile_dims=\{([^}]*)\})?\s*+"
+    r"(?:shard_(?:as|like)\s++\d++)?\s*+"
 )
+_ALIKE = re.compile(r"(?<!\s)\s*+shard_(?:as|like)\s++\d++\s*$")
 _METADATA = re.compile(r"metadata=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\})*\}")
 
 
@@ -68,7 +69,7 @@ def read_sharding(text: str, partitions: int) -> Sharding:
     if inner.startswith("{") and inner.endswith("}"):
         inner = inner[1:-1]
     inner = inner.strip().rstrip(",").strip()
-    bare = re.sub(r"\s*shard_(?:as|like)\s+\d+\s*$", "", inner)
+    bare = _ALIKE.sub("", inner)
     if bare == "replicated":
         return Sharding(text, (0,) * partitions, why="replicated")
     if bare.startswith("mesh["):

@@ -1,5 +1,7 @@
 """Attributes: an instruction is what they say, wherever they stand; what is not known blocks."""
 
+import re
+
 import pytest
 
 from shardrules import errors, hlo
@@ -72,18 +74,30 @@ def test_an_attribute_that_is_not_known_blocks_a_collective(attributes):
         '%y = f32[8] negate(%x), metadata={op_name="n"},color=blue',
         '%y = f32[8] negate(%x), color=blue, metadata={op_name="n"}',
         "%y = f32[8] negate(\n  %x), color=blue",
+        '%y = f32[8] negate(%x), metadata={op_name="n"},\tcolor=blue',
+        '%y = f32[8] negate(%x), metadata={op_name="n"},/*red*/color=blue',
+        '%y = f32[8] negate(%x), metadata={op_name="n"}, color/*red*/=blue',
         "%y = f32[8] call(%x), to_apply=%kept, color=blue",
     ],
 )
 @pytest.mark.parametrize("known", [False, True])
 def test_an_attribute_that_is_not_known_blocks_what_follows(line, known):
     if known:
-        line = line.replace("color=blue", 'frontend_attributes={color="blue"}')
+        line = re.sub("color(.*)=blue", r'frontend_attributes\1={color="blue"}', line)
     kept = "%kept (k: f32[8]) -> f32[8] {\n  ROOT %k = f32[8] parameter(0)\n}\n\n"
     text = T.module(f"{T.parameter(T.DATA)}\n{line}\n{T.all_reduce('%y')}", kept)
     (verdict,) = hlo.judge(text, mesh=T.MESH).verdicts
     assert verdict.verdict == ("redundant" if known else "unproven")
     assert known or "has an attribute that is not known, color" in verdict.reason
+
+
+@pytest.mark.parametrize("key", ["Color", "_color", "2color"])
+def test_whatever_its_first_letter(key):
+    text = T.module(
+        f"{T.parameter(T.DATA)}\n%y = f32[8] negate(%x), {key}=blue\n{T.all_reduce('%y')}"
+    )
+    (verdict,) = hlo.judge(text).verdicts
+    assert f"has an attribute that is not known, {key}" in verdict.reason
 
 
 BRANCHES = """%yes (y: f32[8]) -> f32[8] {{

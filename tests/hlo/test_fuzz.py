@@ -118,3 +118,8 @@ def test_calls_nested_beyond_reason_are_opaque():
     ).verdicts
     assert verdict.verdict == "unproven"
     assert "is nested too deep for the proof" in verdict.reason
+
+
+def test_strings_full_of_what_looks_like_keys_are_read_once():
+    name = ", q=1" * 20_000
+    assert fuzz.check(T.module(f'%x = f32[8] parameter(0), metadata={{op_name="{name}"}}')) is None

@@ -136,7 +136,7 @@ class Proof(Control, Outside):
         self._handlers = handlers
         self._find_unfollowed()
         # Devices of which one runs a branch or an iteration more are at another place of theirs.
-        self._infeeds_elsewhere = "infeed(" in module.text and any(
+        self._infeeds_elsewhere = "infeed" in module.text and any(
             not c.is_entry and any(i.opcode == "infeed" for i in c.instructions)
             for c in module.computations.values()
         )

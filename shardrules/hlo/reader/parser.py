@@ -27,8 +27,8 @@ _SHAPE = (
 # after a comma and in metadata, windows and shardings; any other may stand before an instruction.
 _INNER = "(?:op_|source_|stack_|deduplicated_|scheduling_|profile_|size|stride|pad|[lr]hs_)[a-z_]*="
 _REST = (
-    r'(?:, [^\n" ]*+(?:(?:"[^"\\\n]*+(?:"|\\.[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")'
-    r"|(?<=,) | (?=" + _INNER + r"|last_tile|\{'))[^\n\" ]*+)*+"
+    r'(?:, [^ \t-\r"/]*+(?:(?:"[^"\\\n]*+(?:"|\\.[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")'
+    r"|(?<=,) | (?=" + _INNER + r"|last_tile|\{'))[^ \t-\r\"/]*+)*+"
     r"(?<![,={(\[]))?+\n"
 )
 # The computation that most calls name in an attribute that XLA prints first.
@@ -49,7 +49,7 @@ _HEADER = spaced(r"(ENTRY(?=[\s/]) )?%?([\w.\-]+) (?=[({])")
 _TABLE = re.compile(r"([A-Z]\w*)[ \t]*\n((?:[ \t]*\d+[ \t][^\n]*\n)+)")
 _MODULE = spaced(r"HloModule(?=[\s/]) (\"[^\"\n]*\"|[^\s,/]+)")
 _ALONE = re.compile(r"(?:ROOT\s+)?(?:%?[\w.\-]+\s*=\s*)?(?:\(|b\(|\w+\[|[a-z][\w\-]*\()")
-_PRINTED_KEY = re.compile(r", ?([a-z][\w\-]*)=")
+_PRINTED_KEY = re.compile(r", ?([\w\-]+)=")
 
 # Opcodes whose attributes name computations. Others can't call any.
 _CALLERS = frozenset(
@@ -320,12 +320,15 @@ class _Parser(forms.Forms):
             key=lambda i: i.start,
         )
         starts = [i.start for i in found]
+        read, names = -1, {}
         for key in _PRINTED_KEY.finditer(self.text, first):
             place = bisect.bisect_right(starts, key.start()) - 1
             if key[1] not in attributes.KNOWN and place >= 0:
-                for name, value, _ in found[place].attributes():
-                    if value == key.end():
-                        self.strange[starts[place]] = name
+                if place != read:  # once, however much in its strings looks like a key
+                    read = place
+                    names = {value: name for name, value, _ in found[place].attributes()}
+                if key.end() in names:
+                    self.strange[starts[place]] = names[key.end()]
 
     def _count(self, header: dict[str, str], key: str) -> int | None:
         value = header.get(key)

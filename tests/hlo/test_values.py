@@ -89,6 +89,15 @@ TABLE = "{ {0,0,1,1,2,2,3,3}, {0,1,0,1,0,1,0,1} }"
         (0, "%v = s32[2,8]{0,1} bitcast(%t)", "needed"),
         (0, "%v = s32[2,8]{1,0:T(8,128)} bitcast(%t)", "needed"),
         (0, "%v = s32[2,8]{1,0} reshape(%t)", "redundant"),
+        (0, "%v = s32[2,8]{1,0} bitcast(%t)", "redundant"),
+        # printed without layouts
+        (0, "%v = s32[2,8] bitcast(%t)", "needed"),
+        (0, "%w = s32[2,8] reshape(%t)\n%v = s32[2,8] bitcast(%w)", "needed"),
+        (
+            0,
+            "%w = s32[1,16] reshape(%t)\n%l = s32[16] bitcast(%w)\n%v = s32[2,8] reshape(%l)",
+            "redundant",
+        ),
     ],
 )
 def test_a_bitcast_between_layouts_permutes(row, relaid, expected):

@@ -124,12 +124,13 @@ class Shape(NamedTuple):
 
     @property
     def is_row_major(self) -> bool:
-        """Tell whether elements lie in memory in row-major order, without tiles."""
+        """Tell whether elements are shown to lie in memory in row-major order, without tiles."""
         order, _, tiles = self.layout.partition(":")
         if re.sub(r"[SE]\(\d+\)", "", tiles):
             return False
-        rank = len(self.dimensions)
-        return not order or order == ",".join(str(i) for i in reversed(range(rank)))
+        if not order:
+            return sum(size > 1 for size in self.dimensions) <= 1
+        return order == ",".join(str(i) for i in reversed(range(len(self.dimensions))))
 
     def __str__(self) -> str:
         if self.elements is not None:

@@ -109,10 +109,10 @@ def test_each_array_of_a_combined_permute_counts(extra, counted):
     assert [v.collective.operand_bytes for v in found.verdicts] == [32] * counted
 
 
-@pytest.mark.parametrize("takes", [True, False])
-def test_infeeds_are_alike_only_where_all_devices_took_as_many(takes):
+@pytest.mark.parametrize("infeed, takes", [("infeed", True), ("infeed ", True), ("infeed", False)])
+def test_infeeds_are_alike_only_where_all_devices_took_as_many(infeed, takes):
     branches = ""
-    for name, made in (("yes", "infeed(%e.NAME), sharding={replicated}"), ("no", "")):
+    for name, made in (("yes", f"{infeed}(%e.NAME), sharding={{replicated}}"), ("no", "")):
         made = made if made and takes else "tuple(%same.NAME, %e.NAME)"
         branches += f"""%NAME (t.NAME: (f32[8], token[])) -> (f32[8], token[]) {{
   %t.NAME = (f32[8], token[]) parameter(0)
@@ -130,7 +130,7 @@ def test_infeeds_are_alike_only_where_all_devices_took_as_many(takes):
         %t = (f32[8], token[]) tuple(%x, %k)
         %c = (f32[8], token[]) conditional(%p, %t, %t), true_computation=%yes, false_computation=%no
         %after = token[] get-tuple-element(%c), index=1
-        %i = (f32[8], token[]) infeed(%after), sharding={{replicated}}
+        %i = (f32[8], token[]) {infeed}(%after), sharding={{replicated}}
         %v = f32[8] get-tuple-element(%i), index=0
         {T.all_reduce("%v")}""",
         branches,
@@ -215,3 +215,71 @@ def test_a_step_beside_another_collectives_done_is_counted_with_its_own():
         both + chained("last", "1", "AsyncCollectiveDone"),
     )
     assert [v.collective.name for v in found.verdicts] == ["r.both", "r.last"]
+
+
+SECOND = "{{2,3},{0,1},{4,5},{6,7}}"
+
+
+@pytest.mark.parametrize(
+    "begins, held, expected",
+    [
+        ("%zero", "%x", ["redundant", "redundant"]),
+        # who receives can't know where the sender's slice begins
+        ("%i", "%x", ["needed", "needed"]),
+        # what 2 and 3 receive is alike, what they held is not
+        ("%zero", "%own", ["needed", "needed"]),
+    ],
+)
+def test_a_permute_in_place_depends_on_all_that_it_takes(begins, held, expected):
+    found = judged(
+        f"""%id = u32[] partition-id()
+        %i = s32[] convert(%id)
+        %zero = s32[] constant(0)
+        %two = u32[] constant(2)
+        %sends = pred[] compare(%id, %two), direction=LT
+        %f = f32[] convert(%id)
+        %nought = f32[] constant(0)
+        %s = f32[] select(%sends, %nought, %f)
+        %own = f32[8] broadcast(%s), dimensions={{}}
+        %c = f32[8] collective-permute(%x, {held}, {begins}, %zero), channel_id=1,
+          source_target_pairs={{{{0,2}},{{1,3}},{{2,4}},{{3,5}},{{4,6}},{{5,7}},{{6,0}},{{7,1}}}},
+          slice_sizes={{{{4}}}}
+        {T.all_reduce("%c", SECOND)}""".replace(",\n", ", ")
+    )
+    assert [v.verdict for v in found.verdicts] == expected
+
+
+@pytest.mark.parametrize(
+    "made", ["all-reduce(%v)", "all-gather(%v)", 'all-to-all(%v), metadata={op_name="f"}']
+)
+def test_without_its_attributes_a_collective_says_nothing(made):
+    """As XLA prints it where its print_extra_attributes is off."""
+    found = judged(
+        f"""%id = u32[] partition-id()
+        %v = u32[8] broadcast(%id), dimensions={{}}
+        %r = u32[8] {made}"""
+    )
+    assert found.verdicts[0].verdict == "unproven"
+    assert "has no replica_groups" in found.verdicts[0].reason
+
+
+def test_groups_of_one_that_are_not_read_whole_are_not_redundant():
+    alone = "{{0},{1},{2},{3},{4},{5},{6},{7}}"
+    (found,) = judged(T.all_reduce("%x", alone, extra=", color=blue")).verdicts
+    assert found.verdict == "unproven"
+    assert "color=blue" in found.reason
+
+
+def test_devices_that_a_permute_names_need_not_be_all():
+    """Of partition-ids 0 and 1 alone, which are told, a comparison with 2 is the same."""
+    found = judged(
+        f"""%id = u32[] partition-id()
+        %two = u32[] constant(2)
+        %p = pred[] compare(%id, %two), direction=LT
+        %v = f32[] convert(%p)
+        %c = f32[8] collective-permute(%x), channel_id=1, source_target_pairs={{{{0,1}},{{1,0}}}}
+        {T.all_reduce("%v", "{}", "f32[]").replace("use_global_device_ids=true, ", "")}""",
+        header="is_scheduled=true",
+    )
+    assert found.verdicts[1].verdict == "unproven"
+    assert "the text doesn't say how many" in found.verdicts[1].reason

@@ -142,9 +142,10 @@ def read_channel(
             module.text, place, f"{instruction.opcode} {instruction.name!r}: {refused}"
         )
     groups, pairs, mesh = found[0]
-    told = module.num_partitions is not None or module.replica_count is not None
-    if text.strip() == "{}" and not told and relations.device_count == 1:
+    if not relations.told and not text.strip("{} \n"):
         unread = "groups of all devices, and the text doesn't say how many (pass mesh=)"
+    if not permute and "replica_groups" not in values:  # XLA prints them even where it has none
+        unread = "no replica_groups: is the text printed without attributes?"
     if number and len(readings) > 1 and [f[0].rows for f in found] != [groups.rows] * 2:
         unread = f"channel_id={number}, which XLA reads in two ways"
     if permute:

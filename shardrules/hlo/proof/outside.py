@@ -107,7 +107,9 @@ class Outside(Values):
             # A member's piece k may come from any operand of member k.
             result: Any = apply(self._all(operands))
         elif hc.updates_in_place(instruction, kind):
-            result = apply(self._all(operands))
+            # Beside what is moved stands what the target held.
+            whole = self._all(operands)
+            result = self.states.refine(apply(whole), whole)
         elif len(operands) == 1:
             value = operands[0]
             known = self._known(channel, value, guard)

@@ -87,7 +87,8 @@ def judge(
         for length in dict(mesh).values():
             size *= length if isinstance(length, int) else 1
     partitions, replicas = inputs.device_counts(module, size)
-    relations = hd.Relations(partitions * replicas)
+    told_counts = (size, module.num_partitions, module.replica_count)
+    relations = hd.Relations(partitions * replicas, any(n is not None for n in told_counts))
     states = hs.States(relations)
     named = hd.make_mesh(mesh, relations, module.name, partitions) if mesh is not None else None
     axes = dict(mesh) if mesh is not None else inputs.find_mesh(module, relations.device_count)
@@ -259,7 +260,9 @@ class _Judge:
         operands = record.operands
         shapes = [computation.instructions[o].shape for o in instruction.operands]
         in_place = hc.updates_in_place(instruction, kind)
-        together = kind == "ragged-all-to-all" or kind == "all-to-all" and len(operands) > 1
+        # Of a permute in place, where the slice that is moved begins may differ like what it is of.
+        together = in_place or kind == "ragged-all-to-all"
+        together = together or kind == "all-to-all" and len(operands) > 1
         merged = self.proof.collapse(tuple(operands)) if together else 0
         phase = self.names.whole(computation, position)
         verdicts = []
@@ -353,7 +356,7 @@ class _Judge:
                 blockers=rules.blockers,
                 divergent=True,
             )
-        if channel.unread and self.relations.device_count == 1:  # where all is equal
+        if channel.unread:  # its groups, too, may be others
             shown = "; ".join(str(b) for b in state.blockers)
             return verdict("unproven", shown, blockers=state.blockers)
         proven = self._within(channel, state.proven)

@@ -25,10 +25,16 @@ DISTINCT = 1  # the relation in which every device holds its own
 
 
 class Relations:
-    """The interned relations over a number of devices."""
+    """The interned relations over a number of devices.
 
-    def __init__(self, device_count: int):
+    Attributes:
+      device_count: how many there are.
+      told: somebody said how many; else it is the most that the text names.
+    """
+
+    def __init__(self, device_count: int, told: bool = True):
         self.device_count = device_count
+        self.told = told
         self._ids: dict[bytes, int] = {}
         self._arrays: list[np.ndarray] = []
         self._refined: dict[tuple[int, int], int] = {}

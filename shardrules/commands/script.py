@@ -165,6 +165,7 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
     handled = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if handled:
         signal.signal(signal.SIGTERM, terminated)
+        _end_forked_at_once(terminated)
     try:
         with around:
             code = _executed(target.code, main)
@@ -175,6 +176,30 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
     if handled and signal.getsignal(signal.SIGTERM) is terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return code or found
+
+
+def _end_forked_at_once(handler: Callable[..., None]) -> None:
+    """Let SIGTERM end a forked process as it does without this handler.
+
+    Blocked until the child has the default again: a handler in Python is not called for a signal
+    that comes before the child's interpreter is ready, which drops it.
+    """
+    if not hasattr(os, "register_at_fork"):  # Windows
+        return
+    before = threading.local()
+
+    def block() -> None:
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def restore() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+
+    def restore_in_child() -> None:
+        if signal.getsignal(signal.SIGTERM) is handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        restore()
+
+    os.register_at_fork(before=block, after_in_parent=restore, after_in_child=restore_in_child)
 
 
 def _executed(code: types.CodeType, main: types.ModuleType) -> int:

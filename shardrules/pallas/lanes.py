@@ -14,16 +14,17 @@ def lanes_differ(walk: Walk, frame: Frame, atom: Any) -> bool:
 
     Sums of integers wrap around, which keeps what differs apart.
     """
-    name, eqn = _made_by(walk, frame, atom)
-    if name == "jax:iota":
-        return atom.aval.ndim == 1 and _holds_each_lane(atom.aval)
-    if name in ("jax:add", "jax:sub"):
+    while True:
+        name, eqn = _made_by(walk, frame, atom)
+        if name not in ("jax:add", "jax:sub"):
+            return name == "jax:iota" and atom.aval.ndim == 1 and _holds_each_lane(atom.aval)
         one, other = eqn.invars
-        return any(
-            lanes_differ(walk, frame, a) and _lanes_agree(walk, frame, b)
-            for a, b in ((one, other), (other, one))
-        )
-    return False
+        if _lanes_agree(walk, frame, other):
+            atom = one
+        elif _lanes_agree(walk, frame, one):
+            atom = other
+        else:
+            return False
 
 
 def _lanes_agree(walk: Walk, frame: Frame, atom: Any) -> bool:

@@ -650,6 +650,13 @@ def fetch_and_add(x, o, counts):
     pltpu.sync_copy(x.at[at], o.at[0])
 
 
+def repeated(value, step, times=1000):
+    """Apply a step many times, as an unrolled loop does."""
+    for _ in range(times):
+        value = step(value)
+    return value
+
+
 def scattered(columns, memory=VMEM):
     """Call a kernel that adds floats to a row that data choose, in columns of the lanes' numbers."""
 

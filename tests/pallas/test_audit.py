@@ -118,6 +118,7 @@ REFUSED = {
             "columns of data": [lambda lanes, row: row],
             "some columns twice": [lambda lanes, row: lanes & 3],
             "one column": [lambda lanes, row: lanes - lanes],
+            "columns doubled, and doubled": [lambda lanes, row: k.repeated(lanes, lambda c: c + c)],
             "what subcores share": [lambda lanes, row: lanes, pltpu.VMEM_SHARED(k.ROWS, k.X.dtype)],
         }.items()
     },
@@ -131,6 +132,9 @@ PROVEN = {
     ),
     "SparseCore: added to each column": k.scattered(lambda lanes, row: lanes),
     "SparseCore: added from a column on": k.scattered(lambda lanes, row: row - (3 + lanes)),
+    "SparseCore: added far along": k.scattered(
+        lambda lanes, row: k.repeated(lanes, lambda c: c + 1)
+    ),
     "over a batch": lambda: jax.vmap(lambda x: pl.pallas_call(k.copy, k.X)(x))(
         jnp.zeros((3, *k.ROWS))
     ),

@@ -283,3 +283,52 @@ def test_devices_that_a_permute_names_need_not_be_all():
     )
     assert found.verdicts[1].verdict == "unproven"
     assert "the text doesn't say how many" in found.verdicts[1].reason
+
+
+TWICE = "((f32[8], f32[8]), (f32[8], f32[8]))"
+
+
+@pytest.mark.parametrize(
+    "kind, taken",
+    [("collective-permute", "%s"), ("collective-permute", "%t"), ("async", "%s"), ("async", "%t")],
+)
+def test_a_start_that_was_taken_apart_still_gives_its_result(kind, taken):
+    """Device 2 gets what 0 has, 0 gets zeros: its operands are equal on both, its results not."""
+    moved = "collective-permute(%x, %x), channel_id=1, source_target_pairs={{0,2}}"
+    if kind == "async":
+        before = f"""%moves (x: f32[8]) -> (f32[8], f32[8]) {{
+  %x = f32[8] parameter(0)
+  ROOT %c = (f32[8], f32[8]) {moved}
+}}
+
+"""
+        started, shape = "async-start(%x), calls=%moves", "((f32[8]), (f32[8], f32[8]))"
+    else:
+        before, started, shape = "", moved.replace("(%x", "-start(%x"), TWICE
+    found = judged(
+        f"""%s = {shape} {started}
+        %o = {shape[1 : shape.index(")") + 1]} get-tuple-element(%s), index=0
+        %m = (f32[8], f32[8]) get-tuple-element(%s), index=1
+        %t = {shape} tuple(%o, %m)
+        %d = (f32[8], f32[8]) {kind}-done({taken})
+        %g = f32[8] get-tuple-element(%d), index=0
+        {T.all_reduce("%g", T.OVER_DATA)}""",
+        before,
+    )
+    assert found.verdicts[-1].verdict == "needed"
+
+
+@pytest.mark.parametrize("index, expected", [(0, "needed"), (1, "redundant")])
+def test_an_all_reduce_start_that_gives_its_operand_beside_its_result(index, expected):
+    """As XLA for GPUs prints it from JAX 0.12 on."""
+    started = T.all_reduce("%own", T.ALL, name="s", shape="((f32[8]), f32[8])")
+    found = judged(
+        f"""%id = u32[] partition-id()
+        %f = f32[] convert(%id)
+        %own = f32[8] broadcast(%f), dimensions={{}}
+        {started.replace("all-reduce(", "all-reduce-start(")}
+        %e = {("(f32[8])", "f32[8]")[index]} get-tuple-element(%s), index={index}
+        %g = f32[8] {("get-tuple-element(%e), index=0", "negate(%e)")[index]}
+        {T.all_reduce("%g")}"""
+    )
+    assert found.verdicts[-1].verdict == expected

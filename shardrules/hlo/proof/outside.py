@@ -135,8 +135,11 @@ class Outside(Values):
                     )
                 result.append(known)
             result = tuple(result)
-        if not opcode.endswith("-start") or kind == "all-reduce":
+        if not opcode.endswith("-start"):
             return result
+        first = (instruction.shape.elements or (instruction.shape,))[0]
+        if kind == "all-reduce" and not first.is_tuple:
+            return result  # and its operands beside it only from JAX 0.12 on
         return Started(operands[0] if len(operands) == 1 else tuple(operands), result)
 
     def _how(self, computation, instruction, kind: str, channel: hc.Channel, operands) -> str:

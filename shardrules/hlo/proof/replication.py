@@ -351,7 +351,7 @@ class Proof(Control, Outside):
 
     def _done(self, computation, position, instruction, operands, guard):
         value = operands[0] if operands else 0
-        return value.result if isinstance(value, Started) else value
+        return value.result if isinstance(value, Started) else self.collapse(value)
 
     def _applier(self, computation, position, instruction, operands, guard):
         own = self._applied(instruction)
@@ -392,8 +392,10 @@ class Proof(Control, Outside):
         if opcode.endswith("-done") or opcode.endswith("-update"):
             if operands and isinstance(operands[0], Started):
                 return operands[0] if opcode.endswith("-update") else operands[0].result
-            if opcode[:-5] in hc.OPCODES and operands:  # an all-reduce-start gives its result
-                return operands[0]
+            if opcode[:-5] in hc.OPCODES and operands:
+                # An all-reduce-start may give its result alone; another tuple holds operands, too.
+                started = computation.instructions[instruction.operands[0]].opcode
+                return operands[0] if started == "all-reduce-start" else self.collapse(operands[0])
         elif opcode.endswith("-start"):
             base = opcode[:-6]
             if base in ELEMENTWISE or base in LOCAL:

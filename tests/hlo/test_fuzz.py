@@ -123,3 +123,17 @@ def test_calls_nested_beyond_reason_are_opaque():
 def test_strings_full_of_what_looks_like_keys_are_read_once():
     name = ", q=1" * 20_000
     assert fuzz.check(T.module(f'%x = f32[8] parameter(0), metadata={{op_name="{name}"}}')) is None
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        'metadata={op_name="' + "shardrules.mesh=" * 5_000 + '"}',
+        'metadata={op_name="' + "pallas_call[" * 8_000 + '"}',
+        'frontend_attributes={kernel_metadata={"a":{"b":"' + "A" * 60_000 + '"}}}',
+    ],
+)
+def test_what_a_kernels_call_says_of_itself_is_read_in_linear_time(attribute):
+    call = f'%k = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", {attribute}'
+    entry = T.parameter("{replicated}") + f"\n{call}\n{T.all_reduce('%k')}"
+    assert fuzz.check(T.module(entry)) is None

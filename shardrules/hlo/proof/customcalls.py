@@ -79,11 +79,11 @@ SHARED_TARGETS = frozenset(
 )
 
 _ATTRIBUTE = re.compile(
-    r'([\w.\-]+)\s*=\s*("[^"\\]*(?:\\.[^"\\]*)*"|\{[^{}]*\}|'
+    r'(?<![\w.\-])([\w.\-]++)\s*=\s*("[^"\\]*(?:\\.[^"\\]*)*"|\{[^{}]*\}|'
     r'[^",{}]+(?:,(?!\s*[\w.\-]+\s*=)[^",{}=]*)*)'
 )
 _NAME = re.compile(r'(?<![\w.])(?:kernel_name|name)"?\s*[=:]\s*"((?:[^"\\]|\\.)*)"')
-_PALLAS = re.compile(r"pallas_call\[.*?\bname=([\w.<>\-]+)")
+_PALLAS = re.compile(r"\bname=([\w.<>\-]+)")
 
 
 def frontend_attributes(text: str | None) -> dict[str, str]:
@@ -124,7 +124,7 @@ def kernel_name(
     for key in ("kernel_name", "name"):
         if tag.get(key):
             return tag[key]
-    found = _PALLAS.search(metadata.op_name)
+    found = _PALLAS.search(metadata.op_name.partition("pallas_call[")[2])
     return found[1] if found else None
 
 

@@ -17,7 +17,10 @@ from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import shardings
 
 MAX_DEVICES = 1 << 20
-_TAG_MESH = re.compile(r'shardrules\.mesh\s*=\s*(?:"([^"]*)"|([^}"]*?)(?=,\s*[\w.]+=[^,]*"|\}|$))')
+_SIZED = r'[^",=}]++=\d++'
+_TAG_MESH = re.compile(
+    rf'shardrules\.mesh\s*=\s*(?:"([^"]*)"|({_SIZED}(?:,{_SIZED})*+)(?=\s*(?:[,}}]|$)))'
+)
 _SHARDING_MESH = re.compile(r"sharding=\{+(?=mesh\[')")
 
 

@@ -159,12 +159,13 @@ def _is_here(file: str) -> bool:
     return not inside.startswith(os.pardir) and not os.path.isabs(inside) and os.path.isfile(file)
 
 
-def patch(found: Sequence[Row], script: str) -> tuple[str, list[str]]:
+def patch(found: Sequence[Row], script: str, rules: Sequence[str] = ()) -> tuple[str, list[str]]:
     """Make the patch that switches on what can be switched now, for ``patch -p1`` in this folder.
 
     Args:
       found: the sites.
       script: the path of the script, which is to install the hooks.
+      rules: lines that give the rules which the sites were looked at with, for the script.
 
     Returns:
       The patch as a unified diff, empty if there is nothing to switch; and the sites that are to be
@@ -207,14 +208,17 @@ def patch(found: Sequence[Row], script: str) -> tuple[str, list[str]]:
         texts.setdefault(script, _lines(script))
         lines = after.setdefault(script, list(texts[script]))
         where = _place_to_install(script, edits.get(script, []))
-        if where is not None:
+        if where is None:
+            left += [f"{script}: write {line} there" for line in rules]
+        else:
             newline = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
-            added = ["", *_INSTALL.splitlines(), ""] if where else [*_INSTALL.splitlines(), ""]
+            added = [*([""] if where else []), *_INSTALL.splitlines(), *rules, ""]
             if where < len(lines) and not lines[where].strip():
                 added.pop()
             lines[where:where] = [line + newline for line in added]
     else:
         left.append(f'{script}: call shardrules.install(casts="cheapest") there')
+        left += [f"{script}: write {line} there" for line in rules]
     diff: list[str] = []
     for file in texts:
         name = os.path.relpath(file).replace(os.sep, "/")

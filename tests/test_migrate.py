@@ -100,6 +100,39 @@ def test_a_scripts_table_and_its_patch(tmp_path):
     assert "(layer)" not in again.stderr and "2 shard_maps with the check off" in again.stderr
 
 
+def test_rules_of_flags_are_in_the_patch_and_those_that_match_nothing_are_named(tmp_path):
+    text = SCRIPT.replace("2 * x_ref[...]", "2 * x_ref[...] + 0 * jax.lax.axis_index('model')")
+    text = text.replace('P("data")', 'P(("data", "model"))')  # its bwd has nothing to sum
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "our_rules.py").write_text(
+        "import shardrules\nshardrules.register('kernel', shardrules.permute('model'))\n"
+    )
+    plain = run(tmp_path, "train.py")
+    for flags, line in (
+        (("--rule", "ker*=per_device(model)"), "shardrules.register('ker*', "),
+        (("--rules", "our_rules"), "import our_rules"),
+    ):
+        flags += ("--rule", "kernl=no_communication", "--diff", "on.patch")
+        done = run(tmp_path, "-m", "shardrules", "migrate", *flags, "train.py")
+        assert "--rule=kernl=no_communication matches no kernel" in done.stderr
+        patch = (tmp_path / "on.patch").read_text()
+        assert f"\n+{line}" in patch and "kernl" not in patch, done.stderr
+        shutil.copy(tmp_path / "train.py", tmp_path / "patched.py")
+        subprocess.run(["patch", "-p1", "-i", "on.patch", "patched.py"], cwd=tmp_path, check=True)
+        patched = run(tmp_path, "patched.py")
+        assert patched.stdout == plain.stdout, patched.stderr
+
+
+def test_rules_are_to_be_written_by_hand_where_the_script_installs_already(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = pathlib.Path("file.py")
+    text = "import shardrules\nshardrules.install()\nx = shard_map(f, check_vma=False)\n"
+    row = migration.Row(call(path, text), (), migration.SWITCH)
+    line = "shardrules.register('k', shardrules.no_communication)"
+    patch, left = migration.patch([row], str(path), [line])
+    assert line not in patch and left == [f"file.py: write {line} there"]
+
+
 def call(path, text, function="f"):
     """The site of the first call of shard_map in a file."""
     path.write_bytes(text.encode())

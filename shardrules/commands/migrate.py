@@ -16,6 +16,7 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
+from shardrules import registry
 from shardrules.commands import flags, rules, script
 
 __all__ = ["add_arguments", "run"]
@@ -50,10 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
             pathlib.Path(file).open("a").close()  # said now if it can't be written
     rules.check(arguments)
     calls: list[switching.Call] = []
+    given: dict[str, list[registry.Registration]] = {}
 
     @contextlib.contextmanager
     def watched() -> Iterator[None]:
-        stop = switching.start(calls.append, lambda: rules.register(arguments))
+        stop = switching.start(calls.append, lambda: given.update(rules.register(arguments)))
         try:
             yield
         finally:
@@ -64,8 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
 
         found = migration.rows(calls)
         text = migration.written(found)
+        declared = {place for call in calls for place in call.declared}
+        used = [flag for flag, some in given.items() if declared & {one.where for one in some}]
+        missing = list(dict.fromkeys(one.kernel for call in calls for one in call.missing))
+        for flag, some in given.items():
+            if some and flag not in used:
+                line = rules.unmatched(flag, some[0].name, missing)
+                print(f"shardrules: {line}", file=sys.stderr, flush=True)
         if arguments.diff is not None:
-            patch, left = migration.patch(found, target.file)
+            patch, left = migration.patch(found, target.file, [rules.to_write(f) for f in used])
             _write(arguments.diff, patch)
             if left:
                 text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in left)])

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules import registry
@@ -22,7 +22,7 @@ from shardrules.registry import builtin
 if TYPE_CHECKING:
     from shardrules import hlo
 
-__all__ = ["Rules", "add_arguments", "check", "register"]
+__all__ = ["Rules", "add_arguments", "check", "register", "to_write", "unmatched"]
 
 # Of the rules those that say what they do without the types that a call has.
 _RULES = (
@@ -138,15 +138,27 @@ class Rules:
         for flag, entries in self._given.items():
             if not entries or any(e in self._used for e in entries):
                 continue
-            names = _kernels(judgements)
-            near = difflib.get_close_matches(entries[0].name, names, 1)
-            there = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if names[6:] else "")
-            lines.append(
-                f"{flag} matches no kernel"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-                + (f"; without a rule: {there}" if there else "; none is without a rule")
-            )
+            lines.append(unmatched(flag, entries[0].name, _kernels(judgements)))
         return lines
+
+
+def unmatched(flag: str, name: str, kernels: Sequence[str]) -> str:
+    """Say of a flag that it matched no kernel, and which ones are without a rule."""
+    near = difflib.get_close_matches(name, kernels, 1)
+    there = ", ".join(kernels[:6]) + (f" and {len(kernels) - 6} more" if kernels[6:] else "")
+    return (
+        f"{flag} matches no kernel"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+        + (f"; without a rule: {there}" if there else "; none is without a rule")
+    )
+
+
+def to_write(flag: str) -> str:
+    """Return the line that says in a program what a flag of ``register`` says."""
+    if not flag.startswith(_RULE_FLAG):
+        return f"import {flag.partition('=')[2]}  # registers rules"
+    name, rule = _read(flag.removeprefix(_RULE_FLAG))
+    return f"shardrules.register({name!r}, shardrules.{rule!r})"
 
 
 def _kernels(judgements: Iterable[hlo.Judgement]) -> list[str]:

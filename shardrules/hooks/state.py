@@ -110,6 +110,7 @@ class Notes:
         paste.
       sums: each psum that was put in.
       placements: where casts were placed anew.
+      declared: where each declaration that a call obeys stands.
     """
 
     unknown: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = dataclasses.field(
@@ -117,6 +118,7 @@ class Notes:
     )
     sums: list[NotedSum] = dataclasses.field(default_factory=list)
     placements: list[Placement] = dataclasses.field(default_factory=list)
+    declared: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,6 +69,7 @@ class Call:
       undifferentiated: why the derivative was not traced, empty if it was.
       takes_gradients: the body differentiates in reverse: with the check on, to other values.
       before, after: all-reduces with the check off and on, in the forward and backward pass.
+      declared: where the rules stand that its kernels found by their names.
     """
 
     site: Site
@@ -81,6 +82,7 @@ class Call:
     takes_gradients: bool
     before: tuple[looks.Sum, ...] | None
     after: tuple[looks.Sum, ...] | None
+    declared: tuple[str, ...] = ()
 
 
 _lock = threading.RLock()
@@ -289,6 +291,7 @@ def _look(site: Site, off: Any, make_on: Callable[[], Any], args: tuple, kind: s
                 looks.is_transposed(called),
                 before if one == site else None,
                 on.sums if one == site else None,
+                on.declared if one == site else (),
             )
         )
     return found
@@ -299,6 +302,7 @@ class _On(NamedTuple):
 
     sums: tuple[looks.Sum, ...] | None
     missing: tuple[MissingRule, ...]
+    declared: tuple[str, ...]
     error: Exception | None
     culprit: Site | None
     met: tuple[Site, ...]
@@ -321,6 +325,7 @@ def _trace_on(make_on: Callable[[], Any], args: tuple, derivative: bool) -> _On:
         return _On(
             None if closed is None else tuple(looks.sums(closed)),
             missing,
+            tuple(dict.fromkeys(notes.declared)),
             failed,
             blamed[1] if blamed is not None and blamed[0] is failed else None,
             tuple(one for one in thread.met or ()),

@@ -143,6 +143,8 @@ def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
         for name in (call.name, *call.aliases):
             found = state.registry.find(name, call.module, call.place, call.target)
             if found is not None:
+                if scope.notes is not None:
+                    scope.notes.declared.append(found.where)
                 return found
     return None
 

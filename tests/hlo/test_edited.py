@@ -270,6 +270,22 @@ def test_groups_of_one_that_are_not_read_whole_are_not_redundant():
     assert "color=blue" in found.reason
 
 
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize(
+    "opcode, drop",
+    [("replica-id", ""), ("partition-id", "channel_id=1, use_global_device_ids=true, ")],
+)
+def test_devices_that_groups_name_may_be_partitions_or_replicas(opcode, drop, told):
+    summed = T.all_reduce("%id", T.ALL, "u32[]", apply="addi")
+    for word in drop.split(", "):
+        summed = summed.replace(word + ", ", "") if word else summed
+    count = f", {'replica_count' if drop else 'num_partitions'}=8" if told else ""
+    text = T.module(f"%id = u32[] {opcode}()\n{summed}", header="is_scheduled=true" + count)
+    (found,) = hlo.judge(text).verdicts
+    assert found.verdict == ("redundant" if told else "unproven")
+    assert told or "the text doesn't say how many" in found.reason
+
+
 def test_devices_that_a_permute_names_need_not_be_all():
     """Of partition-ids 0 and 1 alone, which are told, a comparison with 2 is the same."""
     found = judged(

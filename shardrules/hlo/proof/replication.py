@@ -97,8 +97,14 @@ class Proof(Control, Outside):
             sum(len(c.instructions) for c in module.computations.values())
         )
         ids = np.arange(self.relations.device_count, dtype=np.uint32)
-        self._partition_id = self._device_number(ids % partitions, "partition-id")
-        self._replica_id = self._device_number(ids // partitions, "replica-id")
+        self._partition_id: Any = self._device_number(ids % partitions, "partition-id")
+        self._replica_id: Any = self._device_number(ids // partitions, "replica-id")
+        if not self.relations.told and len(ids) > 1:  # they may be of either kind
+            both = "partition-id or replica-id, and the text doesn't say how many (pass mesh=)"
+            if partitions == 1:
+                self._partition_id = self._blocked(hs.Blocker(both), ())
+            if replicas == 1:
+                self._replica_id = self._blocked(hs.Blocker(both), ())
         handlers: dict[str, Any] = dict.fromkeys((*ELEMENTWISE, *LOCAL))
         handlers |= {
             "parameter": _PARAMETER,

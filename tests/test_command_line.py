@@ -425,6 +425,20 @@ def test_diff_compares_the_groups_themselves(tmp_path):
     assert run("diff", one, one).returncode == 0
 
 
+def test_diff_names_axes_by_the_mesh_that_one_of_two_texts_tells(tmp_path):
+    bare, told = tmp_path / "bare", tmp_path / "told"
+    bare.write_text(clean_module())
+    header, rest = clean_module().split("\n", 1)
+    mesh = ', frontend_attributes={shardrules.mesh="data=4,model=2"}'
+    told.write_text(f"{header}{mesh}\n{rest}")
+    for pair in ((bare, told), (told, bare)):
+        done = run("diff", *pair)
+        assert (done.returncode, done.stdout) == (0, "the same collectives: 1, 32 B\n"), done.stderr
+    bare.write_text(T.module(f"{T.parameter(T.BOTH)}\n{T.all_reduce('%x', '[2,4]<=[8]')}"))
+    done = run("diff", bare, told)  # along no axes of that mesh
+    assert done.returncode == 1 and "all-reduce(2 groups of 4: [2,4]<=[8])" in done.stdout
+
+
 def dump(folder):
     """What --xla_dump_to leaves of two modules, one of them without text, and more beside it."""
     (folder / "module_0000.jit_step").mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import pathlib
@@ -97,27 +98,48 @@ def judged(
     titles = [title(path) for path in paths]
     if len(set(titles)) < len(titles):
         titles = paths
-    found = []
+    found, read = [], []
     for name, path in zip(titles, paths):
         try:
-            found.append(Judged(name, _judge(path, registry, mesh, several=len(paths) > 1)))
+            read.append(_read(path))
+            found.append(Judged(name, _judge(read[-1], registry, mesh, several=len(paths) > 1)))
         except ShardrulesError as error:
             if len(paths) == 1 or each_alone:
                 raise
             found.append(Judged(name, error))
+    if each_alone and mesh is None:
+        found = _by_one_mesh(found, read, registry)
     for line in registry.unused([j for _, j in found if isinstance(j, hlo.Judgement)]):
         say(line)
     return found
 
 
-def _judge(
-    path: str, registry: Any, mesh: Mapping[str, int] | None, several: bool
-) -> hlo.Judgement:
+def _by_one_mesh(
+    found: list[Judged], read: Sequence[program.Program], registry: Any
+) -> list[Judged]:
+    """Name what one program's text tells no mesh for by that of the other, if it fits."""
+    meshes = [one.judgement.mesh for one in found]
+    known = [mesh for mesh in meshes if mesh is not None]
+    if len(known) != 1:
+        return found
+    lacking = meshes.index(None)
+    with contextlib.suppress(HloError):  # other devices, or another mesh
+        found[lacking] = Judged(
+            found[lacking].name, program.judged(read[lacking], registry, known[0])
+        )
+    return found
+
+
+def _read(path: str) -> program.Program:
     if path == "-":
         text = decode(sys.stdin.buffer.read(), "stdin")
-        found = program.Program(program.read_text(text, "stdin"), "stdin", None)
-    else:
-        found = program.read_file(pathlib.Path(path))
+        return program.Program(program.read_text(text, "stdin"), "stdin", None)
+    return program.read_file(pathlib.Path(path))
+
+
+def _judge(
+    found: program.Program, registry: Any, mesh: Mapping[str, int] | None, several: bool
+) -> hlo.Judgement:
     try:
         return program.judged(found, registry, mesh)
     except HloError:

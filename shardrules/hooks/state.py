@@ -74,12 +74,14 @@ class PlacedCast:
       value: its dtype and local shape.
       axes: the mesh axes, sorted.
       runs: how often the loops around run it.
+      function: what is differentiated, ``name at file:line``, or empty.
     """
 
     at: str
     value: str
     axes: tuple[str, ...]
     runs: int
+    function: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -173,6 +173,8 @@ class Graph:
         self.custom = custom
         self.opaque = opaque
         self.again = again
+        info = getattr(jaxpr, "debug_info", None)
+        self.function: str = getattr(info, "func_src_info", None) or ""
         self._sizes = {axis: lax.psum(1, axis) for axis in jax.manual_axes()}
         self.values: dict[tuple[Where, Any], Value] = {}
         self.steps: list[Step] = []

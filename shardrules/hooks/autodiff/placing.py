@@ -290,7 +290,8 @@ class Writer:
         if value.live:
             self.bytes += value.cast_bytes
             name = f"{value.aval.dtype}[{','.join(map(str, value.aval.shape))}]"
-            self.casts.append(PlacedCast(value.at, name, tuple(sorted(axes)), value.runs))
+            cast = PlacedCast(value.at, name, tuple(sorted(axes)), value.runs, self.graph.function)
+            self.casts.append(cast)
 
 
 class Body:

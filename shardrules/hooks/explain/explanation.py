@@ -316,7 +316,8 @@ def describe_placement(one: Placement) -> str:
     ]
     for cast in one.casts:
         names = ", ".join(map(repr, cast.axes))
-        where = f"made at {short(cast.at)}" if cast.at else "an argument"
+        of = f" of {short(cast.function)}" if cast.function else ""
+        where = f"made at {short(cast.at)}" if cast.at else f"an argument{of}"
         times = "once" if cast.runs == 1 else f"{cast.runs} times"
         lines.append(f"  x = shardrules.vary(x, {names})    # {cast.value}, {where}; {times}")
     return "\n".join(lines)

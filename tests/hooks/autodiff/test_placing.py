@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -434,12 +435,17 @@ def test_derivatives_inside_of_a_body(cpu_mesh):
     np.testing.assert_allclose(found["late"](W, X), found["cheapest"](W, X), rtol=1e-5)
 
 
+def place(f):
+    file = os.path.relpath(f.__code__.co_filename)
+    return f"{f.__name__} at {file}:{f.__code__.co_firstlineno}"
+
+
 def test_explain_says_what_it_saves_and_what_to_type(cpu_mesh):
     text = str(sr.explain(jax.grad(sharded(scan_constant, cpu_mesh)), W, X))
     assert " ".join(text.split()).endswith(
         "the casts' psums sum 1,280 B on each device where JAX casts, and 256 B where that is the "
         'fewest (placed by hand, or all by shardrules.install(casts="cheapest")): '
-        "x = shardrules.vary(x, 'data') # float32[8,8], an argument; once"
+        f"x = shardrules.vary(x, 'data') # float32[8,8], an argument of {place(scan_constant)}; once"
     )
     marked = sr.explain(jax.grad(sharded(sr.place_casts(scan_constant), cpu_mesh)), W, X)
     assert [one.applied for one in marked.placements] == [True]
@@ -450,7 +456,7 @@ def test_an_assertion_for_the_fewest_bytes(cpu_mesh):
     with pytest.raises(errors.CollectiveAssertionError) as caught:
         testing.assert_cheapest_casts(gradient, W, X)
     assert str(caught.value).startswith("the casts' psums sum 1,280 B on each device where JAX")
-    assert str(caught.value).endswith("# float32[8,8], an argument; once")
+    assert str(caught.value).endswith(f"an argument of {place(scan_constant)}; once")
     with sr.install(casts="cheapest"):
         testing.assert_cheapest_casts(gradient, W, X)
     early = jax.grad(sharded(lambda w, x: scan_constant(sr.vary(w, "data"), x), cpu_mesh))

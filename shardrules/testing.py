@@ -156,6 +156,7 @@ def assert_no_defensive_psum(
     __tracebackhide__ = True  # pytest shows the line that calls this
     allowances = findings.Allowances(allow)
     judgement = judge(program, *args, registry=registry, mesh=mesh, **kwargs)
+    allowances.check_axes(judgement.mesh)
     found = findings.find(judgement, strict)
     bad, _, unused = allowances.split(
         found + (hints.dearer(hints.hints(judgement)) if cheapest else [])
@@ -358,7 +359,9 @@ def assert_budget(
         )
     if level == "logical":
         return judgement
-    bad, _, unused = findings.Allowances(before.allow).split(found)
+    allowances = findings.Allowances(before.allow)
+    allowances.check_axes(judgement.mesh)
+    bad, _, unused = allowances.split(found)
     if bad:
         names = dict.fromkeys(map(findings.allowance, bad))
         until = "; until then nothing is written there" if updates.wanted else ""

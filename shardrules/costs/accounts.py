@@ -306,6 +306,16 @@ class Selector(NamedTuple):
             int(found[6] or 0),
         )
 
+    def check_axes(self, text: str, mesh: Mapping[str, int] | None) -> None:
+        """Raise where ``text``, which this was read from, names axes that are not of the mesh."""
+        for axis in sorted((self.axes or frozenset()) - set(mesh or ())):
+            if mesh:  # else no name is known to be wrong
+                raise ShardrulesError(
+                    f"{text!r} names the axis {axis!r}, and the mesh has "
+                    f"{', '.join(mesh)}{near(axis, mesh)}",
+                    key=text,
+                )
+
     def matches(self, entry: Entry) -> bool:
         """Tell whether an entry is meant."""
         return (

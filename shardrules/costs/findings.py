@@ -208,6 +208,11 @@ class Allowances:
             what: accounts.Selector.read(what) for what in self.reasons
         }
 
+    def check_axes(self, mesh: Mapping[str, int] | None) -> None:
+        """Raise where one names axes that are not of the mesh."""
+        for what, selector in self.selectors.items():
+            selector.check_axes(what, mesh)
+
     def split(
         self, findings: Iterable[Finding]
     ) -> tuple[list[Finding], list[tuple[Finding, str]], list[str]]:

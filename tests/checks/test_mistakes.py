@@ -81,6 +81,18 @@ def test_an_axis_that_the_mesh_lacks_is_no_zero():
         )
 
 
+def test_an_allowance_names_axes_of_the_mesh():
+    with pytest.raises(errors.ShardrulesError, match="names the axis 'dta', and .* mean 'data'?"):
+        testing.assert_no_defensive_psum(
+            ONE, mesh=T.MESH, allow={"redundant all-reduce(dta)": "issue 12"}
+        )
+
+
+def test_a_platform_among_others_has_a_near_name():
+    with pytest.raises(errors.ShardrulesError, match="'tpuu' is none of .*did you mean 'tpu'?"):
+        testing.assert_collectives(ONE, mesh=T.MESH, expect={"cpu": {}, "tpuu": {}})
+
+
 @pytest.mark.parametrize(
     "allow", [["all-reduce(model)"], "all-reduce(model)", {"all-reduce(model)"}]
 )

@@ -100,6 +100,32 @@ def test_whatever_its_first_letter(key):
     assert f"has an attribute that is not known, {key}" in verdict.reason
 
 
+@pytest.mark.parametrize("key, expected", [("color", "unproven"), ("", "redundant")])
+@pytest.mark.parametrize(
+    "runs",
+    [
+        'custom-call(%own), custom_call_target="k", color=%work',
+        "negate(%own), color={%work}",
+        "all-reduce(%own), channel_id=1, replica_groups={}, to_apply=%add, color=%work",
+    ],
+)
+def test_it_may_run_what_it_names(runs, key, expected):
+    """And what a call shows of equal operands doesn't hold for others."""
+    if not key:
+        runs = re.sub(", color=.*", "", runs)
+    work = "%work (w: f32[8]) -> f32[8] {\n  %w = f32[8] parameter(0)\n  ROOT REDUCED\n}\n\n"
+    text = T.module(
+        f"""{T.parameter("{replicated}")}
+        %id = u32[] partition-id()
+        %f = f32[] convert(%id)
+        %own = f32[8] broadcast(%f), dimensions={{}}
+        %c = f32[8] call(%x), to_apply=%work
+        %k = f32[8] {runs}""",
+        work.replace("REDUCED", T.all_reduce("%w")),
+    )
+    assert hlo.judge(text).verdicts[0].verdict == expected
+
+
 BRANCHES = """%yes (y: f32[8]) -> f32[8] {{
   %y = f32[8] parameter(0)
   ROOT %a = f32[8] negate(%y)

@@ -222,18 +222,24 @@ class Proof(Control, Outside):
             for instruction in computation.instructions:
                 opcode = instruction.opcode
                 names: Iterable[str] = instruction.calls
-                if opcode in plain or opcode in _FOLLOWED and names:
+                why = f"{opcode} {instruction.name!r} runs it in a way not followed"
+                if instruction.start in self.module.strange:  # it may run whatever it names
+                    names = [*names, *self._named(instruction)]
+                    why = self._not_known(instruction)
+                elif opcode in plain or opcode in _FOLLOWED and names:
                     continue
-                if opcode in _CONTINUED:  # it goes on with what its operand started
+                elif opcode in _CONTINUED:  # it goes on with what its operand started
                     before = [computation.instructions[o].calls for o in instruction.operands[:1]]
                     names = () if names in before else names
                 elif not names and (opcode not in self._handlers or opcode in _FOLLOWED):
-                    text = instruction.text[instruction.attributes_start : instruction.end]
-                    names = [w for w in _NAMED.findall(text) if w in self.module.computations]
+                    names = self._named(instruction)
                 if names:
-                    self._abandon(
-                        names, f"{opcode} {instruction.name!r} runs it in a way not followed"
-                    )
+                    self._abandon(names, why)
+
+    def _named(self, instruction: hm.Instruction) -> list[str]:
+        """List all computations that an instruction names, in whatever attribute."""
+        text = instruction.text[instruction.attributes_start : instruction.end]
+        return [w for w in _NAMED.findall(text) if w in self.module.computations]
 
     def _abandon(self, names: Iterable[str], why: str) -> hs.Blocker:
         """Note that computations run, with all that they call, in a way that isn't evaluated."""
@@ -374,11 +380,12 @@ class Proof(Control, Outside):
 
     def _strange(self, computation, position, instruction, operands, guard) -> int:
         """Block what has an attribute that may mean anything."""
+        return self._blocked(hs.Blocker(self._not_known(instruction)), operands)
+
+    def _not_known(self, instruction: hm.Instruction) -> str:
         key = self.module.strange[instruction.start]
-        what = (
-            f"{instruction.opcode} {instruction.name!r} has an attribute that is not known, {key}"
-        )
-        return self._blocked(self._abandon(instruction.calls, what), operands)
+        name = f"{instruction.opcode} {instruction.name!r}"
+        return f"{name} has an attribute that is not known, {key}"
 
     def _source(self, computation, position, instruction, operands, guard):
         what = f"{instruction.opcode} {instruction.name!r}"

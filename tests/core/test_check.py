@@ -77,6 +77,9 @@ def test_kernel_that_its_own_jaxpr_does_not_prove_is_an_error_that_says_why(hook
     assert caught.value.kernel == "impure_kernel"
     said = "Its own jaxpr is not proven:\n    pure_callback at "
     assert (said in str(caught.value)) == versions.proves_kernels()
+    # Bits without a seed, say, are of no other device, and differ all the same.
+    told = "no device id, and what is named above is the same on every device, write one of these"
+    assert (told in str(caught.value)) == versions.proves_kernels()
     assert ("kernels.py:" in str(caught.value)) == versions.proves_kernels()
     sr.register("impure_kernel", sr.no_communication)
     assert varies_as(op, cpu_mesh, (DATA, P()), X, W) == {"data"}

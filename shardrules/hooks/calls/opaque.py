@@ -293,6 +293,8 @@ def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> Unkn
         else (f"Its own jaxpr is {str(audit).replace(chr(10), chr(10) + '  ')}\n")
     )
     communicates = audit is not None and audit.contradicts_no_communication
+    # Bits without a seed are the device's own, and no communication.
+    alike = "" if audit is None else ", and what is named above is the same on every device"
     pasted = "\n".join(f"    {line}" for line in to_paste(call, audit, context.mesh_axes))
     return UnknownKernelError(
         f"no rule for {call}: shard_map(check_vma=True) over manual axes "
@@ -301,7 +303,8 @@ def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> Unkn
         + (
             "It communicates, so say what it does, in one of these lines:\n"
             if communicates
-            else "If the kernel reads no other device and no device id, write one of these lines:\n"
+            else f"If the kernel reads no other device and no device id{alike}, "
+            "write one of these lines:\n"
         )
         + f"{pasted}\n"
         + (

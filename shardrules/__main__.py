@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from shardrules.errors import ShardrulesError
 
 COMMANDS = ("verify", "report", "diff", "run", "migrate")
 UNUSABLE = 2
+INTERRUPTED = 128 + signal.SIGINT
 _NEEDED = {"absl": "absl-py", "numpy": "numpy"}  # from modules to what pip calls them
 
 
@@ -45,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ShardrulesError, OSError) as error:
         print(f"shardrules: {error}", file=sys.stderr)
         return UNUSABLE
+    except KeyboardInterrupt:  # not a script's own, which run and migrate report as Python does
+        print("shardrules: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _is_there(module: str) -> bool:

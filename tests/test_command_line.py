@@ -425,6 +425,15 @@ def test_diff_compares_the_groups_themselves(tmp_path):
     assert run("diff", one, one).returncode == 0
 
 
+def test_ctrl_c_while_judging_is_said_in_a_line(monkeypatch, capsys):
+    def stopped(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardrules.commands.verify.run", stopped)
+    assert command_line.main(["verify", str(UVW)]) == 130
+    assert capsys.readouterr().err == "shardrules: interrupted\n"
+
+
 def test_diff_names_axes_by_the_mesh_that_one_of_two_texts_tells(tmp_path):
     bare, told = tmp_path / "bare", tmp_path / "told"
     bare.write_text(clean_module())
@@ -516,7 +525,7 @@ def test_a_mesh_is_for_the_programs_of_as_many_devices(tmp_path):
 
 
 def test_folders_without_a_program(tmp_path):
-    assert "but no files; a dump is made by XLA_FLAGS=" in run("verify", tmp_path).stderr
+    assert "nor any other file; a dump is made by XLA_FLAGS=" in run("verify", tmp_path).stderr
     for n in range(6):
         (tmp_path / f"module_000{n}.jit_f.hlo.pb").write_bytes(b"\x0a")
     done = run("verify", tmp_path)

@@ -68,10 +68,10 @@ def _of_folder(folder: pathlib.Path) -> tuple[list[str], str]:
     judged = {found[1] for found in map(_DUMPED.fullmatch, taken.values()) if found}
     lacking = sorted(dumped - judged)
     if not taken:
-        held = _few(names) if names else "no files"
+        held = f"but {_few(names)}" if names else "nor any other file"
         raise ShardrulesError(
             f"{folder} holds no text of a compiled program (no *after_optimizations.txt, no "
-            f"*.hlo), but {held}; a dump is made by {_HOW}"
+            f"*.hlo), {held}; a dump is made by {_HOW}"
         )
     left = []
     if len(names) > len(taken):

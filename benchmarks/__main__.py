@@ -31,6 +31,9 @@ PROGRAMS = {
 
 def main(arguments: list[str]) -> int:
     """Run those that are named, or all; return how many failed."""
+    if {"-h", "--help"} & {*arguments}:
+        print(f"{__doc__}\nNAMEs are {', '.join(PROGRAMS)}.")
+        return 0
     smallest = "--smallest" in arguments
     names = [name for name in arguments if name != "--smallest"] or list(PROGRAMS)
     unknown = [name for name in names if name not in PROGRAMS]

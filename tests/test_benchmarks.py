@@ -45,6 +45,11 @@ def test_a_name_that_is_no_benchmark_is_refused():
     assert "no benchmark is called 'nothing'; there are saved, transformer," in done.stderr
 
 
+def test_help_runs_nothing():
+    done = run("--help")
+    assert done.returncode == 0 and "NAMEs are saved, transformer," in done.stdout
+
+
 def test_all_programs_are_listed():
     sys.path.insert(0, str(ROOT))
     from benchmarks import __main__ as benchmarks

@@ -149,6 +149,9 @@ BAD = {
     "": "<text> is empty: expected HLO text, which begins with 'HloModule NAME'; pass what "
     "compiled.as_text() returns\n  line 1, column 1:",
     "  \n// nothing\n": "<text> is empty",
+    "dump/step.hlo": "<text> is not HLO text: expected 'HloModule NAME', as compiled.as_text() "
+    "prints it (this looks like a file's name: pass the text that the file holds)\n"
+    "  line 1, column 1:\n    dump/step.hlo\n    ^",
     "hello": "<text> is not HLO text: expected 'HloModule NAME', as compiled.as_text() prints it\n"
     "  line 1, column 1:\n    hello\n    ^",
     "module @jit_f {\n}": "as compiled.as_text() prints it (this looks like StableHLO: compile it "

@@ -249,6 +249,8 @@ class _Parser(forms.Forms):
             hint = ""
             if re.compile(r"#|module\b|func\.").match(text, position):
                 hint = " (this looks like StableHLO: compile it first)"
+            elif re.compile(r"\S+\.(hlo|txt|gz)\s*").fullmatch(text, position):
+                hint = " (this looks like a file's name: pass the text that the file holds)"
             raise self.error(
                 position,
                 f"{source} is not HLO text: expected 'HloModule NAME', as "

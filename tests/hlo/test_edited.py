@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardrules import hlo
+from shardrules import errors, hlo
 
 from . import text as T
 
@@ -348,3 +348,27 @@ def test_an_all_reduce_start_that_gives_its_operand_beside_its_result(index, exp
         {T.all_reduce("%g")}"""
     )
     assert found.verdicts[-1].verdict == expected
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "negate()",
+        "all-gather(), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}",
+        "get-tuple-element(), index=0",
+        "all-reduce-done(/* here */)",
+    ],
+)
+def test_what_lost_its_operands_is_an_error(made):
+    """As XLA prints it where its print_operand_names is off: no collective was counted."""
+    with pytest.raises(errors.HloSyntaxError, match="has no operands"):
+        judged(f"%y = f32[8] {made}")
+
+
+def test_a_fusion_that_lost_its_computation_beside_a_combined_all_reduce():
+    entry = f"""{T.parameter("{replicated}")}
+        %w = f32[8] parameter(1), sharding={T.DATA}
+        %both = f32[16] concatenate(%x, %w), dimensions={{0}}
+        {T.all_reduce("%both", shape="f32[16]")}
+        %part = f32[8] fusion(%r), kind=kLoop"""
+    assert [v.verdict for v in hlo.judge(T.module(entry)).verdicts] == ["redundant"] * 2

@@ -152,6 +152,8 @@ class Values:
     def _clamped(self, computation, instruction, operands) -> list[Any]:
         """Replace known index operands by what they are clamped to."""
         first = 1 if instruction.opcode == "dynamic-slice" else 2
+        if len(operands) < first:
+            return operands
         shapes = [computation.instructions[o].shape for o in instruction.operands]
         full = shapes[0].dimensions
         block = instruction.shape.dimensions if first == 1 else shapes[1].dimensions

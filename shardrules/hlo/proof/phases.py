@@ -148,7 +148,10 @@ class PartNames:
 
     def _slice(self, instruction: hm.Instruction) -> tuple[int, int] | None:
         """Return the elements of a flat array that a slice takes, one in a fusion too."""
-        if instruction.opcode == "fusion" and len(instruction.operands) == 1:
+        if (
+            instruction.opcode == "fusion"
+            and len(instruction.operands) == len(instruction.calls) == 1
+        ):
             inner = self._module.computations[instruction.calls[0]]
             instruction = inner.instructions[inner.root]
             while instruction.opcode in ("bitcast", "reshape", "copy"):

@@ -46,6 +46,13 @@ _FOLLOWED = frozenset("call call-start fusion fusion-start while conditional asy
 _CONTINUED = frozenset(
     "async-update async-done fusion-update fusion-done call-update call-done".split()
 )
+# What every one of these is made of stands in its parentheses.
+_TAKES = (
+    (ELEMENTWISE | LOCAL | _APPLIERS | _CONTINUED | frozenset(hc.OPCODES)) - {"iota", "after-all"}
+) | frozenset(
+    "get-tuple-element while conditional optimization-barrier opt-barrier domain add-dependency "
+    "copy-start".split()
+)
 _NAMED = re.compile(r"[={,]\s*%?([\w.\-]+)")
 _INDEX = re.compile(r", index=(\d{1,9})(?=[,\n]|$)")
 _PARAMETER = object()
@@ -216,11 +223,22 @@ class Proof(Control, Outside):
         return result
 
     def _find_unfollowed(self) -> None:
-        """Abandon what instructions name that evaluate none of the computations they name."""
+        """Abandon what instructions name that evaluate none of the computations they name.
+
+        Raises:
+          HloSyntaxError: one is made of nothing that can't be.
+        """
         plain = ELEMENTWISE | LOCAL | {"parameter", "constant", "tuple", "get-tuple-element"}
         for computation in self.module.computations.values():
             for instruction in computation.instructions:
                 opcode = instruction.opcode
+                if not instruction.operands and (opcode in _TAKES or opcode.endswith("-done")):
+                    raise hm.syntax_error(
+                        self.module.text,
+                        instruction.start,
+                        f"{opcode} {instruction.name!r} has no operands: is the text printed "
+                        "without their names?",
+                    )
                 names: Iterable[str] = instruction.calls
                 why = f"{opcode} {instruction.name!r} runs it in a way not followed"
                 if instruction.start in self.module.strange:  # it may run whatever it names

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from shardrules.hooks.autodiff import origins
+
 __all__ = [
     "Output",
     "Sum",
@@ -174,11 +176,7 @@ def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterato
 def is_transposed(jaxpr: Any) -> bool:
     """Tell whether a jaxpr holds equations of a backward pass, by the marks that JAX leaves."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        # To JAX 0.6 the stack's text has them in named scopes alone.
-        marks = eqn.source_info.name_stack.stack
-        if any(type(m).__name__ == "Transform" and m.name == "transpose" for m in marks):
-            return True
-        if any(map(is_transposed, _inner(eqn.params))):
+        if origins.is_transposed(eqn) or any(map(is_transposed, _inner(eqn.params))):
             return True
     return False
 

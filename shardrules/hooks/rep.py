@@ -304,7 +304,7 @@ class RepHooks(Hooks):
         if not self.state.active:
             return self.jax.rewrite_bwd(bwd, mesh, in_reps, reps_dst)
         call = getattr(bwd, "call_wrapped", bwd)
-        parts = Parts(self.jax.function_name(bwd), None, None, ())
+        parts = Parts(self.jax.function_name(bwd), None, (), None, ())
 
         def noted(*args):
             results = call(*args)

@@ -166,12 +166,14 @@ class _Here(threading.local):
     Args:
       scope: the scope that was entered, or None.
       heard: where sums of cotangents are noted that a bwd is traced for alone, or None.
+      gradients: where it is noted that a custom_vjp's forward takes gradients, or None.
       transposing: whether a linear program is being transposed whose casts were looked at.
       under: its overlays, the scope outside of them, and that scope with them.
     """
 
     scope: Scope | None = None
     heard: list[tuple[int, frozenset[str]]] | None = None
+    gradients: list[None] | None = None
     transposing: bool = False
     under: tuple[Any, Any, Any] = (None, None, None)
 
@@ -333,6 +335,25 @@ class State:
         """Note that the hooks sum a bwd's cotangent, if anybody listens."""
         if self._local.heard is not None:
             self._local.heard.append((index, axes))
+
+    @contextlib.contextmanager
+    def hearing_gradients(self, heard: list[None]):
+        """Note in ``heard`` that something is differentiated in reverse in here, if it is."""
+        outer = self._local.gradients
+        with self._locally(gradients=heard):
+            yield
+        if outer is not None:
+            outer += heard
+
+    @property
+    def hears_gradients(self) -> bool:
+        """Whether anybody listens for gradients."""
+        return self._local.gradients is not None
+
+    def hear_gradient(self) -> None:
+        """Note that something is differentiated in reverse, if anybody listens."""
+        if self._local.gradients is not None:
+            self._local.gradients.append(None)
 
     # JAX's trace key.
 

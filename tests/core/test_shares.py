@@ -336,6 +336,75 @@ def test_gradients_that_the_forward_takes(cpu_mesh):
     assert gradient(lambda w, x: lax.psum(op(w, x), "data"), cpu_mesh) == (X**2).sum()
 
 
+def normalized(w, a, count):
+    return (w * a**2).sum() / count
+
+
+def gradients_with_what_varies(take):
+    """Return a fwd that saves gradients of what is not normalized yet, and what each device counts."""
+
+    def fwd(w, a):
+        count = a[0]
+        gradients = take(lambda w, a: normalized(w, a, 1.0))(w, a)
+        return normalized(w, a, count), (gradients, count)
+
+    return fwd
+
+
+GRADIENTS_WITH_WHAT_VARIES = {
+    "saved": gradients_with_what_varies(lambda f: jax.grad(f, (0, 1))),
+    "in a jit": gradients_with_what_varies(lambda f: jax.jit(jax.grad(f, (0, 1)))),
+    "traced before": gradients_with_what_varies(lambda f: TAKEN),
+    "in a loop": gradients_with_what_varies(
+        lambda f: lambda w, a: lax.map(lambda a: jax.grad(f, (0, 1))(w, a[None]), a)
+    ),
+}
+TAKEN = jax.jit(jax.grad(lambda w, a: normalized(w, a, 1.0), (0, 1)))
+
+
+@pytest.mark.parametrize("name", GRADIENTS_WITH_WHAT_VARIES)
+def test_gradients_that_the_forward_takes_and_something_that_varies(name, cpu_mesh):
+    """A fused loss that divides by each device's count in its bwd: four times that, silently."""
+
+    def bwd(res, g):
+        (dw, da), count = res
+        return (g / count * dw).sum(), g / count * da.reshape(2)
+
+    if not versions.differentiates_what_varies():
+        return
+    op = op_of(GRADIENTS_WITH_WHAT_VARIES[name], bwd)
+
+    def loss(w, x):
+        if name == "traced before":
+            TAKEN(w, x)
+        return lax.psum(op(w, x), "data")
+
+    if versions.types_values():  # to JAX 0.5.3, nothing is summed in the forward
+        with pytest.raises(errors.CotangentError, match="shardrules.vary"):
+            gradient(loss, cpu_mesh)
+    got = gradient(lambda w, x: lax.psum(op(sr.vary(w, "data"), x), "data"), cpu_mesh)
+    pairs = X.reshape(4, 2)
+    np.testing.assert_allclose(got, ((pairs**2).sum(1) / pairs[:, 0]).sum(), rtol=1e-6)
+
+
+def test_gradients_of_a_forward_that_cannot_be_traced_again(cpu_mesh):
+    """It closes over what a vmap has mapped: twice for each device, silently."""
+
+    def over(x, cast):
+        def fwd(w):
+            return jax.value_and_grad(lambda w: w * x**2)(cast(w))
+
+        return op_of(fwd, lambda dw, g: (g * dw,))
+
+    def loss(cast):
+        return lambda w, x: lax.psum(jax.vmap(lambda x: over(x, cast)(w))(x).sum(), "data")
+
+    if not versions.differentiates_what_varies():
+        return
+    with pytest.raises(errors.CotangentError, match="shardrules.vary"):
+        gradient(loss(lambda w: w), cpu_mesh)
+
+
 def test_statistics_that_the_forward_sums(cpu_mesh):
     """A residual that was summed is no gradient where what varies is saved with it."""
 

@@ -26,7 +26,7 @@ from shardrules.hooks.autodiff.origins import (
 )
 from shardrules.hooks.autodiff.traced import Forward, Trace
 from shardrules.hooks.state import COLLECT
-from shardrules.registry.axistypes import AxisType, Effect
+from shardrules.registry.axistypes import AxisType, Effect, show_axes
 from shardrules.registry.paste import is_library
 
 __all__ = ["Bwd", "Parts"]
@@ -39,6 +39,7 @@ class Parts:
     Args:
       name: the bwd's, for messages.
       fwd: the custom_vjp's fwd, as JAX wraps it.
+      gradients: not empty once its fwd took some.
       in_tree: the pytree of the primal inputs.
       in_avals: their avals.
       place: where the bwd is defined, ``file:line``, or empty.
@@ -46,6 +47,7 @@ class Parts:
 
     name: str
     fwd: Any
+    gradients: Sequence[None]
     in_tree: Any
     in_avals: tuple[Any, ...]
     place: str = ""
@@ -125,7 +127,7 @@ class Bwd:
                 summed,
                 have,
                 want,
-                f"it is made of a residual that the forward summed over {_show(summed)}, as "
+                f"it is made of a residual that the forward summed over {show_axes(summed)}, as "
                 "jax.grad does there for what is invariant (and not for shardrules.vary(w, "
                 f"{_quoted(summed)})): no cotangent that varies makes shares of it",
             )
@@ -140,8 +142,9 @@ class Bwd:
                     whole,
                     have,
                     want,
-                    f"the cotangent that arrives for output {i} is invariant over {_show(whole)}: "
-                    "what varies comes from a residual or an argument, and these may be gathered",
+                    f"the cotangent that arrives for output {i} is invariant over "
+                    f"{show_axes(whole)}: what varies comes from a residual or an argument, and "
+                    "these may be gathered",
                 )
         if not used and not self._is_zero(path):
             raise self._undecided(
@@ -370,17 +373,22 @@ class Bwd:
         return self._from(path, [*differ, *entering[len(saved) :]]).reductions
 
     def _summed_before(self, residuals: Sequence[int], axes: frozenset[str]) -> frozenset[str]:
-        """Return over which axes the forward summed a residual, where no other varies there."""
+        """Return over which axes the forward summed a gradient that a cotangent is made of.
+
+        What else it summed is a statistic, if it was saved with what varies there. A forward that
+        can't be traced again may have done either.
+        """
         entering = [_axes(one) for one in self._entering()]
-        axes = axes.difference(*(entering[i] for i in residuals))
-        if not axes or not residuals:
+        equal = axes.difference(*(entering[i] for i in residuals))
+        asked = axes if self.parts.gradients else equal
+        if not asked or not residuals:
             return frozenset()
         saved = self._forward.saved(len(self._arriving()), len(entering))
-        return (
-            frozenset()
-            if saved is None
-            else axes.intersection(frozenset().union(*(saved[i].sums for i in residuals)))
-        )
+        if saved is None:
+            return asked
+        sums = frozenset().union(*(saved[i].sums for i in residuals))
+        gradients = frozenset().union(*(saved[i].gradients for i in residuals))
+        return axes & gradients | equal & sums
 
     def _from(self, path, axes: Sequence[frozenset[str]]) -> Origins:
         """Return the origins of one cotangent, where devices differ so in bwd's arguments."""
@@ -453,7 +461,7 @@ class Bwd:
                 and name != "axis_index"
                 and (not reductions or any(word in name for word in _REDUCTIONS))
             ):
-                yield f"{name} over {_show(over)}"
+                yield f"{name} over {show_axes(over)}"
 
     def _opaque(
         self, known, output_count: int, axes: frozenset[str], reductions: bool
@@ -485,10 +493,6 @@ _OF_ZEROS = frozenset(
 
 def _axes(type_: AxisType) -> frozenset[str]:
     return type_.varying | type_.unreduced
-
-
-def _show(axes: frozenset[str]) -> str:
-    return f"{{{', '.join(sorted(axes))}}}"
 
 
 def _quoted(axes: frozenset[str]) -> str:

@@ -9,6 +9,7 @@ only where bwd's jaxpr shows that it can't have.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -28,7 +29,8 @@ class CustomVjpHooks(Hooks):
 
     def __init__(self, jax: Jax, state: State):
         super().__init__(jax, state)
-        # From what JAX hands on from fwd to bwd (a function that returns their trees) to fwd.
+        # From what JAX hands on from fwd to bwd (a function that returns their trees) to fwd, and
+        # whether that takes gradients.
         self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def see(self, parts: Parts, *args) -> None:
@@ -44,23 +46,23 @@ class CustomVjpHooks(Hooks):
         return self.jax.flatten_primal(self._scoped(fun), *rest, **options)
 
     def _flatten_fwd(self, fun, *rest, **options):
-        scoped = self._scoped(fun, self._inside())
+        gradients: list[None] = []
+        scoped = self._scoped(fun, self._inside(), gradients)
         flat, trees = self.jax.flatten_fwd(scoped, *rest, **options)
         if self.state.active:
-            self._forwards[trees] = scoped
+            self._forwards[trees] = scoped, gradients
         return flat, trees
+
+    def parts(self, bwd: Any, in_tree: Any, in_avals: Any, trees: Any) -> Parts:
+        """Return what a bwd belongs to, as JAX flattens it."""
+        fwd, gradients = self._forwards.get(trees, (None, ()))
+        name, place = self.jax.function_name(bwd), self.jax.function_place(bwd)
+        return Parts(name, fwd, gradients, in_tree, tuple(in_avals), place)
 
     def _flatten_bwd(self, fun, *rest):
         bwd, scope = fun, self._inside()
         if scope.active:
-            in_tree, in_avals, trees = rest[:3]
-            parts = Parts(
-                self.jax.function_name(bwd),
-                self._forwards.get(trees),
-                in_tree,
-                tuple(in_avals),
-                self.jax.function_place(bwd),
-            )
+            parts = self.parts(bwd, *rest[:3])
             if self.jax.typed:
                 bwd = self.jax.transformation(self._run_bwd)(bwd, scope, parts)
             else:  # matched where replication sets are known: hooks/rep.py
@@ -75,18 +77,22 @@ class CustomVjpHooks(Hooks):
         count = scope.derivatives_count
         return dataclasses.replace(scope, derivatives_count=count - 1) if count else scope
 
-    def _scoped(self, fun, scope=None):
+    def _scoped(self, fun, scope=None, gradients=None):
         scope = self.state.scope if scope is None else scope
         if not scope.active:
             return fun
         name = self.jax.function_name(fun)
-        return self.jax.scoped(fun, lambda scope: self._enter(name, scope), scope)
+        return self.jax.scoped(fun, lambda scope: self._enter(name, scope, gradients), scope)
 
-    def _enter(self, name: str, scope: Scope):
+    def _enter(self, name: str, scope: Scope, gradients: list[None] | None = None):
         """Return a context with the scope of a custom_vjp; refuse to run it without the hooks."""
         if not self.state.patched and self.jax.checking():
             raise self.state.outlived(f"{name!r}, of a custom_vjp,", function=name)
-        return self.state.enter(scope)
+        context = contextlib.ExitStack()
+        context.enter_context(self.state.enter(scope))
+        if gradients is not None:
+            context.enter_context(self.state.hearing_gradients(gradients))
+        return context
 
     # bwd is traced when the scope that its forward ran under has closed.
 

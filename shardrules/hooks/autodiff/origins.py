@@ -13,6 +13,7 @@ from typing import Any
 
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.flow.jaxprs import opened, scan_counts
+from shardrules.registry.axistypes import show_axes
 
 __all__ = [
     "CASTS",
@@ -22,7 +23,9 @@ __all__ = [
     "Reduction",
     "divides",
     "equations",
+    "gradient_sums",
     "inner_jaxprs",
+    "is_transposed",
 ]
 
 # Equations that name mesh axes and move nothing along them.
@@ -54,16 +57,23 @@ class Origin:
       inputs: the positions of the jaxpr's inputs on which it depends.
       axes: the mesh axes along which devices may hold different values of it.
       sums: the mesh axes over which something was summed that it depends on.
+      gradients: of these, the ones over which a backward pass summed it.
     """
 
     inputs: frozenset[int] = frozenset()
     axes: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
+    gradients: frozenset[str] = frozenset()
 
     def __or__(self, other: Origin) -> Origin:
         if other is self or other is NOWHERE:
             return self
-        return Origin(self.inputs | other.inputs, self.axes | other.axes, self.sums | other.sums)
+        return Origin(
+            self.inputs | other.inputs,
+            self.axes | other.axes,
+            self.sums | other.sums,
+            self.gradients | other.gradients,
+        )
 
     def along(self, axes: frozenset[str]) -> Origin:
         """Return this origin, of what differs along ``axes`` too."""
@@ -73,9 +83,10 @@ class Origin:
         """Return this origin, of what is equal along ``axes``."""
         return dataclasses.replace(self, axes=self.axes - axes)
 
-    def summed(self, axes: frozenset[str]) -> Origin:
+    def summed(self, axes: frozenset[str], in_gradient: bool = False) -> Origin:
         """Return this origin, of what is summed over ``axes``."""
-        return Origin(self.inputs, self.axes - axes, self.sums | axes)
+        gradients = self.gradients | axes if in_gradient else self.gradients
+        return Origin(self.inputs, self.axes - axes, self.sums | axes, gradients)
 
 
 NOWHERE = Origin()
@@ -126,6 +137,7 @@ class Origins:
         self.mesh_axes = mesh_axes
         # A jaxpr may stand in several equations, and be looked at repeatedly: by its place.
         self._reductions: dict[tuple, Reduction] = {}
+        self._in_gradient = False
         closed = jaxpr.invars[: len(jaxpr.invars) - len(inputs)]
         self.outputs = self._jaxpr(jaxpr, [*map(self._constant, closed), *inputs], ())
 
@@ -145,8 +157,10 @@ class Origins:
             grown = False
             for eqn in jaxpr.eqns:
                 operands = [read(atom) for atom in eqn.invars]
-                here = (*place, id(eqn))
+                here, outside = (*place, id(eqn)), self._in_gradient
+                self._in_gradient = outside or is_transposed(eqn)
                 results = self._equation(jaxpr, eqn, operands, here)
+                self._in_gradient = outside
                 for var, result in zip(eqn.outvars, results):
                     # What is stored to a new ref later in a pass is its own in the next.
                     is_ref = isinstance(var.aval, self.jax.AbstractRef)
@@ -206,7 +220,7 @@ class Origins:
         name = eqn.primitive.name
         scatters = "scatter" in name
         if "psum" in name or scatters:
-            text = f"{name} over {_show(over)}"
+            text = f"{name} over {show_axes(over)}"
             for i, origin in enumerate(operands):
                 divisor = _divisor(jaxpr, eqn.invars[i], eqn.outvars[min(i, len(eqn.outvars) - 1)])
                 self._reductions[(*place, i)] = Reduction(text, over, origin, divisor)
@@ -219,8 +233,8 @@ class Origins:
             return [origin.equal(over) for origin in operands]
         if whole and "psum" in name:
             if len(operands) == len(eqn.outvars):
-                return [origin.summed(over) for origin in operands]
-            return [joined.summed(over)] * len(eqn.outvars)
+                return [origin.summed(over, self._in_gradient) for origin in operands]
+            return [joined.summed(over, self._in_gradient)] * len(eqn.outvars)
         return [joined.along(over)] * len(eqn.outvars)
 
     def _opaque(self, known: Any, joined: Origin, count: int, place: tuple) -> Origin:
@@ -320,10 +334,6 @@ def _union(origins: Sequence[Origin]) -> Origin:
     return joined
 
 
-def _show(axes: frozenset[str]) -> str:
-    return f"{{{', '.join(sorted(axes))}}}"
-
-
 def named_axes(params: dict[str, Any]) -> frozenset[str]:
     """Return the mesh axes that a collective's parameters name (JAX: axes, axis_name)."""
     named: set[str] = set()
@@ -341,6 +351,33 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
             one = opened(one)
             if one is not None:
                 yield one
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Whether an equation is a backward pass's, by the mark that JAX leaves.
+
+    Those of the jaxprs inside of it have none.
+    """
+    # To JAX 0.6 the stack's text has it in named scopes alone.
+    marks = eqn.source_info.name_stack.stack
+    return any(type(m).__name__ == "Transform" and m.name == "transpose" for m in marks)
+
+
+def gradient_sums(jaxpr: Any, in_gradient: bool = False) -> frozenset[str]:
+    """Return the mesh axes over which backward passes in a jaxpr sum.
+
+    Args:
+      jaxpr: the jaxpr.
+      in_gradient: whether all of it is a backward pass's.
+    """
+    found: frozenset[str] = frozenset()
+    for eqn in jaxpr.eqns:
+        inside = in_gradient or is_transposed(eqn)
+        if inside and "psum" in eqn.primitive.name:
+            found |= named_axes(eqn.params)
+        elif eqn.primitive.name not in _KERNELS:
+            found = found.union(*(gradient_sums(one, inside) for one in inner_jaxprs(eqn.params)))
+    return found
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

@@ -59,6 +59,7 @@ class CastHooks(Hooks):
             return self.jax.linearize(*args, **kwargs)
 
     def _run(self, transpose, jaxpr, transform_stack, consts, primals_in, *rest, **kwargs):
+        self.state.hear_gradient()
         if not self.state.transposing and self.jax.checking():
             asked = self._asked(jaxpr)
             if not asked and self.state.scope.notes is None:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardrules.hooks.autodiff.origins import CASTS as ALL_CASTS
-from shardrules.hooks.autodiff.origins import inner_jaxprs, named_axes
+from shardrules.hooks.autodiff.origins import gradient_sums, inner_jaxprs, named_axes
 from shardrules.hooks.calls.causes import CauseHooks
 from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.door.compat import Jax
@@ -107,6 +107,8 @@ class ReplayHooks(Hooks):
             )
         if not (self._calls[primitive] and self.acts):
             return None
+        if self.state.hears_gradients and any(map(gradient_sums, inner_jaxprs(params))):
+            self.state.hear_gradient()  # one that a jit took, traced before
         fitted = self._fitted(primitive, args, params)
         if fitted is None:
             return None

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shardrules.errors import AxisError, CotangentError
-from shardrules.hooks.autodiff.bwd import Bwd, Parts
+from shardrules.hooks.autodiff.bwd import Bwd
+from shardrules.hooks.autodiff.custom_vjp import CustomVjpHooks
 from shardrules.hooks.autodiff.origins import inner_jaxprs
 from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.door.compat import Jax
@@ -56,9 +57,7 @@ class Retyping(Hooks):
             if not (self.jax.typed and self.state.active):
                 return flat  # else what is traced outside of shard_map may be run inside
             in_tree, in_avals, *others = rest
-
-            place = self.jax.function_place(fun)
-            parts = Parts(self.jax.function_name(fun), None, in_tree, tuple(in_avals), place)
+            parts = self.state.of(CustomVjpHooks).parts(fun, *rest[:3])
 
             def wider(axes, by_cast):
                 avals = [self._wider(aval, axes) for aval in in_avals]

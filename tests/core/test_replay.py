@@ -15,7 +15,9 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import shardrules as sr
 from core import versions
+from shardrules import errors
 
 lax = jax.lax
 W = np.linspace(0.5, 1.5, 4, dtype=np.float32)
@@ -168,6 +170,23 @@ def test_equations_from_outside_run_in_shard_map(group, hooks):
     compare(lambda w, x: run(outside, w, x) + run(outside, x, w))
 
 
+def test_equations_from_outside_run_under_each_mesh(hooks):
+    """JAX found the first mesh in the types of what was kept for the second."""
+    if not TYPED:
+        return
+    traced = jax.make_jaxpr(lambda a, b: jit(a, b) + scan(a, b))(W, W)
+    for count in (4, 2):
+        f = versions.shard_map(
+            lambda w, x: sum(run(traced, w, row) for row in x)[None],
+            mesh=Mesh(np.array(jax.devices()[:count]), ("data",)),
+            in_specs=(P(), P("data")),
+            out_specs=P("data"),
+        )
+        got = jax.jit(jax.grad(lambda w: f(w, X).sum()))(W)
+        want = jax.grad(lambda w: sum(run(traced, w, row).sum() for row in X))(W)
+        np.testing.assert_allclose(got, want, rtol=2e-5)
+
+
 @pytest.mark.parametrize("f", [operation, jit, custom_jvp, *([scan, custom_vjp] if TYPED else [])])
 def test_equations_traced_with_varying_values_run_on_invariant_ones(f, hooks):
     compare(lambda w, x: replayed(f)(w, w, x) * x)
@@ -289,3 +308,83 @@ def test_an_invariant_value_is_no_partial_sum(hooks):
         specs = {"in_specs": (P("data"), P(("data", "model"))), "out_specs": P("data")}
         both = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
         jax.eval_shape(versions.shard_map(body, mesh=both, **specs), X[:, :2], X)
+
+
+def gradient(w, x):
+    return jax.grad(lambda w: jnp.sin(w * x).sum())(w)
+
+
+def closed(f):
+    """Close a function over the types of invariant values, and call it with one that varies."""
+
+    def call(w, x):
+        converted, constants = jax.closure_convert(lambda v: f(v, x), w)
+        return converted(w * x, *constants)
+
+    return call
+
+
+def root(f):
+    """Start from what is invariant: the solution varies, of which the solve takes the Jacobian."""
+
+    def call(w, x):
+        def solve(g, y):
+            return jnp.linalg.solve(jax.jacrev(g)(y), y)
+
+        def iterate(g, y):
+            return lax.fori_loop(0, 40, lambda _, y: y - g(y) / 2, y)
+
+        guess = jnp.zeros_like(w) if f is None else f(jnp.zeros_like(w))
+        return lax.custom_root(lambda y: y - jnp.tanh(w * y / 2 + x), guess, iterate, solve)
+
+    return call
+
+
+TAKING_GRADIENTS = {
+    "closure": closed(gradient),
+    "in a jit": closed(jax.jit(gradient)),
+    "in a loop": closed(lambda w, x: lax.map(lambda x: gradient(w, x), x[None])[0]),
+    "of a custom_vjp": closed(lambda w, x: jax.grad(lambda w: with_vjp(w, x).sum())(w)),
+    "jaxpr": lambda w, x: run(jax.make_jaxpr(gradient)(w, x), w * x, x),
+}
+
+
+@pytest.mark.parametrize("name", TAKING_GRADIENTS)
+def test_a_gradient_that_is_summed_is_none_of_a_value_that_varies(name, hooks):
+    """Each device got the sum of all devices' gradients for its own, silently."""
+    if not TYPED or not versions.differentiates_what_varies():
+        return  # there nothing is summed in a body, or JAX refuses it
+    body = TAKING_GRADIENTS[name]
+    f = versions.shard_map(
+        lambda w, x: body(w, x[0])[None],
+        mesh=mesh(),
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+    )
+    with pytest.raises(errors.AxisError, match=r"before: shardrules.vary\(x, 'data'\)"):
+        jax.jit(jax.grad(lambda w: f(w, X).sum()))(W)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_solution_varies_more_than_its_guess(early, hooks):
+    """From JAX 0.12 nothing is traced with the guess: then the gradient is right without a cast."""
+    if not TYPED or not versions.differentiates_what_varies():
+        return
+    solve = root(lambda guess: sr.vary(guess, "data")) if early else root(None)
+
+    def total(w, x, f):
+        return (f(w, x[0]) * WEIGHTS).sum()
+
+    f = versions.shard_map(
+        lambda w, x: lax.psum(total(w, x, solve), "data"),
+        mesh=mesh(),
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+    )
+    try:
+        got = jax.jit(jax.grad(lambda w: f(w, X)))(W)
+    except errors.AxisError as error:
+        assert not early and "before: shardrules.vary(x, 'data')" in str(error)
+        return
+    want = jax.grad(lambda w: sum(total(w, x[None], root(None)) for x in X))(W)
+    np.testing.assert_allclose(got, want, rtol=1e-4)

@@ -431,6 +431,7 @@ TYPE_SYMBOLS = (
     Symbol("cond_p", f"{_CONTROL}.conditionals:cond_p", "0.6.0-0.12", (), _REF),
     Symbol("while_p", f"{_CONTROL}.loops:while_p", "0.6.0-0.12", (), _REF),
     Symbol("set_current_trace", f"{_CORE}:set_current_trace", "0.6.0-0.12", ("trace",), _REPLAY),
+    Symbol("eval_jaxpr", f"{_CORE}:eval_jaxpr", "0.6.0-0.12", ("jaxpr", "consts"), _REPLAY),
     Symbol("auto_pcast", "jax._src.config:auto_pcast", "0.10-0.12", (), _REPLAY, optional=True),
     Symbol("use_abstract_mesh", "jax._src.mesh:use_abstract_mesh", "0.6.0-0.12", ("mesh",), _OUT),
     Symbol("JaxprEqnContextManager", f"{_CORE}:JaxprEqnContextManager", "0.6.0-0.12", (), _OUT),

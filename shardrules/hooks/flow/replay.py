@@ -17,6 +17,7 @@ axes when they are bound. Programs that JAX types rightly are left as they are.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -59,6 +60,9 @@ class ReplayHooks(Hooks):
         )
         manager = jax.JaxprEqnContextManager
         patches.attribute(manager, "__enter__", self._enterer(manager.__enter__))
+        # Where JAX has it, and where users take it from.
+        for owner in (jax.owner("eval_jaxpr")[0], importlib.import_module("jax.core")):
+            patches.attribute(owner, "eval_jaxpr", self._evaluator(jax.eval_jaxpr))
         primitive = jax.custom_vjp_call_p
         if "bind_with_trace" in vars(type(primitive)):  # JAX 0.6.0's in a jaxpr is another one
             patches.attribute(
@@ -153,6 +157,18 @@ class ReplayHooks(Hooks):
                 jax.use_abstract_mesh(here).__enter__()  # the manager puts back what was before
 
         return __enter__
+
+    def _evaluator(self, original):
+        @functools.wraps(original)
+        def eval_jaxpr(jaxpr, consts, *args, **options):
+            if self.acts:
+                values = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args))
+                self.retyping.check_gradients(
+                    jaxpr, [(var.aval, self.jax.typeof(value)) for var, value in values]
+                )
+            return original(jaxpr, consts, *args, **options)
+
+        return eval_jaxpr
 
     # Operations.
 

@@ -18,7 +18,7 @@ from typing import Any
 from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.autodiff.bwd import Bwd
 from shardrules.hooks.autodiff.custom_vjp import CustomVjpHooks
-from shardrules.hooks.autodiff.origins import inner_jaxprs
+from shardrules.hooks.autodiff.origins import gradient_sums, inner_jaxprs
 from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
@@ -34,7 +34,7 @@ from shardrules.hooks.flow.jaxprs import (
     widened,
 )
 from shardrules.hooks.state import Hooks, State
-from shardrules.registry.axistypes import AxisType
+from shardrules.registry.axistypes import AxisType, show_axes
 
 __all__ = ["Retyping"]
 
@@ -300,8 +300,11 @@ class Retyping(Hooks):
         """
         if what is not None:
             return self._renewed(jaxpr, types, what)
+        invars = opened(jaxpr).invars
+        avals = [self.jax.with_axis_type(var.aval, one) for var, one in zip(invars, types)]
+        self.check_gradients(opened(jaxpr), [(var.aval, a) for var, a in zip(invars, avals)])
         known = self._replayed.setdefault(jaxpr, {})  # one jaxpr is lowered and cached once
-        key = (*types, self.state.scope, self.state.registry.version)
+        key = (*types, self.jax.abstract_mesh(), self.state.scope, self.state.registry.version)
         if key not in known:
             try:
                 known[key] = self._renewed(jaxpr, types, None)
@@ -310,6 +313,37 @@ class Retyping(Hooks):
             if known[key] is jaxpr:
                 known[key] = None  # or it would keep itself
         return jaxpr if known[key] is None else known[key]
+
+    def check_gradients(self, jaxpr: Any, inputs: Sequence[tuple[Any, Any]]) -> None:
+        """Refuse that a jaxpr sums a gradient over axes along which an input came to vary.
+
+        The gradient of what is invariant is summed over the devices; of what varies, each has its
+        own. The jaxpr doesn't say which psum belongs to which of its inputs.
+
+        Args:
+          jaxpr: without its constants.
+          inputs: for each input, its aval when the jaxpr was traced, and now.
+
+        Raises:
+          AxisError: naming the axes, and what is to be cast before.
+        """
+        gained = frozenset().union(
+            *(
+                self.jax.axis_type(new).varying - self.jax.axis_type(old).varying
+                for old, new in inputs
+            )
+        )
+        over = gained and gained & gradient_sums(jaxpr)
+        if over:
+            names = ", ".join(map(repr, sorted(over)))
+            raise AxisError(
+                f"a function that takes gradients was traced with values that are invariant over "
+                f"{show_axes(over)}, and is run on ones that vary. The gradient with respect to an "
+                "invariant value is summed over the devices, that of a varying one is each "
+                "device's own. Cast what it is traced with (closure conversion, an initial guess) "
+                f"before: shardrules.vary(x, {names}).",
+                axes=over,
+            )
 
     def _retraced(self, jaxpr: Any, types: Sequence[AxisType]) -> Any:
         """Trace a jaxpr's equations again, bound to values of these types."""

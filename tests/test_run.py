@@ -30,8 +30,9 @@ import __main__
 assert __main__.__dict__ is globals()
 print(__name__, __file__, __spec__, __package__, sys.argv, sys.path[0])
 atexit.register(print, "at exit")
-threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
 what = sys.argv[1]
+if "term" not in what:
+    threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
 if what == "raise":
     raise ValueError("mine")
 if what == "message":

@@ -91,13 +91,24 @@ def state_kept() -> Iterator[None]:
     import numpy as np
 
     python, numpy = random.getstate(), np.random.get_state()
-    alone = threading.active_count() == 1
+    alone = _alone()
     try:
         yield
     finally:
-        if alone and threading.active_count() == 1:
+        if alone and _alone():
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+def _alone() -> bool:
+    # One that Python didn't start is listed once it has asked for its name (a callback that logs,
+    # in a thread of XLA's), to Python 3.11 for ever.
+    dummy: Any = getattr(threading, "_DummyThread", ())
+    return all(
+        isinstance(one, dummy)
+        for one in threading.enumerate()
+        if one is not threading.current_thread()
+    )
 
 
 def traced(f: Any, args: tuple, derivative: bool) -> Any:

@@ -56,7 +56,7 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
     users: dict[str, list[list[int]]] = {}
     stays: dict[str, set[int]] = {}
     bodies = {
-        (i.attribute("body") or "").lstrip("%")
+        loops.parts(judgement.module, i)[1].name
         for c in judgement.module.computations.values()
         for i in c.instructions
         if i.opcode == "while"
@@ -270,10 +270,10 @@ def _takes(computation: hlo.Computation, user: int, index: str) -> bool:
 def _conditions(module: hlo.Module, body: str) -> list[hlo.Computation]:
     """List the conditions of the loops with this body."""
     return [
-        module.computations[(i.attribute("condition") or "").lstrip("%")]
+        loops.parts(module, i)[0]
         for c in module.computations.values()
         for i in c.instructions
-        if i.opcode == "while" and (i.attribute("body") or "").lstrip("%") == body
+        if i.opcode == "while" and loops.parts(module, i)[1].name == body
     ]
 
 

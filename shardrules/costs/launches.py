@@ -106,7 +106,7 @@ def in_all(module: hlo.Module) -> int | None:
 def _loop(module: hlo.Module, place: walk.Place, gpu: bool) -> Loop:
     instruction = place.instruction
     trips = loops.trip_count(module, place.computation, instruction)
-    condition, body = _parts(module, instruction)
+    condition, body = loops.parts(module, instruction)
     total = _sum(module, body)
     # What the compiler wrote down decides how it runs, not what can be found out.
     asked = gpu and "known_trip_count" not in (instruction.attribute("backend_config") or "")
@@ -128,11 +128,6 @@ def _loop(module: hlo.Module, place: walk.Place, gpu: bool) -> Loop:
     )
 
 
-def _parts(module: hlo.Module, loop: hlo.Instruction) -> tuple[hlo.Computation, hlo.Computation]:
-    names = [(loop.attribute(key) or "").lstrip("%") for key in ("condition", "body")]
-    return module.computations[names[0]], module.computations[names[1]]
-
-
 def _sum(module: hlo.Module, computation: hlo.Computation) -> _Sum:
     """Count what one run of a computation launches, with all that it calls."""
     total = _Sum(collections.Counter(), 0, 0, True)
@@ -142,7 +137,7 @@ def _sum(module: hlo.Module, computation: hlo.Computation) -> _Sum:
             continue
         if opcode == "while":
             trips = loops.trip_count(module, computation, instruction)
-            condition, body = _parts(module, instruction)
+            condition, body = loops.parts(module, instruction)
             inner = _sum(module, body)
             total = total.plus(inner, trips) if trips is not None else total._replace(known=False)
         elif opcode == "conditional":

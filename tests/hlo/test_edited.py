@@ -3,6 +3,7 @@
 import pytest
 
 from shardrules import errors, hlo
+from shardrules.costs import launches
 
 from . import text as T
 
@@ -365,10 +366,51 @@ def test_what_lost_its_operands_is_an_error(made):
         judged(f"%y = f32[8] {made}")
 
 
-def test_a_fusion_that_lost_its_computation_beside_a_combined_all_reduce():
-    entry = f"""{T.parameter("{replicated}")}
-        %w = f32[8] parameter(1), sharding={T.DATA}
-        %both = f32[16] concatenate(%x, %w), dimensions={{0}}
+@pytest.mark.parametrize(
+    "made",
+    [
+        "fusion(%x), kind=kLoop",
+        "call(%x)",
+        "conditional(%x), branch_computations={}",
+        "while(%x), condition=%less",
+        "async-start(%x)",
+    ],
+)
+def test_what_lost_its_computations_is_an_error(made):
+    """As XLA prints it where its print_extra_attributes is off."""
+    entry = f"""%both = f32[16] concatenate(%x, %x), dimensions={{0}}
         {T.all_reduce("%both", shape="f32[16]")}
-        %part = f32[8] fusion(%r), kind=kLoop"""
-    assert [v.verdict for v in hlo.judge(T.module(entry)).verdicts] == ["redundant"] * 2
+        %y = f32[8] {made}"""
+    with pytest.raises(errors.HloSyntaxError, match="names no computation|no condition or no body"):
+        judged(entry)
+
+
+def test_a_loop_whose_computations_stand_inside_of_it():
+    """As XLA prints its canonical form."""
+    carry = "(s32[], f32[8])"
+    taken = f"""%i = {carry} parameter(0)
+    %n = s32[] get-tuple-element(%i), index=0"""
+    text = T.module(
+        f"""{T.parameter("{replicated}")}
+        %z = s32[] constant(0)
+        %w = {carry} tuple(%z, %x)
+        %l = {carry} LOOP"""
+    ).replace(
+        "LOOP",
+        f"""while(%w), condition={{
+    {taken}
+    %three = s32[] constant(3)
+    ROOT %p = pred[] compare(%n, %three), direction=LT
+  }}, body={{
+    {taken}
+    %v = f32[8] get-tuple-element(%i), index=1
+    {T.all_reduce("%v")}
+    %one = s32[] constant(1)
+    %next = s32[] add(%n, %one)
+    ROOT %o = {carry} tuple(%next, %r)
+  }}""",
+    )
+    judgement = hlo.judge(text)
+    (found,) = judgement.verdicts
+    assert (found.verdict, found.collective.trip_count) == ("redundant", 3)
+    assert [one.trip_count for one in launches.read(judgement.module)] == [3]

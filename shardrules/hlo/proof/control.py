@@ -29,17 +29,12 @@ class Control(Values):
     _deterministic: Callable[..., bool]
     _empty_buffer: Callable[..., Any]
 
-    def _called(self, instruction, key: str) -> hm.Computation | None:
-        name = (instruction.attribute(key) or "").lstrip("%")
-        return self.module.computations.get(name)
-
     def _while(self, computation, position, instruction, operands, guard):
-        condition = self._called(instruction, "condition")
-        body = self._called(instruction, "body")
-        if condition is None or body is None or len(operands) != 1:
+        condition, body = loops.parts(self.module, instruction)
+        if len(operands) != 1:
             return self._blocked(
                 self._abandon(
-                    instruction.calls, f"while {instruction.name!r} has no condition or no body"
+                    instruction.calls, f"while {instruction.name!r} has {len(operands)} operands"
                 ),
                 operands,
             )
@@ -223,7 +218,7 @@ class Control(Values):
 
     def _conditional(self, computation, position, instruction, operands, guard):
         branches = [self.module.computations[c] for c in instruction.calls]
-        if not operands or len(operands) != len(branches) + 1:
+        if len(operands) != len(branches) + 1:
             return self._blocked(
                 self._abandon(
                     instruction.calls,

@@ -77,6 +77,20 @@ def _calls(module, computation, instruction, outer: Run) -> Iterator[tuple[str, 
         yield callee, Run(outer.depth + 1, count, outer.at_most)
 
 
+def parts(module: hm.Module, loop: hm.Instruction) -> tuple[hm.Computation, hm.Computation]:
+    """Give a while's condition and body, wherever they are written.
+
+    Raises:
+      HloSyntaxError: it has only one of them, or none.
+    """
+    keys = {key for key, _, _ in loop.attributes()}
+    if len(loop.calls) != 2 or not {"condition", "body"} <= keys:
+        raise hm.syntax_error(
+            module.text, loop.start, f"while {loop.name!r} has no condition or no body"
+        )
+    return module.computations[loop.calls[0]], module.computations[loop.calls[1]]
+
+
 def trip_count(module: hm.Module, computation: hm.Computation, loop: hm.Instruction) -> int | None:
     """Give a while loop's trip count, for what it costs; None where it isn't static.
 
@@ -106,11 +120,7 @@ def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | Non
       loop: the while.
       start: gives the number that an element of the carry starts as, None where it is not known.
     """
-    condition = module.computations.get((loop.attribute("condition") or "").lstrip("%"))
-    body = module.computations.get((loop.attribute("body") or "").lstrip("%"))
-    if condition is None or body is None:
-        return None
-    return _Induction(module, loop, condition, body, start).count()
+    return _Induction(module, loop, *parts(module, loop), start).count()
 
 
 class _Induction:

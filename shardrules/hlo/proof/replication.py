@@ -18,7 +18,7 @@ from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Exact, Started
 from shardrules.hlo.known.values import ELEMENTWISE, LOCAL
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import customcalls, inputs
+from shardrules.hlo.proof import customcalls, inputs, loops
 from shardrules.hlo.proof.control import Control
 from shardrules.hlo.proof.outside import Outside, Record
 from shardrules.hlo.reader import devices as hd
@@ -226,7 +226,7 @@ class Proof(Control, Outside):
         """Abandon what instructions name that evaluate none of the computations they name.
 
         Raises:
-          HloSyntaxError: one is made of nothing that can't be.
+          HloSyntaxError: one lacks operands, or the computations that it runs.
         """
         plain = ELEMENTWISE | LOCAL | {"parameter", "constant", "tuple", "get-tuple-element"}
         for computation in self.module.computations.values():
@@ -239,17 +239,26 @@ class Proof(Control, Outside):
                         f"{opcode} {instruction.name!r} has no operands: is the text printed "
                         "without their names?",
                     )
+                if opcode in _FOLLOWED and not instruction.calls:
+                    raise hm.syntax_error(
+                        self.module.text,
+                        instruction.start,
+                        f"{opcode} {instruction.name!r} names no computation: is the text printed "
+                        "without attributes?",
+                    )
+                if opcode == "while":
+                    loops.parts(self.module, instruction)
                 names: Iterable[str] = instruction.calls
                 why = f"{opcode} {instruction.name!r} runs it in a way not followed"
                 if instruction.start in self.module.strange:  # it may run whatever it names
                     names = [*names, *self._named(instruction)]
                     why = self._not_known(instruction)
-                elif opcode in plain or opcode in _FOLLOWED and names:
+                elif opcode in plain or opcode in _FOLLOWED:
                     continue
                 elif opcode in _CONTINUED:  # it goes on with what its operand started
                     before = [computation.instructions[o].calls for o in instruction.operands[:1]]
                     names = () if names in before else names
-                elif not names and (opcode not in self._handlers or opcode in _FOLLOWED):
+                elif not names and opcode not in self._handlers:
                     names = self._named(instruction)
                 if names:
                     self._abandon(names, why)

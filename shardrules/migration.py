@@ -310,8 +310,9 @@ def _place_to_install(script: str, sites: Sequence[Site]) -> int | None:
     tree = _tree(script)
     if tree is None:
         return None
+    installs = _names_of_install(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("shardrules.install"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in installs:
             return None
     first = min((site.line for site in sites), default=None)
     place = 0
@@ -319,6 +320,26 @@ def _place_to_install(script: str, sites: Sequence[Site]) -> int | None:
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if first is not None and node.lineno >= first:
             break
-        if isinstance(node, (ast.Import, ast.ImportFrom)) or (text and position == 0):
+        imports = isinstance(node, (ast.Import, ast.ImportFrom))
+        if imports or _sets_variables(node) or (text and position == 0):
             place = node.end_lineno or node.lineno
     return place
+
+
+def _names_of_install(tree: ast.Module) -> set[str]:
+    """List what a script calls ``shardrules.install``."""
+    found = {"shardrules.install"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {f"{a.asname}.install" for a in node.names if a.name == "shardrules"}
+        elif isinstance(node, ast.ImportFrom) and node.module == "shardrules":
+            found |= {a.asname or a.name for a in node.names if a.name == "install"}
+    return found
+
+
+def _sets_variables(node: ast.stmt) -> bool:
+    """Whether a statement sets variables of the environment: JAX reads some when it is imported."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return re.match(r"(os\.)?environ\.", ast.unparse(node.value.func)) is not None
+    targets = node.targets if isinstance(node, ast.Assign) else ()
+    return any(re.match(r"(os\.)?environ\[", ast.unparse(one)) for one in targets)

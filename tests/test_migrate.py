@@ -123,6 +123,41 @@ def test_rules_of_flags_are_in_the_patch_and_those_that_match_nothing_are_named(
         assert patched.stdout == plain.stdout, patched.stderr
 
 
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("import shardrules as sr\nsr.install()\n", ""),
+        ("def main():\n    from shardrules import install\n    install()\n", ""),
+        ("import shardrules.testing\nshardrules.install()\n", ""),
+        ("from other import install\ninstall()\n", "from other import install\n"),
+        (
+            "import os\nos.environ['JAX_PLATFORMS'] = 'cpu'\nprint()\n",  # read with jax
+            "import os\nos.environ['JAX_PLATFORMS'] = 'cpu'\n",
+        ),
+        (
+            "import os\nos.environ.setdefault('A', 'b')\nmain(os.environ)\n",
+            "import os\nos.environ.setdefault('A', 'b')\n",
+        ),
+        ("import os\n\ndef set():\n    os.environ.clear()\n", "import os\n"),
+    ],
+)
+def test_hooks_are_installed_once_and_where_the_environment_is_set(
+    tmp_path, monkeypatch, before, after
+):
+    monkeypatch.chdir(tmp_path)
+    path = pathlib.Path("file.py")
+    site = call(path, before + "x = shard_map(f, check_vma=False)\n")
+    patch, left = migration.patch([migration.Row(site, (), migration.SWITCH)], str(path))
+    assert left == []
+    pathlib.Path("on.patch").write_text(patch)
+    subprocess.run(["patch", "-p1", "-i", "on.patch"], check=True)
+    added = '\nimport shardrules\n\nshardrules.install(casts="cheapest")\n\n' if after else ""
+    rest = before.removeprefix(after)
+    assert path.read_text().replace("\n\n\n", "\n\n") == (
+        f"{after}{added}{rest}x = shard_map(f, check_vma=True)\n".replace("\n\n\n", "\n\n")
+    )
+
+
 def test_rules_are_to_be_written_by_hand_where_the_script_installs_already(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = pathlib.Path("file.py")

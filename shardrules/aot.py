@@ -20,6 +20,7 @@ from shardrules.errors import AotError
 __all__ = ["gpu", "gpu_names", "missing_plugin", "tpu"]
 
 _TARGETS = pathlib.Path(__file__).with_name("targets")
+_PIP = "python -m pip install"  # that of this Python: a bare pip may be another's, as uv makes none
 _DEVICES_PER_HOST = 8  # an HGX or DGX board of the GPUs described here
 
 
@@ -114,11 +115,11 @@ def missing_plugin(platform: str) -> str | None:
             platform=platform,
         )
     if platform == "tpu":
-        return None if importlib.util.find_spec("libtpu") else f"pip install '{_libtpu()}'"
+        return None if importlib.util.find_spec("libtpu") else f"{_PIP} '{_libtpu()}'"
     if any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
         return None
     version = importlib.metadata.version("jax")
-    return f"pip install --no-deps jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
+    return f"{_PIP} --no-deps jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
 
 
 def _libtpu() -> str:

@@ -23,6 +23,7 @@ from typing import Any
 from shardrules.hooks.autodiff.identities import MARK
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.flow.jaxprs import is_inexact, opened, scan_counts
+from shardrules.hooks.state import PlacedCast
 
 __all__ = [
     "CALLS",
@@ -193,6 +194,11 @@ class Graph:
         return math.prod(self._sizes[axis] for axis in axes)
 
     # From the program to the graph.
+
+    def placed(self, value: Value, axes: frozenset[str]) -> PlacedCast:
+        """Describe a cast of a value."""
+        name = f"{value.aval.dtype}[{','.join(map(str, value.aval.shape))}]"
+        return PlacedCast(value.at, name, tuple(sorted(axes)), value.runs, self.function)
 
     def _value(self, where: Where, var: Any, runs: int, castable: bool, at: str = "") -> Value:
         aval = var.aval

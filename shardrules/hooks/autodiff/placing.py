@@ -290,9 +290,7 @@ class Writer:
     def cost(self, value: Value, axes: frozenset[str], eqn: Any) -> None:
         if value.live:
             self.bytes += value.cast_bytes
-            name = f"{value.aval.dtype}[{','.join(map(str, value.aval.shape))}]"
-            cast = PlacedCast(value.at, name, tuple(sorted(axes)), value.runs, self.graph.function)
-            self.casts.append(cast)
+            self.casts.append(self.graph.placed(value, axes))
 
 
 class Body:

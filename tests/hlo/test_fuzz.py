@@ -137,3 +137,16 @@ def test_what_a_kernels_call_says_of_itself_is_read_in_linear_time(attribute):
     call = f'%k = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", {attribute}'
     entry = T.parameter("{replicated}") + f"\n{call}\n{T.all_reduce('%k')}"
     assert fuzz.check(T.module(entry)) is None
+
+
+def test_a_computation_that_is_given_another_shape_than_it_takes():
+    taking = (
+        "%takes (p: s32[4,2]) -> s32[1,1] {\n  %p = s32[4,2] parameter(0)\n"
+        "  %i = s32[] constant(1)\n"
+        "  ROOT %d = s32[1,1] dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,1}\n}\n\n"
+    )
+    entry = (
+        "%c = s32[3] constant({1,2,3})\n%k = s32[1,1] call(%c), to_apply=%takes\n"
+        + T.all_reduce("%k", shape="s32[1,1]", apply="addi")
+    )
+    assert fuzz.check(T.module(entry, taking)) is None

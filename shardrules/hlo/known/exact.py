@@ -156,6 +156,9 @@ def evaluate(
     """
     if not all(s.element_count for s in (*shapes, instruction.shape)):
         return None
+    # A computation may be given other arrays than its parameters' shapes say, in damaged text.
+    if any(not v.splat and v.array.shape[1:] != s.dimensions for v, s in zip(operands, shapes)):
+        return None
     with np.errstate(all="ignore"):
         found = _evaluate(instruction, operands, shapes)
     if found is None:

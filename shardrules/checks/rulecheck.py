@@ -8,6 +8,7 @@ the check off, and N times the gradient with it on.
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,7 +77,13 @@ def check_rule(
     values = _draw(jax, args, seed)
     # The hooks act in any case: what is checked is what they would make of the rule.
     with contextlib.nullcontext() if hooks.installed() else hooks.install():
-        _check(jax, op, mesh, values, in_specs, out_specs, reference, gradients, seed, rtol)
+        try:
+            _check(jax, op, mesh, values, in_specs, out_specs, reference, gradients, seed, rtol)
+        except Exception as error:
+            text = "" if isinstance(error, ShardrulesError) else str(error)
+            if gradients and re.search("differentiat|autodiff|JVP", text):
+                error.add_note("check_rule compares gradients; an op without takes gradients=False")
+            raise
 
 
 def _check(jax, op, mesh, values, in_specs, out_specs, reference, gradients, seed, rtol) -> None:

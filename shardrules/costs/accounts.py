@@ -291,7 +291,8 @@ class Selector(NamedTuple):
             wrong = None
         if found is None or wrong is not None:
             raise ShardrulesError(
-                f"{text!r} names no collectives{wrong}; write the kind and its mesh axes, such as "
+                f"{text!r} names no collectives{wrong}{' Write' if wrong else '; write'} the kind "
+                "and its mesh axes, such as "
                 f"'all-reduce(data)' or 'backward all-gather(data, model)'; phases are "
                 f"{', '.join(PHASES)}",
                 key=text,

@@ -81,6 +81,13 @@ def test_an_axis_that_the_mesh_lacks_is_no_zero():
         )
 
 
+def test_a_suggestion_is_a_sentence():
+    with pytest.raises(
+        errors.ShardrulesError, match=r"; did you mean 'all-reduce'\? Write the kin"
+    ):
+        testing.assert_collectives(ONE, mesh=T.MESH, expect={"all-reduse(data)": 1})
+
+
 def test_an_allowance_names_axes_of_the_mesh():
     with pytest.raises(errors.ShardrulesError, match="names the axis 'dta', and .* mean 'data'?"):
         testing.assert_no_defensive_psum(

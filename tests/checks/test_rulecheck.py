@@ -155,6 +155,14 @@ def test_wrong_use(cpu_mesh, call, message):
     assert message in str(caught.value)
 
 
+def test_an_op_without_a_derivative_is_told_what_to_pass(cpu_mesh):
+    op = lambda x: jax.pure_callback(np.square, jax.ShapeDtypeStruct(x.shape, x.dtype), x)  # noqa: E731
+    with pytest.raises(ValueError, match="callbacks do not support JVP") as caught:
+        testing.check_rule(op, cpu_mesh, X, in_specs=P("data"))
+    assert any("an op without takes gradients=False" in one for one in caught.value.__notes__)
+    testing.check_rule(op, cpu_mesh, X, in_specs=P("data"), gradients=False)
+
+
 @pytest.mark.tpu
 def test_a_mesh_of_other_devices(tpu_mesh):
     with pytest.raises(

@@ -169,3 +169,14 @@ def test_a_count_that_the_text_tells_is_no_proof(counter, bound, told, equal):
     text = T.module(FROM_SHARDS.replace("BOUND", bound), before)
     (output,) = hlo.judge(text, mesh=T.MESH).outputs
     assert (len(output.classes) == 1) == equal
+
+
+def test_a_loop_in_which_two_numbers_add_each_other():
+    """``while a < 5: a, b = a + b, b + a``: neither is the other's step."""
+    body = LOOP.replace("(s32[], s32[8])", "(s32[], s32[])")
+    body = body.replace("%bx = s32[8]", "%bx = s32[]").replace("add(%bi, %bo)", "add(%bi, %bx)")
+    body = body.replace(f"s32[8] all-reduce(%bx), {ADD}", "s32[] add(%bx, %bi)")
+    entry = ENTRY.replace("(s32[], s32[8])", "(s32[], s32[])").replace("s32[8]", "s32[]")
+    calls = entry.replace("CALLS", "condition=%condition, body=%body")
+    (found,) = hlo.judge(T.module(calls, body)).verdicts
+    assert (found.verdict, found.collective.trip_count) == ("redundant", None)

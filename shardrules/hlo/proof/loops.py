@@ -162,6 +162,8 @@ class _Induction:
     def _compare(self, computation, position):
         """Find a comparison, in a fusion too, with each side an element or a constant."""
         root = computation.instructions[position]
+        while root.opcode in ("copy", "bitcast") and root.operands:
+            root = computation.instructions[root.operands[0]]
         if root.opcode == "fusion" and len(root.calls) == 1:
             inner = self.module.computations[root.calls[0]]
             found = self._compare(inner, inner.root)
@@ -169,8 +171,6 @@ class _Induction:
                 return None
             sides = [self._outer(computation, root.operands, side) for side in found[1:]]
             return None if None in sides else (found[0], *sides)
-        if root.opcode in ("copy", "bitcast") and root.operands:
-            return self._compare(computation, root.operands[0])
         if root.opcode != "compare" or len(root.operands) != 2:
             return None
         sides = [self._side(computation, o) for o in root.operands]
@@ -216,7 +216,10 @@ class _Induction:
             return side[1]
         if side[0] == "element":
             # The bound may be carried along: it must then leave the body as it came.
-            if self._step(side[1]) != 0:
+            root = self.body.instructions[self.body.root]
+            if root.opcode != "tuple" or not 0 <= side[1] < len(root.operands):
+                return None
+            if self._side(self.body, root.operands[side[1]]) != side:
                 return None
             return self._initial(side[1])
         return None

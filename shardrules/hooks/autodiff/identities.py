@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from shardrules.errors import AxisError
 from shardrules.hooks.door import compat
+from shardrules.registry.axistypes import show_axes
 
-__all__ = ["MARK", "mark", "uncast"]
+__all__ = ["MARK", "mark", "regained", "uncast"]
 
 MARK = "place_casts"
 
@@ -22,6 +24,18 @@ def uncast(x: Any, axes: tuple[str, ...]) -> Any:
     return _uncast().bind(x, axes=axes)
 
 
+def regained(x: Any, axes: tuple[str, ...]) -> Any:
+    """Type as varying what is called invariant, and differs by device all the same.
+
+    No cast, whose transpose would sum what each device has of its own; so it has none.
+
+    Args:
+      x: an array.
+      axes: mesh axes.
+    """
+    return _regained().bind(x, axes=axes)
+
+
 def mark(x: Any) -> Any:
     """Return ``x``; the linear program that its tangent is part of has its casts placed."""
     return _mark().bind(x)
@@ -33,6 +47,31 @@ def _mark() -> Any:
     from jax.interpreters import ad
 
     ad.deflinear2(primitive, lambda ct, x: [ct])
+    return primitive
+
+
+@functools.cache
+def _regained() -> Any:
+    from jax.interpreters import ad
+
+    symbols = compat.load()
+    primitive = _identity(
+        "unchecked_shard_map",
+        lambda aval, *, axes: symbols.with_axis_type(
+            aval, symbols.axis_type(aval).vary(*(frozenset(axes) - symbols.axis_type(aval).axes))
+        ),
+    )
+
+    def transpose(ct, x, *, axes):
+        raise AxisError(
+            f"a gradient goes through a shard_map whose check is off, inside of one whose check is "
+            f"on: to JAX, what it takes and returns is invariant over {show_axes(axes)}, along "
+            "which it differs, and one device's share of the gradient would be taken for the sum. "
+            "Switch the check off in the outer shard_map too, or on in the inner one.",
+            axes=frozenset(axes),
+        )
+
+    ad.deflinear2(primitive, transpose)
     return primitive
 
 

@@ -12,9 +12,11 @@ varying. What reads another device is not asked; that is up to JAX's own collect
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from shardrules.hooks.autodiff.identities import regained
 from shardrules.hooks.calls.causes import CauseHooks
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.flow.jaxprs import widened
@@ -66,6 +68,42 @@ class ForgetfulHooks(Hooks):
         tables = [self.jax.lowerings, *(self.jax.platform_lowerings or {}).values()]
         for primitive in dict.fromkeys(p for table in tables for p in table):
             self.adopt(patches, primitive)
+        if self.jax.typed and self.jax.shard_map_p is not None:
+            kind = type(self.jax.shard_map_p)
+            patches.attribute(kind, "bind_with_trace", self._binder(kind.bind_with_trace))
+
+    def _binder(self, original):
+        hooks = self
+
+        def by_avals(self, trace, args, avals, params, /):  # JAX 0.9 to 0.12
+            outputs = original(self, trace, args, avals, params)
+            return hooks._regained(trace, args, params, outputs)
+
+        def by_args(self, trace, fun_and_args, params):
+            outputs = original(self, trace, fun_and_args, params)
+            return hooks._regained(trace, fun_and_args[1:], params, outputs)
+
+        return by_avals if "avals" in inspect.signature(original).parameters else by_args
+
+    def _regained(self, trace, args, params, outputs):
+        """Let what a shard_map inside of another returns vary as what it takes, if unchecked.
+
+        JAX (0.6.2 to 0.12) drops the types of the one around there.
+        """
+        jax = self.jax
+        if params.get("check_vma", True) or not self.acts:
+            return outputs
+        over = frozenset().union(*(jax.axis_type(jax.typeof(x)).varying for x in args))
+        order = tuple(a for a in jax.manual_axes() if a in over)
+
+        def one(x):
+            if not jax.can_cast(jax.typeof(x)) or over <= jax.axis_type(jax.typeof(x)).axes:
+                return x
+            self.state.of(CauseHooks).note("shard_map, whose own check is off,", over)
+            return regained(x, order)
+
+        with jax.set_current_trace(trace):
+            return outputs.map(one) if hasattr(outputs, "map") else [*map(one, outputs)]
 
     def adopt(self, patches: Patches, primitive: Any) -> None:
         """Hold one of JAX's primitives to the law.

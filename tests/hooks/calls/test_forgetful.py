@@ -123,3 +123,62 @@ def test_modules_that_are_imported_later():
     """Sparse primitives are made when their module is imported; uninstalling gives them back."""
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
     assert done.stdout == "True\n(2,)\n", done.stderr
+
+
+def one_inside_of_another(mesh, *, outer: bool = True, inner: bool = False):
+    """Return a product over (data, model), from a shard_map over model inside of one over data."""
+
+    def product(x, w):
+        return lax.psum(jnp.tanh(x * w).sum(0), "model")
+
+    def body(x, w):
+        inside = jax.shard_map(
+            product,
+            in_specs=(P("model"), P()),
+            out_specs=P(),
+            axis_names={"model"},
+            check_vma=inner,
+        )
+        return inside(x, w)[None] ** 2
+
+    return lambda out_specs: jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=out_specs,
+        axis_names={"data"},
+        check_vma=outer,
+    )
+
+
+def test_an_unchecked_shard_map_inside_of_a_checked_one_varies_as_what_it_takes(cpu_mesh, hooks):
+    """Copies that differ were accepted under P()."""
+    f, x = one_inside_of_another(cpu_mesh), X.reshape(16, 1)
+    want = [(np.tanh(rows * W).sum(0)) ** 2 for rows in x.reshape(4, 4, 1)]
+    np.testing.assert_allclose(jax.jit(f(P("data")))(x, W), want, rtol=1e-5)
+    with pytest.raises(ValueError, match="out_specs") as refused:
+        jax.eval_shape(f(P()), x, W)
+    assert "shard_map, whose own check is off, at " in str(refused.value)
+
+
+def test_no_gradient_goes_through_an_unchecked_shard_map_inside_of_a_checked_one(cpu_mesh, hooks):
+    """Of a replicated weight it was one device's share, silently; the check off in both, it works."""
+    x = X.reshape(16, 1)
+
+    def gradient(outer):
+        f = one_inside_of_another(cpu_mesh, outer=outer)(P("data"))
+        return jax.jit(jax.grad(lambda w: f(x, w).sum()))(W)
+
+    with pytest.raises(sr.errors.AxisError, match="Switch the check off in the outer shard_map"):
+        gradient(True)
+    blocks = x.reshape(4, 4, 1)
+    want = jax.grad(lambda w: (jnp.tanh(blocks * w).sum(1) ** 2).sum())(W)
+    np.testing.assert_allclose(gradient(False), want, rtol=1e-5)
+
+
+def test_types_of_an_unchecked_shard_map_inside_of_an_unchecked_one_stay(cpu_mesh, hooks):
+    f = one_inside_of_another(cpu_mesh, outer=False)(P("data"))
+    text = str(jax.make_jaxpr(f)(X.reshape(16, 1), W))
+    assert "unchecked_shard_map" not in text and "unchecked_shard_map" in str(
+        jax.make_jaxpr(one_inside_of_another(cpu_mesh)(P("data")))(X.reshape(16, 1), W)
+    )

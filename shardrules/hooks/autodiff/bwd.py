@@ -22,6 +22,7 @@ from shardrules.hooks.autodiff.origins import (
     divides,
     equations,
     inner_jaxprs,
+    makes_zeros,
     named_axes,
 )
 from shardrules.hooks.autodiff.traced import Forward, Trace
@@ -232,6 +233,18 @@ class Bwd:
         names = _quoted(axes)
         if is_library(self.parts.place):
             return self._not_yours(path, axes, have, want, why)
+        if axes & want.unreduced:
+            return CotangentError(
+                f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} that is "
+                f"{have}, for a primal that is reduced over {show_axes(axes)}: it is to be each "
+                f"device's share, and whether it is can't be told, because {why}. If it is, return "
+                f"jax.lax.pcast(ct, ({names},), to='unreduced') from bwd; if it is the full sum "
+                f"already, return that of ct / jax.lax.axis_size(({names},)).",
+                path=path,
+                axes=axes,
+                have=have,
+                want=want,
+            )
         whole = f"shardrules.already_summed(ct, {names})"
         if not self.jax.typed:
             whole = f"jax.lax.pmean(ct, ({names},))"
@@ -408,14 +421,8 @@ class Bwd:
 
     def _is_zero(self, path) -> bool:
         """Whether a cotangent is a constant zero, as ``jnp.zeros`` makes it."""
-        jaxpr = self._sliced(path)
-        closed = jaxpr.invars[: len(jaxpr.invars) - len(self._trace().dynamic)]
-        constants = {*jaxpr.constvars, *closed}
-        return not self._origin(path).inputs and all(
-            eqn.primitive.name in CASTS | _OF_ZEROS
-            and all(not a.val if hasattr(a, "val") else a not in constants for a in eqn.invars)
-            for eqn in equations(jaxpr)
-        )
+        count = len(self._trace().dynamic)
+        return not self._origin(path).inputs and makes_zeros(self._sliced(path), count)
 
     @functools.cached_property
     def _forward(self) -> Forward:
@@ -483,12 +490,6 @@ class Bwd:
 
 # Parts of the names of JAX's primitives that sum over mesh axes.
 _REDUCTIONS = ("psum", "reduce_scatter")
-
-# Equations that make zeros of zeros.
-_OF_ZEROS = frozenset(
-    "broadcast_in_dim convert_element_type reshape squeeze transpose copy pjit jit "
-    "reduce_sum add mul neg".split()
-)
 
 
 def _axes(type_: AxisType) -> frozenset[str]:

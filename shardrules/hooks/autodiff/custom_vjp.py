@@ -143,9 +143,11 @@ class CustomVjpHooks(Hooks):
         missing = want.varying - have.axes
         if missing:
             bwd.check_invariant(path, missing)
-        extra = have.varying - want.varying - want.unreduced
+        partial = have.varying & want.unreduced  # of a reduced primal: summed by the user
+        extra = have.varying - want.varying - partial
+        if extra or partial:
+            bwd.check_share(path, extra | partial, have, want)
         if extra:
-            bwd.check_share(path, extra, have, want)
             order = tuple(a for a in self.jax.manual_axes() if a in extra)
             ct = jax.lax.psum(ct, order)
             self.state.hear_sum(index, extra)

@@ -26,6 +26,7 @@ __all__ = [
     "gradient_sums",
     "inner_jaxprs",
     "is_transposed",
+    "makes_zeros",
 ]
 
 # Equations that name mesh axes and move nothing along them.
@@ -44,6 +45,12 @@ CASTS = frozenset(
 
 # Equations that change the form of what they take, and not its values.
 _SAME_VALUES = CASTS | {"convert_element_type", "reshape", "broadcast_in_dim", "squeeze"}
+
+# Equations that make zeros of zeros.
+_OF_ZEROS = frozenset(
+    "broadcast_in_dim convert_element_type reshape squeeze transpose copy pjit jit "
+    "reduce_sum add mul neg".split()
+)
 
 # Primitives whose jaxpr is a kernel's: their rule speaks for it.
 _KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
@@ -351,6 +358,21 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
             one = opened(one)
             if one is not None:
                 yield one
+
+
+def makes_zeros(jaxpr: Any, count: int) -> bool:
+    """Whether a jaxpr holds nothing but what makes zeros of zeros.
+
+    Args:
+      jaxpr: the jaxpr.
+      count: how many of its last inputs are arguments; of the others nothing is known.
+    """
+    constants = {*jaxpr.constvars, *jaxpr.invars[: len(jaxpr.invars) - count]}
+    return all(
+        eqn.primitive.name in CASTS | _OF_ZEROS
+        and all(not a.val if hasattr(a, "val") else a not in constants for a in eqn.invars)
+        for eqn in equations(jaxpr)
+    )
 
 
 def is_transposed(eqn: Any) -> bool:

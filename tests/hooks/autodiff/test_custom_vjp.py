@@ -271,3 +271,35 @@ def test_a_bwd_whose_share_is_summed_is_traced_once(cpu_mesh, jit):
     np.testing.assert_array_equal(dx, np.broadcast_to(w, X.shape))
     np.testing.assert_array_equal(dw, X.sum(0))
     assert len(calls) == 1
+
+
+def of_features(bwd):
+    """Return a mean over data of products with features, which the bwd gets."""
+    f = jax.custom_vjp(lambda w, x: lax.pmean((w * x).sum(), "data"))
+    f.defvjp(lambda w, x: (f(w, x), x), lambda x, g: (bwd(x, g), jnp.zeros_like(x)))
+    return f
+
+
+def test_a_share_of_a_reduced_primal_is_no_whole(hooks):
+    """The cast to a partial sum counted the whole once for each device, silently."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = np.arange(1, 9, dtype=np.float32)
+
+    def gradient(bwd):
+        def body(w, x):
+            features = lax.all_gather(x, "data", tiled=True)
+            w = lax.pcast(w, "data", to="reduced")
+            return lax.psum(jax.grad(lambda w: of_features(bwd)(w, features))(w), "data")
+
+        with jax.set_mesh(mesh):
+            f = jax.shard_map(body, in_specs=(P(), P("data")), out_specs=P())
+            return jax.jit(f)(np.float32(2), jax.device_put(x, jax.NamedSharding(mesh, P("data"))))
+
+    with pytest.raises(errors.CotangentError, match="a primal that is reduced over {data}"):
+        gradient(lambda x, g: g * x.sum())
+
+    def whole(x, g):
+        share = g * x.sum() / lax.axis_size(("data",))
+        return lax.pcast(share, ("data",), to="unreduced")
+
+    assert gradient(whole) == x.sum()

@@ -7,12 +7,11 @@ does not follow, the answer is an error that shows both right forms.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardrules.errors import CotangentError
+from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.autodiff.origins import (
     CASTS,
     NOWHERE,
@@ -25,52 +24,13 @@ from shardrules.hooks.autodiff.origins import (
     makes_zeros,
     named_axes,
 )
+from shardrules.hooks.autodiff.parts import Parts
 from shardrules.hooks.autodiff.traced import Forward, Trace
 from shardrules.hooks.state import COLLECT
 from shardrules.registry.axistypes import AxisType, Effect, show_axes
 from shardrules.registry.paste import is_library
 
-__all__ = ["Bwd", "Parts"]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Parts:
-    """What a bwd belongs to.
-
-    Args:
-      name: the bwd's, for messages.
-      fwd: the custom_vjp's fwd, as JAX wraps it.
-      gradients: not empty once its fwd took some.
-      in_tree: the pytree of the primal inputs.
-      in_avals: their avals.
-      place: where the bwd is defined, ``file:line``, or empty.
-    """
-
-    name: str
-    fwd: Any
-    gradients: Sequence[None]
-    in_tree: Any
-    in_avals: tuple[Any, ...]
-    place: str = ""
-    _stand_ins: dict[int, tuple[int, object]] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        # At once: two threads that make them together would each hold their own.
-        made = [object() for _ in self.in_avals]
-        object.__setattr__(self, "_stand_ins", {id(one): (i, one) for i, one in enumerate(made)})
-
-    def primals(self) -> Any:
-        """Return the primal inputs' tree, filled with stand-ins for its leaves.
-
-        Classes may check what they hold, and know those that JAX itself fills trees with: objects.
-        """
-        import jax
-
-        return jax.tree_util.tree_unflatten(self.in_tree, [o for _, o in self._stand_ins.values()])
-
-    def position(self, stand_in: Any) -> int | None:
-        """Return which leaf a stand-in stands for; None for what is none."""
-        return self._stand_ins.get(id(stand_in), (None, None))[0]
+__all__ = ["Bwd"]
 
 
 class Bwd:
@@ -98,7 +58,16 @@ class Bwd:
         bwd's jaxpr is asked about each of them. So bwd is traced to that jaxpr and this is what
         runs: tracing its kernels twice would double the time that the backward pass takes to trace.
         """
-        return self._trace().run()
+        try:
+            return self._trace().run()
+        except AxisError as error:  # a gradient that is taken of what came to vary
+            if not is_library(self.parts.place) or not hasattr(error, "why"):
+                raise
+            raise CotangentError(
+                f"in the bwd {self.parts.name!r} (at {self.parts.place}), {error.why} "
+                f"{self.parts.to_cast(self.jax, error.axes)}",
+                axes=error.axes,
+            ) from None
 
     # What the jaxpr shows.
 
@@ -268,20 +237,13 @@ class Bwd:
         )
 
     def _not_yours(self, path, axes, have, want, why: str) -> CotangentError:
-        """Say what to do where bwd is not the user's to change: cast before the call."""
         from jax.tree_util import keystr
 
-        names = _quoted(axes)
-        types = map(self.jax.cotangent_type, self.parts.in_avals)
-        cast = [i for i, one in enumerate(types) if not axes <= one.axes]
-        inputs = f"input {cast[0]}" if len(cast) == 1 else f"inputs {', '.join(map(str, cast))}"
         return CotangentError(
             f"the bwd {self.parts.name!r} (at {self.parts.place}) returns a cotangent at "
             f"output{keystr(path)} that is {have}, for a primal that asks for {want}, and whether "
-            f"one psum over {{{names}}} is missing can't be told, because {why}. It is a "
-            f"library's, so change the call: what it is given and is invariant over {{{names}}} "
-            f"({inputs} of its flattened arguments) is to be cast before, as in "
-            f"ts, w = shardrules.vary((ts, w), {names}).",
+            f"one psum over {{{_quoted(axes)}}} is missing can't be told, because {why}. "
+            f"{self.parts.to_cast(self.jax, axes)}",
             path=path,
             axes=axes,
             have=have,

@@ -336,13 +336,17 @@ class Retyping(Hooks):
         over = gained and gained & gradient_sums(jaxpr)
         if over:
             names = ", ".join(map(repr, sorted(over)))
-            raise AxisError(
+            why = (
                 f"a function that takes gradients was traced with values that are invariant over "
                 f"{show_axes(over)}, and is run on ones that vary. The gradient with respect to an "
                 "invariant value is summed over the devices, that of a varying one is each "
-                "device's own. Cast what it is traced with (closure conversion, an initial guess) "
+                "device's own."
+            )
+            raise AxisError(
+                f"{why} Cast what it is traced with (closure conversion, an initial guess) "
                 f"before: shardrules.vary(x, {names}).",
                 axes=over,
+                why=why,
             )
 
     def _retraced(self, jaxpr: Any, types: Sequence[AxisType]) -> Any:

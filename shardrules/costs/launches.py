@@ -182,7 +182,7 @@ def _unknown(
     module: hlo.Module, place: walk.Place, condition: hlo.Computation, body: hlo.Computation
 ) -> str:
     """Say which value of the condition is none that the compiler knows."""
-    read = sorted(_elements(condition, condition.root, frozenset()))
+    read = sorted(_elements(condition, condition.root))
     root = body.instructions[body.root]
     if root.opcode == "tuple":
         after = [_element(body, operand) for operand in root.operands]
@@ -204,16 +204,19 @@ def _unknown(
     return "its condition reads nothing of its carry"
 
 
-def _elements(computation: hlo.Computation, position: int, seen: frozenset[int]) -> set[int]:
+def _elements(computation: hlo.Computation, position: int) -> set[int]:
     """Give the elements of the loop's carry that a value of its condition is computed from."""
-    if position in seen:
-        return set()
-    number = _element(computation, position)
-    if number is not None:
-        return {number}
     found: set[int] = set()
-    for operand in computation.instructions[position].operands:
-        found |= _elements(computation, operand, seen | {position})
+    stack, seen = [position], {position}
+    while stack:
+        current = stack.pop()
+        number = _element(computation, current)
+        if number is not None:
+            found.add(number)
+            continue
+        fresh = set(computation.instructions[current].operands) - seen
+        seen |= fresh
+        stack += fresh
     return found
 
 

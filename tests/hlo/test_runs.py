@@ -4,7 +4,7 @@ import pytest
 
 from shardrules import hlo
 from shardrules.checks import expectations
-from shardrules.costs import accounts
+from shardrules.costs import accounts, launches
 from shardrules.report.content import content
 
 from . import text as T
@@ -180,3 +180,17 @@ def test_a_loop_in_which_two_numbers_add_each_other():
     calls = entry.replace("CALLS", "condition=%condition, body=%body")
     (found,) = hlo.judge(T.module(calls, body)).verdicts
     assert (found.verdict, found.collective.trip_count) == ("redundant", None)
+
+
+def test_a_condition_that_is_computed_in_many_steps_each_used_twice():
+    """As random numbers are: each way through them was followed, 2**40 of them."""
+    steps, last = "", "%ci"
+    for n in range(40):
+        steps += f"  %s{n} = s32[] multiply({last}, {last})\n"
+        last = f"%s{n}"
+    condition = LOOP.replace("  ROOT %cl", steps + "  ROOT %cl").replace(
+        "(%ci, %cn)", f"({last}, %cn)"
+    )
+    calls = ENTRY.replace("CALLS", "condition=%condition, body=%body")
+    (loop,) = launches.read(hlo.judge(T.module(calls, condition)).module)
+    assert loop.unknown == "its condition reads what each trip computes: s32[]"

@@ -25,7 +25,8 @@ ASSUMPTIONS = (
         "arithmetic",
         "assumption",
         "standing",
-        "equal operands give equal results on every device, up to the order of reductions",
+        "equal operands give equal results on every device, up to the order of reductions and of "
+        "writes to one element",
     ),
 )
 

@@ -23,7 +23,7 @@ from shardrules.errors import RuleError
 from shardrules.hooks.autodiff.bwd import Bwd
 from shardrules.hooks.autodiff.custom_vjp import CustomVjpHooks
 from shardrules.hooks.autodiff.origins import inner_jaxprs
-from shardrules.hooks.autodiff.parts import Parts
+from shardrules.hooks.autodiff.traced import Parts
 from shardrules.hooks.calls.opaque import Known, resolve
 from shardrules.hooks.calls.pallas_call import PallasHooks
 from shardrules.hooks.calls.primitives import PrimitiveHooks

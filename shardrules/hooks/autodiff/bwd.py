@@ -24,8 +24,7 @@ from shardrules.hooks.autodiff.origins import (
     makes_zeros,
     named_axes,
 )
-from shardrules.hooks.autodiff.parts import Parts
-from shardrules.hooks.autodiff.traced import Forward, Trace
+from shardrules.hooks.autodiff.traced import Forward, Parts, Trace
 from shardrules.hooks.state import COLLECT
 from shardrules.registry.axistypes import AxisType, Effect, show_axes
 from shardrules.registry.paste import is_library

@@ -17,7 +17,7 @@ import weakref
 from typing import Any
 
 from shardrules.hooks.autodiff.bwd import Bwd
-from shardrules.hooks.autodiff.parts import Parts
+from shardrules.hooks.autodiff.traced import Parts
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.state import Hooks, Scope, State

@@ -101,6 +101,38 @@ def tokamax_calls(target):
             yield name, cls, specs, True
 
 
+def tokamax_ring_calls(target):
+    """Yield tokamax's ring attention, which is none of its ops: a splash kernel in each step."""
+    if target != "v5e:2x4":
+        return
+    from tokamax._src.ops.experimental.tpu.splash_attention import (
+        ring_attention_kernel,
+        splash_attention_mask,
+    )
+
+    def ring_attention(q, k, v, axis):
+        count = jax.lax.axis_size(axis)
+        length = q.shape[1] * count
+        kernel = ring_attention_kernel.make_ring_attention(
+            splash_attention_mask.NumpyMask(np.tril(np.ones((length, length), bool))),
+            is_mqa=False,
+            ring_axis=axis,
+            q_seq_shards=count,
+            kv_seq_shards=count,
+        )
+
+        def own(path, x):  # a device's part, as by the library's manual_sharding_spec
+            if jax.tree_util.keystr(path).endswith("partial_mask_blocks"):
+                return x
+            size = x.shape[0] // count
+            return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size)
+
+        return jax.tree_util.tree_map_with_path(own, kernel)(q, k, v)
+
+    x = shape(2, 1024, 128)
+    yield "ring_attention", ring_attention, [dict(enumerate((x, x, x, "data")))], True
+
+
 def recurrentgemma_calls(target):
     """Yield recurrentgemma's linear recurrence: real, complex (in parts), reversed, from a state.
 
@@ -229,7 +261,7 @@ def ejkernel_calls(target):
 
 
 CALLS = {
-    "tokamax": (tokamax_calls,),
+    "tokamax": (tokamax_calls, tokamax_ring_calls),
     "ejkernel": (ejkernel_calls,),
     "recurrentgemma": (recurrentgemma_calls,),
 }

@@ -122,7 +122,7 @@ def compile_(session):
     session.install("-q", "networkx")
     plugins = session.run("python", "-m", "shardrules.aot", silent=True)
     for line in plugins.splitlines():
-        if line.startswith("pip install "):
+        if line.startswith("python -m pip install "):
             session.run(*shlex.split(line))
     # Without other libraries: none is built for each JAX of the table, and a skip here is an error.
     chosen = "(tpu or gpu or newest) and not libraries"

@@ -165,7 +165,8 @@ class Instruction(NamedTuple):
       opcode: as printed; unknown ones are kept.
       shape: of the result.
       operands: positions of the operands in the computation's ``instructions``.
-      calls: names of the computations that it calls, in the order of its attributes.
+      calls: names of the computations that it calls: a while's condition, then its body, in
+        whatever order the text has them; branches, as they are numbered.
       text: the whole module's text.
       start: offset of the instruction.
       inner: offsets of the text between the parentheses (a literal, a parameter's number).

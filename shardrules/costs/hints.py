@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from shardrules import hlo
 from shardrules.costs import accounts, findings, sums
@@ -363,15 +364,20 @@ def _invariant(module: hlo.Module, body: hlo.Computation) -> set[int]:
         elif (
             instruction.opcode in _PURE
             and all(o in found for o in operands)
-            and all(_pure(module, called) for called in instruction.calls)
+            and _pure(module, instruction.calls)
         ):
             found.add(position)
     return found
 
 
-def _pure(module: hlo.Module, name: str) -> bool:
-    """Tell whether a fusion's or a reduction's computation depends on its parameters alone."""
-    return all(
-        i.opcode not in _IMPURE and all(_pure(module, called) for called in i.calls)
-        for i in module.computations[name].instructions
-    )
+def _pure(module: hlo.Module, names: Sequence[str]) -> bool:
+    """Tell whether what a fusion or a reduction calls depends on its parameters alone."""
+    stack, seen = [*names], {*names}
+    while stack:
+        for instruction in module.computations[stack.pop()].instructions:
+            if instruction.opcode in _IMPURE:
+                return False
+            fresh = {*instruction.calls} - seen
+            seen |= fresh
+            stack += fresh
+    return True

@@ -90,8 +90,9 @@ def read(module: hlo.Module, on: str | None = None) -> list[Loop]:
         alone: a TPU runs a whole program, and a CPU launches nothing.
     """
     gpu = (on or platform(module)) == "gpu"
+    sums = _sums(module)
     return [
-        _loop(module, place, gpu)
+        _loop(module, place, sums, gpu)
         for place in walk.executed(module)
         if place.instruction.opcode == "while"
     ]
@@ -99,19 +100,19 @@ def read(module: hlo.Module, on: str | None = None) -> list[Loop]:
 
 def in_all(module: hlo.Module) -> int | None:
     """Count what one execution launches on a GPU; None with a loop of unknown length."""
-    total = _sum(module, module.entry)
+    total = _sums(module)[module.entry.name]
     return sum(total.kinds.values()) if total.known else None
 
 
-def _loop(module: hlo.Module, place: walk.Place, gpu: bool) -> Loop:
+def _loop(module: hlo.Module, place: walk.Place, sums: dict[str, _Sum], gpu: bool) -> Loop:
     instruction = place.instruction
     trips = loops.trip_count(module, place.computation, instruction)
     condition, body = loops.parts(module, instruction)
-    total = _sum(module, body)
+    total = sums[body.name]
     # What the compiler wrote down decides how it runs, not what can be found out.
     asked = gpu and "known_trip_count" not in (instruction.attribute("backend_config") or "")
     if asked:
-        total = total.plus(_sum(module, condition))
+        total = total.plus(sums[condition.name])
         total.kinds["copy of the predicate"] += 1
     launches = total.known and gpu
     return Loop(
@@ -128,8 +129,15 @@ def _loop(module: hlo.Module, place: walk.Place, gpu: bool) -> Loop:
     )
 
 
-def _sum(module: hlo.Module, computation: hlo.Computation) -> _Sum:
-    """Count what one run of a computation launches, with all that it calls."""
+def _sums(module: hlo.Module) -> dict[str, _Sum]:
+    """Count what one run of each computation launches, with all that it calls."""
+    sums: dict[str, _Sum] = {}
+    for name in module.order:
+        sums[name] = _sum(module, module.computations[name], sums)
+    return sums
+
+
+def _sum(module: hlo.Module, computation: hlo.Computation, sums: dict[str, _Sum]) -> _Sum:
     total = _Sum(collections.Counter(), 0, 0, True)
     for instruction in computation.instructions:
         opcode = instruction.opcode
@@ -137,21 +145,20 @@ def _sum(module: hlo.Module, computation: hlo.Computation) -> _Sum:
             continue
         if opcode == "while":
             trips = loops.trip_count(module, computation, instruction)
-            condition, body = loops.parts(module, instruction)
-            inner = _sum(module, body)
+            inner = sums[loops.parts(module, instruction)[1].name]
             total = total.plus(inner, trips) if trips is not None else total._replace(known=False)
-        elif opcode == "conditional":
+        elif opcode == "conditional" and instruction.calls:
             total.kinds["branch that the host chooses"] += 1
-            branches = [_sum(module, module.computations[name]) for name in instruction.calls]
+            branches = [sums[name] for name in instruction.calls]
             # At most: the branch that launches most.
             total = total.plus(max(branches, key=lambda b: sum(b.kinds.values())))
-        elif opcode in ("call", "async-start"):
-            called = module.computations[instruction.calls[0]]
-            if opcode == "call" and called.name.startswith("command_buffer"):
+        elif opcode in ("call", "async-start") and instruction.calls:
+            called = instruction.calls[0]
+            if opcode == "call" and called.startswith("command_buffer"):
                 total.kinds["graph"] += 1
                 total = total._replace(graphs=total.graphs + 1)
             else:
-                total = total.plus(_sum(module, called))
+                total = total.plus(sums[called])
         else:
             kind, size = _launch(instruction)
             if kind:
@@ -184,6 +191,8 @@ def _unknown(
     """Say which value of the condition is none that the compiler knows."""
     read = sorted(_elements(condition, condition.root))
     root = body.instructions[body.root]
+    if not body.parameters:
+        return "the text does not show its carry"
     if root.opcode == "tuple":
         after = [_element(body, operand) for operand in root.operands]
         elements = body.parameters[0].shape.elements or ()

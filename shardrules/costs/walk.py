@@ -122,7 +122,7 @@ def written(
 ) -> hlo.Shape | None:
     """Give the shape of what is written into a buffer in place, None where all of it is new."""
     while True:
-        if instruction.opcode.startswith("dynamic-update-slice"):
+        if instruction.opcode.startswith("dynamic-update-slice") and instruction.operands[1:]:
             return computation.instructions[instruction.operands[1]].shape
         if instruction.opcode in ("bitcast", "copy") and instruction.operands:
             instruction = computation.instructions[instruction.operands[0]]

@@ -1,5 +1,7 @@
 """HLO as people write it: what XLA's own parser takes is read, and says the same."""
 
+import re
+
 import pytest
 
 from shardrules import errors, hlo
@@ -27,6 +29,46 @@ def test_and_with_other_white_space(name, change):
     assert [[(i.name, i.opcode) for i in c.instructions] for c in ours.computations.values()] == [
         [(i.name, i.opcode) for i in c.instructions] for c in theirs.computations.values()
     ]
+
+
+COMMENTED = """HloModule m, num_partitions=4
+
+add {
+  a = s32[] parameter(0)
+  ROOT s = s32[] add(a, a)
+}
+
+ENTRY e {
+  p = s32[] parameter(0), sharding={replicated}
+  t = s32[2]{0} parameter(1), sharding={devices=[2,2]<=[4] last_tile_dim_replicate}
+  c = s32[] constant(5)
+  k = s32[2] constant({1, 2})
+  d = s32[2] add(t, k)
+  r = s32[2] broadcast(c), dimensions={}
+  m = s32[2] multiply(r, d)
+  ROOT o = s32[2] all-reduce(m), channel_id=1, replica_groups={{0,1},{2,3}}, use_global_device_ids=true, to_apply=add
+}
+"""
+
+
+@pytest.mark.parametrize("comment", ["/*, x={) */", "/*index=1*/", "// }\n"])
+def test_comments_between_any_two_words(comment):
+    def judged(text):
+        judgement = hlo.judge(hlo.parse(text))
+        (verdict,) = judgement.verdicts
+        return verdict.verdict, [one.classes for one in judgement.outputs]
+
+    assert judged(COMMENTED) == ("redundant", [((0, 1), (2, 3))])
+    valid = 0
+    for found in re.finditer(r"[(){},=\[\]]|(?<=[(){},=\[\] ])\w", COMMENTED):
+        text = COMMENTED[: found.start()] + comment + COMMENTED[found.start() :]
+        try:
+            bindings.hlo_module_from_text(text)
+        except Exception:  # noqa: BLE001, S112 - it is no place for a comment
+            continue
+        valid += 1
+        assert judged(text) == judged(COMMENTED), text
+    assert valid > 150
 
 
 def test_instructions_written_as_operands():

@@ -57,6 +57,7 @@ _PRINTED = re.compile(
 )
 _BRACKET = re.compile(rf'{_QUOTED}|{_COMMENT}|[{{}}()\[\]"]', re.DOTALL)
 _BRACE = re.compile(rf'{_QUOTED}|[{{}}"]', re.DOTALL)
+_KEPT = re.compile(rf"({_QUOTED})|{_COMMENT}", re.DOTALL)
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
 _WORD = re.compile(r"[^\s\"{}()\[\],/]+")
 # What goes on with a value after its first bracket: <=[8], T(1,0), a shape's layout, the
@@ -77,6 +78,17 @@ def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
         column=offset - start + 1,
         text_line=text[start : stop if stop >= 0 else len(text)],
     )
+
+
+def blanked(text: str) -> str:
+    """Put spaces in the place of comments, where one stands that XLA would not print.
+
+    XLA prints ``, /*index=5*/`` alone. Its parser takes them anywhere, as in a parameter's number
+    or between replica groups.
+    """
+    if "//" not in text and text.count("/*") == text.count(", /*index="):
+        return text
+    return _KEPT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
 
 
 def skip(text: str, position: int, end: int = sys.maxsize) -> int:

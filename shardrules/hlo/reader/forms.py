@@ -155,9 +155,7 @@ class Forms:
 
     def parameter(self, scope: Scope, start: int, inner: tuple[int, int]) -> None:
         """Note the number of a parameter."""
-        number = self.text[inner[0] : inner[1]]
-        if not number.isdecimal():
-            number = COMMENT.sub(" ", number).strip()
+        number = self.text[inner[0] : inner[1]].strip()
         if not number.isdecimal() or len(number) > 9:
             raise self.error(inner[0], "expected the parameter's number")
         if int(number) in scope.numbers:

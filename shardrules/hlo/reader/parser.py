@@ -382,7 +382,7 @@ def parse(text: str, *, name: str = "<text>") -> hm.Module:
     text = text.removeprefix("\ufeff")  # a byte-order mark, which editors put before UTF-8
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    parser = _Parser(text)
+    parser = _Parser(attributes.blanked(text))
     with uncollected():
         try:
             return parser.module(name)

@@ -10,7 +10,7 @@ import numpy as np
 from shardrules.hlo.reader import devices as hd
 
 _TILED = re.compile(  # possessive where spaces could be split in many ways
-    r"devices=(\[[\d,\s]*\])\s*+(<=\s*+\[[\d,\s]*\]\s*+(?:T\([\d,\s]*\))?|[\d,\s]++)"
+    r"devices\s*+=\s*+(\[[\d,\s]*\])\s*+(<=\s*+\[[\d,\s]*\]\s*+(?:T\([\d,\s]*\))?|[\d,\s]++)"
     r"\s*+(last_tile_dim_replicate|last_tile_dims=\{([^}]*)\})?\s*+"
     r"(?:shard_(?:as|like)\s++\d++)?\s*+"
 )
@@ -74,7 +74,7 @@ def read_sharding(text: str, partitions: int) -> Sharding:
         return Sharding(text, (0,) * partitions, why="replicated")
     if bare.startswith("mesh["):
         return _read_named(text, bare, partitions)
-    if bare.startswith("devices="):
+    if bare.startswith("devices"):
         found = _TILED.fullmatch(bare)
         if not found:
             raise hd.NotationError(f"can't read the sharding {text[:80]!r}")

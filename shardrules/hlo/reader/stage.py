@@ -31,11 +31,11 @@ def unpartitioned(module: hm.Module) -> str | None:
                 if target in _TARGETS[:3] or target.startswith(_TARGETS[3]):
                     return f"the call of {target!r}, {i.name!r}, stands for what it will make"
             late = late or i.opcode in _LATE or i.opcode.startswith(_COLLECTIVE)
-            if "sharding=" in i.text[i.attributes_start : i.end]:
+            if "sharding" in i.text[i.attributes_start : i.end]:
                 value = i.attribute("sharding")
                 if value and i.opcode not in _PLACED and i.opcode != "custom-call":
                     return f"{i.opcode} {i.name!r} has a sharding, {value[:60]}"
-                sharded = sharded or "devices=" in (value or "") or "mesh[" in (value or "")
+                sharded = sharded or "devices" in (value or "") or "mesh[" in (value or "")
     if sharded and not late:
         return (
             "it holds no collective, and nothing that XLA's passes after the partitioner leave, "

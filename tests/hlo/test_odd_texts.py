@@ -1,0 +1,75 @@
+"""Texts that no compiler wrote: what is called again and again, and what is left out."""
+
+from shardrules import hlo
+from shardrules.costs import hints, launches, transfers
+
+from . import text as T
+
+DEPTH = 60
+
+
+def doubled(opcode, attributes):
+    """Computations of which each calls the one before twice."""
+    parts = [
+        "%f0 (p0: f32[8]) -> f32[8] {\n  %p0 = f32[8] parameter(0)\n  ROOT %n0 = f32[8] negate(%p0)\n}"
+    ]
+    for k in range(1, DEPTH):
+        call = f"{opcode}(%{{}}{k}), {attributes}=%f{k - 1}"
+        parts.append(
+            f"%f{k} (p{k}: f32[8]) -> f32[8] {{\n  %p{k} = f32[8] parameter(0)\n"
+            f"  %u{k} = f32[8] {call.format('p')}\n  ROOT %v{k} = f32[8] {call.format('u')}\n}}"
+        )
+    return "\n\n".join(parts) + "\n\n"
+
+
+def test_launches_of_what_calls_twice():
+    entry = f"{T.parameter('{replicated}')}\n%c = f32[8] call(%x), to_apply=%f{DEPTH - 1}"
+    assert launches.in_all(hlo.parse(T.module(entry, doubled("call", "to_apply")))) == 2**59
+
+
+LOOP = """%condition (c: (s32[], f32[8])) -> pred[] {
+  %c = (s32[], f32[8]) parameter(0)
+  %n = s32[] get-tuple-element(%c), index=0
+  %bound = s32[] constant(5)
+  ROOT %less = pred[] compare(%n, %bound), direction=LT
+}
+
+%body (d: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %d = (s32[], f32[8]) parameter(0)
+  %m = s32[] get-tuple-element(%d), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%m, %one)
+  %w = f32[8] get-tuple-element(%d), index=1
+  %used = f32[8] fusion(%w), kind=kLoop, calls=%LAST
+  REDUCED
+  ROOT %t = (s32[], f32[8]) tuple(%next, %w)
+}
+
+"""
+ENTRY = f"""{T.parameter(T.BOTH)}
+%zero = s32[] constant(0)
+%init = (s32[], f32[8]) tuple(%zero, %x)
+%loop = (s32[], f32[8]) while(%init), condition=%condition, body=%body
+"""
+
+
+def test_hints_for_a_loop_that_calls_twice():
+    loop = LOOP.replace("LAST", f"f{DEPTH - 1}").replace("REDUCED", T.all_reduce("%used"))
+    module = hlo.parse(T.module(ENTRY, doubled("fusion", "kind=kLoop, calls") + loop))
+    (hint,) = hints.hints(hlo.judge(module))
+    assert hint.kind == "repeated"
+
+
+def test_a_loop_whose_body_takes_nothing():
+    text = T.module(ENTRY, LOOP.replace("LAST", "f0").replace("  REDUCED\n", ""))
+    body = "%body () -> (s32[], f32[8]) {\n  ROOT %d = (s32[], f32[8]) after-all()\n}\n\n"
+    start = text.index("%body (d")
+    text = text[:start] + body + text[text.index("ENTRY") :]
+    (loop,) = launches.read(hlo.parse(text))
+    assert loop.unknown == "the text does not show its carry"
+
+
+def test_an_update_without_what_is_written():
+    entry = f"""{T.parameter("{replicated}")}\n%u = f32[8]{{0:S(5)}} dynamic-update-slice(%x)"""
+    (moved,) = transfers.read(hlo.parse(T.module(entry)))
+    assert moved.bytes == 32

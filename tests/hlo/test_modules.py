@@ -39,11 +39,6 @@ def test_coverage_tells_what_is_missing():
     assert "index" in attributes and opcodes
 
 
-@pytest.mark.full
-def test_many_modules():
-    assert run.run_beside(50_000, 100_000, 2)[0] == []
-
-
 def test_a_module_that_ends_its_process_is_refused(monkeypatch):
     """Its neighbours are run all the same."""
     code = """

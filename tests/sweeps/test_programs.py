@@ -35,11 +35,6 @@ def test_random_programs_are_right():
     assert len(refused) <= 2
 
 
-@pytest.mark.full
-def test_two_thousand_random_programs_are_right():
-    assert programs.main(["2000", "10000", "2"]) == 0
-
-
 def program(*steps, specs=((), (), ()), integer=("a",), mode="outside"):
     """A program of three floats, replicated, and an integer that differs along one axis."""
     return Program(7, specs, integer, Block(3, steps), mode)

@@ -238,6 +238,21 @@ def test_an_uninitialised_buffer_is_nobodys_value(lines, expected):
         assert "an uninitialised buffer" in found[-1].reason
 
 
+@pytest.mark.parametrize(
+    "aliasing, expected",
+    [("", "unproven"), ("{{}: (0, {})}", "unproven"), ("{{}: (1, {})}", "redundant")],
+)
+def test_a_kernel_reads_what_it_has_not_to_write_to(aliasing, expected):
+    """Seed 28767 of the random modules: a buffer was taken for the result's whatever it was."""
+    kernel = (
+        '%k = f32[8] custom-call(%x, %b), custom_call_target="k", '
+        'frontend_attributes={shardrules.effects="local",shardrules.status="declared"}'
+    )
+    aliasing = aliasing and f", output_to_operand_aliasing={aliasing}"
+    found = judged(T.parameter("{replicated}"), BUFFER, kernel + aliasing, T.all_reduce("%k"))
+    assert [v.verdict for v in found.verdicts] == [expected]
+
+
 FILLING = """%test (d: (s32[], f32[12,8])) -> pred[] {
   %d = (s32[], f32[12,8]) parameter(0)
   %n = s32[] get-tuple-element(%d), index=0

@@ -83,6 +83,7 @@ _ATTRIBUTE = re.compile(
     r'[^",{}]+(?:,(?!\s*[\w.\-]+\s*=)[^",{}=]*)*)'
 )
 _NAME = re.compile(r'(?<![\w.])(?:kernel_name|name)"?\s*[=:]\s*"((?:[^"\\]|\\.)*)"')
+_ALIASED = re.compile(r":\s*\(\s*(\d+)")  # {{}: (1, {})}, {0}: (2, {})
 _PALLAS = re.compile(r"\bname=([\w.<>\-]+)")
 
 
@@ -137,6 +138,12 @@ def read_mesh(text: str) -> dict[str, int] | None:
             return None
         axes[name] = int(size)
     return axes or None
+
+
+def aliased(instruction: Instruction) -> set[int]:
+    """Give the numbers of the operands in whose memory a custom call's results lie."""
+    table = instruction.attribute("output_to_operand_aliasing") or ""
+    return {int(number) for number in _ALIASED.findall(table)}
 
 
 class Resolution:

@@ -250,9 +250,14 @@ class Outside(Values):
             what = f"custom call {instruction.name!r} applies {own}"
             return self._blocked(hs.Blocker(what), operands)
         if self.unwritten and found.support is not None:
-            # A kernel that is well formed reads no buffer that it was given to write to.
+            # A kernel that is well formed reads no buffer that it was given to write to: its result
+            # lies there.
             written = self.states.intern(hs.State(supports=(customcalls.FILLED,)))
-            operands = [written if type(o) is int and o in self.unwritten else o for o in operands]
+            aliased = customcalls.aliased(instruction)
+            operands = [
+                written if type(o) is int and o in self.unwritten and n in aliased else o
+                for n, o in enumerate(operands)
+            ]
         state = self._all(operands)
         if found.support is not None:
             state = self.states.refine(

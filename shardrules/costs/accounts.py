@@ -120,6 +120,7 @@ class Totals:
       sites: places in the program.
       count, bytes, wire_bytes: over all runs of one execution, without the sites of unknown runs.
       unknown: sites in loops whose trip count isn't known.
+      unknown_bytes: of one run of each of these sites.
       at_most: sites in branches, of which the sums hold each, though only one of them runs.
     """
 
@@ -129,11 +130,17 @@ class Totals:
     wire_bytes: int = 0
     unknown: int = 0
     at_most: int = dataclasses.field(default=0, compare=False)
+    unknown_bytes: int = 0
 
     def plus(self, entry: Entry) -> Totals:
         """Add an entry."""
         if entry.runs is None:
-            return dataclasses.replace(self, sites=self.sites + 1, unknown=self.unknown + 1)
+            return dataclasses.replace(
+                self,
+                sites=self.sites + 1,
+                unknown=self.unknown + 1,
+                unknown_bytes=self.unknown_bytes + entry.bytes,
+            )
         return Totals(
             self.sites + 1,
             self.count + entry.runs,
@@ -141,11 +148,16 @@ class Totals:
             self.wire_bytes + entry.runs * entry.wire_bytes,
             self.unknown,
             self.at_most + entry.at_most,
+            self.unknown_bytes,
         )
 
     def __str__(self) -> str:
         text = f"{'at most ' if self.at_most else ''}{self.count}, {self.bytes} B"
-        return text + (f" and {self.unknown} in loops of unknown length" if self.unknown else "")
+        if not self.unknown:
+            return text
+        return (
+            f"{text} and {self.unknown} in loops of unknown length, {self.unknown_bytes} B a trip"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -444,9 +456,8 @@ def compare(
             what += f" in {key[3]}"
         if a is None or b is None:
             status = "came" if a is None else "went"
-        elif (b.count, b.bytes) == (a.count, a.bytes):
-            status = "moved"
         else:
-            status = "grew" if (b.bytes, b.count) > (a.bytes, a.count) else "shrank"
+            was, now = ((t.bytes, t.count, t.unknown_bytes) for t in (a, b))
+            status = "moved" if was == now else "grew" if now > was else "shrank"
         changes.append(Change(status, what, a or Totals(), b or Totals()))
     return sorted(changes, key=lambda c: (-abs(c.after.wire_bytes - c.before.wire_bytes), c.what))

@@ -120,7 +120,21 @@ def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | Non
       loop: the while.
       start: gives the number that an element of the carry starts as, None where it is not known.
     """
+    if module.strange and _holds_strange(module, loop):
+        return None
     return _Induction(module, loop, *parts(module, loop), start).count()
+
+
+def _holds_strange(module: hm.Module, loop: hm.Instruction) -> bool:
+    """Tell whether a loop runs anything with an attribute that is not known: it may count so."""
+    seen, stack = set(loop.calls), list(loop.calls)
+    while stack:
+        for instruction in module.computations[stack.pop()].instructions:
+            if instruction.start in module.strange:
+                return True
+            stack += [name for name in instruction.calls if name not in seen]
+            seen.update(instruction.calls)
+    return False
 
 
 class _Induction:

@@ -82,6 +82,8 @@ class Entry:
       verdict, reason: the verifier's; empty in a logical account.
       groups: the device groups, or a permute's pairs, the same text for the same ones.
       at_most: it stands in a branch, and ``runs`` is what it is if each branch ran.
+      each: how often it runs if each loop whose count isn't known makes one trip.
+      reduction: what an all-reduce or a reduce-scatter does, ``"add"``; "" for none.
     """
 
     kind: str
@@ -100,6 +102,8 @@ class Entry:
     reason: str
     groups: str = ""
     at_most: bool = False
+    each: int = 1
+    reduction: str = ""
 
     @property
     def what(self) -> str:
@@ -120,7 +124,7 @@ class Totals:
       sites: places in the program.
       count, bytes, wire_bytes: over all runs of one execution, without the sites of unknown runs.
       unknown: sites in loops whose trip count isn't known.
-      unknown_bytes: of one run of each of these sites.
+      unknown_bytes: of these sites, if each of those loops makes one trip.
       at_most: sites in branches, of which the sums hold each, though only one of them runs.
     """
 
@@ -139,7 +143,7 @@ class Totals:
                 self,
                 sites=self.sites + 1,
                 unknown=self.unknown + 1,
-                unknown_bytes=self.unknown_bytes + entry.bytes,
+                unknown_bytes=self.unknown_bytes + entry.each * entry.bytes,
             )
         return Totals(
             self.sites + 1,
@@ -249,6 +253,8 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
                 verdict.reason if compiled else "",
                 groups,
                 collective.at_most,
+                collective.each,
+                collective.reduction,
             )
         )
     return Account(level, tuple(entries), judgement.mesh, judgement.partitions * judgement.replicas)
@@ -427,7 +433,8 @@ def grouped(
     Args:
       entries: what is summed up.
       root: source paths below it are relative to it.
-      groups: sum up by device groups, too: axis names alone don't tell one mesh from another.
+      groups: sum up by device groups, too (axis names alone don't tell one mesh from another), by
+        what is done (a sum, a maximum), and by whether it stands in a branch.
       names: what source files are called instead.
     """
     found: dict[tuple[str, ...], Totals] = {}
@@ -435,7 +442,11 @@ def grouped(
         source = (names or {}).get(entry.file) or relative_file(entry.file, root)
         if source and entry.function:
             source += f" ({entry.function})"
-        key = (entry.what, entry.element_type, source, *([entry.groups] if groups else []))
+        how = entry.groups + (
+            f" by {entry.reduction}" if entry.reduction not in ("", "add") else ""
+        )
+        how += " in a branch" if entry.at_most else ""
+        key = (entry.what, entry.element_type, source, *([how] if groups else []))
         found[key] = found.get(key, Totals()).plus(entry)
     return found
 

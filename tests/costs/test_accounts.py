@@ -490,3 +490,23 @@ def test_what_a_loop_of_unknown_length_moves_on_each_trip_is_compared():
         "~ forward all-reduce(data) f32 at model.py: "
         f"grew from {unknown.format(32)} to {unknown.format(320)}"
     ]
+
+
+def test_and_so_are_the_loops_in_it():
+    inside = """%zero = s32[] constant(0)
+  %t = (s32[], f32[8], f32[8]) tuple(%zero, %x.in, %w.in)
+  %w = (s32[], f32[8], f32[8]) while(%t), condition=%condition, body=%body
+  %r = f32[8] get-tuple-element(%w), index=1"""
+    outer = LOOP.replace("%body", "%outer").replace("%condition", "%until")
+    outer = outer.format(reduction=inside, limit="negate(%j)")
+    before, after = (
+        testing.account(
+            loop(limit=f"constant({trips})")
+            .replace("condition=%condition, body=%body", "condition=%until, body=%outer")
+            .replace("ENTRY", outer + "ENTRY"),
+            mesh=T.MESH,
+        )
+        for trips in (12, 24)
+    )
+    (change,) = accounts.compare(*map(accounts.grouped, (before, after)))
+    assert (change.before.unknown_bytes, change.after.unknown_bytes) == (12 * 32, 24 * 32)

@@ -444,6 +444,7 @@ class Collective:
       source: the innermost source line, None where the text has none.
       frames: all source lines, innermost first.
       at_most: it stands in a branch: ``trip_count`` is what it is if each branch ran.
+      each: how often it runs if each loop whose count isn't known makes one trip.
     """
 
     kind: str
@@ -463,6 +464,7 @@ class Collective:
     op_name: str
     frames: tuple[hm.Frame, ...] = ()
     at_most: bool = False
+    each: int = 1
 
     @property
     def source(self) -> hm.Frame | None:

@@ -296,6 +296,7 @@ class _Judge:
                 op_name=metadata.op_name,
                 frames=metadata.frames,
                 at_most=bool(run and run.at_most),
+                each=run.each if run else 1,
             )
             if together:
                 value = merged

@@ -61,6 +61,16 @@ def test_its_pairs_are_of_replicas_where_it_has_no_channel():
     assert verdict.collective.pairs == ((0, 1),)
 
 
+def test_it_may_be_asynchronous():
+    """As XLA prints it of a computation that holds nothing else."""
+    text = sent(PAIRS + "{{0,1}}").replace(
+        "%s = (f32[8], u32[], token[]) send(",
+        "%s = ((f32[8], token[]), token[], u32[]) send-start(",
+    )
+    (verdict,) = hlo.judge(text).verdicts
+    assert (verdict.verdict, verdict.collective.pairs) == ("unproven", ((0, 1),))
+
+
 def test_a_send_to_the_host_is_none():
     assert not hlo.judge(sent(CALLBACK, "channel_id=1, is_host_transfer=true")).verdicts
 

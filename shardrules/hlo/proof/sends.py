@@ -23,7 +23,7 @@ _TYPE = re.compile(r'_xla_megascale_transfer_type\s*=\s*"?(\w+)')
 
 def crosses(instruction: Instruction) -> bool:
     """Tell a send to other devices from one to the host, as of a callback on TPU."""
-    if instruction.opcode != "send":
+    if instruction.opcode not in ("send", "send-start"):  # the latter where it is asynchronous
         return False
     hints = instruction.attribute("frontend_attributes") or ""
     return instruction.attribute("is_host_transfer") != "true" or "megascale" in hints

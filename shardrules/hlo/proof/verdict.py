@@ -230,7 +230,8 @@ class _Judge:
         kind = hc.OPCODES.get(instruction.opcode, sends.KIND)
         record = self.proof.records.get((computation.name, position))
         blocker = self.proof.unfollowed.get(computation.name)
-        if instruction.opcode == "send":
+        sending = instruction.opcode not in hc.OPCODES
+        if sending:
             blocker = sends.blocker(instruction)
             channel = sends.read_channel(
                 instruction, self.relations, self.proof.partitions, self.proof.replicas
@@ -275,7 +276,7 @@ class _Judge:
         phase = self.names.whole(computation, position)
         verdicts = []
         for number, (value, shape) in enumerate(zip(operands, shapes)):
-            if number and (in_place or kind == "ragged-all-to-all" or instruction.opcode == "send"):
+            if number and (in_place or kind == "ragged-all-to-all" or sending):
                 break  # what it updates, where, and how much of it; a token
             leaves = shape.leaves()
             collective = hc.Collective(

@@ -47,6 +47,8 @@ def sent(hints, channel="channel_id=1", header="is_scheduled=true, num_partition
 def test_a_send_to_other_devices_is_a_permute_that_nothing_is_proven_of(hints, channel, over):
     judgement = hlo.judge(sent(hints, channel))
     (verdict,) = judgement.verdicts
+    axes = hlo.judge(sent(hints, channel), mesh=T.MESH).verdicts[0].collective.axes
+    assert (axes is None) == (over == ANY)
     assert (verdict.verdict, verdict.bytes) == ("unproven", 32)
     assert "send 's' to other devices" in verdict.reason
     assert ("ALL_REDUCE by Megascale" in verdict.reason) == (hints == MEGASCALE)

@@ -7,6 +7,7 @@ the host to Megascale's runtime. What a device receives is nobody's to say; what
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from shardrules.hlo.known import states as hs
@@ -49,5 +50,7 @@ def read_channel(
         channel = number.strip("0") != ""
         groups, pairs, _ = hc.read_pairs(found[1], channel, None, relations, partitions, replicas)
     except hd.NotationError:
-        groups, pairs = hc.make_groups([list(range(relations.device_count))], relations), None
+        everyone = hc.make_groups([list(range(relations.device_count))], relations)
+        # Along no axes: incomplete groups have none.
+        groups, pairs = dataclasses.replace(everyone, complete=False), None
     return hc.Channel(KIND, groups, pairs, True, None, "", "no proof of what is received")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardrules import errors, hlo
+from shardrules import errors, hlo, report
 from shardrules.costs import accounts
 
 from . import text as T
@@ -133,3 +133,24 @@ def test_a_type_of_unknown_size_is_not_nothing():
     text = T.module(f"{T.parameter(T.BOTH, 'f6e3m2[8]')}\n{T.all_reduce('%x', shape='f6e3m2[8]')}")
     with pytest.raises(errors.HloError, match="element type 'f6e3m2' has no known size"):
         hlo.judge(text)
+
+
+@pytest.mark.parametrize(
+    "targets, said",
+    [
+        (["Cholesky"], "no collectives; "),
+        (["xla_ffi_python_cpu_callback"], "no collectives; "),
+        (["mine"], "no collectives but what calls without a rule do ('mine'); "),
+        (["a", "b", "a", "c", "d"], "calls without a rule do ('a', 'b', 'c' and 1 more); "),
+    ],
+)
+def test_calls_that_may_communicate_are_named_where_nothing_else_does(targets, said):
+    calls = [
+        f'%y{n} = f32[8] custom-call(%x), custom_call_target="{target}"'
+        for n, target in enumerate(targets)
+    ]
+    for devices in (8, 1):
+        header = f"is_scheduled=true, num_partitions={devices}"
+        text = T.module("\n".join([T.parameter("{replicated}"), *calls]), header=header)
+        headline = report.content(hlo.judge(text), title="t").headline
+        assert (said if devices == 8 else "1 device, no collectives; ") in headline

@@ -22,7 +22,10 @@ _HEAD = (
     "# What a program's collectives may cost; pytest --update-budgets rewrites it.\n"
     "# Bytes are of one execution on one device; [[allow]] is written by hand and kept.\n"
 )
-_ROW = ("what", "element_type", "source", "sites", "count", "bytes", "wire_bytes", "unknown")
+_ROW = (
+    *("what", "element_type", "source", "sites", "count", "bytes", "wire_bytes"),
+    *("unknown", "unknown_bytes"),
+)
 
 
 class Budget:
@@ -128,7 +131,12 @@ def load(path: pathlib.Path) -> Budget:
         if key in budget.rows:
             raise _fail(path, f"{where}: {row['what']!r} at {row['source']!r} is given twice")
         budget.rows[key] = accounts.Totals(
-            row["sites"], row["count"], row["bytes"], row["wire_bytes"], row["unknown"]
+            row["sites"],
+            row["count"],
+            row["bytes"],
+            row["wire_bytes"],
+            row["unknown"],
+            unknown_bytes=row["unknown_bytes"],
         )
     return budget
 

@@ -82,6 +82,8 @@ class Entry:
       verdict, reason: the verifier's; empty in a logical account.
       groups: the device groups, or a permute's pairs, the same text for the same ones.
       at_most: it stands in a branch, and ``runs`` is what it is if each branch ran.
+      each: how often it runs if each loop whose count isn't known makes one trip.
+      reduction: what an all-reduce or a reduce-scatter does, ``"add"``; "" for none.
     """
 
     kind: str
@@ -100,6 +102,8 @@ class Entry:
     reason: str
     groups: str = ""
     at_most: bool = False
+    each: int = 1
+    reduction: str = ""
 
     @property
     def what(self) -> str:
@@ -120,6 +124,7 @@ class Totals:
       sites: places in the program.
       count, bytes, wire_bytes: over all runs of one execution, without the sites of unknown runs.
       unknown: sites in loops whose trip count isn't known.
+      unknown_bytes: of these sites, if each of those loops makes one trip.
       at_most: sites in branches, of which the sums hold each, though only one of them runs.
     """
 
@@ -129,11 +134,17 @@ class Totals:
     wire_bytes: int = 0
     unknown: int = 0
     at_most: int = dataclasses.field(default=0, compare=False)
+    unknown_bytes: int = 0
 
     def plus(self, entry: Entry) -> Totals:
         """Add an entry."""
         if entry.runs is None:
-            return dataclasses.replace(self, sites=self.sites + 1, unknown=self.unknown + 1)
+            return dataclasses.replace(
+                self,
+                sites=self.sites + 1,
+                unknown=self.unknown + 1,
+                unknown_bytes=self.unknown_bytes + entry.each * entry.bytes,
+            )
         return Totals(
             self.sites + 1,
             self.count + entry.runs,
@@ -141,11 +152,16 @@ class Totals:
             self.wire_bytes + entry.runs * entry.wire_bytes,
             self.unknown,
             self.at_most + entry.at_most,
+            self.unknown_bytes,
         )
 
     def __str__(self) -> str:
         text = f"{'at most ' if self.at_most else ''}{self.count}, {self.bytes} B"
-        return text + (f" and {self.unknown} in loops of unknown length" if self.unknown else "")
+        if not self.unknown:
+            return text
+        return (
+            f"{text} and {self.unknown} in loops of unknown length, {self.unknown_bytes} B a trip"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +253,8 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
                 verdict.reason if compiled else "",
                 groups,
                 collective.at_most,
+                collective.each,
+                collective.reduction,
             )
         )
     return Account(level, tuple(entries), judgement.mesh, judgement.partitions * judgement.replicas)
@@ -415,7 +433,8 @@ def grouped(
     Args:
       entries: what is summed up.
       root: source paths below it are relative to it.
-      groups: sum up by device groups, too: axis names alone don't tell one mesh from another.
+      groups: sum up by device groups, too (axis names alone don't tell one mesh from another), by
+        what is done (a sum, a maximum), and by whether it stands in a branch.
       names: what source files are called instead.
     """
     found: dict[tuple[str, ...], Totals] = {}
@@ -423,7 +442,11 @@ def grouped(
         source = (names or {}).get(entry.file) or relative_file(entry.file, root)
         if source and entry.function:
             source += f" ({entry.function})"
-        key = (entry.what, entry.element_type, source, *([entry.groups] if groups else []))
+        how = entry.groups + (
+            f" by {entry.reduction}" if entry.reduction not in ("", "add") else ""
+        )
+        how += " in a branch" if entry.at_most else ""
+        key = (entry.what, entry.element_type, source, *([how] if groups else []))
         found[key] = found.get(key, Totals()).plus(entry)
     return found
 
@@ -444,9 +467,8 @@ def compare(
             what += f" in {key[3]}"
         if a is None or b is None:
             status = "came" if a is None else "went"
-        elif (b.count, b.bytes) == (a.count, a.bytes):
-            status = "moved"
         else:
-            status = "grew" if (b.bytes, b.count) > (a.bytes, a.count) else "shrank"
+            was, now = ((t.bytes, t.count, t.unknown_bytes) for t in (a, b))
+            status = "moved" if was == now else "grew" if now > was else "shrank"
         changes.append(Change(status, what, a or Totals(), b or Totals()))
     return sorted(changes, key=lambda c: (-abs(c.after.wire_bytes - c.before.wire_bytes), c.what))

@@ -12,7 +12,7 @@ __all__ = ["Transfer", "read"]
 
 # JAX's targets of callbacks (jax/_src/callback.py and interpreters/mlir.py, 0.4.28 to 0.12): on CPU
 # and GPU as a custom call, of the FFI from 0.5 on; a TPU sends and receives instead.
-_CALLBACK = re.compile(r"xla_(ffi_)?(partitioned_)?python_\w*callback")
+CALLBACK = re.compile(r"xla_(ffi_)?(partitioned_)?python_\w*callback")
 _FEEDS = {"infeed": "from host", "outfeed": "to host"}
 _SENDS = {"send": "to host", "recv": "from host"}
 
@@ -90,7 +90,7 @@ def _transfer(module: hlo.Module, place: walk.Place) -> tuple[str, str, int, str
         return opcode, _SENDS[opcode], instruction.shape.leaves()[0].bytes, ""
     if opcode.startswith("custom-call") and not opcode.endswith("-done"):
         target = (instruction.attribute("custom_call_target") or "").strip('"')
-        if _CALLBACK.fullmatch(target):
+        if CALLBACK.fullmatch(target):
             size = sum(s.bytes for s in operands) + instruction.shape.bytes
             return "callback", "both", size, target
     if opcode in ("call", "async-start") and _on_host(instruction):

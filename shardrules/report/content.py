@@ -10,7 +10,7 @@ from typing import Any
 
 from shardrules import hlo
 from shardrules.arguments import checked
-from shardrules.costs import accounts, estimates, findings
+from shardrules.costs import accounts, estimates, findings, transfers
 from shardrules.costs.findings import Finding
 from shardrules.costs.hints import Hint, dearer, hints
 from shardrules.report import alike
@@ -118,7 +118,7 @@ class Content:
             kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
         found = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "no findings"
         if not total.sites:
-            return f"{self.title}: {shown}, no collectives; {found}"
+            return f"{self.title}: {shown}, no collectives{self._unseen(devices)}; {found}"
         ran = "1 collective runs" if total.sites == 1 else f"{total.sites} collectives run"
         times = ("at most " if total.at_most else "") + (
             f"{total.count} times" if total.count != 1 else "once"
@@ -128,6 +128,17 @@ class Content:
             f"{self.title}: {shown}, {ran} {times}{loops}, {alike.size(total.wire_bytes)} on the "
             f"wire per device; {found}"
         )
+
+    def _unseen(self, devices: int) -> str:
+        """Name the calls that nobody has a rule for: they may be collectives, too."""
+        calls = [
+            b for b in self.judgement.opaque if not transfers.CALLBACK.fullmatch(b.target or "")
+        ]
+        if not calls or devices == 1:
+            return ""
+        names = list(dict.fromkeys(repr(b.kernel or b.target or "") for b in calls))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f" but what calls without a rule do ({', '.join(names[:3])}{more})"
 
     @functools.cached_property
     def rows(self) -> tuple[alike.Row, ...]:

@@ -278,8 +278,10 @@ def test_a_gather_that_a_loop_repeats_is_named():
 def test_a_loop_of_unknown_length_is_said():
     text = loop(limit="count-leading-zeros(%j)")
     account = testing.account(text, mesh=T.MESH)
-    assert account.total == accounts.Totals(1, 0, 0, 0, 1)
-    assert str(account) == "forward all-reduce(data): 0, 0 B and 1 in loops of unknown length"
+    assert account.total == accounts.Totals(1, 0, 0, 0, 1, unknown_bytes=32)
+    assert str(account) == (
+        "forward all-reduce(data): 0, 0 B and 1 in loops of unknown length, 32 B a trip"
+    )
     with pytest.raises(errors.CollectiveAssertionError) as caught:
         testing.assert_collectives(text, mesh=T.MESH, expect={"all-reduce(data)": 0})
     assert (
@@ -475,3 +477,36 @@ def test_what_came_went_grew_shrank_and_moved():
         "~ forward all-reduce(c) f32: shrank from 1, 100 B to 0, 50 B",
         "~ forward all-reduce(d) f32: 1, 100 B at 1 sites before, 1, 100 B at 2 sites now",
     }
+
+
+def test_what_a_loop_of_unknown_length_moves_on_each_trip_is_compared():
+    text = loop(limit="count-leading-zeros(%j)")
+    before, after = (
+        accounts.grouped(testing.account(t, mesh=T.MESH))
+        for t in (text, text.replace("f32[8]", "f32[80]"))
+    )
+    unknown = "0, 0 B and 1 in loops of unknown length, {} B a trip"
+    assert [str(change) for change in accounts.compare(before, after)] == [
+        "~ forward all-reduce(data) f32 at model.py: "
+        f"grew from {unknown.format(32)} to {unknown.format(320)}"
+    ]
+
+
+def test_and_so_are_the_loops_in_it():
+    inside = """%zero = s32[] constant(0)
+  %t = (s32[], f32[8], f32[8]) tuple(%zero, %x.in, %w.in)
+  %w = (s32[], f32[8], f32[8]) while(%t), condition=%condition, body=%body
+  %r = f32[8] get-tuple-element(%w), index=1"""
+    outer = LOOP.replace("%body", "%outer").replace("%condition", "%until")
+    outer = outer.format(reduction=inside, limit="negate(%j)")
+    before, after = (
+        testing.account(
+            loop(limit=f"constant({trips})")
+            .replace("condition=%condition, body=%body", "condition=%until, body=%outer")
+            .replace("ENTRY", outer + "ENTRY"),
+            mesh=T.MESH,
+        )
+        for trips in (12, 24)
+    )
+    (change,) = accounts.compare(*map(accounts.grouped, (before, after)))
+    assert (change.before.unknown_bytes, change.after.unknown_bytes) == (12 * 32, 24 * 32)

@@ -91,6 +91,88 @@ def test_an_attribute_that_is_not_known_blocks_what_follows(line, known):
     assert known or "has an attribute that is not known, color" in verdict.reason
 
 
+LOOP = """%below (p: (s32[], f32[8], f32[8])) -> pred[] {
+  %p = (s32[], f32[8], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %four = s32[] constant(4)
+  ROOT %less = pred[] compare(%i, %four), direction=LT
+}
+
+%step (q: (s32[], f32[8], f32[8])) -> (s32[], f32[8], f32[8]) {
+  %q = (s32[], f32[8], f32[8]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%j, %one)
+  %k = f32[8] get-tuple-element(%q), index=1
+  %kept = f32[8] copy(%k)
+  %made = f32[8] negate(%kept)
+  ROOT %u = (s32[], f32[8], f32[8]) tuple(%next, %kept, %made)
+}
+
+"""
+BRANCH = """%copied (c: (f32[8])) -> (f32[8]) {
+  %c = (f32[8]) parameter(0)
+  %d = f32[8] get-tuple-element(%c), index=0
+  %kept = f32[8] copy(%d)
+  ROOT %cu = (f32[8]) tuple(%kept)
+}
+
+%passed (e: (f32[8])) -> (f32[8]) {
+  %e = (f32[8]) parameter(0)
+  %f = f32[8] get-tuple-element(%e), index=0
+  ROOT %eu = (f32[8]) tuple(%f)
+}
+
+"""
+
+
+@pytest.mark.parametrize(
+    "line, element, mesh_sharding",
+    [
+        # a counter that counts by who knows what
+        ("add(%j, %one)", 2, T.DATA),
+        ("compare(%i, %four), direction=LT", 2, T.DATA),
+        ("copy(%k)", 1, T.DATA),
+        ("copy(%k)", 2, T.DATA),
+    ],
+)
+@pytest.mark.parametrize("known", [False, True])
+def test_in_a_loop_too(line, element, mesh_sharding, known):
+    text = T.module(
+        f"""{T.parameter(mesh_sharding)}
+        {T.parameter("{manual}", name="own", number=1)}
+        %id = u32[] partition-id()
+        %two = u32[] constant(2)
+        %row = u32[] divide(%id, %two)
+        %from = s32[] convert(%row)
+        %nought = s32[] constant(0)
+        %t = (s32[], f32[8], f32[8]) tuple(%START, %x, %x)
+        %w = (s32[], f32[8], f32[8]) while(%t), condition=%below, body=%step
+        %g = f32[8] get-tuple-element(%w), index={element}
+        {T.all_reduce("%g")}""".replace("%START", "%from" if "copy" in line else "%nought"),
+        LOOP.replace(line, line if known else f"{line}, color=blue"),
+    )
+    (verdict,) = hlo.judge(text, mesh=T.MESH).verdicts
+    assert verdict.verdict == ("redundant" if known else "unproven")
+
+
+@pytest.mark.parametrize("branches", ["%copied, %passed", "%passed, %copied"])
+@pytest.mark.parametrize("known", [False, True])
+def test_in_a_branch_too(branches, known):
+    text = T.module(
+        f"""{T.parameter(T.DATA)}
+        %id = u32[] partition-id()
+        %which = s32[] convert(%id)
+        %t = (f32[8]) tuple(%x)
+        %c = (f32[8]) conditional(%which, %t, %t), branch_computations={{{branches}}}
+        %g = f32[8] get-tuple-element(%c), index=0
+        {T.all_reduce("%g")}""",
+        BRANCH if known else BRANCH.replace("copy(%d)", "copy(%d), color=blue"),
+    )
+    (verdict,) = hlo.judge(text, mesh=T.MESH).verdicts
+    assert (verdict.verdict == "redundant") == known
+
+
 @pytest.mark.parametrize("key", ["Color", "_color", "2color"])
 def test_whatever_its_first_letter(key):
     text = T.module(

@@ -336,16 +336,18 @@ def test_a_start_that_was_taken_apart_still_gives_its_result(kind, taken):
 
 
 @pytest.mark.parametrize("index, expected", [(0, "needed"), (1, "redundant")])
-def test_an_all_reduce_start_that_gives_its_operand_beside_its_result(index, expected):
-    """As XLA for GPUs prints it from JAX 0.12 on."""
-    started = T.all_reduce("%own", T.ALL, name="s", shape="((f32[8]), f32[8])")
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_all_reduce_start_that_gives_its_operand_beside_its_result(index, packed, expected):
+    """As XLA for GPUs prints it from JAX 0.12 on, and as an all-gather-start does it."""
+    own = "(f32[8])" if packed else "f32[8]"
+    started = T.all_reduce("%own", T.ALL, name="s", shape=f"({own}, f32[8])")
     found = judged(
         f"""%id = u32[] partition-id()
         %f = f32[] convert(%id)
         %own = f32[8] broadcast(%f), dimensions={{}}
         {started.replace("all-reduce(", "all-reduce-start(")}
-        %e = {("(f32[8])", "f32[8]")[index]} get-tuple-element(%s), index={index}
-        %g = f32[8] {("get-tuple-element(%e), index=0", "negate(%e)")[index]}
+        %e = {(own, "f32[8]")[index]} get-tuple-element(%s), index={index}
+        %g = f32[8] {"get-tuple-element(%e), index=0" if packed and not index else "negate(%e)"}
         {T.all_reduce("%g")}"""
     )
     assert found.verdicts[-1].verdict == expected

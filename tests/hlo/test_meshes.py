@@ -197,3 +197,41 @@ def test_a_mesh_that_would_be_read_as_another_one_is_not_told(name):
     assert telling.told(hlo.parse(text), {name: 4, "model": 2}, None) == text
     told = telling.told(hlo.parse(text), {"a}b": 4, "\u00e9 (1)": 2}, None)
     assert hlo.judge(told).mesh == {"a}b": 4, "\u00e9 (1)": 2}
+
+
+def test_a_sum_is_not_a_maximum():
+    (came, went) = differences(
+        *(
+            T.module(f"{T.parameter(T.BOTH)}\n{T.all_reduce('%x', T.ALL, apply=apply)}")
+            for apply in ("add", "max")
+        )
+    )
+    assert {str(came), str(went)} == {
+        "- unknown all-reduce(1 groups of 8: [1,8]<=[8]) f32 in [1,8]<=[8]: 1, 32 B",
+        "+ unknown all-reduce(1 groups of 8: [1,8]<=[8]) f32 in [1,8]<=[8] by maximum: 1, 32 B",
+    }
+
+
+def test_what_may_run_is_not_what_runs():
+    x = T.parameter("{replicated}")
+    runs = T.module(f"{x}\n{T.all_reduce('%x', T.ALL)}")
+    may = T.module(
+        f"""{x}
+        {T.parameter("{replicated}", "pred[]", "c", 1)}
+        %y = f32[8] conditional(%c, %x, %x), true_computation=%yes, false_computation=%no""",
+        f"""%yes (p: f32[8]) -> f32[8] {{
+  %p = f32[8] parameter(0)
+  ROOT {T.all_reduce("%p", T.ALL)}
+}}
+
+%no (q: f32[8]) -> f32[8] {{
+  ROOT %q = f32[8] parameter(0)
+}}
+
+""",
+    )
+    over = "unknown all-reduce(1 groups of 8: [1,8]<=[8]) f32 in [1,8]<=[8]"
+    assert [str(change) for change in differences(runs, may)] == [
+        f"- {over}: 1, 32 B",
+        f"+ {over} in a branch: at most 1, 32 B",
+    ]

@@ -33,6 +33,8 @@ class _Finder:
         self.left[0] -= 1
         if count <= 1 or self.left[0] < 0 or depth > 20:
             return count
+        if instruction.start in self.module.strange:  # it may be anything
+            return count
         operands = instruction.operands
 
         def of(index: int) -> int:

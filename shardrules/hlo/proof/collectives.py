@@ -20,6 +20,7 @@ split by axes: all-reduce, reduce-scatter, all-gather.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -132,7 +133,7 @@ def read_channel(
         how = (permute, flat, text, channel)
         try:
             if how not in cache:
-                read = _pairs if permute else _groups
+                read = read_pairs if permute else _groups
                 cache[how] = read(text, channel, flat, relations, partitions, replicas)
             found.append(cache[how])
         except hd.NotationError as error:
@@ -195,6 +196,17 @@ def _groups(
     return make_groups(flattened, relations), None, mesh
 
 
+def unknown_kind(instruction: hm.Instruction) -> bool:
+    """Tell a collective of a kind that isn't known here, such as XLA's new collective-reduce."""
+    kind = re.sub("-(start|update|done)$", "", instruction.opcode)
+    return kind not in KINDS and (
+        kind.startswith(("all-", "collective-", "reduce-scatter", "ragged-all-"))
+        or any(
+            k in ("replica_groups", "source_target_pairs") for k, _, _ in instruction.attributes()
+        )
+    )
+
+
 def updates_in_place(instruction: hm.Instruction, kind: str) -> bool:
     """Tell a permute that puts a slice of one operand into another from one of several arrays."""
     return (
@@ -202,6 +214,16 @@ def updates_in_place(instruction: hm.Instruction, kind: str) -> bool:
         and len(instruction.operands) == 4
         and instruction.attribute("slice_sizes") is not None
     )
+
+
+def slice_bytes(instruction: hm.Instruction, shape: hm.Shape) -> int:
+    """Count the bytes of the slices that a permute in place moves of an operand."""
+    slices = re.findall(r"\{([\d,\s]*)\}", instruction.attribute("slice_sizes") or "")
+    kinds = {leaf.bits for leaf in shape.leaves()}
+    if not slices or len(kinds) != 1:
+        return shape.bytes
+    counts = [math.prod(hd.read_ints(sizes)) for sizes in slices]
+    return (sum(counts) * kinds.pop() + 7) // 8
 
 
 def orderless(channel: Channel, instruction: hm.Instruction) -> bool:
@@ -224,7 +246,7 @@ def _reduction(computation: hm.Computation) -> str:
     )
 
 
-def _pairs(
+def read_pairs(
     text: str,
     channel: bool,
     flat: bool | None,
@@ -232,6 +254,11 @@ def _pairs(
     partitions: int,
     replicas: int,
 ) -> _Connections:
+    """Read a permute's pairs; give also the groups of devices that they connect.
+
+    Raises:
+      NotationError: they are none, or of devices that there are not.
+    """
     if not text:
         raise hd.NotationError("a collective-permute without source_target_pairs")
     rows, _ = hd.read_groups(text)
@@ -417,6 +444,7 @@ class Collective:
       source: the innermost source line, None where the text has none.
       frames: all source lines, innermost first.
       at_most: it stands in a branch: ``trip_count`` is what it is if each branch ran.
+      each: how often it runs if each loop whose count isn't known makes one trip.
     """
 
     kind: str
@@ -436,6 +464,7 @@ class Collective:
     op_name: str
     frames: tuple[hm.Frame, ...] = ()
     at_most: bool = False
+    each: int = 1
 
     @property
     def source(self) -> hm.Frame | None:

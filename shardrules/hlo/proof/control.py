@@ -158,7 +158,7 @@ class Control(Values):
 
         None, too, where the predicate contradicts the count that the text tells.
         """
-        settling = _settling(body, self._deterministic)
+        settling = _settling(body, self._deterministic, self.module.strange)
         for step in range(_MAX_STEPS + 1):
             predicate = self.evaluate(condition, (carry,), guard)
             if not isinstance(predicate, Exact) or predicate.array[0].size != 1:
@@ -197,7 +197,10 @@ class Control(Values):
         if not isinstance(carry, tuple) or not isinstance(out, tuple) or len(carry) != len(out):
             return out
         return tuple(
-            [c if _passed(body, k) == k else o for k, (c, o) in enumerate(zip(carry, out))]
+            [
+                c if _passed(body, k, self.module.strange) == k else o
+                for k, (c, o) in enumerate(zip(carry, out))
+            ]
         )
 
     def _forget(self, before: Any, after: Any) -> Any:
@@ -248,7 +251,7 @@ class Control(Values):
         found = list(found)
         for index in range(len(found)):
             origins = {
-                _origin(computation, o, b, index)
+                _origin(computation, o, b, index, self.module.strange)
                 for b, o in zip(branches, instruction.operands[1:])
             }
             if len(origins) == 1 and None not in origins:  # all branches pass on one thing
@@ -268,7 +271,9 @@ class Control(Values):
         for index in range(widths.pop()):
             first: dict[Any, int] = {}
             same = [
-                first.setdefault(_origin(computation, o, b, index) or ("branch", n), n)
+                first.setdefault(
+                    _origin(computation, o, b, index, self.module.strange) or ("branch", n), n
+                )
                 for n, (b, o) in enumerate(zip(branches, instruction.operands[1:]))
             ]
             found.append(
@@ -288,33 +293,41 @@ def _everywhere(carry: Any, index: int) -> int | None:
     return int(numbers[0]) if (numbers == numbers[0]).all() else None
 
 
-def _origin(computation: hm.Computation, operand: int, branch: hm.Computation, index: int) -> Any:
+def _origin(
+    computation: hm.Computation,
+    operand: int,
+    branch: hm.Computation,
+    index: int,
+    strange: dict[int, str],
+) -> Any:
     """Say what a branch returns as element ``index``: the caller's instruction, or a constant.
 
     None where the branch computes it.
     """
     root = branch.instructions[branch.root]
     if root.opcode == "tuple" and index < len(root.operands):
-        result = _behind_copies(branch, root.operands[index])
-        if branch.instructions[result].opcode == "constant":
-            constant = branch.instructions[result]
+        result = _behind_copies(branch, root.operands[index], strange)
+        constant = branch.instructions[result]
+        if constant.opcode == "constant" and constant.start not in strange:
             if "..." in constant.literal:  # elided: one value only as one instruction
                 return "elided", branch.name, result
             return "constant", constant.shape, constant.literal
-    element = _passed(branch, index)
+    element = _passed(branch, index, strange)
     packed = computation.instructions[operand]
     if element is None or packed.opcode != "tuple" or element >= len(packed.operands):
         return None
-    return "passed", _behind_copies(computation, packed.operands[element])
+    return "passed", _behind_copies(computation, packed.operands[element], strange)
 
 
-def _behind_copies(computation: hm.Computation, position: int) -> int:
-    while computation.instructions[position].opcode == "copy":
-        position = computation.instructions[position].operands[0]
+def _behind_copies(computation: hm.Computation, position: int, strange: dict[int, str]) -> int:
+    while (one := computation.instructions[position]).opcode == "copy" and one.start not in strange:
+        position = one.operands[0]
     return position
 
 
-def _settling(body: hm.Computation, pure) -> dict[int, tuple[int, tuple[int, ...]]]:
+def _settling(
+    body: hm.Computation, pure, strange: dict[int, str]
+) -> dict[int, tuple[int, tuple[int, ...]]]:
     """Find the elements of a loop's carry that stop changing, however long the loop goes on.
 
     An element that the body passes on never changes; one that is a deterministic function of
@@ -333,7 +346,7 @@ def _settling(body: hm.Computation, pure) -> dict[int, tuple[int, tuple[int, ...
         if found is not None:
             needs[index] = found
     settled: dict[int, tuple[int, tuple[int, ...]]] = {
-        k: (0, ()) for k in range(len(root.operands)) if _passed(body, k) == k
+        k: (0, ()) for k in range(len(root.operands)) if _passed(body, k, strange) == k
     }
     while True:
         ready = [k for k in needs if k not in settled and needs[k][0] <= set(settled)]
@@ -360,6 +373,7 @@ def _needs(body: hm.Computation, result: int, pure) -> tuple[set[int], tuple[int
         if (
             instruction.opcode == "get-tuple-element"
             and body.instructions[instruction.operands[0]].opcode == "parameter"
+            and pure(instruction)
         ):
             text = instruction.attribute("index") or ""
             if not text.isdecimal() or len(text) > 9:
@@ -376,15 +390,22 @@ def _needs(body: hm.Computation, result: int, pure) -> tuple[set[int], tuple[int
     return elements, tuple(sorted(collectives))
 
 
-def _passed(computation: hm.Computation, index: int) -> int | None:
-    """Give the parameter's element that a computation returns unchanged as element ``index``."""
+def _passed(computation: hm.Computation, index: int, strange: dict[int, str]) -> int | None:
+    """Give the parameter's element that a computation returns unchanged as element ``index``.
+
+    A copy with an attribute that isn't known may be more than a copy.
+    """
     root = computation.instructions[computation.root]
     if root.opcode != "tuple" or index >= len(root.operands):
         return None
     instruction = computation.instructions[root.operands[index]]
-    while instruction.opcode == "copy" and instruction.operands:
+    while (
+        instruction.opcode == "copy" and instruction.operands and instruction.start not in strange
+    ):
         instruction = computation.instructions[instruction.operands[0]]
     if instruction.opcode != "get-tuple-element" or len(instruction.operands) != 1:
+        return None
+    if {instruction.start, root.start} & strange.keys():
         return None
     if computation.instructions[instruction.operands[0]].opcode != "parameter":
         return None

@@ -24,11 +24,13 @@ class Run:
       depth: how many while loops stand around it.
       count: how often it runs in one execution of the module; None where a count isn't known.
       at_most: it stands in a branch, and the count is what it is if each branch ran.
+      each: how often it runs if each loop whose count isn't known makes one trip.
     """
 
     depth: int
     count: int | None
     at_most: bool = False
+    each: int = 1
 
 
 # What runs each computation that it names once; others may run them any number of times.
@@ -56,6 +58,7 @@ def executions(module: hm.Module) -> dict[str, Run]:
                     max(before.depth, run.depth),
                     (before.count or 0) + (run.count or 0) if known else None,
                     before.at_most or run.at_most,
+                    before.each + run.each,
                 )
     return runs
 
@@ -67,14 +70,15 @@ def _calls(module, computation, instruction, outer: Run) -> Iterator[tuple[str, 
         at_most = outer.at_most or (opcode == "conditional" and len(instruction.calls) > 1)
         count = outer.count if opcode in _ONCE else None
         for callee in instruction.calls:
-            yield callee, Run(outer.depth, count, at_most)
+            yield callee, Run(outer.depth, count, at_most, outer.each)
         return
     trips = trip_count(module, computation, instruction)
     for place, callee in enumerate(instruction.calls):
         # The condition, which stands first, runs once more than the body.
         times = trips if trips is None or place else trips + 1
         count = None if times is None or outer.count is None else outer.count * times
-        yield callee, Run(outer.depth + 1, count, outer.at_most)
+        each = outer.each * (1 if times is None else times)
+        yield callee, Run(outer.depth + 1, count, outer.at_most, each)
 
 
 def parts(module: hm.Module, loop: hm.Instruction) -> tuple[hm.Computation, hm.Computation]:
@@ -120,7 +124,21 @@ def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | Non
       loop: the while.
       start: gives the number that an element of the carry starts as, None where it is not known.
     """
+    if module.strange and _holds_strange(module, loop):
+        return None
     return _Induction(module, loop, *parts(module, loop), start).count()
+
+
+def _holds_strange(module: hm.Module, loop: hm.Instruction) -> bool:
+    """Tell whether a loop runs anything with an attribute that is not known: it may count so."""
+    seen, stack = set(loop.calls), list(loop.calls)
+    while stack:
+        for instruction in module.computations[stack.pop()].instructions:
+            if instruction.start in module.strange:
+                return True
+            stack += [name for name in instruction.calls if name not in seen]
+            seen.update(instruction.calls)
+    return False
 
 
 class _Induction:

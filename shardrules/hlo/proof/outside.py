@@ -137,8 +137,8 @@ class Outside(Values):
             result = tuple(result)
         if not opcode.endswith("-start"):
             return result
-        first = (instruction.shape.elements or (instruction.shape,))[0]
-        if kind == "all-reduce" and not first.is_tuple:
+        parts = instruction.shape.elements or (instruction.shape,)
+        if kind == "all-reduce" and not parts[0].is_tuple and len(parts) == len(operands):
             return result  # and its operands beside it only from JAX 0.12 on
         return Started(operands[0] if len(operands) == 1 else tuple(operands), result)
 

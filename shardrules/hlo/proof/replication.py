@@ -226,12 +226,21 @@ class Proof(Control, Outside):
         """Abandon what instructions name that evaluate none of the computations they name.
 
         Raises:
-          HloSyntaxError: one lacks operands, or the computations that it runs.
+          HloSyntaxError: one lacks operands, or the computations that it runs, or is a collective
+            of a kind that isn't known: it would count as none.
         """
         plain = ELEMENTWISE | LOCAL | {"parameter", "constant", "tuple", "get-tuple-element"}
         for computation in self.module.computations.values():
             for instruction in computation.instructions:
                 opcode = instruction.opcode
+                if opcode not in self._handlers and hc.unknown_kind(instruction):
+                    raise hm.syntax_error(
+                        self.module.text,
+                        instruction.start,
+                        f"{opcode} {instruction.name!r} is a collective of a kind that this "
+                        "version of shardrules doesn't know: what the program moves can't be "
+                        "counted",
+                    )
                 if not instruction.operands and (opcode in _TAKES or opcode.endswith("-done")):
                     raise hm.syntax_error(
                         self.module.text,
@@ -295,7 +304,8 @@ class Proof(Control, Outside):
 
     def _deterministic(self, instruction: hm.Instruction) -> bool:
         """Tell whether an instruction is a deterministic function of its operands alone."""
-        return instruction.opcode in _PURE and all(self._pure(c) for c in instruction.calls)
+        known = instruction.opcode in _PURE and instruction.start not in self.module.strange
+        return known and all(self._pure(c) for c in instruction.calls)
 
     def _reaches(self, name: str, known: dict[str, bool], test) -> bool:
         """Tell whether an instruction that passes a test is in a computation or below it."""

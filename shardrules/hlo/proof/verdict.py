@@ -14,7 +14,7 @@ from shardrules.arguments import checked, shown
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Ranged
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import customcalls, inputs, loops, phases, replication
+from shardrules.hlo.proof import customcalls, inputs, loops, phases, replication, sends
 from shardrules.hlo.proof.judgement import (
     ASSUMPTIONS,
     Judgement,
@@ -121,7 +121,9 @@ class _Judge:
         steps = self._steps()
         for computation in self.module.computations.values():
             for position, instruction in enumerate(computation.instructions):
-                if instruction.opcode in hc.OPCODES and (computation.name, position) not in steps:
+                if sends.crosses(instruction) or (
+                    instruction.opcode in hc.OPCODES and (computation.name, position) not in steps
+                ):
                     verdicts += self._instruction(computation, position)
         outputs = self._outputs()
         opaque = dict.fromkeys(r.blocker for r in self.proof.opaque.values() if r.effects is None)
@@ -225,10 +227,17 @@ class _Judge:
 
     def _instruction(self, computation: hm.Computation, position: int) -> list[Verdict]:
         instruction = computation.instructions[position]
-        kind = hc.OPCODES[instruction.opcode]
+        kind = hc.OPCODES.get(instruction.opcode, sends.KIND)
         record = self.proof.records.get((computation.name, position))
         blocker = self.proof.unfollowed.get(computation.name)
-        if record is None:
+        sending = instruction.opcode not in hc.OPCODES
+        if sending:
+            blocker = sends.blocker(instruction)
+            channel = sends.read_channel(
+                instruction, self.relations, self.proof.partitions, self.proof.replicas
+            )
+            record = replication.Record([], 0, channel)
+        elif record is None:
             channel = hc.read_channel(
                 self.module,
                 instruction,
@@ -267,8 +276,8 @@ class _Judge:
         phase = self.names.whole(computation, position)
         verdicts = []
         for number, (value, shape) in enumerate(zip(operands, shapes)):
-            if number and in_place:
-                break  # what it updates, and where
+            if number and (in_place or kind == "ragged-all-to-all" or sending):
+                break  # what it updates, where, and how much of it; a token
             leaves = shape.leaves()
             collective = hc.Collective(
                 kind=kind,
@@ -280,7 +289,7 @@ class _Judge:
                 groups=channel.groups.rows,
                 pairs=channel.pairs,
                 reduction=channel.reduction,
-                operand_bytes=_bytes(shape),
+                operand_bytes=hc.slice_bytes(instruction, shape) if in_place else shape.bytes,
                 element_type=(leaves[0].element_type if leaves else "token"),
                 phase=phase,
                 loop_depth=run.depth if run else 0,
@@ -288,6 +297,7 @@ class _Judge:
                 op_name=metadata.op_name,
                 frames=metadata.frames,
                 at_most=bool(run and run.at_most),
+                each=run.each if run else 1,
             )
             if together:
                 value = merged
@@ -445,10 +455,3 @@ def _members(collective: hc.Collective) -> str:
     if collective.kind == "collective-permute":
         return "on each source and its target"
     return collective.over()
-
-
-def _bytes(shape: hm.Shape) -> int:
-    try:
-        return shape.bytes
-    except errors.HloError:
-        return 0

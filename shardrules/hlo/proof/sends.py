@@ -1,0 +1,56 @@
+"""Sends between devices, which are permutes in two halves.
+
+XLA for GPUs splits the permutes of pipelines into send and recv (the pairs stand in a frontend
+attribute), and on several slices of TPUs all that crosses them, all-reduces too, is sent through
+the host to Megascale's runtime. What a device receives is nobody's to say; what it sends counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from shardrules.hlo.known import states as hs
+from shardrules.hlo.proof import collectives as hc
+from shardrules.hlo.reader import devices as hd
+from shardrules.hlo.reader.module import Instruction
+
+KIND = "collective-permute"
+_PAIRS = re.compile(
+    r'_xla_send_recv_source_target_pairs\s*+=\s*+"?(\{\s*+(?:\{[\d,\s]*+\}[\s,]*+)*+\})'
+)
+_TYPE = re.compile(r'_xla_megascale_transfer_type\s*=\s*"?(\w+)')
+
+
+def crosses(instruction: Instruction) -> bool:
+    """Tell a send to other devices from one to the host, as of a callback on TPU."""
+    if instruction.opcode not in ("send", "send-start"):  # the latter where it is asynchronous
+        return False
+    hints = instruction.attribute("frontend_attributes") or ""
+    return instruction.attribute("is_host_transfer") != "true" or "megascale" in hints
+
+
+def blocker(instruction: Instruction) -> hs.Blocker:
+    """Say why nothing is proven of a send."""
+    found = _TYPE.search(instruction.attribute("frontend_attributes") or "")
+    kind = f" ({found[1]} by Megascale)" if found else ""
+    return hs.Blocker(f"send {instruction.name!r} to other devices{kind}, which is not followed")
+
+
+def read_channel(
+    instruction: Instruction, relations: hd.Relations, partitions: int, replicas: int
+) -> hc.Channel:
+    """Give the pairs of a send's devices; where the text doesn't tell them, it may reach any."""
+    number = (instruction.attribute("channel_id") or "").strip()
+    found = _PAIRS.search(instruction.attribute("frontend_attributes") or "")
+    try:
+        if found is None:
+            raise hd.NotationError("a send without pairs")
+        # As of a permute's, but that a channel of 0 is none (XLA's GetP2PConfigForSendRecv).
+        channel = number.strip("0") != ""
+        groups, pairs, _ = hc.read_pairs(found[1], channel, None, relations, partitions, replicas)
+    except hd.NotationError:
+        everyone = hc.make_groups([list(range(relations.device_count))], relations)
+        # Along no axes: incomplete groups have none.
+        groups, pairs = dataclasses.replace(everyone, complete=False), None
+    return hc.Channel(KIND, groups, pairs, True, None, "", "no proof of what is received")

@@ -145,6 +145,7 @@ class Origins:
         # A jaxpr may stand in several equations, and be looked at repeatedly: by its place.
         self._reductions: dict[tuple, Reduction] = {}
         self._in_gradient = False
+        self._stored = NOWHERE  # what one equation's jaxprs store to refs
         closed = jaxpr.invars[: len(jaxpr.invars) - len(inputs)]
         self.outputs = self._jaxpr(jaxpr, [*map(self._constant, closed), *inputs], ())
 
@@ -166,15 +167,21 @@ class Origins:
                 operands = [read(atom) for atom in eqn.invars]
                 here, outside = (*place, id(eqn)), self._in_gradient
                 self._in_gradient = outside or is_transposed(eqn)
+                before, self._stored = self._stored, NOWHERE
                 results = self._equation(jaxpr, eqn, operands, here)
-                self._in_gradient = outside
+                self._in_gradient, inside, self._stored = outside, self._stored, before
                 for var, result in zip(eqn.outvars, results):
                     # What is stored to a new ref later in a pass is its own in the next.
                     is_ref = isinstance(var.aval, self.jax.AbstractRef)
                     env[var] = result | env.get(var, NOWHERE) if is_ref else result
                 refs = [a for a in eqn.invars if isinstance(a.aval, self.jax.AbstractRef)]
-                for ref in refs:  # whatever is stored may be all that the equation takes or makes
-                    stored = _union([*operands, *results])
+                if not refs:
+                    continue
+                # What is stored may be all that the equation takes or makes, and what is made in
+                # its jaxprs may leave these by a ref alone.
+                stored = _union([*operands, *results, inside])
+                self._stored |= stored
+                for ref in refs:
                     grown = grown or env.get(ref, NOWHERE) != stored
                     env[ref] = stored
             if not grown:
@@ -211,6 +218,7 @@ class Origins:
         joined = _union(operands)
         for i, one in enumerate(inner):
             joined |= _union(self._jaxpr(one, [joined] * len(one.invars), (*place, i)))
+            joined |= self._stored  # a run_state's results are what its refs hold
         over = named_axes(params)
         if over:
             return self._collective(jaxpr, eqn, operands, joined, over, place)

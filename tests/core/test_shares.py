@@ -387,6 +387,23 @@ def test_gradients_that_the_forward_takes_and_something_that_varies(name, cpu_me
     np.testing.assert_allclose(got, ((pairs**2).sum(1) / pairs[:, 0]).sum(), rtol=1e-6)
 
 
+def test_gradients_whose_equations_the_forward_runs(cpu_mesh):
+    """The gradient was taken before, of another trace: four times that, silently."""
+
+    def body(w, x):
+        taken, constants = jax.closure_convert(jax.grad(lambda w: (w * x**2).sum()), w)
+        op = op_of(
+            lambda w, a: ((w * a**2).sum() / a[0], (taken(w, *constants), a)),
+            lambda res, g: (g / res[1][0] * res[0], jnp.zeros(2)),
+        )
+        return lax.psum(op(w, x), "data")
+
+    if not versions.types_values() or not versions.differentiates_what_varies():
+        return
+    with pytest.raises(errors.CotangentError, match="shardrules.vary"):
+        gradient(body, cpu_mesh)
+
+
 def test_gradients_of_a_forward_that_cannot_be_traced_again(cpu_mesh):
     """It closes over what a vmap has mapped: twice for each device, silently."""
 

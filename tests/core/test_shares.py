@@ -298,6 +298,19 @@ def test_sum_of_residuals_where_the_forward_sums_them(cpu_mesh):
     assert gradient(op_of(SAVED["gathered"], summing(4)), cpu_mesh) == X.sum()
 
 
+def test_a_sum_of_ones_in_the_forward_is_no_sum_of_copies(cpu_mesh):
+    """It counts the devices; no cotangent goes through it: twice the gradient, silently."""
+
+    def fwd(w):
+        return w / lax.psum(jnp.ones(()), "model"), None
+
+    if not versions.sums_copies():
+        return
+    enter = op_of(fwd, lambda _, g: (lax.psum(g, "model") / lax.psum(jnp.ones(()), "model"),))
+    with pytest.raises(errors.CotangentError, match="counted once for each device"):
+        gradient(lambda w, x: lax.psum((enter(w) * x).sum(), "model"), cpu_mesh, axis="model")
+
+
 def test_sum_in_a_forwards_pmean_differentiated_by_jax(cpu_mesh):
     """JAX divides far before it sums: what is averaged was cast before it was squared."""
 

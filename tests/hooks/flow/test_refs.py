@@ -184,6 +184,32 @@ def test_a_bwd_may_store_to_a_new_ref(cpu_mesh, hooks):
     np.testing.assert_allclose(got, [X.sum(0), np.zeros(4)])
 
 
+def stored_by_kernel(x, ref):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+        ref[...] = x_ref[...]
+
+    pl.pallas_call(kernel, jax.ShapeDtypeStruct(BLOCK, x.dtype), interpret=True)(x)
+
+
+def test_what_a_kernel_stores_to_a_ref_that_it_closes_over(cpu_mesh, hooks):
+    """Types alone: JAX to 0.10 drops such a store, since no effect tells it."""
+
+    def op(x, first):
+        ref = jax.new_ref(first(jnp.zeros(BLOCK)))
+        stored_by_kernel(x, ref)
+        return ref[...]
+
+    with pytest.raises(errors.RefError, match=r"stores is varying over {data}, but the ref that"):
+        types(lambda x: op(x, lambda zeros: zeros), cpu_mesh)
+    assert types(lambda x: op(x, lambda zeros: sr.vary(zeros, "data")), cpu_mesh) == [{"data"}]
+
+    def grown(x):
+        return pl.run_state(lambda ref: stored_by_kernel(x, ref))(jnp.zeros(BLOCK))
+
+    assert types(grown, cpu_mesh) == [{"data"}]
+
+
 def into_ref(run, value):
     ref = jax.new_ref(jnp.zeros(4))
 

@@ -400,6 +400,30 @@ def test_gradients_that_the_forward_takes_and_something_that_varies(name, cpu_me
     np.testing.assert_allclose(got, ((pairs**2).sum(1) / pairs[:, 0]).sum(), rtol=1e-6)
 
 
+def exchanged(part, how):
+    if how == "scattered":
+        return gather(lax.psum_scatter(part, "data", tiled=True))
+    if how == "gathered":
+        return lax.all_gather(part, "data").sum(0)
+    parts = lax.all_to_all(part.reshape(4, -1), "data", 0, 0)
+    return gather(parts.sum(0))
+
+
+@pytest.mark.parametrize("how", ["scattered", "gathered", "exchanged"])
+def test_gradients_that_the_forward_sums_by_hand(how, cpu_mesh):
+    """By other means than psum, and typed invariant: four times the gradient, silently."""
+
+    def fwd(w, a):
+        part = jnp.full(4, (a**2).sum() / 4)
+        return (w * a**2).sum(), lax.pmax(exchanged(part, how), "data").sum()
+
+    if not versions.types_values():
+        return
+    op = op_of(fwd, lambda dw, g: (g * dw, jnp.zeros(2)))
+    with pytest.raises(errors.CotangentError, match="a residual that the forward summed over"):
+        gradient(lambda w, x: lax.psum(op(w, x), "data"), cpu_mesh)
+
+
 def test_gradients_whose_equations_the_forward_runs(cpu_mesh):
     """The gradient was taken before, of another trace: four times that, silently."""
 

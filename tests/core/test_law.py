@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,6 +86,32 @@ def test_types_that_are_right_stay(cpu_mesh, name):
     if versions.types_values():
         f, want = KEPT[name]
         assert varying(f, cpu_mesh) == want
+
+
+def with_dce(f):
+    f = importlib.import_module("jax.experimental.custom_dce").custom_dce(f)
+    f.def_dce(lambda used, *args: f(*args))
+    return f
+
+
+CALLERS = {
+    "scheduling group": lambda f: importlib.import_module(
+        "jax.experimental.scheduling_groups"
+    ).scheduling_group("one")(f),
+    "custom_dce": with_dce,
+    "checkpoint": jax.checkpoint,
+}
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_what_a_call_returns_is_typed_by_what_it_calls(cpu_mesh, name):
+    if not versions.types_values():
+        return
+    try:
+        call = CALLERS[name](lambda a, b: (jnp.sin(a), jnp.sin(b)))
+    except ImportError:  # a JAX that has none
+        return
+    assert varying(lambda x: call(x, jnp.ones(2)), cpu_mesh) == [{"data"}, set()]
 
 
 def test_maximum_in_groups(cpu_mesh):

@@ -298,6 +298,19 @@ def test_sum_of_residuals_where_the_forward_sums_them(cpu_mesh):
     assert gradient(op_of(SAVED["gathered"], summing(4)), cpu_mesh) == X.sum()
 
 
+def test_a_sum_of_ones_in_the_forward_is_no_sum_of_copies(cpu_mesh):
+    """It counts the devices; no cotangent goes through it: twice the gradient, silently."""
+
+    def fwd(w):
+        return w / lax.psum(jnp.ones(()), "model"), None
+
+    if not versions.sums_copies():
+        return
+    enter = op_of(fwd, lambda _, g: (lax.psum(g, "model") / lax.psum(jnp.ones(()), "model"),))
+    with pytest.raises(errors.CotangentError, match="counted once for each device"):
+        gradient(lambda w, x: lax.psum((enter(w) * x).sum(), "model"), cpu_mesh, axis="model")
+
+
 def test_sum_in_a_forwards_pmean_differentiated_by_jax(cpu_mesh):
     """JAX divides far before it sums: what is averaged was cast before it was squared."""
 
@@ -385,6 +398,47 @@ def test_gradients_that_the_forward_takes_and_something_that_varies(name, cpu_me
     got = gradient(lambda w, x: lax.psum(op(sr.vary(w, "data"), x), "data"), cpu_mesh)
     pairs = X.reshape(4, 2)
     np.testing.assert_allclose(got, ((pairs**2).sum(1) / pairs[:, 0]).sum(), rtol=1e-6)
+
+
+def exchanged(part, how):
+    if how == "scattered":
+        return gather(lax.psum_scatter(part, "data", tiled=True))
+    if how == "gathered":
+        return lax.all_gather(part, "data").sum(0)
+    parts = lax.all_to_all(part.reshape(4, -1), "data", 0, 0)
+    return gather(parts.sum(0))
+
+
+@pytest.mark.parametrize("how", ["scattered", "gathered", "exchanged"])
+def test_gradients_that_the_forward_sums_by_hand(how, cpu_mesh):
+    """By other means than psum, and typed invariant: four times the gradient, silently."""
+
+    def fwd(w, a):
+        part = jnp.full(4, (a**2).sum() / 4)
+        return (w * a**2).sum(), lax.pmax(exchanged(part, how), "data").sum()
+
+    if not versions.types_values():
+        return
+    op = op_of(fwd, lambda dw, g: (g * dw, jnp.zeros(2)))
+    with pytest.raises(errors.CotangentError, match="a residual that the forward summed over"):
+        gradient(lambda w, x: lax.psum(op(w, x), "data"), cpu_mesh)
+
+
+def test_gradients_whose_equations_the_forward_runs(cpu_mesh):
+    """The gradient was taken before, of another trace: four times that, silently."""
+
+    def body(w, x):
+        taken, constants = jax.closure_convert(jax.grad(lambda w: (w * x**2).sum()), w)
+        op = op_of(
+            lambda w, a: ((w * a**2).sum() / a[0], (taken(w, *constants), a)),
+            lambda res, g: (g / res[1][0] * res[0], jnp.zeros(2)),
+        )
+        return lax.psum(op(w, x), "data")
+
+    if not versions.types_values() or not versions.differentiates_what_varies():
+        return
+    with pytest.raises(errors.CotangentError, match="shardrules.vary"):
+        gradient(body, cpu_mesh)
 
 
 def test_gradients_of_a_forward_that_cannot_be_traced_again(cpu_mesh):

@@ -96,9 +96,10 @@ class Bwd:
                 summed,
                 have,
                 want,
-                f"it is made of a residual that the forward summed over {show_axes(summed)}, as "
-                "jax.grad does there for what is invariant (and not for shardrules.vary(w, "
-                f"{_quoted(summed)})): no cotangent that varies makes shares of it",
+                f"it is made of a residual that the forward summed over {show_axes(summed)} or "
+                "gathered, as jax.grad sums there for what is invariant (and not for "
+                f"shardrules.vary(w, {_quoted(summed)})): no cotangent that varies makes shares "
+                "of it",
             )
         if all(axes <= _axes(one) for one in arriving):
             return

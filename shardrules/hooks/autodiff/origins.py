@@ -63,7 +63,8 @@ class Origin:
     Args:
       inputs: the positions of the jaxpr's inputs on which it depends.
       axes: the mesh axes along which devices may hold different values of it.
-      sums: the mesh axes over which something was summed that it depends on.
+      sums: the mesh axes over which something was summed that it depends on, or moved: what is
+        gathered may be added up.
       gradients: of these, the ones over which a backward pass summed it.
     """
 
@@ -85,6 +86,10 @@ class Origin:
     def along(self, axes: frozenset[str]) -> Origin:
         """Return this origin, of what differs along ``axes`` too."""
         return self if axes <= self.axes else dataclasses.replace(self, axes=self.axes | axes)
+
+    def moved(self, axes: frozenset[str]) -> Origin:
+        """Return this origin, of what comes from other devices along ``axes``."""
+        return dataclasses.replace(self, axes=self.axes | axes, sums=self.sums | axes)
 
     def equal(self, axes: frozenset[str]) -> Origin:
         """Return this origin, of what is equal along ``axes``."""
@@ -145,6 +150,7 @@ class Origins:
         # A jaxpr may stand in several equations, and be looked at repeatedly: by its place.
         self._reductions: dict[tuple, Reduction] = {}
         self._in_gradient = False
+        self._stored = NOWHERE  # what one equation's jaxprs store to refs
         closed = jaxpr.invars[: len(jaxpr.invars) - len(inputs)]
         self.outputs = self._jaxpr(jaxpr, [*map(self._constant, closed), *inputs], ())
 
@@ -166,15 +172,21 @@ class Origins:
                 operands = [read(atom) for atom in eqn.invars]
                 here, outside = (*place, id(eqn)), self._in_gradient
                 self._in_gradient = outside or is_transposed(eqn)
+                before, self._stored = self._stored, NOWHERE
                 results = self._equation(jaxpr, eqn, operands, here)
-                self._in_gradient = outside
+                self._in_gradient, inside, self._stored = outside, self._stored, before
                 for var, result in zip(eqn.outvars, results):
                     # What is stored to a new ref later in a pass is its own in the next.
                     is_ref = isinstance(var.aval, self.jax.AbstractRef)
                     env[var] = result | env.get(var, NOWHERE) if is_ref else result
                 refs = [a for a in eqn.invars if isinstance(a.aval, self.jax.AbstractRef)]
-                for ref in refs:  # whatever is stored may be all that the equation takes or makes
-                    stored = _union([*operands, *results])
+                if not refs:
+                    continue
+                # What is stored may be all that the equation takes or makes, and what is made in
+                # its jaxprs may leave these by a ref alone.
+                stored = _union([*operands, *results, inside])
+                self._stored |= stored
+                for ref in refs:
                     grown = grown or env.get(ref, NOWHERE) != stored
                     env[ref] = stored
             if not grown:
@@ -211,6 +223,7 @@ class Origins:
         joined = _union(operands)
         for i, one in enumerate(inner):
             joined |= _union(self._jaxpr(one, [joined] * len(one.invars), (*place, i)))
+            joined |= self._stored  # a run_state's results are what its refs hold
         over = named_axes(params)
         if over:
             return self._collective(jaxpr, eqn, operands, joined, over, place)
@@ -235,19 +248,21 @@ class Origins:
             return [joined] * len(eqn.outvars)
         whole = eqn.params.get("axis_index_groups") is None and not scatters
         if whole and "all_gather" in name:  # whatever its type
-            return [joined.equal(over)] * len(eqn.outvars)
+            return [joined.moved(over).equal(over)] * len(eqn.outvars)
         if whole and name in ("pmax", "pmin"):
             return [origin.equal(over) for origin in operands]
         if whole and "psum" in name:
             if len(operands) == len(eqn.outvars):
                 return [origin.summed(over, self._in_gradient) for origin in operands]
             return [joined.summed(over, self._in_gradient)] * len(eqn.outvars)
-        return [joined.along(over)] * len(eqn.outvars)
+        if name == "axis_index":
+            return [joined.along(over)] * len(eqn.outvars)
+        return [joined.moved(over)] * len(eqn.outvars)
 
     def _opaque(self, known: Any, joined: Origin, count: int, place: tuple) -> Origin:
         rule = None if known.found is None else known.found.rule
         if rule is None:
-            return joined.along(self.mesh_axes)
+            return joined.moved(self.mesh_axes)
         effects, over = rule.effects(count), frozenset(rule.named_axes)
         if any(word in rule.name for word in ("all_reduce", "reduce_scatter")):
             text = f"{known.call}, whose rule is {rule!r}"
@@ -255,7 +270,7 @@ class Origins:
         if effects and all(one.kind == "local" for one in effects):
             return joined
         whole = effects and all(one.kind == "join" for one in effects)
-        return joined.summed(over) if rule.drops and whole else joined.along(over or self.mesh_axes)
+        return joined.summed(over) if rule.drops and whole else joined.moved(over or self.mesh_axes)
 
     def _loop(self, body, operands, counts, place) -> list[Origin]:
         """Follow a scan: what its body returns first is what it takes after its constants."""

@@ -207,11 +207,15 @@ class Forward:
     def equals(
         self, size: Callable[[frozenset[str]], int]
     ) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the axes over which it sums, and over which it averages, what is equal there."""
+        """Return the axes over which it sums, and over which it averages, what is equal there.
+
+        Not those of what its primals don't reach (it counts the devices, say): no cotangent goes
+        through such a sum.
+        """
         summed: frozenset[str] = frozenset()
         averaged: frozenset[str] = frozenset()
         for one in [] if self.jaxpr is None else self.origins.reductions:
-            equal = one.axes - one.origin.axes
+            equal = one.axes - one.origin.axes if one.origin.inputs else frozenset()
             if equal and one.divisor in (size(equal), size(one.axes)):
                 averaged |= equal
             else:

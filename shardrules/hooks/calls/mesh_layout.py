@@ -9,7 +9,7 @@ from typing import Any
 from shardrules.hooks.calls.lowering import Lowering
 from shardrules.hooks.calls.opaque import Known, resolve, types_of
 from shardrules.hooks.door.compat import Jax
-from shardrules.hooks.flow.refs import written
+from shardrules.hooks.flow.refs import written_variables
 from shardrules.registry.axistypes import AxisType, Effect
 
 __all__ = ["Kind", "Layout", "MeshKernel", "MeshLowering", "layout_of"]
@@ -104,12 +104,6 @@ class MeshLowering(Lowering):
         )
 
 
-def _variables(jaxpr: Any, inputs: set[Any]) -> set[Any]:
-    """Return variables; JAX to 0.9 gives an effect's input as a position."""
-    own = (*jaxpr.constvars, *jaxpr.invars)
-    return {own[i] if isinstance(i, int) else i for i in inputs}
-
-
 def layout_of(jax: Jax, kind: Kind, params: dict[str, Any], avals: Sequence[Any]) -> Layout:
     """Return for which of its outputs a call's rule answers.
 
@@ -123,7 +117,7 @@ def layout_of(jax: Jax, kind: Kind, params: dict[str, Any], avals: Sequence[Any]
         at
         for jaxpr in kind.jaxprs(params)
         for at, variable in enumerate(kind.operands(jaxpr, len(avals)))
-        if variable in _variables(jaxpr, written(jax, jaxpr.effects))
+        if variable in written_variables(jax, jaxpr)
     }
     aliases = kind.aliases(params)
     answers: list[int | None] = []

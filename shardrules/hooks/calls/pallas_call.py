@@ -27,6 +27,7 @@ from shardrules.hooks.calls.opaque import (
 )
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.flow.refs import check_written, written_variables
 from shardrules.hooks.state import Hooks, State
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import Binding, Declared, binding_of
@@ -239,12 +240,28 @@ class PallasHooks(Hooks):
             and local.settled[0] is params["jaxpr"]
             and (local.settled[1] == inputs)
         ):
-            return typed(self.jax, local.outer, outputs, local.settled[2]), effects
-        if not (self._acts(params["jaxpr"]) and self.jax.checking()):
+            kernel, types = local.outer, local.settled[2]
+        elif not (self._acts(params["jaxpr"]) and self.jax.checking()):
             return outputs, effects
-        kernel = self.kernel_of(params)
-        types = self._resolve(kernel, inputs, len(outputs)).outputs
+        else:
+            kernel = self.kernel_of(params)
+            types = self._resolve(kernel, inputs, len(outputs)).outputs
+        if params["jaxpr"].constvars:
+            self._check_refs(kernel, params["jaxpr"], avals, types)
         return typed(self.jax, kernel, outputs, types), effects
+
+    def _check_refs(self, kernel: Known, jaxpr: Any, avals, types: tuple[AxisType, ...]) -> None:
+        """Refuse that what varies goes into a ref that a kernel closes over, and that is narrower.
+
+        A rule speaks for the arrays that a kernel returns, not for what it stores.
+        """
+        stored = written_variables(self.jax, jaxpr)
+        varying = frozenset().union(*(one.varying for one in (*types_of(self.jax, avals), *types)))
+        for variable, ref in zip(jaxpr.constvars, avals):  # these operands come first
+            if variable in stored:
+                check_written(
+                    self.jax, f"what {kernel.call} stores", ref, AxisType(varying), stored=False
+                )
 
     def _resolve(self, kernel: Known, inputs: tuple[AxisType, ...], output_count: int):
         return resolve(

@@ -20,7 +20,7 @@ from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.state import Hooks
 from shardrules.registry.axistypes import AxisType, show_axes
 
-__all__ = ["RefHooks", "check_written", "written"]
+__all__ = ["RefHooks", "check_written", "written", "written_variables"]
 
 
 def written(jax: Jax, effects: Iterable[Any]) -> set[Any]:
@@ -35,6 +35,12 @@ def written(jax: Jax, effects: Iterable[Any]) -> set[Any]:
         for effect in effects
         if isinstance(effect, (jax.WriteEffect, jax.AccumEffect))
     }
+
+
+def written_variables(jax: Jax, jaxpr: Any) -> set[Any]:
+    """Return those of a jaxpr's variables that it writes or adds to."""
+    own = (*jaxpr.constvars, *jaxpr.invars)  # JAX to 0.9 gives an effect's input as a position
+    return {own[i] if isinstance(i, int) else i for i in written(jax, jaxpr.effects)}
 
 
 def check_written(

@@ -162,6 +162,8 @@ class ReplayHooks(Hooks):
         @functools.wraps(original)
         def eval_jaxpr(jaxpr, consts, *args, **options):
             if self.acts:
+                if self.state.hears_gradients and gradient_sums(jaxpr):
+                    self.state.hear_gradient()  # one that was taken before
                 values = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args))
                 self.retyping.check_gradients(
                     jaxpr, [(var.aval, self.jax.typeof(value)) for var, value in values]

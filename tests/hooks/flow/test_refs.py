@@ -184,6 +184,79 @@ def test_a_bwd_may_store_to_a_new_ref(cpu_mesh, hooks):
     np.testing.assert_allclose(got, [X.sum(0), np.zeros(4)])
 
 
+def stored_by_kernel(x, ref):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+        ref[...] = x_ref[...]
+
+    pl.pallas_call(kernel, jax.ShapeDtypeStruct(BLOCK, x.dtype), interpret=True)(x)
+
+
+def test_what_a_kernel_stores_to_a_ref_that_it_closes_over(cpu_mesh, hooks):
+    """Types alone: JAX to 0.10 drops such a store, since no effect tells it."""
+
+    def op(x, first):
+        ref = jax.new_ref(first(jnp.zeros(BLOCK)))
+        stored_by_kernel(x, ref)
+        return ref[...]
+
+    with pytest.raises(errors.RefError, match=r"stores is varying over {data}, but the ref that"):
+        types(lambda x: op(x, lambda zeros: zeros), cpu_mesh)
+    assert types(lambda x: op(x, lambda zeros: sr.vary(zeros, "data")), cpu_mesh) == [{"data"}]
+
+    def grown(x):
+        return pl.run_state(lambda ref: stored_by_kernel(x, ref))(jnp.zeros(BLOCK))
+
+    assert types(grown, cpu_mesh) == [{"data"}]
+
+
+def into_ref(run, value):
+    ref = jax.new_ref(jnp.zeros(4))
+
+    def store(_):
+        ref[...] = value()
+
+    run(store)
+    return ref[...]
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        lambda value: into_ref(lambda store: jax.jit(store)(0), value),
+        lambda value: into_ref(lambda store: jax.lax.map(store, jnp.arange(2)), value),
+        lambda value: into_ref(
+            lambda store: jax.lax.fori_loop(0, 2, lambda i, _: store(i), None), value
+        ),
+        lambda value: into_ref(
+            lambda store: jax.lax.switch(jnp.int32(0), [store, store], 0), value
+        ),
+        lambda value: into_ref(lambda store: pl.run_state(store)(jnp.zeros(4)), value),
+        lambda value: pl.run_state(lambda ref: stored(value(), ref))(jnp.zeros(4)),
+    ],
+    ids=["jit", "scan", "loop", "branch", "run_state", "run_state's own"],
+)
+def test_gradients_that_a_forward_sums_and_stores(cpu_mesh, hooks, saved):
+    """What is made in a loop's body and leaves it by a ref alone: four times the gradient."""
+
+    def loss(w, x):
+        return (w * x**2).sum()
+
+    def fwd(w, x):
+        count = x[0, 0] + 1
+        return loss(w, x) / count, (saved(lambda: jax.grad(loss)(w, x)), count)
+
+    op = jax.custom_vjp(lambda w, x: fwd(w, x)[0])
+    op.defvjp(fwd, lambda res, g: (g / res[1] * res[0], jnp.zeros(BLOCK)))
+
+    def total(w, x):
+        return jax.lax.psum(op(w, x), "data")
+
+    f = jax.shard_map(total, mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=P())
+    with pytest.raises(errors.CotangentError, match="a residual that the forward summed over"):
+        jax.jit(jax.grad(f))(np.ones(4, np.float32), X)
+
+
 def test_partial_sums_do_not_go_into_a_ref_of_whole_values(cpu_mesh, hooks):
     def op(x):
         ref = jax.new_ref(jnp.zeros(BLOCK))

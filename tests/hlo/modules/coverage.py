@@ -11,16 +11,10 @@ from shardrules.hlo.known import states, values
 from shardrules.hlo.proof import replication
 from shardrules.hlo.reader import attributes, devices, parser
 
-# Read for what people are told, not for the proof.
-_FOR_PEOPLE = {"metadata"}
+# Read for what people are told, not for the proof: nothing is proven of any send.
+_FOR_PEOPLE = {"metadata", "is_host_transfer"}
 # Known by name only, so that text that has them is no error.
-_BY_NAME_ONLY = {
-    "operand_layout_constraints",
-    "origin",
-    "original_value",
-    "output_to_operand_aliasing",
-    "statistics",
-}
+_BY_NAME_ONLY = {"operand_layout_constraints", "origin", "original_value", "statistics"}
 
 
 def read_opcodes() -> set[str]:

@@ -59,6 +59,11 @@ def mixed(text, op: Op, operands=None):
     text.line(op.shape, f"convert(%{wide})", op.name)
 
 
+def into(text, op: Op):
+    """Write what a kernel makes of its first operand, in the second one's memory."""
+    mixed(text, op, op.operands[:1])
+
+
 def passed(text, op: Op):
     """Write a copy of the first operand."""
     text.line(op.shape, f"copy(%{op.operands[0].name})", op.name)
@@ -231,3 +236,13 @@ class Oddities:
         if target == "AllocateBuffer" and x.shape.dims and self.random.random() < 0.7:
             zeros = [self.literal(Shape("s32"), values=["0"]) for _ in x.shape.dims]
             self.add("dynamic-update-slice", self.like(x), [made, x, *zeros])
+        elif target == "AllocateBuffer":
+            attributes = [
+                ("custom_call_target", '"kernel"'),
+                ("frontend_attributes", '{shardrules.effects="local",shardrules.status="audited"}'),
+            ]
+            run, labels = mixed, None
+            if self.random.random() < 0.5:  # its result lies there, or else it reads the buffer
+                attributes.append(("output_to_operand_aliasing", "{{}: (1, {})}"))
+                run, labels = into, y.labels
+            self.add("custom-call", self.like(x), [y, made], attributes, labels=labels, run=run)

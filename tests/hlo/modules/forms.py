@@ -164,7 +164,9 @@ class Judged:
         """Write a module."""
         parts = [region_text(o, k) for o, k in sorted(regions)]
         parts += [self.computation(c) for c in computations]
-        return f"HloModule m, {header}\n\n" + "\n".join([*parts, self.computation(entry, True)])
+        # Or it would be refused where it holds no collective: as a text before partitioning.
+        header = f"HloModule m, is_scheduled=true, {header}\n\n"
+        return header + "\n".join([*parts, self.computation(entry, True)])
 
 
 def region_text(opcode, kind):

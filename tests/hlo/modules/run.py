@@ -19,7 +19,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jaxlib import _hlo, _jax  # noqa: E402
 
-from shardrules import hlo  # noqa: E402
+from shardrules import errors, hlo  # noqa: E402
 
 from .forms import DEVICES, join  # noqa: E402
 from .generate import Generator  # noqa: E402
@@ -179,6 +179,8 @@ def run(count: int, first: int = 0, tell=None):
             outcome = hold(execute(seed))
         except _jax.JaxRuntimeError:  # what XLA's CPU compiler doesn't take shows nothing
             sums["refused"] += 1
+        except errors.HloError as error:
+            wrong.append((seed, f"refused: {error}"))
         else:
             wrong += outcome.wrong
             for field in dataclasses.fields(outcome)[1:]:

@@ -20,7 +20,6 @@ STAND_INS = {
     "dynamic-reshape": "",
     "fft": ", fft_type=RFFT, fft_length={8}",
     "get-dimension-size": ", dimensions={0}",
-    "mulhi": "",
     "ragged-dot": ", lhs_contracting_dims={1}",
     "scaled-dot": "",
     "select-and-scatter": "",
@@ -57,6 +56,17 @@ def mixed(text, op: Op, operands=None):
         wide = text.line(Shape("f32", op.shape.dims), f"multiply(%{wide}, %{scale})")
         wide = text.line(Shape("s32", op.shape.dims), f"convert(%{wide})")
     text.line(op.shape, f"convert(%{wide})", op.name)
+
+
+def each(text, op: Op):
+    """Write the cosines of the elements, for a function of each."""
+    text.line(op.shape, f"cosine(%{op.operands[0].name})", op.name)
+
+
+def greater(text, op: Op):
+    """Write the greater ones of the elements, for a function of each pair."""
+    one, other = (f"%{operand.name}" for operand in op.operands)
+    text.line(op.shape, f"maximum({one}, {other})", op.name)
 
 
 def into(text, op: Op):

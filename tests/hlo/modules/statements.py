@@ -20,7 +20,7 @@ BINARY_FLOAT = "add atan2 divide maximum minimum multiply power remainder subtra
 UNARY_INT = "abs copy negate not popcnt count-leading-zeros sign".split()
 BINARY_INT = (
     "add subtract multiply divide remainder maximum minimum and or xor shift-left "
-    "shift-right-arithmetic shift-right-logical"
+    "shift-right-arithmetic shift-right-logical mulhi"
 ).split()
 
 
@@ -159,7 +159,8 @@ class Statements(collectives.Collectives, control.Control, oddities.Oddities):
                 # The lowest number by -1 traps, in XLA's own folding of constants too.
                 one = self.literal(x.shape, values=["1"] * x.shape.count, row_major=True)
                 operands[1] = self.add("maximum", self.like(x), [operands[1], one])
-            self.add(opcode, self.like(x), operands)
+            run = oddities.greater if opcode == "mulhi" else None
+            self.add(opcode, self.like(x), operands, run=run)
 
     def elementwise(self):
         """Floats, element by element."""
@@ -168,7 +169,7 @@ class Statements(collectives.Collectives, control.Control, oddities.Oddities):
         if roll < 0.4:
             opcode = self.random.choice(UNARY_FLOAT)
             self.add(
-                opcode, self.like(x), [x], run=oddities.mixed if opcode in UNKNOWN_TO_CPU else None
+                opcode, self.like(x), [x], run=oddities.each if opcode in UNKNOWN_TO_CPU else None
             )
         elif roll < 0.8:
             self.add(self.random.choice(BINARY_FLOAT), self.like(x), [x, self.mate(x)])

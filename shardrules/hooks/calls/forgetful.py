@@ -119,6 +119,7 @@ class ForgetfulHooks(Hooks):
             or evaluate is None
             or hasattr(evaluate, "shardrules")
             or primitive.name in _ELSEWHERE
+            or primitive.call_primitive  # a function, too, is bound (JAX 0.7: scheduling_group)
             or self._is_lawful(evaluate)
             or not (getattr(_innermost(evaluate), "__module__", None) or "").startswith("jax.")
         ):

@@ -127,19 +127,19 @@ BRANCH = """%copied (c: (f32[8])) -> (f32[8]) {
 
 
 @pytest.mark.parametrize(
-    "line, element, mesh_sharding",
+    "line, element",
     [
         # a counter that counts by who knows what
-        ("add(%j, %one)", 2, T.DATA),
-        ("compare(%i, %four), direction=LT", 2, T.DATA),
-        ("copy(%k)", 1, T.DATA),
-        ("copy(%k)", 2, T.DATA),
+        ("add(%j, %one)", 2),
+        ("compare(%i, %four), direction=LT", 2),
+        ("copy(%k)", 1),
+        ("copy(%k)", 2),
     ],
 )
 @pytest.mark.parametrize("known", [False, True])
-def test_in_a_loop_too(line, element, mesh_sharding, known):
+def test_an_unknown_attribute_in_a_loop(line, element, known):
     text = T.module(
-        f"""{T.parameter(mesh_sharding)}
+        f"""{T.parameter(T.DATA)}
         {T.parameter("{manual}", name="own", number=1)}
         %id = u32[] partition-id()
         %two = u32[] constant(2)
@@ -158,7 +158,7 @@ def test_in_a_loop_too(line, element, mesh_sharding, known):
 
 @pytest.mark.parametrize("branches", ["%copied, %passed", "%passed, %copied"])
 @pytest.mark.parametrize("known", [False, True])
-def test_in_a_branch_too(branches, known):
+def test_an_unknown_attribute_in_a_branch(branches, known):
     text = T.module(
         f"""{T.parameter(T.DATA)}
         %id = u32[] partition-id()

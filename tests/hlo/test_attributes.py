@@ -140,7 +140,6 @@ BRANCH = """%copied (c: (f32[8])) -> (f32[8]) {
 def test_an_unknown_attribute_in_a_loop(line, element, known):
     text = T.module(
         f"""{T.parameter(T.DATA)}
-        {T.parameter("{manual}", name="own", number=1)}
         %id = u32[] partition-id()
         %two = u32[] constant(2)
         %row = u32[] divide(%id, %two)

@@ -52,9 +52,16 @@ def checked(f: Any = None, *, own: tuple[str, ...] = ()) -> Any:
         found = [(p, hints.get(p.name, Any)) for p in signature.parameters.values()]
         return [(p, hint) for p, hint in found if hint is not Any and p.name not in own]
 
+    # The types of arguments that fitted, where nothing else decides: the hooks ask some of these
+    # functions at each call that is traced, and looking takes longer than most answers.
+    fitted: set[tuple[type, ...]] = set()
+
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # pytest shows the line that calls this
+        kinds = tuple(map(type, args))
+        if not kwargs and kinds in fitted:
+            return f(*args)
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
@@ -68,6 +75,8 @@ def checked(f: Any = None, *, own: tuple[str, ...] = ()) -> Any:
             for value in values:
                 if not _fits(value, hint):
                     _refuse(f, parameter, hint, value)
+        if not kwargs and all(_by_type(hint) for _, hint in wanted()):
+            fitted.add(kinds)
         return f(*args, **kwargs)
 
     return call
@@ -121,6 +130,14 @@ def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     if isinstance(hint, TypeVar):
         hint = hint.__bound__ or Any
     return typing.get_origin(hint) or hint, typing.get_args(hint)
+
+
+def _by_type(hint: Any) -> bool:
+    """Whether a value's own type tells if it fits: no container's does."""
+    root, inner = _parts(hint)
+    if root in (typing.Union, types.UnionType):
+        return all(map(_by_type, inner))
+    return root in _KINDS
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -163,14 +163,14 @@ class Walk:
                     "each use",
                 )
             return
-        known = self.names.known.get
+        known = self.names.known
         for eqn in eqns:
-            name = known(eqn.primitive) or self.name(eqn)
+            primitive = eqn.primitive
+            name = known[primitive] if primitive in known else self.name(eqn)
             if name in PURE:
                 continue
-            action = self.actions.get(name)
-            if action is not None:
-                action(self, eqn, frame)
+            if name in self.actions:
+                self.actions[name](self, eqn, frame)
             elif name in LOCAL:
                 self.touch(eqn, frame)
             else:

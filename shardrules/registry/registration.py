@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import re
 from typing import Any
 
@@ -40,7 +41,7 @@ class Registration:
     target: Any = None
     is_ffi: bool = False
 
-    @property
+    @functools.cached_property
     def is_pattern(self) -> bool:
         """Whether the name is a pattern."""
         return any(c in self.name for c in "*?[")
@@ -65,9 +66,9 @@ def is_again(known: Registration, entry: Registration) -> bool:
     return same and (known.where, known.library) == (entry.where, entry.library)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Overlay:
-    """The declarations of one ``with rules(...)``; equal to itself alone."""
+    """The declarations of a ``with rules(...)``; entered again, what was traced under it holds."""
 
     entries: tuple[Registration, ...]
 

@@ -74,7 +74,7 @@ class Rule:
         )
 
     def __hash__(self) -> int:
-        return hash((self.name, self.identity))
+        return hash(self.name)  # a user's callable may have no hash
 
     def __call__(self, target: _F = None) -> _F:  # type: ignore[assignment]  # see below
         """Declare a kernel body or an op to obey this rule, and return it.

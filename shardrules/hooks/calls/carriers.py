@@ -31,7 +31,7 @@ def is_lent(known: Known) -> bool:
     if found is None or scope is None:
         return False
     binding = scope.binding
-    return any(found is entry for overlay in scope.overlays for entry in overlay.entries) or (
+    return any(found in overlay.entries for overlay in scope.overlays) or (
         binding is not None and (found.rule, found.where) == (binding.rule, binding.where)
     )
 

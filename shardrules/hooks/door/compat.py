@@ -79,11 +79,15 @@ class Jax:
 
     def axis_type(self, aval: Any) -> AxisType:
         """Return an aval's axis type; invariant for what carries none (tokens, keys' bases)."""
+        try:
+            return self._types[aval.manual_axis_type]  # a ref's is that of what it holds
+        except (AttributeError, KeyError):
+            pass
         if isinstance(aval, self.AbstractRef):
             aval = aval.inner_aval
         mat = getattr(aval, "manual_axis_type", None)
         if mat is not None:
-            return self._types.get(mat) or self._type(mat)
+            return self._type(mat)
         varying = getattr(aval, "vma", None)
         if varying is None:
             return _INVARIANT

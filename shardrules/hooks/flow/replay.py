@@ -22,6 +22,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from shardrules.hooks.autodiff.linear import CALLS
 from shardrules.hooks.autodiff.origins import CASTS as ALL_CASTS
 from shardrules.hooks.autodiff.origins import gradient_sums, inner_jaxprs, named_axes
 from shardrules.hooks.calls.causes import CauseHooks
@@ -29,7 +30,7 @@ from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.flow.callers import Caller
-from shardrules.hooks.flow.jaxprs import CASTS, named, widened
+from shardrules.hooks.flow.jaxprs import CASTS, named, opened, widened
 from shardrules.hooks.flow.retyping import Retyping
 from shardrules.hooks.state import Hooks, State
 from shardrules.registry.axistypes import AxisType
@@ -211,6 +212,8 @@ class ReplayHooks(Hooks):
     def _fitted(self, primitive, args, params):
         """Return to which types operands are cast, and changed parameters; None if nothing is."""
         avals = [*map(self.jax.typeof, args)]
+        if primitive.name in CALLS and _as_traced(params.get(CALLS[primitive.name]), avals):
+            return None
         caller = Caller.of(self.retyping, primitive, params, avals)
         if caller is None:
             return None
@@ -297,3 +300,14 @@ class _Replayed:
 
     def __call__(self, *args):
         return self.retyping.run_bwd(self.bwd, self.axes, args)
+
+
+def _as_traced(jaxpr: Any, avals: Sequence[Any]) -> bool:
+    """Whether a jaxpr is called with the very avals that it was traced with, as jit mostly is."""
+    jaxpr = opened(jaxpr)
+    if jaxpr is None or len(jaxpr.invars) != len(avals):
+        return False
+    for var, aval in zip(jaxpr.invars, avals):
+        if var.aval is not aval:
+            return False
+    return True

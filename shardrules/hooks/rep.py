@@ -351,6 +351,8 @@ class RepHooks(Hooks):
         have, want = (AxisType(run.axes - frozenset(rep)) for rep in (src, dst))
         bwd = _Bwd(self.custom_vjp, run)
         bwd.check_sums(path, have, want)
+        if want.varying - have.varying:
+            bwd.check_others(path, want.varying - have.varying, have, want)
         if have.varying - want.varying:
             bwd.check_share(path, have.varying - want.varying, have, want)
         return self.jax.match_replication(src, dst, x)

@@ -257,6 +257,62 @@ def test_bwd_that_reduces_over_an_axis_that_its_forward_dropped_is_refused(bwd, 
         jax.eval_shape(gather_with(bwd, cpu_mesh), x)
 
 
+def product_with(forward, backward, mesh):
+    """The gradient of a product of two values that differ along data, given one's fwd and bwd."""
+
+    @jax.custom_vjp
+    def op(x, y):
+        return x * forward(y)
+
+    op.defvjp(
+        lambda x, y: (op(x, y), (x, y)),
+        lambda saved, g: (g * forward(saved[1]), backward(g * saved[0])),
+    )
+    f = versions.shard_map(op, mesh=mesh, in_specs=(DATA, DATA), out_specs=DATA)
+    return jax.jit(jax.grad(lambda x, y: (f(x, y) ** 2).sum() / 2, (0, 1)))
+
+
+def over_data(collective):
+    return lambda value: collective(value, "data")
+
+
+@pytest.mark.parametrize(
+    "backward", [over_data(jax.lax.psum), over_data(jax.lax.pmean), over_data(jax.lax.pmax)]
+)
+def test_cotangents_of_other_devices_are_not_of_a_value_that_stays_here(backward, cpu_mesh):
+    """A cast made it pass that JAX from 0.8.3 refuses: each device got the sum of all gradients."""
+    x, _ = arguments(cpu_mesh)
+    with pytest.raises(
+        errors.CotangentError, match="the forward moves nothing over them"
+    ) as caught:
+        product_with(lambda y: y, backward, cpu_mesh)(x, x)
+    assert caught.value.axes == {"data"}
+
+
+def test_cotangents_of_other_devices_are_of_a_value_that_they_got(cpu_mesh):
+    x, _ = arguments(cpu_mesh)
+    summed = over_data(jax.lax.psum)
+    got = product_with(summed, summed, cpu_mesh)(x, x)
+
+    def alone(x, y):
+        whole = jnp.tile(y.reshape(4, 2, 128).sum(0), (4, 1))
+        return ((x * whole) ** 2).sum() / 2
+
+    x = np.asarray(x)
+    for one, other in zip(got, jax.grad(alone, (0, 1))(x, x)):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_copies_that_are_kept_equal_are_said_by_a_cast(cpu_mesh):
+    if not versions.types_values():
+        return  # nothing can be cast
+    x, _ = arguments(cpu_mesh)
+    backward = lambda ct: sr.vary(jax.lax.psum(ct, "data"), "data")  # noqa: E731
+    _, dy = product_with(lambda y: y, backward, cpu_mesh)(x, x)
+    each = (np.asarray(x) ** 3).reshape(4, 2, 128).sum(0)
+    np.testing.assert_allclose(dy, np.tile(each, (4, 1)), rtol=1e-5)
+
+
 def test_bwd_may_slice_what_arrives_summed(cpu_mesh):
     def bwd(g, n):
         return jax.lax.dynamic_slice_in_dim(g, jax.lax.axis_index("model") * n, n, 1)

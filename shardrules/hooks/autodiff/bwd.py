@@ -159,6 +159,25 @@ class Bwd:
                         path, equal, have, want, one.text, self._forward.dropping(equal)
                     )
 
+    def check_others(self, path, axes: frozenset[str], have: AxisType, want: AxisType) -> None:
+        """Raise if a cotangent that is the same along ``axes`` is made of cotangents that differ.
+
+        Its primal differs there, so it is of what other devices' outputs owe to this device's
+        value: nothing, where the forward moves nothing.
+
+        Raises:
+          CotangentError: naming what moves them in bwd, and the right forms.
+        """
+        arriving = self._arriving()
+        first = len(self._entering()) - len(arriving)
+        used = [i - first for i in self._leaves(self._origin(path)) if i >= first]
+        axes = axes.intersection(frozenset().union(*(_axes(arriving[i]) for i in used)))
+        jaxpr = self._forward.jaxpr
+        if not axes or jaxpr is None or any(self._communicates(jaxpr, axes)):
+            return
+        for by in self._communicates(self._sliced(path), axes):
+            raise self._of_others(path, axes, have, want, by)
+
     def check_invariant(self, path, axes: frozenset[str]) -> None:
         """Raise unless a cotangent's type says rightly that it is invariant over ``axes``.
 
@@ -264,6 +283,24 @@ class Bwd:
             "    return (jax.lax.dynamic_slice_in_dim(ct, i * n, n),)\n"
             f"and after the identity of a primal that is invariant over {{{names}}}, pass it on "
             f"too. {self._for_both(names)}",
+            path=path,
+            axes=axes,
+            have=have,
+            want=want,
+        )
+
+    def _of_others(self, path, axes, have, want, by: str) -> CotangentError:
+        from jax.tree_util import keystr
+
+        names = _quoted(axes)
+        cast = f"shardrules.vary(jax.lax.psum(ct, ({names},)), {names})"
+        copies = f"; to keep copies equal, say so by a cast:\n    return ({cast},)"
+        return CotangentError(
+            f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} that it "
+            f"reduces over {{{names}}} (by {by}), for a primal that varies over {{{names}}}, and "
+            "the forward moves nothing over them: other devices' cotangents are those of other "
+            "values, and JAX itself sums those of a value that was cast. Return this device's:\n"
+            f"    return (ct,){copies if self.jax.typed else ''}",
             path=path,
             axes=axes,
             have=have,

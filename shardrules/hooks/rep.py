@@ -352,7 +352,7 @@ class RepHooks(Hooks):
         bwd = _Bwd(self.custom_vjp, run)
         bwd.check_sums(path, have, want)
         if want.varying - have.varying:
-            bwd.check_others(path, want.varying - have.varying, have, want)
+            bwd.check_others(path, index, want.varying - have.varying, have, want)
         if have.varying - want.varying:
             bwd.check_share(path, have.varying - want.varying, have, want)
         return self.jax.match_replication(src, dst, x)

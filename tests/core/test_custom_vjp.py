@@ -276,15 +276,27 @@ def over_data(collective):
     return lambda value: collective(value, "data")
 
 
+def refused_for_others(forward, backward, mesh):
+    x, _ = arguments(mesh)
+    with pytest.raises(
+        errors.CotangentError, match="that the forward does not move there"
+    ) as caught:
+        product_with(forward, backward, mesh)(x, x)
+    assert caught.value.axes == {"data"}
+
+
 @pytest.mark.parametrize("backward", [over_data(jax.lax.psum), over_data(jax.lax.pmean)])
 def test_cotangents_of_other_devices_are_not_of_a_value_that_stays_here(backward, cpu_mesh):
     """A cast made it pass that JAX from 0.8.3 refuses: each device got the sum of all gradients."""
-    x, _ = arguments(cpu_mesh)
-    with pytest.raises(
-        errors.CotangentError, match="the forward moves nothing over them"
-    ) as caught:
-        product_with(lambda y: y, backward, cpu_mesh)(x, x)
-    assert caught.value.axes == {"data"}
+    refused_for_others(lambda y: y, backward, cpu_mesh)
+
+
+def test_what_else_the_forward_moves_takes_no_value_to_other_devices(cpu_mesh):
+    def beside(y):
+        count = jax.lax.psum(jnp.ones_like(y), "data")
+        return y * count / 4
+
+    refused_for_others(beside, over_data(jax.lax.psum), cpu_mesh)
 
 
 def test_cotangents_of_other_devices_are_of_a_value_that_they_got(cpu_mesh):

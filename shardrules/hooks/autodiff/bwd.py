@@ -159,11 +159,13 @@ class Bwd:
                         path, equal, have, want, one.text, self._forward.dropping(equal)
                     )
 
-    def check_others(self, path, axes: frozenset[str], have: AxisType, want: AxisType) -> None:
+    def check_others(
+        self, path, index: int, axes: frozenset[str], have: AxisType, want: AxisType
+    ) -> None:
         """Raise if a cotangent that is the same along ``axes`` is made of cotangents that differ.
 
         Its primal differs there, so it is of what other devices' outputs owe to this device's
-        value: nothing, where the forward moves nothing.
+        value: nothing, where the forward does not move it.
 
         Raises:
           CotangentError: naming what moves them in bwd, and the right forms.
@@ -172,8 +174,7 @@ class Bwd:
         first = len(self._entering()) - len(arriving)
         used = [i - first for i in self._leaves(self._origin(path)) if i >= first]
         axes = axes.intersection(frozenset().union(*(_axes(arriving[i]) for i in used)))
-        jaxpr = self._forward.jaxpr
-        if not axes or jaxpr is None or any(self._communicates(jaxpr, axes)):
+        if not axes or self._forward.moves(index, axes):
             return
         for by in self._communicates(self._sliced(path), axes):
             raise self._of_others(path, axes, have, want, by)
@@ -297,8 +298,8 @@ class Bwd:
         copies = f"; to keep copies equal, say so by a cast:\n    return ({cast},)"
         return CotangentError(
             f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} that it "
-            f"reduces over {{{names}}} (by {by}), for a primal that varies over {{{names}}}, and "
-            "the forward moves nothing over them: other devices' cotangents are those of other "
+            f"reduces over {{{names}}} (by {by}), for a primal that varies over {{{names}}} and "
+            "that the forward does not move there: other devices' cotangents are those of other "
             "values, and JAX itself sums those of a value that was cast. Return this device's:\n"
             f"    return (ct,){copies if self.jax.typed else ''}",
             path=path,

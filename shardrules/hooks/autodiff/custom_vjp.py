@@ -144,7 +144,7 @@ class CustomVjpHooks(Hooks):
         missing = want.varying - have.axes
         if missing:
             bwd.check_invariant(path, missing)
-            bwd.check_others(path, missing, have, want)
+            bwd.check_others(path, index, missing, have, want)
         partial = have.varying & want.unreduced  # of a reduced primal: summed by the user
         extra = have.varying - want.varying - partial
         if extra or partial:

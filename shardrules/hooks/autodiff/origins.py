@@ -149,6 +149,7 @@ class Origins:
         self.mesh_axes = mesh_axes
         # A jaxpr may stand in several equations, and be looked at repeatedly: by its place.
         self._reductions: dict[tuple, Reduction] = {}
+        self._moves: dict[tuple, tuple[frozenset[str], Origin]] = {}
         self._in_gradient = False
         self._stored = NOWHERE  # what one equation's jaxprs store to refs
         closed = jaxpr.invars[: len(jaxpr.invars) - len(inputs)]
@@ -158,6 +159,10 @@ class Origins:
     def reductions(self) -> list[Reduction]:
         """Each operand that is summed over mesh axes."""
         return list(self._reductions.values())
+
+    def moves(self, at: int, axes: frozenset[str]) -> bool:
+        """Whether what depends on the input ``at`` may be moved along one of ``axes``."""
+        return any(over & axes and at in what.inputs for over, what in self._moves.values())
 
     def _jaxpr(self, jaxpr: Any, inputs: Sequence[Origin], place: tuple) -> list[Origin]:
         env = dict(zip(jaxpr.constvars, map(self._constant, jaxpr.constvars)))
@@ -246,6 +251,7 @@ class Origins:
                 self._reductions[(*place, i)] = Reduction(text, over, origin, divisor)
         if "axis_size" in name:
             return [joined] * len(eqn.outvars)
+        self._moves[place] = over, joined
         whole = eqn.params.get("axis_index_groups") is None and not scatters
         if whole and "all_gather" in name:  # whatever its type
             return [joined.moved(over).equal(over)] * len(eqn.outvars)
@@ -262,8 +268,12 @@ class Origins:
     def _opaque(self, known: Any, joined: Origin, count: int, place: tuple) -> Origin:
         rule = None if known.found is None else known.found.rule
         if rule is None:
+            self._moves[place] = self.mesh_axes, joined
             return joined.moved(self.mesh_axes)
         effects, over = rule.effects(count), frozenset(rule.named_axes)
+        said = effects and not any(one.kind in ("unknown", "typed") for one in effects)
+        along = frozenset().union(*(one.axes for one in effects)) if said else self.mesh_axes
+        self._moves[place] = along, joined
         if any(word in rule.name for word in ("all_reduce", "reduce_scatter")):
             text = f"{known.call}, whose rule is {rule!r}"
             self._reductions[place] = Reduction(text, over, joined)

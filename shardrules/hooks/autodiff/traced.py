@@ -189,6 +189,13 @@ class Forward:
             return None
         return self.origins.outputs[output_count:]
 
+    def moves(self, at: int, axes: frozenset[str]) -> bool:
+        """Whether what depends on one primal may move along one of ``axes``.
+
+        Where the forward can't be traced again, the answer is that it may.
+        """
+        return self.jaxpr is None or self.origins.moves(at, axes)
+
     def dropping(self, axes: frozenset[str]) -> str | None:
         """Describe an opaque call whose rule makes outputs invariant over ``axes``.
 

@@ -16,6 +16,7 @@ from shardrules.hooks.autodiff.forward import ForwardHooks
 from shardrules.hooks.autodiff.placing import CastHooks
 from shardrules.hooks.calls.causes import CauseHooks
 from shardrules.hooks.calls.forgetful import ForgetfulHooks
+from shardrules.hooks.calls.hijax import HijaxHooks
 from shardrules.hooks.calls.mesh_kernels import MeshKernelHooks
 from shardrules.hooks.calls.pallas_call import PallasHooks
 from shardrules.hooks.calls.primitives import PrimitiveHooks
@@ -52,6 +53,7 @@ ORDER: tuple[type[Hooks], ...] = (
     BatchedVjpHooks,
     ForwardHooks,
     ForgetfulHooks,
+    HijaxHooks,
     PrimitiveHooks,
     RecastHooks,
     Retyping,

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from core import versions
 from shardrules import hooks as shardrules_hooks
+from shardrules.errors import AxisError
 
 pytestmark = pytest.mark.usefixtures("hooks")
 X = np.arange(1, 9, dtype=np.float32)
@@ -152,3 +153,46 @@ def test_a_primitive_of_a_jax_to_come_errs_to_varying(cpu_mesh):
     if versions.types_values():
         [have] = varying(lambda x: module["later_p"].bind(jnp.ones(2), x), cpu_mesh)
         assert have == {"data"}
+
+
+def hijax_product(typed, body):
+    """A hijax primitive of two alike operands, its result typed as they are or not at all."""
+    hijax = importlib.import_module("jax.experimental.hijax")
+    base = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive  # JAX 0.12 renamed it
+
+    class Product(base):
+        def __init__(self, aval):
+            self.in_avals = (aval, aval)
+            self.out_aval = aval if typed else hijax.ShapedArray(aval.shape, aval.dtype)
+            self.params = {}
+            super().__init__()
+
+        def expand(self, x, y):
+            return body(x * y)
+
+    return lambda x: Product(jax.typeof(x))(x, x)
+
+
+HIJAX = {
+    "typed": (True, lambda x: x, {"data"}),
+    "typed and equal": (True, lambda x: lax.psum(x, "data"), {"data"}),
+    "equal": (False, lambda x: lax.psum(x, "data"), set()),
+    "different": (False, lambda x: x, None),
+    "different by itself": (True, lambda x: x * lax.axis_index("model"), None),
+}
+
+
+@pytest.mark.parametrize("name", HIJAX)
+def test_a_hijax_primitive_varies_as_what_it_expands_to(cpu_mesh, name):
+    """Its author types its results; untyped ones passed for invariant, the gradient 84 for 1."""
+    typed, body, want = HIJAX[name]
+    try:
+        call = hijax_product(typed, body)
+    except (ImportError, AttributeError):  # before JAX 0.8
+        return
+    if want is not None:
+        assert varying(call, cpu_mesh) == [want]
+        return
+    with pytest.raises(AxisError, match="result 0 of the hijax primitive 'Product'") as caught:
+        varying(call, cpu_mesh)
+    assert caught.value.axes == ({"model"} if typed else {"data"})

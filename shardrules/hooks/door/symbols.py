@@ -266,6 +266,14 @@ TYPE_SYMBOLS = (
         optional=True,
     ),
     Symbol(
+        "call_hi_primitive_p",
+        "jax._src.hijax:call_hi_primitive_p",
+        "0.8-0.12",
+        (),
+        "a primitive whose author types its results",
+        optional=True,
+    ),
+    Symbol(
         "standard_vma_rule",
         "jax._src.core:standard_vma_rule",
         "0.6.0-0.12",

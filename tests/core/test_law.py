@@ -196,3 +196,26 @@ def test_a_hijax_primitive_varies_as_what_it_expands_to(cpu_mesh, name):
     with pytest.raises(AxisError, match="result 0 of the hijax primitive 'Product'") as caught:
         varying(call, cpu_mesh)
     assert caught.value.axes == ({"model"} if typed else {"data"})
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_hijax_primitive_of_the_older_kind_too(cpu_mesh, typed):
+    try:
+        hijax = importlib.import_module("jax.experimental.hijax")
+        base = hijax.HiPrimitive
+    except (ImportError, AttributeError):  # before JAX 0.8, and from 0.12
+        return
+
+    class Square(base):
+        def abstract_eval(self, x):
+            return (x if typed else hijax.ShapedArray(x.shape, x.dtype)), set()
+
+        def to_lojax(self, x):
+            return x * x
+
+    square = Square("square_by_hand")
+    if typed:
+        assert varying(square.bind, cpu_mesh) == [{"data"}]
+    else:
+        with pytest.raises(AxisError, match="result 0 of the hijax primitive 'Square'"):
+            varying(square.bind, cpu_mesh)

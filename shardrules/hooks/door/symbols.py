@@ -35,6 +35,7 @@ _CHECK = "whether shard_map's check is on where we are"
 _SPMD = "a custom_vjp's cotangents under vmap(..., spmd_axis_name=...)"
 _OPAQUE = "an opaque primitive"
 _PSUM = "JAX 0.8.3 can't batch a psum of shard_map's check"
+_HIJAX = "a primitive whose author types its results"
 _STALE = "puts the registry's version into jit's trace key"
 
 SYMBOLS = (
@@ -270,8 +271,11 @@ TYPE_SYMBOLS = (
         "jax._src.hijax:call_hi_primitive_p",
         "0.8-0.12",
         (),
-        "a primitive whose author types its results",
+        _HIJAX,
         optional=True,
+    ),
+    Symbol(
+        "HiPrimitive", "jax._src.hijax:HiPrimitive", "0.8-0.11", ("name",), _HIJAX, optional=True
     ),
     Symbol(
         "standard_vma_rule",

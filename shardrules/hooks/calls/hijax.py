@@ -24,7 +24,7 @@ class HijaxHooks(Hooks):
 
     def install(self, patches: Patches) -> None:
         """Replace what binds them, of either kind."""
-        one, kind = self.jax.call_hi_primitive_p, self.jax.HiPrimitive
+        one, kind = self.jax.hi_primitive_p, self.jax.HiPrimitive
         if one is not None:
             patches.attribute(one, "bind", self._binder(one.bind))
         if kind is not None:

@@ -15,6 +15,7 @@ _PALLAS = "jax._src.pallas.pallas_call"
 _MESH = "jax._src.pallas"
 _STATE = "jax._src.state"
 _LAX = "jax._src.lax.parallel"
+_HI = "jax._src.hijax"
 _VJP = "jax._src.custom_derivatives"
 _SHARD_MAP = "jax.experimental.shard_map"
 _CONTROL = "jax._src.lax.control_flow"
@@ -27,7 +28,6 @@ _SHARD = "jax._src.shard_map"
 _REFUSALS = "JAX raises its errors about types in it"
 _RECAST = "a user's cast of what varies by then"
 _CORE = "jax._src.core"
-_LAX = "jax._src.lax.parallel"
 _REPLAY = "runs a jaxpr with values that vary more than it was traced with"
 _OUT = "runs under the check what was traced outside of shard_map"
 _REF = "a ref that is written must vary where what is written does"
@@ -35,7 +35,7 @@ _CHECK = "whether shard_map's check is on where we are"
 _SPMD = "a custom_vjp's cotangents under vmap(..., spmd_axis_name=...)"
 _OPAQUE = "an opaque primitive"
 _PSUM = "JAX 0.8.3 can't batch a psum of shard_map's check"
-_HIJAX = "a primitive whose author types its results"
+_TYPED = "a primitive whose author types its results"
 _STALE = "puts the registry's version into jit's trace key"
 
 SYMBOLS = (
@@ -266,17 +266,8 @@ TYPE_SYMBOLS = (
         "where a primal meets its series",
         optional=True,
     ),
-    Symbol(
-        "call_hi_primitive_p",
-        "jax._src.hijax:call_hi_primitive_p",
-        "0.8-0.12",
-        (),
-        _HIJAX,
-        optional=True,
-    ),
-    Symbol(
-        "HiPrimitive", "jax._src.hijax:HiPrimitive", "0.8-0.11", ("name",), _HIJAX, optional=True
-    ),
+    Symbol("hi_primitive_p", f"{_HI}:call_hi_primitive_p", "0.8-0.12", (), _TYPED, optional=True),
+    Symbol("HiPrimitive", f"{_HI}:HiPrimitive", "0.8-0.11", ("name",), _TYPED, optional=True),
     Symbol(
         "standard_vma_rule",
         "jax._src.core:standard_vma_rule",

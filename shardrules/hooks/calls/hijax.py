@@ -24,6 +24,8 @@ class HijaxHooks(Hooks):
 
     def install(self, patches: Patches) -> None:
         """Replace what binds them, of either kind."""
+        if not self.jax.typed:
+            return
         one, kind = self.jax.hi_primitive_p, self.jax.HiPrimitive
         if one is not None:
             patches.attribute(one, "bind", self._binder(one.bind))

@@ -83,7 +83,10 @@ def test_one_body_alone(cpu_mesh):
     marked, plain = (
         gradient(body, cpu_mesh, "late") for body in (sr.place_casts(scanned), scanned)
     )
-    np.testing.assert_allclose(marked(W, X), plain(W, X), rtol=1e-4)
+    # One after the other: on JAX 0.5.3's CPU client two executions with collectives that overlap
+    # crash the process ("Id can't be larger than the number of participating threads").
+    found, wanted = (jax.block_until_ready(program(W, X)) for program in (marked, plain))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
     if compat.load().typed:
         assert summed_bytes(marked) == W.nbytes < summed_bytes(plain)
 

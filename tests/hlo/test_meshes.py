@@ -126,6 +126,21 @@ def test_groups_in_another_notation_are_the_same_groups():
     assert differences(program(T.OVER_MODEL), program("{{3,2},{1,0},{6,7},{5,4}}")) == []
 
 
+@pytest.mark.parametrize(
+    "groups, changes", [("{{1,0},{3,2},{5,4},{7,6}}", 2), ("{{6,7},{2,3},{0,1},{4,5}}", 0)]
+)
+def test_the_order_within_a_group_is_a_difference_where_it_orders_parts(groups, changes):
+    gather = (
+        "%r = f32[16] all-gather(%x), channel_id=1, replica_groups={}, dimensions={{0}}, "
+        "use_global_device_ids=true"
+    )
+    texts = [
+        T.module(T.parameter(T.BOTH) + "\n" + gather.format(rows))
+        for rows in (T.OVER_MODEL, groups)
+    ]
+    assert len(differences(*texts)) == changes
+
+
 def test_groups_are_named_where_only_they_differ():
     lines = [str(c) for c in differences(program(NAMED), program(T.OVER_DATA))]
     assert not any(" in [" in line for line in lines)

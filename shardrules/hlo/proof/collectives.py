@@ -474,7 +474,10 @@ class Collective:
     @property
     def notation(self) -> str:
         """Write its groups, or a permute's pairs: the same text for the same ones."""
-        return hd.notation(self.groups) if self.pairs is None else hd.listed(sorted(self.pairs))
+        if self.pairs is not None:
+            return hd.listed(sorted(self.pairs))
+        # Of all others the place in its group is which part a device gives or gets.
+        return hd.notation(self.groups, ordered=self.kind != "all-reduce")
 
     @property
     def group_size(self) -> int:

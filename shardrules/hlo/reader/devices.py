@@ -424,9 +424,10 @@ def mesh_of(named: TextMesh | None, relations: Relations) -> Mesh | None:
     return Mesh(named.axes, relations)
 
 
-def notation(rows: Sequence[Sequence[int]]) -> str:
-    """Write groups as XLA does, ``[4,2]<=[8]`` or ``{{0,3},{1,2}}``, whatever their order."""
-    rows = sorted(sorted(r) for r in rows)
+def notation(rows: Sequence[Sequence[int]], ordered: bool = False) -> str:
+    """Write groups as XLA does, ``[4,2]<=[8]`` or ``{{0,3},{1,2}}``, in any order one way."""
+    # ordered: that of the devices within a group says something, as it does of an all-gather.
+    rows = sorted(list(r) if ordered else sorted(r) for r in rows)
     count, width = len(rows), len(rows[0]) if rows else 0
     total = count * width
     step = rows[0][1] - rows[0][0] if width > 1 else 1

@@ -83,7 +83,9 @@ class Entry:
       groups: the device groups, or a permute's pairs, the same text for the same ones.
       at_most: it stands in a branch, and ``runs`` is what it is if each branch ran.
       each: how often it runs if each loop whose count isn't known makes one trip.
-      reduction: what an all-reduce or a reduce-scatter does, ``"add"``; "" for none.
+      reduction: what an all-reduce or a reduce-scatter does, ``"add"``, several operations with a
+        checksum; "" for none.
+      dimension: along which parts are put together or taken apart, ``"0"``; "" for none.
     """
 
     kind: str
@@ -104,6 +106,7 @@ class Entry:
     at_most: bool = False
     each: int = 1
     reduction: str = ""
+    dimension: str = ""
 
     @property
     def what(self) -> str:
@@ -255,6 +258,7 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
                 collective.at_most,
                 collective.each,
                 collective.reduction,
+                collective.dimension,
             )
         )
     return Account(level, tuple(entries), judgement.mesh, judgement.partitions * judgement.replicas)
@@ -434,7 +438,7 @@ def grouped(
       entries: what is summed up.
       root: source paths below it are relative to it.
       groups: sum up by device groups, too (axis names alone don't tell one mesh from another), by
-        what is done (a sum, a maximum), and by whether it stands in a branch.
+        what is done (a sum, a maximum), along which dimension, and by whether in a branch.
       names: what source files are called instead.
     """
     found: dict[tuple[str, ...], Totals] = {}
@@ -445,6 +449,7 @@ def grouped(
         how = entry.groups + (
             f" by {entry.reduction}" if entry.reduction not in ("", "add") else ""
         )
+        how += f" along dimension {entry.dimension}" if entry.dimension else ""
         how += " in a branch" if entry.at_most else ""
         key = (entry.what, entry.element_type, source, *([how] if groups else []))
         found[key] = found.get(key, Totals()).plus(entry)

@@ -141,6 +141,57 @@ def test_the_order_within_a_group_is_a_difference_where_it_orders_parts(groups, 
     assert len(differences(*texts)) == changes
 
 
+NEGATED = """%least (a.9: f32[], b.9: f32[]) -> f32[] {
+  %a.9 = f32[] parameter(0)
+  %b.9 = f32[] parameter(1)
+  %na = f32[] negate(%a.9)
+  %nb = f32[] negate(%b.9)
+  %m = f32[] ROOT_OF(%na, %nb)
+  ROOT %n = f32[] negate(%m)
+}
+
+"""
+
+
+@pytest.mark.parametrize("one, other", [("add", "least"), ("least", "most")])
+def test_reductions_of_several_operations_are_told_apart(one, other):
+    regions = NEGATED.replace("ROOT_OF", "minimum")
+    regions += NEGATED.replace("%least", "%most").replace("ROOT_OF", "maximum")
+    texts = [
+        T.module(T.parameter(T.BOTH) + "\n" + T.all_reduce("%x", apply=apply), regions)
+        for apply in (one, other)
+    ]
+    assert len(differences(*texts)) == 2
+    renamed = texts[1].replace("%a.9", "%c.4").replace("%na", "%first")
+    assert differences(texts[1], renamed) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%r = f32[{}] all-gather(%x), channel_id=1, replica_groups={}, dimensions={{{}}}, "
+        "use_global_device_ids=true",
+        "%r = f32[{}] reduce-scatter(%x), channel_id=1, replica_groups={}, dimensions={{{}}}, "
+        "use_global_device_ids=true, to_apply=%add",
+        "%r = f32[{}] all-to-all(%x), channel_id=1, replica_groups={}, dimensions={{{}}}",
+    ],
+    ids=["all-gather", "reduce-scatter", "all-to-all"],
+)
+def test_another_dimension_is_a_difference(line):
+    sizes = {"all-gather": "16,8 8,16", "reduce-scatter": "4,8 8,4", "all-to-all": "8,8 8,8"}
+    shapes = sizes[line.split("] ")[1].partition("(")[0]].split()
+    texts = [
+        T.module(
+            T.parameter("{replicated}", shape="f32[8,8]")
+            + "\n"
+            + line.format(size, T.OVER_MODEL, along)
+        )
+        for along, size in enumerate(shapes)
+    ]
+    assert len(differences(*texts)) == 2
+    assert differences(texts[0], texts[0]) == []
+
+
 def test_groups_are_named_where_only_they_differ():
     lines = [str(c) for c in differences(program(NAMED), program(T.OVER_DATA))]
     assert not any(" in [" in line for line in lines)

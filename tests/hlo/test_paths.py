@@ -1,8 +1,11 @@
 """Every path to a collective counts: those that the proof doesn't follow too, and how loops end."""
 
+import sys
+import tracemalloc
+
 import pytest
 
-from shardrules import hlo, no_communication
+from shardrules import errors, hlo, no_communication
 from shardrules.hlo.proof import loops
 from shardrules.hlo.reader import parser
 from shardrules.registry import Registry
@@ -104,6 +107,46 @@ def test_what_the_budget_leaves_out_is_unproven(monkeypatch):
     )
     assert found.verdict == "unproven" and "evaluated too often" in found.reason
     monkeypatch.setattr(replication.Proof, "_budget_for", original)
+
+
+def per_device(size, adds):
+    """Lines that add numbers of a device to those of an array of that size, over and over."""
+    array = f"u32[{size}]"
+    lines = ["%id = u32[] partition-id()", f"%d = {array} broadcast(%id), dimensions={{}}"]
+    lines.append(f"%n0 = {array} iota(), iota_dimension=0")
+    return lines + [f"%n{k + 1} = {array} add(%n{k}, %d)" for k in range(adds)]
+
+
+@pytest.mark.parametrize("size, expected", [(1, "redundant"), (8192, "unproven")])
+def test_large_arrays_take_more_of_the_budget(monkeypatch, size, expected):
+    from shardrules.hlo.proof import replication
+
+    monkeypatch.setattr(replication.Proof, "_budget_for", staticmethod(lambda size: 1000))
+    found = inner(*per_device(size, 40), T.parameter("{replicated}"), CALL)
+    assert found.verdict == expected
+    assert ("evaluated too often" in found.reason) == (expected == "unproven")
+
+
+def test_numbers_of_many_devices_are_not_computed_to_be_thrown_away():
+    text = T.module(
+        "\n".join(per_device(8192, 1)), header="is_scheduled=true, num_partitions=16384"
+    )
+    tracemalloc.start()
+    try:
+        hlo.judge(text)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 16384 * 8192 * 4 / 8
+
+
+def test_tuples_nested_deeper_than_the_stack_are_an_error():
+    kind, lines = "f32[8]", [T.parameter("{replicated}", name="t0")]
+    for k in range(sys.getrecursionlimit()):
+        kind = f"({kind})"
+        lines.append(f"%t{k + 1} = {kind} tuple(%t{k})")
+    with pytest.raises(errors.HloError, match=r"too deep .* sys\.setrecursionlimit\(\d+\)"):
+        judged(*lines, f"%c = {kind} copy(%t{k + 1})")
 
 
 # A condition and a step in fusions that are given a tuple of their own.

@@ -27,6 +27,8 @@ _TYPES = {
     "u64": np.uint64,
 }
 
+_MOST = 8 * ranges.MAX_ELEMENTS  # elements of all devices' rows, where these differ
+
 
 def dtype(shape: Shape):
     """Give the numpy type of an integer array small enough to evaluate, else None."""
@@ -159,13 +161,18 @@ def evaluate(
     # A computation may be given other arrays than its parameters' shapes say, in damaged text.
     if any(not v.splat and v.array.shape[1:] != s.dimensions for v, s in zip(operands, shapes)):
         return None
+    spread = instruction.opcode == "concatenate" or any(
+        s.dimensions and not v.splat for v, s in zip(operands, shapes)
+    )
+    devices = max((v.array.shape[0] for v in operands), default=1)
+    # Asked beforehand: of many devices' rows the result alone may exceed the machine's memory.
+    if spread and devices > 1 and devices * instruction.shape.element_count > _MOST:
+        return None
     with np.errstate(all="ignore"):
         found = _evaluate(instruction, operands, shapes)
     if found is None:
         return None
     rows, splat = found
-    if rows.size > ranges.MAX_ELEMENTS * 8 and rows.shape[0] > 1 and not splat:
-        return None
     kind = dtype(instruction.shape)
     if kind is None or rows.dtype != kind:
         return None

@@ -35,6 +35,14 @@ _RANGED = frozenset(
 )
 
 
+def _labels(rows: np.ndarray) -> np.ndarray:
+    """Give a number for each row, the same for the same ones."""
+    if rows.shape[1] == 1:
+        return np.unique(rows, return_inverse=True)[1].reshape(-1)
+    found: dict[bytes, int] = {}  # np.unique sorts whole rows, in fifty times as long
+    return np.array([found.setdefault(row.tobytes(), len(found)) for row in rows])
+
+
 class Values:
     """What the parts of the proof share: ``states`` and ``relations`` are set by ``Proof``."""
 
@@ -43,6 +51,8 @@ class Values:
     # The states of buffers that hold whatever lay there, each with the state of one that is filled,
     # if a loop around fills it piece by piece, else with itself.
     unwritten: dict[int, int]
+    # What may still be evaluated, in instructions; large arrays and many ranges count as several.
+    budget: int
 
     def collapse(self, value: Any) -> int:
         """Give one state for a whole value."""
@@ -106,9 +116,8 @@ class Values:
     def _exact(self, rows: np.ndarray, splat: bool, operands) -> Any:
         """Make a value of computed rows."""
         if rows.shape[0] > 1:
-            flat = np.ascontiguousarray(rows).reshape(rows.shape[0], -1)
-            _, labels = np.unique(flat, axis=0, return_inverse=True)
-            relation = self.relations.intern(labels.reshape(-1))
+            self.budget -= rows.size >> 10
+            relation = self.relations.intern(_labels(rows.reshape(len(rows), rows[0].size)))
         else:
             relation = hd.EQUAL
         if relation == hd.EQUAL:
@@ -231,6 +240,7 @@ class Values:
 
     def _cuts(self, value: Any, count: int):
         if isinstance(value, Ranged):
+            self.budget -= len(value.cuts) >> 4
             return value.cuts if value.cuts[-1][0] == count else None
         return ((count, self.collapse(value)),)
 

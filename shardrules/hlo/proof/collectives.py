@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import zlib
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,8 @@ class Channel:
       pairs: source and target devices of a permute, else None.
       ordered: the result depends on the order of the group's members.
       mesh: the mesh that the notation names, if it does.
-      reduction: the reduction's opcode, "" where it has none or is not a single operation.
+      reduction: the reduction's opcode, "" where it has none; several operations have a checksum.
+      dimension: along which parts are put together or taken apart, "" where it says none.
       unread: what in its attributes is not understood, "" if nothing is.
     """
 
@@ -78,6 +80,7 @@ class Channel:
     ordered: bool
     mesh: hd.TextMesh | None
     reduction: str
+    dimension: str = ""
     unread: str = ""
 
 
@@ -150,14 +153,14 @@ def read_channel(
     if number and len(readings) > 1 and [f[0].rows for f in found] != [groups.rows] * 2:
         unread = f"channel_id={number}, which XLA reads in two ways"
     if permute:
-        return Channel(kind, groups, pairs, True, None, "", unread)
-    reduction = ""
-    ordered = True
+        return Channel(kind, groups, pairs, True, None, "", unread=unread)
+    reduction, ordered = "", True
     if "to_apply" in values:
         called = module.computations.get(values["to_apply"][0].lstrip("%"))
         reduction = _reduction(called) if called else ""
         ordered = not (kind == "all-reduce" and _orderless(reduction, instruction))
-    return Channel(kind, groups, None, ordered, mesh, reduction, unread)
+    along = values.get("dimensions", ("", 0))[0].strip("{} \n")
+    return Channel(kind, groups, None, ordered, mesh, reduction, along, unread)
 
 
 # Groups, a permute's pairs, and the mesh that the notation names.
@@ -239,11 +242,14 @@ def _orderless(reduction: str, instruction: hm.Instruction) -> bool:
 def _reduction(computation: hm.Computation) -> str:
     root = computation.instructions[computation.root]
     plain = {computation.instructions[o].opcode for o in root.operands} == {"parameter"}
-    return (
-        root.opcode
-        if plain and len(set(root.operands)) == 2 and len(computation.instructions) == 3
-        else ""
-    )
+    if plain and len(set(root.operands)) == 2 and len(computation.instructions) == 3:
+        return root.opcode
+    steps = [
+        (i.opcode, i.operands or i.literal, i.shape.element_type)
+        + tuple(map(i.attribute, ("direction", "to_apply", "calls")))
+        for i in computation.instructions
+    ]
+    return f"{len(steps)} operations, #{zlib.crc32(repr((computation.root, steps)).encode()):08x}"
 
 
 def read_pairs(
@@ -445,6 +451,7 @@ class Collective:
       frames: all source lines, innermost first.
       at_most: it stands in a branch: ``trip_count`` is what it is if each branch ran.
       each: how often it runs if each loop whose count isn't known makes one trip.
+      dimension: along which parts are put together or taken apart, ``"0"``; ``""`` for none.
     """
 
     kind: str
@@ -465,6 +472,7 @@ class Collective:
     frames: tuple[hm.Frame, ...] = ()
     at_most: bool = False
     each: int = 1
+    dimension: str = ""
 
     @property
     def source(self) -> hm.Frame | None:

@@ -100,7 +100,7 @@ class Proof(Control, Outside):
         self._literals: dict[Any, Any] = {}
         self._meshes: dict[Any, Any] = {}
         self._depth = 0
-        self._budget = self._budget_for(
+        self.budget = self._budget_for(
             sum(len(c.instructions) for c in module.computations.values())
         )
         ids = np.arange(self.relations.device_count, dtype=np.uint32)
@@ -175,9 +175,9 @@ class Proof(Control, Outside):
         key = (name, arguments, guard)
         if key in self._memo:
             return self._memo[key]
-        self._budget -= len(computation.instructions)
-        if self._depth >= _MAX_DEPTH or self._budget < 0:
-            why = "nested too deep" if self._budget >= 0 else "evaluated too often"
+        self.budget -= len(computation.instructions)
+        if self._depth >= _MAX_DEPTH or self.budget < 0:
+            why = "nested too deep" if self.budget >= 0 else "evaluated too often"
             return self._blocked(
                 self._abandon((name,), f"computation {name!r} is {why} for the proof"), arguments
             )

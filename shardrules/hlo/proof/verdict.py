@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,8 @@ def judge(
 
     Raises:
       HloSyntaxError: the text can't be read, or the groups of a collective don't fit the module.
-      HloError: the module is not partitioned yet, or the mesh or the shardings don't fit it.
+      HloError: the module is not partitioned yet, nests too deep for Python's stack, or the mesh
+        or the shardings don't fit it.
 
     Examples:
       >>> text = step.lower(w, x).compile().as_text()
@@ -94,14 +96,25 @@ def judge(
     axes = dict(mesh) if mesh is not None else inputs.find_mesh(module, relations.device_count)
     if named is None and axes is not None:
         named = hd.Mesh(axes, relations)
-    with parser.uncollected():
-        values = inputs.parameter_values(module, states, partitions, replicas, parameter_shardings)
-        proof = replication.Proof(module, partitions, replicas, registry, values, states, axes)
-        judge = _Judge(module, proof, named)
-        found = judge.judgement()
-        if told is not None:
-            judge.check_mesh(values)
-        return found
+    try:
+        with parser.uncollected():
+            values = inputs.parameter_values(
+                module, states, partitions, replicas, parameter_shardings
+            )
+            proof = replication.Proof(module, partitions, replicas, registry, values, states, axes)
+            judge = _Judge(module, proof, named)
+            found = judge.judgement()
+            if told is not None:
+                judge.check_mesh(values)
+            return found
+    except RecursionError:
+        limit = sys.getrecursionlimit()
+        raise errors.HloError(
+            f"module {module.name!r} nests tuples or calls too deep for Python's stack (its limit "
+            f"is {limit} frames, of which the caller takes some): call sys.setrecursionlimit("
+            f"{10 * limit}) before.",
+            module=module.name,
+        ) from None
 
 
 class _Judge:
@@ -298,6 +311,7 @@ class _Judge:
                 frames=metadata.frames,
                 at_most=bool(run and run.at_most),
                 each=run.each if run else 1,
+                dimension=channel.dimension,
             )
             if together:
                 value = merged

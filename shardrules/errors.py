@@ -88,7 +88,7 @@ class MissingProcessError(ShardrulesError, TimeoutError):
 
 
 class CotangentError(ShardrulesError, ValueError):
-    """A custom_vjp whose bwd returns a cotangent that can't be given its primal's type safely."""
+    """A cotangent, of a bwd or a transpose, that can't be given its primal's type safely."""
 
 
 class RefError(ShardrulesError, ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardrules.arguments import checked
 from shardrules.errors import ShardrulesError
-from shardrules.hooks.autodiff.custom_vjp import BatchedVjpHooks, CustomVjpHooks
+from shardrules.hooks.autodiff.custom_vjp import CustomVjpHooks
 from shardrules.hooks.autodiff.forward import ForwardHooks
 from shardrules.hooks.autodiff.placing import CastHooks
 from shardrules.hooks.calls.causes import CauseHooks
@@ -23,6 +23,7 @@ from shardrules.hooks.calls.primitives import PrimitiveHooks
 from shardrules.hooks.calls.recasts import RecastHooks
 from shardrules.hooks.door import compat
 from shardrules.hooks.door.patching import Patches
+from shardrules.hooks.flow.batching import BatchedVjpHooks
 from shardrules.hooks.flow.control import ControlHooks
 from shardrules.hooks.flow.refs import RefHooks
 from shardrules.hooks.flow.replay import ReplayHooks
@@ -50,13 +51,13 @@ ORDER: tuple[type[Hooks], ...] = (
     CauseHooks,
     PallasHooks,
     CustomVjpHooks,
-    BatchedVjpHooks,
     ForwardHooks,
     ForgetfulHooks,
     HijaxHooks,
     PrimitiveHooks,
     RecastHooks,
     Retyping,
+    BatchedVjpHooks,
     ReplayHooks,
     ControlHooks,
     MeshKernelHooks,

@@ -79,6 +79,23 @@ def test_a_weight_is_summed_once(body, cpu_mesh):
         assert summed_bytes(cheapest) == summed_bytes(late)
 
 
+if compat.load().typed:  # to others a gradient in the body is one device's
+
+    @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+    def test_a_gradient_in_the_body(body, cpu_mesh):
+        """Its residuals are constants of a jaxpr that takes them as inputs, from JAX 0.12."""
+
+        def rows(w, x):  # one of them is mapped
+            return jax.vmap(jax.grad(body), (0, None))(jnp.stack([w, 2 * w]), x)
+
+        f = versions.shard_map(rows, mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=P())
+        for casts in ("late", "cheapest"):
+            with sr.install(casts=casts):
+                program = jax.jit(f).lower(W, X).compile()
+            np.testing.assert_allclose(program(W, X)[0], whole(body), rtol=1e-4, atol=1e-6)
+        assert summed_bytes(program) == 2 * W.nbytes
+
+
 def test_one_body_alone(cpu_mesh):
     marked, plain = (
         gradient(body, cpu_mesh, "late") for body in (sr.place_casts(scanned), scanned)

@@ -122,3 +122,32 @@ def test_what_a_loop_carries_varies_as_its_condition(cpu_mesh):
         if TYPED:
             got = jax.jit(sharded(doubled, None, cpu_mesh))(X, W)
             np.testing.assert_allclose(got, on_one_device(doubled)(X, W))
+
+
+def scanned(step, w):
+    return lax.scan(lambda c, _: (step(c), None), w, None, length=2)[0]
+
+
+def counted(step, w):
+    return lax.fori_loop(0, 2, lambda _, c: step(c), w)
+
+
+@pytest.mark.parametrize("how", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("loop", [scanned, counted], ids=lambda p: p.__name__)
+def test_gradients_in_a_loops_body(loop, how, cpu_mesh):
+    """Run, as lowering and execution trace the body again: in JAX 0.12 as an eval_jaxpr."""
+
+    def descent(op, x, w):
+        return loop(lambda w: w - 0.1 * jax.grad(lambda w: (jnp.sin(x) * w**2).sum())(w), w)
+
+    with sr.install():
+        if TYPED:
+            f = versions.shard_map(
+                lambda x, w: descent(None, x, w),
+                mesh=cpu_mesh,
+                in_specs=(P("data"), P()),
+                out_specs=P(),
+            )
+            np.testing.assert_allclose(how(f)(X, W), descent(None, X, W), rtol=2e-5)
+        else:  # a gradient in the body is one device's share there
+            refused(descent, None, cpu_mesh)

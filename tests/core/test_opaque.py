@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -76,6 +76,49 @@ def test_outputs_of_an_opaque_call_vary_as_its_rule_says(call, hooks, cpu_mesh):
         assert varies_as(call, cpu_mesh, DATA, X) == set()
     with sr.rules({"called_back": sr.per_device("model")}):
         assert varies_as(call, cpu_mesh, DATA, X) == {"data", "model"}
+
+
+@functools.lru_cache(maxsize=None)
+def make_product(summed):
+    """A product that answers for its axis types itself, and a transpose that may forget the psum."""
+    primitive = Primitive("own_product")
+    product = lambda x, w: x * w  # noqa: E731
+    primitive.def_abstract_eval(lambda x, w: x)
+    mlir.register_lowering(primitive, mlir.lower_fun(product, multiple_results=False))
+
+    def transpose(ct, x, w):
+        share = (ct * x).sum(0)
+        return None, jax.lax.psum(share, "data") if summed else share
+
+    ad.defjvp(primitive, lambda dx, x, w: dx * w, lambda dw, x, w: primitive.bind(x, dw))
+    ad.primitive_transposes[primitive] = transpose
+    return primitive.bind
+
+
+if versions.types_values():  # it could answer with none before
+
+    def test_a_transpose_that_returns_a_share_for_what_is_invariant_is_refused(hooks, cpu_mesh):
+        """JAX to 0.7.2 takes it for the whole, so that a psum's operand had one device's gradient."""
+
+        def gradient(product, x, w):
+            f = versions.shard_map(
+                lambda x, w: product(x, jax.lax.psum(w[0], "data")),
+                mesh=cpu_mesh,
+                in_specs=(P("data"), P("data")),
+                out_specs=P("data"),
+            )
+            return jax.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum(), 1))(x, w)
+
+        x = np.arange(8 * 3, dtype=np.float32).reshape(8, 3)
+        w = np.arange(4 * 3, dtype=np.float32).reshape(4, 3)
+        want = np.broadcast_to((2 * x**2).sum(0) * w.sum(0), w.shape)
+        np.testing.assert_allclose(gradient(make_product(True), x, w), want, rtol=1e-6)
+        with pytest.raises(
+            errors.CotangentError, match="own_product.* operand 1 .*vary.* over {data}"
+        ):
+            gradient(make_product(False), x, w)
+        sr.register("own_product", sr.no_communication)
+        np.testing.assert_allclose(gradient(make_product(False), x, w), want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("call", [pure_call, own_primitive])

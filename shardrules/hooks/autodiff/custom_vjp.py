@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 import weakref
 from typing import Any
 
@@ -22,7 +21,7 @@ from shardrules.hooks.door.compat import Jax
 from shardrules.hooks.door.patching import Patches
 from shardrules.hooks.state import Hooks, Scope, State
 
-__all__ = ["BatchedVjpHooks", "CustomVjpHooks"]
+__all__ = ["CustomVjpHooks"]
 
 
 class CustomVjpHooks(Hooks):
@@ -161,70 +160,3 @@ class CustomVjpHooks(Hooks):
                 f"output{jax.tree_util.keystr(path)}",
             )
         return self.jax.cast(ct, want)
-
-
-class BatchedVjpHooks(Hooks):
-    """The hooks on a custom_vjp under ``vmap(..., spmd_axis_name=...)``.
-
-    vmap sums the cotangent of what is not batched over the batch, and each device holds its part of
-    the batch only: JAX (0.6.0 to 0.12) puts in no psum over the axes that carry the batch, and then
-    refuses the cotangent's type.
-    """
-
-    def __init__(self, jax: Jax, state: State):
-        super().__init__(jax, state)
-        self._local = threading.local()
-
-    def install(self, patches: Patches) -> None:
-        """Replace the two functions that see the primals, and the batched bwd."""
-        if self.jax.typed:
-            trace = self.jax.BatchTrace
-            self._process = trace.process_custom_vjp_call
-            process = lambda *args, **kwargs: self._see(*args, **kwargs)  # noqa: E731
-            patches.attribute(trace, "process_custom_vjp_call", process)
-            patches.attribute(*self.jax.owner("batch_bwd"), self._batch)
-            psum, table = self.jax.psum_invariant_p, self.jax.batchers
-            if psum in table and not psum.multiple_results:  # from JAX 0.8
-                patches.entry(table, psum, functools.partial(self._batch_psum, table[psum]))
-
-    def _batch_psum(self, rule, axis_data, vals_in, dims_in, axes):
-        """Batch a psum over mesh axes, which JAX 0.8.3 passes a parameter that it doesn't have."""
-        if not self.state.active or axis_data.name in axes or len(vals_in) != 1:
-            return rule(axis_data, vals_in, dims_in, axes)
-        return self.jax.psum_invariant_p.bind(*vals_in, axes=axes), dims_in[0]
-
-    def _see(self, trace, prim, fun, fwd, bwd, tracers, *args, **kwargs):
-        before = getattr(self._local, "primals", None)
-        self._local.primals = [self.jax.typeof(x) for x in tracers]
-        try:
-            return self._process(trace, prim, fun, fwd, bwd, tracers, *args, **kwargs)
-        finally:
-            self._local.primals = before
-
-    def _batch(self, bwd, tag, axis_data, in_dims, out_dim_dests, *rest, **named):
-        batched = self.jax.batch_bwd(bwd, tag, axis_data, in_dims, out_dim_dests, *rest, **named)
-        axes, primals = axis_data.spmd_name, getattr(self._local, "primals", None)
-        axes = frozenset((axes,) if isinstance(axes, str) else axes or ())
-        if primals is None or not axes or not self.state.active:
-            return batched
-        return self.jax.wrapped(
-            lambda *args: self._sum(batched.call_wrapped(*args), primals, axes, out_dim_dests),
-            like=batched,
-        )
-
-    def _sum(self, cotangents, primals, axes, out_dim_dests):
-        import jax
-
-        if not self.jax.checking():
-            return cotangents
-        if cotangents and isinstance(cotangents[0], (list, tuple)):  # with logs, from JAX 0.11
-            first, *logs = cotangents
-            return (self._sum(first, primals, axes, out_dim_dests), *logs)
-        summed = []
-        for ct, primal, dim in zip(cotangents, primals, out_dim_dests):
-            over = frozenset()
-            if not isinstance(dim, int) and isinstance(ct, jax.Array):
-                want = self.jax.cotangent_type(primal)
-                over = axes & self.jax.axis_type(self.jax.typeof(ct)).varying - want.axes
-            summed.append(jax.lax.psum(ct, tuple(sorted(over))) if over else ct)
-        return summed

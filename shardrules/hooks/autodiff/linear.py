@@ -46,6 +46,7 @@ CALLS = {
     "checkpoint": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
 }
 # The cast from invariant to varying, and what else is its operand with another type.
 CAST = "pvary"

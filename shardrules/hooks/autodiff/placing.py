@@ -67,7 +67,7 @@ class CastHooks(Hooks):
             cotangents = rest[0] if rest else next(iter(kwargs.values()))
             # What is transposed inside was looked at as a part of it.
             with self.state.in_transposition():
-                placed = self._placed(jaxpr, primals_in, cotangents, asked)
+                placed = self._placed(jaxpr, [*consts, *primals_in], cotangents, asked)
                 if not asked:
                     placed = jaxpr
                 if placed is not jaxpr and self.jax.older_backward_pass is not None:
@@ -107,10 +107,11 @@ class CastHooks(Hooks):
             eqn.primitive.name == MARK for eqn in jaxpr.eqns
         )
 
-    def _placed(self, jaxpr: Any, primals_in: Sequence[Any], cotangents: Any, asked: bool) -> Any:
+    def _placed(self, jaxpr: Any, values: Sequence[Any], cotangents: Any, asked: bool) -> Any:
         """Return the program with its casts placed, or itself where that saves nothing."""
         tangents = (self.jax.UndefinedPrimal, *self._accumulators)
-        linear = [isinstance(x, tangents) for x in primals_in]
+        # To JAX 0.12 constants are the first of the inputs.
+        linear = [isinstance(x, tangents) for x in values[len(jaxpr.constvars) :]]
         wanted = [not isinstance(ct, self.jax.Zero) for ct in cotangents]
         again = self.state.scope.derivatives_count > 0
         why, before_bytes = "", 0

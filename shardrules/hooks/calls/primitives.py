@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from shardrules.errors import CotangentError
 from shardrules.hooks.calls.carriers import Carriers, is_lent
 from shardrules.hooks.calls.forgetful import ForgetfulHooks
 from shardrules.hooks.calls.lowering import Lowering
@@ -209,18 +210,52 @@ class PrimitiveHooks(Hooks):
         bind = primitive.bind
 
         def bound(*args, **params):
-            self._type(patches, kind)  # often defined after the primitive is made
+            self._complete(patches, kind)  # often defined after the primitive is made
             return self._bind(kind, bind, args, params)
 
         # The types also where somebody took hold of ``primitive.bind`` before.
-        self._type(patches, kind)
+        self._complete(patches, kind)
         patches.attribute(primitive, "bind", bound)
 
-    def _type(self, patches: Patches, kind: _Kind) -> None:
-        """Replace a primitive's abstract eval, if it has one and that is not done yet."""
+    def _complete(self, patches: Patches, kind: _Kind) -> None:
+        """Replace a primitive's abstract eval and transpose, if it has them and it's not done."""
+        from jax.interpreters import ad
+
         evaluate = vars(kind.primitive).get("abstract_eval")
         if evaluate is not None and not hasattr(evaluate, "shardrules"):
             patches.attribute(kind.primitive, "abstract_eval", self._evaluator(kind, evaluate))
+        rule = ad.primitive_transposes.get(kind.primitive) if kind.own and self.jax.typed else None
+        if rule is not None and getattr(rule, "func", None) != self._transpose:
+            checked = functools.partial(self._transpose, rule, kind.primitive.name)
+            patches.entry(ad.primitive_transposes, kind.primitive, checked)
+
+    def _transpose(self, rule, name: str, cotangents, *args, **params):
+        """Transpose a user's primitive; refuse shares for an operand that is invariant.
+
+        JAX to 0.7.2 takes them for the whole, and from 0.8.3 it names neither primitive nor axes.
+        """
+        found = rule(cotangents, *args, **params)
+        if self.jax.checking() and isinstance(found, (list, tuple)):
+            for i, (ct, x) in enumerate(zip(found, args)):
+                if not (isinstance(x, self.jax.UndefinedPrimal) and hasattr(ct, "dtype")):
+                    continue
+                have = self.jax.axis_type(self.jax.typeof(ct))
+                want = self.jax.cotangent_type(x.aval)
+                axes = have.varying - want.axes
+                if axes:
+                    over = ", ".join(map(repr, sorted(axes)))
+                    raise CotangentError(
+                        f"the transpose rule of {name!r} returns a cotangent for operand {i} that "
+                        f"is {have}, for a primal that asks for {want}. If it is this device's "
+                        f"share, return jax.lax.psum(ct, ({over},)) from it, or cast the operand "
+                        f"before: shardrules.vary(x, {over}), as a rule for {name!r} does "
+                        f"(shardrules.register({name!r}, shardrules.no_communication), if it "
+                        "doesn't communicate).",
+                        axes=axes,
+                        have=have,
+                        want=want,
+                    )
+        return found
 
     # What is known of a call.
 

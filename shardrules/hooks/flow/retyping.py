@@ -94,6 +94,12 @@ class Retyping(Hooks):
         with self._primals_over(axes | known, cast | axes if by_cast else cast):
             return callable_of(bwd)(*args)
 
+    def run_hiding(self, bwd: Any, axes: frozenset[str], args: Sequence[Any]) -> Any:
+        """Run a bwd where types don't show ``axes``: those of vmap's ``spmd_axis_name``, inside."""
+        known, cast = self._over
+        with self._primals_over(known - axes, cast - axes):
+            return callable_of(bwd)(*args)
+
     def _shares(self, fun, parts, axes, by_cast, *args):
         """Run a bwd; of a cotangent that is the full sum, give each device its part.
 
@@ -140,6 +146,11 @@ class Retyping(Hooks):
             raise
         except (TypeError, ValueError):  # another structure than the primals': JAX refuses it
             return cotangents
+
+    @property
+    def over(self) -> frozenset[str]:
+        """The axes over which the primals of the bwd that runs here vary too."""
+        return self._over[0]
 
     @property
     def _over(self) -> tuple[frozenset[str], frozenset[str]]:

@@ -100,6 +100,9 @@ CALLERS = {
         "jax.experimental.scheduling_groups"
     ).scheduling_group("one")(f),
     "custom_dce": with_dce,
+    "program_order": lambda f: importlib.import_module("jax.experimental.overlap").program_order(
+        f, enforce=True
+    ),
     "checkpoint": jax.checkpoint,
 }
 

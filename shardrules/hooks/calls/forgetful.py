@@ -49,8 +49,8 @@ _ELSEWHERE = frozenset(
     # (eval_jaxpr: closed_call of JAX 0.12, which a scan's body is where the scan is lowered)
     "jit pjit closed_call core_call eval_jaxpr remat2 checkpoint remat_opt custom_jvp_call "
     "custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call custom_partitioning custom_dce_call "
-    "custom_fusion linear_call composite compute_on fused_call xla_metadata_call scan while cond "
-    "shard_map run_state run_scoped "
+    "custom_fusion cudnn_fusion linear_call composite compute_on fused_call program_order "
+    "xla_metadata_call scan while cond shard_map run_state run_scoped "
     # from the outputs of the custom_vjp whose tangents they are
     "custom_lin "
     # from rules and proofs, as opaque calls

@@ -4,9 +4,10 @@
 
 Import time is that of `import shardrules` after `import jax`, and of the first `install()` after
 that, each in a fresh process, processor time. Tracing and lowering are of the training step of
-examples/train_transformer.py for eight CPU devices, processor time, the arms in turns, against
-shard_map's check off and no hooks; tracing.py has the same against annotations by hand. The last
-line compares the step's jaxpr with the check off, with the hooks and without.
+examples/train_transformer.py for eight CPU devices, the arms in turns, against shard_map's check
+off and no hooks: processor time, and function calls, which no load disturbs; tracing.py has the
+same against annotations by hand. The last line compares the step's jaxpr with the check off, with
+the hooks and without.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ def _jaxpr(config, mesh, check, hooks) -> str:
     return re.sub(r"0x[0-9a-f]+", "0x", str(traced.jaxpr))
 
 
-def _took(config, mesh, check, hooks) -> float:
+def _took(config, mesh, check, hooks, clock=time.process_time) -> float:
     step = transformer.example.make_step(config, mesh, check)  # anew: nothing of it is cached
     shapes = transformer.example.shapes(config, mesh)
     gc.collect()
     with hooks():
-        start = time.process_time()
+        start = clock()
         step.trace(*shapes).lower()
-        return time.process_time() - start
+        return clock() - start
 
 
 def _main(argv) -> None:
@@ -98,14 +99,14 @@ def _main(argv) -> None:
         "late casts": (True, shardrules.install),
         "cheapest casts": (True, functools.partial(shardrules.install, casts="cheapest")),
     }
-    took = paired.rounds(
-        {name: functools.partial(_took, config, mesh, *arm) for name, arm in arms.items()},
-        _ROUNDS.value,
-    )
-    paired.print_head(["tracing and lowering the step", "/ check off, no hooks"])
+    runs = {name: functools.partial(_took, config, mesh, *arm) for name, arm in arms.items()}
+    took = paired.rounds(runs, _ROUNDS.value)
+    calls = {name: paired.calls(lambda count, run=run: run(count)) for name, run in runs.items()}
+    paired.print_head(["tracing and lowering the step", "/ check off, no hooks", "function calls"])
     base = "check off, no hooks"
     for name in list(arms)[1:]:
-        paired.print_row([name, paired.shown(paired.ratio(took[name], took[base]))])
+        shown = paired.shown(paired.ratio(took[name], took[base]))
+        paired.print_row([name, shown, f"{calls[name] / calls[base]:.3f}"])
     same = _jaxpr(config, mesh, False, plain) == _jaxpr(config, mesh, False, shardrules.install)
     print(f"\nWith the check off, the jaxprs are {'the same' if same else 'NOT THE SAME'}.")
 

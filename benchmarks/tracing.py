@@ -18,7 +18,6 @@ import functools
 import gc
 import itertools
 import os
-import sys
 import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -159,21 +158,6 @@ def _seconds(arm, mesh, out_specs, depths, clock=time.thread_time) -> tuple[floa
         return between - start, clock() - between
 
 
-def _calls(run) -> int:
-    """Count the function calls of tracing and lowering once more, Python's and C's."""
-    count = 0
-
-    def note(frame, event, argument):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        return sum(run(clock=lambda: count))
-    finally:
-        sys.setprofile(None)
-
-
 def _arms(build, kernel):
     """Return, for each way to write it, the program, its contexts, and whether the check is on."""
     declared, by_name = shardrules.no_communication, {"*": shardrules.no_communication}
@@ -211,7 +195,10 @@ def _main(argv) -> None:
             seconds = {arm: [total(both) for both in found] for arm, found in took.items()}
             ratios = [paired.ratio(seconds[arm], seconds["by hand"]) for arm in list(seconds)[1:]]
             paired.print_row([f"{name}, {what}", *map(paired.shown, ratios)])
-        calls = {arm: _calls(run) for arm, run in runs.items()}
+        calls = {
+            arm: sum(paired.calls(lambda clock, run=run: run(clock=clock)))
+            for arm, run in runs.items()
+        }
         ratios = [calls[arm] / calls["by hand"] for arm in list(calls)[1:]]
         paired.print_row([f"{name}, function calls of both", *(f"{one:.3f}" for one in ratios)])
     print(

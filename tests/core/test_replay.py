@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from core import versions
 from shardrules import errors
+from shardrules.hooks.door import compat
 
 lax = jax.lax
 W = np.linspace(0.5, 1.5, 4, dtype=np.float32)
@@ -388,3 +389,28 @@ def test_a_solution_varies_more_than_its_guess(early, hooks):
         return
     want = jax.grad(lambda w: sum(total(w, x[None], root(None)) for x in X))(W)
     np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+if compat.load().trace_run_state is not None:
+
+    def test_a_run_state_is_traced_again(hooks, cpu_mesh):
+        from jax.experimental import pallas as pl
+
+        def copied(refs):
+            refs[1][...] = jnp.sin(refs[0][...])
+
+        def replayed(x):
+            closed = jax.make_jaxpr(lambda x: pl.run_state(copied)((x, jnp.zeros(4)))[1])(
+                jnp.zeros(4)
+            )
+            return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, x)[0]
+
+        def sharded(out_specs):
+            return versions.shard_map(
+                replayed, mesh=cpu_mesh, in_specs=P("data"), out_specs=out_specs
+            )
+
+        x = X.reshape(16)
+        np.testing.assert_allclose(jax.jit(sharded(P("data")))(x), np.sin(x), rtol=1e-6)
+        with pytest.raises(ValueError, match="out_specs"):
+            jax.eval_shape(sharded(P()), x)

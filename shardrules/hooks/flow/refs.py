@@ -251,7 +251,8 @@ class RefHooks(Hooks):
 
         tree = jax.tree_util.tree_structure(list(avals))
         body = functools.partial(_call_jaxpr, jaxpr)
-        return self._trace_run_state(body, tree, avals, jaxpr.debug_info)[0]
+        traced = self._trace_run_state(body, tree, avals, jaxpr.debug_info)
+        return traced[0] if isinstance(traced, tuple) else traced  # alone from JAX 0.12
 
 
 def _call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> None:

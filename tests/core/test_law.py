@@ -222,3 +222,18 @@ def test_a_hijax_primitive_of_the_older_kind_too(cpu_mesh, typed):
     else:
         with pytest.raises(AxisError, match="result 0 of the hijax primitive 'Square'"):
             varying(square.bind, cpu_mesh)
+
+
+def test_a_hijax_primitive_is_not_cast_before_a_branch(cpu_mesh):
+    """Its bwd may sum what it has for an invariant operand; the cast sums again: N times it."""
+    try:
+        call = hijax_product(True, lambda x: x)
+    except (ImportError, AttributeError):  # before JAX 0.8
+        return
+
+    def chosen(predicate):
+        return lambda x: lax.cond(predicate(x) > 0, call, jnp.sin, jnp.ones(2))
+
+    with pytest.raises(AxisError, match="call_hi_primitive.*may sum cotangents"):
+        varying(chosen(lambda x: x[0]), cpu_mesh)
+    assert varying(chosen(lambda x: lax.pmax(x[0], "data")), cpu_mesh) == [set()]

@@ -117,6 +117,15 @@ if versions.types_values():  # it could answer with none before
             errors.CotangentError, match="own_product.* operand 1 .*vary.* over {data}"
         ):
             gradient(make_product(False), x, w)
+
+        def chosen(x, w):
+            def op(x, w):
+                return make_product(True)(x, w)
+
+            return jax.lax.cond(jax.lax.axis_index("model") > 0, op, jnp.multiply, x, w)
+
+        with pytest.raises(errors.AxisError, match="own_product.*may sum cotangents"):
+            gradient(chosen, x, w)
         sr.register("own_product", sr.no_communication)
         np.testing.assert_allclose(gradient(make_product(False), x, w), want, rtol=1e-6)
 

@@ -36,6 +36,7 @@ __all__ = [
     "Where",
     "name_of",
     "strings",
+    "transposed_by_jax",
 ]
 
 # Primitives that call one jaxpr with all of their operands, by JAX's names (0.6.0 to 0.12).
@@ -338,7 +339,7 @@ class Graph:
             value.varying == joined for value in outputs
         )
         named = strings(eqn.params)
-        whole = _holds_functions(eqn) or not _transposed_by_jax(eqn.primitive)
+        whole = _holds_functions(eqn) or not transposed_by_jax(eqn.primitive)
         if whole or self.opaque(eqn):
             step.fixed = None
         elif alike and (refs or not eqn.effects):
@@ -464,7 +465,7 @@ def _holds_functions(eqn: Any) -> bool:
     )
 
 
-def _transposed_by_jax(primitive: Any) -> bool:
+def transposed_by_jax(primitive: Any) -> bool:
     """Whether a primitive's transpose is JAX's or ours: linear, and with no collective inside.
 
     A user's may clip a cotangent, or sum it, and has to be given what it was given before.

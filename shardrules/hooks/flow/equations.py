@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardrules.errors import AxisError, ShardrulesError
+from shardrules.hooks.autodiff.linear import transposed_by_jax
 from shardrules.hooks.autodiff.origins import inner_jaxprs
 from shardrules.hooks.calls.opaque import types_of
 from shardrules.hooks.flow.callers import Caller
-from shardrules.hooks.flow.jaxprs import CASTS, widened
+from shardrules.hooks.flow.jaxprs import CASTS, is_inexact, widened
 from shardrules.registry.axistypes import AxisType, show_axes
 
 __all__ = ["Equation"]
@@ -77,6 +78,11 @@ class Equation:
             var.aval.shape for inner in inner_jaxprs(eqn.params) for var in inner.invars
         ):
             raise self._error("the functions that it takes would have to be traced again")
+        if self.what is not None and self._sums_unseen():
+            raise self._error(
+                "its bwd or transpose is a function of its author's, which may sum cotangents over "
+                "them; if it does, only the first of these helps"
+            )
         if all(map(self.jax.can_cast, (atom.aval for atom in self.operands))):
             axes = self._gained() & frozenset().union(*(one.varying for one in self.types))
             self._cast([widened(one, axes) for one in self.types])
@@ -94,6 +100,23 @@ class Equation:
             ) from error
         avals = avals if eqn.primitive.multiple_results else [avals]
         return self._done({}, types_of(self.jax, avals))
+
+    def _sums_unseen(self) -> bool:
+        """Whether an author's function gives the cotangents, and nothing says what it does.
+
+        Written for an invariant operand it sums, and the cast before sums once more.
+        """
+        jax, (primitive, params) = self.jax, (self.eqn.primitive, self.eqn.params)
+        if not any(is_inexact(atom.aval) for atom in self.operands):
+            return False
+        if jax.HiPrimitive is not None and isinstance(primitive, jax.HiPrimitive):
+            called = primitive
+        elif jax.hi_primitive_p is not None and primitive is jax.hi_primitive_p:
+            called = params.get("_prim", params.get("prim"))  # JAX 0.8 and 0.9: prim
+        else:
+            known = self.retyping.state.known_of(primitive, params)
+            return (known is None or known.found is None) and not transposed_by_jax(primitive)
+        return not type(called).__module__.startswith("jax.")
 
     def _gained(self) -> frozenset[str]:
         """Return the axes over which an operand varies that did not vary over them before."""

@@ -52,7 +52,7 @@ class _Run:
       parts: what it belongs to.
       primals: the axis types of its primals.
       entering: those of its arguments, leaf by leaf, its outputs' cotangents last.
-      arriving: how many these are.
+      arriving: how many these are; none before bwd is entered.
       returned: whether it has.
       matched: how many cotangents were.
     """
@@ -325,7 +325,8 @@ class RepHooks(Hooks):
     def _see(self, parts: Parts, *args) -> None:
         """Note what a bwd belongs to, and how its outputs' cotangents arrive."""
         running = self._running
-        if running and not running[-1].returned:
+        # Once: what bwd differentiates may have a bwd of its own, which runs inside of it.
+        if running and not running[-1].returned and not running[-1].arriving:
             import jax
 
             run = running[-1]

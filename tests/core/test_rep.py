@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from core import versions
+from core import test_shares, versions
 from core.test_check import DATA, trace, varies_as
+from shardrules import errors
 from shardrules.hooks import rep
 from shardrules.registry import axistypes
 
@@ -63,3 +65,30 @@ def test_a_choice_by_platform_is_the_same_on_all_devices(hooks, cpu_mesh):
         return
     assert varies_as(op, cpu_mesh, (DATA,), np.ones((8, 4))) == {"data"}
     assert varies_as(op, cpu_mesh, (P(),), np.ones((8, 4))) == set()
+
+
+@jax.custom_vjp
+def product_with_bwd(w, a):
+    return w * a
+
+
+product_with_bwd.defvjp(
+    lambda w, a: (w * a, (w, a)), lambda residuals, g: ((g * residuals[1]).sum(), g * residuals[0])
+)
+
+
+@pytest.mark.parametrize("product", [lambda w, a: w * a, product_with_bwd])
+def test_a_bwd_is_known_by_its_own_arguments(product, hooks, cpu_mesh):
+    """Not by those of the bwd of what it differentiates, which runs inside of it."""
+
+    def fwd(w, a):
+        a = test_shares.gather(a)
+        return lax.psum((product(w, a) ** 2).sum(), "data") / 4, (w, a)
+
+    def whole(residuals, g):
+        w, a = residuals
+        y, transpose = jax.vjp(lambda w: product(w, a), w)
+        return transpose(2 * y * g)[0], jnp.zeros(2)
+
+    with pytest.raises(errors.CotangentError, match="output.0. that"):
+        test_shares.gradient(test_shares.op_of(fwd, whole), cpu_mesh)

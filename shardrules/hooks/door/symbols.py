@@ -370,6 +370,7 @@ TYPE_SYMBOLS = (
     Symbol("psum_invariant_p", f"{_LAX}:psum_invariant_p", "0.8-0.12", (), _PSUM, optional=True),
     Symbol("batchers", f"{_BATCHING}:fancy_primitive_batchers", "0.6.0-0.12", (), _PSUM),
     Symbol("BatchTrace", f"{_BATCHING}:BatchTrace", "0.6.0-0.12", (), _SPMD),
+    Symbol("vjp_in_jaxpr_p", f"{_VJP}:custom_vjp_call_jaxpr_p", "0.6.0", (), _SPMD, optional=True),
     Symbol(
         "batch_bwd",
         f"{_BATCHING}:batch_custom_vjp_bwd",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 
@@ -39,6 +40,9 @@ class BatchedVjpHooks(Hooks):
             patches.attribute(trace, "process_custom_vjp_call", process)
             patches.attribute(*self.jax.owner("batch_bwd"), self._batch)
             psum, table = self.jax.psum_invariant_p, self.jax.batchers
+            in_jaxpr = self.jax.vjp_in_jaxpr_p
+            if in_jaxpr is not None:  # JAX 0.6.0 batches a jaxpr's custom_vjp by this rule instead
+                patches.entry(table, in_jaxpr, functools.partial(self._see_rule, table[in_jaxpr]))
             if psum in table and not psum.multiple_results:  # from JAX 0.8
                 patches.entry(table, psum, functools.partial(self._batch_psum, table[psum]))
 
@@ -49,10 +53,19 @@ class BatchedVjpHooks(Hooks):
         return self.jax.psum_invariant_p.bind(*vals_in, axes=axes), dims_in[0]
 
     def _see(self, trace, prim, fun, fwd, bwd, tracers, *args, **kwargs):
-        before = getattr(self._local, "primals", None)
-        self._local.primals = [self.jax.typeof(x) for x in tracers]
-        try:
+        with self._primals(tracers):
             return self._process(trace, prim, fun, fwd, bwd, tracers, *args, **kwargs)
+
+    def _see_rule(self, rule, axis_data, args, in_dims, **params):
+        with self._primals(args[params["num_consts"] :]):
+            return rule(axis_data, args, in_dims, **params)
+
+    @contextlib.contextmanager
+    def _primals(self, values):
+        before = getattr(self._local, "primals", None)
+        self._local.primals = [self.jax.typeof(x) for x in values]
+        try:
+            yield
         finally:
             self._local.primals = before
 

@@ -409,3 +409,22 @@ def test_a_primal_may_be_of_a_class_that_checks_what_it_holds(cpu_mesh):
     )
     loss = loss_of(lambda x, w: scaled(x, Pair(w, 0 * w)), cpu_mesh)
     assert_gradients(jax.jit(jax.grad(loss, (0, 1))), *arguments(cpu_mesh))
+
+
+@pytest.mark.parametrize(
+    "through", [lambda x, w: x * w, lambda x, w: jax.lax.psum(x * w, "data")], ids=["cast", "psum"]
+)
+def test_zero_cotangent_of_a_cast_and_of_a_psum(through, cpu_mesh):
+    """JAX to 0.6.0 sums or casts that zero, a TypeError from inside."""
+    op = jax.custom_vjp(lambda x, y: x)
+    op.defvjp(lambda x, y: (x, None), lambda _, g: (g, None))
+    f = versions.shard_map(
+        lambda x, w: op(x, through(x, w)),
+        mesh=cpu_mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+    )
+    x = np.arange(1, 5, dtype=np.float32)
+    gradient = jax.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum(), (0, 1)))
+    for one, other in zip(gradient(x, np.float32(3)), (2 * x, 0)):
+        np.testing.assert_allclose(one, other)

@@ -1,12 +1,17 @@
-"""A user's cast to axes over which a value varies by then: it does nothing there.
+"""Casts that JAX's own functions refuse, or die of.
 
-A kernel's output that is annotated as invariant is widened to what a proof says, and who wrote the
-annotation casts the output afterwards (MaxText's megablox). JAX 0.8 to 0.12 refuse to cast what
-varies; before, a cast comes down to one primitive, which is bound again for the axes that are left.
+A user's cast to axes over which a value varies by then does nothing. A kernel's output that is
+annotated as invariant is widened to what a proof says, and who wrote the annotation casts the
+output afterwards (MaxText's megablox). JAX 0.8 to 0.12 refuse to cast what varies; before, a cast
+comes down to one primitive, which is bound again for the axes that are left.
+
+Where a cotangent is known to be zero (a bwd returns None), JAX to 0.6.0 sums that zero at a cast,
+or casts it at a psum, and ends in a TypeError; later ones leave it out.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from shardrules.hooks.door.patching import Patches
@@ -14,16 +19,35 @@ from shardrules.hooks.state import Hooks
 
 __all__ = ["RecastHooks"]
 
+# By JAX's names: to 0.5.3, and 0.6.0's.
+_CASTS_AND_SUMS = ("pbroadcast", "psum2", "pvary", "psum_invariant")
+
 
 class RecastHooks(Hooks):
-    """The hooks of ``jax.lax.pcast``."""
+    """The hooks of ``jax.lax.pcast`` and ``pvary``."""
 
     def install(self, patches: Patches) -> None:
         """Replace how it finds the state to start from, and add a step from varying to varying."""
+        from jax.interpreters import ad
+
         jax = self.jax
+        if not jax.typed or jax.transpose_cast is not None:
+            table = ad.primitive_transposes
+            # Of several values: jax.lax.pbroadcast, of the same name, takes one.
+            for primitive in [p for p in table if p.multiple_results and p.name in _CASTS_AND_SUMS]:
+                patches.entry(
+                    table, primitive, functools.partial(self._transpose, table[primitive])
+                )
         if jax.typed and jax.pcast_from is not None and jax.pcast_steps is not None:
             patches.attribute(*jax.owner("pcast_from"), self._from)
             patches.entry(jax.pcast_steps, ("varying", "varying"), self._stay)
+
+    def _transpose(self, rule, cts, *args, **params):
+        """Transpose a cast or a sum of several values, without the cotangents that are zero."""
+        Zero = self.jax.Zero
+        kept = [ct for ct in cts if not isinstance(ct, Zero)]
+        rest = iter(rule(kept, **params) if kept else ())
+        return [Zero(x.aval) if isinstance(ct, Zero) else next(rest) for ct, x in zip(cts, args)]
 
     def _from(self, aval: Any, axes: tuple[Any, ...], name: str) -> str:
         """Return the state over those axes that are left to be cast, where some vary by then."""

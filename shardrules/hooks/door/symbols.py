@@ -395,14 +395,7 @@ TYPE_SYMBOLS = (
         optional=True,
     ),
     Symbol("mpmd_tracing", f"{_MESH}.mpmd:pe", "0.10-0.12", (), _KERNEL, optional=True),
-    Symbol(
-        "core_map_p",
-        f"{_MESH}.core:core_map_p",
-        "0.6.0-0.12",
-        (),
-        "what core_map binds",
-        optional=True,
-    ),
+    Symbol("core_map_p", f"{_MESH}.core:core_map_p", "0.6.0-0.12", (), "core_map's", optional=True),
     Symbol("core_map_tracing", f"{_MESH}.core:pe", "0.6.0-0.12", (), _KERNEL, optional=True),
     Symbol(
         "custom_vmap",
@@ -438,6 +431,7 @@ TYPE_SYMBOLS = (
     Symbol("eval_jaxpr", f"{_CORE}:eval_jaxpr", "0.6.0-0.12", ("jaxpr", "consts"), _REPLAY),
     Symbol("auto_pcast", "jax._src.config:auto_pcast", "0.10-0.12", (), _REPLAY, optional=True),
     Symbol("use_abstract_mesh", "jax._src.mesh:use_abstract_mesh", "0.6.0-0.12", ("mesh",), _OUT),
+    Symbol("JaxprEqnContext", f"{_CORE}:JaxprEqnContext", "0.6.0-0.12", (), _OUT),
     Symbol("JaxprEqnContextManager", f"{_CORE}:JaxprEqnContextManager", "0.6.0-0.12", (), _OUT),
     Symbol("custom_vjp_call_p", f"{_VJP}:custom_vjp_call_p", "0.6.0-0.12", (), _REPLAY),
     Symbol(

@@ -95,6 +95,14 @@ TRANSPOSITION = (
         optional=True,
     ),
     Symbol(
+        "transpose_cast",
+        "jax._src.interpreters.ad:_pvary_transpose_rule",
+        "0.6.0",
+        ("cts", "axes"),
+        "sums zeros, as that of psum casts them",
+        optional=True,
+    ),
+    Symbol(
         "JaxprTrace",
         "jax._src.interpreters.partial_eval:DynamicJaxprTrace",
         "0.7.2-0.12",

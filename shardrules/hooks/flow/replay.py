@@ -37,6 +37,10 @@ from shardrules.registry.axistypes import AxisType
 
 __all__ = ["ReplayHooks"]
 
+# What JAX's own bind_with_trace (0.9.2 to 0.12) looks up, in order: where a trace takes hijax
+# types, all that it does is call process_primitive.
+_BIND = ("is_high", "requires_low", "set_current_trace", "to_lojax", "process_primitive")
+
 
 class ReplayHooks(Hooks):
     """The hooks on how primitives are bound to operands of other types than they were traced with.
@@ -59,8 +63,7 @@ class ReplayHooks(Hooks):
         patches.attribute(
             jax.Primitive, "bind_with_trace", self._binder(jax.Primitive.bind_with_trace)
         )
-        manager = jax.JaxprEqnContextManager
-        patches.attribute(manager, "__enter__", self._enterer(manager.__enter__))
+        patches.attribute(jax.JaxprEqnContext, "manager", self._managed())
         # Where JAX has it, and where users take it from.
         for owner in (jax.owner("eval_jaxpr")[0], importlib.import_module("jax.core")):
             patches.attribute(owner, "eval_jaxpr", self._evaluator(jax.eval_jaxpr))
@@ -80,6 +83,7 @@ class ReplayHooks(Hooks):
         # is off: what asks little comes first, and the parameters are those of this JAX, since
         # passing on any takes twice as long as the rest.
         hooks, calls, check = self, self._calls, self.jax.check_vma
+        known = getattr(getattr(original, "__code__", None), "co_names", ()) == _BIND
 
         def by_avals(self, trace, args, avals, params, /):  # JAX 0.9 to 0.12
             if check.value and calls.get(self, True):
@@ -87,6 +91,8 @@ class ReplayHooks(Hooks):
                 if found is not None:
                     return found
             try:
+                if known and not trace.requires_low:
+                    return trace.process_primitive(self, args, params)
                 return original(self, trace, args, avals, params)
             except (TypeError, ValueError) as error:
                 return hooks._refused(self, trace, args, params, error)
@@ -135,29 +141,33 @@ class ReplayHooks(Hooks):
         """Whether JAX's functions cast what they are called with; JAX 0.10 can be told not to."""
         return self.jax.auto_pcast is None or bool(self.jax.auto_pcast.value)
 
-    def _enterer(self, original):
-        hooks, jax = self, self.jax
+    def _managed(self):
+        """Return how an equation's context is entered: under the mesh here, if traced under none.
+
+        JAX (0.6 to 0.12) runs what was traced outside of shard_map under no mesh inside, where
+        nothing tells that types are followed.
+        """
+        hooks, jax, plain = self, self.jax, self.jax.JaxprEqnContextManager
         full: Any = None  # the mesh, not an empty one, that was seen last: a program has but one
 
-        def __enter__(self):
-            """Run an equation that was traced outside of shard_map under the mesh here.
+        class Here(plain):
+            def __enter__(self):
+                super().__enter__()
+                jax.use_abstract_mesh(self.mesh).__enter__()  # __exit__ puts back what was before
 
-            JAX (0.6 to 0.12) runs it under the mesh that it was traced under, none, where nothing
-            tells that types are followed.
-            """
+        def manager(self):  # in place of JAX's, which is its last line: each equation is entered
             nonlocal full
-            here = None
-            mesh = self.context.cur_abstract_mesh
+            mesh = self.cur_abstract_mesh
             if mesh is not full:
                 if not mesh.empty:
                     full = mesh
                 elif hooks.acts:
-                    here = jax.abstract_mesh()
-            original(self)
-            if here is not None:
-                jax.use_abstract_mesh(here).__enter__()  # the manager puts back what was before
+                    here = Here(self)
+                    here.mesh = jax.abstract_mesh()
+                    return here
+            return plain(self)
 
-        return __enter__
+        return property(manager)
 
     def _evaluator(self, original):
         @functools.wraps(original)

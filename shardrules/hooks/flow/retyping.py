@@ -57,9 +57,9 @@ class Retyping(Hooks):
             if not (self.jax.typed and self.state.active):
                 return flat  # else what is traced outside of shard_map may be run inside
             in_tree, in_avals, *others = rest
-            parts = self.state.of(CustomVjpHooks).parts(fun, *rest[:3])
 
             def wider(axes, by_cast):
+                parts = self.state.of(CustomVjpHooks).parts(fun, *rest[:3])
                 avals = [self._wider(aval, axes) for aval in in_avals]
                 shares = self.jax.transformation(self._shares)(fun, parts, axes, by_cast)
                 return previous(shares, in_tree, avals, *others)

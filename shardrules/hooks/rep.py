@@ -332,8 +332,7 @@ class RepHooks(Hooks):
             run = running[-1]
             run.parts = parts
             run.entering = tuple(
-                AxisType(run.axes - frozenset(leaf.rep)) if hasattr(leaf, "rep") else AxisType()
-                for leaf in jax.tree_util.tree_leaves(args)
+                AxisType(_varying(run.axes, leaf)) for leaf in jax.tree_util.tree_leaves(args)
             )
             run.arriving = len(jax.tree_util.tree_leaves(args[-1]))
 
@@ -376,6 +375,14 @@ class RepHooks(Hooks):
 def _type(mesh, rep) -> AxisType:
     """Return the axis type of a replication set; None stands for a constant."""
     return AxisType() if rep is None else AxisType(frozenset(mesh.axis_names) - frozenset(rep))
+
+
+def _varying(axes: frozenset[str], value: Any) -> frozenset[str]:
+    """Return over which axes a value varies, also one that vmap or a derivative wraps in its own."""
+    if hasattr(value, "rep"):
+        return axes - frozenset(value.rep)
+    inner = (getattr(value, name, None) for name in ("val", "primal", "tangent"))
+    return frozenset().union(*(_varying(axes, one) for one in inner if one is not None))
 
 
 def _weaker(known: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:

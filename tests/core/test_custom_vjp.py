@@ -428,3 +428,18 @@ def test_zero_cotangent_of_a_cast_and_of_a_psum(through, cpu_mesh):
     gradient = jax.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum(), (0, 1)))
     for one, other in zip(gradient(x, np.float32(3)), (2 * x, 0)):
         np.testing.assert_allclose(one, other)
+
+
+@pytest.mark.parametrize(
+    "mapped",
+    [
+        lambda op: lambda x, w: jax.vmap(op, (0, None))(x, w),
+        lambda op: lambda x, w: jax.vmap(jax.jit(jax.checkpoint(op)), (0, None))(x, w),
+        lambda op: lambda x, w: jax.vmap(jax.vmap(op, (0, None)), (0, None))(x[:, None], w)[:, 0],
+    ],
+    ids=["vmap", "vmap of jit of checkpoint", "vmap of vmap"],
+)
+def test_cotangents_vary_under_vmap_too(mapped, cpu_mesh):
+    """To JAX 0.5.3 a tracer of vmap's has no replication set: what it holds has."""
+    loss = loss_of(lambda x, w: mapped(kernels.make_scale())(x[:, None], w)[:, 0], cpu_mesh)
+    assert_gradients(jax.jit(jax.grad(loss, (0, 1))), *arguments(cpu_mesh))

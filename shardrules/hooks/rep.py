@@ -101,6 +101,7 @@ class RepHooks(Hooks):
         # A user's primitive carries nothing from the rewrite, which runs in the scope of the trace,
         # to the check, which runs at its end, outside every op.
         self._rewritten: dict[tuple[str, str], Known] = {}
+        self._counts: dict[tuple[str, str], int] = {}  # of results, where parameters don't tell
 
     def install(self, patches: Patches) -> None:
         """Put the entries in, and replace what is done where there is none."""
@@ -288,10 +289,12 @@ class RepHooks(Hooks):
                 return len(params[key])
         if not primitive.multiple_results:
             return 1
-        if avals is None:
-            avals = params["avals"]
-        outputs, _ = primitive.abstract_eval(*avals, **params)
-        return len(outputs)
+        avals = params.get("avals") if avals is None else avals
+        call = primitive.name, str(sorted(params.items()))
+        if avals is not None:
+            outputs, _ = primitive.abstract_eval(*avals, **params)
+            self._counts[call] = len(outputs)
+        return self._counts[call]  # the check, without avals, comes after the rewrite
 
     def _cast(self, value, aval, mesh, rep, want: AxisType):
         extra = want.varying - _type(mesh, rep).varying
@@ -378,7 +381,7 @@ def _type(mesh, rep) -> AxisType:
 
 
 def _varying(axes: frozenset[str], value: Any) -> frozenset[str]:
-    """Return over which axes a value varies, also one that vmap or a derivative wraps in its own."""
+    """Return over which axes a value varies, also in a tracer of vmap or of a derivative."""
     if hasattr(value, "rep"):
         return axes - frozenset(value.rep)
     inner = (getattr(value, name, None) for name in ("val", "primal", "tangent"))

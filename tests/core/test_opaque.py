@@ -286,3 +286,31 @@ def test_user_program_gets_the_same_verdicts_on_every_jax(
     assert sorted(
         (v.collective.kind, v.verdict, v.collective.axes, v.needed_axes) for v in judgement.verdicts
     ) == [("all-gather", "needed", ("model",), None), ("all-reduce", *reduction)]
+
+
+@functools.lru_cache(maxsize=None)
+def make_sincos():
+    """A user's primitive with two results, which no parameter counts."""
+    primitive = Primitive("own_sincos")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda x: (x, x))
+    both = lambda x: (jnp.sin(x), jnp.cos(x))  # noqa: E731
+    mlir.register_lowering(primitive, mlir.lower_fun(both, multiple_results=True))
+    return primitive
+
+
+def test_a_users_primitive_with_several_results(hooks, cpu_mesh):
+    """To JAX 0.5.3 the check sees their replication sets, and no shapes that tell how many."""
+    sr.register("own_sincos", sr.no_communication)
+
+    def f(x):
+        return make_sincos().bind(jax.lax.psum(x, "data"))
+
+    x = np.arange(4, dtype=np.float32)
+    sharded = versions.shard_map(f, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
+    for one, other in zip(jax.jit(sharded)(x), (np.sin(x.sum()), np.cos(x.sum()))):
+        np.testing.assert_allclose(one, [other], rtol=1e-5)
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.jit(
+            versions.shard_map(make_sincos().bind, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
+        )(x)

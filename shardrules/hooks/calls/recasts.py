@@ -27,7 +27,7 @@ class RecastHooks(Hooks):
     """The hooks of ``jax.lax.pcast`` and ``pvary``."""
 
     def install(self, patches: Patches) -> None:
-        """Replace how it finds the state to start from, and add a step from varying to varying."""
+        """Replace transposes that take zeros, and how pcast tells from which state it starts."""
         from jax.interpreters import ad
 
         jax = self.jax

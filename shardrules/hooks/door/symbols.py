@@ -395,7 +395,7 @@ TYPE_SYMBOLS = (
         optional=True,
     ),
     Symbol("mpmd_tracing", f"{_MESH}.mpmd:pe", "0.10-0.12", (), _KERNEL, optional=True),
-    Symbol("core_map_p", f"{_MESH}.core:core_map_p", "0.6.0-0.12", (), "core_map's", optional=True),
+    Symbol("core_map_p", f"{_MESH}.core:core_map_p", "0.6.0-0.12", (), _OPAQUE, optional=True),
     Symbol("core_map_tracing", f"{_MESH}.core:pe", "0.6.0-0.12", (), _KERNEL, optional=True),
     Symbol(
         "custom_vmap",

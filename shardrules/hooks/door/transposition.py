@@ -99,7 +99,7 @@ TRANSPOSITION = (
         "jax._src.interpreters.ad:_pvary_transpose_rule",
         "0.6.0",
         ("cts", "axes"),
-        "sums zeros, as that of psum casts them",
+        "a cast's transpose, which sums what is known to be zero, too",
         optional=True,
     ),
     Symbol(

@@ -155,7 +155,8 @@ class ReplayHooks(Hooks):
                 super().__enter__()
                 jax.use_abstract_mesh(self.mesh).__enter__()  # __exit__ puts back what was before
 
-        def manager(self):  # in place of JAX's, which is its last line: each equation is entered
+        # Instead of JAX's, not around it: that is the last line, and each equation comes here.
+        def manager(self):
             nonlocal full
             mesh = self.cur_abstract_mesh
             if mesh is not full:

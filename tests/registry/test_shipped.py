@@ -90,8 +90,12 @@ def test_the_table_is_that_of_what_jaxlib_registers():
     assert len(found) > 60
     # The one that runs somebody's kernel says nothing of it.
     assert found - set(jaxlib.RULES.targets) <= {"triton_kernel_call_ffi"}
+
+
+@pytest.mark.gpu
+def test_the_table_has_for_rocm_what_the_plugin_for_cuda_registers(gpu_mesh):
     # jaxlib compiles the same sources for ROCm, where `cu` is `hip` (jaxlib/gpu/vendor.h).
-    of_cuda = {name for name in found if name.startswith("cu")}
+    of_cuda = {name for name in registered() if name.startswith("cu")}
     assert {f"hip{name[2:]}" for name in of_cuda} <= set(jaxlib.RULES.targets) and of_cuda
 
 

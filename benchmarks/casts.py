@@ -12,7 +12,7 @@ integer program (scipy's HiGHS) over all mesh axes at once, and, where anything 
 axis only, networkx' minimum cut; how much longer tracing and lowering take with casts placed, and
 how the length of the compiled text changes. Each gradient is compared with the late one's.
 
-With --random, that many random bodies (tests/hooks/autodiff/bodies.py): the same, of the lowered
+With --random, that many random bodies (tests/hooks/casts/bodies.py): the same, of the lowered
 programs, their gradients executed and compared with one device's; what is above the optimum, the
 late casts or the check off is named; --raw writes the sums, and the files that hold them make one
 table. With --kernels, the kernel cases of tests/kernels that have a
@@ -46,15 +46,15 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import paired  # noqa: E402
 from absl import app, flags  # noqa: E402
-from hooks.autodiff import bodies, optimum  # noqa: E402
+from hooks.casts import bodies, optimum  # noqa: E402
 from jax import lax  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import shardrules  # noqa: E402
 from shardrules import testing  # noqa: E402
-from shardrules.hooks.autodiff import linear, placing  # noqa: E402
-from shardrules.hooks.autodiff.cheapest import cost, cost_as_traced  # noqa: E402
+from shardrules.hooks.casts import linear, placing  # noqa: E402
+from shardrules.hooks.casts.cheapest import cost, cost_as_traced  # noqa: E402
 
 _RANDOM = flags.DEFINE_integer("random", 0, "random bodies to trace", lower_bound=0)
 _KERNELS = flags.DEFINE_bool("kernels", False, "trace the kernel cases")

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import shardrules  # noqa: E402
-from shardrules.hooks import compiling  # noqa: E402
+from shardrules.watching import compiling  # noqa: E402
 
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "pairs of compilations", lower_bound=1)
 _LAYERS = flags.DEFINE_multi_integer("layers", [1, 5, 30], "layers of the programs; repeatable")

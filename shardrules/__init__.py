@@ -24,11 +24,10 @@ if TYPE_CHECKING:  # the names of _HOME and _MODULES, for checkers and editors
     from shardrules import report as report
     from shardrules import testing as testing
     from shardrules.errors import ShardrulesError
-    from shardrules.hooks.autodiff.casts import already_summed, place_casts, vary
     from shardrules.hooks.explain.explain import explain, scan_calls
-    from shardrules.hooks.handles import install
+    from shardrules.hooks.install import install
     from shardrules.hooks.processes import assert_same_rules
-    from shardrules.noted import watch
+    from shardrules.hooks.user_casts import already_summed, place_casts, vary
     from shardrules.registry.axistypes import AxisType, Effect, RuleContext
     from shardrules.registry.builtin import (
         all_gather,
@@ -45,6 +44,7 @@ if TYPE_CHECKING:  # the names of _HOME and _MODULES, for checkers and editors
     )
     from shardrules.registry.rule import Rule
     from shardrules.registry.table import Registration, Registry, register, rules
+    from shardrules.watching.programs import watch
 
 # The version is written here and nowhere else; setup.cfg reads it from this file.
 __version__ = "0.1.0.dev0"
@@ -74,12 +74,12 @@ _HOME = {
     "rules": "registry.table",
     "install": "hooks",
     "assert_same_rules": "hooks.processes",
-    "already_summed": "hooks.autodiff.casts",
+    "already_summed": "hooks.user_casts",
     "explain": "hooks.explain.explain",
-    "place_casts": "hooks.autodiff.casts",
+    "place_casts": "hooks.user_casts",
     "scan_calls": "hooks.explain.explain",
-    "vary": "hooks.autodiff.casts",
-    "watch": "noted",
+    "vary": "hooks.user_casts",
+    "watch": "watching.programs",
     "ShardrulesError": "errors",
 }
 _MODULES = (
@@ -144,9 +144,11 @@ if not TYPE_CHECKING:  # with it, checkers would take any name for one of the pa
 
 
 def _call_declared(declared: _Any, *args: _Any, **kwargs: _Any) -> _Any:
-    from shardrules.hooks import handles  # when an op is called: by then there is a JAX
+    from shardrules.hooks.install import (
+        call_declared,  # when an op is called: by then there is a JAX
+    )
 
-    return handles.call_declared(declared, *args, **kwargs)
+    return call_declared(declared, *args, **kwargs)
 
 
 _binding.Declared.caller = staticmethod(_call_declared)

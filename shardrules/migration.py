@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shardrules.costs.accounts import wire_bytes
-from shardrules.hooks.looks import Sum
-from shardrules.hooks.switching import Call, Site
-from shardrules.report.alike import size
+from shardrules.report.grouping import size
 from shardrules.report.text import table
+from shardrules.watching.check_off import Call, Site
+from shardrules.watching.retrace import Sum
 
 __all__ = ["Row", "patch", "rows", "written"]
 

@@ -81,7 +81,7 @@ def judged(
     """Judge what ``read`` found."""
     shardings = own_mesh = None
     if program.compiled is not None:
-        from shardrules.hooks.door import compiled as known
+        from shardrules.door import compiled as known
 
         own_mesh = known.mesh_of(program.compiled)
         shardings = known.parameter_shardings(program.compiled)
@@ -124,7 +124,7 @@ def judge_logical(
             "jax.stages.Lowered",
             program=program,
         )
-    from shardrules.hooks.door import compiled as known
+    from shardrules.door import compiled as known
 
     text = known.unoptimized_text(lowered)
     own_mesh = _shardy_mesh(text) or known.mesh_of_lowered(lowered, (args, kwargs))

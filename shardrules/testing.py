@@ -250,7 +250,7 @@ def assert_collectives(
         pick(expect, platform)  # before anything is compiled
     judgement, held, compiled = _judged(program, args, kwargs, level, registry, mesh)
     if platform is None and compiled is not None:
-        from shardrules.hooks.door import compiled as known
+        from shardrules.door import compiled as known
 
         platform = known.platform(compiled)
     wanted = pick(expect, platform)

@@ -13,7 +13,7 @@ import tokenize
 import pytest
 
 from shardrules import migration
-from shardrules.hooks.switching import Call, Site
+from shardrules.watching.check_off import Call, Site
 
 SCRIPT = '''\
 """Trains."""

@@ -183,7 +183,7 @@ def test_pytest_judges_what_the_tests_compile(tmp_path):
     (tmp_path / "test_it.py").write_text(
         "import sys\n\n\ndef test_it():\n    assert 'jax' not in sys.modules\n"
         "    assert 'shardrules.checks.watched' not in sys.modules\n"
-        "    assert 'shardrules.noted' not in sys.modules\n"
+        "    assert 'shardrules.watching.programs' not in sys.modules\n"
     )
     assert run(*flags, cwd=tmp_path, before=pytest_).returncode == 0
 

@@ -45,7 +45,7 @@ def pytest_configure(config):
     if config.getoption("--shardrules"):
         from shardrules.checks import watched
 
-        config.pluginmanager.register(watched.Watched(config), "shardrules.watched")
+        config.pluginmanager.register(watched.PytestWatch(config), "shardrules.watched")
 
 
 def pytest_unconfigure(config):

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["Watched"]
+__all__ = ["PytestWatch"]
 
 _KEY = "shardrules"  # of what a process of pytest-xdist sends to the one that reports
 
 
-class Watched:
+class PytestWatch:
     """A plugin of pytest; in a process of pytest-xdist it sends what it saw."""
 
     def __init__(self, config: Any):
-        from shardrules import noted
+        from shardrules.watching import programs
 
         self._config = config
-        self._seen: Any = noted.Seen(False, {}, _test)
+        self._seen: Any = programs.Watched(False, {}, _test)
         self._seen.__enter__()
         self._reports: list[dict[str, Any]] = []
 

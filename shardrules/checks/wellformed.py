@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from shardrules.door import internals
+from shardrules.door.interpreter import interpreted
 from shardrules.errors import RuleCheckError, UnsupportedJaxError
-from shardrules.hooks.door import compat
-from shardrules.hooks.door.interpreter import interpreted
 
 __all__ = ["check_well_formed"]
 
@@ -95,7 +95,7 @@ def _kernels(jaxpr: Any):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("pallas_call", "mpmd_map", "core_map"):
             jaxpr = eqn.params.get("jaxpr") or eqn.params["jaxprs"][0]
-            yield compat.load().describe_kernel(jaxpr, eqn.params)[0], _is_for_gpus(eqn.params)
+            yield internals.load().describe_kernel(jaxpr, eqn.params)[0], _is_for_gpus(eqn.params)
             continue
         for value in eqn.params.values():
             for one in value if isinstance(value, (tuple, list)) else (value,):

@@ -43,19 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the script, write the table, and return the exit code."""
     # Nothing here may import jax or numpy: the script sets what they read from its environment.
-    from shardrules.hooks import switching
+    from shardrules.watching import check_off
 
     target = script.find(arguments)
     for file in (arguments.diff, arguments.output):
         if file not in (None, "-"):
             pathlib.Path(file).open("a").close()  # said now if it can't be written
     rules.check(arguments)
-    calls: list[switching.Call] = []
+    calls: list[check_off.Call] = []
     given: dict[str, list[registry.Registration]] = {}
 
     @contextlib.contextmanager
     def watched() -> Iterator[None]:
-        stop = switching.start(calls.append, lambda: given.update(rules.register(arguments)))
+        stop = check_off.start(calls.append, lambda: given.update(rules.register(arguments)))
         try:
             yield
         finally:

@@ -20,8 +20,8 @@ from shardrules.commands import flags, rules, script
 from shardrules.errors import HloError, ShardrulesError
 
 if TYPE_CHECKING:
-    from shardrules.noted import Seen
     from shardrules.report.several import Several
+    from shardrules.watching.programs import Watched
 
 __all__ = ["add_arguments", "run"]
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the script, write the report, and return the exit code."""
     # Nothing here may import jax or numpy: the script sets what they read from its environment.
-    from shardrules import noted
+    from shardrules.watching import programs
 
     target = script.find(arguments)
     keep = None if arguments.keep is None else pathlib.Path(arguments.keep)
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output not in (None, "-"):
         pathlib.Path(arguments.output).open("a").close()  # said now if it can't be written
     rules.check(arguments)
-    seen = noted.watch(strict=arguments.strict, allow=flags.allowances(arguments))
+    seen = programs.watch(strict=arguments.strict, allow=flags.allowances(arguments))
     seen.target, seen.cheapest = arguments.target, arguments.cheapest
     code = script.run(target, seen, lambda: _report(seen, arguments, keep))
     if code == script.INTERRUPTED:
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _report(seen: Seen, arguments: argparse.Namespace, keep: pathlib.Path | None) -> int:
+def _report(seen: Watched, arguments: argparse.Namespace, keep: pathlib.Path | None) -> int:
     """Judge what was compiled, write it, and return what that means as an exit code."""
     if not len(seen):
         _say("the script compiled no program with JAX; nothing was judged")
@@ -80,7 +80,7 @@ def _report(seen: Seen, arguments: argparse.Namespace, keep: pathlib.Path | None
         return UNUSABLE
 
 
-def _written(seen: Seen, arguments: argparse.Namespace, keep: pathlib.Path | None) -> int:
+def _written(seen: Watched, arguments: argparse.Namespace, keep: pathlib.Path | None) -> int:
     from shardrules.report import several
 
     # Not before the script has ended: its programs are traced as without them.
@@ -117,7 +117,7 @@ def _exit_code(found: Several) -> int:
     return CLEAN if found.clean else UNUSABLE
 
 
-def _keep(seen: Seen, folder: pathlib.Path) -> None:
+def _keep(seen: Watched, folder: pathlib.Path) -> None:
     for number, one in enumerate(seen, 1):
         name = re.sub(r"[^\w.-]", "_", one.name)[:100]
         try:

@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 from shardrules.arguments import checked
+from shardrules.door.lookup import Symbol, find
 from shardrules.errors import MissingProcessError, RulesDifferError, ShardrulesError
-from shardrules.hooks import handles
-from shardrules.hooks.door.lookup import Symbol, find
-from shardrules.registry import listing
-from shardrules.registry.listing import Entry
+from shardrules.hooks.install import state as hook_state
+from shardrules.registry import fingerprint
+from shardrules.registry.fingerprint import Entry
 
 __all__ = ["assert_same_rules"]
 
@@ -87,18 +87,18 @@ def assert_same_rules(*, timeout_s: float = 60.0) -> None:
             _compare(job, _listed(jax), float(timeout_s))
 
 
-def _listed(jax: Any) -> list[Entry]:
+def _listed(door: Any) -> list[Entry]:
     """All that makes a program's trace differ from another process's."""
     import shardrules
 
-    state = handles.state()
+    state = hook_state()
     scope = state.scope
     options = f"unknown={scope.policy!r}, prove={scope.prove}, casts={scope.casts!r}"
     return [
         Entry("version of", "shardrules", shardrules.__version__),
-        Entry("version of", "jax", jax.__version__),
+        Entry("version of", "jax", door.__version__),
         Entry("options of", "install", options if scope.active else "not installed"),
-        *listing.entries(state.registry),
+        *fingerprint.entries(state.registry),
     ]
 
 
@@ -112,7 +112,7 @@ def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
     # How often this process called, as the store has it: jax.distributed may have been restarted.
     round_ = len(client.key_value_dir_get(calls))
     digests, lists = f"{_ROOT}/digests/{round_}/", f"{_ROOT}/lists/{round_}/"
-    client.key_value_set(digests + me, listing.digest(mine))
+    client.key_value_set(digests + me, fingerprint.digest(mine))
     client.key_value_set(f"{calls}{round_}", "")
     started = time.monotonic()
     try:
@@ -136,7 +136,7 @@ def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
     names, lines = [], []
     for _, processes in others:
         told = list(
-            listing.differences(
+            fingerprint.differences(
                 read(most[0]), read(processes[0]), _called(most), _called(processes)
             )
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardrules.door import internals
 from shardrules.errors import UnsupportedJaxError
-from shardrules.hooks.door import compat
 
 __all__ = ["shard_map", "varying"]
 
@@ -16,13 +16,13 @@ def varying(value: Any) -> frozenset[str]:
     Args:
       value: an array inside shard_map.
     """
-    jax = compat.load()
-    if not jax.typed:
+    door = internals.load()
+    if not door.typed:
         raise UnsupportedJaxError(
-            f"JAX {jax.version} keeps no axis types on values; this needs JAX 0.6 or newer",
-            version=jax.version,
+            f"JAX {door.version} keeps no axis types on values; this needs JAX 0.6 or newer",
+            version=door.version,
         )
-    return jax.axis_type(jax.typeof(value)).varying
+    return door.axis_type(door.typeof(value)).varying
 
 
 def shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, *, check: bool) -> Any:

@@ -9,9 +9,9 @@ import threading
 import weakref
 from typing import Any, TypeVar
 
+from shardrules.door.internals import Door
+from shardrules.door.patching import Patches
 from shardrules.errors import ShardrulesError
-from shardrules.hooks.door.compat import Jax
-from shardrules.hooks.door.patching import Patches
 from shardrules.registry.binding import Binding
 from shardrules.registry.table import Overlay, Registry
 
@@ -205,7 +205,7 @@ class State:
         return self.hooks[kind]  # type: ignore[return-value]  # each is kept under its own class
 
     def known_of(self, primitive: Any, params: dict[str, Any]) -> Any:
-        """Return the Known of an equation's opaque call; None where it is none.
+        """Return the OpaqueCall of an equation's opaque call; None where it is none.
 
         Args:
           primitive: the equation's primitive.
@@ -318,7 +318,7 @@ class State:
             self._local.__dict__.update(before)
 
     @contextlib.contextmanager
-    def hearing_sums(self):
+    def recording_sums(self):
         """Note which cotangents of a bwd are summed in here: its place among them, and the axes."""
         heard: list[tuple[int, frozenset[str]]] = []
         with self._locally(heard=heard):
@@ -337,13 +337,13 @@ class State:
         """Whether a linear program is being transposed here whose casts were looked at."""
         return self._local.transposing
 
-    def hear_sum(self, index: int, axes: frozenset[str]) -> None:
+    def record_sum(self, index: int, axes: frozenset[str]) -> None:
         """Note that the hooks sum a bwd's cotangent, if anybody listens."""
         if self._local.heard is not None:
             self._local.heard.append((index, axes))
 
     @contextlib.contextmanager
-    def hearing_gradients(self, heard: list[None]):
+    def recording_gradients(self, heard: list[None]):
         """Note in ``heard`` that something is differentiated in reverse in here, if it is."""
         outer = self._local.gradients
         with self._locally(gradients=heard):
@@ -352,11 +352,11 @@ class State:
             outer += heard
 
     @property
-    def hears_gradients(self) -> bool:
+    def records_gradients(self) -> bool:
         """Whether anybody listens for gradients."""
         return self._local.gradients is not None
 
-    def hear_gradient(self) -> None:
+    def record_gradient(self) -> None:
         """Note that something is differentiated in reverse, if anybody listens."""
         if self._local.gradients is not None:
             self._local.gradients.append(None)
@@ -388,12 +388,12 @@ class Hooks:
     """What is hooked into one part of JAX; ``handles.ORDER`` lists them all.
 
     Args:
-      jax: the symbols.
+      door: JAX's private names.
       state: registry and scopes.
     """
 
-    def __init__(self, jax: Jax, state: State):
-        self.jax = jax
+    def __init__(self, door: Door, state: State):
+        self.door = door
         self.state = state
 
     def install(self, patches: Patches) -> None:
@@ -413,4 +413,4 @@ class Hooks:
     def acts(self) -> bool:
         """Whether the hooks follow types here."""
         # The check is off inside of kernels: asked first, so that tracing one costs little.
-        return self.jax.checking() and self.state.active
+        return self.door.checking() and self.state.active

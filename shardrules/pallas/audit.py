@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from shardrules.hooks.door.audit_names import load_audit
+from shardrules.door.audit_names import load_audit
 from shardrules.pallas.actions import ACTIONS
 from shardrules.pallas.walk import Blocker, Frame, Walk, is_semaphore, mesh_axes, place_of
 from shardrules.registry.table import PROVEN

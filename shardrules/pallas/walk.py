@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrules.hooks.door.audit_names import AuditNames
+from shardrules.door.audit_names import AuditNames
 from shardrules.pallas.allowlist import LOCAL, MEETING, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS
 
 __all__ = ["Blocker", "Frame", "Walk", "is_semaphore", "mesh_axes", "place_of"]

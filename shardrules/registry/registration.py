@@ -11,7 +11,7 @@ from typing import Any
 from shardrules.arguments import checked
 from shardrules.registry.rule import Rule
 
-__all__ = ["PROVEN", "Overlay", "Registration", "is_again", "matches_op_name", "normalise"]
+__all__ = ["PROVEN", "Overlay", "Registration", "is_redeclaration", "matches_op_name", "normalise"]
 
 # What the status ``audited`` stands for. A kernel is well formed if its result on one device is
 # determined by its operands: check_rule looks into that, no audit does.
@@ -60,7 +60,7 @@ class Registration:
         return f"{self.rule!r} for {self.name!r}, {self.status}{by} at {self.where}"
 
 
-def is_again(known: Registration, entry: Registration) -> bool:
+def is_redeclaration(known: Registration, entry: Registration) -> bool:
     """Whether a declaration is that of the same line, which ran before: in a notebook's cell."""
     same = known.rule == entry.rule or known.rule.is_written_as(entry.rule)
     return same and (known.where, known.library) == (entry.where, entry.library)

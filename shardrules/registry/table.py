@@ -22,7 +22,7 @@ from shardrules.registry.registration import (
     PROVEN,
     Overlay,
     Registration,
-    is_again,
+    is_redeclaration,
     matches_op_name,
     normalise,
 )
@@ -148,7 +148,7 @@ class Registry:
         key = self._key(entry)
         with self._lock:
             known = self._entries.get(key)
-            if known is not None and not replace and not is_again(known, entry):
+            if known is not None and not replace and not is_redeclaration(known, entry):
                 raise RegistrationError(
                     f"kernel {entry.name!r} has a rule already:\n"
                     f"  {known.rule!r} at {known.where}\n  {entry.rule!r} at {entry.where}\n"

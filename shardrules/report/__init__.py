@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardrules.report.alike import Remark, Row, size
 from shardrules.report.compared import compared
 from shardrules.report.content import Content, as_json, content, markdown
 from shardrules.report.differences import DIFFS
+from shardrules.report.grouping import Remark, Row, size
 from shardrules.report.page import page
 from shardrules.report.text import (
     advice,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from shardrules.arguments import checked
 from shardrules.costs import accounts
-from shardrules.report.alike import size
 from shardrules.report.content import Content
 from shardrules.report.drawn import escaped
+from shardrules.report.grouping import size
 from shardrules.report.page import meshes, tiles, timeline, whole
 
 __all__ = ["compared"]

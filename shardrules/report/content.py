@@ -13,7 +13,7 @@ from shardrules.arguments import checked
 from shardrules.costs import accounts, estimates, findings, transfers
 from shardrules.costs.findings import Finding
 from shardrules.costs.hints import Hint, dearer, hints
-from shardrules.report import alike
+from shardrules.report import grouping
 from shardrules.report.sections import Section, sections
 
 __all__ = ["Content", "as_json", "content", "markdown"]
@@ -59,7 +59,7 @@ class Content:
         """Name the cells of a row of collectives."""
         return COLUMNS if self.target is None else (*COLUMNS[:-1], *ESTIMATED, COLUMNS[-1])
 
-    def cells(self, row: alike.Row) -> tuple[str, ...]:
+    def cells(self, row: grouping.Row) -> tuple[str, ...]:
         """Write a row's cells under ``columns``."""
         one = row.first
         times = () if self.target is None else tuple(map(_about, self.seconds(row)))
@@ -68,14 +68,14 @@ class Content:
             one.verdict,
             str(row.sites),
             row.runs,
-            alike.size(one.bytes),
-            alike.size(one.wire_bytes),
-            "?" if one.runs is None else alike.size(row.total.wire_bytes),
+            grouping.size(one.bytes),
+            grouping.size(one.wire_bytes),
+            "?" if one.runs is None else grouping.size(row.total.wire_bytes),
             *times,
-            alike.here(one.source),
+            grouping.here(one.source),
         )
 
-    def seconds(self, row: alike.Row) -> tuple[float, float | None]:
+    def seconds(self, row: grouping.Row) -> tuple[float, float | None]:
         """Estimate a run of a row's collectives, and all runs; None where their count is unknown.
 
         Only of a report with a target.
@@ -125,8 +125,8 @@ class Content:
         )
         loops = f", {total.unknown} in loops of unknown length" if total.unknown else ""
         return (
-            f"{self.title}: {shown}, {ran} {times}{loops}, {alike.size(total.wire_bytes)} on the "
-            f"wire per device; {found}"
+            f"{self.title}: {shown}, {ran} {times}{loops}, "
+            f"{grouping.size(total.wire_bytes)} on the wire per device; {found}"
         )
 
     def _unseen(self, devices: int) -> str:
@@ -141,12 +141,12 @@ class Content:
         return f" but what calls without a rule do ({', '.join(names[:3])}{more})"
 
     @functools.cached_property
-    def rows(self) -> tuple[alike.Row, ...]:
+    def rows(self) -> tuple[grouping.Row, ...]:
         """List the collectives for tables; those that are alike are one row."""
-        return alike.rows(self.account)
+        return grouping.rows(self.account)
 
     @functools.cached_property
-    def remarks(self) -> tuple[tuple[str, tuple[alike.Remark, ...]], ...]:
+    def remarks(self) -> tuple[tuple[str, tuple[grouping.Remark, ...]], ...]:
         """List findings, allowed ones and hints under their titles; what is alike is one."""
         return tuple(
             (title, tuple(made))
@@ -159,9 +159,9 @@ class Content:
         )
 
 
-def _remarks(found: Iterable[Finding], reason: str = "") -> list[alike.Remark]:
+def _remarks(found: Iterable[Finding], reason: str = "") -> list[grouping.Remark]:
     return [
-        alike.Remark(
+        grouping.Remark(
             same[0].kind,
             tuple(f.verdict for f in same),
             tuple(f.entry for f in same),
@@ -173,17 +173,17 @@ def _remarks(found: Iterable[Finding], reason: str = "") -> list[alike.Remark]:
     ]
 
 
-def _allowed(allowed: Iterable[tuple[Finding, str]]) -> list[alike.Remark]:
+def _allowed(allowed: Iterable[tuple[Finding, str]]) -> list[grouping.Remark]:
     return [
         remark
-        for same in alike.alike(allowed, lambda pair: pair[1])
+        for same in grouping.alike(allowed, lambda pair: pair[1])
         for remark in _remarks((f for f, _ in same), reason=same[0][1])
     ]
 
 
-def _hints(hints: Iterable[Hint]) -> list[alike.Remark]:
+def _hints(hints: Iterable[Hint]) -> list[grouping.Remark]:
     return [
-        alike.Remark(
+        grouping.Remark(
             same[0].kind,
             tuple(h.verdict for h in same),
             tuple(h.entry for h in same),
@@ -191,7 +191,9 @@ def _hints(hints: Iterable[Hint]) -> list[alike.Remark]:
             "to do",
             same[0].advice,
         )
-        for same in alike.alike(hints, lambda h: (h.kind, h.entry.what, h.entry.source, h.advice))
+        for same in grouping.alike(
+            hints, lambda h: (h.kind, h.entry.what, h.entry.source, h.advice)
+        )
     ]
 
 
@@ -242,7 +244,7 @@ NOTE = (
 
 
 def _about(seconds: float | None) -> str:
-    return "?" if seconds is None else f"~{alike.duration(seconds)}"
+    return "?" if seconds is None else f"~{grouping.duration(seconds)}"
 
 
 def _totals(totals: accounts.Totals) -> dict[str, int]:
@@ -331,7 +333,7 @@ def as_json(what: Content) -> str:
 
 def cell(value: Any) -> str:
     """Write a cell of a Markdown table."""
-    text = alike.here(str("?" if value is None else value))
+    text = grouping.here(str("?" if value is None else value))
     return text.replace("|", "\\|").replace("\n", " ")
 
 

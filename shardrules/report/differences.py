@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from shardrules.arguments import checked
 from shardrules.costs.accounts import Change
-from shardrules.report.alike import size
 from shardrules.report.compared import compared
 from shardrules.report.content import SCHEMA, Content, cell
+from shardrules.report.grouping import size
 
 __all__ = ["DIFFS"]
 

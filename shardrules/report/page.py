@@ -13,9 +13,9 @@ from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import accounts
 from shardrules.report import drawn
-from shardrules.report.alike import Remark, Row, alike, size, sizes
 from shardrules.report.content import ESTIMATED, Content
 from shardrules.report.drawn import escaped
+from shardrules.report.grouping import Remark, Row, alike, size, sizes
 from shardrules.report.sections import Section
 from shardrules.report.timeline import events
 

@@ -8,10 +8,10 @@ import json
 from collections.abc import Sequence
 
 from shardrules.report import text
-from shardrules.report.alike import size
 from shardrules.report.content import SCHEMA, Content, cell
 from shardrules.report.content import as_json as json_of_one
 from shardrules.report.content import markdown as markdown_of_one
+from shardrules.report.grouping import size
 from shardrules.report.page import page as page_of_one
 from shardrules.report.sections import LOOPS
 

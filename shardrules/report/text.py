@@ -11,8 +11,8 @@ from shardrules.costs.accounts import Entry
 from shardrules.costs.findings import Finding, advice
 from shardrules.costs.hints import KINDS
 from shardrules.hlo import Judgement, Verdict
-from shardrules.report.alike import Remark, alike, here, size, sizes
 from shardrules.report.content import Content
+from shardrules.report.grouping import Remark, alike, here, size, sizes
 
 __all__ = ["advice", "describe", "describe_finding", "over", "plain", "source", "summary", "table"]
 

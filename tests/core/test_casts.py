@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from core import versions
 from shardrules import errors, testing
-from shardrules.hooks.door import compat
+from shardrules.door import internals
 
 W = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
 X = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
@@ -71,7 +71,7 @@ def test_a_weight_is_summed_once(body, cpu_mesh):
     late, cheapest = (gradient(body, cpu_mesh, casts) for casts in ("late", "cheapest"))
     for program in (late, cheapest):
         np.testing.assert_allclose(program(W, X), whole(body), rtol=1e-4, atol=1e-6)
-    if compat.load().typed:
+    if internals.load().typed:
         testing.assert_no_defensive_psum(cheapest)
         assert summed_bytes(cheapest) == W.nbytes < summed_bytes(late)
         assert summed_bytes(cheapest) < summed_bytes(gradient(body, cpu_mesh, "late", False))
@@ -79,7 +79,7 @@ def test_a_weight_is_summed_once(body, cpu_mesh):
         assert summed_bytes(cheapest) == summed_bytes(late)
 
 
-if compat.load().typed:  # to others a gradient in the body is one device's
+if internals.load().typed:  # to others a gradient in the body is one device's
 
     @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
     def test_a_gradient_in_the_body(body, cpu_mesh):
@@ -104,7 +104,7 @@ def test_one_body_alone(cpu_mesh):
     # crash the process ("Id can't be larger than the number of participating threads").
     found, wanted = (jax.block_until_ready(program(W, X)) for program in (marked, plain))
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
-    if compat.load().typed:
+    if internals.load().typed:
         assert summed_bytes(marked) == W.nbytes < summed_bytes(plain)
 
 

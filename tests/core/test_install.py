@@ -12,7 +12,7 @@ import textwrap
 import jax
 import pytest
 
-from shardrules.hooks.door import compat, symbols, versions
+from shardrules.door import internals, symbols, versions
 
 NEWER = ("0.13.0.dev1", "0.13.0rc1", "0.13.0", "0.13.0.dev20261201+cuda", "1.0")
 KNOWN = (
@@ -44,22 +44,22 @@ def run_alone(code, **environment):
 
 @pytest.mark.parametrize("version", KNOWN)
 def test_versions_in_the_range_are_known(version):
-    assert compat.check_version(version) == ""
+    assert internals.check_version(version) == ""
 
 
 @pytest.mark.parametrize("version", NEWER)
 def test_newer_versions_and_their_pre_releases_are_not(version):
-    assert compat.check_version(version) == "it is newer than 0.12, the newest that was tested"
+    assert internals.check_version(version) == "it is newer than 0.12, the newest that was tested"
 
 
 @pytest.mark.parametrize("version", OLDER)
 def test_older_versions_and_pre_releases_of_the_oldest_are_not(version):
-    assert compat.check_version(version) == "it is older than 0.4.28"
+    assert internals.check_version(version) == "it is older than 0.4.28"
 
 
 @pytest.mark.parametrize("version", ["", "main", "0.12.0-gabcdef", "0..1", "0.12.x"])
 def test_what_is_no_version_is_refused(version):
-    assert "is no version; one looks like '0.12.0'" in compat.check_version(version)
+    assert "is no version; one looks like '0.12.0'" in internals.check_version(version)
 
 
 def test_versions_sort_as_package_installers_sort_them():
@@ -100,7 +100,7 @@ def refusal(change, **environment):
         import jax
         import shardrules
         from shardrules import hooks
-        from shardrules.hooks.door import lookup, symbols
+        from shardrules.door import lookup, symbols
         CHANGE
         for start in (shardrules.install, lambda: shardrules.no_communication(lambda x: x)(1.0)):
             try:
@@ -263,7 +263,7 @@ def mistaken_signatures(change=""):
         import inspect
         import shardrules
         from shardrules import hooks
-        from shardrules.hooks.door.patching import Instead
+        from shardrules.door.patching import ModuleProxy
         MISTAKEN
         def value(owner, name):
             found = owner[name] if isinstance(owner, dict) else getattr(owner, name)
@@ -278,7 +278,7 @@ def mistaken_signatures(change=""):
                 continue  # there was none
             theirs = value(owner, name)
             functions = {name: (theirs, ours)}
-            if isinstance(ours, Instead):
+            if isinstance(ours, ModuleProxy):
                 own = {k: v for k, v in vars(ours).items() if k != "_module"}
                 functions = {k: (getattr(theirs, k), v) for k, v in own.items()}
             for what, pair in functions.items():
@@ -297,7 +297,7 @@ def test_what_stands_instead_of_a_function_takes_what_that_took():
 
 def test_a_parameter_of_another_name_is_noticed():
     message = mistaken_signatures(
-        "from shardrules.hooks.handles import CustomVjpHooks; CustomVjpHooks._flatten_primal = "
+        "from shardrules.hooks.install import CustomVjpHooks; CustomVjpHooks._flatten_primal = "
         "lambda hooks, function: None"
     )
     assert message.startswith("_flatten_fun_nokwargs (")

@@ -14,7 +14,7 @@ import pytest
 
 import shardrules as sr
 from shardrules import errors
-from shardrules.registry import listing
+from shardrules.registry import fingerprint
 
 from . import process_worker, versions
 
@@ -149,19 +149,19 @@ def rule_of(axis, default=("a",)):
 
 def test_functions_are_compared_by_what_they_come_to():
     def text(rule):
-        return listing.written(sr.outputs(rule))
+        return fingerprint.written(sr.outputs(rule))
 
     assert text(rule_of("model")) == text(rule_of("model"))
     assert text(rule_of("model")) != text(rule_of("data"))
     assert text(rule_of("model")) != text(rule_of("model", default=("b",)))
     assert text(rule_of(frozenset("xyz"))) == text(rule_of(frozenset("zyx")))
-    assert listing.written(sr.outputs(sr.no_communication)) == "outputs(no_communication)"
+    assert fingerprint.written(sr.outputs(sr.no_communication)) == "outputs(no_communication)"
 
 
 def test_a_declared_function_is_among_what_is_compared():
     @sr.per_device("data")
     def declared_here(x_ref, o_ref): ...
 
-    listed = listing.entries(sr.Registry())
+    listed = fingerprint.entries(sr.Registry())
     (entry,) = [e for e in listed if e.name.endswith("declared_here")]
     assert entry.value == "per_device('data')" and "test_processes.py" in entry.where

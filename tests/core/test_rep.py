@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from core import test_shares, versions
 from core.test_check import DATA, trace, varies_as
 from shardrules import errors
-from shardrules.hooks import rep
+from shardrules.hooks.sets import rep
 from shardrules.registry import axistypes
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from core import versions
 from shardrules import errors
-from shardrules.hooks.door import compat
+from shardrules.door import internals
 
 lax = jax.lax
 W = np.linspace(0.5, 1.5, 4, dtype=np.float32)
@@ -391,7 +391,7 @@ def test_a_solution_varies_more_than_its_guess(early, hooks):
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
-if getattr(compat.load(), "trace_run_state", None) is not None:  # types on avals, refs with them
+if getattr(internals.load(), "trace_run_state", None) is not None:  # types on avals, refs with them
 
     def test_a_run_state_is_traced_again(hooks, cpu_mesh):
         from jax.experimental import pallas as pl

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from core import kernels, versions
 from shardrules import errors
-from shardrules.hooks.door import compat
+from shardrules.door import internals
 
 X = np.arange(1, 9, dtype=np.float32)
 W = np.float32(2)
@@ -492,7 +492,7 @@ def test_a_bwd_that_closes_over_a_value(where, again, cpu_mesh):
 
     f = versions.shard_map(body, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     f = f if "eagerly" in where else jax.jit(f)
-    if again and compat.load().typed:
+    if again and internals.load().typed:
         with pytest.raises(errors.CotangentError, match="the sum over them already"):
             f(X, ones)
     elif not again:

@@ -8,9 +8,9 @@ import pytest
 from shardrules import errors
 from shardrules.hlo.known import exact, ranges, values
 from shardrules.hlo.known import states as hs
-from shardrules.hlo.proof import collectives, control, customcalls, loops, outside, replication
-from shardrules.hlo.reader import forms
+from shardrules.hlo.proof import collectives, control, customcalls, effects, loops, replication
 from shardrules.hlo.reader import module as hm
+from shardrules.hlo.reader import tolerant_parser
 
 from .modules import coverage, run
 from .modules.generate import Generator
@@ -121,7 +121,7 @@ def a_fusions_tuple_is_the_carry(monkeypatch):
 
 
 def an_empty_buffer_is_equal(monkeypatch):
-    monkeypatch.setattr(outside.Outside, "_empty_buffer", lambda self, trips: 0)
+    monkeypatch.setattr(effects.Outside, "_empty_buffer", lambda self, trips: 0)
 
 
 def any_buffer_holds_a_kernels_result(monkeypatch):
@@ -150,7 +150,9 @@ def devices_take_the_same_branch(monkeypatch):
 def branches_swap(monkeypatch):
     first, second = "true_computation", "false_computation"
     swapped = {first: second, second: first}
-    monkeypatch.setattr(forms, "_CALL_KEYS", [swapped.get(k, k) for k in forms._CALL_KEYS])
+    monkeypatch.setattr(
+        tolerant_parser, "_CALL_KEYS", [swapped.get(k, k) for k in tolerant_parser._CALL_KEYS]
+    )
 
 
 def loops_stop_together(monkeypatch):

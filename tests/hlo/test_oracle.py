@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardrules.hlo.proof import collectives, control, outside, replication
+from shardrules.hlo.proof import collectives, control, effects, replication
 from shardrules.hlo.reader import devices
 
 from . import oracle
@@ -103,12 +103,12 @@ def all_branches_are_one(monkeypatch):
 
 def all_pieces_are_equal(monkeypatch):
     """Take a tuple all-to-all's operands, and a reduce-scatter's pieces, for equal ones."""
-    original = outside.Outside._how
+    original = effects.Outside._how
 
     def how(self, *args):
         return "join" if original(self, *args) == "exchange" else original(self, *args)
 
-    monkeypatch.setattr(outside.Outside, "_how", how)
+    monkeypatch.setattr(effects.Outside, "_how", how)
 
 
 @pytest.mark.parametrize(

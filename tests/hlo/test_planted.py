@@ -8,7 +8,7 @@ import pytest
 from shardrules.costs import accounts
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import loops, verdict
-from shardrules.hlo.reader import devices, stage
+from shardrules.hlo.reader import devices, partitioned
 
 from . import test_meshes, test_paths, test_runs, test_stages
 from . import text as T
@@ -20,7 +20,7 @@ def supports_are_cut(monkeypatch):
 
 
 def no_stage_is_early(monkeypatch):
-    monkeypatch.setattr(stage, "unpartitioned", lambda module: None)
+    monkeypatch.setattr(partitioned, "unpartitioned", lambda module: None)
 
 
 def conditions_run_as_bodies_do(monkeypatch):

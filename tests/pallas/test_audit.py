@@ -19,7 +19,7 @@ from kernels.case import Fails
 import shardrules as sr
 from pallas import audit_kernels as k
 from shardrules import aot, errors, pallas
-from shardrules.hooks.door import audit_names
+from shardrules.door import audit_names
 from shardrules.pallas import actions, allowlist, audit, walk
 
 KERNELS = ("pallas_call", "core_map", "mpmd_map")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from hooks.calls.test_pallas_check import out_type
+from hooks.types.test_pallas_check import out_type
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 

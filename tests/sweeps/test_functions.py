@@ -9,9 +9,9 @@ import jax
 import pytest
 
 import shardrules as sr
-from shardrules.hooks.autodiff.forward import ForwardHooks
-from shardrules.hooks.calls.forgetful import ForgetfulHooks
-from shardrules.hooks.flow.replay import ReplayHooks
+from shardrules.hooks.cotangents.forward import ForwardHooks
+from shardrules.hooks.retyping.replay import ReplayHooks
+from shardrules.hooks.types.lost_axes import LostAxesHooks
 from sweeps import arguments, collectives, functions, pinned
 
 MODULES = [name for name in arguments.modules() if arguments.functions(arguments.modules()[name])]
@@ -105,7 +105,7 @@ def fresh():
 
 
 def test_it_sees_a_primitive_that_forgets(monkeypatch, fresh):
-    monkeypatch.setattr(ForgetfulHooks, "adopt", lambda *args: None)
+    monkeypatch.setattr(LostAxesHooks, "adopt", lambda *args: None)
     cases = named("jax.lax", "lax.reduce", "lax.rng_uniform", "lax.sort_key_val")
     assert set(map(pinned.function, sweep(cases, "value").wrong)) == {
         "lax.sort_key_val",

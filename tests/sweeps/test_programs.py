@@ -9,10 +9,10 @@ import jax
 import pytest
 
 import shardrules as sr
-from shardrules.hooks.autodiff.bwd import Bwd
-from shardrules.hooks.autodiff.custom_vjp import CustomVjpHooks
-from shardrules.hooks.calls.forgetful import ForgetfulHooks
-from shardrules.hooks.flow.replay import ReplayHooks
+from shardrules.hooks.cotangents.bwd import Bwd
+from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
+from shardrules.hooks.retyping.replay import ReplayHooks
+from shardrules.hooks.types.lost_axes import LostAxesHooks
 from sweeps import programs
 from sweeps.generator import Block, Program, Step
 
@@ -105,7 +105,7 @@ def nothing(*args, **kwargs):
         (PREDICATE, ReplayHooks, "_decides", nothing),
         (TWICE, Bwd, "check_share", nothing),
         (IDENTITY, Bwd, "check_sums", nothing),
-        (FORGETS, ForgetfulHooks, "adopt", nothing),
+        (FORGETS, LostAxesHooks, "adopt", nothing),
     ],
 )
 def test_they_see_a_mechanism_that_is_taken_away(one, owner, name, fault, monkeypatch, request):

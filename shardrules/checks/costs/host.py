@@ -54,7 +54,7 @@ def assert_donated(
     arguments = results = None
     shared: list[list[int]] = []
     if found.compiled is not None:
-        from shardrules.hooks.door import arguments as door
+        from shardrules.door import arguments as door
 
         if (told := door.argument_leaves(found.compiled)) is not None:
             arguments = [donation.Argument(*leaf) for leaf in told]

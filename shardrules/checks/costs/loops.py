@@ -60,7 +60,7 @@ def assert_loop(
     __tracebackhide__ = True  # pytest shows the line that calls this
     found = programs.read(program, args, kwargs)
     if platform is None and found.compiled is not None:
-        from shardrules.hooks.door import compiled as known
+        from shardrules.door import compiled as known
 
         platform = known.platform(found.compiled)
     module = hlo.parse(found.text, name=found.name)

@@ -89,7 +89,7 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
       {'': 'P()'}
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    from shardrules.hooks.door import arguments as door
+    from shardrules.door import arguments as door
 
     found = programs.read(program, args, kwargs)
     outputs = None if found.compiled is None else door.placed_results(found.compiled)
@@ -139,7 +139,7 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
 
 
 def _is_pmap(module: hlo.Module, found: programs.Program) -> bool:
-    from shardrules.hooks.door import compiled as known
+    from shardrules.door import compiled as known
 
     mesh = None if found.compiled is None else known.mesh_of(found.compiled)
     return placement.is_pmap(module, mesh or ())

@@ -10,9 +10,9 @@ from typing import Any
 from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import donation
+from shardrules.door import arguments as door
+from shardrules.door import watching
 from shardrules.errors import ShardrulesError, SteadyStateError
-from shardrules.hooks.door import arguments as door
-from shardrules.hooks.door import watching
 
 __all__ = ["SteadyState", "steady_state"]
 

@@ -69,14 +69,14 @@ class State(NamedTuple):
 
     Attributes:
       proven: relation that is proven.
-      hoped: the relation that would hold if every blocker gave equal values everywhere.
-      causes: pairs of relation and cause whose refinement is at least as fine as ``hoped``.
+      optimistic: the relation that would hold if every blocker gave equal values everywhere.
+      causes: pairs of relation and cause whose refinement is at least as fine as ``optimistic``.
       blockers: what stands on the path, at most a few.
       supports: all that the proof rests on: one that is left out would pass as audited.
     """
 
     proven: int = hd.EQUAL
-    hoped: int = hd.EQUAL
+    optimistic: int = hd.EQUAL
     causes: tuple[tuple[int, Cause], ...] = ()
     blockers: tuple[Blocker, ...] = ()
     supports: tuple[Support, ...] = ()
@@ -135,7 +135,7 @@ class States:
             known = self._refined[key] = self.intern(
                 State(
                     self.relations.refine(x.proven, y.proven),
-                    self.relations.refine(x.hoped, y.hoped),
+                    self.relations.refine(x.optimistic, y.optimistic),
                     self.causes(x.causes + y.causes),
                     union(x.blockers, y.blockers)[:_KEEP],
                     union(x.supports, y.supports),

@@ -226,15 +226,15 @@ class Values:
         # Options of one state are not one value: constants 1 and 2 both have state 0.
         merged = self.states[self.states.refine(self._all(states), which.state)]
         proven = np.empty(count, np.int64)
-        hoped = np.empty(count, np.int64)
+        optimistic = np.empty(count, np.int64)
         for number, state in zip(used, states):
             here = numbers == number
             found = self.states[state]
             proven[here] = self.relations.labels(found.proven)[here] + number * count
-            hoped[here] = self.relations.labels(found.hoped)[here] + number * count
+            optimistic[here] = self.relations.labels(found.optimistic)[here] + number * count
         return self.states.intern(
             merged._replace(
-                proven=self.relations.intern(proven), hoped=self.relations.intern(hoped)
+                proven=self.relations.intern(proven), optimistic=self.relations.intern(optimistic)
             )
         )
 

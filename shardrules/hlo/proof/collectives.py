@@ -380,30 +380,30 @@ class Transfer:
             return known[0]
         old, rules = self.states[state], self.states[guard]
         proven = self.relation(channel, how, old.proven)
-        hoped = self.relation(channel, how, old.hoped)
+        optimistic = self.relation(channel, how, old.optimistic)
         # An exchange makes every position differ; what the operands add shows as in a join.
         plain = "join" if how == "exchange" else how
         causes = [(self.relation(channel, plain, r), c) for r, c in old.causes]
         if how == "exchange":
             cause = hs.Cause(what, "gives each position its own piece")
-            causes += [(self.relation(channel, how, hd.EQUAL), cause), (hoped, cause)]
+            causes += [(self.relation(channel, how, hd.EQUAL), cause), (optimistic, cause)]
         elif how == "permute":
-            causes.append((hoped, hs.Cause(what, "moves data between devices")))
+            causes.append((optimistic, hs.Cause(what, "moves data between devices")))
         elif old.causes:
-            causes.append((hoped, old.causes[-1][1]))
-        elif hoped != hd.EQUAL:
-            causes.append((hoped, hs.Cause(what, "leaves devices out of its groups")))
+            causes.append((optimistic, old.causes[-1][1]))
+        elif optimistic != hd.EQUAL:
+            causes.append((optimistic, hs.Cause(what, "leaves devices out of its groups")))
         if not self.uniform(rules.proven, channel):
             proven = hd.DISTINCT
-        if not self.uniform(rules.hoped, channel):
-            hoped = hd.DISTINCT
+        if not self.uniform(rules.optimistic, channel):
+            optimistic = hd.DISTINCT
             causes.append(
-                (hoped, hs.Cause(what, "runs under a predicate that differs within a group"))
+                (optimistic, hs.Cause(what, "runs under a predicate that differs within a group"))
             )
         result = self.states.intern(
             hs.State(
                 proven,
-                hoped,
+                optimistic,
                 self.states.causes(causes),
                 hs.union(old.blockers, rules.blockers if proven == hd.DISTINCT else ()),
                 hs.union(old.supports, rules.supports),

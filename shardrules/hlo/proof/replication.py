@@ -20,7 +20,7 @@ from shardrules.hlo.known.values import ELEMENTWISE, LOCAL
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import customcalls, inputs, loops
 from shardrules.hlo.proof.control import Control
-from shardrules.hlo.proof.outside import Outside, Record
+from shardrules.hlo.proof.effects import Outside, Record
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 

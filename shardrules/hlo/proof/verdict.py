@@ -15,7 +15,7 @@ from shardrules.arguments import checked, shown
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Ranged
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import customcalls, inputs, loops, phases, replication, sends
+from shardrules.hlo.proof import customcalls, inputs, loops, phases, point_to_point, replication
 from shardrules.hlo.proof.judgement import (
     ASSUMPTIONS,
     Judgement,
@@ -26,7 +26,7 @@ from shardrules.hlo.proof.judgement import (
 )
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader import parser, stage
+from shardrules.hlo.reader import parser, partitioned
 
 
 @checked(own=("mesh",))
@@ -72,7 +72,7 @@ def judge(
             f"registry={shown(registry)} holds no rules; pass a shardrules.Registry",
             registry=registry,
         )
-    early = None if unpartitioned else stage.unpartitioned(module)
+    early = None if unpartitioned else partitioned.unpartitioned(module)
     if early is not None:
         raise errors.HloError(
             f"module {module.name!r} is not partitioned yet, or can't be told from one that isn't "
@@ -134,7 +134,7 @@ class _Judge:
         steps = self._steps()
         for computation in self.module.computations.values():
             for position, instruction in enumerate(computation.instructions):
-                if sends.crosses(instruction) or (
+                if point_to_point.crosses(instruction) or (
                     instruction.opcode in hc.OPCODES and (computation.name, position) not in steps
                 ):
                     verdicts += self._instruction(computation, position)
@@ -240,13 +240,13 @@ class _Judge:
 
     def _instruction(self, computation: hm.Computation, position: int) -> list[Verdict]:
         instruction = computation.instructions[position]
-        kind = hc.OPCODES.get(instruction.opcode, sends.KIND)
+        kind = hc.OPCODES.get(instruction.opcode, point_to_point.KIND)
         record = self.proof.records.get((computation.name, position))
         blocker = self.proof.unfollowed.get(computation.name)
         sending = instruction.opcode not in hc.OPCODES
         if sending:
-            blocker = sends.blocker(instruction)
-            channel = sends.read_channel(
+            blocker = point_to_point.blocker(instruction)
+            channel = point_to_point.read_channel(
                 instruction, self.relations, self.proof.partitions, self.proof.replicas
             )
             record = replication.Record([], 0, channel)
@@ -371,7 +371,7 @@ class _Judge:
 
         if not self.proof.transfer.uniform(rules.proven, channel):
             why = why_varying(rules, channel.groups.relation, self.relations, self.mesh)
-            known = not self.proof.transfer.uniform(rules.hoped, channel)
+            known = not self.proof.transfer.uniform(rules.optimistic, channel)
             return verdict(
                 "unproven",
                 "it runs under a predicate that "
@@ -384,7 +384,7 @@ class _Judge:
             shown = "; ".join(str(b) for b in state.blockers)
             return verdict("unproven", shown, blockers=state.blockers)
         proven = self._within(channel, state.proven)
-        hoped = self._within(channel, state.hoped)
+        optimistic = self._within(channel, state.optimistic)
         if (
             proven == channel.groups.relation
             and reached
@@ -401,7 +401,7 @@ class _Judge:
             found = self._overwide(collective, channel, state, proven)
             if found is not None:
                 return verdict("overwide", found[0], needed=found[1], blockers=state.blockers)
-        if hoped == proven and not (
+        if optimistic == proven and not (
             collective.kind == "ragged-all-to-all" and proven == channel.groups.relation
         ):
             why = why_varying(state, channel.groups.relation, self.relations, self.mesh)

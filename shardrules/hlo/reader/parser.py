@@ -15,7 +15,7 @@ import re
 
 from shardrules.arguments import checked
 from shardrules.errors import ArgumentError, HloSyntaxError
-from shardrules.hlo.reader import attributes, forms, ordering, shapes
+from shardrules.hlo.reader import attributes, ordering, shapes, tolerant_parser
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader.attributes import skip, spaced
 
@@ -62,7 +62,7 @@ _CALLERS = frozenset(
 _FAST_CALLERS = frozenset("fusion call map reduce".split())
 
 
-class _Parser(forms.Forms):
+class _Parser(tolerant_parser.Forms):
     def __init__(self, text: str):
         super().__init__(text)
         self.shapes: dict[str, hm.Shape] = {}
@@ -84,7 +84,7 @@ class _Parser(forms.Forms):
         match = _LINE.match
         intern = self.names.setdefault
         known = self.shapes
-        scope = forms.Scope(name)
+        scope = tolerant_parser.Scope(name)
         index = scope.index
         place_of = index.__getitem__
         numbers = scope.numbers
@@ -154,7 +154,7 @@ class _Parser(forms.Forms):
         self.finish(scope, is_entry, opening)
         return position
 
-    def finish(self, scope: forms.Scope, is_entry: bool, opening: int) -> hm.Computation:
+    def finish(self, scope: tolerant_parser.Scope, is_entry: bool, opening: int) -> hm.Computation:
         """Keep a computation that was read whole."""
         name, instructions, root = scope.name, scope.instructions, scope.root
         if not instructions:
@@ -256,7 +256,7 @@ class _Parser(forms.Forms):
                 f"{source} is not HLO text: expected 'HloModule NAME', as "
                 f"compiled.as_text() prints it{hint}",
             )
-        scope = forms.Scope("main", alone=True)
+        scope = tolerant_parser.Scope("main", alone=True)
         end = skip(text, self.instruction(scope, position))
         if end < len(text):
             raise self.error(

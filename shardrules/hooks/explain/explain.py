@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardrules.arguments import checked
+from shardrules.door import internals
+from shardrules.door.jaxprs import scan_counts
 from shardrules.errors import ShardrulesError
-from shardrules.hooks.calls.opaque import to_paste, types_of
-from shardrules.hooks.door import compat
 from shardrules.hooks.explain.explanation import (
     WRITTEN,
     ExplainedCall,
@@ -30,11 +30,11 @@ from shardrules.hooks.explain.explanation import (
     name_of,
     short,
 )
-from shardrules.hooks.flow.jaxprs import scan_counts
-from shardrules.hooks.handles import held, state
+from shardrules.hooks.install import held, state
 from shardrules.hooks.state import COLLECT, Notes
+from shardrules.hooks.types.opaque import to_paste, types_of
 from shardrules.registry.axistypes import show_axes
-from shardrules.registry.paste import is_library
+from shardrules.registry.suggestions import is_library
 
 __all__ = ["explain", "missing_rules", "scan_calls"]
 
@@ -231,7 +231,7 @@ class _Walk:
     """
 
     def __init__(self, notes: Notes):
-        self.jax = compat.load()
+        self.door = internals.load()
         self.notes = notes
         self.unknown: set[tuple[str, str, str]] = set()
         self.calls: list[ExplainedCall] = []
@@ -248,13 +248,13 @@ class _Walk:
         uses = _uses(jaxpr)
         for eqn in jaxpr.eqns:
             around = f"within {place.at.removeprefix('within ')}" if place.at else ""
-            at = self.jax.source_line(eqn.source_info)
+            at = self.door.source_line(eqn.source_info)
             if around and is_library(at):  # a jit of the library's ends JAX's traceback there
                 at = "" if is_library(place.at.removeprefix("within ")) else place.at
             here = dataclasses.replace(
                 place,
                 stack=f"{place.stack}/{eqn.source_info.name_stack}",
-                at=at or self.jax.source_line(eqn.source_info) or around,
+                at=at or self.door.source_line(eqn.source_info) or around,
             )
             known = state().known_of(eqn.primitive, eqn.params)
             if known is not None:
@@ -298,7 +298,7 @@ class _Walk:
         elif place.checked and (call.primitive, call.name, call.place) not in self.unknown:
             status = "own types"
         avals = [[v.aval for v in side] for side in (eqn.invars, eqn.outvars)]
-        inputs, outputs = (types_of(self.jax, side) for side in avals)
+        inputs, outputs = (types_of(self.door, side) for side in avals)
         self.calls.append(
             ExplainedCall(
                 call.name,
@@ -354,7 +354,7 @@ class _Walk:
         chooser = (
             _open(eqn.params["cond_jaxpr"]).outvars if eqn.primitive.name == "while" else eqn.invars
         )[0]
-        return bool(self.jax.axis_type(chooser.aval).varying)
+        return bool(self.door.axis_type(chooser.aval).varying)
 
     def _sum(self, eqn: Any, place: _Place) -> None:
         axes, value, size = _described(eqn)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from shardrules.arguments import checked
+from shardrules.door import internals
 from shardrules.errors import ShardrulesError
-from shardrules.hooks.door import compat
 
 __all__ = ["NamedValue", "named_values"]
 
@@ -79,7 +79,7 @@ def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Named
             "so no policy decides on names; pass the function that takes the gradient, and wrap "
             "its blocks in jax.checkpoint(block, policy=...)"
         )
-    line = compat.load().source_line
+    line = internals.load().source_line
     found: dict[tuple[str, str], NamedValue] = {}
     for frame in frames:
         for equation in frame.jaxpr.eqns:

@@ -1,0 +1,466 @@
+"""The one door to JAX's internals: every private name is looked up once, and checked.
+
+Nothing else in shardrules asks which JAX this is. ``load`` finds every symbol of ``symbols.py``
+and checks its parameters before anything is touched, so the hooks are installed whole or not at
+all. JAX has had two forms of shard_map's check: replication sets kept beside the values,
+with two tables of rules (to 0.5.3), and types on avals (from 0.6.0). What follows asks for
+capabilities; the version itself is asked only whether anyone has run the hooks on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardrules.door import versions
+from shardrules.door.lookup import Symbol, find, is_cached, look, unsupported
+from shardrules.door.symbols import SET_SYMBOLS, SYMBOLS, TYPE_SYMBOLS
+from shardrules.door.trace_key import ContextKey, MeshKey
+from shardrules.errors import RuleError
+from shardrules.registry.axistypes import AxisType
+from shardrules.registry.suggestions import is_library
+
+__all__ = ["Door", "check_version", "load"]
+
+OLDEST = "0.4.28"  # the JAX that the first report was written on
+NEWEST = (0, 12)  # the last release series that the test matrix runs
+ANYWAY = "SHARDRULES_ALLOW_UNTESTED_JAX"
+
+
+_INVARIANT = AxisType()
+
+
+@functools.lru_cache(maxsize=64)
+def _manual_axes(mesh: Any) -> tuple[str, ...]:
+    manual = frozenset(mesh.manual_axes)
+    return tuple(a for a in mesh.axis_names if a in manual)
+
+
+class Door:
+    """JAX's private symbols as attributes, and the few operations that are built from them.
+
+    Args:
+      version: the JAX version.
+      symbols: what was found, by key.
+      owners: for each key, the module that holds it and its name there.
+      typed: whether axis types are on avals.
+    """
+
+    def __init__(
+        self, version: str, symbols: dict[str, Any], owners: dict[str, tuple[Any, str]], typed: bool
+    ):
+        self.__dict__.update(symbols)
+        self.version = version
+        self.typed = typed
+        self._owners = owners
+        self._here = threading.local()
+        # From JAX 0.6.2; 0.6.0, where the switch has its old name, keeps the check on in kernels.
+        self.traces_kernels_unchecked = not typed or owners["check_vma"][1] == "_check_vma"
+        self._caches_kernels = is_cached(symbols["trace_kernel"])
+        # A program has the same few types and avals again and again.
+        self._types: dict[Any, AxisType] = {}
+        self._retyped = functools.lru_cache(maxsize=1024)(self._retype)
+
+    if TYPE_CHECKING:  # the symbols: JAX's, and any of them may be anything
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def owner(self, key: str) -> tuple[Any, str]:
+        """Return where a symbol lives: the module, and the attribute's name there."""
+        return self._owners[key]
+
+    # Axis types.
+
+    def axis_type(self, aval: Any) -> AxisType:
+        """Return an aval's axis type; invariant for what carries none (tokens, keys' bases)."""
+        try:
+            return self._types[aval.manual_axis_type]  # a ref's is that of what it holds
+        except (AttributeError, KeyError):
+            pass
+        if isinstance(aval, self.AbstractRef):
+            aval = aval.inner_aval
+        mat = getattr(aval, "manual_axis_type", None)
+        if mat is not None:
+            return self._type(mat)
+        varying = getattr(aval, "vma", None)
+        if varying is None:
+            return _INVARIANT
+        # JAX 0.6.1 to 0.9 keep the other two in the sharding's spec.
+        spec = getattr(getattr(aval, "sharding", None), "spec", None)
+        return AxisType(
+            varying,
+            getattr(spec, "unreduced", frozenset()) or frozenset(),
+            getattr(spec, "reduced", frozenset()) or frozenset(),
+        )
+
+    def _type(self, mat: Any) -> AxisType:
+        return self._types.setdefault(mat, AxisType(mat.varying, mat.unreduced, mat.reduced))
+
+    def with_axis_type(self, aval: Any, axis_type: AxisType) -> Any:
+        """Return ``aval`` with another axis type; what can't carry one is returned as it is."""
+        if self.typed and isinstance(aval, self.AbstractRef):
+            return aval.update(inner_aval=self.with_axis_type(aval.inner_aval, axis_type))
+        if (
+            not self.typed
+            or not isinstance(aval, self.ShapedArray)
+            or self.axis_type(aval) == axis_type
+        ):
+            return aval
+        if aval.sharding.mesh.empty and axis_type.axes:
+            # out_shape given as an array: its aval names no mesh (JAX 0.10.2).
+            aval = aval.update(sharding=self.current_mesh_sharding())
+        return self._retyped(aval, axis_type)
+
+    def _retype(self, aval: Any, axis_type: AxisType) -> Any:
+        if self.ManualAxisType is not None:
+            return aval.update(
+                manual_axis_type=self.ManualAxisType(
+                    varying=axis_type.varying,
+                    unreduced=axis_type.unreduced,
+                    reduced=axis_type.reduced,
+                )
+            )
+        changes: dict[str, Any] = {"vma": axis_type.varying}
+        have = self.axis_type(aval)
+        if (have.unreduced, have.reduced) != (axis_type.unreduced, axis_type.reduced):
+            spec = type(aval.sharding.spec)(
+                *aval.sharding.spec, unreduced=axis_type.unreduced, reduced=axis_type.reduced
+            )
+            changes["sharding"] = aval.sharding.update(spec=spec)
+        return aval.update(**changes)
+
+    def cotangent_type(self, primal: Any) -> AxisType:
+        """Return the axis type that the cotangent of a primal aval must have."""
+        return self.axis_type(self.cotangent_aval(primal))
+
+    def cotangent_aval(self, primal: Any) -> Any:
+        """Return the aval of a primal aval's cotangent."""
+        for name in ("to_ct_aval", "to_cotangent_aval", "to_tangent_aval"):
+            if hasattr(primal, name):
+                return getattr(primal, name)()
+        return primal
+
+    def annotation(self, shape: Any) -> AxisType | None:
+        """Return the axis type that the user wrote on an output, or None.
+
+        Args:
+          shape: one leaf of pallas_call's ``out_shape`` or of ffi_call's ``result_shape_dtypes``.
+        """
+        import jax
+
+        if not isinstance(shape, jax.ShapeDtypeStruct):
+            return None  # an array's own type is no annotation
+        if self.ManualAxisType is not None:
+            mat = shape.manual_axis_type
+            return None if mat is None else self._type(mat)
+        varying = getattr(shape, "vma", None)  # JAX 0.6.0: nothing to write it in
+        return None if varying is None else AxisType(varying)
+
+    def unannotated(self, shape: Any) -> Any:
+        """Return an annotated ``ShapeDtypeStruct`` without its annotation."""
+        return shape.update(**{"vma" if self.ManualAxisType is None else "manual_axis_type": None})
+
+    def can_cast(self, aval: Any) -> bool:
+        """Whether a value of this aval can be cast: an array, that is, not a ref or a token."""
+        return isinstance(aval, self.ShapedArray)
+
+    def manual_axes(self) -> tuple[str, ...]:
+        """Return the manual mesh axes here, in the mesh's order; empty outside shard_map.
+
+        Where axis types are no part of avals, what ``over_axes`` says.
+        """
+        if not self.typed:
+            return getattr(self._here, "axes", ())
+        mesh = self.abstract_mesh()
+        return () if mesh is None or mesh.empty else _manual_axes(mesh)
+
+    @contextlib.contextmanager
+    def over_axes(self, axes: tuple[str, ...]):
+        """Let ``manual_axes`` answer ``axes``, where no aval's mesh can tell."""
+        before = getattr(self._here, "axes", ())
+        self._here.axes = axes
+        try:
+            yield
+        finally:
+            self._here.axes = before
+
+    def checking(self) -> bool:
+        """Whether we are inside a shard_map that tracks how values vary, by types."""
+        return self.typed and bool(self.check_vma.value) and bool(self.manual_axes())
+
+    def unchecked(self):
+        """Return a context manager in which shard_map's check is off."""
+        return self.check_vma(False) if self.typed else contextlib.nullcontext()
+
+    def cast(self, value: Any, want: AxisType) -> Any:
+        """Cast an array from its own axis type to a type that varies over more axes.
+
+        Raises:
+          RuleError: if it takes a cast that this JAX doesn't have.
+        """
+        have = self.axis_type(self.typeof(value))
+        if have == want:
+            return value
+        # One cast moves axes of one state only: jax.lax.pcast refuses a mixture (JAX 0.10.2).
+        for axes in (have.reduced & want.varying, want.varying - have.axes):
+            if axes:
+                value = self._cast(value, axes, "varying")
+        axes = have.varying & want.unreduced
+        return self._cast(value, axes, "unreduced") if axes else value
+
+    def _cast(self, value: Any, axes: frozenset[str], to: str) -> Any:
+        order = tuple(sorted(axes))
+        if self.owner("pcast")[1] == "pcast":
+            return self.pcast(value, order, to=to)
+        if to == "varying":
+            return self.pcast(value, order)
+        raise RuleError(
+            f"JAX {self.version} has no cast to {to} over {{{', '.join(order)}}}; rules that make "
+            "a value unreduced need JAX 0.8 or newer",
+            axes=axes,
+        )
+
+    def cast_outputs(self, jaxpr: Any, types: Sequence[AxisType]) -> Any:
+        """Return a jaxpr whose outputs have these axis types, by casts at its end.
+
+        Args:
+          jaxpr: one with or without its constants.
+          types: for each output, one that varies over the same axes or over more.
+        """
+        import jax
+
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        closed = inner is not jaxpr
+        wide = [
+            i
+            for i, (var, want) in enumerate(zip(inner.outvars, types))
+            if self.axis_type(var.aval) != want
+        ]
+        if not wide:
+            return jaxpr
+        outvars = list(inner.outvars)
+        casts = jax.make_jaxpr(lambda *xs: [self.cast(x, types[i]) for x, i in zip(xs, wide)])(
+            *(outvars[i].aval for i in wide)
+        ).jaxpr
+        known = dict(zip(casts.invars, (outvars[i] for i in wide)))
+        eqns = [eqn.replace(invars=[known.get(v, v) for v in eqn.invars]) for eqn in casts.eqns]
+        for i, var in zip(wide, casts.outvars):
+            outvars[i] = var
+        inner = inner.replace(eqns=[*inner.eqns, *eqns], outvars=outvars)
+        return jaxpr.replace(jaxpr=inner) if closed else inner
+
+    # Kernels.
+
+    def describe_kernel(self, jaxpr: Any, params: dict[str, Any]) -> tuple[str, str]:
+        """Return a Pallas kernel's name and ``file:line``.
+
+        Args:
+          jaxpr: the kernel's.
+          params: the call's parameters, as far as they are known.
+        """
+        info = getattr(jaxpr, "debug_info", None)
+        function, _, place = (getattr(info, "func_src_info", None) or "").partition(" at ")
+        # JAX 0.4.31 to 0.5.0 keep both in one parameter, 0.4.28 the name alone.
+        both = params.get("name_and_src_info")
+        name = (
+            params.get("name")
+            or getattr(both, "name", None)
+            or getattr(info, "func_name", None)
+            or function
+            or "unknown"
+        )
+        return name, place
+
+    def kernel_jaxpr(self, traced: Any) -> tuple[Any, Any]:
+        """Return the kernel's jaxpr in what ``trace_kernel`` returned, and all of that.
+
+        JAX to 0.6.2 caches the jaxpr. Two calls of one function would share it, and what is known
+        of the one (its annotations, its scope) would be taken for the other's; so there, it is
+        made an object of its own.
+
+        Args:
+          traced: the returned tuple.
+        """
+        index = 0
+        while not hasattr(traced[index], "eqns"):
+            index += 1
+        jaxpr = traced[index]
+        if self._caches_kernels:
+            jaxpr = jaxpr.replace()
+            traced = (*traced[:index], jaxpr, *traced[index + 1 :])
+        return jaxpr, traced
+
+    def source_line(self, source_info: Any) -> str:
+        """Return the user's line behind an equation, ``file:line``; empty if JAX keeps none.
+
+        That is not a library's line where one of the user's own called it.
+        """
+        for info in (getattr(source_info, "traceback", None), source_info):
+            with contextlib.suppress(AttributeError, TypeError):  # to JAX 0.6 it took the info
+                frames = list(self.user_frames(info))
+                own = [frame for frame in frames if not is_library(frame.file_name)]
+                if own:
+                    return f"{own[0].file_name}:{own[0].start_line}"
+                break
+        text = self.summarize(source_info)
+        # As "file:line:column (function)"; no column to JAX 0.4.
+        match = re.match(r"(.+?):(\d+)(:\d+)?( \(|$)", text)
+        return f"{match[1]}:{match[2]}" if match else ""
+
+    # Functions of a custom_vjp.
+
+    def scoped(self, fun: Any, enter: Any, scope: Any, see: Any = None) -> Any:
+        """Wrap a WrappedFun so that it runs inside ``enter(scope)``, after ``see(*args)``."""
+        if self.transformation is not None:
+            return self.transformation(_run_scoped)(fun, enter, scope, see)
+        return self.generator(_yield_scoped)(fun, enter, scope, see)
+
+    def wrapped(self, function: Any, like: Any) -> Any:
+        """Return ``function`` in the form that ``like`` has: a WrappedFun, or a plain callable."""
+        if not hasattr(like, "call_wrapped"):
+            return function
+        info = getattr(like, "debug_info", None)
+        if "debug_info" in inspect.signature(self.wrap_init).parameters and info is not None:
+            return self.wrap_init(function, debug_info=info)
+        return self.wrap_init(function)
+
+    def staged(
+        self, function: Any, arrays: Sequence[Any]
+    ) -> tuple[Any, Callable[[], list[Any]]] | None:
+        """Return the jaxpr of a function of arrays, and what leaves its equations here.
+
+        As ``jax.jit(function, inline=True)`` does, which takes five times as long for a small one.
+        None where no jaxpr is being traced here, for equations of HiJAX, and to JAX 0.6.
+        """
+        if not self.typed:
+            return None
+        names = (self.inline_jaxpr, self.stage_jaxpr, self.constants_as_inputs, self.JaxprTrace)
+        if any(one is None for one in (*names, self.trace_here, self.debug_info)):
+            return None
+        trace = self.trace_here.trace
+        if type(trace) is not self.JaxprTrace:
+            return None
+        info = self.debug_info("bwd", function, tuple(arrays), {})
+        wrapped = self.wrap_init(function, debug_info=info)
+        jaxpr, _, constants = self.stage_jaxpr(wrapped, [*map(self.typeof, arrays)])
+        if getattr(jaxpr, "is_high", False):  # HiJAX's equations: jit lowers them
+            return None
+
+        def put() -> list[Any]:
+            source = self.current_source()
+            # What it closes over may be a value of the jaxpr here, which is no constant of it.
+            whole = self.constants_as_inputs(jaxpr)
+            tracers = [trace.to_jaxpr_tracer(x, source) for x in (*constants, *arrays)]
+            results = self.inline_jaxpr(trace, source, whole, (), *tracers)
+            return [trace.to_jaxpr_tracer(x, source) for x in results]
+
+        return jaxpr, put
+
+    def function_name(self, fun: Any) -> str:
+        """Return a function's name for messages; a WrappedFun has its own way to say it."""
+        name = getattr(getattr(fun, "debug_info", None), "func_name", None)
+        return name or getattr(fun, "__name__", None) or "<unnamed>"
+
+    def function_place(self, fun: Any) -> str:
+        """Return ``file:line`` of a function, or of what a WrappedFun is of; empty if unknown."""
+        said = getattr(getattr(fun, "debug_info", None), "func_src_info", None) or ""
+        if " at " in said:
+            return said.rpartition(" at ")[2]
+        code = getattr(getattr(fun, "f", fun), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+    # Lowering.
+
+    def lowering_rule(self, entry: Any) -> Any:
+        """Return the rule in an entry of the lowering table."""
+        return entry if self.LoweringRuleEntry is None else entry.rule
+
+    def lowering_entry(self, entry: Any, rule: Any) -> Any:
+        """Return an entry like ``entry`` for another rule."""
+        if self.LoweringRuleEntry is None:
+            return rule
+        return self.LoweringRuleEntry(rule, entry.inline)
+
+    # jit's trace key.
+
+    def trace_key(self) -> Any:
+        """Return an object that keeps traces apart: ``key(value)`` here, ``key.set_global(value)``.
+
+        From JAX 0.7.2 that is ``jax.make_user_context()``.
+        """
+        if self.make_user_context is None:
+            return MeshKey(self.config)
+        context = self.make_user_context()
+        return context if hasattr(context, "set_global") else ContextKey(context)
+
+
+def _run_scoped(fun, enter, scope, see, *args, **kwargs):
+    with enter(scope):
+        if see is not None:
+            see(*args)
+        return fun(*args, **kwargs)
+
+
+def _yield_scoped(enter, scope, see, *args, **kwargs):
+    # JAX to 0.4.36 writes its transformations as generators.
+    with enter(scope):
+        if see is not None:
+            see(*args)
+        result = yield args, kwargs
+    yield result
+
+
+def check_version(version: str) -> str:
+    """Say what keeps ``version`` from being one that the hooks were run on; empty if nothing.
+
+    Args:
+      version: ``jax.__version__``.
+    """
+    try:
+        order = versions.order(version)
+    except ValueError as error:
+        return str(error)
+    if order < versions.order(OLDEST):
+        return f"it is older than {OLDEST}"
+    if order[0][:2] > NEWEST:
+        return f"it is newer than {'.'.join(map(str, NEWEST))}, the newest that was tested"
+    return ""
+
+
+def _types_on_avals() -> bool:
+    """Whether this JAX's avals carry axis types; JAX 0.6.0 can be told that they shall not."""
+    if not any(not look(s)[2] for s in TYPE_SYMBOLS if s.key == "check_vma"):
+        return False
+    switch, _, missing = look(Symbol("", "jax._src.config:varying_axes_in_types", "0.6.0", (), ""))
+    return bool(missing) or bool(switch.value)
+
+
+@functools.lru_cache(maxsize=1)
+def load() -> Door:
+    """Look up every private symbol of the JAX that is installed.
+
+    Raises:
+      UnsupportedJaxError: if one is missing or has other parameters, or if nobody has run the
+        hooks on this JAX and ``SHARDRULES_ALLOW_UNTESTED_JAX=1`` is not set; nothing was changed.
+    """
+    import jax
+
+    version = jax.__version__
+    typed = _types_on_avals()
+    found, owners = find(version, SYMBOLS + (TYPE_SYMBOLS if typed else SET_SYMBOLS))
+    strange = check_version(version)
+    if strange and os.environ.get(ANYWAY, "") not in ("1", "true", "yes"):
+        raise unsupported(
+            version,
+            f"{strange}. The {len(found)} private names that they use are there "
+            f"and take what they took, so they may work: set {ANYWAY}=1 in the environment, and "
+            "compare your gradients.",
+            symbol=None,
+        )
+    return Door(version, found, owners, typed)

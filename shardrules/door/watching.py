@@ -1,0 +1,301 @@
+"""What happens on the host while a block runs: calls of compiled functions, compilations, reads.
+
+JAX has no event for any of these, so some of its functions are replaced while one thread watches:
+
+- ``pjit._pjit_call_impl_python`` and ``stages.Compiled.__call__``, where a call has its arguments;
+- ``pjit._get_fastpath_data``, which lets C++ call a function without any of these: it returns None,
+  and what C++ knows already is dropped on the way in and out (nothing is traced or compiled anew);
+- ``compiler.compile_or_get_cached``;
+- ``ArrayImpl._value``, by which ``float(x)``, ``print(x)``, ``x.tolist()`` and the like read;
+- ``numpy.asarray`` and ``numpy.array``, which read a CPU's array through its buffer, by no method.
+
+All of them do what they did in threads that do not watch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from shardrules.door import arguments as door
+from shardrules.door.patching import Patches
+from shardrules.errors import UnsupportedJaxError
+
+__all__ = ["Argument", "Listener", "around", "forget_fast_paths", "live_arrays", "start"]
+
+
+class Argument(NamedTuple):
+    """One leaf of a call's arguments.
+
+    Attributes:
+      path: the parameter's name and the keys below it.
+      shape, dtype, weak_type, sharding: of the array, as text; sharding is empty for a value of
+        NumPy or Python.
+      array: what was passed.
+      donated: whether it was declared donated.
+    """
+
+    path: str
+    shape: str
+    dtype: str
+    weak_type: str
+    sharding: str
+    array: Any
+    donated: bool
+
+
+class Listener(Protocol):
+    """What is told, on the thread that watches."""
+
+    def called(self, name: str, arguments: list[Argument]) -> None:
+        """Note that a compiled function is about to run."""
+
+    def returned(self, name: str, arguments: list[Argument], executable: Any) -> None:
+        """Note that it ran; what it donated is deleted now."""
+
+    def failed(self) -> None:
+        """Note that it raised."""
+
+    def compiling(self, name: str) -> None:
+        """Note that a program is about to be compiled."""
+
+    def reading(self, array: Any, how: str) -> None:
+        """Note that the host is about to read an array without ``jax.device_get``."""
+
+
+_lock = threading.Lock()
+_patches = Patches()
+_watchers = 0
+_thread = threading.local()
+
+
+def start(listener: Listener) -> Callable[[], None]:
+    """Tell a listener what this thread does from here on.
+
+    Returns:
+      What tells it no more; with the last listener of all threads, everything is put back. Any
+      thread may call it.
+
+    Raises:
+      UnsupportedJaxError: this JAX has no such functions; nothing is changed.
+    """
+    global _watchers
+    with _lock:
+        if _watchers == 0:
+            _install()
+        _watchers += 1
+    mine = _listeners()
+    mine.append(listener)
+
+    def stop() -> None:
+        global _watchers
+        mine.remove(listener)
+        with _lock:
+            _watchers -= 1
+            if _watchers == 0:
+                _patches.undo()
+                forget_fast_paths()
+
+    return stop
+
+
+def _listeners() -> list[Listener]:
+    if not hasattr(_thread, "listeners"):
+        _thread.listeners = []
+    return _thread.listeners
+
+
+def _install() -> None:
+    import jax
+    import numpy
+    from jax._src import array, compiler, pjit
+
+    try:
+        owners = [
+            (pjit, "_pjit_call_impl_python", _call),
+            (pjit, "_get_fastpath_data", _no_fast_path),
+            (jax.stages.Compiled, "__call__", _compiled_call),
+            (compiler, "compile_or_get_cached", _compile),
+            (numpy, "asarray", functools.partial(_read_by_numpy, how="numpy.asarray")),
+            (numpy, "array", functools.partial(_read_by_numpy, how="numpy.array")),
+        ]
+        made = [
+            (owner, name, around(wrapper, getattr(owner, name))) for owner, name, wrapper in owners
+        ]
+        value = vars(array.ArrayImpl)["_value"]
+        made.append((array.ArrayImpl, "_value", property(around(_read, value.fget))))
+        forget_fast_paths()
+    except (AttributeError, KeyError, ImportError) as error:
+        raise UnsupportedJaxError(
+            f"steady_state does not know the functions of JAX {jax.__version__}: {error}"
+        ) from error
+    for owner, name, function in made:
+        _patches.attribute(owner, name, function)
+
+
+def around(wrapper: Any, original: Any) -> Any:
+    """Return what takes a function's place and hands it to ``wrapper``, before its arguments."""
+
+    @functools.wraps(original)
+    def function(*args, **kwargs):
+        return wrapper(original, *args, **kwargs)
+
+    return function
+
+
+def forget_fast_paths() -> None:
+    """Drop what C++ keeps of functions that it called; the traces and executables stay."""
+    try:
+        from jax._src.lib import _jax as library
+    except ImportError:
+        from jax._src.lib import xla_client
+
+        library = xla_client._xla
+    library.PjitFunctionCache.clear_all()
+    from jax._src import pjit
+
+    for name in (
+        "_cpp_pjit_cache",
+        "_cpp_pjit_cache_fun_only",
+        "_cpp_pjit_cache_explicit_attributes",
+    ):
+        if (cache := getattr(pjit, name, None)) is not None:  # clear_all leaves it, to 0.4.35
+            cache.clear()
+
+
+def _no_fast_path(original: Any, *args, **kwargs) -> Any:
+    return None
+
+
+def _call(original: Any, *args, **params) -> Any:
+    listeners = _listeners()
+    if not listeners:
+        return original(*args, **params)
+    name = params["name"]
+    names = getattr(getattr(params["jaxpr"].jaxpr, "debug_info", None), "arg_names", None) or ()
+    arguments = [
+        _argument(names[n] if n < len(names) and names[n] else f"argument {n}", arg, donated)
+        for n, (arg, donated) in enumerate(zip(args, params["donated_invars"]))
+    ]
+    with _told(listeners, name, arguments):
+        found = original(*args, **params)
+    for listener in listeners:
+        listener.returned(name, arguments, found[1])
+    return found
+
+
+@contextlib.contextmanager
+def _told(listeners: list[Listener], name: str, arguments: list[Argument]) -> Iterator[None]:
+    """Tell the listeners that a function is called, and if it raised."""
+    for listener in listeners:
+        listener.called(name, arguments)
+    try:
+        yield
+    except BaseException:
+        for listener in listeners:
+            listener.failed()
+        raise
+
+
+def _compiled_call(original: Any, self: Any, *args, **kwargs) -> Any:
+    import jax
+
+    listeners = _listeners()
+    leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+    if not listeners or tree != self.in_tree:  # where they differ, JAX says so
+        return original(self, *args, **kwargs)
+    executable = getattr(self, "_executable", None)
+    infos = jax.tree_util.tree_leaves(self.args_info)
+    arguments = [
+        _argument(name, leaf, info.donated)
+        for name, leaf, info in zip(door.argument_names(self), leaves, infos)
+    ]
+    name = getattr(getattr(executable, "unsafe_call", None), "name", "a compiled function")
+    with _told(listeners, name, arguments):
+        found = original(self, *args, **kwargs)
+    for listener in listeners:
+        listener.returned(name, arguments, executable)
+    return found
+
+
+def _argument(path: str, value: Any, donated: bool) -> Argument:
+    import jax
+    import numpy as np
+
+    sharding = getattr(value, "sharding", "") if isinstance(value, jax.Array) else ""
+    aval = getattr(value, "aval", None)
+    shape = getattr(value, "shape", np.shape(value))
+    weak = aval.weak_type if aval is not None and hasattr(aval, "weak_type") else False
+    weak = weak or isinstance(value, (bool, int, float, complex))
+    dtype = getattr(value, "dtype", type(value).__name__)
+    return Argument(
+        path,
+        f"[{','.join(map(str, shape))}]",
+        str(dtype),
+        "weakly typed" if weak else "strongly typed",
+        str(sharding),
+        value,
+        bool(donated),
+    )
+
+
+def _compile(original: Any, *args, **kwargs) -> Any:
+    for listener in _listeners():
+        module: Any = args[1] if len(args) > 1 else kwargs.get("computation")
+        try:
+            name = str(module.operation.attributes["sym_name"]).strip('"')
+        except (AttributeError, KeyError):
+            name = "a program"
+        listener.compiling(name)
+    return original(*args, **kwargs)
+
+
+def _read(original: Any, self: Any) -> Any:
+    if _listeners() and getattr(self, "_npy_value", None) is None and not _explicit():
+        for listener in _listeners():
+            listener.reading(self, "read")
+    return original(self)
+
+
+def _read_by_numpy(original: Any, *args, how: str, **kwargs) -> Any:
+    import jax
+
+    if args and _listeners() and isinstance(args[0], jax.Array) and not _explicit():
+        for listener in _listeners():
+            listener.reading(args[0], how)
+    return original(*args, **kwargs)
+
+
+def _explicit() -> bool:
+    """Tell whether ``jax.device_get`` reads: it asks for the transfer in so many words."""
+    import jax
+    from jax._src import config
+
+    for library in ("guard_lib", "transfer_guard_lib"):
+        found = getattr(config, library, None)
+        if found is not None:
+            return bool(found.thread_local_state().explicit_device_get)
+    raise UnsupportedJaxError(f"JAX {jax.__version__} does not tell jax.device_get apart")
+
+
+def live_arrays() -> list[tuple[str, int]]:
+    """List type and bytes, on this process's devices, of every array that is not deleted."""
+    import jax
+
+    found = []
+    for array in jax.live_arrays():
+        if array.is_deleted():
+            continue
+        try:
+            devices = len(array.sharding.addressable_devices)
+            local = array.sharding.shard_shape(array.shape)
+            size = int(array.dtype.itemsize) * devices
+            for length in local:
+                size *= length
+        except (AttributeError, TypeError, ValueError):  # a key's type has no size
+            size = int(array.nbytes)
+        found.append((f"{array.dtype}[{','.join(map(str, array.shape))}]", size))
+    return found

@@ -1,0 +1,104 @@
+"""A custom_vjp under ``vmap``, where mesh axes carry the batch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+
+from shardrules.door.internals import Door
+from shardrules.door.patching import Patches
+from shardrules.hooks.retyping.retyping import Retyping
+from shardrules.hooks.state import Hooks, State
+
+__all__ = ["BatchedVjpHooks"]
+
+
+class BatchedVjpHooks(Hooks):
+    """The hooks on a custom_vjp under ``vmap(..., spmd_axis_name=...)``.
+
+    vmap sums the cotangent of what is not batched over the batch, and each device holds its part of
+    the batch only: JAX (0.6.0 to 0.12) puts in no psum over the axes that carry the batch, and then
+    refuses the cotangent's type.
+
+    Args:
+      door: JAX's private names.
+      state: registry and scopes.
+    """
+
+    def __init__(self, door: Door, state: State):
+        super().__init__(door, state)
+        self.retyping = state.of(Retyping)
+        self._local = threading.local()
+
+    def install(self, patches: Patches) -> None:
+        """Replace the two functions that see the primals, and the batched bwd."""
+        if self.door.typed:
+            trace = self.door.BatchTrace
+            self._process = trace.process_custom_vjp_call
+            process = lambda *args, **kwargs: self._see(*args, **kwargs)  # noqa: E731
+            patches.attribute(trace, "process_custom_vjp_call", process)
+            patches.attribute(*self.door.owner("batch_bwd"), self._batch)
+            psum, table = self.door.psum_invariant_p, self.door.batchers
+            in_jaxpr = self.door.vjp_in_jaxpr_p
+            if in_jaxpr is not None:  # JAX 0.6.0 batches a jaxpr's custom_vjp by this rule instead
+                patches.entry(table, in_jaxpr, functools.partial(self._see_rule, table[in_jaxpr]))
+            if psum in table and not psum.multiple_results:  # from JAX 0.8
+                patches.entry(table, psum, functools.partial(self._batch_psum, table[psum]))
+
+    def _batch_psum(self, rule, axis_data, vals_in, dims_in, axes):
+        """Batch a psum over mesh axes, which JAX 0.8.3 passes a parameter that it doesn't have."""
+        if not self.state.active or axis_data.name in axes or len(vals_in) != 1:
+            return rule(axis_data, vals_in, dims_in, axes)
+        return self.door.psum_invariant_p.bind(*vals_in, axes=axes), dims_in[0]
+
+    def _see(self, trace, prim, fun, fwd, bwd, tracers, *args, **kwargs):
+        with self._primals(tracers):
+            return self._process(trace, prim, fun, fwd, bwd, tracers, *args, **kwargs)
+
+    def _see_rule(self, rule, axis_data, args, in_dims, **params):
+        with self._primals(args[params["num_consts"] :]):
+            return rule(axis_data, args, in_dims, **params)
+
+    @contextlib.contextmanager
+    def _primals(self, values):
+        before = getattr(self._local, "primals", None)
+        self._local.primals = [self.door.typeof(x) for x in values]
+        try:
+            yield
+        finally:
+            self._local.primals = before
+
+    def _batch(self, bwd, tag, axis_data, *rest, **named):
+        axes, primals = axis_data.spmd_name, getattr(self._local, "primals", None)
+        axes = frozenset((axes,) if isinstance(axes, str) else axes or ())
+        if primals is None or not axes or not self.state.active:
+            return self.door.batch_bwd(bwd, tag, axis_data, *rest, **named)
+        retyping = self.retyping
+        inner = self.door.transformation(lambda f, *args: retyping.run_hiding(f, axes, args))(bwd)
+        batched = self.door.batch_bwd(inner, tag, axis_data, *rest, **named)
+        dims = rest[1] if len(rest) > 1 else named["out_dim_dests"]
+        return self.door.wrapped(
+            # Primals that came to vary over these axes have a cast before, which sums.
+            lambda *args: self._sum(
+                batched.call_wrapped(*args), primals, axes - retyping.over, dims
+            ),
+            like=batched,
+        )
+
+    def _sum(self, cotangents, primals, axes, out_dim_dests):
+        import jax
+
+        if not self.door.checking():
+            return cotangents
+        if cotangents and isinstance(cotangents[0], (list, tuple)):  # with logs, from JAX 0.11
+            first, *logs = cotangents
+            return (self._sum(first, primals, axes, out_dim_dests), *logs)
+        summed = []
+        for ct, primal, dim in zip(cotangents, primals, out_dim_dests):
+            over = frozenset()
+            if not isinstance(dim, int) and isinstance(ct, jax.Array):
+                want = self.door.cotangent_type(primal)
+                over = axes & self.door.axis_type(self.door.typeof(ct)).varying - want.axes
+            summed.append(jax.lax.psum(ct, tuple(sorted(over))) if over else ct)
+        return summed

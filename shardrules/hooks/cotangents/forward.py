@@ -1,0 +1,76 @@
+"""Forward mode under shard_map's check: a primal varies at least as its tangent does.
+
+A probe for each device (Hutchinson's, a forward gradient, expm_frechet) is a varying tangent of an
+invariant primal. JAX (0.6 to 0.12) gives tangents the types of their primals wherever it traces a
+jaxpr (jit, scan, cond, a custom_jvp), so the result was typed invariant, silently, or types no
+longer matched. Each pair is cast to the join of both, as if the primal had been cast before jvp was
+called: what is differentiated in reverse inside of it is then one function for each device, and
+its gradient that device's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardrules.door.jaxprs import widened
+from shardrules.door.patching import Patches
+from shardrules.hooks.state import Hooks
+
+__all__ = ["ForwardHooks"]
+
+
+class ForwardHooks(Hooks):
+    """The hooks of forward mode and of ``jet``, where a primal meets its tangents."""
+
+    def install(self, patches: Patches) -> None:
+        """Replace what makes a tracer of a primal and its tangent, or its series."""
+        door = self.door
+        if not door.typed:
+            return
+        patches.attribute(*door.owner("jvp_tracer"), self._jvp_tracer)
+        if door.JetTracer is not None:
+            patches.attribute(door.JetTracer, "__init__", self._jet_tracer(door.JetTracer.__init__))
+
+    def _jvp_tracer(self, trace, primal, tangent):
+        if self.acts:
+            primal, (tangent,) = self._joined(trace, primal, (tangent,))
+        return self.door.jvp_tracer(trace, primal, tangent)
+
+    def _jet_tracer(self, init):
+        hooks = self
+
+        def __init__(self, trace, primal, terms):
+            if hooks.acts and isinstance(terms, (list, tuple)):
+                primal, terms = hooks._joined(trace, primal, terms)
+            init(self, trace, primal, terms)
+
+        return __init__
+
+    def _joined(self, trace, primal: Any, tangents) -> tuple[Any, list[Any]]:
+        """Cast a primal and its tangents to the join of their types."""
+        values = [primal, *tangents]
+        types = [self._type(one) for one in values]
+        known = [one for one in types if one is not None]
+        union = frozenset().union(*(one.varying for one in known))
+        if types[0] is None or all(union == one.varying for one in known):
+            return primal, list(tangents)
+        with self.door.set_current_trace(trace.parent_trace):
+            primal, *tangents = (
+                one if have is None else self.door.cast(one, widened(have, union))
+                for one, have in zip(values, types)
+            )
+        return primal, tangents
+
+    def _type(self, value: Any) -> Any:
+        """Return the axis type of what can be cast; None for a symbolic zero, a ref, a float0."""
+        import jax
+
+        if isinstance(value, self.door.Zero):
+            return None
+        try:
+            aval = self.door.typeof(value)
+        except TypeError:  # jet's zeros
+            return None
+        if not self.door.can_cast(aval) or aval.dtype == jax.dtypes.float0:
+            return None
+        return self.door.axis_type(aval)

@@ -1,0 +1,437 @@
+"""What a value in a jaxpr comes from: the inputs that it depends on, and what makes it differ.
+
+A type says over which mesh axes a value *may* vary, and a cast adds to it. Whether devices can
+hold different values, casts or not, is asked here: a sum over an axis of what is equal along it
+counts one value once for each device. So is which cotangents a returned cotangent depends on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.jaxprs import opened, scan_counts
+from shardrules.registry.axistypes import show_axes
+
+__all__ = [
+    "CASTS",
+    "NOWHERE",
+    "Origin",
+    "Origins",
+    "Reduction",
+    "divides",
+    "equations",
+    "gradient_sums",
+    "inner_jaxprs",
+    "is_transposed",
+    "makes_zeros",
+]
+
+# Equations that name mesh axes and move nothing along them.
+CASTS = frozenset(
+    {
+        "pbroadcast",
+        "pvary",
+        "pcast",
+        "preduced",
+        "vary_unreduced_cast",
+        "vary_unreduced_cast_p",
+        "reduced_vary_cast",
+        "reduced_vary_cast_p",
+    }
+)
+
+# Equations that change the form of what they take, and not its values.
+_SAME_VALUES = CASTS | {"convert_element_type", "reshape", "broadcast_in_dim", "squeeze"}
+
+# Equations that make zeros of zeros.
+_OF_ZEROS = frozenset(
+    "broadcast_in_dim convert_element_type reshape squeeze transpose copy pjit jit "
+    "reduce_sum add mul neg".split()
+)
+
+# Primitives whose jaxpr is a kernel's: their rule speaks for it.
+_KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What one value comes from.
+
+    Args:
+      inputs: the positions of the jaxpr's inputs on which it depends.
+      axes: the mesh axes along which devices may hold different values of it.
+      sums: the mesh axes over which something was summed that it depends on, or moved: what is
+        gathered may be added up.
+      gradients: of these, the ones over which a backward pass summed it.
+    """
+
+    inputs: frozenset[int] = frozenset()
+    axes: frozenset[str] = frozenset()
+    sums: frozenset[str] = frozenset()
+    gradients: frozenset[str] = frozenset()
+
+    def __or__(self, other: Origin) -> Origin:
+        if other is self or other is NOWHERE:
+            return self
+        return Origin(
+            self.inputs | other.inputs,
+            self.axes | other.axes,
+            self.sums | other.sums,
+            self.gradients | other.gradients,
+        )
+
+    def along(self, axes: frozenset[str]) -> Origin:
+        """Return this origin, of what differs along ``axes`` too."""
+        return self if axes <= self.axes else dataclasses.replace(self, axes=self.axes | axes)
+
+    def moved(self, axes: frozenset[str]) -> Origin:
+        """Return this origin, of what comes from other devices along ``axes``."""
+        return dataclasses.replace(self, axes=self.axes | axes, sums=self.sums | axes)
+
+    def equal(self, axes: frozenset[str]) -> Origin:
+        """Return this origin, of what is equal along ``axes``."""
+        return dataclasses.replace(self, axes=self.axes - axes)
+
+    def summed(self, axes: frozenset[str], in_gradient: bool = False) -> Origin:
+        """Return this origin, of what is summed over ``axes``."""
+        gradients = self.gradients | axes if in_gradient else self.gradients
+        return Origin(self.inputs, self.axes - axes, self.sums | axes, gradients)
+
+
+NOWHERE = Origin()
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """One operand of an equation that sums over mesh axes.
+
+    Args:
+      text: the equation, for messages.
+      axes: the axes that it sums over.
+      origin: of what is summed.
+      divisor: by which literal what is summed, or the sum, is divided; 1 where by none.
+    """
+
+    text: str
+    axes: frozenset[str]
+    origin: Origin
+    divisor: float = 1
+
+
+class Origins:
+    """The origins of what one jaxpr returns, and of what is summed in it.
+
+    Args:
+      door: JAX's private names.
+      opaque: from an equation's primitive and params to what is known of the opaque call, or None.
+      mesh_axes: every axis along which devices may differ.
+      jaxpr: the jaxpr.
+      inputs: the origin of each argument. What the function closes over stands before these in the
+        jaxpr: tracers, and from JAX 0.11 arrays too, which were its constants.
+
+    Attributes:
+      outputs: one origin for each output.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        opaque: Callable[[Any, dict], Any],
+        mesh_axes: frozenset[str],
+        jaxpr: Any,
+        inputs: Sequence[Origin],
+    ):
+        self.door = door
+        self.opaque = opaque
+        self.mesh_axes = mesh_axes
+        # A jaxpr may stand in several equations, and be looked at repeatedly: by its place.
+        self._reductions: dict[tuple, Reduction] = {}
+        self._moves: dict[tuple, tuple[frozenset[str], Origin]] = {}
+        self._in_gradient = False
+        self._stored = NOWHERE  # what one equation's jaxprs store to refs
+        closed = jaxpr.invars[: len(jaxpr.invars) - len(inputs)]
+        self.outputs = self._jaxpr(jaxpr, [*map(self._constant, closed), *inputs], ())
+
+    @property
+    def reductions(self) -> list[Reduction]:
+        """Each operand that is summed over mesh axes."""
+        return list(self._reductions.values())
+
+    def moves(self, at: int, axes: frozenset[str]) -> bool:
+        """Whether what depends on the input ``at`` may be moved along one of ``axes``."""
+        return any(over & axes and at in what.inputs for over, what in self._moves.values())
+
+    def _jaxpr(self, jaxpr: Any, inputs: Sequence[Origin], place: tuple) -> list[Origin]:
+        env = dict(zip(jaxpr.constvars, map(self._constant, jaxpr.constvars)))
+        env.update(zip(jaxpr.invars, inputs))
+
+        def read(atom):
+            return NOWHERE if hasattr(atom, "val") else env.get(atom, NOWHERE)
+
+        while True:
+            grown = False
+            for eqn in jaxpr.eqns:
+                operands = [read(atom) for atom in eqn.invars]
+                here, outside = (*place, id(eqn)), self._in_gradient
+                self._in_gradient = outside or is_transposed(eqn)
+                before, self._stored = self._stored, NOWHERE
+                results = self._equation(jaxpr, eqn, operands, here)
+                self._in_gradient, inside, self._stored = outside, self._stored, before
+                for var, result in zip(eqn.outvars, results):
+                    # What is stored to a new ref later in a pass is its own in the next.
+                    is_ref = isinstance(var.aval, self.door.AbstractRef)
+                    env[var] = result | env.get(var, NOWHERE) if is_ref else result
+                refs = [a for a in eqn.invars if isinstance(a.aval, self.door.AbstractRef)]
+                if not refs:
+                    continue
+                # What is stored may be all that the equation takes or makes, and what is made in
+                # its jaxprs may leave these by a ref alone.
+                stored = _union([*operands, *results, inside])
+                self._stored |= stored
+                for ref in refs:
+                    grown = grown or env.get(ref, NOWHERE) != stored
+                    env[ref] = stored
+            if not grown:
+                return [read(atom) for atom in jaxpr.outvars]
+
+    def _constant(self, var: Any) -> Origin:
+        """Return the origin of what is closed over; where avals have no types it may differ."""
+        if not self.door.typed:
+            return Origin(axes=self.mesh_axes)
+        have = self.door.axis_type(var.aval)
+        return Origin(axes=have.varying | have.unreduced)
+
+    def _equation(self, jaxpr: Any, eqn: Any, operands: list[Origin], place: tuple) -> list[Origin]:
+        name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
+        known = self.opaque(eqn.primitive, params)
+        if known is not None:
+            # A kernel without results writes to refs.
+            return [self._opaque(known, _union(operands), count or 1, place)] * (count or 1)
+        if name in CASTS:
+            return operands
+        if name == "scan":
+            return self._loop(opened(params["jaxpr"]), operands, scan_counts(params), place)
+        if name == "while":
+            return self._while(params, operands, place)
+        if name == "cond":
+            results = [
+                self._jaxpr(opened(branch), operands[1:], (*place, i))
+                for i, branch in enumerate(params["branches"])
+            ]
+            return [operands[0] | _union(each) for each in zip(*results)]
+        inner = [] if name in _KERNELS else list(inner_jaxprs(params))
+        if [(len(one.invars), len(one.outvars)) for one in inner] == [(len(operands), count)]:
+            return self._jaxpr(inner[0], operands, place)
+        joined = _union(operands)
+        for i, one in enumerate(inner):
+            joined |= _union(self._jaxpr(one, [joined] * len(one.invars), (*place, i)))
+            joined |= self._stored  # a run_state's results are what its refs hold
+        over = named_axes(params)
+        if over:
+            return self._collective(jaxpr, eqn, operands, joined, over, place)
+        if self.door.typed:  # a draw that differs by device, say
+            entering = frozenset().union(*(self.door.axis_type(a.aval).axes for a in eqn.invars))
+            return [
+                joined.along(self.door.axis_type(var.aval).varying - entering)
+                for var in eqn.outvars
+            ]
+        return [joined] * count
+
+    def _collective(
+        self, jaxpr, eqn, operands, joined, over: frozenset[str], place
+    ) -> list[Origin]:
+        name = eqn.primitive.name
+        scatters = "scatter" in name
+        if "psum" in name or scatters:
+            text = f"{name} over {show_axes(over)}"
+            for i, origin in enumerate(operands):
+                divisor = _divisor(jaxpr, eqn.invars[i], eqn.outvars[min(i, len(eqn.outvars) - 1)])
+                self._reductions[(*place, i)] = Reduction(text, over, origin, divisor)
+        if "axis_size" in name:
+            return [joined] * len(eqn.outvars)
+        self._moves[place] = over, joined
+        whole = eqn.params.get("axis_index_groups") is None and not scatters
+        if whole and "all_gather" in name:  # whatever its type
+            return [joined.moved(over).equal(over)] * len(eqn.outvars)
+        if whole and name in ("pmax", "pmin"):
+            return [origin.equal(over) for origin in operands]
+        if whole and "psum" in name:
+            if len(operands) == len(eqn.outvars):
+                return [origin.summed(over, self._in_gradient) for origin in operands]
+            return [joined.summed(over, self._in_gradient)] * len(eqn.outvars)
+        if name == "axis_index":
+            return [joined.along(over)] * len(eqn.outvars)
+        return [joined.moved(over)] * len(eqn.outvars)
+
+    def _opaque(self, known: Any, joined: Origin, count: int, place: tuple) -> Origin:
+        rule = None if known.found is None else known.found.rule
+        if rule is None:
+            self._moves[place] = self.mesh_axes, joined
+            return joined.moved(self.mesh_axes)
+        effects, over = rule.effects(count), frozenset(rule.named_axes)
+        said = effects and not any(one.kind in ("unknown", "typed") for one in effects)
+        along = frozenset().union(*(one.axes for one in effects)) if said else self.mesh_axes
+        self._moves[place] = along, joined
+        if any(word in rule.name for word in ("all_reduce", "reduce_scatter")):
+            text = f"{known.call}, whose rule is {rule!r}"
+            self._reductions[place] = Reduction(text, over, joined)
+        if effects and all(one.kind == "local" for one in effects):
+            return joined
+        whole = effects and all(one.kind == "join" for one in effects)
+        return joined.summed(over) if rule.drops and whole else joined.moved(over or self.mesh_axes)
+
+    def _loop(self, body, operands, counts, place) -> list[Origin]:
+        """Follow a scan: what its body returns first is what it takes after its constants."""
+        constants, carries = counts
+        while True:
+            results = self._jaxpr(body, operands, place)
+            carry = operands[constants : constants + carries]
+            wider = [a | b for a, b in zip(carry, results)]
+            if wider == carry:
+                return [*wider, *results[carries:]]
+            operands = [*operands[:constants], *wider, *operands[constants + carries :]]
+
+    def _while(self, params, operands, place) -> list[Origin]:
+        cond, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
+        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+        first, carry = operands[: of_cond + of_body], operands[of_cond + of_body :]
+        while True:
+            (runs,) = self._jaxpr(cond, [*first[:of_cond], *carry], (*place, 0))
+            results = self._jaxpr(body, [*first[of_cond:], *carry], (*place, 1))
+            wider = [a | b | runs for a, b in zip(carry, results)]
+            if wider == carry:
+                return carry
+            carry = wider
+
+
+def _divisor(jaxpr: Any, operand: Any, result: Any) -> float:
+    """Return by which literal a sum's operand or each use of its result is divided, or 1."""
+    made = _made(jaxpr, operand)
+    before = 1 if made is None else _by_literal(jaxpr, made)
+    if before != 1:
+        return before
+    names, found = {result}, set()
+    for eqn in jaxpr.eqns:
+        if not names.isdisjoint(a for a in eqn.invars if not hasattr(a, "val")):
+            if eqn.primitive.name in _SAME_VALUES:
+                names.update(eqn.outvars)
+            else:
+                found.add(_by_literal(jaxpr, eqn))
+    returned = not names.isdisjoint(a for a in jaxpr.outvars if not hasattr(a, "val"))
+    return found.pop() if len(found) == 1 and not returned else 1
+
+
+def divides(jaxpr: Any, by: set[float]) -> bool:
+    """Whether an equation, of a jaxpr or inside, divides by a literal that is one of ``by``."""
+    if any(_by_literal(jaxpr, eqn) in by for eqn in jaxpr.eqns):
+        return True
+    return any(
+        divides(inner, by)
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name not in _KERNELS
+        for inner in inner_jaxprs(eqn.params)
+    )
+
+
+def _made(jaxpr: Any, atom: Any) -> Any:
+    """Return the equation whose values an atom has, whatever form they have; None for an input."""
+    for eqn in reversed(jaxpr.eqns):
+        if any(atom is var for var in eqn.outvars):
+            if eqn.primitive.name not in _SAME_VALUES:
+                return eqn
+            atom = eqn.invars[eqn.outvars.index(atom)]
+    return None if not hasattr(atom, "val") else atom
+
+
+def _by_literal(jaxpr: Any, eqn: Any) -> float:
+    """Return the literal by which an equation divides, or 1."""
+    if hasattr(eqn, "val") or eqn.primitive.name not in ("div", "mul"):
+        return 1
+    made = [_made(jaxpr, atom) for atom in eqn.invars]
+    values: list[Any] = [getattr(one, "val", None) for one in made]
+    if eqn.primitive.name == "div" and values[1] is not None:
+        return float(values[1])
+    if eqn.primitive.name == "mul" and (values[0] is None) != (values[1] is None):
+        factor = float(values[0] if values[1] is None else values[1])
+        return 1 / factor if factor else 1
+    return 1
+
+
+def _union(origins: Sequence[Origin]) -> Origin:
+    joined = NOWHERE
+    for origin in origins:
+        joined |= origin
+    return joined
+
+
+def named_axes(params: dict[str, Any]) -> frozenset[str]:
+    """Return the mesh axes that a collective's parameters name (JAX: axes, axis_name)."""
+    named: set[str] = set()
+    for key in ("axes", "axis_name", "axis"):
+        value = params.get(key)
+        values = value if isinstance(value, (tuple, list, set, frozenset)) else (value,)
+        named.update(v for v in values if isinstance(v, str))
+    return frozenset(named)
+
+
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """Yield the jaxprs that stand in an equation's parameters."""
+    for value in params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            one = opened(one)
+            if one is not None:
+                yield one
+
+
+def makes_zeros(jaxpr: Any, count: int) -> bool:
+    """Whether a jaxpr holds nothing but what makes zeros of zeros.
+
+    Args:
+      jaxpr: the jaxpr.
+      count: how many of its last inputs are arguments; of the others nothing is known.
+    """
+    constants = {*jaxpr.constvars, *jaxpr.invars[: len(jaxpr.invars) - count]}
+    return all(
+        eqn.primitive.name in CASTS | _OF_ZEROS
+        and all(not a.val if hasattr(a, "val") else a not in constants for a in eqn.invars)
+        for eqn in equations(jaxpr)
+    )
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Whether an equation is a backward pass's, by the mark that JAX leaves.
+
+    Those of the jaxprs inside of it have none.
+    """
+    # To JAX 0.6 the stack's text has it in named scopes alone.
+    marks = eqn.source_info.name_stack.stack
+    return any(type(m).__name__ == "Transform" and m.name == "transpose" for m in marks)
+
+
+def gradient_sums(jaxpr: Any, in_gradient: bool = False) -> frozenset[str]:
+    """Return the mesh axes over which backward passes in a jaxpr sum.
+
+    Args:
+      jaxpr: the jaxpr.
+      in_gradient: whether all of it is a backward pass's.
+    """
+    found: frozenset[str] = frozenset()
+    for eqn in jaxpr.eqns:
+        inside = in_gradient or is_transposed(eqn)
+        if inside and "psum" in eqn.primitive.name:
+            found |= named_axes(eqn.params)
+        elif eqn.primitive.name not in _KERNELS:
+            found = found.union(*(gradient_sums(one, inside) for one in inner_jaxprs(eqn.params)))
+    return found
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield a jaxpr's equations, and those of the jaxprs inside; a kernel's own are not opened."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name not in _KERNELS:
+            for inner in inner_jaxprs(equation.params):
+                yield from equations(inner)

@@ -1,0 +1,230 @@
+"""A custom_vjp's bwd as a jaxpr, asked what it does and run in its place; and what it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.hooks.cotangents.origins import Origin, Origins, equations
+
+__all__ = ["Forward", "CustomVjpInfo", "Trace"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CustomVjpInfo:
+    """What a bwd belongs to.
+
+    Args:
+      name: the bwd's, for messages.
+      fwd: the custom_vjp's fwd, as JAX wraps it.
+      gradients: not empty once its fwd took some.
+      in_tree: the pytree of the primal inputs.
+      in_avals: their avals.
+      place: where the bwd is defined, ``file:line``, or empty.
+    """
+
+    name: str
+    fwd: Any
+    gradients: Sequence[None]
+    in_tree: Any
+    in_avals: tuple[Any, ...]
+    place: str = ""
+    _stand_ins: dict[int, tuple[int, object]] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        # At once: two threads that make them together would each hold their own.
+        made = [object() for _ in self.in_avals]
+        object.__setattr__(self, "_stand_ins", {id(one): (i, one) for i, one in enumerate(made)})
+
+    def primals(self) -> Any:
+        """Return the primal inputs' tree, filled with stand-ins for its leaves.
+
+        Classes may check what they hold, and know those that JAX itself fills trees with: objects.
+        """
+        import jax
+
+        return jax.tree_util.tree_unflatten(self.in_tree, [o for _, o in self._stand_ins.values()])
+
+    def position(self, stand_in: Any) -> int | None:
+        """Return which leaf a stand-in stands for; None for what is none."""
+        return self._stand_ins.get(id(stand_in), (None, None))[0]
+
+    def to_cast(self, door: Door, axes: frozenset[str]) -> str:
+        """Say what to do where bwd is not the user's to change: cast before the call."""
+        names = ", ".join(map(repr, sorted(axes)))
+        types = map(door.cotangent_type, self.in_avals)
+        cast = [i for i, one in enumerate(types) if not axes <= one.axes]
+        inputs = f"input {cast[0]}" if len(cast) == 1 else f"inputs {', '.join(map(str, cast))}"
+        return (
+            f"It is a library's, so change the call: what it is given and is invariant over "
+            f"{{{names}}} ({inputs} of its flattened arguments) is to be cast before, as in "
+            f"ts, w = shardrules.vary((ts, w), {names})."
+        )
+
+
+class Trace:
+    """A bwd's jaxpr, which can run in its place.
+
+    Args:
+      door: JAX's.
+      bwd: the function.
+      args: residuals and cotangents; what is no array among them stays what it is, since a Python
+        number may be used as a static argument, and a SymbolicZero is asked for by its type.
+
+    Attributes:
+      dynamic: which leaves of the arguments are arrays, in their order.
+      jaxpr: the jaxpr, from the arrays among the arguments to those among the cotangents.
+      paths: the pytree path of each cotangent that is an array.
+      returned: the paths of all.
+    """
+
+    def __init__(self, symbols: Door, bwd, args):
+        import jax
+
+        tree = jax.tree_util
+        leaves, structure = tree.tree_flatten(args)
+        self.dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+        self._arrays = [leaves[i] for i in self.dynamic]
+
+        def run(*arrays):
+            full = list(leaves)
+            for i, array in zip(self.dynamic, arrays):
+                full[i] = array
+            out = bwd(*tree.tree_unflatten(structure, full))
+            if isinstance(out, list):
+                out = tuple(out)
+            found, self._structure = tree.tree_flatten_with_path(out)
+            arrays = [(path, leaf) for path, leaf in found if isinstance(leaf, jax.Array)]
+            self.paths = [path for path, _ in arrays]
+            self.returned = [path for path, _ in found]
+            self._constant = [None if isinstance(leaf, jax.Array) else leaf for _, leaf in found]
+            return [leaf for _, leaf in arrays]
+
+        # Inlined, it leaves the equations that bwd would have left. Not by eval_jaxpr: without a
+        # jit around the whole program JAX 0.6.0 can't run a kernel's equation by itself.
+        staged = symbols.staged(run, self._arrays)
+        if staged is not None:
+            self.jaxpr, self._put = staged
+            return
+        jitted = jax.jit(run, inline=True)
+        if hasattr(jitted, "trace"):
+            self.jaxpr = jitted.trace(*self._arrays).jaxpr.jaxpr
+        else:  # JAX 0.4.28
+            self.jaxpr = jax.make_jaxpr(run)(*self._arrays).jaxpr
+        self._put = lambda: jitted(*self._arrays)  # not traced again
+
+    def run(self) -> Any:
+        """Return the cotangents, as bwd would."""
+        import jax
+
+        arrays = iter(self._put())
+        return jax.tree_util.tree_unflatten(
+            self._structure, [next(arrays) if one is None else one for one in self._constant]
+        )
+
+
+class Forward:
+    """What a custom_vjp's fwd does, where it can be traced once more.
+
+    It may close over values of a trace that has ended.
+
+    Args:
+      door: JAX's.
+      known_of: from an equation's primitive and params to what is known of the opaque call.
+      mesh_axes: the manual mesh axes.
+      parts: of the custom_vjp: its fwd, and its primals.
+      primals: over which axes each primal varies.
+    """
+
+    def __init__(
+        self,
+        symbols: Door,
+        known_of: Callable[[Any, dict], Any],
+        mesh_axes: frozenset[str],
+        parts: Any,
+        primals: Sequence[frozenset[str]],
+    ):
+        self.symbols = symbols
+        self.known_of = known_of
+        self.mesh_axes = mesh_axes
+        self.parts = parts
+        self.primals = primals
+
+    @functools.cached_property
+    def jaxpr(self) -> Any:
+        """The jaxpr from its primals to its outputs and residuals, or None."""
+        import jax
+
+        symbols, parts = self.symbols, self.parts
+        if parts.fwd is None:
+            return None
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in parts.in_avals]
+
+        def run(*flat):
+            flat = [symbols.cast(x, symbols.axis_type(a)) for x, a in zip(flat, parts.in_avals)]
+            return parts.fwd.call_wrapped(*jax.tree_util.tree_unflatten(parts.in_tree, flat))
+
+        try:
+            return jax.make_jaxpr(run)(*structs).jaxpr
+        except Exception:  # whatever a second trace runs into, the first one did not
+            return None
+
+    @functools.cached_property
+    def origins(self) -> Origins:
+        """The origins of what it returns: its outputs, then its residuals."""
+        inputs = [Origin(frozenset((at,)), axes) for at, axes in enumerate(self.primals)]
+        return Origins(self.symbols, self.known_of, self.mesh_axes, self.jaxpr, inputs)
+
+    def saved(self, output_count: int, count: int) -> Sequence[Origin] | None:
+        """Return the origins of its residuals; None where that can't be told.
+
+        Args:
+          output_count: how many outputs it has, leaf by leaf.
+          count: how many outputs and residuals.
+        """
+        if self.jaxpr is None or len(self.jaxpr.outvars) != count:
+            return None
+        return self.origins.outputs[output_count:]
+
+    def moves(self, at: int, axes: frozenset[str]) -> bool:
+        """Whether what depends on one primal may move along one of ``axes``.
+
+        Where the forward can't be traced again, the answer is that it may.
+        """
+        return self.jaxpr is None or self.origins.moves(at, axes)
+
+    def dropping(self, axes: frozenset[str]) -> str | None:
+        """Describe an opaque call whose rule makes outputs invariant over ``axes``.
+
+        Where the forward can't be traced again, the answer is that it may.
+        """
+        if self.jaxpr is None:
+            return None if self.parts.fwd is None else "a forward that can't be traced again"
+        for equation in equations(self.jaxpr):
+            known = self.known_of(equation.primitive, equation.params)
+            if known is not None and known.found is not None and known.found.rule.drops:
+                named = frozenset(known.found.rule.named_axes)
+                if not named or named & axes:
+                    return f"{known.call}, whose rule is {known.found.rule!r}"
+        return None
+
+    def equals(
+        self, size: Callable[[frozenset[str]], int]
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the axes over which it sums, and over which it averages, what is equal there.
+
+        Not those of what its primals don't reach (it counts the devices, say): no cotangent goes
+        through such a sum.
+        """
+        summed: frozenset[str] = frozenset()
+        averaged: frozenset[str] = frozenset()
+        for one in [] if self.jaxpr is None else self.origins.reductions:
+            equal = one.axes - one.origin.axes if one.origin.inputs else frozenset()
+            if equal and one.divisor in (size(equal), size(one.axes)):
+                averaged |= equal
+            else:
+                summed |= equal
+        return summed, averaged

@@ -1,0 +1,246 @@
+"""Plug the registry into JAX: ``install()`` returns a handle that takes everything back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from shardrules.arguments import checked
+from shardrules.door import internals
+from shardrules.door.patching import Patches
+from shardrules.errors import ShardrulesError
+from shardrules.hooks.casts.placing import CastHooks
+from shardrules.hooks.cotangents.batching import BatchedVjpHooks
+from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
+from shardrules.hooks.cotangents.forward import ForwardHooks
+from shardrules.hooks.retyping.replay import ReplayHooks
+from shardrules.hooks.retyping.retyping import Retyping
+from shardrules.hooks.sets.rep import SetHooks
+from shardrules.hooks.state import CASTS, POLICIES, Hooks, Scope, State
+from shardrules.hooks.types.control import ControlHooks
+from shardrules.hooks.types.hijax import HijaxHooks
+from shardrules.hooks.types.lost_axes import LostAxesHooks
+from shardrules.hooks.types.mesh_kernels import MeshKernelHooks
+from shardrules.hooks.types.pallas_call import PallasHooks
+from shardrules.hooks.types.primitives import PrimitiveHooks
+from shardrules.hooks.types.redundant_casts import RedundantCastHooks
+from shardrules.hooks.types.refs import RefHooks
+from shardrules.hooks.types.type_notes import TypeNoteHooks
+from shardrules.registry.binding import Binding, Declared
+from shardrules.registry.table import default
+
+__all__ = [
+    "ORDER",
+    "Handle",
+    "call_declared",
+    "held",
+    "hold_for_ops",
+    "install",
+    "installed",
+    "state",
+    "touched",
+]
+
+# All that is hooked into JAX, in the order in which it is installed. What replaces a function
+# that one before it replaced calls that one's; a class finds those before it by ``state.of``.
+ORDER: tuple[type[Hooks], ...] = (
+    TypeNoteHooks,
+    PallasHooks,
+    CustomVjpHooks,
+    ForwardHooks,
+    LostAxesHooks,
+    HijaxHooks,
+    PrimitiveHooks,
+    RedundantCastHooks,
+    Retyping,
+    BatchedVjpHooks,
+    ReplayHooks,
+    ControlHooks,
+    MeshKernelHooks,
+    RefHooks,
+    CastHooks,
+    SetHooks,
+)
+
+_lock = threading.RLock()
+_state = State(default)
+_patches = Patches()
+_holders = 0  # who needs JAX patched: each handle, and the ops together
+_held_for_ops = False
+
+
+class Handle:
+    """What ``install`` returns; a context manager. ``uninstall`` may be called repeatedly."""
+
+    def __init__(self):
+        self._installed = True
+
+    def uninstall(self, *, ops: bool = False) -> None:
+        """Put JAX back as it was; other handles stay.
+
+        Args:
+          ops: also where a declared op was called, which keeps JAX patched, if passive: its
+            backward pass is traced later. One that is not traced yet is then plain JAX's.
+        """
+        with _lock:
+            if self._installed:
+                self._installed = False
+                _state.remove(self)
+                _release()
+            if ops:
+                _release_ops()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.uninstall()
+
+    def __repr__(self) -> str:
+        return f"<shardrules hooks, {'installed' if self._installed else 'uninstalled'}>"
+
+
+@checked
+def install(*, unknown: str = "error", prove: bool = True, casts: str = "late") -> Handle:
+    """Make shard_map's check follow the registry. For applications to call, once.
+
+    Args:
+      unknown: what happens to an opaque call under the check that has neither a rule nor a proof:
+        ``error``; ``warn`` and ``varying`` take its outputs to vary over every manual mesh axis,
+        the former with a warning.
+      prove: whether a kernel that nobody declares may be proven not to communicate by its own
+        jaxpr; with False, declarations alone count.
+      casts: where what is differentiated is cast to varying, whose transpose is a psum: ``late``,
+        at the first operation that asks for it, as JAX does; or ``cheapest``, where the psums of
+        the gradient move the fewest bytes (from JAX 0.6; before, casts stand where they stand).
+
+    Returns:
+      A handle; ``handle.uninstall()``, or leaving ``with install():``, puts JAX back as it was.
+
+    Raises:
+      UnsupportedJaxError: if this JAX's internals are not known; nothing was changed.
+      ShardrulesError: if ``unknown`` or ``casts`` is none of these.
+
+    Examples:
+      >>> with shardrules.install() as handle:  # or shardrules.install(), once, in an application
+      ...     shape = jax.eval_shape(f, x)
+      >>> handle = shardrules.install(unknown="varying")
+      >>> handle.uninstall()
+    """
+    for name, given, known in (("unknown", unknown, POLICIES), ("casts", casts, CASTS)):
+        if given not in known:
+            raise ShardrulesError(
+                f"install({name}={given!r}) is not known; it is one of "
+                f"{', '.join(map(repr, known))}",
+                **{name if name == "casts" else "policy": given},
+            )
+    with _lock:
+        _hold()
+        handle = Handle()
+        _state.push(handle, Scope(True, unknown, prove=prove, casts=casts))
+    return handle
+
+
+def installed() -> bool:
+    """Return whether the hooks act in this thread, here."""
+    return _state.active
+
+
+def touched() -> tuple[tuple[Any, Any], ...]:
+    """Return each attribute and table entry of JAX that is replaced now."""
+    return _patches.touched()
+
+
+def state() -> State:
+    """Return which hooks are active where, in this process."""
+    return _state
+
+
+@contextlib.contextmanager
+def held() -> Iterator[State]:
+    """Keep JAX patched inside, passively: what acts is up to the scopes that are entered."""
+    _hold()
+    try:
+        yield _state
+    finally:
+        _release()
+
+
+def _hold() -> None:
+    """Patch JAX, unless somebody holds it patched already."""
+    global _holders
+    with _lock:
+        if not _holders:
+            door = internals.load()
+            if not _state.hooks:
+                _hide_frames()
+                _state.use_trace_key(door.trace_key())
+                for kind in ORDER:
+                    _state.hooks[kind] = kind(door, _state)
+            for hook in _state.hooks.values():
+                hook.install(_patches)
+        _holders += 1
+        _state.patched = True
+
+
+def hold_for_ops() -> None:
+    """Patch JAX for good, once an op is called: its bwd is traced, and all lowered, later.
+
+    Passive wherever no handle is installed and no declared op is running.
+    """
+    global _held_for_ops
+    with _lock:
+        if not _held_for_ops:
+            _hold()
+            _held_for_ops = True
+
+
+def _release_ops() -> None:
+    """Take back what ``hold_for_ops`` patched; the next op that is called patches it again."""
+    global _held_for_ops
+    if _held_for_ops:
+        _held_for_ops = False
+        _release()
+
+
+def _hide_frames() -> None:
+    """Leave this package's frames out of source lines, and of tracebacks that JAX filters."""
+    from jax.extend import source_info_util
+
+    folder = str(pathlib.Path(__file__).parents[1])
+    source_info_util.register_exclusion(folder)
+    internals.load().exclude_from_tracebacks(folder)
+
+
+def _release() -> None:
+    global _holders
+    with _lock:
+        _holders -= 1
+        if not _holders:
+            _state.patched = False
+            _patches.undo()
+
+
+def call_declared(declared: Declared, *args: Any, **kwargs: Any) -> Any:
+    """Call a declared function: a kernel body as it is, an op under its rule.
+
+    Args:
+      declared: what ``@no_communication`` returned.
+      *args: refs, for a kernel body that is being traced; else the op's arguments.
+      **kwargs: its keyword arguments.
+    """
+    import jax
+
+    binding: Binding = declared.__shardrules__
+    function = declared.__wrapped__
+    door = internals.load()
+    leaves = jax.tree_util.tree_leaves((args, kwargs))
+    if any(isinstance(getattr(leaf, "aval", None), door.AbstractRef) for leaf in leaves):
+        return function(*args, **kwargs)
+    hold_for_ops()
+    with _state.enter(dataclasses.replace(_state.scope, active=True, binding=binding)):
+        return function(*args, **kwargs)

@@ -1,0 +1,188 @@
+"""One equation of a jaxpr, as it is once what it takes varies over more mesh axes.
+
+Its types follow from its operands': by its abstract eval, or, where it calls jaxprs, by theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardrules.door.jaxprs import CASTS, is_inexact, widened
+from shardrules.errors import AxisError, ShardrulesError
+from shardrules.hooks.casts.linear import transposed_by_jax
+from shardrules.hooks.cotangents.origins import inner_jaxprs
+from shardrules.hooks.retyping.higher_order import HigherOrderOp
+from shardrules.hooks.types.opaque import types_of
+from shardrules.registry.axistypes import AxisType, show_axes
+
+__all__ = ["Equation"]
+
+
+class Equation:
+    """One equation whose operands have become more varying.
+
+    Args:
+      retyping: the hooks.
+      eqn: the equation.
+      operands: what its operands have become.
+      env: from the old jaxpr's variables to what they have become; its outputs are noted there.
+      what: that which it stands in, for messages.
+    """
+
+    def __init__(
+        self, retyping: Any, eqn: Any, operands: list[Any], env: dict[Any, Any], what: str | None
+    ):
+        self.retyping = retyping
+        self.door = retyping.door
+        self.eqn = eqn
+        self.operands = operands
+        self.env = env
+        self.what = what
+        self.eqns: list[Any] = []
+
+    @property
+    def types(self) -> list[AxisType]:
+        """The axis types of what its operands have become."""
+        return [*types_of(self.door, (atom.aval for atom in self.operands))]
+
+    def retyped(self) -> list[Any]:
+        """Return the equations that take its place."""
+        eqn = self.eqn
+        if eqn.primitive.name in CASTS:
+            return self._recast()
+        caller = HigherOrderOp.of(
+            self.retyping, eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars]
+        )
+        if caller is None:
+            return self._operation()
+        renewal = caller.retyped(self.types, self.what)
+        if renewal is None:
+            return self._done({}, types_of(self.door, (var.aval for var in eqn.outvars)))
+        self._cast(renewal.operands)
+        return self._done(renewal.changes, renewal.results)
+
+    def _recast(self) -> list[Any]:
+        """Cast over those axes only over which the operand doesn't vary yet."""
+        (var,) = self.operands
+        have, (out,) = self.door.axis_type(var.aval), self.eqn.outvars
+        want = widened(have, self.door.axis_type(out.aval).varying)
+        self._cast([want])
+        self.env[out] = self.operands[0]
+        return self.eqns
+
+    def _operation(self) -> list[Any]:
+        """Renew an operation by its abstract eval; its operands vary alike, as JAX asks."""
+        eqn = self.eqn
+        if self.retyping.state.known_of(eqn.primitive, eqn.params) is None and any(
+            var.aval.shape for inner in inner_jaxprs(eqn.params) for var in inner.invars
+        ):
+            raise self._error("the functions that it takes would have to be traced again")
+        if self.what is not None and self._sums_unseen():
+            raise self._error(
+                "its bwd or transpose is a function of its author's, which may sum cotangents over "
+                "them; if it does, only the first of these helps"
+            )
+        if all(map(self.door.can_cast, (atom.aval for atom in self.operands))):
+            axes = self._gained() & frozenset().union(*(one.varying for one in self.types))
+            self._cast([widened(one, axes) for one in self.types])
+        try:
+            avals, _ = eqn.primitive.abstract_eval(
+                *(atom.aval for atom in self.operands), **eqn.params
+            )
+        except ShardrulesError:
+            raise
+        except Exception as error:
+            raise self._error(
+                f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                if str(error)
+                else type(error).__name__
+            ) from error
+        avals = avals if eqn.primitive.multiple_results else [avals]
+        return self._done({}, types_of(self.door, avals))
+
+    def _sums_unseen(self) -> bool:
+        """Whether an author's function gives the cotangents, and nothing says what it does.
+
+        Written for an invariant operand it sums, and the cast before sums once more.
+        """
+        door, (primitive, params) = self.door, (self.eqn.primitive, self.eqn.params)
+        if not any(is_inexact(atom.aval) for atom in self.operands):
+            return False
+        if door.HiPrimitive is not None and isinstance(primitive, door.HiPrimitive):
+            called = primitive
+        elif door.hi_primitive_p is not None and primitive is door.hi_primitive_p:
+            called = params.get("_prim", params.get("prim"))  # JAX 0.8 and 0.9: prim
+        else:
+            known = self.retyping.state.known_of(primitive, params)
+            return (known is None or known.found is None) and not transposed_by_jax(primitive)
+        return not type(called).__module__.startswith("jax.")
+
+    def _gained(self) -> frozenset[str]:
+        """Return the axes over which an operand varies that did not vary over them before."""
+        return frozenset().union(
+            *(
+                new.varying - old.varying
+                for new, old in zip(
+                    self.types, types_of(self.door, (atom.aval for atom in self.eqn.invars))
+                )
+            )
+        )
+
+    def _cast(self, types: Sequence[AxisType]) -> None:
+        """Cast operands, in equations before this one."""
+        import jax
+
+        wide = [
+            i
+            for i, (have, want) in enumerate(zip(self.types, types))
+            if have != want and self.door.can_cast(self.operands[i].aval)
+        ]
+        if not wide:
+            return
+        casts = jax.make_jaxpr(lambda *xs: [self.door.cast(x, types[i]) for x, i in zip(xs, wide)])(
+            *(self.operands[i].aval for i in wide)
+        ).jaxpr
+        known = dict(zip(casts.invars, (self.operands[i] for i in wide)))
+        for eqn in casts.eqns:
+            self.eqns.append(
+                eqn.replace(
+                    invars=[known.get(v, v) for v in eqn.invars], source_info=self.eqn.source_info
+                )
+            )
+        for i, var in zip(wide, casts.outvars):
+            self.operands[i] = known.get(var, var)
+
+    def _done(self, changes: dict[str, Any], types: Sequence[AxisType]) -> list[Any]:
+        """Return the casts and the equation, with these parameters and outputs of these types."""
+        outvars = [
+            self.retyping.renew(var, one, self.env) for var, one in zip(self.eqn.outvars, types)
+        ]
+        return [
+            *self.eqns,
+            self.eqn.replace(
+                invars=self.operands, outvars=outvars, params={**self.eqn.params, **changes}
+            ),
+        ]
+
+    def _error(self, why: str) -> AxisError:
+        axes = self._gained()
+        names = ", ".join(map(repr, sorted(axes)))
+        at = self.door.source_line(self.eqn.source_info)
+        if self.what is None:
+            return AxisError(
+                f"{self.eqn.primitive.name}{f' at {at}' if at else ''} was traced with values that "
+                f"are invariant over {show_axes(axes)} and can't be run on ones that vary: {why}",
+                primitive=self.eqn.primitive.name,
+                axes=axes,
+            )
+        return AxisError(
+            f"{self.what} varies over {show_axes(axes)}, so that devices along them run different "
+            "branches or a different number of steps, and what is used there has to vary over "
+            f"{show_axes(axes)} before. That can't be done for {self.eqn.primitive.name}"
+            f"{f' at {at}' if at else ''}: {why}. Make the predicate the same on all devices, with "
+            f"jax.lax.pmax over ({names},), or cast what the function takes and closes over "
+            f"yourself, before: shardrules.vary(x, {names}).",
+            primitive=self.eqn.primitive.name,
+            axes=axes,
+        )

@@ -1,0 +1,324 @@
+"""Jaxprs that were traced with invariant values and run on varying ones.
+
+A library traces a function once, with the values that it has, and runs the jaxpr on others later:
+closure conversion, a linear solve, a checkpointed loop, any interpreter of jaxprs. JAX's functions
+cast operands that vary differently when they are called; the primitives that they left in the
+jaxpr don't (JAX 0.6 to 0.12: "requires varying manual axes to match"), and what calls a jaxpr keeps
+the types with which that was traced, which are then too invariant. So the casts that JAX's
+functions would put in are put in where an equation is bound, and a jaxpr is retyped for what it is
+called with.
+
+What a predicate chooses varies as the predicate does, and JAX types it by the branches or the body
+alone (0.6 to 0.12): on devices that chose differently, a value that is called equal differs, and
+its gradient is silently wrong. So a cond's, switch's and while_loop's results get the predicate's
+axes when they are bound. Programs that JAX types rightly are left as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.jaxprs import CASTS, named, opened, widened
+from shardrules.door.patching import Patches
+from shardrules.hooks.casts.linear import CALLS
+from shardrules.hooks.cotangents.origins import CASTS as ALL_CASTS
+from shardrules.hooks.cotangents.origins import gradient_sums, inner_jaxprs, named_axes
+from shardrules.hooks.retyping.higher_order import HigherOrderOp
+from shardrules.hooks.retyping.retyping import Retyping
+from shardrules.hooks.state import Hooks, State
+from shardrules.hooks.types.opaque import types_of
+from shardrules.hooks.types.type_notes import TypeNoteHooks
+from shardrules.registry.axistypes import AxisType
+
+__all__ = ["ReplayHooks"]
+
+# What JAX's own bind_with_trace (0.9.2 to 0.12) looks up, in order: where a trace takes hijax
+# types, all that it does is call process_primitive.
+_BIND = ("is_high", "requires_low", "set_current_trace", "to_lojax", "process_primitive")
+
+
+class ReplayHooks(Hooks):
+    """The hooks on how primitives are bound to operands of other types than they were traced with.
+
+    Args:
+      door: JAX's private names.
+      state: registry and scopes.
+    """
+
+    def __init__(self, door: Door, state: State):
+        super().__init__(door, state)
+        self.retyping = state.of(Retyping)
+        self._calls: dict[Any, bool] = {}  # JAX, too, keeps each primitive that it has a rule for
+
+    def install(self, patches: Patches) -> None:
+        """Replace how a primitive is bound in a trace, and custom_vjp's way back from a jaxpr."""
+        door = self.door
+        if not door.typed:
+            return
+        patches.attribute(
+            door.Primitive, "bind_with_trace", self._binder(door.Primitive.bind_with_trace)
+        )
+        patches.attribute(door.JaxprEqnContext, "manager", self._managed())
+        # Where JAX has it, and where users take it from.
+        for owner in (door.owner("eval_jaxpr")[0], importlib.import_module("jax.core")):
+            patches.attribute(owner, "eval_jaxpr", self._evaluator(door.eval_jaxpr))
+        primitive = door.custom_vjp_call_p
+        if "bind_with_trace" in vars(type(primitive)):  # JAX 0.6.0's in a jaxpr is another one
+            patches.attribute(
+                primitive,
+                "get_bind_params",
+                functools.partial(self._bind_params, primitive.get_bind_params),
+            )
+            patches.attribute(
+                primitive, "bind", functools.partial(self._bind_custom_vjp, primitive.bind)
+            )
+
+    def _binder(self, original):
+        # Every equation that JAX traces goes through here, those of kernels too, where the check
+        # is off: what asks little comes first, and the parameters are those of this JAX, since
+        # passing on any takes twice as long as the rest.
+        hooks, calls, check = self, self._calls, self.door.check_vma
+        known = getattr(getattr(original, "__code__", None), "co_names", ()) == _BIND
+
+        def by_avals(self, trace, args, avals, params, /):  # JAX 0.9 to 0.12
+            if check.value and calls.get(self, True):
+                found = hooks._called(self, trace, args, params)
+                if found is not None:
+                    return found
+            try:
+                if known and not trace.requires_low:
+                    return trace.process_primitive(self, args, params)
+                return original(self, trace, args, avals, params)
+            except (TypeError, ValueError) as error:
+                return hooks._refused(self, trace, args, params, error)
+
+        def by_args(self, trace, args, params):
+            if check.value and calls.get(self, True):
+                found = hooks._called(self, trace, args, params)
+                if found is not None:
+                    return found
+            try:
+                return original(self, trace, args, params)
+            except (TypeError, ValueError) as error:
+                return hooks._refused(self, trace, args, params, error)
+
+        return by_avals if "avals" in inspect.signature(original).parameters else by_args
+
+    def _called(self, primitive, trace, args, params):
+        """Bind what calls jaxprs, fitted to its operands; None for what is left as it is."""
+        if primitive not in self._calls:
+            self._calls[primitive] = (
+                next(inner_jaxprs(params), None) is not None
+                and self.state.known_of(primitive, params) is None
+            )
+        if not (self._calls[primitive] and self.acts):
+            return None
+        if self.state.records_gradients and any(map(gradient_sums, inner_jaxprs(params))):
+            self.state.record_gradient()  # one that a jit took, traced before
+        fitted = self._fitted(primitive, args, params)
+        if fitted is None:
+            return None
+        types, changes = fitted
+        with self.door.set_current_trace(trace):
+            return type(primitive).bind(
+                primitive, *self._cast(args, types), **{**params, **changes}
+            )
+
+    def _refused(self, primitive, trace, args, params, error):
+        """Bind what JAX refuses once more, where it would cast by itself; else raise its error."""
+        # Only here, where JAX would fail: other programs pay nothing, and stay the same.
+        if not (self.acts and self._casts_by_itself()):
+            raise error
+        with self.door.set_current_trace(trace):
+            return self._again(primitive, args, params, error)
+
+    def _casts_by_itself(self) -> bool:
+        """Whether JAX's functions cast what they are called with; JAX 0.10 can be told not to."""
+        return self.door.auto_pcast is None or bool(self.door.auto_pcast.value)
+
+    def _managed(self):
+        """Return how an equation's context is entered: under the mesh here, if traced under none.
+
+        JAX (0.6 to 0.12) runs what was traced outside of shard_map under no mesh inside, where
+        nothing tells that types are followed.
+        """
+        hooks, door, plain = self, self.door, self.door.JaxprEqnContextManager
+        full: Any = None  # the mesh, not an empty one, that was seen last: a program has but one
+
+        class Here(plain):
+            def __enter__(self):
+                super().__enter__()
+                door.use_abstract_mesh(self.mesh).__enter__()  # __exit__ puts back what was before
+
+        # ModuleProxy of JAX's, not around it: that is the last line, and each equation comes here.
+        def manager(self):
+            nonlocal full
+            mesh = self.cur_abstract_mesh
+            if mesh is not full:
+                if not mesh.empty:
+                    full = mesh
+                elif hooks.acts:
+                    here = Here(self)
+                    here.mesh = door.abstract_mesh()
+                    return here
+            return plain(self)
+
+        return property(manager)
+
+    def _evaluator(self, original):
+        @functools.wraps(original)
+        def eval_jaxpr(jaxpr, consts, *args, **options):
+            if self.acts:
+                if self.state.records_gradients and gradient_sums(jaxpr):
+                    self.state.record_gradient()  # one that was taken before
+                values = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args))
+                self.retyping.check_gradients(
+                    jaxpr, [(var.aval, self.door.typeof(value)) for var, value in values]
+                )
+            return original(jaxpr, consts, *args, **options)
+
+        return eval_jaxpr
+
+    # Operations.
+
+    def _again(self, primitive, args, params, error):
+        """Bind what JAX refused once more, with its operands cast; else raise JAX's error."""
+        door = self.door
+        if primitive.name in CASTS:
+            return self._cast_rest(primitive, args, params, error)
+        types = types_of(door, map(door.typeof, args))
+        axes = frozenset().union(*(one.varying for one in types))
+        if primitive.name not in ALL_CASTS:
+            # What is no cast and names axes is a collective: JAX's cast what they take, too.
+            axes |= named_axes(params) & frozenset(door.manual_axes())
+        cast = self._cast(args, [widened(one, axes) for one in types])
+        if all(new is old for new, old in zip(cast, args)):
+            raise error
+        try:
+            return type(primitive).bind(primitive, *cast, **params)
+        except (TypeError, ValueError):
+            raise error from None
+
+    def _cast_rest(self, primitive, args, params, error):
+        """Cast over those axes only over which a value doesn't vary yet."""
+        have = types_of(self.door, map(self.door.typeof, args))
+        if not any(one.varying & named(params) for one in have):
+            raise error
+        cast = self._cast(args, [widened(one, named(params)) for one in have])
+        return cast if primitive.multiple_results else cast[0]
+
+    def _cast(self, args, types: Sequence[AxisType]) -> list[Any]:
+        return [
+            self.door.cast(x, one) if self.door.can_cast(self.door.typeof(x)) else x
+            for x, one in zip(args, types)
+        ]
+
+    # What calls jaxprs.
+
+    def _fitted(self, primitive, args, params):
+        """Return to which types operands are cast, and changed parameters; None if nothing is."""
+        avals = [*map(self.door.typeof, args)]
+        if primitive.name in CALLS and _as_traced(params.get(CALLS[primitive.name]), avals):
+            return None
+        caller = HigherOrderOp.of(self.retyping, primitive, params, avals)
+        if caller is None:
+            return None
+        have = [*types_of(self.door, avals)]
+        types = [
+            want if self.door.can_cast(aval) else one
+            for want, one, aval in zip(caller.wanted(have), have, avals)
+        ]
+        what = self._decides(primitive, avals, params)
+        renewal = None
+        if what is not None or types != caller.traced:
+            renewal = caller.retyped(types, what)
+        if renewal is not None:
+            if what is not None:
+                decides = (
+                    avals[0] if primitive is self.door.cond_p else params["cond_jaxpr"].out_avals[0]
+                )
+                over = self.door.axis_type(decides).varying
+                self.state.of(TypeNoteHooks).note(f"{primitive.name}, as {what} varies,", over)
+            return renewal.operands, renewal.changes
+        return None if types == have else (types, {})
+
+    def _decides(self, primitive, avals, params) -> str | None:
+        """Return what devices may decide differently here, for messages; None if nothing is."""
+        door = self.door
+        if primitive is door.cond_p:
+            decides, what = avals[0], "the predicate of a cond or switch"
+        elif primitive is door.while_p:
+            (decides,), what = params["cond_jaxpr"].out_avals, "the condition of a while_loop"
+        else:
+            return None
+        if not door.axis_type(decides).varying:
+            return None
+        # Refuse refs that would be written by some devices only, before what they hold is cast.
+        if any(isinstance(aval, door.AbstractRef) for aval in avals):
+            primitive.abstract_eval(*avals, **params)
+        return what
+
+    # A custom_vjp: its bwd closes over the types of the primals.
+
+    def _bind_params(self, original, params):
+        new = original(params)
+        jaxpr = params["call_jaxpr"]
+        functions = new["subfuns"] if isinstance(new, dict) else new[0]
+        fun, fwd, bwd = functions
+        run = _Replayed(self.retyping, bwd, types_of(self.door, jaxpr.in_avals))
+        functions = type(functions)((fun, fwd, self.door.wrapped(run, bwd)))
+        return {**new, "subfuns": functions} if isinstance(new, dict) else (functions, new[1])
+
+    def _bind_custom_vjp(self, bind, *args, **params):
+        first = 0 if "subfuns" in params else 3
+        bwd = (params.get("subfuns") or args)[2]
+        run = getattr(bwd, "f", bwd)
+        if isinstance(run, _Replayed) and self.acts:
+            have = types_of(self.door, map(self.door.typeof, args[first:]))
+            gained = [one.varying - traced.varying for one, traced in zip(have, run.traced)]
+            run.axes = frozenset().union(*gained)
+            # bwd is run for primals that vary as those it knows, and all of them over these axes.
+            types = [
+                widened(one, traced.varying | run.axes) for one, traced in zip(have, run.traced)
+            ]
+            args = (*args[:first], *self._cast(args[first:], types))
+        return bind(*args, **params)
+
+
+class _Replayed:
+    """A custom_vjp's bwd as a jaxpr's equation calls it.
+
+    Args:
+      retyping: knows how to run it for primals that vary over more axes.
+      bwd: the function.
+      traced: the primals' types when the jaxpr was traced.
+
+    Attributes:
+      axes: the axes over which the primals vary now that did not.
+    """
+
+    def __init__(self, retyping: Retyping, bwd: Any, traced: Sequence[AxisType]):
+        self.retyping = retyping
+        self.bwd = bwd
+        self.traced = traced
+        self.axes: frozenset[str] = frozenset()
+        self.__name__ = retyping.door.function_name(bwd)
+
+    def __call__(self, *args):
+        return self.retyping.run_bwd(self.bwd, self.axes, args)
+
+
+def _as_traced(jaxpr: Any, avals: Sequence[Any]) -> bool:
+    """Whether a jaxpr is called with the very avals that it was traced with, as jit mostly is."""
+    jaxpr = opened(jaxpr)
+    if jaxpr is None or len(jaxpr.invars) != len(avals):
+        return False
+    for var, aval in zip(jaxpr.invars, avals):
+        if var.aval is not aval:
+            return False
+    return True

@@ -1,0 +1,446 @@
+"""Branches and bodies as they are once what they take varies over more mesh axes.
+
+What is chosen by a varying predicate varies, and so does its gradient: JAX puts a psum wherever an
+invariant value was cast, and one inside of a branch is run by the devices that took it only (JAX
+0.6 to 0.12: the program hangs). So operands are cast before the branches, and in these nothing is
+left to cast. A jaxpr's types are computed anew from its inputs' here, equation by equation: casts
+that have become needless go, and no code of the user's runs twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.jaxprs import (
+    CASTS,
+    callable_of,
+    is_inexact,
+    named,
+    opened,
+    read,
+    variable,
+    widened,
+)
+from shardrules.door.patching import Patches
+from shardrules.errors import AxisError, CotangentError
+from shardrules.hooks.cotangents.bwd import Bwd
+from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
+from shardrules.hooks.cotangents.origins import gradient_sums, inner_jaxprs
+from shardrules.hooks.retyping.equations import Equation
+from shardrules.hooks.state import Hooks, State
+from shardrules.hooks.types.opaque import types_of
+from shardrules.registry.axistypes import AxisType, show_axes
+
+__all__ = ["Retyping"]
+
+
+class Retyping(Hooks):
+    """From a jaxpr and its inputs' axis types to the jaxpr in which all types follow from these."""
+
+    def __init__(self, door: Door, state: State):
+        super().__init__(door, state)
+        self._local = threading.local()
+        self._replayed: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
+
+    def install(self, patches: Patches) -> None:
+        """Let a bwd be asked for cotangents of wider primals than it was traced for."""
+        owner, name = self.door.owner("flatten_bwd")
+        previous = getattr(owner, name)  # another hook's, by now
+
+        def flatten(fun, *rest):
+            flat = previous(fun, *rest)
+            if not (self.door.typed and self.state.active):
+                return flat  # else what is traced outside of shard_map may be run inside
+            in_tree, in_avals, *others = rest
+
+            def wider(axes, by_cast):
+                parts = self.state.of(CustomVjpHooks).parts(fun, *rest[:3])
+                avals = [self._wider(aval, axes) for aval in in_avals]
+                shares = self.door.transformation(self._shares)(fun, parts, axes, by_cast)
+                return previous(shares, in_tree, avals, *others)
+
+            return self.door.transformation(self._run_bwd)(flat, wider)
+
+        patches.attribute(owner, name, flatten)
+
+    def _wider(self, aval: Any, axes: frozenset[str]) -> Any:
+        return self.door.with_axis_type(aval, widened(self.door.axis_type(aval), axes))
+
+    def _run_bwd(self, flat, wider, *args):
+        axes, by_cast = self._over
+        if not axes:
+            return flat(*args)
+        # Not those of what bwd itself differentiates.
+        with self._primals_over(frozenset(), frozenset()):
+            return wider(axes, by_cast).call_wrapped(*args)
+
+    def run_bwd(
+        self, bwd: Any, axes: frozenset[str], args: Sequence[Any], by_cast: bool = False
+    ) -> Any:
+        """Run a custom_vjp's bwd, for primals that vary over ``axes`` too.
+
+        Args:
+          bwd: the function.
+          axes: mesh axes.
+          args: residuals and cotangents.
+          by_cast: the primals were cast to vary, and bwd is for those that are invariant.
+        """
+        known, cast = self._over
+        with self._primals_over(axes | known, cast | axes if by_cast else cast):
+            return callable_of(bwd)(*args)
+
+    def run_hiding(self, bwd: Any, axes: frozenset[str], args: Sequence[Any]) -> Any:
+        """Run a bwd where types don't show ``axes``: those of vmap's ``spmd_axis_name``, inside."""
+        known, cast = self._over
+        with self._primals_over(known - axes, cast - axes):
+            return callable_of(bwd)(*args)
+
+    def _shares(self, fun, parts, axes, by_cast, *args):
+        """Run a bwd; of a cotangent that is the full sum, give each device its part.
+
+        A bwd that was written for an invariant primal may reduce its cotangent. The primal's cast
+        stands before the branch now, and its psum adds up what the devices return.
+
+        Raises:
+          CotangentError: a cotangent varies as its primal does after that cast, and may be the full
+            sum all the same: it is made of a residual whose type alone varies.
+        """
+        import jax
+
+        bwd = Bwd(self, fun, parts, args)
+        cotangents = bwd.cotangents() if by_cast else fun(*args)
+
+        def one(path, ct, stand_in):
+            index = parts.position(stand_in)
+            if (
+                index is None
+                or ct is None
+                or isinstance(ct, self.door.SymbolicZero)
+                or not is_inexact(ct)
+            ):
+                return ct
+            aval = parts.in_avals[index]
+            have = self.door.axis_type(self.door.typeof(ct))
+            want = self.door.cotangent_type(aval)
+            share = by_cast & have.varying - want.varying - want.unreduced
+            if share:
+                bwd.check_share(path, share, have, want)
+            whole = axes - self.door.axis_type(aval).axes - have.axes
+            if not whole:
+                return ct
+            order = tuple(a for a in self.door.manual_axes() if a in whole)
+            return self.door.cast(ct / jax.lax.psum(1, order), have.vary(*whole))
+
+        if isinstance(cotangents, list):
+            cotangents = tuple(cotangents)
+        try:
+            return jax.tree_util.tree_map_with_path(
+                one, cotangents, parts.primals(), is_leaf=lambda x: x is None
+            )
+        except CotangentError:
+            raise
+        except (TypeError, ValueError):  # another structure than the primals': JAX refuses it
+            return cotangents
+
+    @property
+    def over(self) -> frozenset[str]:
+        """The axes over which the primals of the bwd that runs here vary too."""
+        return self._over[0]
+
+    @property
+    def _over(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The axes over which primals vary too, and of these the ones over which they were cast."""
+        return getattr(self._local, "over", (frozenset(), frozenset()))
+
+    @contextlib.contextmanager
+    def _primals_over(self, axes: frozenset[str], by_cast: frozenset[str]) -> Iterator[None]:
+        before = self._over
+        self._local.over = axes, by_cast
+        try:
+            yield
+        finally:
+            self._local.over = before
+
+    # What is chosen.
+
+    def branches(
+        self,
+        over: frozenset[str],
+        operands: Sequence[AxisType],
+        branches: Sequence[Any],
+        what: str | None,
+    ) -> tuple[list[AxisType], tuple[Any, ...]] | None:
+        """Return the types that a cond's operands must be cast to, and its branches for these.
+
+        Args:
+          over: the axes over which the predicate varies.
+          operands: the operands' types, without the predicate's.
+          branches: jaxprs.
+          what: the cond, for messages.
+
+        Returns:
+          None where the branches fit as they are.
+        """
+        door = self.door
+        avals = [var.aval for var in opened(branches[0]).invars]
+        wide = any(one.varying - door.axis_type(aval).varying for one, aval in zip(operands, avals))
+        if self._missing(over, [var.aval for b in branches for var in opened(b).outvars]) or (
+            self._casts_inside(over, operands, avals, branches)
+        ):
+            operands = [
+                widened(one, over) if door.can_cast(aval) else one
+                for one, aval in zip(operands, avals)
+            ]
+        elif not wide:
+            return None
+        new = [self.jaxpr(branch, operands, what) for branch in branches]
+        results = [*map(self.results, new)]
+        types = [
+            widened(each[0], over.union(*(one.varying for one in each)))
+            if door.can_cast(var.aval)
+            else each[0]
+            for each, var in zip(zip(*results), opened(new[0]).outvars)
+        ]
+        return list(operands), tuple(door.cast_outputs(branch, types) for branch in new)
+
+    def loop(
+        self, types: Sequence[AxisType], params: dict[str, Any], what: str | None
+    ) -> tuple[list[AxisType], dict[str, Any]] | None:
+        """Return the types that a while_loop's operands must be cast to, and its parameters then.
+
+        A carry that the body hands on as it is holds the same however often the body runs.
+
+        Args:
+          types: the operands' types: of the constants of the condition and of the body, the carry.
+          params: the loop's parameters.
+          what: the loop, for messages.
+
+        Returns:
+          None where the loop fits as it is.
+        """
+        door = self.door
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        constants, carry = list(types[: first + second]), list(types[first + second :])
+        inner = opened(params["body_jaxpr"])
+        changed = [
+            out is not var and door.can_cast(var.aval)
+            for out, var in zip(inner.outvars, inner.invars[second:])
+        ]
+        while True:
+            condition = self.jaxpr(params["cond_jaxpr"], constants[:first] + carry, what)
+            body = self.jaxpr(params["body_jaxpr"], constants[first:] + carry, what)
+            (decides,) = self.results(condition)
+            wider = [
+                widened(have, result.varying | decides.varying) if change else have
+                for have, result, change in zip(carry, self.results(body), changed)
+            ]
+            if wider == carry:
+                break
+            carry = wider
+        if condition is params["cond_jaxpr"] and body is params["body_jaxpr"]:
+            return None
+        return constants + carry, dict(
+            params, cond_jaxpr=condition, body_jaxpr=door.cast_outputs(body, carry)
+        )
+
+    def _missing(self, over: frozenset[str], avals: Iterable[Any]) -> bool:
+        """Whether what is chosen is typed as if all devices along ``over`` chose alike."""
+        for aval in avals:
+            have = self.door.axis_type(aval)
+            if self.door.can_cast(aval) and over - have.varying - have.unreduced:
+                return True
+        return False
+
+    def _casts_inside(self, over, operands, avals, branches) -> bool:
+        """Whether a branch casts what may come from an operand: then its gradient is a psum."""
+        narrow = [
+            i
+            for i, (one, aval) in enumerate(zip(operands, avals))
+            if self._missing(over, [self.door.with_axis_type(aval, one)]) and is_inexact(aval)
+        ]
+        return bool(narrow) and any(
+            self._casts(branch, [branch.invars[i] for i in narrow], over)
+            for branch in map(opened, branches)
+        )
+
+    def _casts(self, jaxpr, narrow, over) -> bool:
+        """Whether a jaxpr casts what comes from inputs that don't vary over all of ``over``."""
+        narrow = set(narrow)
+        for eqn in jaxpr.eqns:
+            if not any(atom in narrow for atom in eqn.invars if not hasattr(atom, "val")):
+                continue
+            if eqn.primitive.name in CASTS and over & named(eqn.params):
+                return True
+            if "bwd" in eqn.params and self._mixed(eqn, over):
+                return True  # a custom_vjp, whose bwd's cotangents are summed
+            if self.state.known_of(eqn.primitive, eqn.params) is None and any(
+                self._casts(inner, inner.invars, over) for inner in inner_jaxprs(eqn.params)
+            ):
+                return True
+            narrow |= {var for var in eqn.outvars if is_inexact(var.aval)}
+        return False
+
+    def _mixed(self, eqn, over) -> bool:
+        kinds = {
+            self.door.axis_type(v.aval).varying & over for v in eqn.invars if is_inexact(v.aval)
+        }
+        return len(kinds) > 1
+
+    def results(self, jaxpr: Any) -> tuple[AxisType, ...]:
+        """Return the types of a jaxpr's outputs."""
+        return types_of(self.door, (var.aval for var in opened(jaxpr).outvars))
+
+    # A jaxpr.
+
+    def jaxpr(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
+        """Return a jaxpr for inputs of these types; the same one where they are what it takes.
+
+        Args:
+          jaxpr: with or without its constants, which stay as they are.
+          types: for each input, one that varies over as many axes or more; a ref's is ignored.
+          what: that which it is a branch or a body of, for messages, where devices may run other
+            branches or steps: nothing may be left in it to cast. None where all run it alike.
+
+        Raises:
+          AxisError: if an equation can't take what varies more.
+        """
+        if what is not None:
+            return self._renewed(jaxpr, types, what)
+        invars = opened(jaxpr).invars
+        avals = [self.door.with_axis_type(var.aval, one) for var, one in zip(invars, types)]
+        self.check_gradients(opened(jaxpr), [(var.aval, a) for var, a in zip(invars, avals)])
+        known = self._replayed.setdefault(jaxpr, {})  # one jaxpr is lowered and cached once
+        key = (*types, self.door.abstract_mesh(), self.state.scope, self.state.registry.version)
+        if key not in known:
+            try:
+                known[key] = self._renewed(jaxpr, types, None)
+            except AxisError:
+                known[key] = self._retraced(jaxpr, types)
+            if known[key] is jaxpr:
+                known[key] = None  # or it would keep itself
+        return jaxpr if known[key] is None else known[key]
+
+    def check_gradients(self, jaxpr: Any, inputs: Sequence[tuple[Any, Any]]) -> None:
+        """Refuse that a jaxpr sums a gradient over axes along which an input came to vary.
+
+        The gradient of what is invariant is summed over the devices; of what varies, each has its
+        own. The jaxpr doesn't say which psum belongs to which of its inputs.
+
+        Args:
+          jaxpr: without its constants.
+          inputs: for each input, its aval when the jaxpr was traced, and now.
+
+        Raises:
+          AxisError: naming the axes, and what is to be cast before.
+        """
+        gained = frozenset().union(
+            *(
+                self.door.axis_type(new).varying - self.door.axis_type(old).varying
+                for old, new in inputs
+            )
+        )
+        over = gained and gained & gradient_sums(jaxpr)
+        if over:
+            names = ", ".join(map(repr, sorted(over)))
+            why = (
+                f"a function that takes gradients was traced with values that are invariant over "
+                f"{show_axes(over)}, and is run on ones that vary. The gradient with respect to an "
+                "invariant value is summed over the devices, that of a varying one is each "
+                "device's own."
+            )
+            raise AxisError(
+                f"{why} Cast what it is traced with (closure conversion, an initial guess) "
+                f"before: shardrules.vary(x, {names}).",
+                axes=over,
+                why=why,
+            )
+
+    def _retraced(self, jaxpr: Any, types: Sequence[AxisType]) -> Any:
+        """Trace a jaxpr's equations again, bound to values of these types."""
+        import jax
+
+        inner, constants = opened(jaxpr), getattr(jaxpr, "consts", ())
+        new = jax.make_jaxpr(lambda *args: jax.core.eval_jaxpr(inner, constants, *args))(
+            *(self.door.with_axis_type(var.aval, one) for var, one in zip(inner.invars, types))
+        )
+        return new if isinstance(new, type(jaxpr)) else new.jaxpr  # one that had no constants
+
+    def _renewed(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
+        inner = opened(jaxpr)
+        env: dict[Any, Any] = {}
+        invars = [self.renew(var, one, env) for var, one in zip(inner.invars, types)]
+        if not env:
+            return jaxpr
+        eqns: list[Any] = []
+        for eqn in inner.eqns:
+            operands = [read(env, atom) for atom in eqn.invars]
+            if all(new is old for new, old in zip(operands, eqn.invars)):
+                eqns.append(eqn)
+                continue
+            if all(new.aval == old.aval for new, old in zip(operands, eqn.invars)):
+                eqns.append(eqn.replace(invars=operands))  # a cast went, and nothing else
+                continue
+            with eqn.ctx.manager:
+                eqns += Equation(self, eqn, operands, env, what).retyped()
+        outvars = [read(env, atom) for atom in inner.outvars]
+        # With its debug_info: the names of its arguments are what they were.
+        new = inner.replace(invars=invars, eqns=eqns, outvars=outvars, debug_info=inner.debug_info)
+        return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+    def renew(self, var: Any, one: AxisType, env: dict[Any, Any]) -> Any:
+        """Return a variable of this type, noted as the one that ``var`` has become."""
+        if not self.door.can_cast(var.aval) or self.door.axis_type(var.aval) == one:
+            return var
+        env[var] = variable(var, self.door.with_axis_type(var.aval, one))
+        return env[var]
+
+    def thunk(self, thunk: Any, types: Sequence[AxisType], what: str | None) -> Any:
+        """Return a custom rule's thunk, whose jaxpr is retyped when it is asked for.
+
+        Args:
+          thunk: from which inputs are zero to a jaxpr, its constants and, of a custom_jvp, which
+            tangents are zero that it returns.
+          types: of the primals; the jaxpr's further inputs are the tangents of those that are not
+            zero, each of its primal's type, and so are those that it returns.
+          what: for messages.
+        """
+        known: dict[tuple, Any] = {}
+
+        def run(*zeros):
+            if zeros not in known:
+                jaxpr, *others = callable_of(thunk)(*zeros)
+                if len(others) == 2:  # of a custom_jvp; that of a custom_vjp takes the primals
+                    tangents = [one for one, zero in zip(types, zeros) if not zero]
+                    jaxpr = self.jaxpr(jaxpr, [*types, *tangents], what)
+                    results, out_zeros = self.results(jaxpr), others[1]
+                    primals = results[: len(out_zeros)]
+                    wants = [one for one, zero in zip(primals, out_zeros) if not zero]
+                    jaxpr = self.door.cast_outputs(
+                        jaxpr,
+                        [
+                            *primals,
+                            *(
+                                widened(have, want.varying)
+                                for have, want in zip(results[len(primals) :], wants)
+                            ),
+                        ],
+                    )
+                else:
+                    jaxpr = self.jaxpr(jaxpr, types, what)
+                known[zeros] = (jaxpr, *others)
+            return known[zeros]
+
+        return self.door.wrapped(run, thunk)
+
+    def bwd(self, bwd: Any, axes: frozenset[str], by_cast: bool = False) -> Any:
+        """Return a custom_vjp's bwd, for primals that vary over ``axes`` too; as ``run_bwd``."""
+
+        def run(*args):
+            return self.run_bwd(bwd, axes, args, by_cast)
+
+        return self.door.wrapped(run, bwd)

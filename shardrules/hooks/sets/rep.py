@@ -1,0 +1,409 @@
+"""Replication sets, the form of shard_map's check to JAX 0.5.3 (``check_rep=True``).
+
+There, a value's axis type is not on its aval: a tracer of shard_map's own carries the set of mesh
+axes over which the value is replicated, the complement of those over which it varies. Two tables
+hold, for each primitive, how the sets pass through it (*check*) and which casts its operands need
+(*rewrite*). JAX fills a table with ``setdefault``, which drops a second rule silently; so one entry
+for each opaque primitive goes in, and it asks the registry each time.
+
+A custom_vjp's bwd is matched to its primals here too. JAX sums every cotangent that varies over an
+axis over which its primal doesn't, also one that bwd has made whole already: 0.4.35 and 0.5.3 give
+144 for 36. So it is asked first what bwd does, as where types are on avals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.jaxprs import is_inexact
+from shardrules.door.patching import Patches
+from shardrules.errors import RuleError
+from shardrules.hooks.cotangents.bwd import Bwd
+from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
+from shardrules.hooks.cotangents.origins import inner_jaxprs
+from shardrules.hooks.cotangents.traced import CustomVjpInfo
+from shardrules.hooks.state import Hooks, State
+from shardrules.hooks.types.opaque import OpaqueCall, resolve
+from shardrules.hooks.types.pallas_call import PallasHooks
+from shardrules.hooks.types.primitives import PrimitiveHooks
+from shardrules.registry.axistypes import AxisType, Effect, Resolution
+
+__all__ = ["SetHooks"]
+
+
+# JAX's own, whose tables say less: a maximum within groups is each group's, and a generator without
+# a key draws on every device for itself.
+_BY_DEVICE = frozenset(("pmax", "pmin", "rng_uniform"))
+
+
+@dataclasses.dataclass
+class _Run:
+    """One run of a custom_vjp's bwd: cotangents are matched in order once it has returned.
+
+    Args:
+      call: bwd, from and to flat lists.
+      args: its arguments.
+      axes: the mesh's.
+      parts: what it belongs to.
+      primals: the axis types of its primals.
+      entering: those of its arguments, leaf by leaf, its outputs' cotangents last.
+      arriving: how many these are; none before bwd is entered.
+      returned: whether it has.
+      matched: how many cotangents were.
+    """
+
+    call: Any
+    args: tuple[Any, ...]
+    axes: frozenset[str]
+    parts: CustomVjpInfo
+    primals: tuple[AxisType, ...] = ()
+    entering: tuple[AxisType, ...] = ()
+    arriving: int = 0
+    returned: bool = False
+    matched: int = 0
+
+
+class _Bwd(Bwd):
+    """A bwd whose cotangents' types are known from replication sets."""
+
+    def __init__(self, hooks: CustomVjpHooks, run: _Run):
+        super().__init__(hooks, lambda *args: tuple(run.call(*args)), run.parts, run.args)
+        self.run = run
+
+    @property
+    def mesh_axes(self):
+        return self.run.axes
+
+    def _entering(self):
+        return self.run.entering
+
+    def _arriving(self):
+        return self.run.entering[len(self.run.entering) - self.run.arriving :]
+
+    def _primals(self):
+        return self.run.primals
+
+
+class SetHooks(Hooks):
+    """The hooks of ``jax.experimental.shard_map``'s tables."""
+
+    def __init__(self, door: Door, state: State):
+        super().__init__(door, state)
+        self.pallas = state.of(PallasHooks)
+        self.primitives = state.of(PrimitiveHooks)
+        self.custom_vjp = state.of(CustomVjpHooks)
+        self._local = threading.local()
+        # A user's primitive carries nothing from the rewrite, which runs in the scope of the trace,
+        # to the check, which runs at its end, outside every op.
+        self._rewritten: dict[tuple[str, str], OpaqueCall] = {}
+        self._counts: dict[tuple[str, str], int] = {}  # of results, where parameters don't tell
+
+    def install(self, patches: Patches) -> None:
+        """Put the entries in, and replace what is done where there is none."""
+        door = self.door
+        if door.typed:
+            return  # from JAX 0.6 types are on avals
+        for primitive in (
+            door.pallas_call_p,
+            door.ffi_call_p,
+            door.pure_callback_p,
+            door.io_callback_p,
+            door.tpu_custom_call_p,
+        ):
+            if primitive is not None:
+                missing = functools.partial(door.rule_missing, primitive)
+                check = door.check_rules.get(primitive, missing)
+                rewrite = door.rewrite_rules.get(primitive, missing)
+                patches.entry(
+                    door.check_rules, primitive, functools.partial(self.check, primitive, check)
+                )
+                patches.entry(
+                    door.rewrite_rules,
+                    primitive,
+                    functools.partial(self.rewrite, primitive, rewrite),
+                )
+        if door.cond_p in door.rewrite_rules:  # not to 0.4.35
+            rewrite = functools.partial(self._rewrite_cond, door.rewrite_rules[door.cond_p])
+            patches.entry(door.rewrite_rules, door.cond_p, rewrite)
+        for primitive in [p for p in door.check_rules if p.name in _BY_DEVICE]:
+            check, rewrite = door.check_rules[primitive], door.rewrite_rules[primitive]
+            patches.entry(
+                door.check_rules, primitive, functools.partial(self._check_by_device, check)
+            )
+            patches.entry(
+                door.rewrite_rules, primitive, functools.partial(self._rewrite_by_device, rewrite)
+            )
+        patches.attribute(*door.owner("rule_missing"), self._missing)
+        patches.attribute(*door.owner("rewrite_bwd"), self._rewrite_bwd)
+        patches.attribute(*door.owner("match_replication"), self._match_replication)
+        patches.attribute(self.custom_vjp, "see", self._see)
+
+    # The two tables.
+
+    def _check_by_device(self, original, mesh, *in_rep, **params):
+        """Say that what each device gets for itself is not replicated."""
+        rep = original(mesh, *in_rep, **params)
+        return self._by_device(mesh, rep, params)
+
+    def _rewrite_by_device(self, original, mesh, in_rep, *args, **params):
+        """Bind as JAX does, and say the same of the outputs."""
+        results, reps = original(mesh, in_rep, *args, **params)
+        return results, [self._by_device(mesh, rep, params) for rep in reps]
+
+    def _by_device(self, mesh, rep, params):
+        if not self.state.active:
+            return rep
+        if "axes" not in params:  # a draw
+            return set()
+        if params["axis_index_groups"] is None:
+            return rep
+        axes = params["axes"]
+        return set(rep) - set(axes if isinstance(axes, tuple) else (axes,))
+
+    def rewrite(self, primitive, original, mesh, in_rep, /, *args, **params):
+        """Cast the operands as the rule says, bind, and say how the outputs are replicated."""
+        known = self._known(primitive, params)
+        if self._leaves(primitive, original, known):
+            return original(mesh, in_rep, *args, **params)
+        avals = [self.door.typeof(x) for x in args]
+        resolution = self._resolve(known, primitive, mesh, in_rep, avals, params)
+        known.effects = _weaker(known.effects, resolution.effects)
+        self._rewritten[primitive.name, known.call.name] = known
+        cast = [
+            self._cast(x, aval, mesh, rep, want)
+            for x, aval, rep, want in zip(args, avals, in_rep, resolution.inputs)
+        ]
+        results = primitive.bind(*cast, **self.primitives.carrying(known, params))
+        reps = [_rep(mesh, one) for one in resolution.outputs]
+        return (results if primitive.multiple_results else [results]), reps
+
+    def check(self, primitive, original, mesh, /, *in_rep, **params):
+        """Say how the outputs are replicated."""
+        known = self._known(primitive, params)
+        if known.found is None:
+            known = self._rewritten.get((primitive.name, known.call.name), known)
+        if self._leaves(primitive, original, known):
+            return original(mesh, *in_rep, **params)
+        resolution = self._resolve(known, primitive, mesh, in_rep, None, params)
+        for i, (rep, want) in enumerate(zip(in_rep, resolution.inputs)):
+            lost = want.varying - _type(mesh, rep).varying
+            if rep is not None and lost:
+                # vmap with spmd_axis_name over shard_map, say: its axis comes in after the casts,
+                # and the input's gradient would lack the psum that is a cast's transpose.
+                names = ", ".join(sorted(lost))
+                raise RuleError(
+                    f"input {i} of {known.call} is invariant over {{{names}}}, over which another "
+                    f"input came to vary after shard_map's casts were put in. JAX "
+                    f"{self.door.version} can't cast it then: map the input over that axis too, "
+                    "move the vmap into shard_map, or use JAX 0.6 or newer",
+                    kernel=known.call.name,
+                    axes=lost,
+                )
+        reps = [_rep(mesh, one) for one in resolution.outputs]
+        return reps if primitive.multiple_results else reps[0]
+
+    def _rewrite_cond(self, original, mesh, in_rep, /, *args, **params):
+        """Cast operands before branches that devices choose differently.
+
+        A cast in a branch is a psum in its gradient, to which the devices that took another branch
+        never come (JAX 0.5.3: the program hangs).
+        """
+        args, in_rep = [*args], [*in_rep]
+        over = _type(mesh, in_rep[0]).varying if self.state.active else frozenset()
+        for i, (x, rep) in enumerate(zip(args, in_rep)):
+            aval = self.door.typeof(x)
+            want = _type(mesh, rep).vary(*over)
+            if i and rep is not None and is_inexact(aval) and want != _type(mesh, rep):
+                args[i], in_rep[i] = self._cast(x, aval, mesh, rep, want), _rep(mesh, want)
+        return original(mesh, in_rep, *args, **params)
+
+    def _missing(self, primitive, /, *args, **params):
+        """Stand in for a primitive that no table holds, as a user's own."""
+        original = functools.partial(self.door.rule_missing, primitive)
+        if next(inner_jaxprs(params), None) is not None:
+            return original(*args, **params)  # not opaque: to 0.4.35, JAX has no rule for cond
+        # Called as the rule that is missing: the check gets one set (None for a constant) for
+        # each operand, the rewrite all of them in one sequence, then the operands.
+        rewrites = len(args) > 1 and isinstance(args[1], (list, tuple))
+        # Its operand under a name (no rule to JAX 0.5.3), and a number that is the same on all
+        # devices (none to 0.4.35).
+        if primitive in (self.door.name_p, self.door.platform_p) and self.state.active:
+            mesh, *reps = args if not rewrites else (args[0], *args[1])
+            rep = reps[0] if reps else set(mesh.axis_names)
+            return ([primitive.bind(*args[2:], **params)], [rep]) if rewrites else rep
+        if rewrites:
+            return self.rewrite(primitive, original, *args, **params)
+        return self.check(primitive, original, *args, **params)
+
+    def _known(self, primitive, params) -> OpaqueCall:
+        if primitive is self.door.pallas_call_p:
+            return self.pallas.kernel_of(params)
+        return self.primitives.known_of(primitive, params) or self.primitives.known(
+            primitive, params
+        )
+
+    def _leaves(self, primitive, original, known: OpaqueCall) -> bool:
+        """Whether JAX's table decides: outside our scopes, or by a user's own entry for Pallas."""
+        if not known.active(self.state):
+            return True
+        return (
+            known.found is None
+            and primitive is self.door.pallas_call_p
+            and getattr(original, "func", None) is not self.door.rule_missing
+        )
+
+    def _resolve(self, known: OpaqueCall, primitive, mesh, in_rep, avals, params) -> Resolution:
+        types = tuple(_type(mesh, rep) for rep in in_rep)
+        count = self._output_count(primitive, avals, params)
+        with self.door.over_axes(tuple(mesh.axis_names)):
+            resolution = resolve(
+                self.door,
+                self.state,
+                known.governing(self.state),
+                known.call,
+                known.found,
+                types,
+                count,
+                known.audit,
+            )
+        partial = [t for t in resolution.outputs if t.unreduced or t.reduced]
+        if partial:
+            assert known.found is not None, "only a rule makes partial sums"
+            raise RuleError(
+                f"the rule {known.found.rule!r} of {known.call} makes an output "
+                f"'{partial[0]}', but JAX {self.door.version} knows only varying and invariant "
+                "values; reduce inside the kernel, or use JAX 0.9 or newer",
+                kernel=known.call.name,
+                rule=known.found.rule,
+            )
+        return resolution
+
+    def _output_count(self, primitive, avals, params) -> int:
+        for key in ("out_avals", "out_shapes", "result_avals"):
+            if key in params:
+                return len(params[key])
+        if not primitive.multiple_results:
+            return 1
+        avals = params.get("avals") if avals is None else avals
+        call = primitive.name, str(sorted(params.items()))
+        if avals is not None:
+            outputs, _ = primitive.abstract_eval(*avals, **params)
+            self._counts[call] = len(outputs)
+        return self._counts[call]  # the check, without avals, comes after the rewrite
+
+    def _cast(self, value, aval, mesh, rep, want: AxisType):
+        extra = want.varying - _type(mesh, rep).varying
+        if not extra or isinstance(aval, self.door.AbstractRef):
+            return value
+        return self.door.broadcast(value, tuple(a for a in mesh.axis_names if a in extra))
+
+    # A custom_vjp's cotangents.
+
+    def _rewrite_bwd(self, bwd, mesh, in_reps, reps_dst):
+        if not self.state.active:
+            return self.door.rewrite_bwd(bwd, mesh, in_reps, reps_dst)
+        call = getattr(bwd, "call_wrapped", bwd)
+        parts = CustomVjpInfo(self.door.function_name(bwd), None, (), None, ())
+
+        def noted(*args):
+            results = call(*args)
+            self._running[-1].returned = True
+            return results
+
+        rewritten = self.door.rewrite_bwd(self.door.wrapped(noted, bwd), mesh, in_reps, reps_dst)
+        matched = getattr(rewritten, "call_wrapped", rewritten)
+
+        def run(*args):
+            primals = tuple(_type(mesh, rep) for rep in reps_dst)
+            with self._run(_Run(call, args, frozenset(mesh.axis_names), parts, primals)):
+                return matched(*args)
+
+        return self.door.wrapped(run, rewritten)
+
+    def _see(self, parts: CustomVjpInfo, *args) -> None:
+        """Note what a bwd belongs to, and how its outputs' cotangents arrive."""
+        running = self._running
+        # Once: what bwd differentiates may have a bwd of its own, which runs inside of it.
+        if running and not running[-1].returned and not running[-1].arriving:
+            import jax
+
+            run = running[-1]
+            run.parts = parts
+            run.entering = tuple(
+                AxisType(_varying(run.axes, leaf)) for leaf in jax.tree_util.tree_leaves(args)
+            )
+            run.arriving = len(jax.tree_util.tree_leaves(args[-1]))
+
+    def _match_replication(self, src, dst, x):
+        """Sum a cotangent that varies where its primal doesn't, if it can't be whole already."""
+        running = self._running
+        if not running or not running[-1].returned:  # a custom_jvp's tangents
+            return self.door.match_replication(src, dst, x)
+        run = running[-1]
+        index, run.matched = run.matched, run.matched + 1
+        if isinstance(x, self.door.Zero):
+            return x  # bwd returned None for it
+        from jax.tree_util import SequenceKey
+
+        path = (SequenceKey(index),)
+        have, want = (AxisType(run.axes - frozenset(rep)) for rep in (src, dst))
+        bwd = _Bwd(self.custom_vjp, run)
+        bwd.check_sums(path, have, want)
+        if want.varying - have.varying:
+            bwd.check_others(path, index, want.varying - have.varying, have, want)
+        if have.varying - want.varying:
+            bwd.check_share(path, have.varying - want.varying, have, want)
+        return self.door.match_replication(src, dst, x)
+
+    @property
+    def _running(self) -> list[_Run]:
+        if not hasattr(self._local, "running"):
+            self._local.running = []
+        return self._local.running
+
+    @contextlib.contextmanager
+    def _run(self, run: _Run):
+        self._running.append(run)
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+
+def _type(mesh, rep) -> AxisType:
+    """Return the axis type of a replication set; None stands for a constant."""
+    return AxisType() if rep is None else AxisType(frozenset(mesh.axis_names) - frozenset(rep))
+
+
+def _varying(axes: frozenset[str], value: Any) -> frozenset[str]:
+    """Return over which axes a value varies, also in a tracer of vmap or of a derivative."""
+    if hasattr(value, "rep"):
+        return axes - frozenset(value.rep)
+    inner = (getattr(value, name, None) for name in ("val", "primal", "tangent"))
+    return frozenset().union(*(_varying(axes, one) for one in inner if one is not None))
+
+
+def _weaker(known: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
+    """Return what holds for a call that was rewritten before, for other replication sets.
+
+    Only ``typed(axes)`` depends on them: equal on devices that differ only along other axes.
+    """
+    if known is None or len(known) != len(effects):
+        return effects
+    return tuple(
+        one
+        if one == other
+        else Effect("typed", tuple(dict.fromkeys((*one.axes, *other.axes))))
+        if one.kind == other.kind == "typed"
+        else Effect("unknown")
+        for one, other in zip(known, effects)
+    )
+
+
+def _rep(mesh, axis_type: AxisType) -> set[str]:
+    return set(mesh.axis_names) - axis_type.varying

@@ -1,0 +1,236 @@
+"""Carries of loops and outputs of branches under shard_map's check: they meet at their join.
+
+JAX asks that a loop's carry has one type before and after the body, and that the branches of a
+cond or switch return equal types. A carry that starts from zeros is invariant, and once an opaque
+call in the body has a rule, what comes back varies. A cast from invariant to varying is always
+sound, so where the types differ in nothing but the axes over which they vary, and only there, the
+initial carry is cast to the fixpoint of its type, and each branch to the join of all. The cast
+stands before the loop: a gradient's psum for it is then outside the loop too.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.patching import ModuleProxy, Patches
+from shardrules.hooks.state import Hooks
+from shardrules.registry.axistypes import AxisType
+
+__all__ = ["ControlHooks"]
+
+
+class ControlHooks(Hooks):
+    """The hooks of ``scan``, ``while_loop``, ``cond``, ``switch``, and what is made of them."""
+
+    def install(self, patches: Patches) -> None:
+        """Replace the functions in which this JAX traces bodies and branches and compares them."""
+        door = self.door
+        if not door.typed:
+            return
+        hooks: dict[str, Any] = {
+            "promote_carry": self._promote,
+            "merge_branches": self._merge_branches,
+            "check_branches": self._check_branches,
+        }
+        if all(getattr(door, key) is not None for key in (*hooks, "trace_to_jaxpr")):
+            hooks["loop_tracing"] = ModuleProxy(door.loop_tracing, {"trace_to_jaxpr": self._trace})
+        else:
+            hooks = {
+                "trace_body": functools.partial(self._trace_body, door.trace_body),
+                "trace_scan_body": functools.partial(self._trace_body, door.trace_scan_body),
+                "promote_carries": self._promote_carries,
+                "trace_branches": self._trace_branches,
+            }
+        for key, hook in hooks.items():
+            if getattr(door, key) is not None:
+                patches.attribute(*door.owner(key), hook)
+
+    # Loops.
+
+    def _trace(self, fun, in_avals, debug_info, *rest, **kwargs):
+        """Trace a loop's body with the carry at its fixpoint; everything else as JAX does."""
+        traced = self.door.trace_to_jaxpr(fun, in_avals, debug_info, *rest, **kwargs)
+        if not (_from_loop(sys._getframe(1), debug_info) and self.acts):
+            return traced
+        operands = in_avals.unpack()[0]
+        count = _carry_count(operands.tree, traced[1].tree)
+
+        def again(types):
+            return self.door.trace_to_jaxpr(
+                fun, _retyped(self.door, in_avals, types), debug_info, *rest, **kwargs
+            )
+
+        types, (jaxpr, out_avals) = self._fixpoint(
+            in_avals.vals[:count], traced, lambda traced: traced[1].vals, again
+        )
+        return self._cast(jaxpr, types), _retyped(self.door, out_avals, types)
+
+    def _trace_body(self, trace, fun, in_tree, in_avals, debug_info):
+        """As ``_trace``, with the functions that JAX to 0.7 traces a body with."""
+        traced = trace(fun, in_tree, in_avals, debug_info)
+        if not (_from_loop(sys._getframe(1), debug_info) and self.acts):
+            return traced
+        count = _carry_count(in_tree, traced[2])
+
+        def again(types):
+            avals = (*map(self.door.with_axis_type, in_avals, types), *in_avals[count:])
+            return trace(fun, in_tree, avals, debug_info)
+
+        types, (jaxpr, *others) = self._fixpoint(
+            in_avals[:count], traced, lambda traced: traced[0].out_avals, again
+        )
+        return self._cast(jaxpr, types), *others
+
+    def _fixpoint(self, carry, traced, results, again):
+        """Trace a body until its carry is as varying as what it returns.
+
+        Args:
+          carry: the avals with which it was traced.
+          traced: what tracing returned.
+          results: from that to the avals of what the body returns, the carry first.
+          again: from the carry's axis types to what tracing returns for them.
+
+        Returns:
+          The carry's types, none where JAX is to refuse it, and what tracing returned.
+        """
+        door, first = self.door, traced
+        types = [door.axis_type(aval) for aval in carry]
+        while True:
+            joined = [_join(door, a, b, carry=True) for a, b in zip(carry, results(traced))]
+            if None in joined:
+                return [], first
+            if joined == types:
+                return types, traced
+            types = joined
+            carry = [*map(door.with_axis_type, carry, types)]
+            traced = again(types)
+
+    def _cast(self, jaxpr, types: Sequence[AxisType]):
+        """Cast a body's first outputs, those it carries."""
+        have = [self.door.axis_type(aval) for aval in jaxpr.out_avals]
+        return self.door.cast_outputs(jaxpr, [*types, *have[len(types) :]])
+
+    def _promote(self, in_val, in_aval, out_aval):
+        """Cast an initial carry to the type that its body was traced to return."""
+        value, changed = self.door.promote_carry(in_val, in_aval, out_aval)
+        if not self.acts:
+            return value, changed
+        joined = _join(self.door, in_aval, out_aval, carry=True)
+        if joined is None or joined == self.door.axis_type(in_aval):
+            return value, changed
+        return self.door.cast(value, joined), True
+
+    def _promote_carries(self, in_vals, in_avals, out_avals):
+        """As ``_promote``, where JAX to 0.7 does it for all of a carry at once."""
+        values, changed = self.door.promote_carries(in_vals, in_avals, out_avals)
+        if not self.acts or not len(values) == len(in_avals) == len(out_avals):
+            return values, changed
+        joined = [_join(self.door, a, b, carry=True) for a, b in zip(in_avals, out_avals)]
+        if None in joined or joined == [self.door.axis_type(a) for a in in_avals]:
+            return values, changed
+        return [*map(self.door.cast, values, joined)], True
+
+    # Branches.
+
+    def _trace_branches(self, *args, **kwargs):
+        """Cast each branch to the join over all branches, where JAX to 0.7 traces them."""
+        jaxprs, *others = self.door.trace_branches(*args, **kwargs)
+        if self.acts:
+            types = _joined(self.door, [jaxpr.out_avals for jaxpr in jaxprs])
+            if types is not None:
+                jaxprs = [self.door.cast_outputs(jaxpr, types) for jaxpr in jaxprs]
+        return jaxprs, *others
+
+    def _merge_branches(self, jaxprs, all_consts):
+        """Cast each branch's outputs to the join over all branches."""
+        if self.acts:
+            types = _joined(self.door, [jaxpr.out_avals for jaxpr in jaxprs])
+            if types is not None:
+                jaxprs = [self.door.cast_outputs(jaxpr, types) for jaxpr in jaxprs]
+        return self.door.merge_branches(jaxprs, all_consts)
+
+    def _check_branches(self, api_name, name1, name2, f1, f2, out_avals1, out_avals2):
+        """Compare two branches as they are now: what was cast was traced with another type."""
+        if self.acts:
+            types = _joined(self.door, [out_avals1.vals, out_avals2.vals])
+            if types is not None:
+                out_avals1, out_avals2 = (
+                    _retyped(self.door, each, types) for each in (out_avals1, out_avals2)
+                )
+        return self.door.check_branches(api_name, name1, name2, f1, f2, out_avals1, out_avals2)
+
+
+def _from_loop(frame: Any, debug_info: Any) -> bool:
+    """Whether a function is traced as the body of a loop.
+
+    scan() and while_loop() trace through a local function of this name (JAX 0.6 to 0.12); their
+    transformations, which trace what agrees already, do not.
+    """
+    return frame.f_code.co_name == "_create_jaxpr" and debug_info.traced_for != "while_cond"
+
+
+def _carry_count(operands: Any, results: Any) -> int:
+    """Return how many leaves a carry has; 0 where the body returns another pytree.
+
+    Args:
+      operands: the body's, as a treedef: (carry, slice), or the carry alone for a while_loop.
+      results: its results: (carry, slice), or the carry.
+    """
+    parts = operands.children()
+    if len(parts) == 2:
+        if len(results.children()) != 2:
+            return 0
+        results = results.children()[0]
+    return parts[0].num_leaves if parts[0] == results else 0
+
+
+def _retyped(door: Door, avals: Any, types: Sequence[AxisType]) -> Any:
+    """Return a FlatTree of avals, the first of them with these axis types."""
+    new = iter([*map(door.with_axis_type, avals.vals, types), *avals.vals[len(types) :]])
+    return avals.map(lambda _: next(new))
+
+
+def _join(door: Door, a: Any, b: Any, carry: bool = False) -> AxisType | None:
+    """Return the least type to which two avals can be cast; None if they differ in more.
+
+    Args:
+      door: JAX's private names.
+      a: an aval; that of the carry before the body, where ``carry`` is set.
+      b: the other aval.
+      carry: whether a weak type of ``a`` may give way, as JAX lets it.
+    """
+    if a == b:
+        return door.axis_type(a)
+    if not (isinstance(a, door.ShapedArray) and isinstance(b, door.ShapedArray)):
+        return None
+    first, second = door.axis_type(a), door.axis_type(b)
+    if (
+        a.shape != b.shape
+        or (a.dtype != b.dtype and not (carry and a.weak_type))
+        or (first.unreduced, first.reduced) != (second.unreduced, second.reduced)
+        or getattr(a, "memory_space", None) != getattr(b, "memory_space", None)
+    ):
+        return None
+    return first.vary(*second.varying)
+
+
+def _joined(door: Door, branches: Sequence[Sequence[Any]]) -> list[AxisType] | None:
+    """Return the join of each output over all branches; None if nothing is to be cast."""
+    if len({len(avals) for avals in branches}) != 1:
+        return None
+    types = []
+    for avals in zip(*branches):
+        joined = avals[0]
+        for aval in avals[1:]:
+            one = _join(door, joined, aval)
+            if one is None:
+                return None
+            joined = door.with_axis_type(joined, one)
+        types.append(door.axis_type(joined))
+    if all(door.axis_type(aval) == one for avals in branches for aval, one in zip(avals, types)):
+        return None
+    return types

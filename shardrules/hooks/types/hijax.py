@@ -1,0 +1,106 @@
+"""Hijax primitives, whose authors type their results by hand.
+
+What they give as types (``out_aval``, to JAX 0.11 an ``abstract_eval`` too) has no mesh axes where
+its author thought of none. It is invariant to JAX (0.8 to 0.12) then: its check accepts ``P()`` for
+what differs on devices, and the gradient is silently wrong. What they expand to says what varies.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from shardrules.door.patching import Patches
+from shardrules.errors import AxisError
+from shardrules.hooks.state import Hooks
+from shardrules.registry.axistypes import show_axes
+
+__all__ = ["HijaxHooks"]
+
+
+class HijaxHooks(Hooks):
+    """The hooks on the calls of hijax primitives."""
+
+    def install(self, patches: Patches) -> None:
+        """Replace what binds them, of either kind."""
+        if not self.door.typed:
+            return
+        one, kind = self.door.hi_primitive_p, self.door.HiPrimitive
+        if one is not None:
+            patches.attribute(one, "bind", self._binder(one.bind))
+        if kind is not None:
+            patches.attribute(kind, "bind", self._method(kind.bind))
+
+    def _binder(self, bind):
+        """Return what binds the primitive that carries others, each an object with ``expand``."""
+
+        def bound(*args, **params):
+            import jax
+
+            outputs = bind(*args, **params)
+            called = params.get("_prim", params.get("prim"))  # JAX 0.8 and 0.9: prim
+
+            def expand(*flat):
+                return called.expand(*jax.tree_util.tree_unflatten(called.in_tree, flat))
+
+            self._check(called, expand, args, outputs)
+            return outputs
+
+        return bound
+
+    def _method(self, bind):
+        hooks = self
+
+        def bound(self, *args, **params):
+            result = bind(self, *args, **params)
+            outputs = result if self.multiple_results else [result]
+            hooks._check(self, lambda *flat: self.to_lojax(*flat, **params), args, outputs)
+            return result
+
+        return bound
+
+    def _check(self, called: Any, expand: Callable[..., Any], args, outputs) -> None:
+        """Raise if a result is typed less varying than what the call expands to.
+
+        Raises:
+          AxisError: naming the result, and what to give as its type.
+        """
+        door = self.door
+        if not self.acts or type(called).__module__.startswith("jax."):  # JAX's own are traced
+            return
+        takes, gives = [*map(door.typeof, args)], [*map(door.typeof, outputs)]
+        if any(isinstance(a, door.AbstractRef) or getattr(a, "has_qdd", False) for a in takes):
+            return  # what is stored to can't be tried
+        everywhere = frozenset(door.manual_axes())
+        if not any(door.can_cast(a) and everywhere - door.axis_type(a).varying for a in gives):
+            return
+        for i, (aval, made) in enumerate(zip(gives, self._expanded(expand, takes))):
+            if not door.can_cast(aval):
+                continue
+            lost = door.axis_type(made).varying - door.axis_type(aval).varying
+            if lost:
+                name = type(called).__name__
+                raise AxisError(
+                    f"result {i} of the hijax primitive {name!r} is typed invariant over "
+                    f"{show_axes(lost)}, by its out_aval or abstract_eval, and varies over them "
+                    "where it is expanded: out_specs would be taken that are wrong, and gradients "
+                    f"summed. Give it the type of what varies as it does: jax.typeof(x) of an "
+                    "operand of its shape, say.",
+                    axes=lost,
+                )
+
+    def _expanded(self, expand: Callable[..., Any], takes) -> list[Any]:
+        """Return the avals of what it expands to, where operands are made of arrays as here."""
+        import jax
+
+        arrays = [one for aval in takes for one in aval.lo_ty()]
+        found: list[Any] = []
+
+        def run(*flat):
+            typed = iter([self.door.cast(x, self.door.axis_type(a)) for x, a in zip(flat, arrays)])
+            values = [aval.raise_val(*itertools.islice(typed, len(aval.lo_ty()))) for aval in takes]
+            found.extend(map(jax.typeof, jax.tree_util.tree_leaves(expand(*values))))
+
+        jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays))
+        return found

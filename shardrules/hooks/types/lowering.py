@@ -1,0 +1,158 @@
+"""Lowering an opaque call: interpret mode under the check, and the tag on the custom call."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.patching import Patches
+from shardrules.hooks.state import Scope, State
+from shardrules.hooks.types.opaque import confirm, find_rule, resolve, types_of
+from shardrules.registry.axistypes import AxisType, Effect, format_effects
+from shardrules.registry.table import normalise
+
+__all__ = ["Lowering"]
+
+_ATTRIBUTES = "mhlo.frontend_attributes"  # what XLA prints as frontend_attributes={...}
+
+
+class Lowering:
+    """Wraps the lowering rules of opaque primitives, for the hooks of each.
+
+    Args:
+      door: JAX's private names.
+      state: registry and scopes.
+    """
+
+    def __init__(self, door: Door, state: State):
+        self.door = door
+        self.state = state
+
+    def wrap(self, patches: Patches, table: dict, primitive: Any, known_of) -> None:
+        """Replace one primitive's lowering rule in one of JAX's tables.
+
+        Args:
+          patches: what to undo.
+          table: from primitives to lowering rules.
+          primitive: the primitive.
+          known_of: from an equation's params to a OpaqueCall, or to None for what is left alone.
+        """
+        entry = table[primitive]
+        original = self.door.lowering_rule(entry)
+        if hasattr(original, "shardrules"):
+            return
+
+        def lower(ctx, *operands, **params):
+            """Lower one call; interpret what is to be interpreted without types, tag the rest."""
+            known = known_of(params)
+            if known is None or not known.active(self.state):
+                return original(ctx, *operands, **params)
+            count = len(operands) if known.operand_count is None else known.operand_count
+            confirm(known, self.state, primitive.name, params, count)
+            if params.get("interpret"):
+                return self._interpret(original, ctx, *operands, **params)
+            # A kernel is traced without the check, and so is what JAX traces of it here: from
+            # JAX 0.12 a signal's device id, where Mosaic would else meet a cast.
+            a_kernel = primitive is self.door.pallas_call_p
+            with self.door.unchecked() if a_kernel else contextlib.nullcontext():
+                results = original(ctx, *operands, **params)
+            self._tag(ctx, known, operands, results)
+            return results
+
+        setattr(lower, "shardrules", True)
+        patches.entry(table, primitive, self.door.lowering_entry(entry, lower))
+
+    def _interpret(self, original, ctx, *operands, **params):
+        """Interpret without types: the interpreter's loops mix inputs that vary differently.
+
+        JAX 0.10.2 traces the interpreter with the operands' types and fails on its while_loop's
+        carry. The call's own types were settled outside, so here nothing is left to check.
+        """
+        stripped = lambda avals: [  # noqa: E731
+            self.door.with_axis_type(a, AxisType()) for a in avals
+        ]
+        plain = ctx.replace(avals_in=stripped(ctx.avals_in), avals_out=stripped(ctx.avals_out))
+        with self.door.unchecked():
+            results = original(plain, *operands, **params)
+        if plain.tokens_out is not None:
+            ctx.set_tokens_out(plain.tokens_out)
+        return results
+
+    def _tag(self, ctx, kernel, operands, results) -> None:
+        calls = _custom_calls(operands, results)
+        if not calls:
+            return
+        mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+        # A proof is found once, by the kernel's jaxpr, which is not at hand here.
+        found = kernel.found or find_rule(kernel.call, kernel.scope or Scope(), self.state)
+        tag = {"shardrules.kernel": normalise(kernel.call.name)}
+        effects = None if found is None else self._effects(ctx, kernel, found)
+        if found is not None:
+            tag["shardrules.status"] = found.status
+        if mesh is not None and not mesh.empty:
+            tag["shardrules.mesh"] = ",".join(f"{a}={n}" for a, n in mesh.shape.items())
+        ir = self.door.ir
+        for call in calls:
+            if effects is not None:
+                tag["shardrules.effects"] = format_effects(_placed(effects, call, results))
+            attributes = {name: ir.StringAttr.get(text) for name, text in tag.items()}
+            if _ATTRIBUTES in call.attributes:
+                attributes |= {a.name: a.attr for a in call.attributes[_ATTRIBUTES]}
+            call.attributes[_ATTRIBUTES] = ir.DictAttr.get(attributes)
+
+    def _effects(self, ctx, kernel, found) -> tuple[Effect, ...]:
+        count = len(ctx.avals_out)
+        types = types_of(self.door, ctx.avals_in)
+        if not any(t.axes for t in types):  # the check is off: only what needs no types is known
+            return kernel.effects or found.rule.effects(count) or (Effect("unknown"),) * count
+        return resolve(
+            self.door, self.state, kernel.scope, kernel.call, found, types, count
+        ).effects
+
+
+def _custom_calls(operands: Any, results: Any) -> list[Any]:
+    """Return the custom calls between a lowering rule's operands and its results."""
+    stop = set(_flat(operands))
+    seen, calls = set(), []
+    todo = list(_flat(results))
+    while todo:
+        value = todo.pop()
+        if value in stop or value in seen:
+            continue
+        seen.add(value)
+        owner = value.owner
+        if not hasattr(owner, "operands"):  # a block argument's owner is its block
+            continue
+        operation = getattr(owner, "operation", owner)
+        if operation.name == "stablehlo.custom_call":
+            if operation not in calls:
+                calls.append(operation)
+            continue
+        todo.extend(operation.operands)
+        for region in operation.regions:  # a case over platforms
+            for block in region:
+                todo.extend(block.operations[len(block.operations) - 1].operands)
+    return calls
+
+
+def _placed(effects: tuple[Effect, ...], call: Any, results: Any) -> tuple[Effect, ...]:
+    """Give each result of a custom call its effect.
+
+    Mosaic GPU returns a kernel's scratch in global memory, too (JAX 0.10.2): that is no output.
+    """
+    own = list(call.results)
+    at = {
+        own.index(value): effect for effect, value in zip(effects, _flat(results)) if value in own
+    }
+    if len(at) != len(effects):
+        return effects
+    return tuple(at.get(i, Effect("unknown")) for i in range(len(own)))
+
+
+def _flat(values: Any):
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value

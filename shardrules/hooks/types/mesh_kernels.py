@@ -1,0 +1,431 @@
+"""Kernels on a mesh of cores under shard_map's check: pl.kernel, plgpu.kernel, core_map.
+
+They come down to two primitives. ``mpmd_map`` takes arrays and refs and returns arrays;
+``core_map`` takes refs alone and becomes an ``mpmd_map`` when refs are discharged. The seams are
+those of ``pallas_call``: a cast before ``bind``, types from the rule in the abstract eval. A ref
+that the kernel writes counts as an output, after the arrays, in the order of the operands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.patching import ModuleProxy, Patches
+from shardrules.errors import RegistrationError
+from shardrules.hooks.state import Hooks, State
+from shardrules.hooks.types.mesh_layout import Kind, Layout, MeshKernel, MeshLowering, layout_of
+from shardrules.hooks.types.opaque import (
+    Call,
+    OpaqueCall,
+    check_annotations,
+    find_rule,
+    prove,
+    resolve,
+    typed,
+    types_of,
+)
+from shardrules.hooks.types.pallas_call import PallasHooks
+from shardrules.hooks.types.refs import check_written
+from shardrules.registry.axistypes import AxisType
+from shardrules.registry.binding import Binding, binding_of
+
+__all__ = ["MeshKernelHooks"]
+
+# A user's kernel never lives there: JAX's own functions around one do, and hold it in a closure.
+_PALLAS = "jax._src.pallas."
+_MOSAIC_GPU = "jax._src.pallas.mosaic_gpu.core"
+_PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a partial and under vmap
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where a kernel's jaxpr comes from: a function, or a jaxpr that was rewritten.
+
+    Args:
+      function: the user's function, or None.
+      jaxpr: the jaxpr, or None.
+    """
+
+    function: Any = None
+    jaxpr: Any = None
+
+
+class MeshKernelHooks(Hooks):
+    """The hooks of ``mpmd_map`` and ``core_map``.
+
+    Args:
+      door: JAX's private names.
+      state: registry and scopes.
+    """
+
+    def __init__(self, door: Door, state: State):
+        super().__init__(door, state)
+        self.noted = state.of(PallasHooks).noted
+        self.lowering = MeshLowering(door, state)
+        self._sources: weakref.WeakKeyDictionary[Any, _Source] = weakref.WeakKeyDictionary()
+        # Keyed by the first jaxpr of a call.
+        self._kernels: weakref.WeakKeyDictionary[Any, MeshKernel] = weakref.WeakKeyDictionary()
+        self._local = threading.local()
+        self._kinds: dict[Any, Kind] = {}
+
+    def install(self, patches: Patches) -> None:
+        """Replace the seams of those primitives that this JAX has."""
+        door = self.door
+        if not door.typed:
+            return
+        if door.mpmd_map_p is not None:
+            self._adopt(
+                patches,
+                Kind(
+                    door.mpmd_map_p,
+                    lambda p: p["jaxprs"],
+                    lambda jaxpr, count: jaxpr.invars[:count],
+                    lambda p: p["out_avals"],
+                    lambda p: {out: at for at, out in dict(p["input_output_aliases"]).items()},
+                    door.mpmd_map_p.bind,
+                    door.mpmd_map_p.abstract_eval,
+                ),
+                "mpmd_tracing",
+            )
+        if door.core_map_p is not None:
+            self._adopt(
+                patches,
+                Kind(
+                    door.core_map_p,
+                    lambda p: (p["jaxpr"],),
+                    lambda jaxpr, count: jaxpr.constvars,
+                    lambda p: (),
+                    lambda p: {},
+                    door.core_map_p.bind,
+                    door.core_map_p.abstract_eval,
+                ),
+                "core_map_tracing",
+            )
+        if door.mpmd_map is not None:
+            patches.attribute(*door.owner("mpmd_map"), self._mpmd_map)
+            patches.attribute(door.custom_vmap, "__call__", self._custom_vmap())
+        patches.attribute(
+            door.custom_vmap_p,
+            "bind",
+            functools.partial(self._bind_custom_vmap, door.custom_vmap_p.bind),
+        )
+
+    def _adopt(self, patches: Patches, kind: Kind, tracing: str) -> None:
+        primitive = kind.primitive
+        self._kinds[primitive] = kind
+        patches.attribute(primitive, "bind", functools.partial(self._bind, kind))
+        patches.attribute(primitive, "abstract_eval", functools.partial(self._evaluate, kind))
+        if primitive is self.door.mpmd_map_p:
+            self.lowering.wrap(
+                patches,
+                self.door.lowerings,
+                primitive,
+                lambda params: (
+                    self._proven(kind, params, self._known(kind, params))
+                    if self._acts(kind, params)
+                    else None
+                ),
+            )
+        module = getattr(self.door, tracing)
+        if module is not None:
+            noting = {
+                "trace_to_jaxpr_dynamic": self._trace,
+                "trace_to_jaxpr": self._trace,
+                "lower_jaxpr2": self._lower,
+            }
+            patches.attribute(
+                *self.door.owner(tracing),
+                ModuleProxy(
+                    module,
+                    {
+                        name: functools.partial(noted, getattr(module, name))
+                        for name, noted in noting.items()
+                        if hasattr(module, name)
+                    },
+                ),
+            )
+
+    def known_of(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall | None:
+        """Return what is known of an equation's kernel; None if it is no mesh kernel."""
+        kind = self._kinds.get(primitive)
+        return None if kind is None else self._known(kind, params)
+
+    # Where function object and jaxpr meet.
+
+    def _trace(self, trace, fun, *args, **kwargs):
+        """Trace as JAX does, and note of what the jaxpr is."""
+        traced_for = getattr(getattr(fun, "debug_info", None), "traced_for", "")
+        if traced_for == "pallas_call index_map":
+            return trace(fun, *args, **kwargs)
+        kernel = traced_for == "pallas_core_map"
+        with self.door.unchecked() if kernel and self.acts else contextlib.nullcontext():
+            traced = trace(fun, *args, **kwargs)  # unchecked, as JAX does itself from 0.10 on
+        # JAX to 0.10 traces a WrappedFun, 0.11 the function itself.
+        self._note(traced[0], self._source(getattr(fun, "f", fun)))
+        return traced
+
+    def _lower(self, lower, closed, *args, **kwargs):
+        """Lower a kernel's types as JAX does, and note of what the new jaxpr is."""
+        lowered = lower(closed, *args, **kwargs)
+        self._note(lowered, _Source(jaxpr=getattr(closed, "jaxpr", closed)))
+        return lowered
+
+    def _note(self, jaxpr: Any, source: _Source) -> None:
+        self._sources[getattr(jaxpr, "jaxpr", jaxpr)] = source
+
+    def _source(self, function: Any) -> _Source:
+        while _module(function).startswith(_PALLAS):
+            held = dict(_held(_innermost(function)))
+            for value in held.values():
+                value = getattr(value, "jaxpr", value)  # JAX 0.11 keeps it closed
+                if hasattr(value, "eqns") and value in self._sources:
+                    return _Source(jaxpr=value)
+            if not callable(held.get("body")):
+                break
+            function = held["body"]
+        return _Source(function)
+
+    def _origin(self, jaxpr: Any) -> tuple[MeshKernel | None, Any]:
+        """Return the kernel of which a jaxpr was made, and the function of which that was."""
+        source = self._sources.get(jaxpr)
+        while source is not None and source.jaxpr is not None:
+            if source.jaxpr in self._kernels:
+                return self._kernels[source.jaxpr], None
+            source = self._sources.get(source.jaxpr)
+        return None, None if source is None else source.function
+
+    def _mpmd_map(self, meshes_and_fns, /, out_types=(), **kwargs):
+        """Make the kernel, with the check on again where plgpu.kernel switched it off."""
+        door = self.door
+        again = (
+            getattr(self._local, "checked", False)
+            and not door.checking()
+            and all(_module(function) == _MOSAIC_GPU for _, function in meshes_and_fns)
+        )
+        checked = functools.partial(door.check_vma, True) if again else contextlib.nullcontext
+        noted = self.noted()
+        before = len(noted)
+        with checked():
+            kernel = door.mpmd_map(meshes_and_fns, out_types, **kwargs)
+        notes = tuple(noted[before:])
+        del noted[before:]
+
+        def call(*args):
+            outer, self._local.notes = getattr(self._local, "notes", ()), notes
+            try:
+                with checked():
+                    return kernel(*args)
+            finally:
+                self._local.notes = outer
+
+        return call
+
+    def _custom_vmap(self):
+        original, local, hooks = self.door.custom_vmap.__call__, self._local, self
+
+        @functools.wraps(original)
+        def call(self, *args, **kwargs):
+            outer, local.checked = getattr(local, "checked", False), hooks.acts
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                local.checked = outer
+
+        return call
+
+    def _bind_custom_vmap(self, bind, *args, **params):
+        """Trace the function again where its types are those of other operands (JAX 0.10.2)."""
+        if self.acts:
+            import jax
+
+            call = params["call"]
+            if types_of(self.door, map(self.door.typeof, args)) != types_of(
+                self.door, call.in_avals
+            ):
+                params["call"] = jax.make_jaxpr(jax.extend.core.jaxpr_as_fun(call))(*args)
+        return bind(*args, **params)
+
+    # What is known of a call.
+
+    def _acts(self, kind: Kind, params: dict[str, Any]) -> bool:
+        if self.state.active:
+            return True
+        jaxpr = kind.jaxprs(params)[0]
+        known = self._kernels.get(jaxpr) or self._origin(jaxpr)[0]
+        return known is not None and known.active(self.state)
+
+    def _known(self, kind: Kind, params: dict[str, Any]) -> MeshKernel:
+        jaxprs = kind.jaxprs(params)
+        known = self._kernels.get(jaxprs[0])
+        if known is None:
+            made_of, _ = self._origin(jaxprs[0])
+            known = (
+                self._described(kind, jaxprs, params)
+                if made_of is None
+                else dataclasses.replace(made_of, annotations=(), layout=None)
+            )
+            self._kernels[jaxprs[0]] = known
+        if known.scope is None:
+            known.scope = self.state.scope
+        if known.found is None:
+            known.found = find_rule(known.call, known.scope, self.state)
+        return known
+
+    def _proven(self, kind: Kind, params: dict[str, Any], known: MeshKernel) -> MeshKernel:
+        """Look for a proof where there is no declaration.
+
+        Not as soon as a kernel is bound: Mosaic GPU binds a core_map inside of kernels, too.
+        """
+        if known.layout is not None:
+            known.operand_count = known.layout.operand_count
+            prove(known, self.state, kind.primitive.name, params, known.operand_count)
+        return known
+
+    def _described(self, kind: Kind, jaxprs, params) -> MeshKernel:
+        functions = [self._origin(jaxpr)[1] for jaxpr in jaxprs]
+        name, place = self.door.describe_kernel(jaxprs[0], params)
+        inner = _innermost(functions[0])
+        if name in _PLACEHOLDERS:
+            name = getattr(inner, "__name__", name)
+        code = getattr(inner, "__code__", None)
+        call = Call(
+            kind.primitive.name,
+            name,
+            f"{code.co_filename}:{code.co_firstlineno}" if code else place,
+            _module(inner),
+            _binding(name, functions),
+            kind.primitive,
+        )
+        notes = getattr(self._local, "notes", ())
+        if len(notes) != len(kind.out_avals(params)):
+            notes = ()
+        return MeshKernel(call, notes)
+
+    # Rewrite and check.
+
+    def _bind(self, kind: Kind, *args, **params):
+        """Cast the inputs as the rule says, then bind."""
+        if not self._acts(kind, params):
+            return kind.bind(*args, **params)
+        first = kind.jaxprs(params)[0] not in self._kernels
+        known = self._known(kind, params)
+        avals = [self.door.typeof(x) for x in args]
+        layout = known.layout = layout_of(self.door, kind, params, avals)
+        if self.door.checking() and layout.count:
+            resolution, types = self._resolve(self._proven(kind, params, known), layout, avals)
+            if first:
+                check_annotations(known, tuple(types))
+            args = tuple(
+                self.door.cast(x, want)
+                if self.door.can_cast(aval) and at not in layout.overwritten
+                else x
+                for at, (x, aval, want) in enumerate(zip(args, avals, resolution.inputs))
+            )
+            if layout.answers:
+                # Into the call too, so that a jaxpr that outlives the hooks keeps its types.
+                params["out_avals"] = typed(self.door, known, params["out_avals"], tuple(types))
+        return kind.bind(*args, **params)
+
+    def _evaluate(self, kind: Kind, *avals, **params):
+        """Give outputs the types that the rule says, and hold written refs to them."""
+        if not self._acts(kind, params):
+            return kind.evaluate(*avals, **params)
+        # JAX 0.11 and 0.12 refuse every ref that varies; what is written to one is checked here.
+        if not self.door.checking():  # inside a kernel, where Mosaic GPU maps over warps (JAX 0.12)
+            return kind.evaluate(
+                *(
+                    self._plain(aval) if isinstance(aval, self.door.AbstractRef) else aval
+                    for aval in avals
+                ),
+                **params,
+            )
+        outputs, effects = kind.evaluate(*map(self._plain, avals), **params)
+        known = self._known(kind, params)
+        layout = known.layout = layout_of(self.door, kind, params, avals)
+        if not layout.count:
+            return outputs, effects
+        resolution, types = self._resolve(self._proven(kind, params, known), layout, avals)
+        for at, answer in zip(
+            layout.refs, resolution.outputs[len(resolution.outputs) - len(layout.refs) :]
+        ):
+            rule = "" if known.found is None else f", by the rule {known.found.rule!r},"
+            check_written(self.door, f"what {known.call} stores{rule}", avals[at], answer)
+        return list(typed(self.door, known, outputs, tuple(types))), effects
+
+    def _plain(self, aval: Any) -> Any:
+        if isinstance(aval, self.door.AbstractRef):
+            return aval.update(inner_aval=self._plain(aval.inner_aval))
+        return self.door.with_axis_type(aval, AxisType())
+
+    def _resolve(self, known: MeshKernel, layout: Layout, avals: Sequence[Any]):
+        inputs = types_of(self.door, avals)
+        resolution = resolve(
+            self.door,
+            self.state,
+            known.governing(self.state),
+            known.call,
+            known.found,
+            inputs,
+            layout.count,
+            known.audit,
+        )
+        return resolution, layout.types(resolution.outputs, inputs)
+
+
+def _innermost(function: Any) -> Any:
+    """Return the function with a source line: inside of partial, wraps and a declaration."""
+    seen: set[int] = set()
+    while id(function) not in seen:
+        seen.add(id(function))
+        function = (
+            function.func
+            if isinstance(function, functools.partial)
+            else getattr(function, "__wrapped__", function)
+        )
+    return function
+
+
+def _module(function: Any) -> str:
+    return getattr(_innermost(function), "__module__", None) or ""
+
+
+def _held(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of a function's closure."""
+    code = getattr(function, "__code__", None)
+    for name, cell in zip(
+        getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or ()
+    ):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+
+
+def _binding(name: str, functions: Sequence[Any]) -> Binding | None:
+    """Return the rule that is bound to all of a kernel's functions, or None.
+
+    Raises:
+      RegistrationError: if they have different rules.
+    """
+    bindings = []
+    for function in functions:
+        binding = binding_of(function)
+        if binding is None:
+            return None
+        bindings.append(binding)
+    for other in bindings[1:]:
+        if other.rule != bindings[0].rule:
+            raise RegistrationError(
+                f"the functions of kernel {name!r} are declared with rules that differ:\n"
+                f"  {bindings[0].rule!r} at {bindings[0].where}\n"
+                f"  {other.rule!r} at {other.where}\n"
+                "they run as one call, so declare all of them with the rule of the whole",
+                name=name,
+                places=(bindings[0].where, other.where),
+            )
+    return bindings[0]

@@ -1,0 +1,344 @@
+"""Which rule an opaque call obeys, and what follows for its types. Shared by every primitive."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from shardrules.door.internals import Door
+from shardrules.errors import RuleError, UnknownKernelError
+from shardrules.hooks.state import COLLECT, Scope, State
+from shardrules.registry import suggestions
+from shardrules.registry.axistypes import AxisType, Effect, Resolution, RuleContext
+from shardrules.registry.binding import Binding
+from shardrules.registry.builtin import no_communication
+from shardrules.registry.rule import Rule
+from shardrules.registry.table import Registration
+
+# What runs a Python function, whose name others may share, even where JAX doesn't say which.
+_OF_FUNCTIONS = ("pallas_call", "mpmd_map", "core_map")
+
+__all__ = [
+    "Call",
+    "OpaqueCall",
+    "check_annotations",
+    "confirm",
+    "find_rule",
+    "prove",
+    "resolve",
+    "to_paste",
+    "typed",
+    "types_of",
+]
+
+
+class Call(NamedTuple):
+    """One opaque call, named for messages.
+
+    Args:
+      primitive: the primitive's name, ``pallas_call``.
+      name: the kernel name.
+      place: where the kernel is defined, ``file:line``, or empty.
+      module: the module of its function, or empty.
+      binding: the rule bound to its function object, or None.
+      target: the primitive, where a rule may be registered for the object.
+      aliases: further names to ask for, the primitive's last.
+    """
+
+    primitive: str
+    name: str
+    place: str = ""
+    module: str = ""
+    binding: Binding | None = None
+    target: Any = None
+    aliases: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        kernel = "" if self.name == self.primitive else f" kernel {self.name!r}"
+        return f"{self.primitive}{kernel}" + (f" (defined at {self.place})" if self.place else "")
+
+
+@dataclasses.dataclass
+class OpaqueCall:
+    """What is known of one opaque call, wherever transformations carry it.
+
+    Args:
+      call: its name, place and binding.
+      annotations: for each output, the axis type that the user wrote, or None.
+      found: the declaration it obeys; settled when it is first bound.
+      scope: the scope in which that was.
+      effects: what the call does, where avals carry no types to tell it when it is lowered.
+      audit: what its kernel's jaxpr says, once it was asked.
+      operand_count: how many operands the audit is to take, if not as many as are lowered.
+    """
+
+    call: Call
+    annotations: tuple[AxisType | None, ...] = ()
+    found: Registration | None = None
+    scope: Scope | None = None
+    effects: tuple[Effect, ...] | None = None
+    audit: Any = None
+    operand_count: int | None = None
+
+    def active(self, state: State) -> bool:
+        """Whether the hooks act on it: here, or because they did when it was bound."""
+        return state.active or (self.scope is not None and self.scope.active)
+
+    def governing(self, state: State) -> Scope:
+        """Return the scope whose policy and rules it obeys."""
+        return self.scope if self.scope is not None and self.scope.active else state.scope
+
+
+def check_annotations(known: OpaqueCall, types: tuple[AxisType, ...]) -> None:
+    """Refuse an annotation that is less varying than a declared rule's answer; more is only wider.
+
+    Less than what a proof says is wrong, and widened: who wrote it may cast the output afterwards,
+    as MaxText's megablox does, and plain JAX accepts that.
+
+    Raises:
+      RuleError: showing the annotation and the rule.
+    """
+    for i, (note, one) in enumerate(zip(known.annotations, types)):
+        if note is None or (one.varying <= note.varying and one.unreduced == note.unreduced):
+            continue
+        if known.found and known.found.status == "audited" and not (note.unreduced | note.reduced):
+            continue
+        said = (
+            f"rule {known.found.rule!r} (declared at {known.found.where})"
+            if known.found
+            else "policy for calls without a rule"
+        )
+        raise RuleError(
+            f"output {i} of {known.call} is annotated '{note}', but the {said} makes it '{one}'. "
+            "Remove the annotation (the rule is enough), or register a rule that says which axes "
+            "the kernel makes invariant.",
+            kernel=known.call.name,
+            annotation=note,
+            answer=one,
+        )
+
+
+def typed(
+    door: Door, known: OpaqueCall, avals: Any, types: tuple[AxisType, ...]
+) -> tuple[Any, ...]:
+    """Return avals with their types; an annotation that is wider widens them."""
+    if any(known.annotations):
+        types = tuple(
+            one if note is None else one.vary(*(note.varying - one.axes))
+            for one, note in zip(types, known.annotations)
+        )
+    return tuple(map(door.with_axis_type, avals, types))
+
+
+def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
+    """Return the declaration that a call obeys, or None.
+
+    A rule bound to the kernel's function object comes first, then that of the declared op around
+    it, then the name in the registry.
+    """
+    for binding in (call.binding, scope.binding):
+        if binding is not None:
+            return Registration(call.name, binding.rule, binding.where)
+    with state.registry.overlaid(scope.overlays):
+        for name in (call.name, *call.aliases):
+            found = state.registry.find(name, call.module, call.place, call.target)
+            if found is not None:
+                if scope.notes is not None:
+                    scope.notes.declared.append(found.where)
+                return found
+    return None
+
+
+def prove(
+    known: OpaqueCall, state: State, primitive: str, params: dict[str, Any], operand_count: int
+) -> None:
+    """Settle a call without a declaration by its kernel's own jaxpr, where that proves it.
+
+    Args:
+      known: the call; ``found`` and ``audit`` are set.
+      state: for the registry's provers.
+      primitive: the equation's, which a transformation may have changed.
+      params: the equation's parameters.
+      operand_count: how many operands it takes.
+    """
+    if known.found is None and known.audit is None and known.governing(state).prove:
+        known.audit = state.registry.audit(primitive, params, operand_count)
+        if known.audit is not None and known.audit.proven:
+            known.found = Registration(
+                known.call.name, no_communication, known.call.place or "its own jaxpr", "audited"
+            )
+
+
+def confirm(
+    known: OpaqueCall, state: State, primitive: str, params: dict[str, Any], operand_count: int
+) -> None:
+    """Hold a declaration that a call doesn't communicate against its kernel's own jaxpr.
+
+    What the jaxpr proves is marked audited; what it merely can't confirm stands, as declared. Not
+    done when a call is bound but when it is lowered: tracing is not to wait for it.
+
+    Args:
+      known: the call; the status of ``found`` may change.
+      state: for the registry's provers.
+      primitive: the equation's, which a transformation may have changed.
+      params: the equation's parameters.
+      operand_count: how many operands it takes.
+
+    Raises:
+      RuleError: if the jaxpr shows that the kernel communicates.
+    """
+    found = known.found
+    if found is None or found.status == "audited" or found.rule != no_communication:
+        return
+    if known.audit is None:
+        known.audit = state.registry.audit(primitive, params, operand_count)
+    if known.audit is None:
+        return
+    if known.audit.contradicts_no_communication:
+        raise RuleError(
+            f"{known.call} is declared {found.rule!r} at {found.where}, but its own jaxpr shows "
+            f"otherwise:\n  {str(known.audit).replace(chr(10), chr(10) + '  ')}\nDeclare what it "
+            "does: shardrules.all_gather, all_reduce, permute, per_device, ... with its mesh axes.",
+            kernel=known.call.name,
+            rule=found.rule,
+            audit=known.audit,
+        )
+    if known.audit.proven:
+        known.found = dataclasses.replace(found, status="audited")
+
+
+def types_of(door: Door, avals: Any) -> tuple[AxisType, ...]:
+    """Return each aval's axis type."""
+    return tuple(map(door.axis_type, avals))
+
+
+def _everywhere(context: RuleContext):
+    everywhere = AxisType(frozenset(context.mesh_axes))
+    return [everywhere] * len(context.inputs), [everywhere] * context.output_count
+
+
+_UNKNOWN = Rule("varying", _everywhere, lambda count: (Effect("unknown"),) * count)
+
+
+def resolve(
+    door: Door,
+    state: State,
+    scope: Scope,
+    call: Call,
+    found: Registration | None,
+    inputs: tuple[AxisType, ...],
+    output_count: int,
+    audit: Any = None,
+) -> Resolution:
+    """Apply the rule of one call where it stands.
+
+    Args:
+      door: JAX's private names.
+      state: for the registry's names, in messages.
+      scope: its policy decides about a call without a rule.
+      call: the call.
+      found: what ``find_rule`` answered.
+      inputs: the operands' axis types.
+      output_count: how many outputs the call has.
+      audit: what the kernel's jaxpr said, for the message where there is no rule.
+
+    Raises:
+      UnknownKernelError: if there is no rule and the policy is ``error``.
+      RuleError: if the rule's answer can't be used.
+    """
+    axes = door.manual_axes()
+    kept = None if found is None else found.rule.kept(inputs, output_count, axes)
+    if kept is not None:
+        return kept
+    named = frozenset().union(*(t.axes for t in inputs))
+    axes += tuple(sorted(named - set(axes), key=str))  # vmap axes can vary too
+    context = RuleContext(call.name, inputs, output_count, axes)
+    if found is not None:
+        try:
+            return found.rule.resolve(context)
+        except RuleError as error:
+            raise RuleError(
+                f"{error}\n  {call}; rule declared at {found.where}",
+                **{k: v for k, v in vars(error).items() if k != "message"},
+            ) from None
+        except Exception as error:
+            raise RuleError(
+                f"the rule {found.rule!r} of {call} raised {type(error).__name__}: {error}\n"
+                f"  rule declared at {found.where}; it is given a shardrules.RuleContext with "
+                f"{len(inputs)} inputs and is to answer with one shardrules.AxisType for each of "
+                f"{output_count} outputs",
+                kernel=call.name,
+                rule=found.rule,
+            ) from error
+    if scope.policy == "error":
+        raise _unknown(call, context, state, audit)
+    if scope.policy == COLLECT:
+        assert scope.notes is not None, "who collects takes notes"
+        scope.notes.unknown.append((call, inputs, to_paste(call, audit, axes)))
+        return no_communication.resolve(context)
+    if scope.policy == "warn":
+        warnings.warn(
+            f"{call} has no rule; its outputs are taken to vary over all of {{{', '.join(axes)}}}",
+            stacklevel=2,
+        )
+    return _UNKNOWN.resolve(context)
+
+
+def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> UnknownKernelError:
+    inputs = "\n".join(f"    input {i}: {t}" for i, t in enumerate(context.inputs))
+    names = ", ".join(map(repr, state.registry.names())) or "none"
+    why = (
+        ""
+        if audit is None
+        else (f"Its own jaxpr is {str(audit).replace(chr(10), chr(10) + '  ')}\n")
+    )
+    communicates = audit is not None and audit.contradicts_no_communication
+    # Bits without a seed are the device's own, and no communication.
+    alike = "" if audit is None else ", and what is named above is the same on every device"
+    pasted = "\n".join(f"    {line}" for line in to_paste(call, audit, context.mesh_axes))
+    return UnknownKernelError(
+        f"no rule for {call}: shard_map(check_vma=True) over manual axes "
+        f"{{{', '.join(context.mesh_axes)}}} can't tell over which of them its outputs vary\n"
+        f"{inputs or '    no inputs'}\n{why}"
+        + (
+            "It communicates, so say what it does, in one of these lines:\n"
+            if communicates
+            else f"If the kernel reads no other device and no device id{alike}, "
+            "write one of these lines:\n"
+        )
+        + f"{pasted}\n"
+        + (
+            ""
+            if communicates
+            else "If it communicates, register shardrules.all_gather, all_reduce, permute, "
+            "per_device, ... with its mesh axes, or a function of a shardrules.RuleContext. "
+        )
+        + f"Names with a rule: {names}.",
+        kernel=call.name,
+        inputs=context.inputs,
+        mesh_axes=context.mesh_axes,
+        audit=audit,
+    )
+
+
+def to_paste(call: Call, audit: Any, axes: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the lines that would give a call its rule.
+
+    Args:
+      call: the call.
+      audit: what its kernel's jaxpr says, or None.
+      axes: the manual mesh axes, as far as they are known.
+    """
+    blockers = () if audit is None else audit.blockers
+    shown = [blocker.axes for blocker in blockers if blocker.communicates]
+    named = tuple(dict.fromkeys(axis for one in shown for axis in one if axis in axes))
+    return suggestions.lines(
+        call.name,
+        call.module,
+        call.place,
+        is_function=bool(call.place or call.module or call.primitive in _OF_FUNCTIONS),
+        communicates=audit is not None and audit.contradicts_no_communication,
+        axes=named if all(shown) and named else axes,  # who names none may reach any device
+    )

@@ -1,0 +1,66 @@
+"""Casts that JAX's own functions refuse, or die of.
+
+A user's cast to axes over which a value varies by then does nothing. A kernel's output that is
+annotated as invariant is widened to what a proof says, and who wrote the annotation casts the
+output afterwards (MaxText's megablox). JAX 0.8 to 0.12 refuse to cast what varies; before, a cast
+comes down to one primitive, which is bound again for the axes that are left.
+
+Where a cotangent is known to be zero (a bwd returns None), JAX to 0.6.0 sums that zero at a cast,
+or casts it at a psum, and ends in a TypeError; later ones leave it out.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from shardrules.door.patching import Patches
+from shardrules.hooks.state import Hooks
+
+__all__ = ["RedundantCastHooks"]
+
+# By JAX's names: to 0.5.3, and 0.6.0's.
+_CASTS_AND_SUMS = ("pbroadcast", "psum2", "pvary", "psum_invariant")
+
+
+class RedundantCastHooks(Hooks):
+    """The hooks of ``jax.lax.pcast`` and ``pvary``."""
+
+    def install(self, patches: Patches) -> None:
+        """Replace transposes that take zeros, and how pcast tells from which state it starts."""
+        from jax.interpreters import ad
+
+        door = self.door
+        if not door.typed or door.transpose_cast is not None:
+            table = ad.primitive_transposes
+            # Of several values: jax.lax.pbroadcast, of the same name, takes one.
+            for primitive in [p for p in table if p.multiple_results and p.name in _CASTS_AND_SUMS]:
+                patches.entry(
+                    table, primitive, functools.partial(self._transpose, table[primitive])
+                )
+        if door.typed and door.pcast_from is not None and door.pcast_steps is not None:
+            patches.attribute(*door.owner("pcast_from"), self._from)
+            patches.entry(door.pcast_steps, ("varying", "varying"), self._stay)
+
+    def _transpose(self, rule, cts, *args, **params):
+        """Transpose a cast or a sum of several values, without the cotangents that are zero."""
+        Zero = self.door.Zero
+        kept = [ct for ct in cts if not isinstance(ct, Zero)]
+        rest = iter(rule(kept, **params) if kept else ())
+        return [Zero(x.aval) if isinstance(ct, Zero) else next(rest) for ct, x in zip(cts, args)]
+
+    def _from(self, aval: Any, axes: tuple[Any, ...], name: str) -> str:
+        """Return the state over those axes that are left to be cast, where some vary by then."""
+        if self.acts and name == "jax.lax.pcast":
+            varying = self.door.axis_type(aval).varying
+            left = tuple(a for a in axes if a not in varying)
+            if left and len(left) < len(axes):
+                state = self.door.pcast_from(aval, left, name)
+                # The primitive for all of them is refused, and bound for those that are left.
+                return state if state == "invarying" else self.door.pcast_from(aval, axes, name)
+        return self.door.pcast_from(aval, axes, name)
+
+    def _stay(self, leaf: Any, axes: tuple[Any, ...]) -> Any:
+        if not self.acts:
+            raise ValueError("Unsupported pcast from=varying, to='varying'")  # as JAX words it
+        return leaf

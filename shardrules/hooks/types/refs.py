@@ -1,0 +1,265 @@
+"""Refs under shard_map's check: what is read from one varies as all that was written to it.
+
+A ref's type is that of its first value and never changes, and JAX 0.10.2 compares it with nothing:
+a ref from zeros stays invariant whatever is stored in it. A ref of ``run_state`` can be made again
+from a value that was cast, so there the types grow to their fixpoint and user code stays as it is.
+A ref of ``jax.new_ref`` is made before anyone knows what will be stored, so there a store of what
+varies more is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.patching import Patches
+from shardrules.errors import RefError
+from shardrules.hooks.state import Hooks
+from shardrules.hooks.types.opaque import types_of
+from shardrules.registry.axistypes import AxisType, show_axes
+
+__all__ = ["RefHooks", "check_written", "written", "written_variables"]
+
+
+def written(door: Door, effects: Iterable[Any]) -> set[Any]:
+    """Return the inputs that effects write or add to: positions after an abstract eval.
+
+    Args:
+      door: JAX's private names.
+      effects: of a jaxpr (then the inputs are its variables, from JAX 0.10), or of a call.
+    """
+    return {
+        effect.input if hasattr(effect, "input") else effect.input_index
+        for effect in effects
+        if isinstance(effect, (door.WriteEffect, door.AccumEffect))
+    }
+
+
+def written_variables(door: Door, jaxpr: Any) -> set[Any]:
+    """Return those of a jaxpr's variables that it writes or adds to."""
+    own = (*jaxpr.constvars, *jaxpr.invars)  # JAX to 0.9 gives an effect's input as a position
+    return {own[i] if isinstance(i, int) else i for i in written(door, jaxpr.effects)}
+
+
+def check_written(
+    door: Door,
+    what: str,
+    ref: Any,
+    value: AxisType,
+    *,
+    which: str = "that it is written to",
+    stored: bool = True,
+) -> None:
+    """Refuse that ``value`` goes into a ref that is less varying, or not unreduced as it is.
+
+    Args:
+      door: JAX's private names.
+      what: what has that type, for the message.
+      ref: the ref's aval.
+      value: the axis type of what is written, or of what decides about it.
+      which: which ref, for the message.
+      stored: whether the value itself is stored; an index or a predicate isn't.
+
+    Raises:
+      RefError: with both types, and how to make the ref.
+    """
+    have = door.axis_type(ref)
+    extra = value.varying - have.varying
+    if not extra and (not stored or value.unreduced == have.unreduced):
+        return
+    if extra:
+        names = ", ".join(map(repr, sorted(extra, key=str)))
+        remedy = (
+            "A ref keeps the type of its first value: make it from one that varies over "
+            f"{show_axes(extra)} too, jax.new_ref(shardrules.vary(x, {names}))."
+        )
+    else:
+        remedy = (
+            "Partial sums go only into a ref of partial sums over the same axes: reduce "
+            "the value first with jax.lax.psum."
+        )
+    raise RefError(
+        f"{what} is {value}, but the ref {which} (shape {tuple(ref.shape)}) is {have}, and so "
+        f"would be what is read from it afterwards. {remedy}",
+        ref=ref,
+        have=have,
+        value=value,
+    )
+
+
+class RefHooks(Hooks):
+    """The hooks of ``new_ref``'s reads and writes, of ``run_state``, and of branches that write."""
+
+    def install(self, patches: Patches) -> None:
+        """Replace binds and abstract evals."""
+        door = self.door
+        if not door.typed:
+            return  # to JAX 0.5.3 shard_map knows no refs
+        for primitive in (door.swap_p, door.addupdate_p):
+            patches.attribute(
+                primitive,
+                "abstract_eval",
+                functools.partial(self._first, self._store, primitive.abstract_eval),
+            )
+        for primitive, check in (
+            (door.get_p, self._read),
+            (door.cond_p, self._branches),
+            (door.while_p, self._loop),
+        ):
+            patches.attribute(
+                primitive,
+                "abstract_eval",
+                functools.partial(self._then, check, primitive.abstract_eval),
+            )
+        for primitive in (door.swap_p, door.addupdate_p):
+            patches.attribute(
+                primitive, "bind", functools.partial(self._bind_store, primitive.bind)
+            )
+        patches.attribute(
+            door.run_state_p, "bind", functools.partial(self._bind_run_state, door.run_state_p.bind)
+        )
+        if door.trace_run_state is not None:
+            patches.attribute(*door.owner("trace_run_state"), self._trace_run_state)
+
+    # Reads and writes.
+
+    def _first(self, check, evaluate, *avals, **params):
+        if self.acts:
+            check(avals)
+        return evaluate(*avals, **params)
+
+    def _then(self, check, evaluate, *avals, **params):
+        answer = evaluate(*avals, **params)
+        return check(answer, avals, params) if self.acts else answer
+
+    def _read(self, answer, avals, params):
+        """Let what an index picks vary as the index does, too."""
+        out, effects = answer
+        have = self.door.axis_type(out)
+        index = _union(types_of(self.door, avals[1:]))
+        return self.door.with_axis_type(out, have.vary(*(index - have.varying))), effects
+
+    def _store(self, avals) -> None:
+        """Refuse a store before JAX does (0.12), whose error run_state could not grow by."""
+        ref, value, *indices = avals
+        check_written(self.door, "a value", ref, self.door.axis_type(value))
+        check_written(
+            self.door,
+            "an index",
+            ref,
+            AxisType(_union(types_of(self.door, indices))),
+            which="that it stores to",
+            stored=False,
+        )
+
+    def _bind_store(self, bind, *args, **params):
+        """Cast a stored value to the ref's type, so that its cotangent is reduced again."""
+        if self.acts and len(args) > 1:
+            ref, value, *indices = args
+            aval = self.door.typeof(value)
+            if self.door.can_cast(aval):
+                want, have = self.door.axis_type(self.door.typeof(ref)), self.door.axis_type(aval)
+                if have.varying < want.varying and not have.unreduced:
+                    args = (ref, self.door.cast(value, AxisType(want.varying)), *indices)
+        return bind(*args, **params)
+
+    # A branch is taken, or a loop runs on, where a predicate says so.
+
+    def _branches(self, answer, avals, params):
+        self._controlled(
+            answer[1],
+            avals,
+            self.door.axis_type(avals[0]),
+            "the predicate of a cond or switch",
+            "that a branch writes",
+        )
+        return answer
+
+    def _loop(self, answer, avals, params):
+        predicate = params["cond_jaxpr"].out_avals[0]
+        self._controlled(
+            answer[1],
+            avals,
+            self.door.axis_type(predicate),
+            "the condition of a while_loop",
+            "that its body writes",
+        )
+        return answer
+
+    def _controlled(self, effects, avals, decides: AxisType, what: str, which: str) -> None:
+        for position in sorted(written(self.door, effects)):
+            check_written(self.door, what, avals[position], decides, which=which, stored=False)
+
+    # run_state: its refs can be made again, from values that were cast.
+
+    def _trace_run_state(self, fun, in_tree, in_avals, dbg):
+        """Trace a run_state's body with its refs' types at their fixpoint."""
+        trace = self.door.trace_run_state
+        if not self.acts:
+            return trace(fun, in_tree, in_avals, dbg)
+        avals = list(in_avals)
+        while True:
+            try:
+                return trace(fun, in_tree, avals, dbg)
+            except RefError as error:
+                wider = self._widened(avals, error)
+                if wider is None:
+                    raise
+                avals = wider
+
+    def _widened(self, avals: Sequence[Any], error: RefError) -> list[Any] | None:
+        """Return avals in which the ref that was too narrow is not; None if it is another's."""
+        extra = error.value.varying - error.have.varying
+        same = [i for i, aval in enumerate(avals) if aval is error.ref]
+        # A trace inside of this one (of a jit, a scan) may know the ref by an equal aval only.
+        same = same or [i for i, aval in enumerate(avals) if aval == error.ref]
+        if not extra or not same:
+            return None
+        avals = list(avals)
+        for i in same:
+            avals[i] = self._wider(avals[i], extra)
+        return avals
+
+    def _wider(self, ref: Any, extra: frozenset[str]) -> Any:
+        return self.door.with_axis_type(ref, self.door.axis_type(ref).vary(*extra))
+
+    def _bind_run_state(self, bind, *args, **params):
+        """Cast the initial values to the types that the body's refs have grown to."""
+        if self.acts and all(params["is_initialized"]):
+            jaxpr = params["jaxpr"]
+            avals = [variable.aval for variable in jaxpr.invars]
+            extra = [
+                types.varying - self.door.axis_type(ref).varying
+                for types, ref in zip(types_of(self.door, map(self.door.typeof, args)), avals)
+            ]
+            if any(extra) and self.door.trace_run_state is not None:
+                params["jaxpr"] = self._replayed(jaxpr, list(map(self._wider, avals, extra)))
+                avals = [variable.aval for variable in params["jaxpr"].invars]
+            args = [
+                self.door.cast(x, self.door.axis_type(ref))
+                if self.door.can_cast(self.door.typeof(x))
+                else x
+                for x, ref in zip(args, avals)
+            ]
+        return bind(*args, **params)
+
+    def _replayed(self, jaxpr: Any, avals: Sequence[Any]) -> Any:
+        """Trace a body again, where it is replayed with values that vary more."""
+        import jax
+
+        tree = jax.tree_util.tree_structure(list(avals))
+        body = functools.partial(_call_jaxpr, jaxpr)
+        traced = self._trace_run_state(body, tree, avals, jaxpr.debug_info)
+        return traced[0] if isinstance(traced, tuple) else traced  # alone from JAX 0.12
+
+
+def _call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> None:
+    import jax
+
+    jax.core.eval_jaxpr(jaxpr, (), *values)
+
+
+def _union(types: Iterable[AxisType]) -> frozenset[str]:
+    return frozenset().union(*(t.varying for t in types))

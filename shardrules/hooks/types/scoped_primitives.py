@@ -1,0 +1,114 @@
+"""Users' primitives that are bound under a rule of a scope, and find it when that has closed.
+
+What they are lowered by, differentiated by and batched by runs later.
+
+An equation has nothing to note a scope in: its parameters are the user's, and go to each of his
+rules. So what is bound is another primitive, its like in all but that: a carrier. Each of its rules
+is the user's own, run under the scope.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.hooks.state import Scope, State
+from shardrules.hooks.types.opaque import OpaqueCall
+
+__all__ = ["Carriers", "is_lent"]
+
+# Where users register the rules of their primitives.
+_TABLES = ("jax.interpreters.ad", "jax.interpreters.batching", "jax.interpreters.partial_eval")
+
+
+def is_lent(known: OpaqueCall) -> bool:
+    """Whether a call has its rule from a scope, be it ``rules(...)`` or a declared op."""
+    found, scope = known.found, known.scope
+    if found is None or scope is None:
+        return False
+    binding = scope.binding
+    return any(found in overlay.entries for overlay in scope.overlays) or (
+        binding is not None and (found.rule, found.where) == (binding.rule, binding.where)
+    )
+
+
+class Carriers:
+    """The carriers that were made, one for each primitive and what its scopes say.
+
+    Args:
+      door: JAX's private names.
+      state: for entering scopes.
+    """
+
+    def __init__(self, door: Door, state: State):
+        self.door = door
+        self.state = state
+        self._made: dict[Any, Any] = {}
+        self._of: dict[Any, tuple[Any, Scope]] = {}
+
+    def of(self, primitive: Any) -> tuple[Any, Scope] | None:
+        """Return the primitive that one carries, and the scope; None where it is no carrier."""
+        return self._of.get(primitive)
+
+    def bind(self, primitive: Any, scope: Scope, operands: Any, params: dict[str, Any]) -> Any:
+        """Bind the carrier of a primitive for a scope.
+
+        Args:
+          primitive: the user's.
+          scope: the one that its rule came from.
+          operands: what it is bound to.
+          params: its parameters.
+        """
+        carrier = self._carrier(primitive, scope)
+        return type(carrier).bind(carrier, *operands, **params)
+
+    def enter(self, scope: Scope):
+        """Return a context in which the rules of ``scope`` hold; who watches here goes on."""
+        here = self.state.scope
+        return self.state.enter(dataclasses.replace(scope, claims=here.claims, notes=here.notes))
+
+    def _carrier(self, primitive: Any, scope: Scope) -> Any:
+        key = (
+            primitive,
+            tuple(overlay.entries for overlay in scope.overlays),
+            scope.binding,
+            scope.policy,
+            scope.active,
+            scope.prove,
+        )
+        with self.state.lock:
+            carrier = self._made.get(key)
+            if carrier is None:
+                carrier = self._made[key] = copy.copy(primitive)
+                carrier.bind = self._scoped(lambda *a, **k: primitive.bind(*a, **k), scope)
+                carrier.abstract_eval = self._scoped(
+                    lambda *a, **k: primitive.abstract_eval(*a, **k), scope
+                )
+                self._of[carrier] = primitive, scope
+            self._complete(carrier, primitive, scope)
+        return carrier
+
+    def _complete(self, carrier: Any, primitive: Any, scope: Scope) -> None:
+        """Give a carrier the rules that its primitive has by now."""
+        for name in _TABLES:
+            for table in list(vars(importlib.import_module(name)).values()):
+                if isinstance(table, dict) and primitive in table and carrier not in table:
+                    table[carrier] = self._scoped(table[primitive], scope)
+        for table in (self.door.lowerings, *(self.door.platform_lowerings or {}).values()):
+            if primitive in table and carrier not in table:
+                entry = table[primitive]
+                table[carrier] = self.door.lowering_entry(
+                    entry, self._scoped(self.door.lowering_rule(entry), scope)
+                )
+
+    def _scoped(self, rule: Any, scope: Scope) -> Any:
+        @functools.wraps(rule)
+        def run(*args, **params):
+            with self.enter(scope):
+                return rule(*args, **params)
+
+        return run

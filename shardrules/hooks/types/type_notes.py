@@ -1,0 +1,102 @@
+"""Where the hooks changed a type, told beside JAX's refusal of what follows from it.
+
+A sort's indices, or what a varying predicate chooses, vary under the hooks where JAX types them
+invariant. JAX then refuses ``out_specs=P()``, rightly, and can't say why the value varies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.patching import Patches
+from shardrules.errors import ShardrulesError
+from shardrules.hooks.state import Hooks, State
+from shardrules.registry.axistypes import show_axes
+
+__all__ = ["TypeNoteHooks"]
+
+# What JAX's messages about axis types hold, one or another of them (0.6 to 0.12).
+_OF_TYPES = ("out_specs", "varying", "vma", "manual_axis_type", "cotangent type", "{V:")
+_SHOWN = 5
+_FROM = "shardrules: "
+
+
+class TypeNoteHooks(Hooks):
+    """The hook around shard_map, in which JAX's errors are raised.
+
+    Args:
+      door: JAX's private names.
+      state: registry and scopes.
+    """
+
+    def __init__(self, door: Door, state: State):
+        super().__init__(door, state)
+        self._local = threading.local()
+
+    def install(self, patches: Patches) -> None:
+        """Replace how shard_map is bound: its body is traced inside."""
+        door = self.door
+        if not door.typed or door.shard_map_p is None or door.specs_error is None:
+            return
+        bind = door.shard_map_p.bind
+
+        def bound(*args, **params):
+            if not self.state.active:
+                return bind(*args, **params)
+            with self._told():
+                return bind(*args, **params)
+
+        patches.attribute(door.shard_map_p, "bind", bound)
+        patches.attribute(*door.owner("specs_error"), self._specs_error)
+
+    def _specs_error(self, *args, **kwargs):
+        """Write JAX's text, which it does once shard_map's bind has failed, and what was noted."""
+        causes, self._local.causes = getattr(self._local, "causes", ""), ""
+        return self.door.specs_error(*args, **kwargs) + causes
+
+    def note(self, what: str, axes: frozenset[str]) -> None:
+        """Note that what an operation returns varies over ``axes``, where JAX says it doesn't.
+
+        Args:
+          what: the operation, for messages.
+          axes: the mesh axes that were added to its type.
+        """
+        noted = getattr(self._local, "noted", None)
+        if noted is not None:
+            noted[what, axes] = self.door.current_source()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        outer = getattr(self._local, "noted", None)
+        noted: dict[tuple[str, frozenset[str]], Any] = {}
+        self._local.noted = noted
+        try:
+            yield
+        except ShardrulesError:
+            raise
+        except Exception as error:
+            causes = f"\n{self._causes(noted)}" if noted else ""
+            text = error.args[0] if error.args else None
+            if not isinstance(text, str):  # what fails, leaf by leaf: its text comes later
+                self._local.causes = causes
+            elif any(word in text for word in _OF_TYPES) and _FROM not in text:
+                error.args = (text + causes, *error.args[1:])
+            raise
+        finally:
+            if outer is not None:
+                outer.update(noted)
+            self._local.noted = outer
+
+    def _causes(self, noted: dict[tuple[str, frozenset[str]], Any]) -> str:
+        lines = []
+        for (what, axes), source in list(noted.items())[-_SHOWN:]:
+            at = self.door.source_line(source)
+            lines.append(f"  {what}{f' at {at}' if at else ''}: over {show_axes(axes)}")
+        return (
+            f"{_FROM}what these return varies over mesh axes here, because something that they "
+            "depend on does; JAX alone would type it invariant, and be wrong:\n" + "\n".join(lines)
+        )

@@ -1,0 +1,247 @@
+"""Casts that users write: an early one to varying, and a claim that a sum is whole.
+
+Both act only where shard_map tracks how values vary by types on avals, with or without
+``shardrules.install()``; elsewhere they return their argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from shardrules.arguments import checked
+from shardrules.door import internals
+from shardrules.door.internals import Door
+from shardrules.errors import AxisError, CotangentError, UnsupportedJaxError
+from shardrules.hooks.install import held, hold_for_ops, state
+from shardrules.hooks.state import Claims
+from shardrules.hooks.types.identities import mark, uncast
+from shardrules.registry.axistypes import show_axes
+from shardrules.registry.binding import caller_place
+
+__all__ = ["already_summed", "checking_claims", "place_casts", "vary"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@checked(own=("axes",))
+def vary(x: Any, *axes: str) -> Any:
+    """Cast a pytree of arrays to vary over mesh axes, here rather than where a kernel asks for it.
+
+    The cast moves nothing. Its transpose is a psum, over as many bytes as the value has at this
+    place: of a replicated bias that is broadcast over the local batch, say, the row is fewer
+    bytes than the block. Before a loop, the psum runs once and not in each step.
+
+    Args:
+      x: arrays; those that vary over the axes already stay as they are.
+      *axes: manual mesh axes.
+
+    Returns:
+      The same values; ``x`` itself outside ``shard_map(check_vma=True)``, and on JAX to 0.5.3,
+      where the check casts by itself.
+
+    Raises:
+      AxisError: if an axis is not a manual mesh axis here, or a value is a partial sum over it.
+
+    Examples:
+      >>> early = jax.shard_map(
+      ...     lambda w, x: x @ shardrules.vary(w, "data"),
+      ...     mesh=mesh,
+      ...     in_specs=(P(), P("data")),
+      ...     out_specs=P("data"),
+      ... )
+      >>> early(w, x).shape
+      (8, 64)
+    """
+    import jax
+
+    door = internals.load()
+    named = _axes(door, "vary(x, ...)", axes)
+    if not door.checking():
+        return x
+
+    def one(leaf):
+        if isinstance(leaf, door.SymbolicZero):
+            return leaf
+        have = _whole(door, "vary", leaf, named)
+        return door.cast(leaf, have.vary(*(named - have.varying)))
+
+    return jax.tree_util.tree_map(one, x)
+
+
+@checked
+def place_casts(f: _F) -> _F:
+    """Place the casts of one shard_map's body where its gradient's psums move the fewest bytes.
+
+    What ``install(casts="cheapest")`` does for all of a program's shard_maps. Forward passes stay
+    as they are. Where the linear part of ``f`` holds what can't be rewritten, and on JAX to 0.5.3,
+    casts stand where JAX puts them; ``explain`` says why.
+
+    Args:
+      f: the body of a shard_map, or a part of it that is differentiated.
+
+    Returns:
+      A function that takes and returns what ``f`` does.
+
+    Example:
+      >>> body = shardrules.place_casts(lambda w, x: jnp.tanh(x @ w))
+      >>> layer = jax.shard_map(
+      ...     body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+      ... )
+      >>> jax.eval_shape(jax.grad(lambda w: layer(w, x).sum()), w).shape
+      (128, 64)
+    """
+    import jax
+
+    @functools.wraps(f)
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        door = internals.load()
+        if not door.checking():
+            return f(*args, **kwargs)
+        hold_for_ops()
+
+        def one(leaf):
+            inexact = jax.numpy.issubdtype(getattr(leaf, "dtype", None), jax.numpy.inexact)
+            return mark(leaf) if inexact and isinstance(leaf, jax.Array) else leaf
+
+        return f(*jax.tree_util.tree_map(one, args), **jax.tree_util.tree_map(one, kwargs))
+
+    return placed  # type: ignore[return-value]  # it takes and returns what f does
+
+
+@checked(own=("axes",))
+def already_summed(ct: Any, *axes: str) -> Any:
+    """Claim, in a custom_vjp's bwd, that cotangents are the full sum over mesh axes already.
+
+    A collective such as ``all_gather`` followed by a local sum gives the same on every device
+    along an axis, and still has a varying type. This makes the type invariant and moves nothing.
+    A claim that is wrong gives wrong gradients, one device's share for the sum: verify it with
+    ``shardrules.hooks.user_casts.checking_claims`` or by comparing gradients with a single
+    device's. Where the collective can be the last step, that is better: ``jax.lax.psum`` needs no
+    claim.
+
+    Args:
+      ct: a pytree of cotangents.
+      *axes: the mesh axes over which they were summed.
+
+    Returns:
+      The same values; ``ct`` itself outside ``shard_map(check_vma=True)``.
+
+    Raises:
+      AxisError: if an axis is not a manual mesh axis here, or a value is ``unreduced`` over it.
+      UnsupportedJaxError: on JAX to 0.5.3.
+    """
+    import jax
+
+    door = internals.load()
+    named = _axes(door, "already_summed(ct, ...)", axes)
+    if not door.typed:
+        raise UnsupportedJaxError(
+            f"already_summed needs JAX 0.6 or newer, where values carry axis types, and this is "
+            f"JAX {door.version}; let the last step of bwd be the collective, jax.lax.psum",
+            version=door.version,
+        )
+    if not door.checking():
+        return ct
+    claims = state().scope.claims
+    where = caller_place()
+
+    def one(leaf):
+        if isinstance(leaf, door.SymbolicZero) or _is_float0(leaf):
+            return leaf
+        over = named & _whole(door, "already_summed", leaf, named).varying
+        if not over:
+            return leaf
+        order = tuple(a for a in door.manual_axes() if a in over)
+        if claims is not None:
+            _compare(claims, leaf, order, where)
+        return uncast(leaf, order)
+
+    return jax.tree_util.tree_map(one, ct)
+
+
+@contextlib.contextmanager
+def checking_claims() -> Iterator[Claims]:
+    """Compare what ``already_summed`` claims to be equal, for what is traced and run inside.
+
+    It costs two all-reduces for each claim, so it is for tests.
+
+    Yields:
+      A record of the claims, in ``made`` and ``wrong``.
+
+    Raises:
+      CotangentError: at the end, if a claimed cotangent was different on two devices.
+    """
+    import jax
+
+    claims = Claims()
+    with held() as hooks:  # for the trace key: what was traced without comparing is traced again
+        with hooks.enter(dataclasses.replace(hooks.scope, claims=claims)):
+            yield claims
+            jax.effects_barrier()
+    if claims.wrong:
+        places = "\n".join(
+            f"  at {where}, over {show_axes(axes)}" for where, axes in sorted(claims.wrong)
+        )
+        raise CotangentError(
+            "already_summed was given a cotangent that differs between devices, so it is no full "
+            f"sum:\n{places}\nreturn jax.lax.psum(ct, axes) there instead",
+            places=tuple(sorted(claims.wrong)),
+        )
+
+
+def _axes(door: Door, call: str, axes: tuple[Any, ...]) -> frozenset[str]:
+    """Check the axes that a caller wrote."""
+    if not axes or not all(isinstance(a, str) and a for a in axes):
+        raise AxisError(
+            f"{call} takes the names of one or more mesh axes, not "
+            f"{', '.join(map(repr, axes)) or 'nothing'}; such as "
+            f"{call.replace('...', repr('model'))}",
+            axes=axes,
+        )
+    here = door.manual_axes()
+    strange = [a for a in axes if a not in here]
+    if here and strange:
+        raise AxisError(
+            f"{call.replace('...', ', '.join(map(repr, axes)))}: {show_axes(strange)} is no "
+            f"manual mesh axis here; they are {show_axes(here)}",
+            axes=tuple(strange),
+        )
+    return frozenset(axes)
+
+
+def _whole(door: Door, what: str, leaf: Any, axes: frozenset[str]):
+    """Return a value's axis type; refuse one that is still to be reduced over ``axes``."""
+    have = door.axis_type(door.typeof(leaf))
+    if have.unreduced & axes:
+        raise AxisError(
+            f"{what} over {show_axes(axes)} was given a value that is {have}: a partial sum. "
+            "Reduce it first, with jax.lax.psum",
+            axes=have.unreduced & axes,
+        )
+    return have
+
+
+def _is_float0(leaf: Any) -> bool:
+    import jax
+
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def _compare(claims: Claims, leaf: Any, axes: tuple[str, ...], where: str) -> None:
+    """Compare a cotangent along ``axes``, bit by bit, when the program runs."""
+    import jax
+    import jax.numpy as jnp
+
+    claims.made.add((where, axes))
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
+    same = (jax.lax.pmax(bits, axes) == jax.lax.pmin(bits, axes)).all()
+
+    def note(same):
+        if not same:
+            claims.wrong.add((where, axes))
+
+    jax.debug.callback(note, same)

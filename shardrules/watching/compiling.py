@@ -1,0 +1,197 @@
+"""Every program that JAX compiles or takes from one of its caches, noted as it is handed out.
+
+All of JAX's ways to a program (jit, pmap, ``lower().compile()``, eager operations, in any thread)
+end in the ``compile`` of a computation of ``jax._src.interpreters.pxla``, which also hands out what
+was compiled before and what the persistent compilation cache holds. It is replaced while somebody
+watches. Where JAX is not imported yet it stays so: the replacement waits for the import, since a
+program may set what JAX reads from its environment then.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from shardrules.door import compiled, watching
+from shardrules.door.patching import Patches
+from shardrules.errors import ShardrulesError, UnsupportedJaxError
+from shardrules.watching.importing import WhenImported
+
+__all__ = ["Noted", "process", "start"]
+
+_MODULE = "jax._src.interpreters.pxla"
+
+_lock = threading.RLock()
+_patches = Patches()
+_watchers: list[Callable[[Any, Any], None]] = []
+_meshes: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+class Noted:
+    """One program, with what its text does not say; the executable itself is not kept.
+
+    Attributes:
+      name: what JAX calls it, ``jit_step``.
+      failure: why there is no HLO, empty if there is.
+    """
+
+    def __init__(self, executable: Any, meshes: list[Any]):
+        self._avals = getattr(executable, "in_avals", None)
+        self._inputs = getattr(executable, "_in_shardings", None)
+        self._outputs = getattr(executable, "_out_shardings", None)
+        self._meshes = meshes
+        self.name = "a program"
+        self.failure = ""
+        try:
+            (self._module,) = executable.xla_executable.hlo_modules()
+            self.name = str(self._module.name)
+        except Exception as error:  # whatever the backend's C API reports; or there are several
+            self._module = None
+            self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def text(self) -> str:
+        """Return its compiled HLO.
+
+        Raises:
+          ShardrulesError: the executable did not give it.
+        """
+        if self._module is None:
+            raise ShardrulesError(f"{self.name} does not give its HLO ({self.failure})")
+        return self._module.to_string()
+
+    def mesh(self, device_count: int) -> dict[str, int] | None:
+        """Return the sizes of the axes of its one mesh, None if there is none or more.
+
+        By the shardings of its arguments and results, else by its shard_maps.
+
+        Args:
+          device_count: how many devices the program is for; another mesh is none of it.
+        """
+        told = compiled.mesh_shape([self._inputs, self._outputs])
+        if told is None:
+            shapes = {tuple(dict(mesh.shape).items()) for mesh in self._meshes}
+            told = dict(shapes.pop()) if len(shapes) == 1 else None
+        size = 1
+        for length in (told or {}).values():
+            size *= length
+        return told if told and size == device_count else None
+
+    def parameter_shardings(self) -> list[tuple[tuple[int, ...], str]] | None:
+        """Return shape on one device and HLO sharding of each parameter, None if not known."""
+        if self._avals is None or self._inputs is None or len(self._avals) != len(self._inputs):
+            return None
+        return compiled.placed(self._avals, self._inputs)
+
+
+def process() -> tuple[int, int]:
+    """Return the number of this process and how many the job has; JAX must have compiled here."""
+    import jax
+
+    return jax.process_index(), jax.process_count()
+
+
+def start(note: Callable[[Noted], None]) -> Callable[[], None]:
+    """Call ``note`` with each program that any thread compiles or takes from a cache, once.
+
+    Programs that the process compiled before are noted when they are called again.
+
+    Returns:
+      What ends it; with the last of them JAX is as it was.
+
+    Raises:
+      UnsupportedJaxError: this JAX does not have the functions that are replaced.
+    """
+    seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def watcher(executable: Any, computation: Any) -> None:
+        with _lock:
+            if executable in seen:
+                return
+            seen.add(executable)
+            noted = Noted(executable, _meshes.get(computation, []))
+        note(noted)
+
+    with _lock:
+        if not _watchers:
+            _imported.start()
+        if _MODULE in sys.modules:
+            watching.forget_fast_paths()
+        _watchers.append(watcher)
+
+    def stop() -> None:
+        with _lock:
+            if watcher in _watchers:
+                _watchers.remove(watcher)
+                if not _watchers:
+                    _patches.undo()
+                    _imported.stop()
+
+    return stop
+
+
+@functools.cache
+def _leave_out_frames() -> None:
+    """Leave this package's frames out of source lines: what a program says of itself stays."""
+    from jax._src import source_info_util  # jax.extend has it too, and isn't imported yet here
+
+    source_info_util.register_exclusion(str(pathlib.Path(__file__).parents[1]))
+
+
+def _install(pxla: Any) -> None:
+    _leave_out_frames()
+    try:
+        owners: list[tuple[Any, str, Any]] = [(pxla.MeshComputation, "compile", _compile)]
+        if hasattr(pxla, "PmapComputation"):  # to JAX 0.9; after it pmap is a jit
+            owners.append((pxla.PmapComputation, "compile", _compile))
+        owners.append((pxla, "lower_sharding_computation", _lower))
+        made = [
+            (owner, name, watching.around(by, getattr(owner, name))) for owner, name, by in owners
+        ]
+    except AttributeError as error:
+        import jax
+
+        raise UnsupportedJaxError(
+            f"watch does not know where JAX {jax.__version__} compiles: {error}",
+            version=jax.__version__,
+        ) from error
+    for owner, name, function in made:
+        _patches.attribute(owner, name, function)
+
+
+def _compile(original: Any, self: Any, *args, **kwargs) -> Any:
+    executable = original(self, *args, **kwargs)
+    for watcher in tuple(_watchers):
+        watcher(executable, self)
+    return executable
+
+
+def _lower(original: Any, closed_jaxpr: Any, *args, **kwargs) -> Any:
+    computation = original(closed_jaxpr, *args, **kwargs)
+    if _watchers:
+        with _lock:
+            _meshes[computation] = list(_shard_map_meshes(closed_jaxpr, set()))
+    return computation
+
+
+def _shard_map_meshes(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the meshes of the shard_maps in a jaxpr and in those that its equations hold."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    if id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "shard_map":
+            yield equation.params["mesh"]  # one inside it has the same devices
+            continue
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from _shard_map_meshes(inner, seen)
+
+
+_imported = WhenImported((_MODULE,), _install)

@@ -1,0 +1,234 @@
+"""Every program that a process compiles, noted and judged: ``with shardrules.watch() as seen:``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardrules.arguments import checked
+from shardrules.errors import ShardrulesError
+from shardrules.watching import compiling
+
+if TYPE_CHECKING:  # what judges needs NumPy, whose environment a watched script may still set
+    from shardrules import hlo, report
+    from shardrules.report import several
+
+__all__ = ["Watched", "WatchedProgram", "watch"]
+
+
+class WatchedProgram:
+    """One program that was compiled, or taken from a cache, while ``watch`` was on.
+
+    Attributes:
+      name: the module's, ``jit_step``.
+      where: the test that was running, under ``pytest --shardrules``.
+      count: how often a program with this very text was handed out, to several jits say.
+    """
+
+    def __init__(self, noted: compiling.Noted, owner: Watched, where: str):
+        self.name: str = noted.name
+        self.where: str = where
+        self.count: int = 1
+        self._noted = noted
+        self._owner = owner
+
+    @property
+    def text(self) -> str:
+        """Give its compiled HLO.
+
+        Raises:
+          ShardrulesError: its backend does not give it.
+        """
+        return self._noted.text()
+
+    def _known(self) -> tuple[hlo.Module, dict[str, int] | None, list[str] | None]:
+        """Return its module, and mesh and parameter shardings as JAX tells of them."""
+        from shardrules import hlo, program
+
+        module = hlo.parse(self.text, name=self.name)
+        devices = (module.num_partitions or 1) * (module.replica_count or 1)
+        shardings = program.matching(module, self._noted.parameter_shardings())
+        return module, self._noted.mesh(devices), shardings
+
+    def told(self) -> str:
+        """Give its compiled HLO, with mesh and parameter shardings where ``hlo.judge`` reads them.
+
+        Raises:
+          ShardrulesError: its backend does not give its HLO, or it can't be read.
+        """
+        from shardrules.hlo.reader import annotate
+
+        return annotate.told(*self._known())
+
+    @functools.cached_property
+    def judgement(self) -> hlo.Judgement:
+        """Judge each of its collectives, under the rules of the default registry.
+
+        Raises:
+          ShardrulesError: its backend does not give its HLO, or it can't be read.
+        """
+        from shardrules import hlo
+
+        module, mesh, shardings = self._known()
+        return hlo.judge(
+            module,
+            registry=self._owner.registry,
+            own_mesh=mesh,
+            parameter_shardings=shardings,
+            unpartitioned=True,
+        )
+
+    @functools.cached_property
+    def content(self) -> report.Content:
+        """Gather what a report says of it.
+
+        Raises:
+          ShardrulesError: its backend does not give its HLO, or it can't be read.
+        """
+        from shardrules import report
+        from shardrules.costs import findings
+
+        return report.content(
+            self.judgement,
+            title=f"{self.name} in {self.where}" if self.where else self.name,
+            strict=self._owner.strict,
+            allow=findings.Allowances(self._owner.allow),
+            target=self._owner.target,
+            cheapest=self._owner.cheapest,
+        )
+
+    def __repr__(self) -> str:
+        return f"<WatchedProgram {self.name}>"
+
+
+class Watched:
+    """What ``watch`` noted: the programs in the order in which they were compiled.
+
+    Iterating it and ``len`` are of what was compiled so far; ``str`` judges all of it.
+
+    Attributes:
+      strict: whether verdicts that rest on declarations are findings.
+      allow: known findings, with their reasons.
+      registry: rules for custom calls that carry no tag; the default registry if None.
+      target: an accelerator, ``"v5e"``, on which each collective's time is estimated; or None.
+      cheapest: whether all-reduces that are needed and would move less elsewhere are findings.
+    """
+
+    def __init__(self, strict: bool, allow: dict[str, str], where: Callable[[], str] = str):
+        self.strict: bool = strict
+        self.allow: dict[str, str] = allow
+        self.registry: Any = None
+        self.target: str | None = None
+        self.cheapest: bool = False
+        self._where = where
+        self._programs: list[WatchedProgram] = []
+        self._stop: Callable[[], None] | None = None
+
+    def __enter__(self) -> Watched:
+        if self._stop is not None:
+            raise ShardrulesError("this watch is on already; make another one with watch()")
+        self._stop = compiling.start(
+            lambda noted: self._programs.append(WatchedProgram(noted, self, self._where()))
+        )
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
+
+    def __iter__(self) -> Iterator[WatchedProgram]:
+        return iter(tuple(self._programs))
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def judged(self, progress: Callable[[int, int], None] | None = None) -> several.Several:
+        """Judge every program; those of one text once.
+
+        Args:
+          progress: is called before each with how many are judged, and of how many.
+
+        Returns:
+          The reports of all, the costliest first. After Ctrl-C, of those judged by then.
+        """
+        from shardrules.report import several
+
+        found: dict[str, WatchedProgram] = {}
+        judges: list[WatchedProgram] = []
+        failures: list[tuple[str, str]] = []
+        programs = tuple(self)
+        for one in programs:
+            one.count = 1
+        judged = 0
+        try:
+            for number, one in enumerate(programs):
+                if progress is not None:
+                    progress(number, len(programs))
+                try:
+                    same = found.setdefault(one.text, one)
+                    if same is one:
+                        one.content  # noqa: B018  judged here
+                        judges.append(one)
+                    else:
+                        same.count += 1
+                except ShardrulesError as error:
+                    failures.append((one.name, str(error)))
+                judged = number + 1
+        except KeyboardInterrupt:
+            pass  # what is judged by then is worth having
+        return several.gather(
+            [one.content for one in judges],
+            [one.count for one in judges],
+            failures,
+            len(programs) - judged,
+        )
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """Give the number of this process and how many the job has."""
+        return compiling.process()
+
+    @property
+    def clean(self) -> bool:
+        """Tell whether every program can be judged and none has a finding."""
+        return self.judged().clean
+
+    def __str__(self) -> str:
+        from shardrules.report import several
+
+        return several.plain(self.judged())
+
+    def __repr__(self) -> str:
+        return f"<Watched: {len(self)} programs>"
+
+
+@checked
+def watch(*, strict: bool = False, allow: Mapping[str, str] | None = None) -> Watched:
+    """Note every program that this process compiles inside a ``with`` block, in any thread.
+
+    ``with shardrules.watch() as seen: train()``, then ``print(seen)``: one table, the costliest
+    program first, and the findings. Programs from JAX's caches are noted too, on disk and in
+    memory (but not calls of a ``Compiled`` that was compiled before). Values, errors and output
+    stay as they are; the programs are judged when ``seen`` is asked.
+
+    Args:
+      strict: accept proofs alone: verdicts that rest on declared rules are findings.
+      allow: known findings, each with a reason, as for ``testing.assert_no_defensive_psum``.
+
+    Raises:
+      UnsupportedJaxError: when entered, this JAX's internals are not known.
+      ShardrulesError: ``allow`` names no collectives, or gives no reason.
+
+    Example:
+      >>> with shardrules.watch() as seen:
+      ...     y = jax.jit(lambda w: w + 1)(w)
+      >>> len(seen)
+      1
+    """
+    if allow:
+        from shardrules.costs import findings
+
+        findings.Allowances(allow)
+    return Watched(strict, dict(allow or {}))

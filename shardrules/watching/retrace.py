@@ -1,0 +1,240 @@
+"""What is seen of a shard_map by tracing it once more: its sums, and what refuses it.
+
+Nothing that the program sees comes of it: what a body prints is dropped, and what it draws is drawn
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from shardrules.hooks.cotangents import origins
+
+__all__ = [
+    "Output",
+    "Sum",
+    "first_line",
+    "is_transposed",
+    "outputs",
+    "quiet",
+    "state_kept",
+    "sums",
+    "traced",
+    "words",
+]
+
+_SUMS = ("psum", "psum_invariant", "psum2")
+_KERNELS = ("pallas_call", "core_map", "mpmd_map")  # their jaxprs are a kernel's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """An output that its spec calls replicated, over axes over which it may vary."""
+
+    path: str
+    spec: str
+    axes: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """An all-reduce of the body or of its derivative: a device's operand bytes, devices, runs.
+
+    Attributes:
+      runs: for the loops around it; None where a while_loop is one of them.
+    """
+
+    bytes: int
+    group_size: int
+    runs: int | None
+
+
+class _Elsewhere:
+    """A stream that drops what one thread writes."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Write, or drop."""
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Drop what this thread prints."""
+    out: Any = _Elsewhere(sys.stdout)
+    err: Any = _Elsewhere(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield
+
+
+@contextlib.contextmanager
+def state_kept() -> Iterator[None]:
+    """Give Python's and NumPy's generators back as they were: a body may draw as it is traced.
+
+    Where other threads run, what they drew meanwhile would be drawn again: then it is kept, and how
+    their draws and the body's meet is chance without a look, too.
+    """
+    import random
+
+    import numpy as np
+
+    python, numpy = random.getstate(), np.random.get_state()
+    alone = _alone()
+    try:
+        yield
+    finally:
+        if alone and _alone():
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _alone() -> bool:
+    # One that Python didn't start is listed once it has asked for its name (a callback that logs,
+    # in a thread of XLA's), to Python 3.11 for ever.
+    dummy: Any = getattr(threading, "_DummyThread", ())
+    return all(
+        isinstance(one, dummy)
+        for one in threading.enumerate()
+        if one is not threading.current_thread()
+    )
+
+
+def traced(f: Any, args: tuple, derivative: bool) -> Any:
+    """Trace a function, or it and its derivative by all arguments of a float type."""
+    import jax
+    import numpy as np
+
+    leaves, tree = jax.tree_util.tree_flatten(args)
+    arrays = [n for n, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+
+    def called(*values: Any) -> Any:
+        given = list(leaves)
+        for n, value in zip(arrays, values):
+            given[n] = value
+        return f(*jax.tree_util.tree_unflatten(tree, given))
+
+    def floats(values: Any) -> list[int]:
+        return [n for n, v in enumerate(values) if jax.numpy.issubdtype(v.dtype, np.inexact)]
+
+    def differentiated(*values: Any) -> Any:
+        chosen = floats(values)
+
+        def of_floats(*some: Any) -> Any:
+            given = list(values)
+            for n, value in zip(chosen, some):
+                given[n] = value
+            return called(*given)
+
+        out, backward = jax.vjp(of_floats, *(values[n] for n in chosen))
+        cotangents = jax.tree_util.tree_map(
+            lambda x: (
+                jax.numpy.ones_like(x)
+                if jax.numpy.issubdtype(x.dtype, np.inexact)
+                else np.zeros(x.shape, jax.dtypes.float0)
+            ),
+            out,
+        )
+        return out, backward(cotangents)
+
+    if derivative and not floats([leaves[n] for n in arrays]):
+        raise TypeError("no argument is of a float type")
+    return jax.make_jaxpr(differentiated if derivative else called)(*(leaves[n] for n in arrays))
+
+
+def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterator[Sum]:
+    """List the psums inside the shard_maps of a jaxpr; of a cond's branches the costliest's."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name in _KERNELS:
+            continue
+        if name in _SUMS and sizes is not None:
+            axes = params.get("axes", ())
+            groups = params.get("axis_index_groups")
+            count = len(groups[0]) if groups else 1
+            for axis in () if groups else axes:
+                count *= sizes.get(axis, 1) if isinstance(axis, str) else 1
+            avals = [v.aval for v in eqn.invars]
+            moved = sum(int(a.size) * a.dtype.itemsize for a in avals if hasattr(a, "size"))
+            if any(isinstance(axis, str) for axis in axes):
+                yield Sum(moved, count, runs)
+        inner_sizes, inner_runs = sizes, runs
+        if name == "shard_map":
+            inner_sizes = {str(k): int(v) for k, v in dict(params["mesh"].shape).items()}
+        elif name == "scan":
+            inner_runs = None if runs is None else runs * params["length"]
+        elif name == "while":
+            inner_runs = None
+        inside = [list(sums(j, inner_sizes, inner_runs)) for j in _inner(params)]
+        if name == "cond" and inside:
+            inside = [max(inside, key=lambda some: sum(s.bytes * (s.runs or 1) for s in some))]
+        for some in inside:
+            yield from some
+
+
+def is_transposed(jaxpr: Any) -> bool:
+    """Tell whether a jaxpr holds equations of a backward pass, by the marks that JAX leaves."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if origins.is_transposed(eqn) or any(map(is_transposed, _inner(eqn.params))):
+            return True
+    return False
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(getattr(one, "jaxpr", one), "eqns"):
+                yield one
+
+
+def first_line(error: BaseException) -> str:
+    """Give an error's type and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+# JAX's words for an output whose spec says less than its type, to JAX 0.5.3 and from 0.6.
+_UNREPLICATED = re.compile(
+    r"out_specs(?P<path>\S*) is (?P<spec>.+?) which implies that the corresponding output value is "
+    r"(?:replicated across mesh axis '(?P<one>[^']*)'"
+    r"|replicated across mesh axes .*?missing the required axes (?P<old>[^*]*?)(?= \*|  |$)"
+    r"|only varying across mesh axes \{[^}]*\} and not \{(?P<new>[^}]*)\})"
+)
+
+
+# Who is about to switch the check on is not to be told to switch it off.
+_OFF_AGAIN = re.compile(
+    r"\s*Please open an issue at \S+?,? and as a temporary workaround pass the "
+    r"check_(?:vma|rep)=False argument to `?(?:jax\.)?shard_map`?\.?"
+)
+
+
+def words(error: BaseException) -> str:
+    """Give what an error says, without JAX's advice to switch the check off."""
+    return _OFF_AGAIN.sub("", str(error)).strip()
+
+
+def outputs(error: BaseException) -> tuple[Output, ...]:
+    """List the outputs that JAX names in an error about out_specs; none for another error."""
+    text = str(error)
+    if "out_specs which require replication" not in " ".join(text.split()):
+        return ()
+    return tuple(
+        Output(
+            found["path"],
+            found["spec"],
+            (found["one"] or found["new"] or found["old"] or "").strip(" .{}").split(" Check")[0],
+        )
+        for found in _UNREPLICATED.finditer(re.sub(r"\s+", " ", text))
+    )

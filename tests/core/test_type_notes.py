@@ -1,0 +1,67 @@
+"""JAX's refusal of what follows from a type that the hooks changed names the cause."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from core import versions
+
+X = np.arange(1, 9, dtype=np.float32)
+
+
+def by_indices(x):
+    return jnp.ones(2)[lax.sort((x, jnp.arange(2)), num_keys=1)[1]]
+
+
+def by_predicate(x):
+    return lax.cond(x[0] > 4, lambda: jnp.ones(2), lambda: jnp.zeros(2))
+
+
+def by_condition(x):
+    return lax.while_loop(lambda c: c[0] < x[0], lambda c: c + 1, jnp.zeros(2))
+
+
+def refusal(f, mesh):
+    g = versions.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P())
+    with pytest.raises((ValueError, TypeError)) as caught:
+        jax.eval_shape(g, X)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "f, cause",
+    [
+        (by_predicate, "cond, as the predicate of a cond or switch varies, at "),
+        (by_condition, "while, as the condition of a while_loop varies, at "),
+    ],
+)
+def test_the_cause_stands_beside_jax_own_text(cpu_mesh, hooks, f, cause):
+    if not versions.types_values() or not hasattr(jax, "shard_map"):
+        return
+    text = refusal(f, cpu_mesh)
+    assert "out_specs" in text and "shardrules: " in text
+    assert cause in text and "test_type_notes.py:" in text and "over {data}" in text
+
+
+def test_a_primitive_that_forgot_its_axes_is_named(cpu_mesh, hooks):
+    if not versions.types_values() or not hasattr(jax, "shard_map"):
+        return
+
+    def maximum(x):
+        return lax.pmax(x, "data", axis_index_groups=[[0, 1], [2, 3]])
+
+    assert "pmax at " in refusal(maximum, cpu_mesh)
+
+
+def test_other_refusals_are_jax_own(cpu_mesh, hooks):
+    if not versions.types_values() or not hasattr(jax, "shard_map"):
+        return
+    assert "shardrules" not in refusal(lambda x: jnp.sin(x), cpu_mesh)
+    # What was noted in one shard_map is not told of another.
+    versions.shard_map(by_predicate, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))(X)
+    assert "shardrules" not in refusal(lambda x: jnp.cos(x), cpu_mesh)

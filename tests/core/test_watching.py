@@ -1,0 +1,277 @@
+"""Every program that JAX compiles or takes from a cache is noted, on every JAX."""
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules
+from shardrules import hooks
+from shardrules.errors import ShardrulesError
+from shardrules.watching import compiling
+from shardrules.watching.importing import WhenImported
+
+
+def doubled(mesh):
+    """A gradient with a defensive psum over model."""
+    f = hooks.shard_map(lambda x: 2 * x, mesh, P("data"), P("data"), check=False)
+    return jax.jit(jax.grad(lambda x: (f(x) ** 2).sum()))
+
+
+def names(seen):
+    return [one.name for one in seen]
+
+
+def test_a_defensive_psum_is_found_with_its_axes(cpu_mesh):
+    x = np.ones((8, 16), np.float32)
+    expected = doubled(cpu_mesh)(x)
+    with shardrules.watch() as seen:
+        found = doubled(cpu_mesh)(x)
+    np.testing.assert_array_equal(found, expected)
+    (one,) = [p for p in seen if p.judgement.verdicts]
+    assert one.judgement.mesh == {"data": 4, "model": 2}
+    assert [v.collective.axes for v in one.judgement.redundant] == [("model",)]
+    assert not seen.clean and "1 redundant" in str(seen)
+
+
+def test_it_says_clean_and_leaves_jax_as_it_was(cpu_mesh):
+    pxla = sys.modules["jax._src.interpreters.pxla"]
+    before = dict(vars(pxla.MeshComputation)), pxla.lower_sharding_computation
+    with shardrules.watch() as seen:
+        assert pxla.MeshComputation.compile is not before[0]["compile"]
+        jax.jit(lambda x: jnp.sin(x) + 1.0)(np.ones(3, np.float32))
+    assert dict(vars(pxla.MeshComputation)) == before[0]
+    assert pxla.lower_sharding_computation is before[1]
+    assert len(seen) and seen.clean and "no findings" in str(seen)
+    count = len(seen)
+    jax.jit(lambda x: jnp.sin(x) + 2.0)(np.ones(3, np.float32))
+    assert len(seen) == count
+
+
+def test_source_lines_are_those_of_the_program():
+    """In a process of its own: install() leaves the frames out, too, and for good."""
+    code = (
+        "import shardrules\n"
+        "with shardrules.watch() as seen:\n"
+        "    import jax\n"
+        "    key = jax.random.PRNGKey(0)\n"
+        "    jax.random.normal(key, (3,)).block_until_ready()\n"
+        "assert len(seen)\n"
+        "assert not [one.name for one in seen if 'compiling.py' in one.text]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_way_to_a_program(cpu_mesh):
+    def one(x):
+        return jnp.cos(x) * 3
+
+    def two(x):
+        return jnp.cos(x) * 5
+
+    def three(x):
+        return jnp.cos(x) * 7
+
+    def four(x):
+        return jax.lax.psum(x, "i")
+
+    def five(x):
+        return jnp.cos(x) * 11
+
+    x = np.ones(8, np.float32)
+    with shardrules.watch() as seen:
+        jax.jit(one)(x)
+        jax.jit(two).lower(x).compile()
+        thread = threading.Thread(target=lambda: jax.jit(three)(x))
+        thread.start()
+        thread.join()
+        jax.pmap(four, axis_name="i")(np.ones((8, 2), np.float32))
+        lowered = jax.jit(five, donate_argnums=0).lower(x)
+        lowered.compile()
+        lowered.compile()  # handed out twice, noted once
+    found = names(seen)
+    for name in ("one", "two", "three", "five"):
+        assert sum(n.endswith(f"_{name}") for n in found) == 1, (name, found)
+    (pmapped,) = [p for p in seen if p.judgement.verdicts]  # its name depends on the JAX
+    assert [v.collective.kind for v in pmapped.judgement.needed] == ["all-reduce"]
+
+
+def test_what_was_compiled_before_is_noted_when_it_is_called_again(cpu_mesh):
+    def before(x):
+        return jnp.tan(x)
+
+    def never(x):
+        return jnp.tan(x) + 1
+
+    x = np.ones(8, np.float32)
+    for f in (f1 := jax.jit(before), jax.jit(never)):
+        f(x), f(x)
+    with shardrules.watch() as outer:
+        f1(x)
+        with shardrules.watch() as inner:
+            f1(x), f1(x)
+    # JAX 0.5 and 0.6.0 lower it anew, with each watch.
+    assert set(names(outer)) == set(names(inner)) == {"jit_before"}
+
+
+def test_what_comes_from_the_persistent_cache_is_noted(cpu_mesh, tmp_path):
+    from jax.experimental.compilation_cache import compilation_cache
+
+    x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, P("data")))
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    old = {name: getattr(jax.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        doubled(cpu_mesh)(x)
+        assert any(tmp_path.iterdir())
+        jax.clear_caches()
+        hits = []
+        jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+        with shardrules.watch() as seen:
+            doubled(cpu_mesh)(x)
+        assert "/jax/compilation_cache/cache_hits" in hits
+    finally:
+        for name, value in old.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    (one,) = [p for p in seen if p.judgement.verdicts]
+    assert [v.collective.axes for v in one.judgement.redundant] == [("model",)]
+
+
+def test_alike_programs_are_one_row(cpu_mesh):
+    with shardrules.watch() as seen:
+        for _ in range(3):
+            doubled(cpu_mesh)(np.ones((8, 16), np.float32))
+    found = seen.judged()
+    assert found.findings == 1 and found.counts[0] == 3
+    assert found.rows[0][1] == "3"
+
+
+def test_programs_of_which_the_report_says_the_same_are_one_row(cpu_mesh):
+    """Another constant makes another text; a loop of random bits alone makes no row."""
+    x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, P("data")))
+    with shardrules.watch() as seen:
+        for n in range(3):
+            jax.jit(lambda x: (x * n).sum())(x)  # noqa: B023  at once
+        jax.random.normal(jax.random.PRNGKey(0), (8,)).block_until_ready()
+    found = seen.judged()
+    assert len({one.text for one in seen if "lambda" in one.name}) > 1
+    assert [row[1] for row in found.rows] == ["3"]
+
+
+def test_errors_are_the_users_own():
+    with pytest.raises(ZeroDivisionError), shardrules.watch() as seen:
+        raise ZeroDivisionError
+    with seen, pytest.raises(ShardrulesError, match="is on already"):
+        seen.__enter__()
+    with pytest.raises(ShardrulesError, match="gives no reason"):
+        shardrules.watch(allow={"redundant all-reduce(model)": ""})
+
+
+def test_an_executable_without_hlo_is_said_and_not_raised():
+    class Executable:
+        @property
+        def xla_executable(self):
+            raise RuntimeError("no HLO here\nat all")
+
+    noted = []
+    stop = compiling.start(noted.append)
+    for watcher in compiling._watchers:
+        watcher(Executable(), Executable())
+    stop()
+    assert noted[0].failure == "RuntimeError: no HLO here"
+    with shardrules.watch() as seen:
+        for watcher in compiling._watchers:
+            watcher(Executable(), Executable())
+    assert "a program does not give its HLO" in str(seen) and not seen.clean
+
+
+def test_other_import_hooks_are_left_their_modules(monkeypatch):
+    """JAX may come from a zip, an editable install, or through a hook that checks types."""
+
+    class Hook:
+        def find_spec(self, name, path=None, target=None):
+            return importlib.util.spec_from_loader(name, self) if name == "late_module" else None
+
+        def create_module(self, spec):
+            return None
+
+        def exec_module(self, module):
+            module.made_by = "the hook"
+
+        def get_source(self, name):
+            return "its source"
+
+    told, hook = [], Hook()
+    monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+    waiting = WhenImported(("late_module",), lambda module: told.append(module.made_by))
+    waiting.start()
+    try:
+        module = importlib.import_module("late_module")
+        again = importlib.util.find_spec("no_such_module_at_all")
+    finally:
+        waiting.stop()
+        sys.modules.pop("late_module", None)
+    assert told == ["the hook"] and again is None
+    assert module.__loader__ is module.__spec__.loader is hook
+
+
+SCRIPT = """
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+assert not {"jax", "numpy"} & set(sys.modules)
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from shardrules import hooks
+
+mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+f = hooks.shard_map(lambda x: 2 * x, mesh, P("data"), P("data"), check=False)
+
+
+@jax.jit
+def step(x):
+    return jax.grad(lambda x: (f(x) ** 2).sum())(x)
+
+
+if __name__ == "__main__":
+    print(sys.argv[1:], step(np.ones((8, 16), np.float32)).sum())
+"""
+
+
+def test_run_waits_until_the_script_imports_jax(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    flags = ["--keep", "kept", "--target", "v5e", "--rule", "k=no_communication"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardrules", "run", *flags, str(path), "--format", "-x"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.stdout == "['--format', '-x'] 1024.0\n", done.stderr
+    assert "8 (data=4, model=2)" in done.stderr and "backward all-reduce(model)" in done.stderr
+    assert "no measurement, on TPU v5e: " in done.stderr and "at train.py:" in done.stderr
+    assert "--rule=k=no_communication matches no kernel" in done.stderr
+    assert done.returncode == 1
+    # What is kept is judged alike later, axes and all.
+    (kept,) = (tmp_path / "kept").glob("*step*")
+    judgement = shardrules.testing.judge(str(kept))
+    assert judgement.mesh == {"data": 4, "model": 2}
+    assert [v.collective.axes for v in judgement.redundant] == [("model",)]

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from shardrules.registry.axistypes import AxisType
 
 __all__ = [
+    "CALLS",
     "CASTS",
+    "KERNELS",
+    "TO_VARYING",
     "callable_of",
+    "equations",
+    "gradient_sums",
+    "inner_jaxprs",
     "is_inexact",
+    "is_transposed",
     "named",
+    "named_axes",
     "opened",
     "read",
     "scan_counts",
@@ -20,7 +28,35 @@ __all__ = [
 ]
 
 # Casts to varying, by JAX's names.
-CASTS = ("pvary", "pcast", "reduced_vary_cast", "reduced_vary_cast_p")
+TO_VARYING = ("pvary", "pcast", "reduced_vary_cast", "reduced_vary_cast_p")
+
+# Equations that name mesh axes and move nothing along them.
+CASTS = frozenset(
+    {
+        "pbroadcast",
+        "pvary",
+        "pcast",
+        "preduced",
+        "vary_unreduced_cast",
+        "vary_unreduced_cast_p",
+        "reduced_vary_cast",
+        "reduced_vary_cast_p",
+    }
+)
+
+# Primitives whose jaxpr is a kernel's: their rule speaks for it.
+KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
+
+# Primitives that call one jaxpr with all of their operands, by JAX's names (0.6.0 to 0.12).
+CALLS = {
+    "pjit": "jaxpr",
+    "jit": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+}
 
 
 def widened(have: AxisType, axes: Iterable[str]) -> AxisType:
@@ -71,3 +107,58 @@ def variable(like: Any, aval: Any) -> Any:
 def callable_of(function: Any) -> Callable:
     """Return what can be called with arrays; a WrappedFun is no callable."""
     return getattr(function, "call_wrapped", function)
+
+
+def named_axes(params: dict[str, Any]) -> frozenset[str]:
+    """Return the mesh axes that a collective's parameters name (JAX: axes, axis_name)."""
+    named: set[str] = set()
+    for key in ("axes", "axis_name", "axis"):
+        value = params.get(key)
+        values = value if isinstance(value, (tuple, list, set, frozenset)) else (value,)
+        named.update(v for v in values if isinstance(v, str))
+    return frozenset(named)
+
+
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """Yield the jaxprs that stand in an equation's parameters."""
+    for value in params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            one = opened(one)
+            if one is not None:
+                yield one
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield a jaxpr's equations, and those of the jaxprs inside; a kernel's own are not opened."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name not in KERNELS:
+            for inner in inner_jaxprs(equation.params):
+                yield from equations(inner)
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Whether an equation is a backward pass's, by the mark that JAX leaves.
+
+    Those of the jaxprs inside of it have none.
+    """
+    # To JAX 0.6 the stack's text has it in named scopes alone.
+    marks = eqn.source_info.name_stack.stack
+    return any(type(m).__name__ == "Transform" and m.name == "transpose" for m in marks)
+
+
+def gradient_sums(jaxpr: Any, in_gradient: bool = False) -> frozenset[str]:
+    """Return the mesh axes over which backward passes in a jaxpr sum.
+
+    Args:
+      jaxpr: the jaxpr.
+      in_gradient: whether all of it is a backward pass's.
+    """
+    found: frozenset[str] = frozenset()
+    for eqn in jaxpr.eqns:
+        inside = in_gradient or is_transposed(eqn)
+        if inside and "psum" in eqn.primitive.name:
+            found |= named_axes(eqn.params)
+        elif eqn.primitive.name not in KERNELS:
+            found = found.union(*(gradient_sums(one, inside) for one in inner_jaxprs(eqn.params)))
+    return found

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from shardrules.hooks.cotangents import origins
+from shardrules.door import jaxprs
 
 __all__ = [
     "Output",
@@ -177,7 +177,7 @@ def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterato
             inner_runs = None if runs is None else runs * params["length"]
         elif name == "while":
             inner_runs = None
-        inside = [list(sums(j, inner_sizes, inner_runs)) for j in _inner(params)]
+        inside = [list(sums(j, inner_sizes, inner_runs)) for j in jaxprs.inner_jaxprs(params)]
         if name == "cond" and inside:
             inside = [max(inside, key=lambda some: sum(s.bytes * (s.runs or 1) for s in some))]
         for some in inside:
@@ -187,16 +187,9 @@ def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterato
 def is_transposed(jaxpr: Any) -> bool:
     """Tell whether a jaxpr holds equations of a backward pass, by the marks that JAX leaves."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if origins.is_transposed(eqn) or any(map(is_transposed, _inner(eqn.params))):
+        if jaxprs.is_transposed(eqn) or any(map(is_transposed, jaxprs.inner_jaxprs(eqn.params))):
             return True
     return False
-
-
-def _inner(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(getattr(one, "jaxpr", one), "eqns"):
-                yield one
 
 
 def first_line(error: BaseException) -> str:

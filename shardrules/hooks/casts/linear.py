@@ -14,19 +14,18 @@ the casts stand; so it may also come back from varying, by an un-cast that moves
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import is_inexact, opened, scan_counts
+from shardrules.door.jaxprs import CALLS, is_inexact, opened, scan_counts
+from shardrules.hooks.retyping.equations import transposed_by_jax
 from shardrules.hooks.state import PlacedCast
 from shardrules.hooks.types.identities import MARK
 
 __all__ = [
-    "CALLS",
     "CAST",
     "IDENTITIES",
     "Graph",
@@ -36,19 +35,8 @@ __all__ = [
     "Where",
     "name_of",
     "strings",
-    "transposed_by_jax",
 ]
 
-# Primitives that call one jaxpr with all of their operands, by JAX's names (0.6.0 to 0.12).
-CALLS = {
-    "pjit": "jaxpr",
-    "jit": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-}
 # The cast from invariant to varying, and what else is its operand with another type.
 CAST = "pvary"
 IDENTITIES = (CAST, MARK)
@@ -463,25 +451,6 @@ def _holds_functions(eqn: Any) -> bool:
         for value in eqn.params.values()
         for one in (value if isinstance(value, (tuple, list)) else (value,))
     )
-
-
-def transposed_by_jax(primitive: Any) -> bool:
-    """Whether a primitive's transpose is JAX's or ours: linear, and with no collective inside.
-
-    A user's may clip a cotangent, or sum it, and has to be given what it was given before.
-    """
-    from jax.interpreters import ad
-
-    queue = [ad.primitive_transposes.get(primitive)]
-    while queue:
-        one = queue.pop()
-        if isinstance(one, functools.partial):
-            queue += [one.func, *filter(callable, one.args)]
-        elif one is not None:
-            module = getattr(one, "__module__", None) or ""
-            if module.partition(".")[0] not in ("jax", "shardrules"):
-                return False
-    return True
 
 
 def strings(params: dict[str, Any]) -> frozenset[str]:

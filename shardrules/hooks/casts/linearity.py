@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.door.jaxprs import opened
-from shardrules.hooks.casts.linear import CALLS, name_of, strings
+from shardrules.door.jaxprs import CALLS, opened
+from shardrules.hooks.casts.linear import name_of, strings
 
 __all__ = ["linear_in"]
 

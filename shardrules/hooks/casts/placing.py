@@ -14,11 +14,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.door.jaxprs import opened, read, scan_counts, variable
+from shardrules.door.jaxprs import CALLS, opened, read, scan_counts, variable
 from shardrules.door.patching import Patches
 from shardrules.hooks.casts.cheapest import Labels, cheapest, cost, cost_as_traced
 from shardrules.hooks.casts.linear import (
-    CALLS,
     IDENTITIES,
     Graph,
     Step,

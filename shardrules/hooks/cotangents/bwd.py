@@ -11,18 +11,15 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shardrules.door.jaxprs import CASTS, equations, inner_jaxprs, named_axes
 from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.cotangents.origins import (
-    CASTS,
     NOWHERE,
     Origin,
     Origins,
     Reduction,
     divides,
-    equations,
-    inner_jaxprs,
     makes_zeros,
-    named_axes,
 )
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Trace
 from shardrules.hooks.state import COLLECT

@@ -8,40 +8,23 @@ counts one value once for each device. So is which cotangents a returned cotange
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import opened, scan_counts
+from shardrules.door.jaxprs import (
+    CASTS,
+    KERNELS,
+    equations,
+    inner_jaxprs,
+    is_transposed,
+    named_axes,
+    opened,
+    scan_counts,
+)
 from shardrules.registry.axistypes import show_axes
 
-__all__ = [
-    "CASTS",
-    "NOWHERE",
-    "Origin",
-    "Origins",
-    "Reduction",
-    "divides",
-    "equations",
-    "gradient_sums",
-    "inner_jaxprs",
-    "is_transposed",
-    "makes_zeros",
-]
-
-# Equations that name mesh axes and move nothing along them.
-CASTS = frozenset(
-    {
-        "pbroadcast",
-        "pvary",
-        "pcast",
-        "preduced",
-        "vary_unreduced_cast",
-        "vary_unreduced_cast_p",
-        "reduced_vary_cast",
-        "reduced_vary_cast_p",
-    }
-)
+__all__ = ["NOWHERE", "Origin", "Origins", "Reduction", "divides", "makes_zeros"]
 
 # Equations that change the form of what they take, and not its values.
 _SAME_VALUES = CASTS | {"convert_element_type", "reshape", "broadcast_in_dim", "squeeze"}
@@ -51,9 +34,6 @@ _OF_ZEROS = frozenset(
     "broadcast_in_dim convert_element_type reshape squeeze transpose copy pjit jit "
     "reduce_sum add mul neg".split()
 )
-
-# Primitives whose jaxpr is a kernel's: their rule speaks for it.
-_KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +202,7 @@ class Origins:
                 for i, branch in enumerate(params["branches"])
             ]
             return [operands[0] | _union(each) for each in zip(*results)]
-        inner = [] if name in _KERNELS else list(inner_jaxprs(params))
+        inner = [] if name in KERNELS else list(inner_jaxprs(params))
         if [(len(one.invars), len(one.outvars)) for one in inner] == [(len(operands), count)]:
             return self._jaxpr(inner[0], operands, place)
         joined = _union(operands)
@@ -331,7 +311,7 @@ def divides(jaxpr: Any, by: set[float]) -> bool:
     return any(
         divides(inner, by)
         for eqn in jaxpr.eqns
-        if eqn.primitive.name not in _KERNELS
+        if eqn.primitive.name not in KERNELS
         for inner in inner_jaxprs(eqn.params)
     )
 
@@ -367,25 +347,6 @@ def _union(origins: Sequence[Origin]) -> Origin:
     return joined
 
 
-def named_axes(params: dict[str, Any]) -> frozenset[str]:
-    """Return the mesh axes that a collective's parameters name (JAX: axes, axis_name)."""
-    named: set[str] = set()
-    for key in ("axes", "axis_name", "axis"):
-        value = params.get(key)
-        values = value if isinstance(value, (tuple, list, set, frozenset)) else (value,)
-        named.update(v for v in values if isinstance(v, str))
-    return frozenset(named)
-
-
-def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    """Yield the jaxprs that stand in an equation's parameters."""
-    for value in params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            one = opened(one)
-            if one is not None:
-                yield one
-
-
 def makes_zeros(jaxpr: Any, count: int) -> bool:
     """Whether a jaxpr holds nothing but what makes zeros of zeros.
 
@@ -399,39 +360,3 @@ def makes_zeros(jaxpr: Any, count: int) -> bool:
         and all(not a.val if hasattr(a, "val") else a not in constants for a in eqn.invars)
         for eqn in equations(jaxpr)
     )
-
-
-def is_transposed(eqn: Any) -> bool:
-    """Whether an equation is a backward pass's, by the mark that JAX leaves.
-
-    Those of the jaxprs inside of it have none.
-    """
-    # To JAX 0.6 the stack's text has it in named scopes alone.
-    marks = eqn.source_info.name_stack.stack
-    return any(type(m).__name__ == "Transform" and m.name == "transpose" for m in marks)
-
-
-def gradient_sums(jaxpr: Any, in_gradient: bool = False) -> frozenset[str]:
-    """Return the mesh axes over which backward passes in a jaxpr sum.
-
-    Args:
-      jaxpr: the jaxpr.
-      in_gradient: whether all of it is a backward pass's.
-    """
-    found: frozenset[str] = frozenset()
-    for eqn in jaxpr.eqns:
-        inside = in_gradient or is_transposed(eqn)
-        if inside and "psum" in eqn.primitive.name:
-            found |= named_axes(eqn.params)
-        elif eqn.primitive.name not in _KERNELS:
-            found = found.union(*(gradient_sums(one, inside) for one in inner_jaxprs(eqn.params)))
-    return found
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield a jaxpr's equations, and those of the jaxprs inside; a kernel's own are not opened."""
-    for equation in jaxpr.eqns:
-        yield equation
-        if equation.primitive.name not in _KERNELS:
-            for inner in inner_jaxprs(equation.params):
-                yield from equations(inner)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.hooks.cotangents.origins import Origin, Origins, equations
+from shardrules.door.jaxprs import equations
+from shardrules.hooks.cotangents.origins import Origin, Origins
 
 __all__ = ["Forward", "CustomVjpInfo", "Trace"]
 

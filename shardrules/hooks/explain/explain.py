@@ -17,7 +17,7 @@ from typing import Any
 
 from shardrules.arguments import checked
 from shardrules.door import internals
-from shardrules.door.jaxprs import scan_counts
+from shardrules.door.jaxprs import inner_jaxprs, opened, scan_counts
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.explain.explanation import (
     WRITTEN,
@@ -242,7 +242,7 @@ class _Walk:
     def program(self, closed: Any) -> None:
         """Read a whole program."""
         self.unknown = {(call.primitive, call.name, call.place) for call, *_ in self.notes.unknown}
-        self._read(_open(closed), _Place())
+        self._read(opened(closed), _Place())
 
     def _read(self, jaxpr: Any, place: _Place, outcome: str = "a result") -> None:
         uses = _uses(jaxpr)
@@ -287,7 +287,7 @@ class _Walk:
                 )
             elif name in _LOOPS:
                 result = f"what a {_LOOPS[name]} carries"
-            for inner in _inner_jaxprs(eqn.params):
+            for inner in inner_jaxprs(eqn.params):
                 self._read(inner, inside, result)
 
     def _call(self, eqn: Any, known: Any, place: _Place) -> None:
@@ -344,7 +344,7 @@ class _Walk:
             return f"an initial carry of {_LOOPS[name]}, to vary as its body returns it{chosen}"
         if name == "cond" and self._chooses(eqn):
             return "an operand of cond, whose predicate varies"
-        inner = _open(eqn.params.get("jaxpr"))
+        inner = opened(eqn.params.get("jaxpr"))
         if inner is not None and len(inner.invars) == len(eqn.invars):
             return self._reason(_uses(inner).get(inner.invars[i], ()), "a result")
         return f"operand {i} of {name}, by JAX or the program"
@@ -352,7 +352,9 @@ class _Walk:
     def _chooses(self, eqn: Any) -> bool:
         """Whether the predicate of a cond, or the condition of a while_loop, varies."""
         chooser = (
-            _open(eqn.params["cond_jaxpr"]).outvars if eqn.primitive.name == "while" else eqn.invars
+            opened(eqn.params["cond_jaxpr"]).outvars
+            if eqn.primitive.name == "while"
+            else eqn.invars
         )[0]
         return bool(self.door.axis_type(chooser.aval).varying)
 
@@ -395,21 +397,6 @@ def _carries(eqn: Any, i: int) -> bool:
         return i >= params["cond_nconsts"] + params["body_nconsts"]
     constants, carry = scan_counts(params)
     return 0 <= i - constants < carry
-
-
-def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    """Yield the jaxprs that stand in an equation's parameters."""
-    for value in params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            inner = _open(one)
-            if inner is not None:
-                yield inner
-
-
-def _open(value: Any) -> Any:
-    """Return a jaxpr without its constants; None for what is no jaxpr."""
-    value = getattr(value, "jaxpr", value)
-    return value if hasattr(value, "eqns") and hasattr(value, "invars") else None
 
 
 def _described(eqn: Any) -> tuple[tuple[str, ...], str, int]:

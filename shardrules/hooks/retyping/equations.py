@@ -5,18 +5,17 @@ Its types follow from its operands': by its abstract eval, or, where it calls ja
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.door.jaxprs import CASTS, is_inexact, widened
+from shardrules.door.jaxprs import TO_VARYING, inner_jaxprs, is_inexact, widened
 from shardrules.errors import AxisError, ShardrulesError
-from shardrules.hooks.casts.linear import transposed_by_jax
-from shardrules.hooks.cotangents.origins import inner_jaxprs
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.types.opaque import types_of
 from shardrules.registry.axistypes import AxisType, show_axes
 
-__all__ = ["Equation"]
+__all__ = ["Equation", "transposed_by_jax"]
 
 
 class Equation:
@@ -49,7 +48,7 @@ class Equation:
     def retyped(self) -> list[Any]:
         """Return the equations that take its place."""
         eqn = self.eqn
-        if eqn.primitive.name in CASTS:
+        if eqn.primitive.name in TO_VARYING:
             return self._recast()
         caller = HigherOrderOp.of(
             self.retyping, eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars]
@@ -186,3 +185,22 @@ class Equation:
             primitive=self.eqn.primitive.name,
             axes=axes,
         )
+
+
+def transposed_by_jax(primitive: Any) -> bool:
+    """Whether a primitive's transpose is JAX's or ours: linear, and with no collective inside.
+
+    A user's may clip a cotangent, or sum it, and has to be given what it was given before.
+    """
+    from jax.interpreters import ad
+
+    queue = [ad.primitive_transposes.get(primitive)]
+    while queue:
+        one = queue.pop()
+        if isinstance(one, functools.partial):
+            queue += [one.func, *filter(callable, one.args)]
+        elif one is not None:
+            module = getattr(one, "__module__", None) or ""
+            if module.partition(".")[0] not in ("jax", "shardrules"):
+                return False
+    return True

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from shardrules.door.jaxprs import opened, scan_counts, widened
-from shardrules.hooks.cotangents.origins import inner_jaxprs
+from shardrules.door.jaxprs import inner_jaxprs, opened, scan_counts, widened
 from shardrules.hooks.types.opaque import types_of
 from shardrules.registry.axistypes import AxisType
 

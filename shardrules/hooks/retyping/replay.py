@@ -23,11 +23,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import CASTS, named, opened, widened
+from shardrules.door.jaxprs import (
+    CALLS,
+    CASTS,
+    TO_VARYING,
+    gradient_sums,
+    inner_jaxprs,
+    named,
+    named_axes,
+    opened,
+    widened,
+)
 from shardrules.door.patching import Patches
-from shardrules.hooks.casts.linear import CALLS
-from shardrules.hooks.cotangents.origins import CASTS as ALL_CASTS
-from shardrules.hooks.cotangents.origins import gradient_sums, inner_jaxprs, named_axes
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, State
@@ -189,11 +196,11 @@ class ReplayHooks(Hooks):
     def _again(self, primitive, args, params, error):
         """Bind what JAX refused once more, with its operands cast; else raise JAX's error."""
         door = self.door
-        if primitive.name in CASTS:
+        if primitive.name in TO_VARYING:
             return self._cast_rest(primitive, args, params, error)
         types = types_of(door, map(door.typeof, args))
         axes = frozenset().union(*(one.varying for one in types))
-        if primitive.name not in ALL_CASTS:
+        if primitive.name not in CASTS:
             # What is no cast and names axes is a collective: JAX's cast what they take, too.
             axes |= named_axes(params) & frozenset(door.manual_axes())
         cast = self._cast(args, [widened(one, axes) for one in types])

@@ -17,8 +17,10 @@ from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
-    CASTS,
+    TO_VARYING,
     callable_of,
+    gradient_sums,
+    inner_jaxprs,
     is_inexact,
     named,
     opened,
@@ -30,7 +32,6 @@ from shardrules.door.patching import Patches
 from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
-from shardrules.hooks.cotangents.origins import gradient_sums, inner_jaxprs
 from shardrules.hooks.retyping.equations import Equation
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.opaque import types_of
@@ -274,7 +275,7 @@ class Retyping(Hooks):
         for eqn in jaxpr.eqns:
             if not any(atom in narrow for atom in eqn.invars if not hasattr(atom, "val")):
                 continue
-            if eqn.primitive.name in CASTS and over & named(eqn.params):
+            if eqn.primitive.name in TO_VARYING and over & named(eqn.params):
                 return True
             if "bwd" in eqn.params and self._mixed(eqn, over):
                 return True  # a custom_vjp, whose bwd's cotangents are summed

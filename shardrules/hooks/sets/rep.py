@@ -20,12 +20,11 @@ import threading
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import is_inexact
+from shardrules.door.jaxprs import inner_jaxprs, is_inexact
 from shardrules.door.patching import Patches
 from shardrules.errors import RuleError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
-from shardrules.hooks.cotangents.origins import inner_jaxprs
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.opaque import OpaqueCall, resolve

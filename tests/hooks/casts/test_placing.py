@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from hooks.casts import bodies, optimum
 from shardrules import errors, testing
+from shardrules.door.jaxprs import inner_jaxprs
 from shardrules.hooks.casts import linear, placing
 from shardrules.hooks.casts.cheapest import cost, cost_as_traced
-from shardrules.hooks.cotangents.origins import inner_jaxprs
 
 W = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
 X = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)

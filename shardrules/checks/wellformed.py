@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from shardrules.door import internals
 from shardrules.door.interpreter import interpreted
+from shardrules.door.jaxprs import KERNELS, equations
 from shardrules.errors import RuleCheckError, UnsupportedJaxError
 
 __all__ = ["check_well_formed"]
@@ -92,16 +93,10 @@ def _compare(results: Mapping[str, list], kernels) -> None:
 
 def _kernels(jaxpr: Any):
     """Yield each Pallas kernel's name, and whether it is for GPUs."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("pallas_call", "mpmd_map", "core_map"):
-            jaxpr = eqn.params.get("jaxpr") or eqn.params["jaxprs"][0]
-            yield internals.load().describe_kernel(jaxpr, eqn.params)[0], _is_for_gpus(eqn.params)
-            continue
-        for value in eqn.params.values():
-            for one in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(one, "jaxpr", one)
-                if hasattr(inner, "eqns"):
-                    yield from _kernels(inner)
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name in KERNELS:
+            kernel = eqn.params.get("jaxpr") or eqn.params["jaxprs"][0]
+            yield internals.load().describe_kernel(kernel, eqn.params)[0], _is_for_gpus(eqn.params)
 
 
 def _is_for_gpus(params: Mapping[str, Any]) -> bool:

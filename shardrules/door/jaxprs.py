@@ -1,4 +1,7 @@
-"""Reading jaxprs: what is in an equation's parameters, by any JAX's names for it."""
+"""Reading jaxprs: their equations, what is in an equation's parameters, and primitives by name.
+
+The lists hold every name that a primitive has had from JAX 0.4.28 to 0.12.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ __all__ = [
     "CALLS",
     "CASTS",
     "KERNELS",
+    "SUMS",
+    "TO_UNREDUCED",
     "TO_VARYING",
     "callable_of",
     "equations",
@@ -18,7 +23,7 @@ __all__ = [
     "inner_jaxprs",
     "is_inexact",
     "is_transposed",
-    "named",
+    "name_of",
     "named_axes",
     "opened",
     "read",
@@ -27,22 +32,13 @@ __all__ = [
     "widened",
 ]
 
-# Casts to varying, by JAX's names.
+# Casts, by the state that they cast to; all of them name mesh axes and move nothing along them.
 TO_VARYING = ("pvary", "pcast", "reduced_vary_cast", "reduced_vary_cast_p")
+TO_UNREDUCED = ("vary_unreduced_cast", "vary_unreduced_cast_p")
+CASTS = frozenset((*TO_VARYING, *TO_UNREDUCED, "pbroadcast", "preduced"))
 
-# Equations that name mesh axes and move nothing along them.
-CASTS = frozenset(
-    {
-        "pbroadcast",
-        "pvary",
-        "pcast",
-        "preduced",
-        "vary_unreduced_cast",
-        "vary_unreduced_cast_p",
-        "reduced_vary_cast",
-        "reduced_vary_cast_p",
-    }
-)
+# All-reduces that add.
+SUMS = ("psum", "psum_invariant", "psum2")
 
 # Primitives whose jaxpr is a kernel's: their rule speaks for it.
 KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
@@ -78,10 +74,12 @@ def opened(value: Any) -> Any:
     return value if hasattr(value, "eqns") and hasattr(value, "invars") else None
 
 
-def named(params: dict[str, Any]) -> frozenset[str]:
-    """Return the mesh axes that a cast names."""
-    axes = params.get("axes", ())
-    return frozenset((axes,) if isinstance(axes, str) else axes)
+def name_of(eqn: Any) -> str:
+    """Return an equation's primitive's name; from JAX 0.12 a linear one's may be wrapped."""
+    name = eqn.primitive.name
+    return (
+        name.removeprefix("vjp_node[").removesuffix("]") if name.startswith("vjp_node[") else name
+    )
 
 
 def is_inexact(aval: Any) -> bool:
@@ -110,7 +108,7 @@ def callable_of(function: Any) -> Callable:
 
 
 def named_axes(params: dict[str, Any]) -> frozenset[str]:
-    """Return the mesh axes that a collective's parameters name (JAX: axes, axis_name)."""
+    """Return the mesh axes that a cast's or a collective's parameters name."""
     named: set[str] = set()
     for key in ("axes", "axis_name", "axis"):
         value = params.get(key)

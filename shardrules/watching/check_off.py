@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from shardrules.door.jaxprs import equations, is_transposed, opened
 from shardrules.door.patching import Patches
 from shardrules.errors import UnsupportedJaxError
 from shardrules.hooks.explain.explain import missing_rules
@@ -288,7 +289,7 @@ def _look(site: Site, off: Any, make_on: Callable[[], Any], args: tuple, kind: s
                 retrace.outputs(on.error) if on.error is not None and one == culprit else (),
                 text,
                 undifferentiated,
-                retrace.is_transposed(called),
+                any(map(is_transposed, equations(opened(called)))),
                 before if one == site else None,
                 on.sums if one == site else None,
                 on.declared if one == site else (),

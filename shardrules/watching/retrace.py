@@ -14,13 +14,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from shardrules.door import jaxprs
+from shardrules.door.jaxprs import KERNELS, SUMS, inner_jaxprs, opened
 
 __all__ = [
     "Output",
     "Sum",
     "first_line",
-    "is_transposed",
     "outputs",
     "quiet",
     "state_kept",
@@ -28,9 +27,6 @@ __all__ = [
     "traced",
     "words",
 ]
-
-_SUMS = ("psum", "psum_invariant", "psum2")
-_KERNELS = ("pallas_call", "core_map", "mpmd_map")  # their jaxprs are a kernel's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,12 +151,12 @@ def traced(f: Any, args: tuple, derivative: bool) -> Any:
 
 def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterator[Sum]:
     """List the psums inside the shard_maps of a jaxpr; of a cond's branches the costliest's."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = opened(jaxpr)
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
-        if name in _KERNELS:
+        if name in KERNELS:
             continue
-        if name in _SUMS and sizes is not None:
+        if name in SUMS and sizes is not None:
             axes = params.get("axes", ())
             groups = params.get("axis_index_groups")
             count = len(groups[0]) if groups else 1
@@ -177,19 +173,11 @@ def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterato
             inner_runs = None if runs is None else runs * params["length"]
         elif name == "while":
             inner_runs = None
-        inside = [list(sums(j, inner_sizes, inner_runs)) for j in jaxprs.inner_jaxprs(params)]
+        inside = [list(sums(j, inner_sizes, inner_runs)) for j in inner_jaxprs(params)]
         if name == "cond" and inside:
             inside = [max(inside, key=lambda some: sum(s.bytes * (s.runs or 1) for s in some))]
         for some in inside:
             yield from some
-
-
-def is_transposed(jaxpr: Any) -> bool:
-    """Tell whether a jaxpr holds equations of a backward pass, by the marks that JAX leaves."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if jaxprs.is_transposed(eqn) or any(map(is_transposed, jaxprs.inner_jaxprs(eqn.params))):
-            return True
-    return False
 
 
 def first_line(error: BaseException) -> str:

@@ -20,22 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import CALLS, is_inexact, opened, scan_counts
+from shardrules.door.jaxprs import CALLS, is_inexact, name_of, opened, scan_counts
 from shardrules.hooks.retyping.equations import transposed_by_jax
 from shardrules.hooks.state import PlacedCast
 from shardrules.hooks.types.identities import MARK
 
-__all__ = [
-    "CAST",
-    "IDENTITIES",
-    "Graph",
-    "Step",
-    "Unplaceable",
-    "Value",
-    "Where",
-    "name_of",
-    "strings",
-]
+__all__ = ["CAST", "IDENTITIES", "Graph", "Step", "Unplaceable", "Value", "Where", "strings"]
 
 # The cast from invariant to varying, and what else is its operand with another type.
 CAST = "pvary"
@@ -44,14 +34,6 @@ IDENTITIES = (CAST, MARK)
 REFS = ("get", "swap", "addupdate")
 
 Where = tuple[Any, ...]  # the indices of the equations around a jaxpr, branches' numbers among them
-
-
-def name_of(eqn: Any) -> str:
-    """Return an equation's primitive's name; from JAX 0.12 a linear one's may be wrapped."""
-    name = eqn.primitive.name
-    return (
-        name.removeprefix("vjp_node[").removesuffix("]") if name.startswith("vjp_node[") else name
-    )
 
 
 class Unplaceable(Exception):

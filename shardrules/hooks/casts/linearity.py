@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.door.jaxprs import CALLS, opened
-from shardrules.hooks.casts.linear import name_of, strings
+from shardrules.door.jaxprs import CALLS, SUMS, name_of, opened
+from shardrules.hooks.casts.linear import strings
 
 __all__ = ["linear_in"]
 
@@ -18,7 +18,6 @@ _LINEAR = frozenset(
 )
 _BILINEAR = frozenset("mul dot_general conv_general_dilated".split())
 _LINEAR_IN_FIRST = frozenset("div dynamic_slice gather".split())
-_SUMS = frozenset("psum psum2 psum_invariant".split())
 
 
 def linear_in(jaxpr: Any, inputs: Sequence[Any]) -> frozenset[str] | None:
@@ -52,7 +51,7 @@ def linear_in(jaxpr: Any, inputs: Sequence[Any]) -> frozenset[str] | None:
             fine = old.kind == new.kind  # float0 and integers are none
         elif name == "select_n":
             fine = not moving[0] and all(moving[1:])
-        elif name in _SUMS:
+        elif name in SUMS:
             fine = all(moving) and eqn.params.get("axis_index_groups") is None
             summed |= strings(eqn.params)
         elif name in _LINEAR:

@@ -14,18 +14,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.door.jaxprs import CALLS, opened, read, scan_counts, variable
+from shardrules.door.jaxprs import CALLS, name_of, opened, read, scan_counts, variable
 from shardrules.door.patching import Patches
 from shardrules.hooks.casts.cheapest import Labels, cheapest, cost, cost_as_traced
-from shardrules.hooks.casts.linear import (
-    IDENTITIES,
-    Graph,
-    Step,
-    Unplaceable,
-    Value,
-    Where,
-    name_of,
-)
+from shardrules.hooks.casts.linear import IDENTITIES, Graph, Step, Unplaceable, Value, Where
 from shardrules.hooks.casts.linearity import linear_in
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, PlacedCast, Placement

@@ -17,7 +17,15 @@ from typing import Any
 
 from shardrules.arguments import checked
 from shardrules.door import internals
-from shardrules.door.jaxprs import inner_jaxprs, opened, scan_counts
+from shardrules.door.jaxprs import (
+    SUMS,
+    TO_UNREDUCED,
+    TO_VARYING,
+    inner_jaxprs,
+    named_axes,
+    opened,
+    scan_counts,
+)
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.explain.explanation import (
     WRITTEN,
@@ -210,16 +218,6 @@ class _Place:
         return "backward" if "transpose(" in self.stack else "forward"
 
 
-# Casts by JAX's names for them (two of them lost a suffix in 0.12): to what.
-_CASTS = {
-    "pvary": "varying",
-    "pcast": "varying",
-    "reduced_vary_cast": "varying",
-    "reduced_vary_cast_p": "varying",
-    "vary_unreduced_cast": "unreduced",
-    "vary_unreduced_cast_p": "unreduced",
-}
-_SUMS = ("psum", "psum_invariant", "psum2")
 _LOOPS = {"scan": "scan", "while": "while_loop"}  # primitive: function
 
 
@@ -262,9 +260,9 @@ class _Walk:
                     self._call(eqn, known, here)
                 continue
             name = eqn.primitive.name
-            if place.checked and name in _CASTS:
+            if place.checked and name in (*TO_VARYING, *TO_UNREDUCED):
                 self._cast(eqn, here, uses.get(eqn.outvars[0], ()), outcome)
-            elif place.checked and name in _SUMS:
+            elif place.checked and name in SUMS:
                 self._sum(eqn, here)
             elif place.checked and name == "already_summed":
                 axes, value, _ = _described(eqn)
@@ -321,7 +319,7 @@ class _Walk:
         self.casts.append(
             ExplainedCast(
                 axes,
-                _CASTS[eqn.primitive.name],
+                "unreduced" if eqn.primitive.name in TO_UNREDUCED else "varying",
                 value,
                 size,
                 place.at,
@@ -401,11 +399,9 @@ def _carries(eqn: Any, i: int) -> bool:
 
 def _described(eqn: Any) -> tuple[tuple[str, ...], str, int]:
     """Return the axes that an equation names, its operand's dtype and shape, and its bytes."""
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    axes = (axes,) if isinstance(axes, str) else tuple(a for a in axes if isinstance(a, str))
     aval = eqn.invars[0].aval
     text = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
-    return tuple(sorted(axes)), text, math.prod(aval.shape) * aval.dtype.itemsize
+    return tuple(sorted(named_axes(eqn.params))), text, math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _counted(rows: Sequence[Any]) -> list[Any]:

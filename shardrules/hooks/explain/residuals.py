@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from shardrules.arguments import checked
 from shardrules.door import internals
+from shardrules.door.jaxprs import inner_jaxprs
 from shardrules.errors import ShardrulesError
 
 __all__ = ["NamedValue", "named_values"]
@@ -106,24 +107,13 @@ def _is_backward(equation: Any) -> bool:
     return bool(equation.params.get("differentiated")) and "policy" in equation.params
 
 
-def _inner(equation: Any) -> list[tuple[Any, int]]:
-    """List an equation's jaxprs, with the number of its operands that stand before theirs."""
-    found = []
-    for value in equation.params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            jaxpr: Any = getattr(one, "jaxpr", one)
-            if hasattr(jaxpr, "eqns"):
-                found.append((jaxpr, len(equation.invars) - len(jaxpr.invars)))
-    return found
-
-
 def _frames(frame: _Frame) -> Iterator[_Frame]:
     yield frame
     for equation in frame.jaxpr.eqns:
         times = (
             frame.times * equation.params.get("length", 1) if _is_scan(equation) else frame.times
         )
-        for jaxpr, _ in _inner(equation):
+        for jaxpr in inner_jaxprs(equation.params):
             yield from _frames(
                 _Frame(jaxpr, equation, frame, times, frame.recomputing or _is_backward(equation))
             )
@@ -183,7 +173,8 @@ def _reaches(frame: _Frame, variable: Any, seen: set[int]) -> bool:
                 return True
             if _is_same(equation) and _reaches(frame, equation.outvars[position], seen):
                 return True
-            for jaxpr, before in _inner(equation):
+            for jaxpr in inner_jaxprs(equation.params):
+                before = len(equation.invars) - len(jaxpr.invars)
                 if 0 <= position - before < len(jaxpr.invars):
                     inside = _Frame(jaxpr, equation, frame, 1, frame.recomputing)
                     if _reaches(inside, jaxpr.invars[position - before], seen):

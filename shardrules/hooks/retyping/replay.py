@@ -29,7 +29,6 @@ from shardrules.door.jaxprs import (
     TO_VARYING,
     gradient_sums,
     inner_jaxprs,
-    named,
     named_axes,
     opened,
     widened,
@@ -214,9 +213,9 @@ class ReplayHooks(Hooks):
     def _cast_rest(self, primitive, args, params, error):
         """Cast over those axes only over which a value doesn't vary yet."""
         have = types_of(self.door, map(self.door.typeof, args))
-        if not any(one.varying & named(params) for one in have):
+        if not any(one.varying & named_axes(params) for one in have):
             raise error
-        cast = self._cast(args, [widened(one, named(params)) for one in have])
+        cast = self._cast(args, [widened(one, named_axes(params)) for one in have])
         return cast if primitive.multiple_results else cast[0]
 
     def _cast(self, args, types: Sequence[AxisType]) -> list[Any]:

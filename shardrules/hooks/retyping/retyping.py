@@ -22,7 +22,7 @@ from shardrules.door.jaxprs import (
     gradient_sums,
     inner_jaxprs,
     is_inexact,
-    named,
+    named_axes,
     opened,
     read,
     variable,
@@ -275,7 +275,7 @@ class Retyping(Hooks):
         for eqn in jaxpr.eqns:
             if not any(atom in narrow for atom in eqn.invars if not hasattr(atom, "val")):
                 continue
-            if eqn.primitive.name in TO_VARYING and over & named(eqn.params):
+            if eqn.primitive.name in TO_VARYING and over & named_axes(eqn.params):
                 return True
             if "bwd" in eqn.params and self._mixed(eqn, over):
                 return True  # a custom_vjp, whose bwd's cotangents are summed

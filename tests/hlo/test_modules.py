@@ -8,7 +8,7 @@ import pytest
 from shardrules import errors
 from shardrules.hlo.known import exact, ranges, values
 from shardrules.hlo.known import states as hs
-from shardrules.hlo.proof import collectives, control, customcalls, effects, loops, replication
+from shardrules.hlo.proof import collectives, control, customcalls, loops, reach
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import tolerant_parser
 
@@ -94,7 +94,7 @@ def wide_indices_wrap(monkeypatch):
 
 
 def unfollowed_paths_count_for_nothing(monkeypatch):
-    monkeypatch.setattr(replication.Proof, "_abandon", lambda self, names, why: hs.Blocker(why))
+    monkeypatch.setattr(reach.Reach, "abandon", lambda self, names, why: hs.Blocker(why))
 
 
 def attributes_end_at_metadata(monkeypatch):
@@ -121,7 +121,7 @@ def a_fusions_tuple_is_the_carry(monkeypatch):
 
 
 def an_empty_buffer_is_equal(monkeypatch):
-    monkeypatch.setattr(effects.Outside, "_empty_buffer", lambda self, trips: 0)
+    monkeypatch.setattr(customcalls, "empty_buffer", lambda values, filling: 0)
 
 
 def any_buffer_holds_a_kernels_result(monkeypatch):
@@ -144,7 +144,7 @@ def ids_are_always_replicas(monkeypatch):
 
 
 def devices_take_the_same_branch(monkeypatch):
-    monkeypatch.setattr(replication.Proof, "with_state", lambda self, value, state: value)
+    monkeypatch.setattr(values.Values, "with_state", lambda self, value, state: value)
 
 
 def branches_swap(monkeypatch):
@@ -156,11 +156,11 @@ def branches_swap(monkeypatch):
 
 
 def loops_stop_together(monkeypatch):
-    monkeypatch.setattr(replication.Proof, "_diverged", lambda self, value, predicate: value)
+    monkeypatch.setattr(control, "_diverged", lambda values, value, predicate: value)
 
 
 def what_is_applied_is_a_function(monkeypatch):
-    monkeypatch.setattr(replication.Proof, "_applied", lambda self, instruction: "")
+    monkeypatch.setattr(reach.Reach, "applied", lambda self, instruction: "")
 
 
 # Each with a seed that shows it; where the generator has changed since, another is looked for.

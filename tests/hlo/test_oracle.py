@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from shardrules.hlo.proof import collectives, control, effects, replication
+from shardrules.hlo.known import values
+from shardrules.hlo.proof import collectives, control, effects
 from shardrules.hlo.reader import devices
 
 from . import oracle
@@ -57,9 +58,9 @@ def swap_groups(monkeypatch):
 
 def ignore_guards(monkeypatch):
     """Take branches and loops for equal whatever their predicates are."""
-    monkeypatch.setattr(replication.Proof, "with_state", lambda self, value, state: value)
-    monkeypatch.setattr(replication.Proof, "_diverged", lambda self, value, predicate: value)
-    monkeypatch.setattr(replication.Proof, "choose", lambda self, which, options: options[0])
+    monkeypatch.setattr(values.Values, "with_state", lambda self, value, state: value)
+    monkeypatch.setattr(control, "_diverged", lambda values, value, predicate: value)
+    monkeypatch.setattr(values.Values, "choose", lambda self, which, options: options[0])
 
 
 def forget_positions(monkeypatch):
@@ -70,20 +71,20 @@ def forget_positions(monkeypatch):
 def first_iteration_only(monkeypatch):
     """Judge a loop's result by its first iteration."""
     monkeypatch.setattr(
-        replication.Proof,
+        control,
         "_unrolled",
-        lambda self, condition, body, carry, guard, trips: self.evaluate(body, (carry,), guard),
+        lambda proof, condition, body, carry, guard, trips: proof.evaluate(body, (carry,), guard),
     )
 
 
 def floor_for_truncation(monkeypatch):
     """Evaluate integers wrongly: partition-id one off."""
-    original = replication.Proof._device_number
+    original = values.Values.device_number
 
     def number(self, ids, what):
         return original(self, (ids + 1) % np.uint32(len(ids)) // np.uint32(2), what)
 
-    monkeypatch.setattr(replication.Proof, "_device_number", number)
+    monkeypatch.setattr(values.Values, "device_number", number)
 
 
 def settle_at_once(monkeypatch):
@@ -103,12 +104,12 @@ def all_branches_are_one(monkeypatch):
 
 def all_pieces_are_equal(monkeypatch):
     """Take a tuple all-to-all's operands, and a reduce-scatter's pieces, for equal ones."""
-    original = effects.Outside._how
+    original = effects._how
 
-    def how(self, *args):
-        return "join" if original(self, *args) == "exchange" else original(self, *args)
+    def how(*args):
+        return "join" if original(*args) == "exchange" else original(*args)
 
-    monkeypatch.setattr(effects.Outside, "_how", how)
+    monkeypatch.setattr(effects, "_how", how)
 
 
 @pytest.mark.parametrize(

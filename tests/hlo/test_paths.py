@@ -96,8 +96,7 @@ def test_what_is_nested_too_deep_is_unproven_whatever_short_paths_show():
 def test_what_the_budget_leaves_out_is_unproven(monkeypatch):
     from shardrules.hlo.proof import replication
 
-    original = replication.Proof._budget_for
-    monkeypatch.setattr(replication.Proof, "_budget_for", staticmethod(lambda size: 8))
+    monkeypatch.setattr(replication, "budget_for", lambda size: 8)
     found = inner(
         T.parameter("{replicated}"),
         OTHER,
@@ -106,7 +105,6 @@ def test_what_the_budget_leaves_out_is_unproven(monkeypatch):
         before=chain(4),
     )
     assert found.verdict == "unproven" and "evaluated too often" in found.reason
-    monkeypatch.setattr(replication.Proof, "_budget_for", original)
 
 
 def per_device(size, adds):
@@ -121,7 +119,7 @@ def per_device(size, adds):
 def test_large_arrays_take_more_of_the_budget(monkeypatch, size, expected):
     from shardrules.hlo.proof import replication
 
-    monkeypatch.setattr(replication.Proof, "_budget_for", staticmethod(lambda size: 1000))
+    monkeypatch.setattr(replication, "budget_for", lambda size: 1000)
     found = inner(*per_device(size, 40), T.parameter("{replicated}"), CALL)
     assert found.verdict == expected
     assert ("evaluated too often" in found.reason) == (expected == "unproven")

@@ -44,15 +44,22 @@ def _labels(rows: np.ndarray) -> np.ndarray:
 
 
 class Values:
-    """What the parts of the proof share: ``states`` and ``relations`` are set by ``Proof``."""
+    """How values combine.
 
-    states: hs.States
-    relations: hd.Relations
-    # The states of buffers that hold whatever lay there, each with the state of one that is filled,
-    # if a loop around fills it piece by piece, else with itself.
-    unwritten: dict[int, int]
-    # What may still be evaluated, in instructions; large arrays and many ranges count as several.
-    budget: int
+    Attributes:
+      states: the states of which values are made.
+      relations: the relations of which states are made.
+      unwritten: the states of buffers that hold whatever lay there, each with the state of one that
+        is filled, if a loop around fills it piece by piece, else with itself.
+      budget: what may still be evaluated, in instructions; large arrays and many ranges count as
+        several.
+    """
+
+    def __init__(self, states: hs.States, budget: int):
+        self.states = states
+        self.relations = states.relations
+        self.unwritten: dict[int, int] = {}
+        self.budget = budget
 
     def collapse(self, value: Any) -> int:
         """Give one state for a whole value."""
@@ -70,7 +77,8 @@ class Values:
             state = self.states.refine(state, self.collapse(part))
         return state
 
-    def _all(self, values) -> int:
+    def merged(self, values) -> int:
+        """Give the state of a function of several values."""
         state = 0
         for value in values:
             state = self.states.refine(state, self.collapse(value))
@@ -104,16 +112,19 @@ class Values:
         """Refine every leaf of a value by a state."""
         return self.join(value, state) if state else value
 
-    def _blocked(self, blocker: hs.Blocker, operands) -> int:
+    def blocked(self, blocker: hs.Blocker | str, operands) -> int:
+        """Give the state of a value of which nothing is known, made of operands."""
+        blocker = hs.Blocker(blocker) if isinstance(blocker, str) else blocker
         return self.states.blocked(blocker, *[self.collapse(o) for o in operands])
 
-    def _device_number(self, ids: np.ndarray, what: str) -> Exact:
+    def device_number(self, ids: np.ndarray, what: str) -> Exact:
+        """Make the value of a number that each device has."""
         relation = self.relations.intern(ids)
         state = self.states.source(relation, hs.Cause(what, "differs"))
         rows = ids if relation != hd.EQUAL else ids[:1]
         return Exact(state, rows.reshape(-1), False)
 
-    def _exact(self, rows: np.ndarray, splat: bool, operands) -> Any:
+    def computed(self, rows: np.ndarray, splat: bool, operands) -> Any:
         """Make a value of computed rows."""
         if rows.shape[0] > 1:
             self.budget -= rows.size >> 10
@@ -122,7 +133,7 @@ class Values:
             relation = hd.EQUAL
         if relation == hd.EQUAL:
             rows = rows[:1]
-        merged = self.states[self._all(operands)]
+        merged = self.states[self.merged(operands)]
         causes = (
             self.states.causes(
                 [(relation, c) for _, c in merged.causes[:1]]
@@ -134,14 +145,14 @@ class Values:
         state = self.states.intern(hs.State(relation, relation, causes, (), merged.supports))
         return Exact(state, np.ascontiguousarray(rows), splat)
 
-    def _general(self, computation, instruction, operands) -> Any:
+    def general(self, computation, instruction, operands) -> Any:
         """Evaluate a deterministic op that has a value which is not one state."""
         opcode = instruction.opcode
         if opcode in exact.OPCODES and operands and all(isinstance(o, Exact) for o in operands):
             shapes = [computation.instructions[o].shape for o in instruction.operands]
             found = exact.evaluate(instruction, operands, shapes, self.relations.device_count)
             if found is not None:
-                return self._exact(found[0], found[1], operands)
+                return self.computed(found[0], found[1], operands)
         if opcode == "select" and len(operands) == 3:
             chosen = self._select(computation, instruction, operands)
             if chosen is not None:
@@ -149,14 +160,14 @@ class Values:
         if opcode in ELEMENTWISE:
             if any(isinstance(o, Ranged) for o in operands):
                 return self._elementwise_ranges(computation, instruction, operands)
-            return self._all(operands)
+            return self.merged(operands)
         if opcode in ("dynamic-slice", "dynamic-update-slice"):
             operands = self._clamped(computation, instruction, operands)
         if opcode in _RANGED:
             found = self._ranges(computation, instruction, operands)
             if found is not None:
                 return found
-        return self._all(operands)
+        return self.merged(operands)
 
     def _clamped(self, computation, instruction, operands) -> list[Any]:
         """Replace known index operands by what they are clamped to."""
@@ -172,7 +183,7 @@ class Values:
         for index, whole, size in zip(operands[first:], full, block):
             if isinstance(index, Exact):
                 rows = exact.clamped_index(index, whole - size)
-                index = index.state if rows is None else self._exact(rows, False, [index])
+                index = index.state if rows is None else self.computed(rows, False, [index])
             found.append(index)
         return found
 
@@ -221,10 +232,10 @@ class Values:
             for number, option in zip(used, taken):
                 here = numbers == number
                 rows[here] = np.broadcast_to(option.array, rows.shape)[here]
-            return self._exact(rows, taken[0].splat, [*taken, which])
+            return self.computed(rows, taken[0].splat, [*taken, which])
         states = [self.collapse(t) for t in taken]
         # Options of one state are not one value: constants 1 and 2 both have state 0.
-        merged = self.states[self.states.refine(self._all(states), which.state)]
+        merged = self.states[self.states.refine(self.merged(states), which.state)]
         proven = np.empty(count, np.int64)
         optimistic = np.empty(count, np.int64)
         for number, state in zip(used, states):
@@ -255,7 +266,7 @@ class Values:
                 else ((count, self.collapse(operand)),)
             )
             if own is None or instruction.shape.is_tuple:
-                return self._all(operands)
+                return self.merged(operands)
             cuts = ranges.zip_cuts(cuts, own, self.states.refine)
         return ranges.normal(cuts)
 
@@ -353,13 +364,13 @@ class Values:
             place = ranges.contiguous(first.dimensions, starts, update.dimensions)
         inside = self._cuts(operands[1], update.element_count)
         if place is None or inside is None:
-            state = self._all(operands[1:])
+            state = self.merged(operands[1:])
             # Where in a buffer a loop writes isn't known: what it fills in the end is filled then.
             filled = [(stop, self.unwritten.get(s, s)) for stop, s in base]
             return ranges.normal([(stop, self.states.refine(s, state)) for stop, s in filled])
         if self._alike([p for _, p in (*base, *inside)]):
             # A buffer filled piece by piece, as scan does, is not an array packed of several.
-            return self.states.refine(self._all(operands[:2]), self._all(operands[2:]))
+            return self.states.refine(self.merged(operands[:2]), self.merged(operands[2:]))
         cuts = ranges.between(base, 0, place[0])
         cuts += [(place[0] + stop, state) for stop, state in inside]
         cuts += [(place[1] + stop, state) for stop, state in ranges.between(base, place[1], count)]
@@ -395,6 +406,6 @@ class Values:
         low = parts[moved[0]][0] * row if moved else 0
         fill = self.collapse(operands[1])
         if self._alike([fill] + [p for _, p in cuts]):
-            return self._all(operands)
+            return self.merged(operands)
         found = [(low, fill)] + [(low + stop, state) for stop, state in cuts]
         return ranges.normal(found + [(instruction.shape.element_count, fill)])

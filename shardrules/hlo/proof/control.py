@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,278 +9,273 @@ import numpy as np
 from shardrules.hlo.known.ranges import Exact, Ranged
 from shardrules.hlo.known.values import Values
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import loops
+from shardrules.hlo.proof import customcalls, loops
+from shardrules.hlo.proof.evaluation import Proof
 from shardrules.hlo.reader import module as hm
 
 _MAX_STEPS = 12  # iterations of a loop that are followed one by one
 
 
-class Control(Values):
-    """The part of the proof that evaluates while and conditional.
+def loop(proof: Proof, computation, position, instruction, operands, guard):
+    """Evaluate a while."""
+    condition, body = loops.parts(proof.module, instruction)
+    if len(operands) != 1:
+        why = f"while {instruction.name!r} has {len(operands)} operands"
+        return proof.abandoned(instruction.calls, why, operands)
+    told = loops.told_count(instruction)
+    trips = loops.counted(proof.module, instruction, lambda index: _everywhere(operands[0], index))
+    # Where the text tells another count, nobody knows which one is run: any.
+    if trips is not None and told not in (None, trips):
+        trips, found = None, None
+    elif trips is not None:
+        found = _unrolled(proof, condition, body, operands[0], guard, trips)
+    else:
+        found = _stepped(proof, condition, body, operands[0], guard, told)
+    if found is None:
+        found = _settle(proof, condition, body, operands[0], guard, trips)
+    if found is None:
+        why = f"while {instruction.name!r} reached no fixpoint"
+        found = proof.abandoned(instruction.calls, why, operands)
+    return found
 
-    What it reads and calls besides is ``Proof``'s.
+
+def _settle(proof: Proof, condition, body, start: Any, guard: int, trips: int | None) -> Any:
+    """Follow a loop until its carry's states stay as they are; None if they never do."""
+    carry = start
+    inner = guard
+    for step in range(64):
+        before = inner
+        predicate = proof.values.collapse(proof.evaluate(condition, (carry,), inner))
+        if trips is None:
+            inner = proof.values.states.refine(inner, predicate)
+        out = proof.evaluate(body, (carry,), inner)
+        joined = proof.values.join(carry, out)
+        if joined == carry and inner == before:
+            if trips is not None:  # what a loop gives that is known to run is what body gives
+                return out if trips else start
+            return _keep(proof, body, carry, _diverged(proof.values, carry, predicate))
+        carry = joined
+        if step >= 32:  # a chain of carries: take them all together
+            carry = proof.values.with_state(carry, proof.values.collapse(carry))
+    return None
+
+
+def _unrolled(proof: Proof, condition, body, carry: Any, guard: int, trips: int) -> Any:
+    """Follow a loop of known trip count until its carry's states repeat; None if too long.
+
+    What a carry starts as doesn't matter after the iteration that replaces it: a carry that
+    starts sharded and is summed in each iteration comes out equal.
     """
+    if not proof.values.unwritten or trips < 2 or not isinstance(carry, tuple):
+        return _iterated(proof, condition, body, carry, guard, trips)
+    filled = _filled(proof, body, carry, guard, trips)
+    inside = {s: customcalls.empty_buffer(proof.values, True) for s in list(proof.values.unwritten)}
+    found = _iterated(
+        proof,
+        condition,
+        body,
+        tuple([_renamed(c, inside) if k in filled else c for k, c in enumerate(carry)]),
+        guard,
+        trips,
+    )
+    outside = {new: old for old, new in inside.items() if new != old}
+    return found if found is None else _renamed(found, outside)
 
-    module: hm.Module
-    transfer: Any
-    _channels: dict[Any, Any]
-    evaluate: Callable[..., Any]
-    _deterministic: Callable[..., bool]
-    _empty_buffer: Callable[..., Any]
 
-    def _while(self, computation, position, instruction, operands, guard):
-        condition, body = loops.parts(self.module, instruction)
-        if len(operands) != 1:
-            return self._blocked(
-                self._abandon(
-                    instruction.calls, f"while {instruction.name!r} has {len(operands)} operands"
-                ),
-                operands,
-            )
-        told = loops.told_count(instruction)
-        trips = loops.counted(
-            self.module, instruction, lambda index: _everywhere(operands[0], index)
-        )
-        # Where the text tells another count, nobody knows which one is run: any.
-        if trips is not None and told not in (None, trips):
-            trips, found = None, None
-        elif trips is not None:
-            found = self._unrolled(condition, body, operands[0], guard, trips)
-        else:
-            found = self._stepped(condition, body, operands[0], guard, told)
-        if found is None:
-            found = self._settle(condition, body, operands[0], guard, trips)
-        if found is None:
-            found = self._blocked(
-                self._abandon(instruction.calls, f"while {instruction.name!r} reached no fixpoint"),
-                operands,
-            )
-        return found
+def _filled(proof: Proof, body, carry: tuple, guard: int, trips: int) -> set[int]:
+    """Find the carried buffers that a loop fills, by what its first two iterations write.
 
-    def _settle(self, condition, body, start: Any, guard: int, trips: int | None) -> Any:
-        """Follow a loop until its carry's states stay as they are; None if they never do."""
-        carry = start
-        inner = guard
-        for step in range(64):
-            before = inner
-            predicate = self.collapse(self.evaluate(condition, (carry,), inner))
-            if trips is None:
-                inner = self.states.refine(inner, predicate)
-            out = self.evaluate(body, (carry,), inner)
-            joined = self.join(carry, out)
-            if joined == carry and inner == before:
-                if trips is not None:  # what a loop gives that is known to run is what body gives
-                    return out if trips else start
-                return self._keep(body, carry, self._diverged(carry, predicate))
-            carry = joined
-            if step >= 32:  # a chain of carries: take them all together
-                carry = self.with_state(carry, self.collapse(carry))
+    The second must write as much as the first, elsewhere, and so much that all iterations fill
+    the buffer. That the others go on like these is assumed, and said where it is used.
+    """
+    steps: list[Any] = [carry]
+    for _ in range(2):
+        steps.append(proof.evaluate(body, (steps[-1],), guard))
+    if any(not isinstance(s, tuple) or len(s) != len(carry) for s in steps):
+        return set()
+    shapes = body.instructions[body.root].shape.elements or ()
+    found = set()
+    for k, shape in enumerate(shapes):
+        left = [_unwritten_count(proof.values, s[k], shape.element_count) for s in steps]
+        each = left[1] - left[2]
+        if left[0] - left[1] == each > 0 and left[2] <= (trips - 2) * each:
+            found.add(k)
+    return found
+
+
+def _unwritten_count(values: Values, value: Any, count: int) -> int:
+    """Count the elements of an array that nothing was written to."""
+    if type(value) is int:
+        return count if value in values.unwritten else 0
+    if not isinstance(value, Ranged):
+        return 0
+    starts = (0, *[stop for stop, _ in value.cuts])
+    return sum(b - a for a, (b, s) in zip(starts, value.cuts) if s in values.unwritten)
+
+
+def _renamed(value: Any, names: dict[int, int]) -> Any:
+    """Replace states that stand alone."""
+    if type(value) is int:
+        return names.get(value, value)
+    if isinstance(value, tuple):
+        return tuple([_renamed(v, names) for v in value])
+    if isinstance(value, Ranged):
+        return Ranged(tuple((stop, names.get(s, s)) for stop, s in value.cuts))
+    return value
+
+
+def _iterated(proof: Proof, condition, body, carry: Any, guard: int, trips: int) -> Any:
+    history = [carry]
+    seen = {carry: 0}
+    for step in range(1, min(trips, _MAX_STEPS) + 1):
+        proof.evaluate(condition, (carry,), guard)  # for the collectives in it
+        carry = _forget(carry, proof.evaluate(body, (carry,), guard))
+        if carry in seen:
+            start = seen[carry]
+            return history[start + (trips - start) % (step - start)]
+        seen[carry] = step
+        history.append(carry)
+    if trips > _MAX_STEPS:
         return None
+    proof.evaluate(condition, (carry,), guard)  # it runs once more than the body
+    return carry
 
-    def _unrolled(self, condition, body, carry: Any, guard: int, trips: int) -> Any:
-        """Follow a loop of known trip count until its carry's states repeat; None if too long.
 
-        What a carry starts as doesn't matter after the iteration that replaces it: a carry that
-        starts sharded and is summed in each iteration comes out equal.
-        """
-        if not self.unwritten or trips < 2 or not isinstance(carry, tuple):
-            return self._iterated(condition, body, carry, guard, trips)
-        filled = self._filled(body, carry, guard, trips)
-        inside = {s: self._empty_buffer(True) for s in list(self.unwritten)}
-        found = self._iterated(
-            condition,
-            body,
-            tuple([self._renamed(c, inside) if k in filled else c for k, c in enumerate(carry)]),
-            guard,
-            trips,
-        )
-        outside = {new: old for old, new in inside.items() if new != old}
-        return found if found is None else self._renamed(found, outside)
+def _stepped(proof: Proof, condition, body, carry: Any, guard: int, told: int | None) -> Any:
+    """Follow a loop whose predicate is known on every device; None where it isn't.
 
-    def _filled(self, body, carry: tuple, guard: int, trips: int) -> set[int]:
-        """Find the carried buffers that a loop fills, by what its first two iterations write.
-
-        The second must write as much as the first, elsewhere, and so much that all iterations fill
-        the buffer. That the others go on like these is assumed, and said where it is used.
-        """
-        steps: list[Any] = [carry]
-        for _ in range(2):
-            steps.append(self.evaluate(body, (steps[-1],), guard))
-        if any(not isinstance(s, tuple) or len(s) != len(carry) for s in steps):
-            return set()
-        shapes = body.instructions[body.root].shape.elements or ()
-        found = set()
-        for k, shape in enumerate(shapes):
-            left = [self._unwritten_count(s[k], shape.element_count) for s in steps]
-            each = left[1] - left[2]
-            if left[0] - left[1] == each > 0 and left[2] <= (trips - 2) * each:
-                found.add(k)
-        return found
-
-    def _unwritten_count(self, value: Any, count: int) -> int:
-        """Count the elements of an array that nothing was written to."""
-        if type(value) is int:
-            return count if value in self.unwritten else 0
-        if not isinstance(value, Ranged):
-            return 0
-        starts = (0, *[stop for stop, _ in value.cuts])
-        return sum(b - a for a, (b, s) in zip(starts, value.cuts) if s in self.unwritten)
-
-    def _renamed(self, value: Any, names: dict[int, int]) -> Any:
-        """Replace states that stand alone."""
-        if type(value) is int:
-            return names.get(value, value)
-        if isinstance(value, tuple):
-            return tuple([self._renamed(v, names) for v in value])
-        if isinstance(value, Ranged):
-            return Ranged(tuple((stop, names.get(s, s)) for stop, s in value.cuts))
-        return value
-
-    def _iterated(self, condition, body, carry: Any, guard: int, trips: int) -> Any:
-        history = [carry]
-        seen = {carry: 0}
-        for step in range(1, min(trips, _MAX_STEPS) + 1):
-            self.evaluate(condition, (carry,), guard)  # for the collectives in it
-            carry = self._forget(carry, self.evaluate(body, (carry,), guard))
-            if carry in seen:
-                start = seen[carry]
-                return history[start + (trips - start) % (step - start)]
-            seen[carry] = step
-            history.append(carry)
-        if trips > _MAX_STEPS:
+    None, too, where the predicate contradicts the count that the text tells.
+    """
+    settling = _settling(body, proof.reach.deterministic, proof.module.strange)
+    for step in range(_MAX_STEPS + 1):
+        predicate = proof.evaluate(condition, (carry,), guard)
+        if not isinstance(predicate, Exact) or predicate.array[0].size != 1:
             return None
-        self.evaluate(condition, (carry,), guard)  # it runs once more than the body
-        return carry
-
-    def _stepped(self, condition, body, carry: Any, guard: int, told: int | None) -> Any:
-        """Follow a loop whose predicate is known on every device; None where it isn't.
-
-        None, too, where the predicate contradicts the count that the text tells.
-        """
-        settling = _settling(body, self._deterministic, self.module.strange)
-        for step in range(_MAX_STEPS + 1):
-            predicate = self.evaluate(condition, (carry,), guard)
-            if not isinstance(predicate, Exact) or predicate.array[0].size != 1:
-                return None
-            running = predicate.array.reshape(-1)
-            if told is not None and (running != (step < told)).any():
-                return None
-            if not running.any():
-                return carry
-            guard = self.states.refine(guard, predicate.state)
-            following = self._keep(body, carry, self.evaluate(body, (carry,), guard))
-            chosen = self.choose(
-                Exact(predicate.state, running.astype(np.int64), False), [carry, following]
-            )
-            chosen = self._keep(body, carry, chosen)
-            if isinstance(carry, tuple) and isinstance(chosen, tuple):
-                chosen = tuple(
-                    [
-                        before if self._settled(body, settling.get(k), step, guard) else after
-                        for k, (before, after) in enumerate(zip(carry, chosen))
-                    ]
-                )
-            carry = chosen
-        return None
-
-    def _settled(self, body: hm.Computation, settling, step: int, guard: int) -> bool:
-        """Tell whether an element is after so many steps what each further step makes of it."""
-        if settling is None or settling[0] > step:
-            return False
-        proven = self.states[guard].proven
-        channels = [self._channels.get((body.name, p)) for p in settling[1]]
-        return all(c is not None and self.transfer.uniform(proven, c) for c in channels)
-
-    def _keep(self, body: hm.Computation, carry: Any, out: Any) -> Any:
-        """Put back the elements that a loop's body passes on: they stay, whoever leaves when."""
-        if not isinstance(carry, tuple) or not isinstance(out, tuple) or len(carry) != len(out):
-            return out
-        return tuple(
-            [
-                c if _passed(body, k, self.module.strange) == k else o
-                for k, (c, o) in enumerate(zip(carry, out))
-            ]
+        running = predicate.array.reshape(-1)
+        if told is not None and (running != (step < told)).any():
+            return None
+        if not running.any():
+            return carry
+        guard = proof.values.states.refine(guard, predicate.state)
+        following = _keep(proof, body, carry, proof.evaluate(body, (carry,), guard))
+        chosen = proof.values.choose(
+            Exact(predicate.state, running.astype(np.int64), False), [carry, following]
         )
-
-    def _forget(self, before: Any, after: Any) -> Any:
-        """Replace numbers that an iteration changes, as a counter, by their states."""
-        if isinstance(after, Exact) and after != before:
-            return after.state
-        if isinstance(after, tuple) and isinstance(before, tuple) and len(before) == len(after):
-            return tuple([self._forget(x, y) for x, y in zip(before, after)])
-        return after
-
-    def _diverged(self, value: Any, predicate: int) -> Any:
-        """Refine what a loop or branch gives by its predicate; known numbers stay known."""
-        if not predicate or isinstance(value, Exact):
-            return value
-        if isinstance(value, tuple):
-            return tuple([self._diverged(v, predicate) for v in value])
-        return self.with_state(value, predicate)
-
-    def _conditional(self, computation, position, instruction, operands, guard):
-        branches = [self.module.computations[c] for c in instruction.calls]
-        if len(operands) != len(branches) + 1:
-            return self._blocked(
-                self._abandon(
-                    instruction.calls,
-                    f"conditional {instruction.name!r} has {len(branches)} branches and "
-                    f"{len(operands)} operands",
-                ),
-                operands,
+        chosen = _keep(proof, body, carry, chosen)
+        if isinstance(carry, tuple) and isinstance(chosen, tuple):
+            chosen = tuple(
+                [
+                    before if _settled(proof, body, settling.get(k), step, guard) else after
+                    for k, (before, after) in enumerate(zip(carry, chosen))
+                ]
             )
-        shape = computation.instructions[instruction.operands[0]].shape
-        which = operands[0]
-        state = self.collapse(which)
-        inner = self.states.refine(guard, state)
-        results = [self.evaluate(b, (v,), inner) for b, v in zip(branches, operands[1:])]
-        if isinstance(which, Exact) and not shape.dimensions:
-            # A predicate's branch 0 is its true one.
-            numbers = which.array.reshape(-1)
-            if shape.element_type == "pred":
-                numbers = np.where(numbers, 0, 1)
-            found = self._chosen(computation, instruction, branches, which, numbers, results)
-        else:
-            found = results[0]
-            for result in results[1:]:
-                found = self.join(found, result)
-            found = self.with_state(found, state)
-        if not isinstance(found, tuple):
-            return found
-        found = list(found)
-        for index in range(len(found)):
-            origins = {
-                _origin(computation, o, b, index, self.module.strange)
-                for b, o in zip(branches, instruction.operands[1:])
-            }
-            if len(origins) == 1 and None not in origins:  # all branches pass on one thing
-                first = results[0]
-                found[index] = first[index] if isinstance(first, tuple) else found[index]
-        return tuple(found)
+        carry = chosen
+    return None
 
-    def _chosen(self, computation, instruction, branches, which: Exact, numbers, results) -> Any:
-        """Give what each device's branch gives; branches that pass on one thing are one branch."""
-        numbers = np.asarray(numbers).astype(np.int64)
-        last = len(results) - 1
-        numbers = np.where((numbers < 0) | (numbers > last), last, numbers)
-        widths = {len(r) if isinstance(r, tuple) else -1 for r in results}
-        if len(widths) > 1 or -1 in widths:
-            return self.choose(Exact(which.state, numbers, False), results)
-        found = []
-        for index in range(widths.pop()):
-            first: dict[Any, int] = {}
-            same = [
-                first.setdefault(
-                    _origin(computation, o, b, index, self.module.strange) or ("branch", n), n
-                )
-                for n, (b, o) in enumerate(zip(branches, instruction.operands[1:]))
-            ]
-            found.append(
-                self.choose(
-                    Exact(which.state, np.array(same)[numbers], False), [r[index] for r in results]
-                )
+
+def _settled(proof: Proof, body: hm.Computation, settling, step: int, guard: int) -> bool:
+    """Tell whether an element is after so many steps what each further step makes of it."""
+    if settling is None or settling[0] > step:
+        return False
+    proven = proof.values.states[guard].proven
+    channels = [proof.channels.get((body.name, p)) for p in settling[1]]
+    return all(c is not None and proof.transfer.uniform(proven, c) for c in channels)
+
+
+def _keep(proof: Proof, body: hm.Computation, carry: Any, out: Any) -> Any:
+    """Put back the elements that a loop's body passes on: they stay, whoever leaves when."""
+    if not isinstance(carry, tuple) or not isinstance(out, tuple) or len(carry) != len(out):
+        return out
+    return tuple(
+        [
+            c if _passed(body, k, proof.module.strange) == k else o
+            for k, (c, o) in enumerate(zip(carry, out))
+        ]
+    )
+
+
+def _forget(before: Any, after: Any) -> Any:
+    """Replace numbers that an iteration changes, as a counter, by their states."""
+    if isinstance(after, Exact) and after != before:
+        return after.state
+    if isinstance(after, tuple) and isinstance(before, tuple) and len(before) == len(after):
+        return tuple([_forget(x, y) for x, y in zip(before, after)])
+    return after
+
+
+def _diverged(values: Values, value: Any, predicate: int) -> Any:
+    """Refine what a loop or branch gives by its predicate; known numbers stay known."""
+    if not predicate or isinstance(value, Exact):
+        return value
+    if isinstance(value, tuple):
+        return tuple([_diverged(values, v, predicate) for v in value])
+    return values.with_state(value, predicate)
+
+
+def conditional(proof: Proof, computation, position, instruction, operands, guard):
+    """Evaluate a conditional."""
+    branches = [proof.module.computations[c] for c in instruction.calls]
+    if len(operands) != len(branches) + 1:
+        why = (
+            f"conditional {instruction.name!r} has {len(branches)} branches and "
+            f"{len(operands)} operands"
+        )
+        return proof.abandoned(instruction.calls, why, operands)
+    shape = computation.instructions[instruction.operands[0]].shape
+    which = operands[0]
+    state = proof.values.collapse(which)
+    inner = proof.values.states.refine(guard, state)
+    results = [proof.evaluate(b, (v,), inner) for b, v in zip(branches, operands[1:])]
+    if isinstance(which, Exact) and not shape.dimensions:
+        # A predicate's branch 0 is its true one.
+        numbers = which.array.reshape(-1)
+        if shape.element_type == "pred":
+            numbers = np.where(numbers, 0, 1)
+        found = _chosen(proof, computation, instruction, branches, which, numbers, results)
+    else:
+        found = results[0]
+        for result in results[1:]:
+            found = proof.values.join(found, result)
+        found = proof.values.with_state(found, state)
+    if not isinstance(found, tuple):
+        return found
+    found = list(found)
+    for index in range(len(found)):
+        origins = {
+            _origin(computation, o, b, index, proof.module.strange)
+            for b, o in zip(branches, instruction.operands[1:])
+        }
+        if len(origins) == 1 and None not in origins:  # all branches pass on one thing
+            first = results[0]
+            found[index] = first[index] if isinstance(first, tuple) else found[index]
+    return tuple(found)
+
+
+def _chosen(
+    proof: Proof, computation, instruction, branches, which: Exact, numbers, results
+) -> Any:
+    """Give what each device's branch gives; branches that pass on one thing are one branch."""
+    numbers = np.asarray(numbers).astype(np.int64)
+    last = len(results) - 1
+    numbers = np.where((numbers < 0) | (numbers > last), last, numbers)
+    widths = {len(r) if isinstance(r, tuple) else -1 for r in results}
+    if len(widths) > 1 or -1 in widths:
+        return proof.values.choose(Exact(which.state, numbers, False), results)
+    found = []
+    for index in range(widths.pop()):
+        first: dict[Any, int] = {}
+        same = [
+            first.setdefault(
+                _origin(computation, o, b, index, proof.module.strange) or ("branch", n), n
             )
-        return tuple(found)
+            for n, (b, o) in enumerate(zip(branches, instruction.operands[1:]))
+        ]
+        found.append(
+            proof.values.choose(
+                Exact(which.state, np.array(same)[numbers], False), [r[index] for r in results]
+            )
+        )
+    return tuple(found)
 
 
 def _everywhere(carry: Any, index: int) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardrules import errors
 from shardrules.hlo.known import states as hs
+from shardrules.hlo.known.values import Values
 from shardrules.hlo.reader.module import Instruction, Metadata, Module
 from shardrules.registry import axistypes
 from shardrules.registry.registration import PROVEN, Registration
@@ -138,6 +139,23 @@ def read_mesh(text: str) -> dict[str, int] | None:
             return None
         axes[name] = int(size)
     return axes or None
+
+
+def empty_buffer(values: Values, filling: bool) -> int:
+    """Give the state of a buffer that holds whatever lay there.
+
+    Args:
+      values: where states are interned.
+      filling: a loop fills it piece by piece; this is its state inside of the loop.
+    """
+    loop = ", in a loop that fills it" if filling else ""
+    state = values.states.blocked(
+        hs.Blocker(f"an uninitialised buffer that nothing is shown to fill{loop}")
+    )
+    if state not in values.unwritten:
+        written = values.states.intern(hs.State(supports=(FILLED,)))
+        values.unwritten[state] = written if filling else state
+    return state
 
 
 def aliased(instruction: Instruction) -> set[int]:

@@ -16,6 +16,7 @@ from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Ranged
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import customcalls, inputs, loops, phases, point_to_point, replication
+from shardrules.hlo.proof.evaluation import Proof, Record
 from shardrules.hlo.proof.judgement import (
     ASSUMPTIONS,
     Judgement,
@@ -101,7 +102,7 @@ def judge(
             values = inputs.parameter_values(
                 module, states, partitions, replicas, parameter_shardings
             )
-            proof = replication.Proof(module, partitions, replicas, registry, values, states, axes)
+            proof = replication.prove(module, partitions, replicas, registry, values, states, axes)
             judge = _Judge(module, proof, named)
             found = judge.judgement()
             if told is not None:
@@ -118,11 +119,11 @@ def judge(
 
 
 class _Judge:
-    def __init__(self, module: hm.Module, proof: replication.Proof, mesh: hd.Mesh | None):
+    def __init__(self, module: hm.Module, proof: Proof, mesh: hd.Mesh | None):
         self.module = module
         self.proof = proof
-        self.states = proof.states
-        self.relations = proof.relations
+        self.states = proof.values.states
+        self.relations = proof.values.relations
         self.mesh = mesh
         self.runs = loops.executions(module)
         self.names = phases.PartNames(module)
@@ -155,7 +156,7 @@ class _Judge:
 
         Groups that no order explains, as those of axis_index_groups, say nothing.
         """
-        seen = [self.states[self.proof.collapse(v)].proven for v in parameters]
+        seen = [self.states[self.proof.values.collapse(v)].proven for v in parameters]
         groups = {
             name: channel.groups.relation
             for name, channel in self.channels.items()
@@ -226,14 +227,14 @@ class _Judge:
         while stack:
             path, shape, value = stack.pop()
             if shape.elements is None:
-                state = self.states[self.proof.collapse(value)]
+                state = self.states[self.proof.values.collapse(value)]
                 found.append(Output(path, shape, state, self.relations, self.mesh))
                 continue
             for index in reversed(range(len(shape.elements))):
                 part = (
                     value[index]
                     if isinstance(value, tuple) and index < len(value)
-                    else self.proof.collapse(value)
+                    else self.proof.values.collapse(value)
                 )
                 stack.append((path + (index,), shape.elements[index], part))
         return tuple(found)
@@ -242,14 +243,14 @@ class _Judge:
         instruction = computation.instructions[position]
         kind = hc.OPCODES.get(instruction.opcode, point_to_point.KIND)
         record = self.proof.records.get((computation.name, position))
-        blocker = self.proof.unfollowed.get(computation.name)
+        blocker = self.proof.reach.unfollowed.get(computation.name)
         sending = instruction.opcode not in hc.OPCODES
         if sending:
             blocker = point_to_point.blocker(instruction)
             channel = point_to_point.read_channel(
                 instruction, self.relations, self.proof.partitions, self.proof.replicas
             )
-            record = replication.Record([], 0, channel)
+            record = Record([], 0, channel)
         elif record is None:
             channel = hc.read_channel(
                 self.module,
@@ -264,13 +265,11 @@ class _Judge:
                 f"computation {computation.name!r}, which holds it, is not "
                 "reached from ENTRY by anything that the proof follows"
             )
-            record = replication.Record([], 0, channel)
+            record = Record([], 0, channel)
         reached = blocker is None
         if blocker is not None:  # what other callers showed doesn't hold for this one
             state = self.states.blocked(blocker)
-            record = replication.Record(
-                [state] * len(instruction.operands), record.guard, record.channel
-            )
+            record = Record([state] * len(instruction.operands), record.guard, record.channel)
         channel = record.channel
         metadata = self.module.metadata(instruction)
         run = self.runs.get(computation.name)
@@ -285,7 +284,7 @@ class _Judge:
         # Of a permute in place, where the slice that is moved begins may differ like what it is of.
         together = in_place or kind == "ragged-all-to-all"
         together = together or kind == "all-to-all" and len(operands) > 1
-        merged = self.proof.collapse(tuple(operands)) if together else 0
+        merged = self.proof.values.collapse(tuple(operands)) if together else 0
         phase = self.names.whole(computation, position)
         verdicts = []
         for number, (value, shape) in enumerate(zip(operands, shapes)):
@@ -330,7 +329,12 @@ class _Judge:
             else:
                 verdicts.append(
                     self._verdict(
-                        collective, channel, self.proof.collapse(value), record.guard, None, reached
+                        collective,
+                        channel,
+                        self.proof.values.collapse(value),
+                        record.guard,
+                        None,
+                        reached,
                     )
                 )
         return verdicts

@@ -7,9 +7,8 @@ import re
 
 from shardrules import hlo
 from shardrules.hlo import known, proof
-from shardrules.hlo.known import states, values
 from shardrules.hlo.proof import replication
-from shardrules.hlo.reader import attributes, devices, parser
+from shardrules.hlo.reader import attributes
 
 # Read for what people are told, not for the proof: nothing is proven of any send.
 _FOR_PEOPLE = {"metadata", "is_host_transfer"}
@@ -19,9 +18,7 @@ _BY_NAME_ONLY = {"operand_layout_constraints", "origin", "original_value", "stat
 
 def read_opcodes() -> set[str]:
     """List the opcodes that the proof knows."""
-    module = parser.parse("HloModule m\n\nENTRY e {\n  ROOT c = s32[] constant(1)\n}\n")
-    made = replication.Proof(module, 1, 1, None, [], states.States(devices.Relations(1)))
-    return set(made._handlers) | values.ELEMENTWISE | values.LOCAL
+    return set(replication.HANDLERS.by_opcode)
 
 
 def read_attributes() -> set[str]:

@@ -1,0 +1,162 @@
+"""The pass: evaluates the instructions of each computation, with a value for each.
+
+Computations are evaluated for each distinct set of arguments that callers give them. What an opcode
+does stands in a table of handlers (see ``replication``), each called as
+``handler(proof, computation, position, instruction, operands, guard)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from shardrules.hlo.known import states as hs
+from shardrules.hlo.known.values import Values
+from shardrules.hlo.proof import collectives as hc
+from shardrules.hlo.proof import customcalls
+from shardrules.hlo.proof.reach import Reach
+from shardrules.hlo.reader import module as hm
+
+_MAX_DEPTH = 150  # nested calls; each takes a few of Python's frames
+
+
+class Record:
+    """What the proof saw at one collective, over all callers.
+
+    Attributes:
+      operands: each operand's value.
+      guard: the state of the predicates under which it runs.
+      channel: how it connects devices.
+    """
+
+    __slots__ = ("operands", "guard", "channel")
+
+    def __init__(self, operands, guard, channel):
+        self.operands = operands
+        self.guard = guard
+        self.channel = channel
+
+
+class Handlers(NamedTuple):
+    """What evaluates instructions.
+
+    Attributes:
+      by_opcode: None for a function of its operands at the same places, PARAMETER for parameters.
+      unusual: for other opcodes.
+      strange: for instructions with an attribute that is not known.
+    """
+
+    by_opcode: Mapping[str, Any]
+    unusual: Callable[..., Any]
+    strange: Callable[..., Any]
+
+
+PARAMETER = object()
+
+
+class Proof:
+    """A module under evaluation, and what was found.
+
+    Attributes:
+      module: the module.
+      partitions, replicas: how many devices it is for.
+      registry: rules for kernels that carry no tag.
+      values: how values combine; holds the states.
+      handlers: what evaluates instructions.
+      default_mesh: axis sizes for rules that name axes without a mesh of their own.
+      reach: what computations reach.
+      transfer: what collectives do to states.
+      records: by computation name and position, what was seen at each collective.
+      channels: by computation name and position, how each collective connects devices.
+      opaque: by computation name and position, what was found out about each custom call.
+      cache: what handlers read of the text, by what they read it from.
+      result: the entry computation's value.
+    """
+
+    def __init__(
+        self,
+        module: hm.Module,
+        partitions: int,
+        replicas: int,
+        registry: Any,
+        values: Values,
+        handlers: Handlers,
+        default_mesh: dict[str, int] | None = None,
+    ):
+        self.module = module
+        self.partitions = partitions
+        self.replicas = replicas
+        self.registry = registry
+        self.values = values
+        self.handlers = handlers
+        self.default_mesh = default_mesh
+        self.reach = Reach(module)
+        self.transfer = hc.Transfer(values.states)
+        self.records: dict[tuple[str, int], Record] = {}
+        self.channels: dict[tuple[str, int], hc.Channel] = {}
+        self.opaque: dict[tuple[str, int], customcalls.Resolution] = {}
+        self.cache: dict[Any, Any] = {}
+        self.result: Any = 0
+        self._memo: dict[Any, Any] = {}
+        self._depth = 0
+
+    def abandoned(self, names, why: str, operands) -> int:
+        """Give the state of what runs computations in a way that isn't evaluated."""
+        return self.values.blocked(self.reach.abandon(names, why), operands)
+
+    def evaluate(self, computation: hm.Computation, arguments: tuple[Any, ...], guard: int) -> Any:
+        """Give the root's value for these arguments.
+
+        Args:
+          computation: what is evaluated.
+          arguments: the values of its parameters.
+          guard: the state of the predicates under which it runs.
+        """
+        name = computation.name
+        if guard and not self.reach.talks(name):
+            guard = 0
+        key = (name, arguments, guard)
+        if key in self._memo:
+            return self._memo[key]
+        self.values.budget -= len(computation.instructions)
+        if self._depth >= _MAX_DEPTH or self.values.budget < 0:
+            why = "nested too deep" if self.values.budget >= 0 else "evaluated too often"
+            return self.abandoned(
+                (name,), f"computation {name!r} is {why} for the proof", arguments
+            )
+        self._depth += 1
+        values: list[Any] = []
+        append = values.append
+        refine, general = self.values.states.refine, self.values.general
+        by_opcode, unusual, on_strange = self.handlers
+        handler_of = by_opcode.get
+        strange = self.module.strange
+        for position, instruction in enumerate(computation.instructions):
+            handler = handler_of(instruction.opcode, unusual)
+            if strange and instruction.start in strange and instruction.opcode not in hc.OPCODES:
+                handler = on_strange
+            operands = instruction.operands
+            if handler is None:  # a function of its operands: their states, where they are no more
+                state = 0
+                for operand in operands:
+                    value = values[operand]
+                    if type(value) is not int:
+                        state = general(computation, instruction, [values[o] for o in operands])
+                        break
+                    if value != state:
+                        state = refine(state, value)
+                append(state)
+            elif handler is PARAMETER:
+                number = int(instruction.literal)
+                if number >= len(arguments):
+                    why = f"parameter {number} of computation {name!r} has no argument"
+                    append(self.values.blocked(hs.Blocker(why), ()))
+                else:
+                    append(arguments[number])
+            else:
+                given = [values[o] for o in operands]
+                append(handler(self, computation, position, instruction, given, guard))
+        self._depth -= 1
+        result = values[computation.root]
+        self._memo[key] = result
+        return result

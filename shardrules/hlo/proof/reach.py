@@ -1,0 +1,179 @@
+"""What computations reach: communication, chance, and what no evaluation follows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from shardrules import errors
+from shardrules.hlo.known import states as hs
+from shardrules.hlo.known.values import ELEMENTWISE, LOCAL
+from shardrules.hlo.proof import collectives as hc
+from shardrules.hlo.proof import loops
+from shardrules.hlo.reader import module as hm
+
+# Deterministic if the computations that they apply are.
+APPLIERS = frozenset("map reduce reduce-window scatter select-and-scatter sort topk".split())
+_PURE = (
+    ELEMENTWISE
+    | LOCAL
+    | APPLIERS
+    | frozenset(
+        "parameter constant tuple get-tuple-element call fusion while conditional "
+        "optimization-barrier opt-barrier".split()
+    )
+)
+# Opcodes whose handlers evaluate what they call, or abandon it where they can't.
+_FOLLOWED = frozenset("call call-start fusion fusion-start while conditional async-start".split())
+_CONTINUED = frozenset(
+    "async-update async-done fusion-update fusion-done call-update call-done".split()
+)
+_PLAIN = ELEMENTWISE | LOCAL | {"parameter", "constant", "tuple", "get-tuple-element"}
+# What every one of these is made of stands in its parentheses.
+_TAKES = (
+    (ELEMENTWISE | LOCAL | APPLIERS | _CONTINUED | frozenset(hc.OPCODES)) - {"iota", "after-all"}
+) | frozenset(
+    "get-tuple-element while conditional optimization-barrier opt-barrier domain add-dependency "
+    "copy-start".split()
+)
+_NAMED = re.compile(r"[={,]\s*%?([\w.\-]+)")
+
+
+class Reach:
+    """What a module's computations reach, themselves or in what they call.
+
+    Attributes:
+      unfollowed: by name, why a computation runs in a way that no evaluation covers: nothing
+        holds for the collectives in it, whatever other callers showed.
+    """
+
+    def __init__(self, module: hm.Module):
+        self.module = module
+        self.unfollowed: dict[str, hs.Blocker] = {}
+        self._talking: dict[str, bool] = {}
+        self._impure: dict[str, bool] = {}
+
+    def talks(self, name: str) -> bool:
+        """Tell whether a computation holds a collective, itself or in what it calls."""
+        return self._any(
+            name, self._talking, lambda i: i.opcode in hc.OPCODES or (i.opcode == "custom-call")
+        )
+
+    def deterministic(self, instruction: hm.Instruction) -> bool:
+        """Tell whether an instruction is a deterministic function of its operands alone."""
+        known = instruction.opcode in _PURE and instruction.start not in self.module.strange
+        return known and all(self._pure(c) for c in instruction.calls)
+
+    def applied(self, instruction: hm.Instruction) -> str:
+        """Name what an instruction applies that more than operands decide, "" for nothing."""
+        found = next((name for name in instruction.calls if not self._pure(name)), None)
+        if found is None:
+            return ""
+        return f"computation {found!r}, which is not a deterministic function"
+
+    def unknown_attribute(self, instruction: hm.Instruction) -> str:
+        """Say that an instruction has an attribute that may mean anything."""
+        key = self.module.strange[instruction.start]
+        name = f"{instruction.opcode} {instruction.name!r}"
+        return f"{name} has an attribute that is not known, {key}"
+
+    def abandon(self, names: Iterable[str], why: str) -> hs.Blocker:
+        """Note that computations run, with all that they call, in a way that isn't evaluated."""
+        blocker = hs.Blocker(why)
+        stack = list(names)
+        while stack:
+            name = stack.pop()
+            if name not in self.unfollowed:
+                self.unfollowed[name] = blocker
+                for instruction in self.module.computations[name].instructions:
+                    stack.extend(instruction.calls)
+        return blocker
+
+    def find_unfollowed(self, handled: Iterable[str]) -> None:
+        """Abandon what instructions name that evaluate none of the computations they name.
+
+        Args:
+          handled: the opcodes that the proof knows.
+
+        Raises:
+          HloSyntaxError: one lacks operands, or the computations that it runs, or is a collective
+            of a kind that isn't known: it would count as none.
+        """
+        handled = frozenset(handled)
+        strange = self.module.strange
+        for computation in self.module.computations.values():
+            for instruction in computation.instructions:
+                opcode = instruction.opcode
+                known = instruction.start not in strange
+                if known and opcode in _PLAIN and (instruction.operands or opcode not in _TAKES):
+                    continue  # quickly: nearly all
+                self._check(instruction, opcode in handled)
+                names: Iterable[str] = instruction.calls
+                why = f"{opcode} {instruction.name!r} runs it in a way not followed"
+                if not known:  # it may run whatever it names
+                    names = [*names, *self._named(instruction)]
+                    why = self.unknown_attribute(instruction)
+                elif opcode in _FOLLOWED:
+                    continue
+                elif opcode in _CONTINUED:  # it goes on with what its operand started
+                    before = [computation.instructions[o].calls for o in instruction.operands[:1]]
+                    names = () if names in before else names
+                elif not names and opcode not in handled:
+                    names = self._named(instruction)
+                if names:
+                    self.abandon(names, why)
+
+    def _check(self, instruction: hm.Instruction, handled: bool) -> None:
+        """Refuse an instruction that lacks what its opcode takes."""
+        opcode = instruction.opcode
+        if not handled and hc.unknown_kind(instruction):
+            raise self.error(
+                instruction,
+                "is a collective of a kind that this version of shardrules doesn't know: what the "
+                "program moves can't be counted",
+            )
+        if not instruction.operands and (opcode in _TAKES or opcode.endswith("-done")):
+            raise self.error(
+                instruction, "has no operands: is the text printed without their names?"
+            )
+        if opcode in _FOLLOWED and not instruction.calls:
+            raise self.error(
+                instruction, "names no computation: is the text printed without attributes?"
+            )
+        if opcode == "while":
+            loops.parts(self.module, instruction)
+
+    def error(self, instruction: hm.Instruction, what: str) -> errors.HloSyntaxError:
+        """Make the error for an instruction of which something is wrong."""
+        name = f"{instruction.opcode} {instruction.name!r}"
+        return hm.syntax_error(self.module.text, instruction.start, f"{name} {what}")
+
+    def _named(self, instruction: hm.Instruction) -> list[str]:
+        """List all computations that an instruction names, in whatever attribute."""
+        text = instruction.text[instruction.attributes_start : instruction.end]
+        return [w for w in _NAMED.findall(text) if w in self.module.computations]
+
+    def _pure(self, name: str) -> bool:
+        """Tell whether a computation is a deterministic function of its arguments."""
+        strange = self.module.strange
+        return not self._any(
+            name, self._impure, lambda i: i.opcode not in _PURE or i.start in strange
+        )
+
+    def _any(
+        self, name: str, known: dict[str, bool], test: Callable[[hm.Instruction], bool]
+    ) -> bool:
+        """Tell whether an instruction that passes a test is in a computation or below it."""
+        stack = [name]
+        while stack:
+            current = stack[-1]
+            computation = self.module.computations[current]
+            below = [c for i in computation.instructions for c in i.calls if c not in known]
+            if current in known or not below:
+                stack.pop()
+                known[current] = known.get(current) or any(
+                    test(i) or any(known[c] for c in i.calls) for i in computation.instructions
+                )
+            else:
+                stack.extend(dict.fromkeys(below))
+        return known[name]

@@ -9,8 +9,8 @@ from shardrules import errors
 from shardrules.hlo.known import exact, ranges, values
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import collectives, control, customcalls, loops, reach
+from shardrules.hlo.reader import instructions
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader import tolerant_parser
 
 from .modules import coverage, run
 from .modules.generate import Generator
@@ -151,7 +151,7 @@ def branches_swap(monkeypatch):
     first, second = "true_computation", "false_computation"
     swapped = {first: second, second: first}
     monkeypatch.setattr(
-        tolerant_parser, "_CALL_KEYS", [swapped.get(k, k) for k in tolerant_parser._CALL_KEYS]
+        instructions, "_CALL_KEYS", [swapped.get(k, k) for k in instructions._CALL_KEYS]
     )
 
 

@@ -58,6 +58,7 @@ _PRINTED = re.compile(
 _BRACKET = re.compile(rf'{_QUOTED}|{_COMMENT}|[{{}}()\[\]"]', re.DOTALL)
 _BRACE = re.compile(rf'{_QUOTED}|[{{}}"]', re.DOTALL)
 _KEPT = re.compile(rf"({_QUOTED})|{_COMMENT}", re.DOTALL)
+_UNPRINTED = re.compile(r"/(?:/|\*(?:(?<!, /\*)|(?!index=)))")  # a comment that XLA doesn't print
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
 _WORD = re.compile(r"[^\s\"{}()\[\],/]+")
 # What goes on with a value after its first bracket: <=[8], T(1,0), a shape's layout, the
@@ -86,7 +87,7 @@ def blanked(text: str) -> str:
     XLA prints ``, /*index=5*/`` alone. Its parser takes them anywhere, as in a parameter's number
     or between replica groups.
     """
-    if "//" not in text and text.count("/*") == text.count(", /*index="):
+    if not _UNPRINTED.search(text):
         return text
     return _KEPT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
 

@@ -1,12 +1,52 @@
-"""Reads instructions of any form: as people write them, and as XLA seldom prints them."""
+"""Reads the instructions of computations.
+
+A line that looks like what XLA prints is taken apart by one regular expression; of any other
+(nested tuples, attributes over several lines, what people write) shape, operands and attributes are
+read one after the other. Either way ``Reader.add`` makes the instruction.
+"""
 
 from __future__ import annotations
 
 import re
 
-from shardrules.hlo.reader import attributes, shapes
+from shardrules.hlo.reader import attributes, ordering, shapes
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader.attributes import COMMENT, skip, spaced
+
+_SHAPE = (
+    r"\w+\[[^\]\n{}()]*\](?:\{[^{}\n]*\})?"
+    r"|\([^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)"
+)
+# The rest of a line that holds one whole instruction: quotes that close on it, and no space but
+# after a comma and in metadata, windows and shardings; any other may stand before an instruction.
+_INNER = "(?:op_|source_|stack_|deduplicated_|scheduling_|profile_|size|stride|pad|[lr]hs_)[a-z_]*="
+_REST = (
+    r'(?:, [^ \t-\r"/]*+(?:(?:"[^"\\\n]*+(?:"|\\.[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")'
+    r"|(?<=,) | (?=" + _INNER + r"|last_tile|\{'))[^ \t-\r\"/]*+)*+"
+    r"(?<![,={(\[]))?+\n"
+)
+# The computation that most calls name in an attribute that XLA prints first.
+_CALLEE = r"(?:, (?:kind=\w+, |dimensions=\{[\d,]*\}, )?(?:calls|to_apply)=%([\w.\-]+)(?=[,\n]))?"
+# How a line begins that doesn't go on with the instruction before it.
+_FRESH = r"(?=  %|  ROOT %|\}\n|[ \t]+(?:ROOT )?[\w.\-]+ = )"
+_LINE = re.compile(
+    r"[ \t]*+(ROOT )?%?([\w.\-]++) = ((?>"
+    + _SHAPE
+    + r")) ([a-z][\w\-]*+)\(([^()\n]*+)\)"
+    + _CALLEE
+    + _REST
+    + _FRESH
+)
+# Opcodes whose attributes name computations. Others can't call any.
+_CALLERS = frozenset(
+    "fusion fusion-start call call-start while conditional async-start async-update async-done "
+    "custom-call map reduce reduce-window scatter select-and-scatter sort all-reduce "
+    "all-reduce-start reduce-scatter reduce-scatter-start scan custom-call-start topk "
+    "composite".split()
+)
+# Those that call one, in an attribute that XLA prints first.
+_FAST_CALLERS = frozenset("fusion call map reduce".split())
+_LITERAL = ("parameter", "constant")  # what stands in their parentheses is no operand
 
 _HEAD = spaced(r"(ROOT(?=[\s/]) )?%?([\w.\-]+) = ")
 _OPCODE = spaced(r"([A-Za-z][\w\-]*) \(")
@@ -20,6 +60,7 @@ _CALL_KEYS = (
     "called_computations select scatter".split()
 )
 _MAX_DEPTH = 100  # of operands and computations that are written inside of one another
+_make = tuple.__new__
 
 
 class Scope:
@@ -45,8 +86,8 @@ class Scope:
         self.alone = alone
 
 
-class Forms:
-    """Reads what the fast path of the parser doesn't.
+class Reader:
+    """Reads computations of one text.
 
     Attributes:
       text: the module's text.
@@ -58,7 +99,9 @@ class Forms:
         self.text = text
         self.computations: dict[str, hm.Computation] = {}
         self.strange: dict[int, str] = {}
-        self.depth = 0
+        self._shapes: dict[str, hm.Shape] = {}
+        self._names: dict[str, str] = {}
+        self._depth = 0
 
     def error(self, offset: int, message: str):
         """Make the error for a place in the text."""
@@ -66,13 +109,108 @@ class Forms:
 
     def computation(self, name: str, is_entry: bool, position: int) -> int:
         """Read instructions from behind the opening brace to behind the closing one."""
-        raise NotImplementedError
+        text, opening = self.text, position - 1
+        match, add = _LINE.match, self.add
+        intern, shape_of = self._names.setdefault, self._shapes.get
+        scope = Scope(name)
+        place_of = scope.index.__getitem__
+        if text.startswith("\n", position):
+            position += 1
+        while True:
+            line = match(text, position)
+            if not line:
+                position = skip(text, position)
+                if text.startswith("}", position):
+                    break
+                if position >= len(text):
+                    raise self.error(
+                        position, f"the text ends inside computation {name!r}: '}}' is missing"
+                    )
+                position = self.instruction(scope, position)
+                if text.startswith("\n", position):
+                    position += 1
+                continue
+            is_root, label, shape_text, opcode, inside, callee = line.groups()
+            shape = shape_of(shape_text) or self._shape(shape_text, line.start(3))
+            inner = line.span(5)
+            start, position = position, line.end()
+            operands: tuple[int, ...] = ()
+            if inside and opcode not in _LITERAL:
+                printed = inside[0] == "%"  # %a, %b, as XLA does now
+                try:
+                    operands = tuple(map(place_of, inside[1:].split(", %"))) if printed else ()
+                except KeyError:
+                    printed = False
+                if not printed:
+                    operands = self._resolve(scope, self._operands(scope, inner[0])[0], start)
+            calls: tuple[str, ...] = ()
+            if callee and opcode in _FAST_CALLERS:
+                calls = (callee,)
+            elif opcode in _CALLERS:
+                found = attributes.iter_attributes(text, inner[1] + 1, position - 1)
+                calls = self._calls({key: (a, b) for key, a, b in found}, label)
+            opcode = intern(opcode, opcode)
+            add(scope, label, opcode, shape, operands, calls, start, inner, position - 1, is_root)
+        self.finish(scope, is_entry, opening)
+        return position + 1
 
-    def attributes_end(self, position: int) -> int:
-        """Find where the attributes end that begin at a place."""
-        for _, _, position in attributes.iter_attributes(self.text, position, len(self.text)):
-            pass
-        return position
+    def add(
+        self, scope: Scope, label, opcode, shape, operands, calls, start, inner, end, is_root
+    ) -> None:
+        """Add an instruction that was read whole; what it takes is as ``Instruction`` holds it."""
+        if opcode == "parameter":
+            self._parameter(scope, start, inner)
+        instructions, index = scope.instructions, scope.index
+        place = len(instructions)
+        if index.setdefault(label, place) != place:
+            raise self.error(
+                start, f"instruction {label!r} is defined twice in computation {scope.name!r}"
+            )
+        if is_root:
+            if scope.root >= 0:
+                raise self.error(start, f"computation {scope.name!r} has a second ROOT")
+            scope.root = place
+        found = (label, opcode, shape, operands, calls, self.text, start, inner, inner[1] + 1, end)
+        instructions.append(_make(hm.Instruction, found))
+
+    def _shape(self, text: str, offset: int) -> hm.Shape:
+        """Read a shape, once per distinct text."""
+        shape, end = shapes.read(self.text, offset)
+        if end != offset + len(text):
+            raise self.error(end, "expected an opcode after the shape")
+        self._shapes[text] = shape
+        return shape
+
+    def _parameter(self, scope: Scope, start: int, inner: tuple[int, int]) -> None:
+        """Note the number of a parameter."""
+        number = self.text[inner[0] : inner[1]].strip()
+        if not number.isdecimal() or len(number) > 9:
+            raise self.error(inner[0], "expected the parameter's number")
+        if int(number) in scope.numbers:
+            raise self.error(start, f"computation {scope.name!r} has two parameters {number}")
+        scope.numbers[int(number)] = start
+
+    def finish(self, scope: Scope, is_entry: bool, opening: int) -> hm.Computation:
+        """Keep a computation that was read whole."""
+        name, instructions, root = scope.name, scope.instructions, scope.root
+        if not instructions:
+            raise self.error(opening, f"computation {name!r} holds no instruction")
+        if scope.late:
+            instructions, root = ordering.operands_first(
+                self.error, name, instructions, scope.late, scope.index, root
+            )
+        # XLA takes the last instruction where none is marked.
+        root = len(instructions) - 1 if root < 0 else root
+        if scope.numbers and max(scope.numbers) >= len(scope.numbers):
+            raise self.error(
+                scope.numbers[max(scope.numbers)],
+                f"parameter {max(scope.numbers)} of computation {name!r}: it has "
+                f"only {len(scope.numbers)} parameters",
+            )
+        calling = tuple([place for place, one in enumerate(instructions) if one.calls])
+        computation = hm.Computation(name, tuple(instructions), root, is_entry, calling)
+        self.computations[name] = computation
+        return computation
 
     def instruction(self, scope: Scope, position: int) -> int:
         """Read one instruction of any form; give its end."""
@@ -104,10 +242,10 @@ class Forms:
             raise self.error(at, "expected an opcode and '('")
         opening = opcode.end()
         labels: list[str] = []
-        if opcode[1] in ("constant", "parameter"):
+        if opcode[1] in _LITERAL:
             closing = self._literal_end(opening - 1)
         else:
-            labels, closing = self.operands(scope, opening)
+            labels, closing = self._operands(scope, opening)
         end = closing
         calls: tuple[str, ...] = ()
         keys: dict[str, tuple[int, int]] = {}
@@ -116,8 +254,8 @@ class Forms:
                 keys[key] = (value, end)
                 if key not in attributes.KNOWN:
                     self.strange[start] = key
-            calls = self.calls(keys, label)
-        operands = self.resolve(scope, labels, start)
+            calls = self._calls(keys, label)
+        operands = self._resolve(scope, labels, start)
         if shape is None:
             known = [scope.instructions[o].shape for o in operands]
             called = self.computations.get(calls[0]) if calls else None
@@ -131,40 +269,12 @@ class Forms:
                     position, f"the shape of {label!r} is left out; write it before {opcode[1]!r}"
                 )
         inner = (opening, closing - 1)
-        if opcode[1] == "parameter":
-            self.parameter(scope, start, inner)
-        self.place(scope, label, start, is_root)
-        scope.instructions.append(
-            hm.Instruction(
-                label, opcode[1], shape, operands, calls, text, start, inner, closing, end
-            )
-        )
+        self.add(scope, label, opcode[1], shape, operands, calls, start, inner, end, is_root)
         return end
-
-    def place(self, scope: Scope, label: str, start: int, is_root: bool) -> None:
-        """Note the name of the instruction that comes next."""
-        if label in scope.index:
-            raise self.error(
-                start, f"instruction {label!r} is defined twice in computation {scope.name!r}"
-            )
-        if is_root:
-            if scope.root >= 0:
-                raise self.error(start, f"computation {scope.name!r} has a second ROOT")
-            scope.root = len(scope.instructions)
-        scope.index[label] = len(scope.instructions)
-
-    def parameter(self, scope: Scope, start: int, inner: tuple[int, int]) -> None:
-        """Note the number of a parameter."""
-        number = self.text[inner[0] : inner[1]].strip()
-        if not number.isdecimal() or len(number) > 9:
-            raise self.error(inner[0], "expected the parameter's number")
-        if int(number) in scope.numbers:
-            raise self.error(start, f"computation {scope.name!r} has two parameters {number}")
-        scope.numbers[int(number)] = start
 
     # -- operands -----------------------------------------------------------------------------
 
-    def resolve(self, scope: Scope, labels: list[str], start: int) -> tuple[int, ...]:
+    def _resolve(self, scope: Scope, labels: list[str], start: int) -> tuple[int, ...]:
         """Find operands by their names; those that stand further down are noted for later."""
         try:
             return tuple([scope.index[label] for label in labels])
@@ -176,7 +286,7 @@ class Forms:
             scope.late.append((len(scope.instructions), labels))
             return ()
 
-    def operands(self, scope: Scope, position: int) -> tuple[list[str], int]:
+    def _operands(self, scope: Scope, position: int) -> tuple[list[str], int]:
         """Read operands from behind the '('; give their names and the place behind the ')'.
 
         An operand may be an instruction itself, without a name and attributes, or the element of
@@ -199,11 +309,11 @@ class Forms:
             after = skip(text, name.end()) if name else at
             if name and text.startswith("(", after):
                 label = f"{name[1]}.anon.{begin}"
-                if self.depth >= _MAX_DEPTH:
+                if self._depth >= _MAX_DEPTH:
                     raise self.error(begin, "operands nested deeper than any reader follows")
-                self.depth += 1
+                self._depth += 1
                 at = skip(text, self._right_side(scope, begin, label, begin, False, True))
-                self.depth -= 1
+                self._depth -= 1
                 labels.append(label)
             elif name or shape is not None and scope.alone:
                 label = name[1] if name else f"_.{len(scope.numbers)}"
@@ -284,7 +394,7 @@ class Forms:
 
     # -- computations -------------------------------------------------------------------------
 
-    def calls(self, keys: dict[str, tuple[int, int]], label: str) -> tuple[str, ...]:
+    def _calls(self, keys: dict[str, tuple[int, int]], label: str) -> tuple[str, ...]:
         """List the computations that an instruction calls.
 
         Args:
@@ -326,10 +436,10 @@ class Forms:
 
     def _inline(self, name: str, start: int) -> str:
         """Read a computation that is written where it is called, and give it a name."""
-        if self.depth >= _MAX_DEPTH:
+        if self._depth >= _MAX_DEPTH:
             raise self.error(start, "computations nested deeper than any reader follows")
         name = f"{name}.{start}"
-        self.depth += 1
+        self._depth += 1
         self.computation(name, False, start + 1)
-        self.depth -= 1
+        self._depth -= 1
         return name

@@ -31,6 +31,10 @@ __all__ = ["Door", "check_version", "load"]
 OLDEST = "0.4.28"  # the JAX that the first report was written on
 NEWEST = (0, 12)  # the last release series that the test matrix runs
 ANYWAY = "SHARDRULES_ALLOW_UNTESTED_JAX"
+# In these release series, all that Primitive.bind_with_trace does for a trace that takes hijax
+# types is to call process_primitive. Two calls an equation are saved by not asking it; a test in
+# tests/core/test_install.py reads its source, and any other JAX is asked.
+_BINDS_BY_PROCESSING = ((0, 9), NEWEST)
 
 
 _INVARIANT = AxisType()
@@ -62,6 +66,8 @@ class Door:
         self._here = threading.local()
         # From JAX 0.6.2; 0.6.0, where the switch has its old name, keeps the check on in kernels.
         self.traces_kernels_unchecked = not typed or owners["check_vma"][1] == "_check_vma"
+        oldest, newest = _BINDS_BY_PROCESSING
+        self.binds_by_processing = oldest <= versions.release(version)[:2] <= newest
         self._caches_kernels = is_cached(symbols["trace_kernel"])
         # A program has the same few types and avals again and again.
         self._types: dict[Any, AxisType] = {}

@@ -11,6 +11,13 @@ __all__ = ["TRANSPOSITION"]
 
 TRANSPOSITION = (
     Symbol(
+        "transpose_of",
+        "jax._src.interpreters.ad:get_primitive_transpose",
+        "0.6.0-0.12",
+        ("p",),
+        "looks up a primitive's transpose rule: a user's is held to its operands' types",
+    ),
+    Symbol(
         "backward_pass",
         "jax._src.interpreters.ad:backward_pass",
         "0.6.0-0.12",

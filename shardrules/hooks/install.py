@@ -19,14 +19,16 @@ from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
 from shardrules.hooks.cotangents.forward import ForwardHooks
 from shardrules.hooks.retyping.replay import ReplayHooks
 from shardrules.hooks.retyping.retyping import Retyping
+from shardrules.hooks.sets.calls import SetPallasHooks, SetPrimitiveHooks
 from shardrules.hooks.sets.rep import SetHooks
 from shardrules.hooks.state import CASTS, POLICIES, Hooks, Scope, State
+from shardrules.hooks.types.calls.mesh_kernels import MeshKernelHooks
+from shardrules.hooks.types.calls.pallas_call import PallasHooks
+from shardrules.hooks.types.calls.primitives import PrimitiveHooks
 from shardrules.hooks.types.control import ControlHooks
+from shardrules.hooks.types.funnel import Funnel
 from shardrules.hooks.types.hijax import HijaxHooks
 from shardrules.hooks.types.lost_axes import LostAxesHooks
-from shardrules.hooks.types.mesh_kernels import MeshKernelHooks
-from shardrules.hooks.types.pallas_call import PallasHooks
-from shardrules.hooks.types.primitives import PrimitiveHooks
 from shardrules.hooks.types.redundant_casts import RedundantCastHooks
 from shardrules.hooks.types.refs import RefHooks
 from shardrules.hooks.types.type_notes import TypeNoteHooks
@@ -34,8 +36,9 @@ from shardrules.registry.binding import Binding, Declared
 from shardrules.registry.table import default
 
 __all__ = [
-    "ORDER",
     "Handle",
+    "SETS",
+    "TYPES",
     "call_declared",
     "held",
     "hold_for_ops",
@@ -47,7 +50,8 @@ __all__ = [
 
 # All that is hooked into JAX, in the order in which it is installed. What replaces a function
 # that one before it replaced calls that one's; a class finds those before it by ``state.of``.
-ORDER: tuple[type[Hooks], ...] = (
+TYPES: tuple[type[Hooks], ...] = (  # from JAX 0.6, where axis types are on avals
+    Funnel,
     TypeNoteHooks,
     PallasHooks,
     CustomVjpHooks,
@@ -63,6 +67,12 @@ ORDER: tuple[type[Hooks], ...] = (
     MeshKernelHooks,
     RefHooks,
     CastHooks,
+)
+SETS: tuple[type[Hooks], ...] = (  # to JAX 0.5.3, where replication sets are kept beside values
+    Funnel,
+    SetPallasHooks,
+    CustomVjpHooks,
+    SetPrimitiveHooks,
     SetHooks,
 )
 
@@ -179,7 +189,7 @@ def _hold() -> None:
             if not _state.hooks:
                 _hide_frames()
                 _state.use_trace_key(door.trace_key())
-                for kind in ORDER:
+                for kind in TYPES if door.typed else SETS:
                     _state.hooks[kind] = kind(door, _state)
             for hook in _state.hooks.values():
                 hook.install(_patches)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from shardrules.door.internals import Door
@@ -166,6 +166,13 @@ class _Here(threading.local):
 
     Args:
       scope: the scope that was entered, or None.
+      annotations: for each output of a kernel as it is converted, what the user wrote on it.
+      kernel_annotations: the same of the mesh kernel that is being called.
+      checked: whether the check was on around the ``plgpu.kernel`` that is being called.
+      outer: the primitive that is being bound and what is known of its call: what a
+        transformation binds instead of it inside obeys the same rule.
+      settled: a kernel's jaxpr, its operands' axis types and its outputs', while it is bound.
+      lowering: the context of the opaque call that is being lowered.
       heard: where sums of cotangents are noted that a bwd is traced for alone, or None.
       gradients: where it is noted that a custom_vjp's forward takes gradients, or None.
       transposing: whether a linear program is being transposed whose casts were looked at.
@@ -173,10 +180,19 @@ class _Here(threading.local):
     """
 
     scope: Scope | None = None
+    annotations: list[Any]
+    kernel_annotations: tuple[Any, ...] = ()
+    checked: bool = False
+    outer: tuple[Any, Any] = (None, None)
+    settled: tuple[Any, Any, Any] = (None, None, None)
+    lowering: Any = None
     heard: list[tuple[int, frozenset[str]]] | None = None
     gradients: list[None] | None = None
     transposing: bool = False
     under: tuple[Any, Any, Any] = (None, None, None)
+
+    def __init__(self):
+        self.annotations = []
 
 
 class State:
@@ -191,9 +207,11 @@ class State:
         self.lock = threading.RLock()
         self.patched = False  # whether JAX is, now
         self.hooks: dict[type[Hooks], Hooks] = {}  # one of each class, in the order of installing
+        # From an equation's primitive and parameters to its opaque call, or None: the funnel's.
+        self.known_of: Callable[[Any, dict[str, Any]], Any] = lambda primitive, params: None
         self._installed: list[tuple[object, Scope]] = []  # one for each installed handle
         self._everywhere = Scope()
-        self._local = _Here()
+        self.here = _Here()
         self._trace_key = None
         # As long as JAX has something that was traced under it.
         self._keys: weakref.WeakValueDictionary[Any, _Key] = weakref.WeakValueDictionary()
@@ -204,23 +222,9 @@ class State:
         """Return the hooks of a class; for those that come after it in the order."""
         return self.hooks[kind]  # type: ignore[return-value]  # each is kept under its own class
 
-    def known_of(self, primitive: Any, params: dict[str, Any]) -> Any:
-        """Return the OpaqueCall of an equation's opaque call; None where it is none.
-
-        Args:
-          primitive: the equation's primitive.
-          params: its parameters.
-        """
-        for hook in self._knowing:
-            known = hook.known_of(primitive, params)
-            if known is not None:
-                return known
-        return None
-
-    @functools.cached_property
-    def _knowing(self) -> list[Hooks]:
-        """The hooks that have opaque calls of their own; asked from when all hooks are there."""
-        return [hook for hook in self.hooks.values() if type(hook).known_of is not Hooks.known_of]
+    def judge(self, law: str) -> Hooks | None:
+        """Return the hooks that judge what obeys a law; None if JAX's check does."""
+        return next((hooks for hooks in self.hooks.values() if law in hooks.laws), None)
 
     # Handles.
 
@@ -260,12 +264,12 @@ class State:
     @property
     def active(self) -> bool:
         """Whether the hooks act in this thread, here."""
-        return (self._local.scope or self._everywhere).active
+        return (self.here.scope or self._everywhere).active
 
     @property
     def scope(self) -> Scope:
         """The scope of this thread, here."""
-        local = self._local
+        local = self.here
         base = local.scope or self._everywhere
         overlays = self.registry.overlays
         if not overlays:
@@ -282,13 +286,13 @@ class State:
         if scope is self.scope:  # as nearly always where one scope is installed for everything
             yield
             return
-        before = self._local.scope
-        self._local.scope = dataclasses.replace(scope, overlays=())
+        before = self.here.scope
+        self.here.scope = dataclasses.replace(scope, overlays=())
         try:
             with self.registry.overlaid(scope.overlays), self._keyed():
                 yield
         finally:
-            self._local.scope = before
+            self.here.scope = before
 
     def _keyed(self):
         """Return a context manager that makes this thread's scope part of JAX's trace key."""
@@ -310,12 +314,12 @@ class State:
 
     @contextlib.contextmanager
     def _locally(self, **changes: Any):
-        before = {name: getattr(self._local, name) for name in changes}
-        self._local.__dict__.update(changes)
+        before = {name: getattr(self.here, name) for name in changes}
+        self.here.__dict__.update(changes)
         try:
             yield
         finally:
-            self._local.__dict__.update(before)
+            self.here.__dict__.update(before)
 
     @contextlib.contextmanager
     def recording_sums(self):
@@ -335,17 +339,17 @@ class State:
     @property
     def transposing(self) -> bool:
         """Whether a linear program is being transposed here whose casts were looked at."""
-        return self._local.transposing
+        return self.here.transposing
 
     def record_sum(self, index: int, axes: frozenset[str]) -> None:
         """Note that the hooks sum a bwd's cotangent, if anybody listens."""
-        if self._local.heard is not None:
-            self._local.heard.append((index, axes))
+        if self.here.heard is not None:
+            self.here.heard.append((index, axes))
 
     @contextlib.contextmanager
     def recording_gradients(self, heard: list[None]):
         """Note in ``heard`` that something is differentiated in reverse in here, if it is."""
-        outer = self._local.gradients
+        outer = self.here.gradients
         with self._locally(gradients=heard):
             yield
         if outer is not None:
@@ -354,12 +358,12 @@ class State:
     @property
     def records_gradients(self) -> bool:
         """Whether anybody listens for gradients."""
-        return self._local.gradients is not None
+        return self.here.gradients is not None
 
     def record_gradient(self) -> None:
         """Note that something is differentiated in reverse, if anybody listens."""
-        if self._local.gradients is not None:
-            self._local.gradients.append(None)
+        if self.here.gradients is not None:
+            self.here.gradients.append(None)
 
     # JAX's trace key.
 
@@ -390,7 +394,12 @@ class Hooks:
     Args:
       door: JAX's private names.
       state: registry and scopes.
+
+    Attributes:
+      laws: the laws that it judges by.
     """
+
+    laws: tuple[str, ...] = ()
 
     def __init__(self, door: Door, state: State):
         self.door = door
@@ -400,14 +409,9 @@ class Hooks:
         """Replace what it replaces in this JAX; ``patches`` undoes it."""
         raise NotImplementedError
 
-    def known_of(self, primitive: Any, params: dict[str, Any]) -> Any:
-        """Return what is known of an equation's opaque call; None for what is not its own.
-
-        Args:
-          primitive: the equation's primitive.
-          params: its parameters.
-        """
-        return None
+    def law(self, primitive: Any, row: Any) -> Any:
+        """Return what a primitive obeys whose row names one of ``laws``."""
+        raise NotImplementedError
 
     @property
     def acts(self) -> bool:

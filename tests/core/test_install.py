@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import os
 import pathlib
 import subprocess
@@ -12,7 +14,12 @@ import textwrap
 import jax
 import pytest
 
+import shardrules as sr
+from shardrules import hooks
 from shardrules.door import internals, symbols, versions
+from shardrules.hooks.install import state
+from shardrules.hooks.types import laws, owners
+from shardrules.hooks.types.funnel import Funnel
 
 NEWER = ("0.13.0.dev1", "0.13.0rc1", "0.13.0", "0.13.0.dev20261201+cuda", "1.0")
 KNOWN = (
@@ -407,3 +414,56 @@ def test_what_needs_no_hooks_outlives_them():
             handle.uninstall(ops=True)
         (y,) = where(run(traced))(x)
         assert (y == x).all()
+
+
+def test_binding_is_processing_where_the_door_says_so():
+    """The hooks call process_primitive themselves there, if the trace takes hijax types."""
+    door = internals.load()
+    source = textwrap.dedent(inspect.getsource(door.Primitive))
+    (binds,) = (
+        node
+        for node in ast.parse(source).body[0].body
+        if getattr(node, "name", "") == "bind_with_trace"
+    )
+    read = """
+        def bind_with_trace(self, trace, args, avals, params, /):
+            if self.is_high(*avals, **params) and trace.requires_low:
+                with set_current_trace(trace):
+                    return self.to_lojax(*args, **params)
+            return trace.process_primitive(self, args, params)
+    """
+    is_as_read = ast.unparse(binds) == ast.unparse(ast.parse(textwrap.dedent(read)))
+    assert door.binds_by_processing == is_as_read
+
+
+def test_few_attributes_of_jax_are_replaced():
+    with sr.install():
+        assert 8 < len(hooks.touched()) < 60
+
+
+def test_each_primitive_has_one_law_whenever_it_was_made():
+    """Nothing is adopted: a primitive that is made under the hooks, or before, is a user's."""
+    from jax.extend.core import Primitive
+
+    def made(name):
+        primitive = Primitive(name)
+        primitive.def_abstract_eval(lambda x: x)
+        return primitive
+
+    before = made("made_before")
+    with sr.install():
+        funnel = state().of(Funnel)
+        for primitive in (before, made("made_after")):
+            assert funnel.row(primitive) is laws.USERS
+            assert "abstract_eval" in vars(primitive) and "bind" not in vars(primitive)
+
+
+def test_none_of_jax_own_primitives_is_taken_for_a_users():
+    with sr.install():
+        funnel, door = state().of(Funnel), internals.load()
+        lowered = {
+            p for t in (door.lowerings, *(door.platform_lowerings or {}).values()) for p in t
+        }
+        own = [p for p in lowered if "jax" in owners.code_modules(vars(p).get("abstract_eval"))]
+        assert len(own) > 200
+        assert [p.name for p in own if funnel.row(p) is laws.USERS] == []

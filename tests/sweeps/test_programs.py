@@ -12,6 +12,7 @@ import shardrules as sr
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
 from shardrules.hooks.retyping.replay import ReplayHooks
+from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.lost_axes import LostAxesHooks
 from sweeps import programs
 from sweeps.generator import Block, Program, Step
@@ -98,6 +99,10 @@ def nothing(*args, **kwargs):
     return None
 
 
+def lawless(*args, **kwargs):
+    return Law()
+
+
 @pytest.mark.parametrize(
     "one, owner, name, fault",
     [
@@ -105,7 +110,7 @@ def nothing(*args, **kwargs):
         (PREDICATE, ReplayHooks, "_decides", nothing),
         (TWICE, Bwd, "check_share", nothing),
         (IDENTITY, Bwd, "check_sums", nothing),
-        (FORGETS, LostAxesHooks, "adopt", nothing),
+        (FORGETS, LostAxesHooks, "law", lawless),
     ],
 )
 def test_they_see_a_mechanism_that_is_taken_away(one, owner, name, fault, monkeypatch, request):

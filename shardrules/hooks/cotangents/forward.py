@@ -25,8 +25,6 @@ class ForwardHooks(Hooks):
     def install(self, patches: Patches) -> None:
         """Replace what makes a tracer of a primal and its tangent, or its series."""
         door = self.door
-        if not door.typed:
-            return
         patches.attribute(*door.owner("jvp_tracer"), self._jvp_tracer)
         if door.JetTracer is not None:
             patches.attribute(door.JetTracer, "__init__", self._jet_tracer(door.JetTracer.__init__))

@@ -40,7 +40,7 @@ from shardrules.hooks.explain.explanation import (
 )
 from shardrules.hooks.install import held, state
 from shardrules.hooks.state import COLLECT, Notes
-from shardrules.hooks.types.opaque import to_paste, types_of
+from shardrules.hooks.types.calls.opaque import to_paste, types_of
 from shardrules.registry.axistypes import show_axes
 from shardrules.registry.suggestions import is_library
 

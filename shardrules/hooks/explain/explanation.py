@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 
 from shardrules.hooks.state import Placement
-from shardrules.hooks.types.opaque import Call
+from shardrules.hooks.types.calls.opaque import Call
 from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.table import PROVEN
 

@@ -12,7 +12,7 @@ from typing import Any
 from shardrules.door.jaxprs import TO_VARYING, inner_jaxprs, is_inexact, widened
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
-from shardrules.hooks.types.opaque import types_of
+from shardrules.hooks.types.calls.opaque import types_of
 from shardrules.registry.axistypes import AxisType, show_axes
 
 __all__ = ["Equation", "transposed_by_jax"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardrules.door.jaxprs import inner_jaxprs, opened, scan_counts, widened
-from shardrules.hooks.types.opaque import types_of
+from shardrules.hooks.types.calls.opaque import types_of
 from shardrules.registry.axistypes import AxisType
 
 __all__ = ["HigherOrderOp", "Retyped"]

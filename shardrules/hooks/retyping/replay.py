@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,15 +36,12 @@ from shardrules.door.patching import Patches
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, State
-from shardrules.hooks.types.opaque import types_of
+from shardrules.hooks.types.calls.opaque import types_of
+from shardrules.hooks.types.funnel import Funnel
 from shardrules.hooks.types.type_notes import TypeNoteHooks
 from shardrules.registry.axistypes import AxisType
 
 __all__ = ["ReplayHooks"]
-
-# What JAX's own bind_with_trace (0.9.2 to 0.12) looks up, in order: where a trace takes hijax
-# types, all that it does is call process_primitive.
-_BIND = ("is_high", "requires_low", "set_current_trace", "to_lojax", "process_primitive")
 
 
 class ReplayHooks(Hooks):
@@ -59,16 +55,12 @@ class ReplayHooks(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         self.retyping = state.of(Retyping)
-        self._calls: dict[Any, bool] = {}  # JAX, too, keeps each primitive that it has a rule for
+        funnel = state.of(Funnel)
+        funnel.calls, funnel.refused = self._called, self._refused
 
     def install(self, patches: Patches) -> None:
-        """Replace how a primitive is bound in a trace, and custom_vjp's way back from a jaxpr."""
+        """Replace how an equation's context is entered, and custom_vjp's way back from a jaxpr."""
         door = self.door
-        if not door.typed:
-            return
-        patches.attribute(
-            door.Primitive, "bind_with_trace", self._binder(door.Primitive.bind_with_trace)
-        )
         patches.attribute(door.JaxprEqnContext, "manager", self._managed())
         # Where JAX has it, and where users take it from.
         for owner in (door.owner("eval_jaxpr")[0], importlib.import_module("jax.core")):
@@ -84,51 +76,15 @@ class ReplayHooks(Hooks):
                 primitive, "bind", functools.partial(self._bind_custom_vjp, primitive.bind)
             )
 
-    def _binder(self, original):
-        # Every equation that JAX traces goes through here, those of kernels too, where the check
-        # is off: what asks little comes first, and the parameters are those of this JAX, since
-        # passing on any takes twice as long as the rest.
-        hooks, calls, check = self, self._calls, self.door.check_vma
-        known = getattr(getattr(original, "__code__", None), "co_names", ()) == _BIND
-
-        def by_avals(self, trace, args, avals, params, /):  # JAX 0.9 to 0.12
-            if check.value and calls.get(self, True):
-                found = hooks._called(self, trace, args, params)
-                if found is not None:
-                    return found
-            try:
-                if known and not trace.requires_low:
-                    return trace.process_primitive(self, args, params)
-                return original(self, trace, args, avals, params)
-            except (TypeError, ValueError) as error:
-                return hooks._refused(self, trace, args, params, error)
-
-        def by_args(self, trace, args, params):
-            if check.value and calls.get(self, True):
-                found = hooks._called(self, trace, args, params)
-                if found is not None:
-                    return found
-            try:
-                return original(self, trace, args, params)
-            except (TypeError, ValueError) as error:
-                return hooks._refused(self, trace, args, params, error)
-
-        return by_avals if "avals" in inspect.signature(original).parameters else by_args
-
-    def _called(self, primitive, trace, args, params):
-        """Bind what calls jaxprs, fitted to its operands; None for what is left as it is."""
-        if primitive not in self._calls:
-            self._calls[primitive] = (
-                next(inner_jaxprs(params), None) is not None
-                and self.state.known_of(primitive, params) is None
-            )
-        if not (self._calls[primitive] and self.acts):
-            return None
+    def _called(self, rest, primitive, trace, args, params):
+        """Bind what calls jaxprs, fitted to its operands."""
+        if not self.acts:
+            return rest(primitive, trace, args, params)
         if self.state.records_gradients and any(map(gradient_sums, inner_jaxprs(params))):
             self.state.record_gradient()  # one that a jit took, traced before
         fitted = self._fitted(primitive, args, params)
         if fitted is None:
-            return None
+            return rest(primitive, trace, args, params)
         types, changes = fitted
         with self.door.set_current_trace(trace):
             return type(primitive).bind(

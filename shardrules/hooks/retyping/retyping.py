@@ -34,7 +34,7 @@ from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
 from shardrules.hooks.retyping.equations import Equation
 from shardrules.hooks.state import Hooks, State
-from shardrules.hooks.types.opaque import types_of
+from shardrules.hooks.types.calls.opaque import types_of
 from shardrules.registry.axistypes import AxisType, show_axes
 
 __all__ = ["Retyping"]

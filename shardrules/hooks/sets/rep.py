@@ -26,10 +26,10 @@ from shardrules.errors import RuleError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
+from shardrules.hooks.sets.calls import SetPallasHooks, SetPrimitiveHooks
 from shardrules.hooks.state import Hooks, State
-from shardrules.hooks.types.opaque import OpaqueCall, resolve
-from shardrules.hooks.types.pallas_call import PallasHooks
-from shardrules.hooks.types.primitives import PrimitiveHooks
+from shardrules.hooks.types.calls.opaque import OpaqueCall, resolve
+from shardrules.hooks.types.redundant_casts import leave_out_zeros
 from shardrules.registry.axistypes import AxisType, Effect, Resolution
 
 __all__ = ["SetHooks"]
@@ -93,8 +93,8 @@ class SetHooks(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self.pallas = state.of(PallasHooks)
-        self.primitives = state.of(PrimitiveHooks)
+        self.pallas = state.of(SetPallasHooks)
+        self.primitives = state.of(SetPrimitiveHooks)
         self.custom_vjp = state.of(CustomVjpHooks)
         self._local = threading.local()
         # A user's primitive carries nothing from the rewrite, which runs in the scope of the trace,
@@ -105,8 +105,7 @@ class SetHooks(Hooks):
     def install(self, patches: Patches) -> None:
         """Put the entries in, and replace what is done where there is none."""
         door = self.door
-        if door.typed:
-            return  # from JAX 0.6 types are on avals
+        leave_out_zeros(door, patches)
         for primitive in (
             door.pallas_call_p,
             door.ffi_call_p,
@@ -240,11 +239,7 @@ class SetHooks(Hooks):
         return self.check(primitive, original, *args, **params)
 
     def _known(self, primitive, params) -> OpaqueCall:
-        if primitive is self.door.pallas_call_p:
-            return self.pallas.kernel_of(params)
-        return self.primitives.known_of(primitive, params) or self.primitives.known(
-            primitive, params
-        )
+        return self.state.known_of(primitive, params) or self.primitives.opaque(primitive, params)
 
     def _leaves(self, primitive, original, known: OpaqueCall) -> bool:
         """Whether JAX's table decides: outside our scopes, or by a user's own entry for Pallas."""

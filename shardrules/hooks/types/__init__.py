@@ -1,1 +1,1 @@
-"""Opaque calls: which rule each obeys, how it is typed, and its tag in the lowered program."""
+"""The type of each primitive's results: the funnel, and the laws that it asks."""

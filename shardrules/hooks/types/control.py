@@ -29,8 +29,6 @@ class ControlHooks(Hooks):
     def install(self, patches: Patches) -> None:
         """Replace the functions in which this JAX traces bodies and branches and compares them."""
         door = self.door
-        if not door.typed:
-            return
         hooks: dict[str, Any] = {
             "promote_carry": self._promote,
             "merge_branches": self._merge_branches,

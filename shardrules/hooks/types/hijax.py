@@ -14,6 +14,8 @@ from typing import Any
 from shardrules.door.patching import Patches
 from shardrules.errors import AxisError
 from shardrules.hooks.state import Hooks
+from shardrules.hooks.types.funnel import Law
+from shardrules.hooks.types.laws import Row
 from shardrules.registry.axistypes import show_axes
 
 __all__ = ["HijaxHooks"]
@@ -22,43 +24,42 @@ __all__ = ["HijaxHooks"]
 class HijaxHooks(Hooks):
     """The hooks on the calls of hijax primitives."""
 
+    laws = ("hijax",)
+
     def install(self, patches: Patches) -> None:
-        """Replace what binds them, of either kind."""
-        if not self.door.typed:
-            return
-        one, kind = self.door.hi_primitive_p, self.door.HiPrimitive
-        if one is not None:
-            patches.attribute(one, "bind", self._binder(one.bind))
-        if kind is not None:
-            patches.attribute(kind, "bind", self._method(kind.bind))
+        """Replace nothing: the funnel has them."""
 
-    def _binder(self, bind):
-        """Return what binds the primitive that carries others, each an object with ``expand``."""
+    def law(self, primitive: Any, row: Row) -> Law:
+        """Return the law of a hijax primitive.
 
-        def bound(*args, **params):
+        Args:
+          primitive: the one that carries others, each an object with ``expand``, or one that is an
+            object of a class of its own (JAX to 0.11).
+          row: its row of the table.
+        """
+        if self.door.HiPrimitive is not None and isinstance(primitive, self.door.HiPrimitive):
+            return Law(bind=self._bind_object)
+        if primitive is self.door.hi_primitive_p:
+            return Law(bind=self._bind_carrier)
+        return Law()
+
+    def _bind_carrier(self, rest, primitive, trace, args, params):
+        outputs = rest(primitive, trace, args, params)
+        called = params.get("_prim", params.get("prim"))  # JAX 0.8 and 0.9: prim
+
+        def expand(*flat):
             import jax
 
-            outputs = bind(*args, **params)
-            called = params.get("_prim", params.get("prim"))  # JAX 0.8 and 0.9: prim
+            return called.expand(*jax.tree_util.tree_unflatten(called.in_tree, flat))
 
-            def expand(*flat):
-                return called.expand(*jax.tree_util.tree_unflatten(called.in_tree, flat))
+        self._check(called, expand, args, outputs)
+        return outputs
 
-            self._check(called, expand, args, outputs)
-            return outputs
-
-        return bound
-
-    def _method(self, bind):
-        hooks = self
-
-        def bound(self, *args, **params):
-            result = bind(self, *args, **params)
-            outputs = result if self.multiple_results else [result]
-            hooks._check(self, lambda *flat: self.to_lojax(*flat, **params), args, outputs)
-            return result
-
-        return bound
+    def _bind_object(self, rest, primitive, trace, args, params):
+        result = rest(primitive, trace, args, params)
+        outputs = result if primitive.multiple_results else [result]
+        self._check(primitive, lambda *flat: primitive.to_lojax(*flat, **params), args, outputs)
+        return result
 
     def _check(self, called: Any, expand: Callable[..., Any], args, outputs) -> None:
         """Raise if a result is typed less varying than what the call expands to.

@@ -14,13 +14,36 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks
 
-__all__ = ["RedundantCastHooks"]
+__all__ = ["RedundantCastHooks", "leave_out_zeros"]
 
 # By JAX's names: to 0.5.3, and 0.6.0's.
 _CASTS_AND_SUMS = ("pbroadcast", "psum2", "pvary", "psum_invariant")
+
+
+def leave_out_zeros(door: Door, patches: Patches) -> None:
+    """Let transposes of casts and sums of several values leave out cotangents that are zero.
+
+    Args:
+      door: JAX's private names.
+      patches: what to undo.
+    """
+    from jax.interpreters import ad
+
+    table = ad.primitive_transposes
+    # Of several values: jax.lax.pbroadcast, of the same name, takes one.
+    for primitive in [p for p in table if p.multiple_results and p.name in _CASTS_AND_SUMS]:
+        transpose = functools.partial(_transpose_nonzero, door.Zero, table[primitive])
+        patches.entry(table, primitive, transpose)
+
+
+def _transpose_nonzero(Zero: Any, rule, cts, *args, **params):
+    kept = [ct for ct in cts if not isinstance(ct, Zero)]
+    rest = iter(rule(kept, **params) if kept else ())
+    return [Zero(x.aval) if isinstance(ct, Zero) else next(rest) for ct, x in zip(cts, args)]
 
 
 class RedundantCastHooks(Hooks):
@@ -28,26 +51,12 @@ class RedundantCastHooks(Hooks):
 
     def install(self, patches: Patches) -> None:
         """Replace transposes that take zeros, and how pcast tells from which state it starts."""
-        from jax.interpreters import ad
-
         door = self.door
-        if not door.typed or door.transpose_cast is not None:
-            table = ad.primitive_transposes
-            # Of several values: jax.lax.pbroadcast, of the same name, takes one.
-            for primitive in [p for p in table if p.multiple_results and p.name in _CASTS_AND_SUMS]:
-                patches.entry(
-                    table, primitive, functools.partial(self._transpose, table[primitive])
-                )
-        if door.typed and door.pcast_from is not None and door.pcast_steps is not None:
+        if door.transpose_cast is not None:  # JAX 0.6.0
+            leave_out_zeros(door, patches)
+        if door.pcast_from is not None and door.pcast_steps is not None:
             patches.attribute(*door.owner("pcast_from"), self._from)
             patches.entry(door.pcast_steps, ("varying", "varying"), self._stay)
-
-    def _transpose(self, rule, cts, *args, **params):
-        """Transpose a cast or a sum of several values, without the cotangents that are zero."""
-        Zero = self.door.Zero
-        kept = [ct for ct in cts if not isinstance(ct, Zero)]
-        rest = iter(rule(kept, **params) if kept else ())
-        return [Zero(x.aval) if isinstance(ct, Zero) else next(rest) for ct, x in zip(cts, args)]
 
     def _from(self, aval: Any, axes: tuple[Any, ...], name: str) -> str:
         """Return the state over those axes that are left to be cast, where some vary by then."""

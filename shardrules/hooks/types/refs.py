@@ -17,7 +17,9 @@ from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
 from shardrules.errors import RefError
 from shardrules.hooks.state import Hooks
-from shardrules.hooks.types.opaque import types_of
+from shardrules.hooks.types.calls.opaque import types_of
+from shardrules.hooks.types.funnel import Law
+from shardrules.hooks.types.laws import Row
 from shardrules.registry.axistypes import AxisType, show_axes
 
 __all__ = ["RefHooks", "check_written", "written", "written_variables"]
@@ -92,47 +94,44 @@ def check_written(
 class RefHooks(Hooks):
     """The hooks of ``new_ref``'s reads and writes, of ``run_state``, and of branches that write."""
 
+    laws = ("ref",)
+
     def install(self, patches: Patches) -> None:
-        """Replace binds and abstract evals."""
+        """Replace what traces the body of ``run_state``."""
+        if self.door.trace_run_state is not None:
+            patches.attribute(*self.door.owner("trace_run_state"), self._trace_run_state)
+
+    def law(self, primitive: Any, row: Row) -> Law:
+        """Return the law of what reads or writes refs, or decides about that.
+
+        Args:
+          primitive: one of JAX's.
+          row: its row of the table.
+        """
         door = self.door
-        if not door.typed:
-            return  # to JAX 0.5.3 shard_map knows no refs
-        for primitive in (door.swap_p, door.addupdate_p):
-            patches.attribute(
-                primitive,
-                "abstract_eval",
-                functools.partial(self._first, self._store, primitive.abstract_eval),
-            )
-        for primitive, check in (
-            (door.get_p, self._read),
-            (door.cond_p, self._branches),
-            (door.while_p, self._loop),
-        ):
-            patches.attribute(
-                primitive,
-                "abstract_eval",
-                functools.partial(self._then, check, primitive.abstract_eval),
-            )
-        for primitive in (door.swap_p, door.addupdate_p):
-            patches.attribute(
-                primitive, "bind", functools.partial(self._bind_store, primitive.bind)
-            )
-        patches.attribute(
-            door.run_state_p, "bind", functools.partial(self._bind_run_state, door.run_state_p.bind)
-        )
-        if door.trace_run_state is not None:
-            patches.attribute(*door.owner("trace_run_state"), self._trace_run_state)
+        if primitive in (door.swap_p, door.addupdate_p):
+            return Law(typed=functools.partial(self._first, self._store), cast=self._cast_stored)
+        if primitive is door.run_state_p:
+            return Law(bind=self._bind_run_state)
+        checks = {door.get_p: self._read, door.cond_p: self._branches, door.while_p: self._loop}
+        return Law(typed=functools.partial(self._then, checks[primitive]))
 
     # Reads and writes.
 
-    def _first(self, check, evaluate, *avals, **params):
-        if self.acts:
-            check(avals)
-        return evaluate(*avals, **params)
+    def _first(self, check, evaluate):
+        def abstract_eval(*avals, **params):
+            if self.acts:
+                check(avals)
+            return evaluate(*avals, **params)
 
-    def _then(self, check, evaluate, *avals, **params):
-        answer = evaluate(*avals, **params)
-        return check(answer, avals, params) if self.acts else answer
+        return abstract_eval
+
+    def _then(self, check, evaluate):
+        def abstract_eval(*avals, **params):
+            answer = evaluate(*avals, **params)
+            return check(answer, avals, params) if self.acts else answer
+
+        return abstract_eval
 
     def _read(self, answer, avals, params):
         """Let what an index picks vary as the index does, too."""
@@ -154,16 +153,15 @@ class RefHooks(Hooks):
             stored=False,
         )
 
-    def _bind_store(self, bind, *args, **params):
+    def _cast_stored(self, trace, args, avals, params):
         """Cast a stored value to the ref's type, so that its cotangent is reduced again."""
-        if self.acts and len(args) > 1:
-            ref, value, *indices = args
-            aval = self.door.typeof(value)
-            if self.door.can_cast(aval):
-                want, have = self.door.axis_type(self.door.typeof(ref)), self.door.axis_type(aval)
-                if have.varying < want.varying and not have.unreduced:
-                    args = (ref, self.door.cast(value, AxisType(want.varying)), *indices)
-        return bind(*args, **params)
+        if not self.acts or len(args) < 2 or not self.door.can_cast(avals[1]):
+            return None
+        want, have = self.door.axis_type(avals[0]), self.door.axis_type(avals[1])
+        if not have.varying < want.varying or have.unreduced:
+            return None
+        with self.door.set_current_trace(trace):
+            return [args[0], self.door.cast(args[1], AxisType(want.varying)), *args[2:]]
 
     # A branch is taken, or a loop runs on, where a predicate says so.
 
@@ -225,7 +223,7 @@ class RefHooks(Hooks):
     def _wider(self, ref: Any, extra: frozenset[str]) -> Any:
         return self.door.with_axis_type(ref, self.door.axis_type(ref).vary(*extra))
 
-    def _bind_run_state(self, bind, *args, **params):
+    def _bind_run_state(self, rest, primitive, trace, args, params):
         """Cast the initial values to the types that the body's refs have grown to."""
         if self.acts and all(params["is_initialized"]):
             jaxpr = params["jaxpr"]
@@ -234,16 +232,18 @@ class RefHooks(Hooks):
                 types.varying - self.door.axis_type(ref).varying
                 for types, ref in zip(types_of(self.door, map(self.door.typeof, args)), avals)
             ]
-            if any(extra) and self.door.trace_run_state is not None:
-                params["jaxpr"] = self._replayed(jaxpr, list(map(self._wider, avals, extra)))
-                avals = [variable.aval for variable in params["jaxpr"].invars]
-            args = [
-                self.door.cast(x, self.door.axis_type(ref))
-                if self.door.can_cast(self.door.typeof(x))
-                else x
-                for x, ref in zip(args, avals)
-            ]
-        return bind(*args, **params)
+            with self.door.set_current_trace(trace):
+                if any(extra) and self.door.trace_run_state is not None:
+                    jaxpr = self._replayed(jaxpr, list(map(self._wider, avals, extra)))
+                    avals = [variable.aval for variable in jaxpr.invars]
+                args = [
+                    self.door.cast(x, self.door.axis_type(ref))
+                    if self.door.can_cast(self.door.typeof(x))
+                    else x
+                    for x, ref in zip(args, avals)
+                ]
+            params = {**params, "jaxpr": jaxpr}
+        return rest(primitive, trace, args, params)
 
     def _replayed(self, jaxpr: Any, avals: Sequence[Any]) -> Any:
         """Trace a body again, where it is replayed with values that vary more."""

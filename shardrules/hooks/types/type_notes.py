@@ -40,7 +40,7 @@ class TypeNoteHooks(Hooks):
     def install(self, patches: Patches) -> None:
         """Replace how shard_map is bound: its body is traced inside."""
         door = self.door
-        if not door.typed or door.shard_map_p is None or door.specs_error is None:
+        if door.shard_map_p is None or door.specs_error is None:
             return
         bind = door.shard_map_p.bind
 

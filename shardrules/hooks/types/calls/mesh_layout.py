@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.hooks.types.lowering import Lowering
-from shardrules.hooks.types.opaque import OpaqueCall, resolve, types_of
+from shardrules.hooks.types.calls.opaque import OpaqueCall
 from shardrules.hooks.types.refs import written_variables
 from shardrules.registry.axistypes import AxisType, Effect
 
-__all__ = ["Kind", "Layout", "MeshKernel", "MeshLowering", "layout_of"]
+__all__ = ["Kind", "Layout", "MeshKernel", "layout_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,22 +19,16 @@ class Kind:
     """How to read the parameters of one of the two primitives.
 
     Args:
-      primitive: the primitive.
       jaxprs: one for each group of cores.
       operands: from a jaxpr and a number of operands to its variables for them.
       out_avals: the avals of the arrays that it returns.
       aliases: from such an array's position to that of the operand that it overwrites.
-      bind: as it was.
-      evaluate: its abstract eval, as it was.
     """
 
-    primitive: Any
     jaxprs: Callable[[dict], Sequence[Any]]
     operands: Callable[[Any, int], Sequence[Any]]
     out_avals: Callable[[dict], Sequence[Any]]
     aliases: Callable[[dict], dict[int, int]]
-    bind: Callable
-    evaluate: Callable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,23 +77,18 @@ class MeshKernel(OpaqueCall):
 
     layout: Layout | None = None
 
+    def answer_count(self, output_count: int) -> int:
+        """Return for how many results a rule answers: those that the kernel writes."""
+        if self.layout is None or len(self.layout.answers) != output_count:
+            return output_count
+        return self.layout.count
 
-class MeshLowering(Lowering):
-    """Tags each result with what the rule answers for it."""
-
-    def _effects(self, ctx, kernel, found) -> tuple[Effect, ...]:
-        layout = kernel.layout
-        if layout is None or len(layout.answers) != len(ctx.avals_out):
-            return super()._effects(ctx, kernel, found)
-        types = types_of(self.door, ctx.avals_in)
-        if any(t.axes for t in types):
-            effects = resolve(
-                self.door, self.state, kernel.scope, kernel.call, found, types, layout.count
-            ).effects
-        else:
-            effects = found.rule.effects(layout.count) or (Effect("unknown"),) * layout.count
+    def placed(self, effects: tuple[Effect, ...], output_count: int) -> tuple[Effect, ...]:
+        """Return the effect on each output; one that is left as it is has none."""
+        if self.layout is None or len(self.layout.answers) != output_count:
+            return effects
         return tuple(
-            Effect("local") if answer is None else effects[answer] for answer in layout.answers
+            Effect("local") if answer is None else effects[answer] for answer in self.layout.answers
         )
 
 

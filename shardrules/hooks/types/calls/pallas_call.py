@@ -1,24 +1,23 @@
 """pallas_call under shard_map's check, where avals carry it: types from rules, at every bind.
 
-Three seams. The kernel tracer is where a kernel's function object and its jaxpr meet, so the rule
-that is bound to the object can be found again from the jaxpr, in whatever transformed call it
-turns up. ``bind`` casts the inputs (the rewrite). The abstract eval gives the outputs their types
-(the check), each time anew: what was true when traced may be too invariant after batching.
+The kernel tracer is where a kernel's function object and its jaxpr meet, so the rule that is bound
+to the object can be found again from the jaxpr, in whatever transformed call it turns up. Binding
+casts the inputs (the rewrite). The abstract eval gives the outputs their types (the check), each
+time anew: what was true when traced may be too invariant after batching.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 import weakref
 from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
+from shardrules.door.outlived import TellingTuple
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks, State
-from shardrules.hooks.types.lowering import Lowering
-from shardrules.hooks.types.opaque import (
+from shardrules.hooks.types.calls.opaque import (
     Call,
     OpaqueCall,
     check_annotations,
@@ -28,6 +27,8 @@ from shardrules.hooks.types.opaque import (
     typed,
     types_of,
 )
+from shardrules.hooks.types.funnel import Law
+from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.refs import check_written, written_variables
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import Binding, Declared, binding_of
@@ -50,68 +51,35 @@ class _Traced(NamedTuple):
     annotations: tuple[AxisType | None, ...]
 
 
-class _Aliases(tuple):
-    """``input_output_aliases`` of an interpreted call with types, which say if the hooks are gone.
-
-    They strip the interpreter's loops of types, which JAX mixes there and then refuses (0.6.0 to
-    0.12). JAX reads these aliases first, whether it interprets, evaluates or differentiates.
-    """
-
-    hooks: PallasHooks
-    name: str
-
-    def __iter__(self):
-        self._refuse()
-        return super().__iter__()
-
-    def __bool__(self):
-        self._refuse()
-        return len(self) > 0
-
-    def _refuse(self) -> None:
-        if not self.hooks.state.patched and self.hooks.door.checking():
-            raise self.hooks.state.outlived(f"pallas_call kernel {self.name!r}")
-
-
-class _Here(threading.local):
-    """What a thread is in the middle of.
-
-    Args:
-      noted: for each output as it is converted, the annotation of it, or None.
-      outer: the kernel whose bind runs, if one does.
-      settled: its jaxpr, its operands' axis types and its outputs'.
-    """
-
-    def __init__(self):
-        self.noted: list[AxisType | None] = []
-        self.outer: OpaqueCall | None = None
-        self.settled: tuple[Any, tuple[AxisType, ...], tuple[AxisType, ...]] | None = None
-
-
 class PallasHooks(Hooks):
     """The hooks of ``pallas_call``."""
 
+    laws = ("pallas_call",)
+
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self.lowering = Lowering(door, state)
         # Keyed by the kernel's jaxpr, which is one object through eval, partial eval and dce.
         # What was traced becomes known when it is bound.
         self._kernels: weakref.WeakKeyDictionary[Any, OpaqueCall | _Traced] = (
             weakref.WeakKeyDictionary()
         )
-        self._local = _Here()
 
     def install(self, patches: Patches) -> None:
-        """Replace the three seams, and the lowering rule."""
+        """Replace what traces a kernel, and what converts its outputs' shapes."""
         door = self.door
-        self._bind = door.pallas_call_p.bind
-        self._abstract_eval = door.pallas_call_p.abstract_eval
         patches.attribute(*door.owner("trace_kernel"), self._tracer(door.trace_kernel))
-        patches.attribute(door.pallas_call_p, "bind", self.bind)
-        self.lowering.wrap(patches, door.lowerings, door.pallas_call_p, self.kernel_of)
-        if door.typed:
+        if door.convert_out_shape is not None:
             patches.attribute(*door.owner("convert_out_shape"), self._convert_out_shape)
-            patches.attribute(door.pallas_call_p, "abstract_eval", self.abstract_eval)
+
+    def law(self, primitive: Any, row: Row) -> Law:
+        """Return the law of ``pallas_call``."""
+        return Law(
+            typed=self._typed,
+            bind=self._bind,
+            always=True,
+            known_of=self.kernel_of,
+            tagged=self.kernel_of,
+        )
 
     # Where function object and jaxpr meet.
 
@@ -119,15 +87,11 @@ class PallasHooks(Hooks):
         """Take an output without annotation; note the annotation of one that has it."""
         if self.state.active and self.door.checking():
             annotation = self.door.annotation(out_shape)
-            self._local.noted.append(annotation)
+            self.state.here.annotations.append(annotation)
             if annotation is None:
                 with self.door.unchecked():  # it refuses that, and makes it invariant otherwise
                     return self.door.convert_out_shape(out_shape)
         return self.door.convert_out_shape(out_shape)
-
-    def noted(self) -> list[AxisType | None]:
-        """Return this thread's list of annotations, one for each output as it is converted."""
-        return self._local.noted
 
     def _tracer(self, trace):
         door = self.door
@@ -135,7 +99,7 @@ class PallasHooks(Hooks):
         @functools.wraps(trace)  # with its signature, which compat checks
         def trace_kernel(fun, *args, **kwargs):
             annotations: tuple[AxisType | None, ...] = ()
-            noted = self._local.noted
+            noted = self.state.here.annotations
             if noted:
                 # out_shape's leaves were converted just before, in order; older ones are left
                 # over from calls that failed in between.
@@ -157,23 +121,19 @@ class PallasHooks(Hooks):
 
     # Rewrite and check.
 
-    def known_of(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall | None:
-        """Return what is known of an equation's kernel; None for another primitive's."""
-        return self.kernel_of(params) if primitive is self.door.pallas_call_p else None
-
     def kernel_of(self, params: dict[str, Any]) -> OpaqueCall:
         """Return what is known of the kernel of a bind or an equation."""
         jaxpr = params["jaxpr"]
         kernel = self._kernels.get(jaxpr)
         if not isinstance(kernel, OpaqueCall):
             name, place = self.door.describe_kernel(jaxpr, params)
-            outer = self._local.outer
+            primitive, outer = self.state.here.outer
             if kernel is not None:
                 kernel = OpaqueCall(
                     Call("pallas_call", name, place, kernel.module, kernel.binding),
                     kernel.annotations,
                 )
-            elif outer is not None and outer.call.name == name:
+            elif primitive is self.door.pallas_call_p and outer.call.name == name:
                 # A jaxpr that a transformation made: its name stays, and so does the rule of the
                 # bind that is being transformed. Its outputs are others: no annotation carries on.
                 kernel = dataclasses.replace(outer, annotations=())
@@ -195,15 +155,15 @@ class PallasHooks(Hooks):
         kernel = self._kernels.get(jaxpr)
         return isinstance(kernel, OpaqueCall) and kernel.active(self.state)
 
-    def bind(self, *args, **params):
+    def _bind(self, rest, primitive, trace, args, params):
         """Cast the inputs as the rule says, then bind."""
-        jaxpr, local = params["jaxpr"], self._local
+        jaxpr, here = params["jaxpr"], self.state.here
         if not self._acts(jaxpr):
-            return self._bind(*args, **params)
+            return rest(primitive, trace, args, params)
         first = not isinstance(self._kernels.get(jaxpr), OpaqueCall)
         kernel = self.kernel_of(params)
-        before = local.outer, local.settled
-        settled = None
+        before = here.outer, here.settled
+        settled = (None, None, None)
         if self.door.checking():
             avals = tuple(map(self.door.typeof, args))
             inputs = types_of(self.door, avals)
@@ -211,46 +171,58 @@ class PallasHooks(Hooks):
             if first and kernel.annotations:
                 check_annotations(kernel, resolution.outputs)
             if inputs != resolution.inputs:
-                args = [
-                    x
-                    if have is want or isinstance(aval, self.door.AbstractRef)
-                    else self.door.cast(x, want)
-                    for x, aval, have, want in zip(args, avals, inputs, resolution.inputs)
-                ]
+                with self.door.set_current_trace(trace):
+                    args = [
+                        x
+                        if have is want or isinstance(aval, self.door.AbstractRef)
+                        else self.door.cast(x, want)
+                        for x, aval, have, want in zip(args, avals, inputs, resolution.inputs)
+                    ]
             # Written into the call too, so that a jaxpr that outlives the hooks keeps its types.
-            params["out_avals"] = typed(self.door, kernel, params["out_avals"], resolution.outputs)
+            params = {
+                **params,
+                "out_avals": typed(self.door, kernel, params["out_avals"], resolution.outputs),
+            }
             if params["interpret"] is True and any(
                 t.axes for t in (*resolution.inputs, *resolution.outputs)
             ):
-                aliases = _Aliases(params["input_output_aliases"])
-                aliases.hooks, aliases.name = self, kernel.call.name
-                params["input_output_aliases"] = aliases
+                params["input_output_aliases"] = TellingTuple.of(
+                    params["input_output_aliases"],
+                    functools.partial(self._refuse, kernel.call.name),
+                )
             settled = jaxpr, resolution.inputs, resolution.outputs
-        local.outer, local.settled = kernel, settled
+        here.outer, here.settled = (primitive, kernel), settled
         try:
-            return self._bind(*args, **params)
+            return rest(primitive, trace, args, params)
         finally:
-            local.outer, local.settled = before
+            here.outer, here.settled = before
 
-    def abstract_eval(self, *avals, **params):
-        """Give the outputs the types that the rule says for these operands."""
-        outputs, effects = self._abstract_eval(*avals, **params)
-        inputs = types_of(self.door, avals)
-        local = self._local
-        if (
-            local.settled is not None
-            and local.settled[0] is params["jaxpr"]
-            and (local.settled[1] == inputs)
-        ):
-            kernel, types = local.outer, local.settled[2]
-        elif not (self._acts(params["jaxpr"]) and self.door.checking()):
-            return outputs, effects
-        else:
-            kernel = self.kernel_of(params)
-            types = self._resolve(kernel, inputs, len(outputs)).outputs
-        if params["jaxpr"].constvars:
-            self._check_refs(kernel, params["jaxpr"], avals, types)
-        return typed(self.door, kernel, outputs, types), effects
+    def _refuse(self, name: str) -> None:
+        """Refuse that a typed kernel is interpreted where the hooks are gone."""
+        if not self.state.patched and self.door.checking():
+            raise self.state.outlived(f"pallas_call kernel {name!r}")
+
+    def _typed(self, evaluate):
+        """Return the abstract eval that gives the outputs the types that the rule says."""
+
+        def abstract_eval(*avals, **params):
+            outputs, effects = evaluate(*avals, **params)
+            if not self.door.checking():
+                return outputs, effects
+            inputs, jaxpr = types_of(self.door, avals), params["jaxpr"]
+            known, had, types = self.state.here.settled
+            if known is jaxpr and had == inputs:
+                kernel = self.state.here.outer[1]
+            elif not self._acts(jaxpr):
+                return outputs, effects
+            else:
+                kernel = self.kernel_of(params)
+                types = self._resolve(kernel, inputs, len(outputs)).outputs
+            if jaxpr.constvars:
+                self._check_refs(kernel, jaxpr, avals, types)
+            return typed(self.door, kernel, outputs, types), effects
+
+        return abstract_eval
 
     def _check_refs(
         self, kernel: OpaqueCall, jaxpr: Any, avals, types: tuple[AxisType, ...]

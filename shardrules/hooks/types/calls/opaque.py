@@ -86,6 +86,14 @@ class OpaqueCall:
         """Whether the hooks act on it: here, or because they did when it was bound."""
         return state.active or (self.scope is not None and self.scope.active)
 
+    def answer_count(self, output_count: int) -> int:
+        """Return for how many results a rule answers."""
+        return output_count
+
+    def placed(self, effects: tuple[Effect, ...], output_count: int) -> tuple[Effect, ...]:
+        """Return the effect on each output, from those that the rule answers."""
+        return effects
+
     def governing(self, state: State) -> Scope:
         """Return the scope whose policy and rules it obeys."""
         return self.scope if self.scope is not None and self.scope.active else state.scope

@@ -6,9 +6,8 @@ import contextlib
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.patching import Patches
 from shardrules.hooks.state import Scope, State
-from shardrules.hooks.types.opaque import confirm, find_rule, resolve, types_of
+from shardrules.hooks.types.calls.opaque import confirm, find_rule, resolve, types_of
 from shardrules.registry.axistypes import AxisType, Effect, format_effects
 from shardrules.registry.table import normalise
 
@@ -18,7 +17,7 @@ _ATTRIBUTES = "mhlo.frontend_attributes"  # what XLA prints as frontend_attribut
 
 
 class Lowering:
-    """Wraps the lowering rules of opaque primitives, for the hooks of each.
+    """Lowers opaque calls.
 
     Args:
       door: JAX's private names.
@@ -29,39 +28,27 @@ class Lowering:
         self.door = door
         self.state = state
 
-    def wrap(self, patches: Patches, table: dict, primitive: Any, known_of) -> None:
-        """Replace one primitive's lowering rule in one of JAX's tables.
+    def lower(self, rule, known, ctx, *operands, **params):
+        """Lower one opaque call; interpret what is to be interpreted without types, tag the rest.
 
         Args:
-          patches: what to undo.
-          table: from primitives to lowering rules.
-          primitive: the primitive.
-          known_of: from an equation's params to a OpaqueCall, or to None for what is left alone.
+          rule: lowers it as JAX does.
+          known: the OpaqueCall.
+          ctx: the context of the lowering.
+          *operands: the lowered operands.
+          **params: the equation's parameters.
         """
-        entry = table[primitive]
-        original = self.door.lowering_rule(entry)
-        if hasattr(original, "shardrules"):
-            return
-
-        def lower(ctx, *operands, **params):
-            """Lower one call; interpret what is to be interpreted without types, tag the rest."""
-            known = known_of(params)
-            if known is None or not known.active(self.state):
-                return original(ctx, *operands, **params)
-            count = len(operands) if known.operand_count is None else known.operand_count
-            confirm(known, self.state, primitive.name, params, count)
-            if params.get("interpret"):
-                return self._interpret(original, ctx, *operands, **params)
-            # A kernel is traced without the check, and so is what JAX traces of it here: from
-            # JAX 0.12 a signal's device id, where Mosaic would else meet a cast.
-            a_kernel = primitive is self.door.pallas_call_p
-            with self.door.unchecked() if a_kernel else contextlib.nullcontext():
-                results = original(ctx, *operands, **params)
-            self._tag(ctx, known, operands, results)
-            return results
-
-        setattr(lower, "shardrules", True)
-        patches.entry(table, primitive, self.door.lowering_entry(entry, lower))
+        count = len(operands) if known.operand_count is None else known.operand_count
+        confirm(known, self.state, ctx.primitive.name, params, count)
+        if params.get("interpret"):
+            return self._interpret(rule, ctx, *operands, **params)
+        # A kernel is traced without the check, and so is what JAX traces of it here: from JAX 0.12
+        # a signal's device id, where Mosaic would else meet a cast.
+        is_kernel = ctx.primitive is self.door.pallas_call_p
+        with self.door.unchecked() if is_kernel else contextlib.nullcontext():
+            results = rule(ctx, *operands, **params)
+        self._tag(ctx, known, operands, results)
+        return results
 
     def _interpret(self, original, ctx, *operands, **params):
         """Interpret without types: the interpreter's loops mix inputs that vary differently.
@@ -102,13 +89,15 @@ class Lowering:
             call.attributes[_ATTRIBUTES] = ir.DictAttr.get(attributes)
 
     def _effects(self, ctx, kernel, found) -> tuple[Effect, ...]:
-        count = len(ctx.avals_out)
+        count = kernel.answer_count(len(ctx.avals_out))
         types = types_of(self.door, ctx.avals_in)
-        if not any(t.axes for t in types):  # the check is off: only what needs no types is known
-            return kernel.effects or found.rule.effects(count) or (Effect("unknown"),) * count
-        return resolve(
-            self.door, self.state, kernel.scope, kernel.call, found, types, count
-        ).effects
+        if any(t.axes for t in types):
+            effects = resolve(
+                self.door, self.state, kernel.scope, kernel.call, found, types, count
+            ).effects
+        else:  # the check is off: only what needs no types is known
+            effects = kernel.effects or found.rule.effects(count) or (Effect("unknown"),) * count
+        return kernel.placed(effects, len(ctx.avals_out))
 
 
 def _custom_calls(operands: Any, results: Any) -> list[Any]:

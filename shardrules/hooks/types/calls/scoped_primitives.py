@@ -17,7 +17,8 @@ from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.hooks.state import Scope, State
-from shardrules.hooks.types.opaque import OpaqueCall
+from shardrules.hooks.types.calls.opaque import OpaqueCall
+from shardrules.hooks.types.funnel import Funnel, Law
 
 __all__ = ["Carriers", "is_lent"]
 
@@ -42,17 +43,14 @@ class Carriers:
     Args:
       door: JAX's private names.
       state: for entering scopes.
+      funnel: for what they obey.
     """
 
-    def __init__(self, door: Door, state: State):
+    def __init__(self, door: Door, state: State, funnel: Funnel):
         self.door = door
         self.state = state
+        self.funnel = funnel
         self._made: dict[Any, Any] = {}
-        self._of: dict[Any, tuple[Any, Scope]] = {}
-
-    def of(self, primitive: Any) -> tuple[Any, Scope] | None:
-        """Return the primitive that one carries, and the scope; None where it is no carrier."""
-        return self._of.get(primitive)
 
     def bind(self, primitive: Any, scope: Scope, operands: Any, params: dict[str, Any]) -> Any:
         """Bind the carrier of a primitive for a scope.
@@ -67,7 +65,7 @@ class Carriers:
         return type(carrier).bind(carrier, *operands, **params)
 
     def enter(self, scope: Scope):
-        """Return a context in which the rules of ``scope`` hold; who watches here goes on."""
+        """Return a context in which the rules of ``scope`` hold; observers of this one stay."""
         here = self.state.scope
         return self.state.enter(dataclasses.replace(scope, claims=here.claims, notes=here.notes))
 
@@ -88,7 +86,8 @@ class Carriers:
                 carrier.abstract_eval = self._scoped(
                     lambda *a, **k: primitive.abstract_eval(*a, **k), scope
                 )
-                self._of[carrier] = primitive, scope
+                known_of = self._scoped(functools.partial(self.state.known_of, primitive), scope)
+                self.funnel.declare(carrier, Law(known_of=known_of, tagged=known_of))
             self._complete(carrier, primitive, scope)
         return carrier
 

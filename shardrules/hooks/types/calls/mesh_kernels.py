@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,10 +19,9 @@ from shardrules.door.internals import Door
 from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.errors import RegistrationError
 from shardrules.hooks.state import Hooks, State
-from shardrules.hooks.types.mesh_layout import Kind, Layout, MeshKernel, MeshLowering, layout_of
-from shardrules.hooks.types.opaque import (
+from shardrules.hooks.types.calls.mesh_layout import Kind, Layout, MeshKernel, layout_of
+from shardrules.hooks.types.calls.opaque import (
     Call,
-    OpaqueCall,
     check_annotations,
     find_rule,
     prove,
@@ -31,7 +29,8 @@ from shardrules.hooks.types.opaque import (
     typed,
     types_of,
 )
-from shardrules.hooks.types.pallas_call import PallasHooks
+from shardrules.hooks.types.funnel import Law
+from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.refs import check_written
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import Binding, binding_of
@@ -57,6 +56,19 @@ class _Source:
     jaxpr: Any = None
 
 
+_KINDS = {
+    "mpmd_map": Kind(
+        lambda p: p["jaxprs"],
+        lambda jaxpr, count: jaxpr.invars[:count],
+        lambda p: p["out_avals"],
+        lambda p: {out: at for at, out in dict(p["input_output_aliases"]).items()},
+    ),
+    "core_map": Kind(
+        lambda p: (p["jaxpr"],), lambda jaxpr, count: jaxpr.constvars, lambda p: (), lambda p: {}
+    ),
+}
+
+
 class MeshKernelHooks(Hooks):
     """The hooks of ``mpmd_map`` and ``core_map``.
 
@@ -65,97 +77,63 @@ class MeshKernelHooks(Hooks):
       state: registry and scopes.
     """
 
+    laws = ("mesh_kernel",)
+
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self.noted = state.of(PallasHooks).noted
-        self.lowering = MeshLowering(door, state)
         self._sources: weakref.WeakKeyDictionary[Any, _Source] = weakref.WeakKeyDictionary()
         # Keyed by the first jaxpr of a call.
         self._kernels: weakref.WeakKeyDictionary[Any, MeshKernel] = weakref.WeakKeyDictionary()
-        self._local = threading.local()
-        self._kinds: dict[Any, Kind] = {}
 
     def install(self, patches: Patches) -> None:
-        """Replace the seams of those primitives that this JAX has."""
+        """Replace what traces kernels, and what switches the check off around plgpu.kernel."""
         door = self.door
-        if not door.typed:
-            return
-        if door.mpmd_map_p is not None:
-            self._adopt(
-                patches,
-                Kind(
-                    door.mpmd_map_p,
-                    lambda p: p["jaxprs"],
-                    lambda jaxpr, count: jaxpr.invars[:count],
-                    lambda p: p["out_avals"],
-                    lambda p: {out: at for at, out in dict(p["input_output_aliases"]).items()},
-                    door.mpmd_map_p.bind,
-                    door.mpmd_map_p.abstract_eval,
-                ),
-                "mpmd_tracing",
-            )
-        if door.core_map_p is not None:
-            self._adopt(
-                patches,
-                Kind(
-                    door.core_map_p,
-                    lambda p: (p["jaxpr"],),
-                    lambda jaxpr, count: jaxpr.constvars,
-                    lambda p: (),
-                    lambda p: {},
-                    door.core_map_p.bind,
-                    door.core_map_p.abstract_eval,
-                ),
-                "core_map_tracing",
-            )
+        for key in ("mpmd_tracing", "core_map_tracing"):
+            if getattr(door, key) is not None:
+                patches.attribute(*door.owner(key), self._noting(getattr(door, key)))
         if door.mpmd_map is not None:
             patches.attribute(*door.owner("mpmd_map"), self._mpmd_map)
             patches.attribute(door.custom_vmap, "__call__", self._custom_vmap())
-        patches.attribute(
-            door.custom_vmap_p,
-            "bind",
-            functools.partial(self._bind_custom_vmap, door.custom_vmap_p.bind),
+
+    def _noting(self, module: Any) -> ModuleProxy:
+        """Return a module whose functions that trace kernels note what they trace."""
+        noting = {
+            "trace_to_jaxpr_dynamic": self._trace,
+            "trace_to_jaxpr": self._trace,
+            "lower_jaxpr2": self._lower,
+        }
+        return ModuleProxy(
+            module,
+            {
+                name: functools.partial(noted, getattr(module, name))
+                for name, noted in noting.items()
+                if hasattr(module, name)
+            },
         )
 
-    def _adopt(self, patches: Patches, kind: Kind, tracing: str) -> None:
-        primitive = kind.primitive
-        self._kinds[primitive] = kind
-        patches.attribute(primitive, "bind", functools.partial(self._bind, kind))
-        patches.attribute(primitive, "abstract_eval", functools.partial(self._evaluate, kind))
-        if primitive is self.door.mpmd_map_p:
-            self.lowering.wrap(
-                patches,
-                self.door.lowerings,
-                primitive,
-                lambda params: (
-                    self._proven(kind, params, self._known(kind, params))
-                    if self._acts(kind, params)
-                    else None
-                ),
-            )
-        module = getattr(self.door, tracing)
-        if module is not None:
-            noting = {
-                "trace_to_jaxpr_dynamic": self._trace,
-                "trace_to_jaxpr": self._trace,
-                "lower_jaxpr2": self._lower,
-            }
-            patches.attribute(
-                *self.door.owner(tracing),
-                ModuleProxy(
-                    module,
-                    {
-                        name: functools.partial(noted, getattr(module, name))
-                        for name, noted in noting.items()
-                        if hasattr(module, name)
-                    },
-                ),
-            )
+    def law(self, primitive: Any, row: Row) -> Law:
+        """Return the law of ``mpmd_map``, ``core_map``, or of the custom_vmap around them.
 
-    def known_of(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall | None:
-        """Return what is known of an equation's kernel; None if it is no mesh kernel."""
-        kind = self._kinds.get(primitive)
-        return None if kind is None else self._known(kind, params)
+        Args:
+          primitive: one of these.
+          row: its row of the table.
+        """
+        if primitive is self.door.custom_vmap_p:
+            return Law(bind=self._bind_custom_vmap)
+        kind = _KINDS[primitive.name]
+
+        def tagged(params):
+            if not self._acts(kind, params):
+                return None
+            return self._proven(primitive, params, self._known(kind, primitive, params))
+
+        return Law(
+            typed=functools.partial(self._typed, kind, primitive),
+            bind=functools.partial(self._bind, kind),
+            always=True,
+            known_of=functools.partial(self._known, kind, primitive),
+            tagged=tagged if primitive is self.door.mpmd_map_p else None,
+        )
 
     # Where function object and jaxpr meet.
 
@@ -203,14 +181,14 @@ class MeshKernelHooks(Hooks):
 
     def _mpmd_map(self, meshes_and_fns, /, out_types=(), **kwargs):
         """Make the kernel, with the check on again where plgpu.kernel switched it off."""
-        door = self.door
+        door, here = self.door, self.state.here
         again = (
-            getattr(self._local, "checked", False)
+            here.checked
             and not door.checking()
             and all(_module(function) == _MOSAIC_GPU for _, function in meshes_and_fns)
         )
         checked = functools.partial(door.check_vma, True) if again else contextlib.nullcontext
-        noted = self.noted()
+        noted = here.annotations
         before = len(noted)
         with checked():
             kernel = door.mpmd_map(meshes_and_fns, out_types, **kwargs)
@@ -218,39 +196,40 @@ class MeshKernelHooks(Hooks):
         del noted[before:]
 
         def call(*args):
-            outer, self._local.notes = getattr(self._local, "notes", ()), notes
+            outer, here.kernel_annotations = here.kernel_annotations, notes
             try:
                 with checked():
                     return kernel(*args)
             finally:
-                self._local.notes = outer
+                here.kernel_annotations = outer
 
         return call
 
     def _custom_vmap(self):
-        original, local, hooks = self.door.custom_vmap.__call__, self._local, self
+        original, here, hooks = self.door.custom_vmap.__call__, self.state.here, self
 
         @functools.wraps(original)
         def call(self, *args, **kwargs):
-            outer, local.checked = getattr(local, "checked", False), hooks.acts
+            outer, here.checked = here.checked, hooks.acts
             try:
                 return original(self, *args, **kwargs)
             finally:
-                local.checked = outer
+                here.checked = outer
 
         return call
 
-    def _bind_custom_vmap(self, bind, *args, **params):
+    def _bind_custom_vmap(self, rest, primitive, trace, args, params):
         """Trace the function again where its types are those of other operands (JAX 0.10.2)."""
         if self.acts:
             import jax
 
             call = params["call"]
-            if types_of(self.door, map(self.door.typeof, args)) != types_of(
-                self.door, call.in_avals
-            ):
-                params["call"] = jax.make_jaxpr(jax.extend.core.jaxpr_as_fun(call))(*args)
-        return bind(*args, **params)
+            have = types_of(self.door, map(self.door.typeof, args))
+            if have != types_of(self.door, call.in_avals):
+                with self.door.set_current_trace(trace):
+                    call = jax.make_jaxpr(jax.extend.core.jaxpr_as_fun(call))(*args)
+                params = {**params, "call": call}
+        return rest(primitive, trace, args, params)
 
     # What is known of a call.
 
@@ -261,13 +240,13 @@ class MeshKernelHooks(Hooks):
         known = self._kernels.get(jaxpr) or self._origin(jaxpr)[0]
         return known is not None and known.active(self.state)
 
-    def _known(self, kind: Kind, params: dict[str, Any]) -> MeshKernel:
+    def _known(self, kind: Kind, primitive: Any, params: dict[str, Any]) -> MeshKernel:
         jaxprs = kind.jaxprs(params)
         known = self._kernels.get(jaxprs[0])
         if known is None:
             made_of, _ = self._origin(jaxprs[0])
             known = (
-                self._described(kind, jaxprs, params)
+                self._described(kind, primitive, jaxprs, params)
                 if made_of is None
                 else dataclasses.replace(made_of, annotations=(), layout=None)
             )
@@ -278,17 +257,17 @@ class MeshKernelHooks(Hooks):
             known.found = find_rule(known.call, known.scope, self.state)
         return known
 
-    def _proven(self, kind: Kind, params: dict[str, Any], known: MeshKernel) -> MeshKernel:
+    def _proven(self, primitive: Any, params: dict[str, Any], known: MeshKernel) -> MeshKernel:
         """Look for a proof where there is no declaration.
 
         Not as soon as a kernel is bound: Mosaic GPU binds a core_map inside of kernels, too.
         """
         if known.layout is not None:
             known.operand_count = known.layout.operand_count
-            prove(known, self.state, kind.primitive.name, params, known.operand_count)
+            prove(known, self.state, primitive.name, params, known.operand_count)
         return known
 
-    def _described(self, kind: Kind, jaxprs, params) -> MeshKernel:
+    def _described(self, kind: Kind, primitive: Any, jaxprs, params) -> MeshKernel:
         functions = [self._origin(jaxpr)[1] for jaxpr in jaxprs]
         name, place = self.door.describe_kernel(jaxprs[0], params)
         inner = _innermost(functions[0])
@@ -296,68 +275,75 @@ class MeshKernelHooks(Hooks):
             name = getattr(inner, "__name__", name)
         code = getattr(inner, "__code__", None)
         call = Call(
-            kind.primitive.name,
+            primitive.name,
             name,
             f"{code.co_filename}:{code.co_firstlineno}" if code else place,
             _module(inner),
             _binding(name, functions),
-            kind.primitive,
+            primitive,
         )
-        notes = getattr(self._local, "notes", ())
+        notes = self.state.here.kernel_annotations
         if len(notes) != len(kind.out_avals(params)):
             notes = ()
         return MeshKernel(call, notes)
 
     # Rewrite and check.
 
-    def _bind(self, kind: Kind, *args, **params):
+    def _bind(self, kind: Kind, rest, primitive, trace, args, params):
         """Cast the inputs as the rule says, then bind."""
         if not self._acts(kind, params):
-            return kind.bind(*args, **params)
+            return rest(primitive, trace, args, params)
         first = kind.jaxprs(params)[0] not in self._kernels
-        known = self._known(kind, params)
+        known = self._known(kind, primitive, params)
         avals = [self.door.typeof(x) for x in args]
         layout = known.layout = layout_of(self.door, kind, params, avals)
         if self.door.checking() and layout.count:
-            resolution, types = self._resolve(self._proven(kind, params, known), layout, avals)
+            proven = self._proven(primitive, params, known)
+            resolution, types = self._resolve(proven, layout, avals)
             if first:
                 check_annotations(known, tuple(types))
-            args = tuple(
-                self.door.cast(x, want)
-                if self.door.can_cast(aval) and at not in layout.overwritten
-                else x
-                for at, (x, aval, want) in enumerate(zip(args, avals, resolution.inputs))
-            )
+            with self.door.set_current_trace(trace):
+                args = [
+                    self.door.cast(x, want)
+                    if self.door.can_cast(aval) and at not in layout.overwritten
+                    else x
+                    for at, (x, aval, want) in enumerate(zip(args, avals, resolution.inputs))
+                ]
             if layout.answers:
                 # Into the call too, so that a jaxpr that outlives the hooks keeps its types.
-                params["out_avals"] = typed(self.door, known, params["out_avals"], tuple(types))
-        return kind.bind(*args, **params)
+                out_avals = typed(self.door, known, params["out_avals"], tuple(types))
+                params = {**params, "out_avals": out_avals}
+        return rest(primitive, trace, args, params)
 
-    def _evaluate(self, kind: Kind, *avals, **params):
-        """Give outputs the types that the rule says, and hold written refs to them."""
-        if not self._acts(kind, params):
-            return kind.evaluate(*avals, **params)
-        # JAX 0.11 and 0.12 refuse every ref that varies; what is written to one is checked here.
-        if not self.door.checking():  # inside a kernel, where Mosaic GPU maps over warps (JAX 0.12)
-            return kind.evaluate(
-                *(
-                    self._plain(aval) if isinstance(aval, self.door.AbstractRef) else aval
-                    for aval in avals
-                ),
-                **params,
-            )
-        outputs, effects = kind.evaluate(*map(self._plain, avals), **params)
-        known = self._known(kind, params)
-        layout = known.layout = layout_of(self.door, kind, params, avals)
-        if not layout.count:
-            return outputs, effects
-        resolution, types = self._resolve(self._proven(kind, params, known), layout, avals)
-        for at, answer in zip(
-            layout.refs, resolution.outputs[len(resolution.outputs) - len(layout.refs) :]
-        ):
-            rule = "" if known.found is None else f", by the rule {known.found.rule!r},"
-            check_written(self.door, f"what {known.call} stores{rule}", avals[at], answer)
-        return list(typed(self.door, known, outputs, tuple(types))), effects
+    def _typed(self, kind: Kind, primitive: Any, evaluate):
+        """Return the abstract eval that types outputs by the rule, and holds written refs to it."""
+
+        def abstract_eval(*avals, **params):
+            if not self._acts(kind, params):
+                return evaluate(*avals, **params)
+            # JAX 0.11 and 0.12 refuse every ref that varies; what is written is checked here.
+            if not self.door.checking():  # in a kernel, where Mosaic GPU maps over warps (JAX 0.12)
+                return evaluate(
+                    *(
+                        self._plain(aval) if isinstance(aval, self.door.AbstractRef) else aval
+                        for aval in avals
+                    ),
+                    **params,
+                )
+            outputs, effects = evaluate(*map(self._plain, avals), **params)
+            known = self._known(kind, primitive, params)
+            layout = known.layout = layout_of(self.door, kind, params, avals)
+            if not layout.count:
+                return outputs, effects
+            proven = self._proven(primitive, params, known)
+            resolution, types = self._resolve(proven, layout, avals)
+            answers = resolution.outputs[len(resolution.outputs) - len(layout.refs) :]
+            for at, answer in zip(layout.refs, answers):
+                rule = "" if known.found is None else f", by the rule {known.found.rule!r},"
+                check_written(self.door, f"what {known.call} stores{rule}", avals[at], answer)
+            return list(typed(self.door, known, outputs, tuple(types))), effects
+
+        return abstract_eval
 
     def _plain(self, aval: Any) -> Any:
         if isinstance(aval, self.door.AbstractRef):

@@ -1,0 +1,358 @@
+"""Opaque primitives beside pallas_call: FFI calls, callbacks, raw Mosaic, and users' own.
+
+JAX types what they return as invariant, whatever goes in (JAX 0.8.3 to 0.12 for ``ffi_call``;
+callbacks and primitives that know nothing of axis types on every version). Binding casts, the
+abstract eval gives the types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.patching import Patches
+from shardrules.errors import CotangentError
+from shardrules.hooks.state import COLLECT, Hooks, State
+from shardrules.hooks.types.calls.opaque import (
+    Call,
+    OpaqueCall,
+    check_annotations,
+    find_rule,
+    resolve,
+    typed,
+    types_of,
+)
+from shardrules.hooks.types.calls.scoped_primitives import Carriers, is_lent
+from shardrules.hooks.types.funnel import Funnel, Law
+from shardrules.hooks.types.laws import USERS, Row
+from shardrules.registry.axistypes import AxisType
+from shardrules.registry.binding import binding_of
+
+__all__ = ["PrimitiveHooks"]
+
+
+class _Noted(tuple):
+    """Result avals, with what the user wrote on them."""
+
+    notes: tuple[AxisType | None, ...] = ()
+
+
+class _Settled(tuple):
+    """Result avals of a call that was bound under the hooks; carries what is known of it.
+
+    To JAX's tree utilities it is a tuple: where the hooks are gone, JAX maps over the avals that a
+    callback hands on.
+    """
+
+    known: OpaqueCall
+
+
+def _plain(_, avals: Any) -> Any:
+    return tuple(avals)
+
+
+@functools.cache
+def _register() -> None:
+    """Tell JAX of the class, once, and not before the program itself has imported JAX."""
+    import jax
+
+    jax.tree_util.register_pytree_node(_Settled, lambda avals: (tuple(avals), None), _plain)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """How to read one primitive's parameters.
+
+    Args:
+      names: from its params to the kernel's function, or None, and the names to ask for.
+      results: the parameter that holds its result avals, or empty.
+      own: whether it is a user's: then its own answer counts where it is wide enough.
+    """
+
+    names: Callable[[dict[str, Any]], tuple[Any, tuple[str, ...]]]
+    results: str = ""
+    own: bool = False
+
+
+def _called(key: str) -> Callable:
+    """Read the name in ``params[key]``."""
+    return lambda params: (None, (params[key],) if params.get(key) else ())
+
+
+def _callback(params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """Read a callback's function; JAX wraps it in an object that holds ``callback_func``."""
+    function = params["callback"]
+    function = getattr(function, "callback_func", function)
+    name = getattr(function, "__name__", "")
+    return function, (name,) if name else ()
+
+
+def _exported(params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """Read the name of an exported program; it may hold any kernel or collective."""
+    name = getattr(params["exported"], "fun_name", "")
+    return None, (name,) if name else ()
+
+
+def _users(params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """Read whatever names a kernel in a primitive that is not JAX's (jax-triton: ``fn``)."""
+    function = params.get("fn")
+    names = [params.get(key) for key in ("kernel_name", "target_name", "name")]
+    names.append(getattr(getattr(function, "fn", function), "__name__", None))
+    return function, tuple(name for name in names if isinstance(name, str) and name)
+
+
+# JAX's own, by name; every other one is a user's.
+_KINDS = {
+    "ffi_call": _Kind(_called("target_name"), "result_avals"),
+    "pure_callback": _Kind(_callback, "result_avals"),
+    "io_callback": _Kind(_callback, "result_avals"),
+    "buffer_callback": _Kind(_callback, "result_avals"),
+    "call_exported": _Kind(_exported),
+    "tpu_custom_call": _Kind(_called("kernel_name"), "out_avals"),
+}
+_USERS = _Kind(_users, own=True)
+
+
+class PrimitiveHooks(Hooks):
+    """The hooks of opaque primitives."""
+
+    laws = ("opaque",)
+
+    def __init__(self, door: Door, state: State):
+        super().__init__(door, state)
+        self.carriers = Carriers(door, state, state.of(Funnel))
+        self._kinds: dict[Any, _Kind] = {}
+
+    def install(self, patches: Patches) -> None:
+        """Replace what converts result avals, and what looks up a user's transpose rule."""
+        _register()
+        door = self.door
+        if door.result_avals is not None:
+            patches.attribute(*door.owner("result_avals"), self._result_avals)
+        patches.attribute(*door.owner("transpose_of"), self._transpose_of)
+
+    def law(self, primitive: Any, row: Row) -> Law:
+        """Return the law of an opaque primitive.
+
+        Args:
+          primitive: JAX's own, or a user's.
+          row: its row of the table.
+        """
+        kind = _USERS if row is USERS else _KINDS[primitive.name]
+        self._kinds[primitive] = kind
+        known_of = functools.partial(self._known, kind, primitive)
+        return Law(
+            typed=functools.partial(self._typed, kind, primitive),
+            bind=functools.partial(self._bind, kind),
+            always=True,
+            known_of=known_of,
+            tagged=known_of,
+        )
+
+    def _transpose_of(self, p: Any) -> Any:
+        """Return a primitive's transpose rule; a user's is held to its operands' types."""
+        rule = self.door.transpose_of(p)
+        if self._kinds.get(p) is not _USERS:
+            return rule
+        return functools.partial(self._transpose, rule, p.name)
+
+    def _transpose(self, rule, name: str, cotangents, *args, **params):
+        """Transpose a user's primitive; refuse shares for an operand that is invariant.
+
+        JAX to 0.7.2 takes them for the whole, and from 0.8.3 it names neither primitive nor axes.
+        """
+        found = rule(cotangents, *args, **params)
+        if self.door.checking() and isinstance(found, (list, tuple)):
+            for i, (ct, x) in enumerate(zip(found, args)):
+                if not (isinstance(x, self.door.UndefinedPrimal) and hasattr(ct, "dtype")):
+                    continue
+                have = self.door.axis_type(self.door.typeof(ct))
+                want = self.door.cotangent_type(x.aval)
+                axes = have.varying - want.axes
+                if axes:
+                    over = ", ".join(map(repr, sorted(axes)))
+                    raise CotangentError(
+                        f"the transpose rule of {name!r} returns a cotangent for operand {i} that "
+                        f"is {have}, for a primal that asks for {want}. If it is this device's "
+                        f"share, return jax.lax.psum(ct, ({over},)) from it, or cast the operand "
+                        f"before: shardrules.vary(x, {over}), as a rule for {name!r} does "
+                        f"(shardrules.register({name!r}, shardrules.no_communication), if it "
+                        "doesn't communicate).",
+                        axes=axes,
+                        have=have,
+                        want=want,
+                    )
+        return found
+
+    # What is known of a call.
+
+    def opaque(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
+        """Return what is known of a call of any primitive, taken for a user's."""
+        return self._known(self._kinds.get(primitive, _USERS), primitive, params)
+
+    def carrying(self, known: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
+        """Return params that carry what is known to wherever the call is looked at next."""
+        kind = self._kinds.get(known.call.target)
+        if kind is None or kind.results not in params:
+            return params
+        settled = _Settled(params[kind.results])
+        settled.known = known
+        return {**params, kind.results: settled}
+
+    def _result_avals(self, results):
+        """Take annotated results; JAX 0.8.3 to 0.12 fail on an assertion."""
+        if not self.state.active:
+            return self.door.result_avals(results)
+        notes, plain = [], []
+        for result in results:
+            notes.append(self.door.annotation(result))
+            plain.append(result if notes[-1] is None else self.door.unannotated(result))
+        avals = self.door.result_avals(plain)
+        if not any(note is not None for note in notes):
+            return avals
+        noted = _Noted(avals)
+        noted.notes = tuple(notes)
+        return noted
+
+    def _known(self, kind: _Kind, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
+        results = params.get(kind.results)
+        if isinstance(results, _Settled):
+            return results.known
+        function, names = kind.names(params)
+        names = (*names, primitive.name)
+        outer, known = self.state.here.outer
+        if outer is primitive and known.call.name == names[0]:
+            return dataclasses.replace(known, annotations=())
+        scope = self.state.scope
+        code = getattr(function, "__code__", None)
+        call = Call(
+            primitive.name,
+            names[0],
+            f"{code.co_filename}:{code.co_firstlineno}" if code else "",
+            getattr(function, "__module__", None) or "",
+            binding_of(function),
+            primitive,
+            names[1:],
+        )
+        return OpaqueCall(
+            call, getattr(results, "notes", ()), find_rule(call, scope, self.state), scope
+        )
+
+    # Rewrite and check.
+
+    def _bind(self, kind: _Kind, rest, primitive, trace, args, params):
+        """Cast the operands as the rule says, then bind."""
+        known = self._known(kind, primitive, params)
+        if not known.active(self.state):
+            return rest(primitive, trace, args, params)
+        results = params.get(kind.results)
+        if self.door.checking() and (results is None or len(results)):
+            args, params = self._ruled(kind, known, primitive, trace, args, params)
+        elif isinstance(results, _Noted):
+            params = {**params, kind.results: tuple(results)}
+        else:
+            params = self.unchecked(known, params)
+        here = self.state.here
+        before, here.outer = here.outer, (primitive, known)
+        try:
+            if kind.own and known.scope is not None and is_lent(known):
+                with self.bound_in(trace):
+                    return self.carriers.bind(primitive, known.scope, args, params)
+            return rest(primitive, trace, args, params)
+        finally:
+            here.outer = before
+
+    def bound_in(self, trace: Any):
+        """Return a context in which what is bound is bound in ``trace``."""
+        return self.door.set_current_trace(trace)
+
+    def unchecked(self, known: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
+        """Return the parameters of a call that is bound where avals carry no types."""
+        return params
+
+    def _ruled(self, kind: _Kind, known: OpaqueCall, primitive, trace, args, params):
+        """Return the operands, cast, and the parameters, with the results' types."""
+        results = params.get(kind.results)
+        avals = [self.door.typeof(x) for x in args]
+        may_answer = known.found is None and self._may_answer(kind, known)
+        if may_answer and known.governing(self.state).policy == COLLECT:
+            # A trace to look at it only goes on as if the rule were there, casts and all.
+            with self.door.unchecked():
+                own = vars(primitive)["abstract_eval"](*avals, **params)[0]
+            may_answer = self._is_wide(avals, own if primitive.multiple_results else (own,))
+        if may_answer:
+            return args, params
+        count = 1 if results is None else len(results)
+        if results is None and primitive.multiple_results:
+            count = len(self._own_answer(primitive, avals, params))
+        resolution = self._resolve(known, avals, count)
+        if not isinstance(results, _Settled):
+            check_annotations(known, resolution.outputs)
+        with self.door.set_current_trace(trace):
+            args = [
+                self.door.cast(x, want) if self.door.can_cast(aval) else x
+                for x, aval, want in zip(args, avals, resolution.inputs)
+            ]
+        if results is not None:
+            settled = _Settled(typed(self.door, known, results, resolution.outputs))
+            settled.known = known
+            params = {**params, kind.results: settled}
+        return args, params
+
+    def _typed(self, kind: _Kind, primitive: Any, evaluate: Callable) -> Callable:
+        """Return the abstract eval that gives the types that the rule says."""
+
+        def abstract_eval(*avals, **params):
+            answer = evaluate(*avals, **params)
+            if not (isinstance(answer, tuple) and len(answer) == 2):
+                return answer  # JAX's to refuse
+            outputs, effects = answer
+            if isinstance(outputs, (_Noted, _Settled)):
+                # Not our own kinds of tuple, which callbacks hand on: JAX maps over the answer.
+                outputs = tuple(outputs)
+            several = primitive.multiple_results
+            if not self.door.checking() or isinstance(outputs, (tuple, list)) != several:
+                return outputs, effects
+            known = self._known(kind, primitive, params)
+            listed = tuple(outputs) if several else (outputs,)
+            if listed and known.active(self.state):
+                wide = self._is_wide(avals, listed)
+                if not (wide and known.found is None and self._may_answer(kind, known)):
+                    resolution = self._resolve(known, avals, len(listed))
+                    listed = typed(self.door, known, listed, resolution.outputs)
+            return (listed if several else listed[0]), effects
+
+        return abstract_eval
+
+    def _own_answer(self, primitive: Any, avals, params):
+        evaluate = vars(primitive)["abstract_eval"]
+        plain = [self.door.with_axis_type(a, AxisType()) for a in avals]
+        with self.door.unchecked():
+            return evaluate(*plain, **params)[0]
+
+    def _is_wide(self, avals, outputs) -> bool:
+        """Whether an answer's types vary as a kernel's that doesn't communicate would."""
+        types = types_of(self.door, outputs)
+        union = frozenset().union(*(t.varying for t in types_of(self.door, avals)))
+        return all(union <= t.varying for t in types) and any(t.axes for t in types)
+
+    def _may_answer(self, kind: _Kind, known: OpaqueCall) -> bool:
+        """Whether a call without a rule may keep its own abstract eval's types, if wide enough.
+
+        A user's primitive may know about axis types. Its inputs are then its own to cast.
+        """
+        return kind.own and known.governing(self.state).policy in ("error", COLLECT)
+
+    def _resolve(self, known: OpaqueCall, avals, output_count: int):
+        return resolve(
+            self.door,
+            self.state,
+            known.governing(self.state),
+            known.call,
+            known.found,
+            types_of(self.door, avals),
+            output_count,
+        )

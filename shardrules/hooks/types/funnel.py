@@ -1,0 +1,273 @@
+"""The funnel: every primitive's types, casts and tags pass here, whoever made it and whenever.
+
+A primitive's types come from one data descriptor on the class, ``Primitive.abstract_eval``; its
+casts, and what is known of a call, from one wrapper of ``Primitive.bind_with_trace``; its tag from
+one wrapper of the function that lowers an equation. What a primitive obeys is a row of the table in
+``laws.py``. A primitive that is made tomorrow is under the law by being a ``Primitive``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.jaxprs import inner_jaxprs
+from shardrules.door.patching import Patches
+from shardrules.hooks.state import Hooks, State
+from shardrules.hooks.types.calls.lowering import Lowering
+from shardrules.hooks.types.laws import DEFAULT, HIJAX, OURS, ROWS, USERS, Row
+from shardrules.hooks.types.owners import Owners
+
+__all__ = ["Funnel", "Law"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """What one primitive obeys. What is None is left to JAX.
+
+    Args:
+      typed: from the primitive's own abstract eval to one that gives the types.
+      cast: from ``(trace, args, avals, params)`` to the operands after their casts, None for the
+        same ones; asked under the check only.
+      bind: called as ``bind(rest, primitive, trace, args, params)`` instead of JAX; ``rest`` binds
+        what it is given as JAX does.
+      always: whether ``bind`` is called where the check is off, too.
+      known_of: from an equation's parameters to its opaque call.
+      tagged: the same for an equation that is lowered; its custom call gets the tag.
+    """
+
+    typed: Callable[..., Any] | None = None
+    cast: Callable[..., Any] | None = None
+    bind: Callable[..., Any] | None = None
+    always: bool = False
+    known_of: Callable[[dict[str, Any]], Any] | None = None
+    tagged: Callable[[dict[str, Any]], Any] | None = None
+
+
+class _Evaluations(dict):
+    """Each primitive's abstract eval as its law has it, found when JAX first asks for it."""
+
+    def __init__(self, original: Any, law_of: Callable[[Any], Law]):
+        super().__init__()
+        self._original = original  # of the class: raises that there is none
+        self._law_of = law_of
+
+    def __missing__(self, primitive: Any) -> Any:
+        own = primitive.__dict__.get("abstract_eval")
+        if own is None:
+            return self._original.__get__(primitive)
+        typed = self._law_of(primitive).typed
+        self[primitive] = own if typed is None else typed(own)
+        return self[primitive]
+
+    def descriptor(self) -> property:
+        """Return the data descriptor; what it calls is C's, so that reading it costs no frame."""
+        return property(self.__getitem__, self._define, self._delete)
+
+    def _define(self, primitive: Any, evaluate: Any) -> None:
+        self.pop(primitive, None)
+        primitive.__dict__["abstract_eval"] = evaluate
+
+    def _delete(self, primitive: Any) -> None:
+        self.pop(primitive, None)
+        del primitive.__dict__["abstract_eval"]
+
+
+class Funnel(Hooks):
+    """The three seams that all primitives share.
+
+    Args:
+      door: JAX's private names.
+      state: registry and scopes.
+
+    Attributes:
+      calls: as ``Law.bind``, for what calls jaxprs.
+      refused: called with ``(primitive, trace, args, params, error)`` where JAX refuses a bind.
+    """
+
+    def __init__(self, door: Door, state: State):
+        super().__init__(door, state)
+        self.calls: Callable[..., Any] | None = None
+        self.refused: Callable[..., Any] | None = None
+        self._lowering = Lowering(door, state)
+        self._owners = Owners(door)
+        self._hijax = getattr(door, "HiPrimitive", None)
+        # JAX, too, keeps each primitive that it has a rule for.
+        self._rows: dict[Any, Row] = {}
+        self._laws: dict[Any, Law] = {}
+        self._declared: dict[Any, Law] = {}
+        self._bound: dict[Any, tuple[Any, Any, bool]] = {}
+        self._tagged: dict[Any, Any] = {}
+        state.known_of = self.known_of
+
+    def install(self, patches: Patches) -> None:
+        """Replace the class's two methods, and what lowers an equation."""
+        self._laws.clear()
+        self._bound.clear()
+        self._tagged.clear()
+        kind = self.door.Primitive
+        for owner in (kind, self._hijax):
+            if owner is not None:
+                evaluations = _Evaluations(vars(owner)["abstract_eval"], self.law_of)
+                patches.attribute(owner, "abstract_eval", evaluations.descriptor())
+        patches.attribute(kind, "bind_with_trace", self._binder(kind.bind_with_trace))
+        patches.attribute(
+            *self.door.owner("lower_per_platform"), self._lower(self.door.lower_per_platform)
+        )
+
+    # The table.
+
+    def law_of(self, primitive: Any) -> Law:
+        """Return what a primitive obeys."""
+        law = self._laws.get(primitive) or self._declared.get(primitive)
+        if law is None:
+            row = self.row(primitive)
+            judge = self.state.judge(row.law)
+            law = self._laws[primitive] = Law() if judge is None else judge.law(primitive, row)
+        return law
+
+    def row(self, primitive: Any) -> Row:
+        """Return a primitive's row of the table; it is the same for good."""
+        row = self._rows.get(primitive)
+        if row is None:
+            row = self._rows[primitive] = self._row(primitive)
+        return row
+
+    def _row(self, primitive: Any) -> Row:
+        if self._owners.is_users(primitive):
+            return USERS
+        if self._owners.is_ours(primitive):
+            return OURS
+        if self._hijax is not None and issubclass(type(primitive), self._hijax):
+            # pallas_call is one, of no class of its own (JAX 0.8 to 0.10).
+            return ROWS.get(primitive.name, HIJAX) if type(primitive) is self._hijax else HIJAX
+        return ROWS.get(primitive.name, DEFAULT)
+
+    def declare(self, primitive: Any, law: Law) -> None:
+        """Say what a primitive of the hooks' own obeys."""
+        self._declared[primitive] = law
+
+    def known_of(self, primitive: Any, params: dict[str, Any]) -> Any:
+        """Return the OpaqueCall of an equation; None if it isn't an opaque call.
+
+        Args:
+          primitive: the equation's primitive.
+          params: its parameters.
+        """
+        known_of = self.law_of(primitive).known_of
+        return None if known_of is None else known_of(params)
+
+    # Binding.
+
+    def _binder(self, original):
+        # Every equation that JAX traces goes through here, those of kernels too, where the check
+        # is off: what asks little comes first, and the parameters are those of this JAX, since
+        # passing on any takes twice as long as the rest.
+        funnel, bound = self, self._bound
+        check = getattr(self.door, "check_vma", None)  # to JAX 0.5.3 no law asks for it
+        typeof, at_once = self.door.typeof, self.door.binds_by_processing
+
+        def by_avals(self, trace, args, avals, params, /):  # JAX 0.9 to 0.12
+            try:
+                cast, bind, always = bound[self]
+            except KeyError:
+                cast, bind, always = funnel._meet(self, params, rest)
+            if cast is not None and check.value:
+                changed = cast(trace, args, avals, params)
+                if changed is not None:
+                    args, avals = changed, [*map(typeof, changed)]
+            if bind is not None and (always or check.value):
+                return bind(self, trace, args, params)
+            try:
+                if at_once and not trace.requires_low:
+                    return trace.process_primitive(self, args, params)
+                return original(self, trace, args, avals, params)
+            except (TypeError, ValueError) as error:
+                return funnel._refused(self, trace, args, params, error)
+
+        def by_args(self, trace, args, params):
+            try:
+                cast, bind, always = bound[self]
+            except KeyError:
+                cast, bind, always = funnel._meet(self, params, rest)
+            if cast is not None and check.value:
+                changed = cast(trace, args, [*map(typeof, args)], params)
+                args = args if changed is None else changed
+            if bind is not None and (always or check.value):
+                return bind(self, trace, args, params)
+            try:
+                return original(self, trace, args, params)
+            except (TypeError, ValueError) as error:
+                return funnel._refused(self, trace, args, params, error)
+
+        takes_avals = "avals" in inspect.signature(original).parameters
+
+        def rest(primitive, trace, args, params):
+            try:
+                if at_once and not trace.requires_low:
+                    return trace.process_primitive(primitive, args, params)
+                if takes_avals:
+                    return original(primitive, trace, args, [*map(typeof, args)], params)
+                return original(primitive, trace, args, params)
+            except (TypeError, ValueError) as error:
+                return funnel._refused(primitive, trace, args, params, error)
+
+        return by_avals if takes_avals else by_args
+
+    def _meet(self, primitive, params, rest):
+        """Return how a primitive is bound; asked once for each, at its first equation."""
+        law = self.law_of(primitive)
+        calls = law.known_of is None and next(inner_jaxprs(params), None) is not None
+        bind = None
+        if self.calls is not None and calls:
+            bind = rest = functools.partial(self.calls, rest)
+        if law.bind is not None:
+            bind = functools.partial(law.bind, rest)
+        self._bound[primitive] = law.cast, bind, law.always
+        return self._bound[primitive]
+
+    def _refused(self, primitive, trace, args, params, error):
+        if self.refused is None:
+            raise error
+        return self.refused(primitive, trace, args, params, error)
+
+    # Lowering.
+
+    def _lower(self, original):
+        here, tagged_by = self.state.here, self._tagged
+
+        @functools.wraps(original)
+        def lower(ctx, description, platform_rules, default_rule, effects, *operands, **params):
+            try:
+                tagged = tagged_by[ctx.primitive]
+            except KeyError:
+                tagged = self._meet_lowered(ctx.primitive)
+            # pallas_call's own rule chooses between platforms by this function, too.
+            known = None if tagged is None or here.lowering is ctx else tagged(params)
+            if known is None or not known.active(self.state):
+                return original(
+                    ctx, description, platform_rules, default_rule, effects, *operands, **params
+                )
+
+            def rule(ctx, *operands, **params):
+                before, here.lowering = here.lowering, ctx
+                try:
+                    return original(
+                        ctx, description, platform_rules, default_rule, effects, *operands, **params
+                    )
+                finally:
+                    here.lowering = before
+
+            return self._lowering.lower(rule, known, ctx, *operands, **params)
+
+        return lower
+
+    def _meet_lowered(self, primitive):
+        """Return what tells of a primitive's calls as they are lowered; asked once for each."""
+        is_one = isinstance(primitive, self.door.Primitive)  # JAX lowers more than equations
+        self._tagged[primitive] = self.law_of(primitive).tagged if is_one else None
+        return self._tagged[primitive]

@@ -118,7 +118,7 @@ def test_the_test_of_the_map_can_fail(line, instead, wrong):
 def test_files_and_folders_stay_small():
     assert [str(path) for path in FILES if len(path.read_text().splitlines()) > 505] == []
     modules = collections.Counter(path.parent for path in FILES if path.name != "__init__.py")
-    assert [str(folder) for folder, count in modules.items() if count > 14] == []
+    assert [str(folder) for folder, count in modules.items() if count > 15] == []
 
 
 def test_what_runs_before_a_commit_is_what_decides():

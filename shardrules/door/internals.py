@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules.door import versions
 from shardrules.door.lookup import Symbol, find, is_cached, look, unsupported
+from shardrules.door.loops import body_tracers
 from shardrules.door.symbols import SET_SYMBOLS, SYMBOLS, TYPE_SYMBOLS
 from shardrules.door.trace_key import ContextKey, MeshKey
 from shardrules.errors import RuleError
@@ -318,6 +319,25 @@ class Door:
         # As "file:line:column (function)"; no column to JAX 0.4.
         match = re.match(r"(.+?):(\d+)(:\d+)?( \(|$)", text)
         return f"{match[1]}:{match[2]}" if match else ""
+
+    # Loops.
+
+    def body_tracers(self) -> frozenset[Any]:
+        """Return the code of JAX's functions that trace the body of a user's loop.
+
+        Raises:
+          UnsupportedJaxError: if they aren't there.
+        """
+        key = "promote_carries" if self.promote_carry is None else "promote_carry"
+        loops = self.owner(key)[0]
+        try:
+            return body_tracers(loops.scan, loops.while_loop)
+        except (AttributeError, LookupError) as error:
+            raise unsupported(
+                self.version,
+                f"{error}. It tells the body of a loop from what is made of it.",
+                symbol=f"{loops.__name__}:scan",
+            ) from None
 
     # Functions of a custom_vjp.
 

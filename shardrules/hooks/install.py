@@ -186,13 +186,20 @@ def _hold() -> None:
     with _lock:
         if not _holders:
             door = internals.load()
-            if not _state.hooks:
-                _hide_frames()
-                _state.use_trace_key(door.trace_key())
-                for kind in TYPES if door.typed else SETS:
-                    _state.hooks[kind] = kind(door, _state)
-            for hook in _state.hooks.values():
-                hook.install(_patches)
+            is_first = not _state.hooks
+            try:
+                if is_first:
+                    _hide_frames()
+                    for kind in TYPES if door.typed else SETS:
+                        _state.hooks[kind] = kind(door, _state)
+                    _state.use_trace_key(door.trace_key())
+                for hook in _state.hooks.values():
+                    hook.install(_patches)
+            except BaseException:  # all of it or nothing
+                _patches.undo()
+                if is_first:
+                    _state.hooks.clear()
+                raise
         _holders += 1
         _state.patched = True
 

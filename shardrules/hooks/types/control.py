@@ -17,7 +17,7 @@ from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.patching import ModuleProxy, Patches
-from shardrules.hooks.state import Hooks
+from shardrules.hooks.state import Hooks, State
 from shardrules.registry.axistypes import AxisType
 
 __all__ = ["ControlHooks"]
@@ -25,6 +25,10 @@ __all__ = ["ControlHooks"]
 
 class ControlHooks(Hooks):
     """The hooks of ``scan``, ``while_loop``, ``cond``, ``switch``, and what is made of them."""
+
+    def __init__(self, door: Door, state: State):
+        super().__init__(door, state)
+        self._body_tracers = door.body_tracers()
 
     def install(self, patches: Patches) -> None:
         """Replace the functions in which this JAX traces bodies and branches and compares them."""
@@ -52,7 +56,7 @@ class ControlHooks(Hooks):
     def _trace(self, fun, in_avals, debug_info, *rest, **kwargs):
         """Trace a loop's body with the carry at its fixpoint; everything else as JAX does."""
         traced = self.door.trace_to_jaxpr(fun, in_avals, debug_info, *rest, **kwargs)
-        if not (_from_loop(sys._getframe(1), debug_info) and self.acts):
+        if not (self._is_body(sys._getframe(1), debug_info) and self.acts):
             return traced
         operands = in_avals.unpack()[0]
         count = _carry_count(operands.tree, traced[1].tree)
@@ -70,7 +74,7 @@ class ControlHooks(Hooks):
     def _trace_body(self, trace, fun, in_tree, in_avals, debug_info):
         """As ``_trace``, with the functions that JAX to 0.7 traces a body with."""
         traced = trace(fun, in_tree, in_avals, debug_info)
-        if not (_from_loop(sys._getframe(1), debug_info) and self.acts):
+        if not (self._is_body(sys._getframe(1), debug_info) and self.acts):
             return traced
         count = _carry_count(in_tree, traced[2])
 
@@ -82,6 +86,10 @@ class ControlHooks(Hooks):
             in_avals[:count], traced, lambda traced: traced[0].out_avals, again
         )
         return self._cast(jaxpr, types), *others
+
+    def _is_body(self, caller: Any, debug_info: Any) -> bool:
+        """Whether a function is traced as the body of a loop; transformations trace what agrees."""
+        return caller.f_code in self._body_tracers and debug_info.traced_for != "while_cond"
 
     def _fixpoint(self, carry, traced, results, again):
         """Trace a body until its carry is as varying as what it returns.
@@ -160,15 +168,6 @@ class ControlHooks(Hooks):
                     _retyped(self.door, each, types) for each in (out_avals1, out_avals2)
                 )
         return self.door.check_branches(api_name, name1, name2, f1, f2, out_avals1, out_avals2)
-
-
-def _from_loop(frame: Any, debug_info: Any) -> bool:
-    """Whether a function is traced as the body of a loop.
-
-    scan() and while_loop() trace through a local function of this name (JAX 0.6 to 0.12); their
-    transformations, which trace what agrees already, do not.
-    """
-    return frame.f_code.co_name == "_create_jaxpr" and debug_info.traced_for != "while_cond"
 
 
 def _carry_count(operands: Any, results: Any) -> int:

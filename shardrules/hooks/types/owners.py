@@ -10,7 +10,7 @@ from typing import Any
 
 from shardrules.door.internals import Door
 
-__all__ = ["Owners", "code_modules"]
+__all__ = ["Owners", "code_modules", "is_held_by_jax"]
 
 # What JAX's own functions are made of.
 _NEUTRAL = frozenset(("jax", "jaxlib", "shardrules", "numpy", "ml_dtypes")) | frozenset(
@@ -40,7 +40,7 @@ class Owners:
             return True
         tables = (self.door.lowerings, *(self.door.platform_lowerings or {}).values())
         rules = [self.door.lowering_rule(t[primitive]) for t in tables if primitive in t]
-        return any(map(_is_foreign, rules)) and not _is_held(primitive)
+        return any(map(_is_foreign, rules)) and not is_held_by_jax(primitive)
 
     def is_ours(self, primitive: Any) -> bool:
         """Whether a primitive was made by this package."""
@@ -81,7 +81,7 @@ def _contents(function: Any) -> Iterator[Any]:
             continue
 
 
-def _is_held(primitive: Any) -> bool:
+def is_held_by_jax(primitive: Any) -> bool:
     """Whether a module of JAX's has the primitive under a name."""
     return any(
         value is primitive

@@ -17,7 +17,7 @@ from shardrules.door import internals
 from shardrules.door.internals import Door
 from shardrules.errors import AxisError, CotangentError, UnsupportedJaxError
 from shardrules.hooks.install import held, hold_for_ops, state
-from shardrules.hooks.state import Claims
+from shardrules.hooks.notes import Claims
 from shardrules.hooks.types.identities import mark, uncast
 from shardrules.registry.axistypes import show_axes
 from shardrules.registry.binding import caller_place

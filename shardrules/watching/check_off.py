@@ -25,7 +25,8 @@ from shardrules.errors import UnsupportedJaxError
 from shardrules.hooks.explain.explain import missing_rules
 from shardrules.hooks.explain.explanation import MissingRule
 from shardrules.hooks.install import held
-from shardrules.hooks.state import COLLECT, Notes
+from shardrules.hooks.notes import Notes
+from shardrules.hooks.state import COLLECT
 from shardrules.watching import retrace
 from shardrules.watching.importing import WhenImported
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, is_inexact, name_of, opened, scan_counts
+from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.retyping.equations import transposed_by_jax
-from shardrules.hooks.state import PlacedCast
 from shardrules.hooks.types.identities import MARK
 
 __all__ = ["CAST", "IDENTITIES", "Graph", "Step", "Unplaceable", "Value", "Where", "strings"]

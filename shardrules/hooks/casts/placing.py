@@ -19,8 +19,9 @@ from shardrules.door.patching import Patches
 from shardrules.hooks.casts.cheapest import Labels, cheapest, cost, cost_as_traced
 from shardrules.hooks.casts.linear import IDENTITIES, Graph, Step, Unplaceable, Value, Where
 from shardrules.hooks.casts.linearity import linear_in
+from shardrules.hooks.notes import PlacedCast, Placement
 from shardrules.hooks.retyping.retyping import Retyping
-from shardrules.hooks.state import Hooks, PlacedCast, Placement
+from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import MARK, uncast
 from shardrules.registry.axistypes import AxisType
 

@@ -39,7 +39,8 @@ from shardrules.hooks.explain.explanation import (
     short,
 )
 from shardrules.hooks.install import held, state
-from shardrules.hooks.state import COLLECT, Notes
+from shardrules.hooks.notes import Notes
+from shardrules.hooks.state import COLLECT
 from shardrules.hooks.types.calls.opaque import to_paste, types_of
 from shardrules.registry.axistypes import show_axes
 from shardrules.registry.suggestions import is_library

@@ -7,7 +7,7 @@ import os
 import textwrap
 from collections.abc import Sequence
 
-from shardrules.hooks.state import Placement
+from shardrules.hooks.notes import Placement
 from shardrules.hooks.types.calls.opaque import Call
 from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.table import PROVEN

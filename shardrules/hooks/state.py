@@ -73,6 +73,8 @@ class _Here(threading.local):
         transformation binds instead of it inside obeys the same rule.
       settled: a kernel's jaxpr, its operands' axis types and its outputs', while it is bound.
       lowering: the context of the opaque call that is being lowered.
+      type_notes: operations whose results vary more than JAX says, in the shard_map here, or None.
+      type_causes: what JAX's next error about out_specs is to say of them.
       heard: where sums of cotangents are noted that a bwd is traced for alone, or None.
       gradients: where it is noted that a custom_vjp's forward takes gradients, or None.
       transposing: whether a linear program is being transposed whose casts were looked at.
@@ -86,6 +88,8 @@ class _Here(threading.local):
     outer: tuple[Any, Any] = (None, None)
     settled: tuple[Any, Any, Any] = (None, None, None)
     lowering: Any = None
+    type_notes: dict[tuple[str, frozenset[str]], Any] | None = None
+    type_causes: str = ""
     heard: list[tuple[int, frozenset[str]]] | None = None
     gradients: list[None] | None = None
     transposing: bool = False

@@ -7,14 +7,12 @@ invariant. JAX then refuses ``out_specs=P()``, rightly, and can't say why the va
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
-from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
 from shardrules.errors import ShardrulesError
-from shardrules.hooks.state import Hooks, State
+from shardrules.hooks.state import Hooks
 from shardrules.registry.axistypes import show_axes
 
 __all__ = ["TypeNoteHooks"]
@@ -26,16 +24,7 @@ _FROM = "shardrules: "
 
 
 class TypeNoteHooks(Hooks):
-    """The hook around shard_map, in which JAX's errors are raised.
-
-    Args:
-      door: JAX's private names.
-      state: registry and scopes.
-    """
-
-    def __init__(self, door: Door, state: State):
-        super().__init__(door, state)
-        self._local = threading.local()
+    """The hook around shard_map, in which JAX's errors are raised."""
 
     def install(self, patches: Patches) -> None:
         """Replace how shard_map is bound: its body is traced inside."""
@@ -47,7 +36,7 @@ class TypeNoteHooks(Hooks):
         def bound(*args, **params):
             if not self.state.active:
                 return bind(*args, **params)
-            with self._told():
+            with self._annotated():
                 return bind(*args, **params)
 
         patches.attribute(door.shard_map_p, "bind", bound)
@@ -55,7 +44,8 @@ class TypeNoteHooks(Hooks):
 
     def _specs_error(self, *args, **kwargs):
         """Write JAX's text, which it does once shard_map's bind has failed, and what was noted."""
-        causes, self._local.causes = getattr(self._local, "causes", ""), ""
+        here = self.state.here
+        causes, here.type_causes = here.type_causes, ""
         return self.door.specs_error(*args, **kwargs) + causes
 
     def note(self, what: str, axes: frozenset[str]) -> None:
@@ -65,15 +55,16 @@ class TypeNoteHooks(Hooks):
           what: the operation, for messages.
           axes: the mesh axes that were added to its type.
         """
-        noted = getattr(self._local, "noted", None)
+        noted = self.state.here.type_notes
         if noted is not None:
             noted[what, axes] = self.door.current_source()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        outer = getattr(self._local, "noted", None)
+    def _annotated(self) -> Iterator[None]:
+        here = self.state.here
+        outer = here.type_notes
         noted: dict[tuple[str, frozenset[str]], Any] = {}
-        self._local.noted = noted
+        here.type_notes = noted
         try:
             yield
         except ShardrulesError:
@@ -82,14 +73,14 @@ class TypeNoteHooks(Hooks):
             causes = f"\n{self._causes(noted)}" if noted else ""
             text = error.args[0] if error.args else None
             if not isinstance(text, str):  # what fails, leaf by leaf: its text comes later
-                self._local.causes = causes
+                here.type_causes = causes
             elif any(word in text for word in _OF_TYPES) and _FROM not in text:
                 error.args = (text + causes, *error.args[1:])
             raise
         finally:
             if outer is not None:
                 outer.update(noted)
-            self._local.noted = outer
+            here.type_notes = outer
 
     def _causes(self, noted: dict[tuple[str, frozenset[str]], Any]) -> str:
         lines = []

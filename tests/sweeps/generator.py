@@ -46,7 +46,9 @@ class Program:
     Args:
       specs: the mesh axes of each float argument.
       integer: those of the integer.
-      mode: where the gradient is taken: outside of the shard_map, inside, or forward.
+      mode: where the gradient is taken: outside of the shard_map (``typed``: of every value, each
+        under the spec that its type allows), inside, or forward.
+      casts: where casts stand, as ``install`` takes it.
     """
 
     seed: int
@@ -54,6 +56,7 @@ class Program:
     integer: tuple[str, ...]
     block: Block
     mode: str
+    casts: str = "late"
 
 
 class Generator:
@@ -67,9 +70,12 @@ class Generator:
     def program(self):
         specs = tuple(self.random.choice(SPECS) for _ in range(3))
         integer = self.random.choice(SPECS)
-        mode = self.random.choice(["outside", "outside", "inside", "forward", "hessian"])
-        block = self.block(len(specs), self.random.randint(4, 7), True, 2, mode == "outside")
-        return Program(self.seed, specs, integer, block, mode)
+        modes = ["outside", "typed", "typed", "inside", "forward", "hessian"]
+        mode = self.random.choice(modes)
+        reverse = mode in ("outside", "typed")
+        block = self.block(len(specs), self.random.randint(4, 7), True, 2, reverse)
+        casts = self.random.choice(["late", "cheapest"])
+        return Program(self.seed, specs, integer, block, mode, casts)
 
     def block(self, count, length, communicates, depth, reverse):
         """Return a block.
@@ -97,20 +103,22 @@ class Generator:
                 for _ in range(count)
             )
 
-        kinds = ["plain"] * 3 + ["integer"] * 2 + ["custom jvp", "axis_index"]
+        kinds = ["plain"] * 3 + ["integer"] * 2 + ["custom jvp", "axis_index", "vary"]
         if reverse:
-            kinds += ["custom"] * 3
+            kinds += ["custom"] * 3 + ["shares"]
         if communicates:
             kinds += ["collective"] * 4
             if reverse:
-                kinds += ["reducing"]
+                kinds += ["reducing", "straight"]
         if depth:
             kinds += ["cond", "closed_cond", "switch", "scan", "scan_from_zeros", "while_loop"]
-            kinds += ["remat", "jit", "vmap", "jvp", "linearize"]
+            kinds += ["fori", "remat", "jit", "vmap", "jvp", "linearize"]
+            if reverse:
+                kinds += ["custom_block"] * 2
             if communicates and reverse:
-                kinds += ["grad"]
+                kinds += ["grad", "vjp"]
         if hasattr(jax, "new_ref") and depth == 2:
-            kinds += ["ref"]
+            kinds += ["ref", "accumulate"]
         kind = choose(kinds)
         if kind == "plain":
             name = choose(list(LOCAL))
@@ -124,33 +132,47 @@ class Generator:
             return Step("custom", pick(2), (choose(list(CUSTOM)),))
         if kind == "axis_index":
             return Step(kind, pick(1), (choose(list(AXES)),))
+        if kind == "vary":
+            return Step(kind, pick(1), (choose(SPECS[1:]),))
+        if kind == "shares":
+            return Step(kind, pick(2), (choose(["returned", "summed", "already summed"]),))
+        if kind == "straight":
+            return Step(kind, pick(2))
         if kind == "collective":
             return self.collective(pick)
         if kind == "reducing":
             name = choose(["psum", "pmean", "gather"] * 3 + ["identity", "gathered loss"])
             everywhere = name != "identity" or self.random.random() < 0.2
             return Step(kind, pick(1), (name, choose(list(AXES)), everywhere))
-        if kind == "ref":
+        if kind in ("ref", "accumulate"):
             return Step(kind, pick(2))
         if kind == "cond":
             same = choose([None, True]) if communicates else None
             place = choose([None, 0, 3]) if same is None else None
             both = tuple(self.inside(2, communicates and bool(same), depth, reverse) for _ in "12")
             return Step(kind, pick(2), (place, same), both)
-        if kind in ("closed_cond", "switch"):
-            count = 2 if kind == "closed_cond" else 3
-            blocks = tuple(self.inside(2, False, depth, reverse) for _ in range(count))
+        if kind == "closed_cond":
+            blocks = tuple(self.inside(2, False, depth, reverse) for _ in "12")
             return Step(kind, pick(2), (), blocks)
+        if kind == "switch":
+            same = communicates and choose([True, False])
+            blocks = tuple(self.inside(2, same, depth, reverse) for _ in "123")
+            return Step(kind, pick(2), (same,), blocks)
         if kind == "while_loop":
             same = communicates and choose([True, False])
             block = self.inside(2, same, depth, reverse)
             return Step(kind, pick(2), (same,), (block,))
         forward = kind in ("jvp", "linearize")
         mapped, self.mapped = self.mapped, self.mapped or kind == "vmap"
-        count = {"scan": 3, "jvp": 2, "linearize": 2}.get(kind, 2)
+        count = 3 if kind == "scan" else 2
         block = self.inside(count, communicates, depth, reverse and not forward)
         self.mapped = mapped
-        return Step(kind, pick(count + forward), (), (block,))
+        options = ()
+        if kind == "custom_block":
+            options = (choose(["pullback", "again"]),)
+        elif kind == "grad":
+            options = (choose(SPECS),)
+        return Step(kind, pick(count + (forward or kind == "vjp")), options, (block,))
 
     def collective(self, pick):
         choose = self.random.choice

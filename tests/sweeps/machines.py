@@ -1,4 +1,4 @@
-"""The two machines that run a random program: devices in shard_map, and arrays on one device."""
+"""The two machines that run a random program: in shard_map, and under vmap on one device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import shardrules as sr
+from shardrules import hooks
+
 from .generator import Block
-from .operations import AXES, CUSTOM, DEVICES, LOCAL, WITH_INTEGER, N, reducing
+from .operations import AXES, CUSTOM, LOCAL, WITH_INTEGER, N, reducing
 
 lax = jax.lax
 
 
 class Machine:
-    """Runs blocks; what differs is left to the two that follow."""
+    """Runs blocks; what differs is left to the two that follow.
+
+    Args:
+      n: the device's integer.
+      everywhere: a value that varies over all axes.
+    """
+
+    def __init__(self, n, everywhere):
+        self.n = n
+        self.zero = 0 * everywhere
 
     def run(self, block, args, trace=None):
         """Return a block's result.
@@ -32,42 +44,103 @@ class Machine:
         return values[-1]
 
     def plain(self, name, *inputs):
-        return self.local(LOCAL[name], *inputs)
+        return LOCAL[name](*inputs)
 
     def integer(self, name, x):
-        return self.local(WITH_INTEGER[name], self.n, x)
+        return WITH_INTEGER[name](self.n, x)
 
     def jvp(self, block, x, t, *others):
         y, dy = jax.jvp(lambda x: self.run(block, [x, *others]), (x,), (t,))
         return y + 0.5 * dy
 
-    def stopped(self, x):
-        return lax.stop_gradient(x)
+    def axis_index(self, axis, x):
+        return x * (1 + 0.1 * lax.axis_index(axis).astype(np.float32))
+
+    def cond(self, place, same, yes, no, x, *others):
+        n = self.n if same is None else lax.pmax(self.n, tuple(AXES))
+        predicate = n > 1 if place is None else x[place] > 0.1
+        args = (x, *others)
+        return lax.cond(predicate, lambda *a: self.run(yes, a), lambda *a: self.run(no, a), *args)
+
+    def closed_cond(self, yes, no, *args):
+        return lax.cond(self.n > 1, lambda: self.run(yes, args), lambda: self.run(no, args))
+
+    def switch(self, same, *rest):
+        blocks = [one for one in rest if isinstance(one, Block)]
+        args = rest[len(blocks) :]
+        n = lax.pmax(self.n, tuple(AXES)) if same else self.n
+        return lax.switch(
+            n % len(blocks), [functools.partial(self._of, one) for one in blocks], *args
+        )
+
+    def _of(self, block, *args):
+        return self.run(block, args)
+
+    def scan(self, block, x, y, *others):
+        rows = jnp.stack([y, 0.5 * y, -y])
+
+        def body(c, row):
+            c = self.run(block, [c, row, *others])
+            return c, 0.3 * c
+
+        c, out = lax.scan(body, x, rows)
+        return c + out.sum(0)
+
+    def scan_from_zeros(self, block, y, *others):
+        rows = jnp.stack([y, 0.5 * y, -y])
+
+        def body(c, row):
+            return self.run(block, [c, row, *others]), None
+
+        return lax.scan(body, jnp.zeros(N), rows)[0]
+
+    def fori(self, block, x, *others):
+        return lax.fori_loop(0, 3, lambda _, x: self.run(block, [x, *others]), x)
+
+    def while_loop(self, same, block, x, *others):
+        n = lax.pmax(self.n, tuple(AXES)) if same else self.n
+        others = [lax.stop_gradient(y) for y in others]
+
+        def body(carried):
+            k, c = carried
+            return k + 1, self.run(block, [c, *others])
+
+        return lax.while_loop(lambda c: c[0] < n, body, (0, lax.stop_gradient(x)))[1]
+
+    def remat(self, block, *args):
+        return jax.checkpoint(lambda *args: self.run(block, args))(*args)
+
+    def jit(self, block, *args):
+        return jax.jit(lambda *args: self.run(block, args))(*args)
+
+    def vmap(self, block, x, *others):
+        return jax.vmap(lambda x: self.run(block, [x, *others]))(jnp.stack([x, 0.5 - x])).mean(0)
+
+    def linearize(self, block, x, t, *others):
+        # A tangent that comes later can't change its primal's type: JAX wants the same.
+        x, t = x + self.zero, t + self.zero
+        return jax.linearize(lambda x: self.run(block, [x, *others]), x)[1](t)
+
+    def vjp(self, block, x, t, *others):
+        def f(x):
+            return self.run(block, [x, *others]) + self.zero
+
+        return jax.vjp(f, x + self.zero)[1](t + self.zero)[0]
 
 
 class OnDevices(Machine):
-    """In shard_map: JAX's own operations.
+    """In shard_map: JAX's own operations, and what types decide.
 
-    Args:
-      n: the device's integer.
-      everywhere: a value that varies over all axes.
+    ``faults`` holds the known faults that a program met, each of which may make it wrong.
     """
 
-    def __init__(self, n, everywhere):
-        self.n = n
-        self.zero = 0 * everywhere
-
-    def local(self, f, *inputs):
-        return f(*inputs)
+    faults: set[str] = set()
 
     def custom(self, name, x, w):
         return CUSTOM[name][0](x, w)
 
     def reducing(self, name, axis, everywhere, x):
         return 0.5 * reducing(name, axis)(x + self.zero if everywhere else x)
-
-    def axis_index(self, axis, x):
-        return x * (1 + 0.1 * lax.axis_index(axis).astype(np.float32))
 
     def collective(self, name, axes, groups, x):
         size = size_of(axes, groups)
@@ -95,177 +168,140 @@ class OnDevices(Machine):
         assert name == "ppermute"
         return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
 
-    def cond(self, place, same, yes, no, x, *others):
-        n = self.n if same is None else lax.pmax(self.n, tuple(AXES))
-        predicate = n > 1 if place is None else x[place] > 0.1
-        args = (x, *others)
-        return lax.cond(predicate, lambda *a: self.run(yes, a), lambda *a: self.run(no, a), *args)
-
-    def closed_cond(self, yes, no, *args):
-        return lax.cond(self.n > 1, lambda: self.run(yes, args), lambda: self.run(no, args))
-
-    def switch(self, *rest):
-        blocks = [one for one in rest if isinstance(one, Block)]
-        args = rest[len(blocks) :]
-        return lax.switch(
-            self.n % len(blocks), [functools.partial(self._of, one) for one in blocks], *args
-        )
-
-    def _of(self, block, *args):
-        return self.run(block, args)
-
-    def scan(self, block, x, y, *others):
-        rows = jnp.stack([y, 0.5 * y, -y])
-
-        def body(c, row):
-            c = self.run(block, [c, row, *others])
-            return c, 0.3 * c
-
-        c, out = lax.scan(body, x, rows)
-        return c + out.sum(0)
-
-    def scan_from_zeros(self, block, y, *others):
-        rows = jnp.stack([y, 0.5 * y, -y])
-
-        def body(c, row):
-            return self.run(block, [c, row, *others]), None
-
-        return lax.scan(body, jnp.zeros(N), rows)[0]
-
-    def while_loop(self, same, block, x, *others):
-        n = lax.pmax(self.n, tuple(AXES)) if same else self.n
-        others = [lax.stop_gradient(y) for y in others]
-
-        def body(carried):
-            k, c = carried
-            return k + 1, self.run(block, [c, *others])
-
-        return lax.while_loop(lambda c: c[0] < n, body, (0, lax.stop_gradient(x)))[1]
-
-    def remat(self, block, *args):
-        return jax.checkpoint(lambda *args: self.run(block, args))(*args)
-
-    def jit(self, block, *args):
-        return jax.jit(lambda *args: self.run(block, args))(*args)
-
-    def vmap(self, block, x, *others):
-        return jax.vmap(lambda x: self.run(block, [x, *others]))(jnp.stack([x, 0.5 - x])).mean(0)
-
-    def linearize(self, block, x, t, *others):
-        # A tangent that comes later can't change its primal's type: JAX wants the same.
-        x, t = x + self.zero, t + self.zero
-        return jax.linearize(lambda x: self.run(block, [x, *others]), x)[1](t)
-
-    def grad(self, block, x, *others):
-        def loss(x):
-            return lax.psum((self.run(block, [x, *others]) + self.zero).sum() * 0.2, tuple(AXES))
-
-        return jax.grad(loss)(x + self.zero)
-
     def ref(self, x, y):
         ref = jax.new_ref(x + self.zero)
         ref[...] = ref[...] * 0.5 + y
         return ref[...]
 
+    def accumulate(self, x, y):
+        ref = jax.new_ref(x + self.zero)
 
-class AsArrays(Machine):
-    """On one device: arrays whose first axis is the devices.
+        def add(row):
+            ref[...] += row
 
-    Args:
-      n: the integers of all.
+        lax.fori_loop(0, 3, lambda k, _: add(y / 2**k), None)
+        return ref[...]
+
+    def vary(self, axes, x):
+        return sr.vary(x, *axes)
+
+    def custom_block(self, how, block, x, y):
+        """A custom_vjp whose bwd is JAX's own, saved by the forward or taken once more."""
+
+        def f(x, y, n, zero):  # what is closed over would outlive its trace
+            return type(self)(n.astype(np.int32), zero).run(block, [x, y])
+
+        op = jax.custom_vjp(f)
+        if how == "pullback":
+            op.defvjp(lambda *args: jax.vjp(f, *args), lambda pull, g: pull(g))
+        else:
+            op.defvjp(lambda *args: (f(*args), args), lambda args, g: jax.vjp(f, *args)[1](g))
+        return op(x, y, lax.stop_gradient(self.n.astype(np.float32)), self.zero)
+
+    def shares(self, how, w, x):
+        """A product whose bwd returns this device's shares, or sums where its primals are equal."""
+
+        def cotangent(value, primal):
+            missing = hooks.varying(value) - hooks.varying(primal)
+            if how == "returned" or not missing:
+                return value
+            value = lax.psum(value, tuple(missing))
+            if how == "summed":
+                return value
+            return sr.already_summed(sr.vary(value, *missing), *missing)
+
+        def bwd(saved, g):
+            w, x = saved
+            return cotangent(g * jnp.cos(w) * x, w), cotangent(g * jnp.sin(w), x)
+
+        op = jax.custom_vjp(lambda w, x: jnp.sin(w) * x)
+        op.defvjp(lambda w, x: (op(w, x), (w, x)), bwd)
+        return op(w, x)
+
+    def straight(self, value, surrogate):
+        """The value of one, the gradient of the other."""
+        if hooks.varying(surrogate) - hooks.varying(value):
+            self.faults.add("a bwd's invariant cotangent for a primal that varies")
+        op = jax.custom_vjp(lambda value, surrogate: value)
+        op.defvjp(lambda value, surrogate: (value, None), lambda _, g: (jnp.zeros_like(g), g))
+        return op(value, surrogate)
+
+    def grad(self, axes, block, x, *others):
+        def loss(x):
+            return lax.psum((self.run(block, [x, *others]) + self.zero).sum() * 0.2, tuple(AXES))
+
+        if axes:
+            x = lax.pmean(sr.vary(x, *axes), axes)
+        rest = [axis for axis in AXES if axis not in axes]
+        return jax.grad(loss)(sr.vary(x, *rest) if rest else x)
+
+
+class Mapped(Machine):
+    """On one device, under ``jax.vmap`` with the mesh axes' names: the same body without types.
+
+    What depends on types is its plain function here: a custom_vjp, whose bwd follows them; a
+    gradient that is taken inside; a cast. Each collective is array arithmetic on what all hold.
     """
 
-    def __init__(self, n):
-        self.n = n
-
-    def local(self, f, *inputs):
-        return jax.vmap(f)(*inputs)
-
     def custom(self, name, x, w):
-        return self.local(CUSTOM[name][1], x, w)
+        return CUSTOM[name][1](x, w)
+
+    def custom_block(self, how, block, *args):
+        return self.run(block, args)
+
+    def shares(self, how, w, x):
+        return jnp.sin(w) * x
+
+    def straight(self, value, surrogate):
+        return surrogate + lax.stop_gradient(value - surrogate)
+
+    def vary(self, axes, x):
+        return x
 
     def reducing(self, name, axis, everywhere, x):
         if name == "identity":
             return 0.5 * jnp.sin(x)
-        members, _ = members_of((axis,), None)
+        mean = functools.partial(self.collective, "pmean", (axis,), None)
         if name == "gathered loss":
-            return 0.5 * jnp.sin(x)[members].mean(1) * x[members].mean(1)
+            return 0.5 * mean(jnp.sin(x)) * mean(x)
         if name == "pmean":
-            x = jnp.sin(x)
-        return 0.5 * (x[members].sum(1) if name == "psum" else x[members].mean(1))
-
-    def axis_index(self, axis, x):
-        _, position = members_of((axis,), None)
-        return x * (1 + 0.1 * position[:, None].astype(np.float32))
+            return 0.5 * mean(jnp.sin(x))
+        return 0.5 * mean(x) * (AXES[axis] if name == "psum" else 1)
 
     def collective(self, name, axes, groups, x):
-        members, position = members_of(axes, groups)
-        size = members.shape[1]
+        everyone, index = x, 0
+        for axis in axes[::-1]:
+            everyone = lax.all_gather(everyone, axis)
+        for axis in axes:
+            index = index * AXES[axis] + lax.axis_index(axis)
+        count = size_of(axes, None)
+        groups = groups or [list(range(count))]
+        mine = [next(group for group in groups if one in group) for one in range(count)]
+        position = jnp.array([group.index(one) for one, group in enumerate(mine)])[index]
+        x = everyone.reshape(count, N)[jnp.array(mine)[index]]
+        size = len(x)
         if name in ("psum", "pmean"):
-            return x[members].mean(1)
+            return x.mean(0)
         if name in ("pmax", "pmin"):
-            return getattr(lax.stop_gradient(x)[members], name[1:])(1)
+            return getattr(lax.stop_gradient(x), name[1:])(0)
         if name.startswith("all_gather"):
-            return jnp.einsum("k,dki->di", weights(size), x[members])
+            return weights(size) @ x
         if name.startswith("psum_scatter"):
-            return x[members].sum(1) * weights(size)[position][:, None]
+            return x.sum(0) * jnp.asarray(weights(size))[position]
         if name == "all_to_all":
-            parts = x.reshape(DEVICES, size, N // size)
-            return parts[members, position[:, None]].reshape(DEVICES, N)
-        return x[members[np.arange(DEVICES), (position - 1) % size]]
+            return x.reshape(size, size, N // size)[:, position].reshape(N)
+        return x[(position - 1) % size]
 
-    def cond(self, place, same, yes, no, x, *others):
-        n = self.n if same is None else jnp.broadcast_to(self.n.max(), (DEVICES,))
-        predicate = n > 1 if place is None else x[:, place] > 0.1
-        args = (x, *others)
-        return jnp.where(predicate[:, None], self.run(yes, args), self.run(no, args))
-
-    def closed_cond(self, yes, no, *args):
-        return jnp.where((self.n > 1)[:, None], self.run(yes, args), self.run(no, args))
-
-    def switch(self, *rest):
-        blocks = [one for one in rest if isinstance(one, Block)]
-        args = rest[len(blocks) :]
-        results = jnp.stack([self.run(block, args) for block in blocks])
-        return results[self.n % len(blocks), np.arange(DEVICES)]
-
-    def scan(self, block, x, y, *others):
-        total = 0
-        for row in (y, 0.5 * y, -y):
-            x = self.run(block, [x, row, *others])
-            total = total + 0.3 * x
-        return x + total
-
-    def scan_from_zeros(self, block, y, *others):
-        x = jnp.zeros((DEVICES, N))
-        for row in (y, 0.5 * y, -y):
-            x = self.run(block, [x, row, *others])
-        return x
-
-    def while_loop(self, same, block, x, *others):
-        n = jnp.broadcast_to(self.n.max(), (DEVICES,)) if same else self.n
-        x, *others = [lax.stop_gradient(y) for y in (x, *others)]
-        for k in range(4):
-            x = jnp.where((k < n)[:, None], self.run(block, [x, *others]), x)
-        return x
-
-    def remat(self, block, *args):
-        return self.run(block, args)
-
-    jit = remat
-
-    def vmap(self, block, x, *others):
-        both = [self.run(block, [one, *others]) for one in (x, 0.5 - x)]
-        return (both[0] + both[1]) / 2
-
-    def linearize(self, block, x, t, *others):
-        return jax.jvp(lambda x: self.run(block, [x, *others]), (x,), (t,))[1]
-
-    def grad(self, block, x, *others):
-        return jax.grad(lambda x: self.run(block, [x, *others]).sum() * 0.2)(x)
+    def grad(self, axes, block, x, *others):
+        x = lax.pmean(x, axes) if axes else x
+        found = jax.grad(lambda x: self.run(block, [x, *others]).sum() * 0.2)(x)
+        return lax.psum(found, axes) if axes else found
 
     def ref(self, x, y):
         return x * 0.5 + y
+
+    def accumulate(self, x, y):
+        return x + 1.75 * y
 
 
 def weights(size):
@@ -274,20 +310,3 @@ def weights(size):
 
 def size_of(axes, groups):
     return len(groups[0]) if groups else int(np.prod([AXES[axis] for axis in axes]))
-
-
-def members_of(axes, groups):
-    """Return (the devices of each device's group in order, its place among them)."""
-    names = list(AXES)
-    ids = np.arange(DEVICES).reshape(tuple(AXES.values()))
-    order = [names.index(axis) for axis in axes]
-    rest = [place for place in range(len(names)) if place not in order]
-    lines = ids.transpose(*rest, *order).reshape(-1, size_of(axes, None))
-    if groups:
-        lines = np.concatenate([lines[:, group] for group in groups])
-    members = np.zeros((DEVICES, lines.shape[1]), int)
-    position = np.zeros(DEVICES, int)
-    for line in lines:
-        for place, device in enumerate(line):
-            members[device], position[device] = line, place
-    return members, position

@@ -1,14 +1,18 @@
-"""Random programs with gradients: shard_map under the hooks against arrays of devices.
+"""Random programs with gradients: shard_map under the hooks against vmap over the same body.
 
 A program is data: instructions on values of eight floats, some with programs inside. It is run
-twice: by ``OnDevices`` in ``shard_map`` on eight devices as 4x2, and by ``AsArrays`` on one, where
-the devices are the first axis of every array, collectives are ordinary indexing and sums along it,
-branches are selects and loops are unrolled. JAX differentiates the latter without knowing of any
-mesh, so its values and gradients are exact whatever a custom_vjp, a kernel or a type says.
+twice: by ``OnDevices`` in ``shard_map`` on eight devices as 4x2, and by ``Mapped`` on one, under
+``jax.vmap`` with the mesh axes' names: no shard_map, no types. There a custom_vjp is the function
+that it computes, and a collective is array arithmetic, so its values and gradients are exact
+whatever a custom_vjp, a kernel or a type says.
 
 A value that is typed invariant must be equal there on all devices, each value and gradient equal.
 
     python -m tests.sweeps.programs 2000 [first_seed [processes]]
+
+runs them in other processes, since a program whose devices wait for each other ends its process,
+and prints how many were ``right``, ``refused`` (by an error of shardrules), of a known fault
+(``known``), refused or stuck in plain JAX, too (``jax``), ``wrong``, ``died`` or ``stuck``.
 """
 
 from __future__ import annotations
@@ -17,8 +21,11 @@ import collections
 import dataclasses
 import json
 import os
+import pathlib
+import queue
 import subprocess
 import sys
+import threading
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -36,8 +43,8 @@ import shardrules as sr
 from shardrules import hooks
 from shardrules.errors import ShardrulesError
 
-from .generator import Generator, Program
-from .machines import AsArrays, OnDevices, members_of, size_of
+from .generator import Block, Generator, Program
+from .machines import Mapped, OnDevices, size_of
 from .operations import AXES, DEVICES, N
 
 lax = jax.lax
@@ -66,41 +73,50 @@ def _spec(axes):
     return P(axes) if axes else P()
 
 
+EVERYWHERE = _spec(tuple(AXES))
+
+
 def on_devices(program, types, check=True):
-    """Return the function of the global arguments to the outputs of all devices."""
+    """Return the function of the global arguments to what is differentiated, and to all values.
+
+    Args:
+      types: the mesh axes over which each value varies; filled when it is traced. Before that, a
+        ``typed`` program's values are returned from all devices.
+    """
     mesh = Mesh(np.array(jax.devices()[:DEVICES]).reshape(tuple(AXES.values())), tuple(AXES))
 
     def body(floats, integers, everywhere):
-        machine = OnDevices(integers[0], everywhere)
         trace = []
-        out = machine.run(program.block, floats, trace)
+        out = OnDevices(integers[0], everywhere).run(program.block, floats, trace)
         types[:] = [_varying(x) for x in trace]
-        return out, trace
+        return (trace if program.mode == "typed" else [out]), trace
 
     def gradients(floats, integers, everywhere):
         """Gradients taken inside of the shard_map."""
 
         def loss(*floats):
-            out, trace = body(floats, integers, everywhere)
-            mine = (out * _mine(out, everywhere)).sum() + 0 * everywhere.sum()
+            (out,), trace = body(floats, integers, everywhere)
+            mine = (out * _weights(everywhere)).sum() + 0 * everywhere.sum()
             return lax.psum(mine, tuple(AXES)), trace
 
         grads, trace = jax.grad(loss, argnums=tuple(range(len(floats))), has_aux=True)(*floats)
         return list(grads), trace
 
-    inner = gradients if program.mode == "inside" else body
-    everything = P(tuple(AXES))
+    inside = program.mode == "inside"
     floats_specs = [_spec(axes) for axes in program.specs]
+    outputs = floats_specs if inside else EVERYWHERE
+    if program.mode == "typed" and types:
+        outputs = [_spec(tuple(axis for axis in AXES if axis in one)) for one in types]
     return hooks.shard_map(
-        inner,
+        gradients if inside else body,
         mesh,
-        (floats_specs, _spec(program.integer), everything),
-        (floats_specs if program.mode == "inside" else everything, everything),
+        (floats_specs, _spec(program.integer), EVERYWHERE),
+        (outputs, EVERYWHERE),
         check=check,
     )
 
 
-def _mine(out, everywhere):
+def _weights(everywhere):
     """Weights that differ by device, and are no constants of the program."""
     return jnp.cos(3 * everywhere)
 
@@ -110,28 +126,42 @@ def _varying(x):
     return frozenset(AXES) - rep if rep is not None else hooks.varying(x)
 
 
-def as_arrays(program):
+def mapped(program, types):
     """Return the same function, on one device."""
+    shape = tuple(AXES.values())
+
+    def spread(x, axes, size):
+        """Each device's block of a global array; the leading axes are the mesh's."""
+        blocks = x.reshape(*(AXES[axis] if axis in axes else 1 for axis in AXES), *size)
+        return jnp.broadcast_to(blocks, (*shape, *size))
 
     def run(floats, integers, everywhere):
-        def spread(x, spec, size):
-            members = np.zeros(DEVICES, int)
-            if spec:
-                _, members = members_of(spec, None)
-            return x.reshape(size_of(spec, None), *size)[members]
+        def body(floats, n, everywhere):
+            trace = []
+            out = Mapped(n, everywhere).run(program.block, floats, trace)
+            return out, trace
 
-        machine = AsArrays(spread(integers, program.integer, ()))
-        trace = []
-        args = [spread(x, spec, (N,)) for x, spec in zip(floats, program.specs)]
-        out = machine.run(program.block, args, trace)
-        return out.reshape(DEVICES * N), [x.reshape(DEVICES * N) for x in trace]
+        for axis in reversed(AXES):
+            body = jax.vmap(body, axis_name=axis, axis_size=AXES[axis])
+        out, trace = body(
+            [spread(x, axes, (N,)) for x, axes in zip(floats, program.specs)],
+            spread(integers, program.integer, ()),
+            spread(everywhere, tuple(AXES), (N,)),
+        )
+        outputs = [out]
+        if program.mode == "typed":  # what is the same on devices counts once
+            outputs = [
+                one[tuple(slice(None) if axis in axes else 0 for axis in AXES)]
+                for one, axes in zip(trace, types)
+            ]
+        return [one.ravel() for one in outputs], trace
 
     return run
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of a program: ``right``, ``refused``, ``died``, ``wrong`` or JAX's (``jax``)."""
+    """What became of a program, in one of the words of this module's first lines."""
 
     seed: int
     what: str
@@ -139,21 +169,45 @@ class Outcome:
 
 
 def judge(seed: int) -> Outcome:
-    """Run one program both ways and compare; the hooks are installed."""
+    """Run one program both ways and compare."""
     return judge_program(Generator(seed).program())
 
 
 def judge_program(program: Program) -> Outcome:
+    """Run a program both ways and compare; the hooks are installed with its casts."""
+    OnDevices.faults.clear()
+    with sr.install(casts=program.casts):
+        outcome = _compared(program)
+    if outcome.what in ("wrong", "died") and OnDevices.faults:
+        return Outcome(program.seed, "known", "; ".join(sorted(OnDevices.faults)))
+    return outcome
+
+
+def stuck(program: Program) -> bool:
+    """Whether it is known that devices may wait for each other: for a psum in one's branch."""
+    sums = ("custom_block", "shares")
+    return any(apart and step.kind in sums for step, apart in steps_of(program.block))
+
+
+def steps_of(block: Block, apart: bool = False):
+    """Yield each step of a block and of those inside; and whether only some devices may run it."""
+    for step in block.steps:
+        yield step, apart
+        branches = step.kind in ("cond", "switch", "while_loop") and True not in step.options
+        for one in step.blocks:
+            yield from steps_of(one, apart or branches or step.kind == "closed_cond")
+
+
+def _compared(program: Program) -> Outcome:
     floats, integers, everywhere = inputs(program)
     types: list[frozenset] = []
-    alone = as_arrays(program)
     rng = np.random.default_rng(program.seed + 1)
     tangents = [jnp.asarray(rng.uniform(-1, 1, x.shape), np.float32) for x in floats]
 
     def derivatives(f):
         def loss(floats):
-            out, trace = f(floats, integers, everywhere)
-            return (out * jnp.cos(3 * everywhere)).sum(), trace
+            outputs, trace = f(floats, integers, everywhere)
+            return sum((one * _weights(everywhere)[: one.size]).sum() for one in outputs), trace
 
         def forward(floats):
             return jax.jvp(lambda floats: loss(floats)[0], (floats,), (tangents,))[1]
@@ -165,13 +219,15 @@ def judge_program(program: Program) -> Outcome:
         return jax.grad(loss, has_aux=True)
 
     def of_all(check):
+        del types[:]
+        if check and program.mode == "typed":
+            jax.eval_shape(on_devices(program, types), floats, integers, everywhere)
         sharded = on_devices(program, types, check)
         run = derivatives(sharded)
         if program.mode == "inside":
             run = lambda floats: sharded(floats, integers, everywhere)  # noqa: E731
         return jax.block_until_ready(jax.jit(run, compiler_options=CHEAPLY)(floats))
 
-    want, reference = jax.jit(derivatives(alone), compiler_options=CHEAPLY)(floats)
     try:
         got, trace = of_all(check=True)
     except ShardrulesError as error:
@@ -184,6 +240,11 @@ def judge_program(program: Program) -> Outcome:
             if type(unchecked) is type(error) and str(unchecked)[:30] == str(error)[:30]:
                 return Outcome(program.seed, "jax", what)
         return Outcome(program.seed, "died", what)
+    alone = derivatives(mapped(program, types))
+    try:
+        want, reference = jax.jit(alone, compiler_options=CHEAPLY)(floats)
+    except Exception as error:
+        return Outcome(program.seed, "died", f"under vmap: {type(error).__name__}: {error}"[:300])
     for place, (one, other) in enumerate(zip(trace, reference)):
         cube = np.asarray(other).reshape(*AXES.values(), N)
         name = name_of(program.block.steps[place])
@@ -194,8 +255,7 @@ def judge_program(program: Program) -> Outcome:
                 return Outcome(
                     program.seed, "wrong", f"{name} is typed invariant over {axis} and differs"
                 )
-        copies = one
-        if not _close(copies, other):
+        if not _close(np.reshape(one, cube.shape), cube):
             return Outcome(program.seed, "wrong", f"the value of {name}")
     for place, (one, other) in enumerate(zip(got, want)):
         if not _close(one, other):
@@ -229,44 +289,98 @@ def show(block, indent=0):
             show(one, indent + 4)
 
 
+class Worker:
+    """Programs in a process of their own; a line for each that begins and each that ends.
+
+    Args:
+      first: the first seed.
+      count: how many.
+      limit: seconds for one program.
+    """
+
+    def __init__(self, first: int, count: int, limit: float = 240):
+        self.seeds = range(first, first + count)
+        self.limit = limit
+
+    def outcomes(self):
+        """Yield each program's outcome."""
+        todo = self.seeds
+        while todo:
+            for outcome in self._of_one_process(todo):
+                yield outcome
+                todo = range(outcome.seed + 1, todo.stop)
+
+    def _of_one_process(self, todo):
+        """Yield outcomes until all are there, or one program ends the process or doesn't end."""
+        root = pathlib.Path(__file__).resolve().parents[2]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.sweeps.programs", "--one-process"]
+            + [str(len(todo)), str(todo.start)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
+        )
+        lines: queue.Queue = queue.Queue()
+
+        def read():
+            for line in process.stdout:
+                lines.put(line)
+            lines.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        seed = todo.start
+        try:
+            while seed < todo.stop:
+                line = lines.get(timeout=self.limit)
+                if line is None:
+                    break
+                outcome = Outcome(**json.loads(line))
+                yield outcome
+                seed = outcome.seed + 1
+        except queue.Empty:
+            pass
+        finally:
+            process.kill()
+            ended = process.wait()
+        if seed < todo.stop:
+            what = "known" if stuck(Generator(seed).program()) else "stuck"
+            yield Outcome(seed, what, f"exit code {ended}")
+
+
+def sweep(count: int, first: int, jobs: int = 1):
+    """Return the outcome of each program of ``count`` seeds."""
+    share = -(-count // jobs)
+    found: list[list[Outcome]] = [[] for _ in range(jobs)]
+
+    def work(number):
+        start = number * share
+        for outcome in Worker(first + start, min(share, count - start)).outcomes():
+            found[number].append(outcome)
+            if outcome.what != "right":
+                print(f"seed {outcome.seed}: {outcome.what}: {outcome.why}", flush=True)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(jobs)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    return [outcome for one in found for outcome in one]
+
+
 def main(arguments):
+    if arguments[:1] == ["--one-process"]:
+        count, first = map(int, arguments[1:])
+        for seed in range(first, first + count):
+            print(json.dumps(dataclasses.asdict(judge(seed))), flush=True)
+            if seed % 50 == 49:
+                jax.clear_caches()
+        return 0
     count, first, jobs = (list(map(int, arguments)) + [20, 0, 1][len(arguments) :])[:3]
-    if jobs > 1:
-        share = -(-count // jobs)
-        running = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    __spec__.name,
-                    str(min(share, count - start)),
-                    str(first + start),
-                    "1",  # it tells, and this one judges
-                ],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for start in range(0, count, share)
-        ]
-        totals: collections.Counter = collections.Counter()
-        for one in running:
-            out, _ = one.communicate()
-            lines = out.splitlines()
-            print("\n".join(lines[:-1]))
-            totals.update(json.loads(lines[-1]) if lines and not one.returncode else {"lost": 1})
-    else:
-        totals = collections.Counter()
-        with sr.install():
-            for seed in range(first, first + count):
-                outcome = judge(seed)
-                totals[outcome.what] += 1
-                if outcome.what != "right":
-                    print(f"seed {seed}: {outcome.what}: {outcome.why}", flush=True)
-                if seed % 50 == 49:
-                    jax.clear_caches()
+    totals = collections.Counter(one.what for one in sweep(count, first, jobs))
     print(json.dumps(totals))
-    if jobs > 1 or len(arguments) < 3:
-        return totals["wrong"] + totals["died"] + totals["lost"]
+    return totals["wrong"] + totals["died"] + totals["stuck"]
 
 
 if __name__ == "__main__":

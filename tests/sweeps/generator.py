@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import random
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 from .operations import AXES, CUSTOM, LOCAL, WITH_INTEGER
 
 SPECS = [(), ("a",), ("b",), ("a", "b")]
+UNGROUPED = ("psum", "pmean", "ppermute", "all_gather_invariant")
 GROUPS = {"a": [None, [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 0], [1, 2]]], "b": [None]}
 
 
@@ -179,9 +181,10 @@ class Generator:
         name = choose(
             ["psum", "pmean", "pmax", "pmin", "all_gather", "all_gather_tiled", "psum_scatter"]
             + ["psum_scatter_tiled", "all_to_all", "ppermute"]
+            + ["all_gather_invariant"] * ("to" in inspect.signature(jax.lax.all_gather).parameters)
         )
         axes = choose([("a",), ("a",), ("b",), ("a", "b")])
         groups = None
-        if len(axes) == 1 and name not in ("psum", "pmean", "ppermute") and not self.mapped:
+        if len(axes) == 1 and name not in UNGROUPED and not self.mapped:
             groups = choose(GROUPS[axes[0]])
         return Step("collective", pick(1), (name, axes, groups))

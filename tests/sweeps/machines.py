@@ -155,6 +155,9 @@ class OnDevices(Machine):
             return getattr(lax, name)(lax.stop_gradient(x), axis, **more)
         if name == "all_gather":
             return jnp.tensordot(weights(size), lax.all_gather(x, axis, **more), 1)
+        if name == "all_gather_invariant":
+            gathered = lax.all_gather(x + self.zero, axis, to="invarying")
+            return jnp.tensordot(weights(size), gathered, 1)
         if name == "all_gather_tiled":
             gathered = lax.all_gather(x, axis, tiled=True, **more)
             return jnp.tensordot(weights(size), gathered.reshape(size, N), 1)

@@ -40,6 +40,11 @@ def slope(x, w):
     return w * (1 - jnp.tanh(x) ** 2)
 
 
+def _matrix(x):
+    """A well-conditioned symmetric matrix."""
+    return jnp.diag(3 + jnp.sin(x)) + 0.1 * jnp.outer(x, x) / (1 + (x**2).sum())
+
+
 LOCAL = {
     "sin": lambda x: jnp.sin(x),
     "scale": lambda x: 0.7 * x + 0.1,
@@ -60,9 +65,23 @@ LOCAL = {
     "sort": lambda x, y: lax.sort((x, y), num_keys=1)[1],
     "matmul": lambda x, y: jnp.tile((x.reshape(2, 4) @ y.reshape(4, 2)).reshape(4), 2) * 0.3,
     "outer": lambda x, y: jnp.outer(x, y).sum(0) * 0.2,
-    "solve": lambda x, y: jnp.linalg.solve(
-        jnp.diag(3 + jnp.sin(x)) + 0.1 * jnp.outer(x, x) / (1 + (x**2).sum()), y
+    "solve": lambda x, y: jnp.linalg.solve(_matrix(x), y),
+    "inverse": lambda x, y: jnp.linalg.inv(_matrix(x)) @ y,
+    "cg": lambda x, y: jax.scipy.sparse.linalg.cg(lambda v: _matrix(x) @ v, y, maxiter=12)[0],
+    "cholesky": lambda x, y: jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(_matrix(x)), y),
+    "root": lambda x, y: lax.custom_root(
+        lambda z: z + 0.3 * jnp.sin(z * x) - y,
+        y,
+        lambda f, z: lax.fori_loop(0, 25, lambda _, z: z - f(z), z),
+        lambda g, z: z / g(jnp.ones_like(z)),
     ),
+    "associative_scan": lambda x, y: lax.associative_scan(
+        lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (jnp.tanh(x), y)
+    )[1],
+    "expm": lambda x: jax.scipy.linalg.expm(0.2 * x.reshape(4, 2) @ x.reshape(2, 4)).sum(0)[
+        jnp.arange(N) % 4
+    ],
+    "map": lambda x, y: lax.map(lambda row: jnp.sin(row[0]) * row[1], (x, y)),
     "concatenate": lambda x, y: jnp.concatenate([x[:3], y[3:]]),
     "logsumexp": lambda x, y: jax.nn.logsumexp(x, b=y**2 + 0.1) + 0.1 * y,
     "einsum": lambda x, y: jnp.einsum("i,j,i->j", x, y, x) * 0.1,

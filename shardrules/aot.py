@@ -7,11 +7,13 @@ Both run in one process. What comes out is the real compiler's HLO, kernels and 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
 import pathlib
 import re
+import sys
 from typing import Any
 
 from shardrules.arguments import checked
@@ -21,6 +23,8 @@ __all__ = ["gpu", "gpu_names", "missing_plugin", "tpu"]
 
 _TARGETS = pathlib.Path(__file__).with_name("targets")
 _PIP = "python -m pip install"  # that of this Python: a bare pip may be another's, as uv makes none
+_CUDA_MAJORS = (12, 13)
+_SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # read by the plugin (JAX 0.4.28 to 0.12)
 _DEVICES_PER_HOST = 8  # an HGX or DGX board of the GPUs described here
 
 
@@ -116,14 +120,30 @@ def missing_plugin(platform: str) -> str | None:
         )
     if platform == "tpu":
         return None if importlib.util.find_spec("libtpu") else f"{_PIP} '{_libtpu()}'"
-    if any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
+    if any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in _CUDA_MAJORS):
         return None
-    version = importlib.metadata.version("jax")
+    version = _jax_version()
     return f"{_PIP} --no-deps jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
+
+
+def _jax_version() -> str:
+    """Return the version of the JAX that is installed, whose compilers these are.
+
+    Raises:
+      AotError: there is none.
+    """
+    try:
+        return importlib.metadata.version("jax")
+    except importlib.metadata.PackageNotFoundError:
+        raise AotError(
+            f"JAX is not installed, and its version says which compilers fit; first {_PIP} jax",
+            command=f"{_PIP} jax",
+        ) from None
 
 
 def _libtpu() -> str:
     """Return the libtpu requirement that the installed JAX names in its ``tpu`` extra."""
+    _jax_version()
     for requirement in importlib.metadata.requires("jax") or ():
         wanted, _, marker = requirement.partition(";")
         if wanted.strip().startswith("libtpu") and "tpu" in marker:
@@ -137,7 +157,7 @@ def _require(platform: str) -> None:
         compiler = {"tpu": "libtpu", "gpu": "JAX's CUDA plugin"}[platform]
         raise AotError(
             f"{compiler} is not installed, and compiling for {platform.upper()} needs "
-            f"it; JAX {importlib.metadata.version('jax')} takes\n    {command}",
+            f"it; JAX {_jax_version()} takes\n    {command}",
             platform=platform,
             command=command,
         )
@@ -146,10 +166,17 @@ def _require(platform: str) -> None:
 def _describe(platform: str, topology_name: str, **options) -> tuple[Any, ...]:
     from jax.experimental import topologies
 
+    describe = functools.partial(
+        topologies.get_topology_desc, platform=platform, topology_name=topology_name, **options
+    )
     try:
-        description = topologies.get_topology_desc(
-            platform=platform, topology_name=topology_name, **options
-        )
+        try:
+            description = describe()
+        except NotImplementedError:  # JAX refused to load the plugin, since there is no driver
+            if platform != "cuda":
+                raise
+            _load_cuda_plugin()
+            description = describe()
     except Exception as error:  # the plugins raise whatever their C API reports
         shown = topology_name or options.get("topology")
         raise AotError(
@@ -160,12 +187,34 @@ def _describe(platform: str, topology_name: str, **options) -> tuple[Any, ...]:
     return tuple(description.devices)
 
 
+def _load_cuda_plugin() -> None:
+    """Load JAX's CUDA plugin where there is no driver; its compiler needs none.
+
+    By itself it first checks NVIDIA's libraries, unless ``JAX_PLATFORMS`` names other platforms.
+    """
+    import jax
+
+    jax.devices()  # the default platform is chosen before the plugin is there, which can't run
+    before = os.environ.get(_SKIP_CHECK)
+    os.environ[_SKIP_CHECK] = "1"
+    try:
+        for major in _CUDA_MAJORS:
+            if importlib.util.find_spec(f"jax_cuda{major}_plugin"):
+                importlib.import_module(f"jax_plugins.xla_cuda{major}").initialize()
+    finally:
+        del os.environ[_SKIP_CHECK]
+        if before is not None:
+            os.environ[_SKIP_CHECK] = before
+
+
 def _main() -> None:
     """Print the pip command of each compiler that is missing, one a line."""
-    for platform in ("tpu", "gpu"):
-        command = missing_plugin(platform)
-        if command is not None:
-            print(command)
+    try:
+        commands = [missing_plugin(platform) for platform in ("tpu", "gpu")]
+    except AotError as error:
+        sys.exit(f"shardrules: {error}")
+    for command in filter(None, commands):
+        print(command)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 """What is said where a compiler, a topology or a GPU's description is missing."""
 
+import importlib.metadata
 import importlib.util
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -39,3 +43,26 @@ def test_a_missing_compiler_is_an_error_with_the_command(bare):
 def test_what_is_not_known_is_said_with_what_is(make, said):
     with pytest.raises(AotError, match=said):
         make()
+
+
+def test_without_jax_it_says_what_to_install(monkeypatch, capsys):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="JAX is not installed, .*python -m pip install jax$"):
+        aot._main()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("before", ["", "import jax; jax.devices()"])
+def test_absent_gpus_need_no_jax_platforms(before):
+    """JAX refuses to load its CUDA plugin where there is no driver, unless it is told otherwise."""
+    code = f"{before}\nfrom shardrules import aot\nimport jax\n"
+    code += "print(len(aot.gpu('h100', 8)), jax.devices()[0].platform)"
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["8", "cpu"], done.stderr

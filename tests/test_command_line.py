@@ -139,7 +139,12 @@ def test_exit_codes_of_verify(tmp_path):
         (
             ["verify", UVW, "--mesh=data"],
             "",
-            "shardrules: --mesh=data is no mesh; write --mesh=data=4,model=2",
+            "shardrules: --mesh=data is not a mesh; write --mesh=data=4,model=2",
+        ),
+        (
+            ["verify", UVW, "--mesh=data=4,data=2"],
+            "",
+            "shardrules: --mesh=data=4,data=2 names the axis 'data' twice",
         ),
         (["verify", UVW, "--mesh=data=3"], "", "shardrules: the mesh (data=3) has 3 devices, but"),
         (

@@ -178,14 +178,16 @@ def mesh_of(text: str | None) -> dict[str, int] | None:
     """Read ``data=4,model=2``.
 
     Raises:
-      ShardrulesError: it is no mesh.
+      ShardrulesError: it isn't a mesh, or names an axis twice.
     """
     if text is None:
         return None
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (p.strip() for p in part.partition("="))
-        if not equals or not name or name in mesh or not size.isdecimal() or not int(size):
-            raise ShardrulesError(f"--mesh={text} is no mesh; write --mesh=data=4,model=2")
+        if name in mesh:
+            raise ShardrulesError(f"--mesh={text} names the axis {name!r} twice")
+        if not equals or not name or not size.isdecimal() or not int(size):
+            raise ShardrulesError(f"--mesh={text} is not a mesh; write --mesh=data=4,model=2")
         mesh[name] = int(size)
     return mesh

@@ -23,7 +23,7 @@ from shardrules.door.lookup import Symbol, find, is_cached, look, unsupported
 from shardrules.door.loops import body_tracers
 from shardrules.door.symbols import SET_SYMBOLS, SYMBOLS, TYPE_SYMBOLS
 from shardrules.door.trace_key import ContextKey, MeshKey
-from shardrules.errors import RuleError
+from shardrules.errors import RuleError, UnsupportedJaxError
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.suggestions import is_library
 
@@ -475,8 +475,14 @@ def load() -> Door:
       UnsupportedJaxError: if one is missing or has other parameters, or if nobody has run the
         hooks on this JAX and ``SHARDRULES_ALLOW_UNTESTED_JAX=1`` is not set; nothing was changed.
     """
-    import jax
-
+    try:
+        import jax
+    except ModuleNotFoundError as error:
+        raise UnsupportedJaxError(
+            f"shardrules hooks into JAX, which can't be imported here: {error}. "
+            "python -m pip install jax",
+            version=None,
+        ) from error
     version = jax.__version__
     typed = _types_on_avals()
     found, owners = find(version, SYMBOLS + (TYPE_SYMBOLS if typed else SET_SYMBOLS))

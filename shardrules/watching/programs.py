@@ -124,10 +124,12 @@ class Watched:
         self._where = where
         self._programs: list[WatchedProgram] = []
         self._stop: Callable[[], None] | None = None
+        self._has_begun = False
 
     def __enter__(self) -> Watched:
         if self._stop is not None:
             raise ShardrulesError("this watch is on already; make another one with watch()")
+        self._has_begun = True
         self._stop = compiling.start(
             lambda noted: self._programs.append(WatchedProgram(noted, self, self._where()))
         )
@@ -152,9 +154,17 @@ class Watched:
 
         Returns:
           The reports of all, the costliest first. After Ctrl-C, of those judged by then.
+
+        Raises:
+          ShardrulesError: the watch has not begun.
         """
         from shardrules.report import several
 
+        if not self._has_begun:
+            raise ShardrulesError(
+                "this watch has not begun, so it saw no program; write "
+                "`with shardrules.watch() as seen:` around what compiles them"
+            )
         found: dict[str, WatchedProgram] = {}
         judges: list[WatchedProgram] = []
         failures: list[tuple[str, str]] = []

@@ -275,3 +275,8 @@ def test_run_waits_until_the_script_imports_jax(tmp_path):
     judgement = shardrules.testing.judge(str(kept))
     assert judgement.mesh == {"data": 4, "model": 2}
     assert [v.collective.axes for v in judgement.redundant] == [("model",)]
+
+
+def test_a_watch_that_has_not_begun_says_so():
+    with pytest.raises(shardrules.ShardrulesError, match="has not begun.*`with shardrules.watch"):
+        str(shardrules.watch())

@@ -235,7 +235,7 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
             over = f"{len(collective.groups)} groups of {collective.group_size}: {groups}"
         elif judgement.mesh is None:  # names of its own notation, which others may use otherwise
             over += f": {groups}"
-        moves = collective.pairs is None or any(s != t for s, t in collective.pairs)
+        moves = collective.connections.moves
         frame = collective.source or hlo.Frame("", 0)
         compiled = level == "compiled"
         entries.append(

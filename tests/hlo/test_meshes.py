@@ -1,5 +1,6 @@
 """Meshes: told, or not known; groups compared by themselves."""
 
+import numpy as np
 import pytest
 
 from shardrules import errors, hlo
@@ -192,6 +193,28 @@ def test_another_dimension_is_a_difference(line):
     assert differences(texts[0], texts[0]) == []
 
 
+@pytest.mark.parametrize(
+    "channel, groups, found",
+    [
+        ("channel_id=1, ", "mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("channel_id=1, ", "mesh['a'=4] {'a'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("", "mesh['a'=2] {'a'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("channel_id=1, ", "mesh['a'=2,'b'=4] {'b'}", "a mesh of 8 devices in a module for 4"),
+        ("", "mesh['a'=4] {'a'}", "a mesh of 4 devices in a module for 2"),
+    ],
+)
+def test_a_mesh_is_one_of_the_ids_that_groups_hold(channel, groups, found):
+    """Partitions by a channel, else replicas: as XLA for CPU runs it, and refuses the last two."""
+    line = f"%r = f32[8] all-to-all(%x), {channel}replica_groups={groups}, dimensions={{0}}"
+    header = "is_scheduled=true, num_partitions=4, replica_count=2"
+    text = T.module(T.parameter("{replicated}") + "\n" + line, header=header)
+    if isinstance(found, str):
+        with pytest.raises(errors.HloSyntaxError, match=found):
+            hlo.judge(text)
+    else:
+        assert hlo.judge(text).verdicts[0].collective.groups == found
+
+
 def test_groups_are_named_where_only_they_differ():
     lines = [str(c) for c in differences(program(NAMED), program(T.OVER_DATA))]
     assert not any(" in [" in line for line in lines)
@@ -230,6 +253,22 @@ def test_groups_are_written_one_way(rows, written):
     assert devices.notation(rows) == written
     if written.startswith("["):
         assert sorted(devices.read_groups(written)[0]) == sorted(sorted(r) for r in rows)
+
+
+@pytest.mark.parametrize("count", [5, 8, 100, 300])
+def test_pairs_link_all_that_they_lead_to(count):
+    """Circles, trees and devices alone, held against one step after the other."""
+    rng = np.random.default_rng(count)
+    for _ in range(50):
+        targets = rng.permutation(count)[: rng.integers(count + 1)]
+        ends = np.stack([rng.integers(count, size=len(targets)), targets])
+        labels = np.arange(count)
+        while (labels[ends[0]] != labels[ends[1]]).any():
+            for source, target in ends.T:
+                both = labels[[source, target]]
+                labels[np.isin(labels, both)] = both.min()
+        relations = devices.Relations(count)
+        assert relations.labels(relations.linked(ends)).tolist() == labels.tolist()
 
 
 def test_long_groups_are_cut_and_still_told_apart():

@@ -66,7 +66,6 @@ class Channel:
     Attributes:
       kind: one of KINDS.
       groups: the device groups; for a permute, the pairs' connected devices.
-      pairs: source and target devices of a permute, else None.
       ordered: the result depends on the order of the group's members.
       mesh: the mesh that the notation names, if it does.
       reduction: the reduction's opcode, "" where it has none; several operations have a checksum.
@@ -76,7 +75,6 @@ class Channel:
 
     kind: str
     groups: hd.Groups
-    pairs: tuple[tuple[int, int], ...] | None
     ordered: bool
     mesh: hd.TextMesh | None
     reduction: str
@@ -145,7 +143,7 @@ def read_channel(
         raise hm.syntax_error(
             module.text, place, f"{instruction.opcode} {instruction.name!r}: {refused}"
         )
-    groups, pairs, mesh = found[0]
+    groups, mesh = found[0]
     if not relations.told and not text.strip("{} \n"):
         unread = "groups of all devices, and the text doesn't say how many (pass mesh=)"
     if not permute and "replica_groups" not in values:  # XLA prints them even where it has none
@@ -153,18 +151,18 @@ def read_channel(
     if number and len(readings) > 1 and [f[0].rows for f in found] != [groups.rows] * 2:
         unread = f"channel_id={number}, which XLA reads in two ways"
     if permute:
-        return Channel(kind, groups, pairs, True, None, "", unread=unread)
+        return Channel(kind, groups, True, None, "", unread=unread)
     reduction, ordered = "", True
     if "to_apply" in values:
         called = module.computations.get(values["to_apply"][0].lstrip("%"))
         reduction = _reduction(called) if called else ""
         ordered = not (kind == "all-reduce" and _orderless(reduction, instruction))
     along = values.get("dimensions", ("", 0))[0].strip("{} \n")
-    return Channel(kind, groups, None, ordered, mesh, reduction, along, unread)
+    return Channel(kind, groups, ordered, mesh, reduction, along, unread)
 
 
-# Groups, a permute's pairs, and the mesh that the notation names.
-_Connections = tuple[hd.Groups, tuple[tuple[int, int], ...] | None, hd.TextMesh | None]
+# Groups, and the mesh that the notation names.
+_Connections = tuple[hd.Groups, hd.TextMesh | None]
 
 
 def _groups(
@@ -175,19 +173,13 @@ def _groups(
     partitions: int,
     replicas: int,
 ) -> _Connections:
-    """Read groups; give also the pairs, None, and the mesh that they name.
+    """Read groups, and the mesh that they name.
 
     Args:
       flat: use_global_device_ids, None for the kinds that don't have it.
     """
     rows, mesh = hd.read_groups(text)
-    if mesh is not None:
-        if partitions * replicas != mesh.devices.size:
-            raise hd.NotationError(
-                f"a mesh of {mesh.devices.size} devices in a module for {partitions * replicas}"
-            )
-        mode = "flattened"
-    elif flat is None:
+    if flat is None:
         mode = "cross_partition" if channel else "cross_replica"
     elif flat and not channel:
         raise hd.NotationError("use_global_device_ids without a channel_id")
@@ -195,8 +187,12 @@ def _groups(
         mode = "flattened"
     else:
         mode = "cross_replica_and_partition" if channel else "cross_replica"
+    if mesh is not None:  # of ids in that mode, as XLA's verifier has it (jaxlib 0.10.2, 0.12)
+        count = hd.id_count(mode, partitions, replicas)
+        if mesh.devices.size != count:
+            raise hd.NotationError(f"a mesh of {mesh.devices.size} devices in a module for {count}")
     flattened = hd.flatten_groups(rows, mode, partitions, replicas)
-    return make_groups(flattened, relations), None, mesh
+    return make_groups(flattened, relations), mesh
 
 
 def unknown_kind(instruction: hm.Instruction) -> bool:
@@ -260,7 +256,7 @@ def read_pairs(
     partitions: int,
     replicas: int,
 ) -> _Connections:
-    """Read a permute's pairs; give also the groups of devices that they connect.
+    """Read a permute's pairs, as the groups of devices that they connect.
 
     Raises:
       NotationError: they are none, or of devices that there are not.
@@ -269,31 +265,44 @@ def read_pairs(
         raise hd.NotationError("a collective-permute without source_target_pairs")
     rows, _ = hd.read_groups(text)
     limit = partitions if channel else replicas
-    if any(len(r) != 2 for r in rows):
+    if set(map(len, rows)) - {2}:
         raise hd.NotationError(f"expected pairs {{{{0,1}},{{1,2}}}}, got {text[:60]!r}")
-    for member in (m for r in rows for m in r):
-        if member >= limit:
-            raise hd.NotationError(f"id {member} is beyond the {limit} that the module has")
-    if len({t for _, t in rows}) != len(rows):
+    ends = np.array(rows, np.int64).reshape(-1, 2)
+    if ends.size and ends.max() >= limit:
+        beyond = ends[ends >= limit][0]
+        raise hd.NotationError(f"id {beyond} is beyond the {limit} that the module has")
+    if np.unique(ends[:, 1]).size != len(ends):
         raise hd.NotationError("a device is the target of two pairs")
     if channel:
-        pairs = [(r * partitions + s, r * partitions + t) for r in range(replicas) for s, t in rows]
+        ends = (ends + np.arange(replicas).reshape(-1, 1, 1) * partitions).reshape(-1, 2)
     else:
-        pairs = [
-            (s * partitions + p, t * partitions + p) for p in range(partitions) for s, t in rows
-        ]
-    relation = relations.merged(hd.DISTINCT, np.array(pairs, np.int64).reshape(-1, 2))
+        ends = (ends * partitions + np.arange(partitions).reshape(-1, 1, 1)).reshape(-1, 2)
+    pairs = tuple(zip(*ends.T.tolist()))
+    relation = relations.linked(ends.T)
     labels = relations.labels(relation)
-    members: dict[int, list[int]] = {}
-    for device in range(relations.device_count):
-        members.setdefault(int(labels[device]), []).append(device)
-    moved = {d for pair in pairs for d in pair}
-    groups = tuple(tuple(m) for m in members.values() if set(m) & moved)
-    return (
-        hd.Groups(groups, relation, sum(map(len, groups)) == relations.device_count),
-        tuple(pairs),
-        None,
-    )
+    connected = np.zeros(relations.device_count, bool)
+    connected[labels[ends]] = True
+    devices = np.flatnonzero(connected[labels])
+    devices = devices[np.argsort(labels[devices], kind="stable")]
+    starts = np.flatnonzero(np.diff(labels[devices], prepend=-1)).tolist()
+    members = devices.tolist()
+    groups = [tuple(members[a:b]) for a, b in zip(starts, [*starts[1:], len(members)])]
+    complete = len(members) == relations.device_count
+    return hd.Groups(tuple(groups), relation, complete, pairs), None
+
+
+def _sequence_numbers(labels: np.ndarray, groups: hd.Groups, sort: bool) -> list[int]:
+    """Give each group a number: the same for the same labels of members, in order or sorted."""
+    numbers: dict[bytes, int] = {}
+    if groups.matrix is None:
+        rows = [labels[list(row)] for row in groups.rows]
+        keys = [(np.sort(row) if sort else row).tobytes() for row in rows]
+    else:
+        seen = np.ascontiguousarray(labels[groups.matrix])
+        data = (np.sort(seen, axis=1) if sort else seen).tobytes()
+        width = len(data) // len(seen)
+        keys = [data[at : at + width] for at in range(0, len(data), width)]
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 class Transfer:
@@ -315,9 +324,8 @@ class Transfer:
         """
         groups = channel.groups
         # Groups of one relation may order their members differently, and permutes of one group
-        # may move them differently: the rows are part of the key.
-        rows: Any = channel.pairs if how == "permute" else groups.rows
-        key = (how, channel.ordered, relation, id(rows))
+        # may move them differently: they are part of the key, which keeps them from being freed.
+        key = (how, channel.ordered, relation, id(groups))
         known = self._relations.get(key)
         if known is not None:
             return known[0]
@@ -325,42 +333,25 @@ class Transfer:
         count = self.relations.device_count
         found = np.arange(count) + 2 * count  # a device in no group: its own
         if how == "permute":
-            found = np.full(count, -1)  # a device that is no target: zeros
-            for source, target in rows:
-                found[target] = labels[source]
-        elif how == "first":
-            for row in rows:
-                found[list(row)] = labels[row[0]]
-        elif groups.matrix is not None:
-            seen = labels[groups.matrix]
-            if how == "join" and not channel.ordered:
-                seen = np.sort(seen, axis=1)
-            classes: dict[Any, int] = {}
-            numbers = np.array(
-                [
-                    [classes.setdefault(row.tobytes(), len(classes))]
-                    for row in np.ascontiguousarray(seen)
-                ]
-            )
-            if how == "join":
-                found[groups.matrix] = numbers
+            found = np.full(count, count)  # a device that is no target: zeros
+            sources, targets = groups.ends
+            found[targets] = labels[sources]
+        elif groups.rows:
+            if how == "first":
+                values: Any = labels[[row[0] for row in groups.rows]]
+            elif relation == hd.EQUAL:  # groups of one size hold the same
+                values = groups.sizes
+            elif relation == hd.DISTINCT:
+                values = range(len(groups.rows))
             else:
-                width = groups.matrix.shape[1]
-                found[groups.matrix] = numbers * width + np.arange(width) + 4 * count
-        elif rows:
-            classes = {}
-            for row in rows:
-                seen = labels[list(row)]
-                if how == "join" and not channel.ordered:
-                    seen = np.sort(seen)
-                number = classes.setdefault(seen.tobytes(), len(classes))
-                if how == "join":
-                    found[list(row)] = number
-                else:
-                    width = groups.size
-                    found[list(row)] = number * width + np.arange(len(row)) + 4 * count
+                sort = how == "join" and not channel.ordered
+                values = _sequence_numbers(labels, groups, sort)
+            numbers = np.repeat(np.array(values), groups.sizes)
+            if how == "exchange":
+                numbers = numbers * groups.size + groups.places + 4 * count
+            found[groups.members] = numbers
         result = self.relations.intern(found)
-        self._relations[key] = (result, rows)  # holds rows, so that its id stays its own
+        self._relations[key] = (result, groups)
         return result
 
     def state(self, channel: Channel, how: str, state: int, guard: int, what: str) -> int:
@@ -373,8 +364,8 @@ class Transfer:
           guard: the state of the predicates under which the collective runs.
           what: the collective, for reasons.
         """
-        rows = channel.pairs if how == "permute" else channel.groups.rows
-        key = (how, channel.ordered, state, guard, id(rows), what if how == "exchange" else "")
+        rest = what if how == "exchange" else ""
+        key = (how, channel.ordered, state, guard, id(channel.groups), rest)
         known = self._states.get(key)
         if known is not None:
             return known[0]
@@ -409,7 +400,7 @@ class Transfer:
                 hs.union(old.supports, rules.supports),
             )
         )
-        self._states[key] = (result, rows)
+        self._states[key] = (result, channel.groups)
         return result
 
     def uniform(self, relation: int, channel: Channel) -> bool:
@@ -438,8 +429,7 @@ class Collective:
       computation: the name of the computation that holds it.
       operand: which of its operands this is.
       axes: the mesh axes it runs over, None where the mesh or a product of axes isn't known.
-      groups: flattened device ids, as the collective orders them.
-      pairs: a permute's source and target ids, else None.
+      connections: which devices it connects.
       reduction: ``"add"`` and so on; ``""`` for none.
       operand_bytes: bytes of this operand on one device.
       element_type: of the operand.
@@ -460,8 +450,7 @@ class Collective:
     computation: str
     operand: int
     axes: tuple[str, ...] | None
-    groups: tuple[tuple[int, ...], ...]
-    pairs: tuple[tuple[int, int], ...] | None
+    connections: hd.Groups
     reduction: str
     operand_bytes: int
     element_type: str
@@ -480,17 +469,26 @@ class Collective:
         return self.frames[0] if self.frames else None
 
     @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """List the groups' flattened device ids, as the collective orders them."""
+        return self.connections.rows
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...] | None:
+        """List a permute's source and target ids; None for other kinds."""
+        return self.connections.pairs
+
+    @property
     def notation(self) -> str:
         """Write its groups, or a permute's pairs: the same text for the same ones."""
-        if self.pairs is not None:
-            return hd.listed(sorted(self.pairs))
-        # Of all others the place in its group is which part a device gives or gets.
-        return hd.notation(self.groups, ordered=self.kind != "all-reduce")
+        # Of all but an all-reduce the place in its group is which part a device gives or gets.
+        alike = self.kind == "all-reduce"
+        return self.connections.in_any_order if alike else self.connections.in_order
 
     @property
     def group_size(self) -> int:
         """Count the members of the largest group."""
-        return max(map(len, self.groups), default=0)
+        return self.connections.size
 
     def over(self) -> str:
         """Say over what it runs, for people."""

@@ -147,7 +147,7 @@ def _known(proof: Proof, channel: hc.Channel, value: Any, guard: int) -> Any:
     rows = np.broadcast_to(value.array, (count,) + value.array.shape[1:])
     if channel.kind == "collective-permute":
         moved = np.zeros_like(rows)  # a device that is no target gets zeros
-        sources, targets = np.array(channel.pairs, np.int64).reshape(-1, 2).T
+        sources, targets = channel.groups.ends
         moved[targets] = rows[sources]
         return proof.values.computed(moved, value.splat, [value, guard])
     if channel.kind != "all-reduce" or channel.ordered or not channel.groups.complete:
@@ -279,4 +279,4 @@ def _mesh_channel(proof: Proof, effect, sizes: dict[str, int]) -> hc.Channel:
     rows = ids.transpose(rest + order).reshape(-1, width).tolist()
     rows = [[r * proof.partitions + d for d in row] for r in range(proof.replicas) for row in rows]
     groups = hc.make_groups(rows, proof.values.relations)
-    return hc.Channel("custom-call", groups, None, True, None, "")
+    return hc.Channel("custom-call", groups, True, None, "")

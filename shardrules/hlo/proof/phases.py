@@ -7,6 +7,7 @@ follows a slice of the flat array), and is asked first: so the combiner makes no
 
 from __future__ import annotations
 
+import functools
 import re
 
 from shardrules.hlo.reader import module as hm
@@ -17,6 +18,7 @@ _SAME = frozenset("bitcast reshape copy get-tuple-element fusion call".split())
 _SLICE = re.compile(r"\{\[(\d+):(\d+)\]\}")
 
 
+@functools.lru_cache(maxsize=4096)
 def phase_of(op_name: str) -> str:
     """Tell the phase from an op_name; XLA joins two names into one with ';', ':' or ' '."""
     if not op_name:

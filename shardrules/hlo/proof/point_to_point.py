@@ -48,9 +48,9 @@ def read_channel(
             raise hd.NotationError("a send without pairs")
         # As of a permute's, but that a channel of 0 is none (XLA's GetP2PConfigForSendRecv).
         channel = number.strip("0") != ""
-        groups, pairs, _ = hc.read_pairs(found[1], channel, None, relations, partitions, replicas)
+        groups, _ = hc.read_pairs(found[1], channel, None, relations, partitions, replicas)
     except hd.NotationError:
         everyone = hc.make_groups([list(range(relations.device_count))], relations)
         # Along no axes: incomplete groups have none.
-        groups, pairs = dataclasses.replace(everyone, complete=False), None
-    return hc.Channel(KIND, groups, pairs, True, None, "", "no proof of what is received")
+        groups = dataclasses.replace(everyone, complete=False)
+    return hc.Channel(KIND, groups, True, None, "", "no proof of what is received")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -128,7 +127,9 @@ class _Judge:
         self.runs = loops.executions(module)
         self.names = phases.PartNames(module)
         self.channels: dict[str, hc.Channel] = {}
+        # By the ids of groups, which the proof keeps, and a relation.
         self._widths: dict[tuple[int, int], int | None] = {}
+        self._restricted: dict[tuple[int, int], int] = {}
 
     def judgement(self) -> Judgement:
         verdicts: list[Verdict] = []
@@ -160,7 +161,7 @@ class _Judge:
         groups = {
             name: channel.groups.relation
             for name, channel in self.channels.items()
-            if channel.pairs is None and channel.groups.complete
+            if channel.groups.pairs is None and channel.groups.complete
         }
         mesh = self.mesh
         order = mesh.better_order([*seen, *groups.values()]) if mesh else None
@@ -240,121 +241,133 @@ class _Judge:
         return tuple(found)
 
     def _instruction(self, computation: hm.Computation, position: int) -> list[Verdict]:
+        """Judge one collective: operand by operand, range by range."""
         instruction = computation.instructions[position]
         kind = hc.OPCODES.get(instruction.opcode, point_to_point.KIND)
-        record = self.proof.records.get((computation.name, position))
-        blocker = self.proof.reach.unfollowed.get(computation.name)
-        sending = instruction.opcode not in hc.OPCODES
-        if sending:
-            blocker = point_to_point.blocker(instruction)
-            channel = point_to_point.read_channel(
-                instruction, self.relations, self.proof.partitions, self.proof.replicas
-            )
-            record = Record([], 0, channel)
-        elif record is None:
-            channel = hc.read_channel(
-                self.module,
-                instruction,
-                kind,
-                self.relations,
-                self.proof.partitions,
-                self.proof.replicas,
-                {},
-            )
-            blocker = blocker or hs.Blocker(
-                f"computation {computation.name!r}, which holds it, is not "
-                "reached from ENTRY by anything that the proof follows"
-            )
-            record = Record([], 0, channel)
-        reached = blocker is None
-        if blocker is not None:  # what other callers showed doesn't hold for this one
-            state = self.states.blocked(blocker)
-            record = Record([state] * len(instruction.operands), record.guard, record.channel)
-        channel = record.channel
-        metadata = self.module.metadata(instruction)
-        run = self.runs.get(computation.name)
+        record, reached = self._record(computation, position)
+        channel, operands = record.channel, record.operands
         self.channels[instruction.name] = channel
-        mesh = self.mesh or hd.mesh_of(channel.mesh, self.relations)
-        axes = mesh.axes_of(channel.groups) if mesh else None
-        if self.mesh and axes is None and channel.pairs is not None:
-            axes = self._pair_axes(channel.pairs)
-        operands = record.operands
         shapes = [computation.instructions[o].shape for o in instruction.operands]
         in_place = hc.updates_in_place(instruction, kind)
+        if in_place or kind == "ragged-all-to-all" or instruction.opcode not in hc.OPCODES:
+            shapes = shapes[:1]  # the rest: what it updates, where, and how much of it; a token
         # Of a permute in place, where the slice that is moved begins may differ like what it is of.
         together = in_place or kind == "ragged-all-to-all"
-        together = together or kind == "all-to-all" and len(operands) > 1
-        merged = self.proof.values.collapse(tuple(operands)) if together else 0
-        phase = self.names.whole(computation, position)
+        if together or kind == "all-to-all" and len(operands) > 1:
+            merged = self.proof.values.collapse(tuple(operands))
+            operands, together = [merged] * len(shapes), True
+        combined = len(instruction.operands) > 1 and not together
+        base = self._collective(computation, position, channel)
         verdicts = []
         for number, (value, shape) in enumerate(zip(operands, shapes)):
-            if number and (in_place or kind == "ragged-all-to-all" or sending):
-                break  # what it updates, where, and how much of it; a token
             leaves = shape.leaves()
-            collective = hc.Collective(
-                kind=kind,
-                opcode=instruction.opcode,
-                name=instruction.name,
-                computation=computation.name,
-                operand=number,
-                axes=axes,
-                groups=channel.groups.rows,
-                pairs=channel.pairs,
-                reduction=channel.reduction,
-                operand_bytes=hc.slice_bytes(instruction, shape) if in_place else shape.bytes,
-                element_type=(leaves[0].element_type if leaves else "token"),
-                phase=phase,
-                loop_depth=run.depth if run else 0,
-                trip_count=run.count if run else None,
-                op_name=metadata.op_name,
-                frames=metadata.frames,
-                at_most=bool(run and run.at_most),
-                each=run.each if run else 1,
-                dimension=channel.dimension,
-            )
-            if together:
-                value = merged
-            elif len(shapes) > 1:
-                collective = self._named(collective, computation, position)
+            moved = hc.slice_bytes(instruction, shape) if in_place else shape.bytes
+            own = (number, moved, leaves[0].element_type if leaves else "token")
+            whole = self._part(base, own, position if combined else None)
             if isinstance(value, Ranged) and kind == "all-reduce" and not shape.is_tuple:
                 start = 0
-                bits = shape.bits
                 for stop, state in value.cuts:
-                    part = Range(start, stop, ((stop - start) * bits + 7) // 8)
-                    named = self._named(collective, computation, position, (start, stop))
+                    part = Range(start, stop, ((stop - start) * shape.bits + 7) // 8)
+                    named = self._part(whole, own, position, (start, stop))
                     verdicts.append(
                         self._verdict(named, channel, state, record.guard, part, reached)
                     )
                     start = stop
-            else:
-                verdicts.append(
-                    self._verdict(
-                        collective,
-                        channel,
-                        self.proof.values.collapse(value),
-                        record.guard,
-                        None,
-                        reached,
-                    )
-                )
+                continue
+            state = self.proof.values.collapse(value)
+            verdicts.append(self._verdict(whole, channel, state, record.guard, None, reached))
         return verdicts
 
-    def _named(self, collective, computation, position, elements=None):
-        """Return a collective with the phase and the source of one of the parts XLA combined."""
-        phase, metadata = self.names.part(computation, position, collective.operand, elements)
-        if not metadata.op_name:
-            keeps = elements is not None and collective.op_name  # it is not combined
-            return collective if keeps else dataclasses.replace(collective, phase=phase)
-        frames = metadata.frames or collective.frames
-        return dataclasses.replace(collective, phase=phase, op_name=metadata.op_name, frames=frames)
+    def _record(self, computation: hm.Computation, position: int) -> tuple[Record, bool]:
+        """Give what the proof saw at a collective, and whether that covers all its runs."""
+        instruction = computation.instructions[position]
+        record = self.proof.records.get((computation.name, position))
+        blocker = self.proof.reach.unfollowed.get(computation.name)
+        size = (self.relations, self.proof.partitions, self.proof.replicas)
+        if instruction.opcode not in hc.OPCODES:
+            blocker = point_to_point.blocker(instruction)
+            record = Record([], 0, point_to_point.read_channel(instruction, *size))
+        elif record is None:
+            kind = hc.OPCODES[instruction.opcode]
+            record = Record([], 0, hc.read_channel(self.module, instruction, kind, *size, {}))
+            blocker = blocker or hs.Blocker(
+                f"computation {computation.name!r}, which holds it, is not "
+                "reached from ENTRY by anything that the proof follows"
+            )
+        if blocker is None:
+            return record, True
+        # What other callers showed doesn't hold for this one.
+        state = self.states.blocked(blocker)
+        operands = [state] * len(instruction.operands)
+        return Record(operands, record.guard, record.channel), False
 
-    def _pair_axes(self, pairs) -> tuple[str, ...] | None:
+    def _collective(self, computation, position: int, channel: hc.Channel) -> hc.Collective:
+        """Describe a collective, but for what differs between its operands."""
+        instruction = computation.instructions[position]
+        metadata = self.module.metadata(instruction)
+        run = self.runs.get(computation.name)
+        mesh = self.mesh or hd.mesh_of(channel.mesh, self.relations)
+        axes = mesh.axes_of(channel.groups) if mesh else None
+        if self.mesh and axes is None and channel.groups.pairs is not None:
+            axes = self._pair_axes(channel.groups)
+        return hc.Collective(
+            kind=hc.OPCODES.get(instruction.opcode, point_to_point.KIND),
+            opcode=instruction.opcode,
+            name=instruction.name,
+            computation=computation.name,
+            operand=0,
+            axes=axes,
+            connections=channel.groups,
+            reduction=channel.reduction,
+            operand_bytes=0,
+            element_type="",
+            phase=self.names.whole(computation, position),
+            loop_depth=run.depth if run else 0,
+            trip_count=run.count if run else None,
+            op_name=metadata.op_name,
+            frames=metadata.frames,
+            at_most=bool(run and run.at_most),
+            each=run.each if run else 1,
+            dimension=channel.dimension,
+        )
+
+    def _part(
+        self,
+        base: hc.Collective,
+        own: tuple[int, int, str],
+        position: int | None,
+        elements: tuple[int, int] | None = None,
+    ) -> hc.Collective:
+        """Return a collective as it is for one of its operands, or a range of one.
+
+        Args:
+          base: the collective.
+          own: the operand's number, bytes and element type.
+          position: of the collective, where XLA may have combined it: the part has a phase and a
+            source of its own; None where it has not.
+          elements: the range.
+        """
+        found = object.__new__(hc.Collective)  # dataclasses.replace takes ten times as long
+        fields = found.__dict__
+        fields.update(base.__dict__)
+        fields["operand"], fields["operand_bytes"], fields["element_type"] = own
+        if position is None:
+            return found
+        computation = self.module.computations[base.computation]
+        phase, metadata = self.names.part(computation, position, own[0], elements)
+        if metadata.op_name:
+            fields["op_name"], fields["frames"] = metadata.op_name, metadata.frames or base.frames
+        elif elements is not None and base.op_name:  # it is not combined
+            return found
+        fields["phase"] = phase
+        return found
+
+    def _pair_axes(self, groups: hd.Groups) -> tuple[str, ...] | None:
         """Name the axes along which a permute moves data."""
         if self.mesh is None:
             return None
         sizes = [s for _, s in self.mesh.axes]
-        sources = np.unravel_index([s for s, _ in pairs], sizes)
-        targets = np.unravel_index([t for _, t in pairs], sizes)
+        sources, targets = (np.unravel_index(ends, sizes) for ends in groups.ends)
         return tuple(
             name for name, a, b in zip(self.mesh.names, sources, targets) if (a != b).any()
         )
@@ -387,8 +400,8 @@ class _Judge:
         if channel.unread:  # its groups, too, may be others
             shown = "; ".join(str(b) for b in state.blockers)
             return verdict("unproven", shown, blockers=state.blockers)
-        proven = self._within(channel, state.proven)
-        optimistic = self._within(channel, state.optimistic)
+        proven = self._within(channel.groups, state.proven)
+        optimistic = self._within(channel.groups, state.optimistic)
         if (
             proven == channel.groups.relation
             and reached
@@ -417,19 +430,17 @@ class _Judge:
         shown = "; ".join(str(b) for b in state.blockers)
         return verdict("unproven", f"on its operand's path: {shown}", blockers=state.blockers)
 
-    def _within(self, channel: hc.Channel, relation: int) -> int:
+    def _within(self, groups: hd.Groups, relation: int) -> int:
         """Restrict a relation to groups: it then equals the groups' own where all are equal."""
-        if channel.pairs is None:
-            return self.relations.refine(channel.groups.relation, relation)
-        labels = self.relations.labels(relation)
-        moved = [(s, t) for s, t in channel.pairs if labels[s] != labels[t]]
-        return (
-            channel.groups.relation
-            if not moved
-            else self.relations.refine(
-                self.relations.refine(channel.groups.relation, relation), relation
-            )
-        )
+        key = (id(groups), relation)
+        found = self._restricted.get(key)
+        if found is None:
+            found = self.relations.refine(groups.relation, relation)
+            if groups.pairs is not None:
+                sources, targets = self.relations.labels(relation)[groups.ends]
+                found = found if (sources != targets).any() else groups.relation
+            self._restricted[key] = found
+        return found
 
     def _overwide(self, collective, channel, state, proven):
         if collective.axes is not None and self.mesh is not None:
@@ -455,18 +466,9 @@ class _Judge:
 
     def _subgroups(self, channel, proven) -> int | None:
         """Give the size of the equal subgroups that every group falls into, if they have one."""
-        labels = self.relations.labels(proven)
-        width = None
-        for row in channel.groups.rows:
-            counts: dict[int, int] = {}
-            for device in row:
-                label = int(labels[device])
-                counts[label] = counts.get(label, 0) + 1
-            sizes = set(counts.values())
-            if len(sizes) != 1 or width not in (None, *sizes):
-                return None
-            width = sizes.pop()
-        return width
+        counts = np.bincount(self.relations.labels(proven)[channel.groups.members])
+        sizes = set(counts[counts > 0].tolist())
+        return sizes.pop() if len(sizes) == 1 else None
 
 
 def _members(collective: hc.Collective) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from shardrules import errors
 
 EQUAL = 0  # the relation in which all devices hold the same value
 _FEW = 64  # devices for which a loop is quicker than numpy
+_DIRECT = 1 << 20  # labels below it are looked up in an array, others are sorted
 DISTINCT = 1  # the relation in which every device holds its own
 
 
@@ -39,20 +41,29 @@ class Relations:
         self._arrays: list[np.ndarray] = []
         self._refined: dict[tuple[int, int], int] = {}
         self._constant: dict[tuple[int, int], bool] = {}
+        self._lowest = np.empty(0, np.int32)  # by label, its lowest device
+        self._falling = np.arange(device_count - 1, -1, -1, dtype=np.int32)
         self.intern(np.zeros(device_count, np.int64))
         self.intern(np.arange(device_count))
         if device_count == 1:  # one device: equal and distinct are the same array
             self._arrays.append(self._arrays[0])
 
     def intern(self, labels: np.ndarray) -> int:
-        """Give the id of the relation in which devices with equal labels are equal."""
+        """Give the id of the relation in which devices of equal labels (none below 0) are equal."""
         if self.device_count <= _FEW:
             first: dict[int, int] = {}
             numbers = [first.setdefault(v, k) for k, v in enumerate(labels.tolist())]
             canonical = np.array(numbers, dtype=np.int32)
         else:
-            _, places, inverse = np.unique(labels, return_index=True, return_inverse=True)
-            canonical = np.ascontiguousarray(places[inverse.reshape(-1)], dtype=np.int32)
+            most = int(labels.max())
+            if most >= _DIRECT:
+                labels = np.unique(labels, return_inverse=True)[1].reshape(-1)
+                most = self.device_count
+            if most >= self._lowest.size:
+                self._lowest = np.empty(most + 1, np.int32)
+            # The last one written stays: in falling order the lowest device of each class.
+            self._lowest[labels[::-1]] = self._falling
+            canonical = self._lowest[labels]
         key = canonical.tobytes()
         known = self._ids.get(key)
         if known is None:
@@ -83,57 +94,91 @@ class Relations:
         """Tell whether devices that are equal under ``fine`` are so under ``coarse``."""
         return self.refine(fine, coarse) == fine
 
-    def merged(self, relation: int, groups: np.ndarray) -> int:
-        """Coarsen: devices of one row of ``groups`` become equal too."""
-        labels = self._arrays[relation].copy()
-        parent = list(range(self.device_count))
-
-        def find(x: int) -> int:
-            while parent[x] != x:
-                parent[x] = parent[parent[x]]
-                x = parent[x]
-            return x
-
-        for device, label in enumerate(labels.tolist()):
-            parent[find(device)] = find(label)
-        for row in groups.tolist():
-            for member in row[1:]:
-                parent[find(member)] = find(row[0])
-        return self.intern(np.array([find(d) for d in range(self.device_count)]))
+    def linked(self, ends: np.ndarray) -> int:
+        """Give the relation in which sources and targets are equal, no target being one twice."""
+        before = np.arange(self.device_count)
+        before[ends[1]] = ends[0]
+        lowest = np.arange(self.device_count)
+        for _ in range(self.device_count.bit_length()):  # twice as many steps back each time
+            lowest = np.minimum(lowest, lowest[before])
+            before = before[before]
+        return self.intern(lowest[before])  # of the circle that a device's path ends in
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Groups:
     """The device groups of one collective, as flattened device ids.
 
     Attributes:
-      rows: one tuple per group, in the order in which the collective takes its members.
+      rows: one tuple per group, in the order in which the collective takes its members; of a
+        permute the sets of devices that its pairs connect.
       relation: the relation in which the members of a group are equal; devices of no group are
         each their own.
       complete: every device is in exactly one group.
+      pairs: source and target devices of a permute, else None.
     """
 
     rows: tuple[tuple[int, ...], ...]
     relation: int
     complete: bool
+    pairs: tuple[tuple[int, int], ...] | None = None
 
     @functools.cached_property
     def matrix(self) -> np.ndarray | None:
         """Give the rows as an array, None where they are of unequal lengths."""
-        if len({len(row) for row in self.rows}) != 1:
+        if not self.rows or (self.sizes != self.sizes[0]).any():
             return None
-        return np.array(self.rows, np.int64)
+        return self.members.reshape(len(self.rows), -1)
 
-    @property
+    @functools.cached_property
+    def ends(self) -> np.ndarray:
+        """Give the sources and the targets of the pairs."""
+        return np.array(self.pairs, np.int64).reshape(-1, 2).T
+
+    @functools.cached_property
+    def members(self) -> np.ndarray:
+        """List the members of all groups, group by group."""
+        return np.array([m for row in self.rows for m in row], np.int64)
+
+    @functools.cached_property
+    def sizes(self) -> np.ndarray:
+        """Count the members of each group."""
+        return np.array([len(row) for row in self.rows], np.int64)
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """Give each member's place in its group, in the order of ``members``."""
+        return np.concatenate([np.arange(size) for size in self.sizes])
+
+    @functools.cached_property
     def size(self) -> int:
         """Count the members of the largest group."""
-        return max((len(r) for r in self.rows), default=0)
+        return int(self.sizes.max(initial=0))
+
+    @functools.cached_property
+    def moves(self) -> bool:
+        """Tell whether a permute moves anything to another device."""
+        return self.pairs is None or any(s != t for s, t in self.pairs)
+
+    @functools.cached_property
+    def in_order(self) -> str:
+        """Write the pairs, or groups in which a device's place says which part it has."""
+        if self.pairs is not None:
+            return listed(sorted(self.pairs))
+        return notation(self.rows, ordered=True)
+
+    @functools.cached_property
+    def in_any_order(self) -> str:
+        """Write the groups as sets of devices."""
+        return notation(self.rows)
 
 
 _NUMBERS = re.compile(r"\d+")
 _IOTA = re.compile(r"\[([\d,\s]*)\]\s*<=\s*\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?")
 # Possessive: spaces between groups could be split in 2**n ways.
 _LIST = re.compile(r"\{\s*+(?:\{[\d,\s]*+\}\s*+,?\s*+)*+\}")
+_AS_LISTED = str.maketrans("[]()", "{}{}", " ")
+_AS_JSON = str.maketrans("{}", "[]")
 _INNER = re.compile(r"\{([\d,\s]*)\}")
 _MESH = re.compile(r"mesh\[([^\]]*?)(?:,\s*(device_ids=\(.*?\)\)?))?\]")
 _AXIS = re.compile(r"'((?:[^'\\]|\\.)*)'\s*=\s*(\d+)")
@@ -295,8 +340,19 @@ def read_groups(text: str) -> tuple[list[list[int]], TextMesh | None]:
         raise NotationError(
             f"expected {{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh[...] {{...}}, got {text[:60]!r}"
         )
-    rows = [read_ints(m[1]) for m in _INNER.finditer(text, 1)]
+    try:
+        rows = json.loads(text.translate(_AS_JSON))
+    except ValueError:  # it has commas that XLA's parser takes, or leading zeros
+        rows = None
+    if rows is None or max(map(max, filter(None, rows)), default=0) >= 10**9:
+        rows = [read_ints(m[1]) for m in _INNER.finditer(text, 1)]
     return [r for r in rows if r], None
+
+
+def id_count(mode: str, partitions: int, replicas: int) -> int:
+    """Count the ids that groups may hold in a mode (see ``flatten_groups``)."""
+    counts = {"cross_partition": partitions, "flattened": partitions * replicas}
+    return counts.get(mode, replicas)
 
 
 def flatten_groups(
@@ -311,11 +367,11 @@ def flatten_groups(
       mode: which ids the groups hold, by XLA's GetCollectiveOpGroupMode: ``"cross_replica"``,
         ``"cross_partition"``, ``"cross_replica_and_partition"`` or ``"flattened"``.
     """
-    total = partitions * replicas
-    limit = {"cross_partition": partitions, "flattened": total}.get(mode, replicas)
-    used: set[int] = set()
-    for row in rows:
-        for member in row:
+    limit = id_count(mode, partitions, replicas)
+    members = [member for row in rows for member in row]
+    if len(set(members)) < len(members) or max(members, default=0) >= limit:
+        used: set[int] = set()
+        for member in members:
             if member >= limit:
                 raise NotationError(f"id {member} is beyond the {limit} that the module has")
             if member in used:
@@ -431,12 +487,10 @@ def notation(rows: Sequence[Sequence[int]], ordered: bool = False) -> str:
     count, width = len(rows), len(rows[0]) if rows else 0
     total = count * width
     step = rows[0][1] - rows[0][0] if width > 1 else 1
-    if total and all(len(r) == width for r in rows) and step > 0 and total % (width * step) == 0:
+    if total and rows[-1][-1] == total - 1 and step > 0 and total % (width * step) == 0:
         shape = [total // (width * step), width, step]
-        if (
-            np.arange(total).reshape(shape).transpose(0, 2, 1).reshape(count, width).tolist()
-            == rows
-        ):
+        counted = np.arange(total).reshape(shape).transpose(0, 2, 1).reshape(count, width)
+        if counted.tolist() == rows:
             if step == 1:
                 return f"[{count},{width}]<=[{total}]"
             if shape[0] == 1:
@@ -447,7 +501,7 @@ def notation(rows: Sequence[Sequence[int]], ordered: bool = False) -> str:
 
 def listed(rows: Sequence[Sequence[int]]) -> str:
     """Write lists of devices, ``{{0,3},{1,2}}``; a long one by its beginning and a checksum."""
-    text = "{" + ",".join("{" + ",".join(map(str, r)) + "}" for r in rows) + "}"
+    text = str(list(map(tuple, rows))).replace(",)", ")").translate(_AS_LISTED)
     if len(text) <= 80:
         return text
     return f"{text[: text.rfind('}', 0, 60) + 1]},... #{zlib.crc32(text.encode()):08x}}}"

@@ -271,10 +271,14 @@ class Module:
 
     def metadata(self, instruction: Instruction) -> Metadata:
         """Read an instruction's metadata; empty where there is none."""
-        value = instruction.attribute("metadata")
-        if not value:
+        if instruction.text is not self.text:  # it was left out of the text
             return Metadata()
-        return self.frames.metadata(value)
+        found = self.frames.known.get(instruction.start)
+        if found is None:
+            value = instruction.attribute("metadata")
+            found = self.frames.metadata(value) if value else Metadata()
+            self.frames.known[instruction.start] = found
+        return found
 
     def __repr__(self) -> str:
         return f"<Module {self.name}: {len(self.computations)} computations>"
@@ -292,6 +296,7 @@ class FrameTable:
     _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 
     def __init__(self, tables: dict[str, str]):
+        self.known: dict[int, Metadata] = {}  # by the offset at which an instruction starts
         self._texts = tables
         self._rows: dict[str, dict[int, str]] = {}
         self._cache: dict[int, tuple[Frame, ...]] = {}

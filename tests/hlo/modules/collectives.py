@@ -62,7 +62,7 @@ class Collectives:
             options.append(f"[{count // size},{size}]<=[{count}]")
         if rows == np.arange(count).reshape(size, -1).T.tolist():
             options.append(f"[{count // size},{size}]<=[{size},{count // size}]T(1,0)")
-            if count == DEVICES and 1 < size < count:
+            if 1 < size < count:
                 options.append(f"mesh['x'={size},'y'={count // size}] {{'x'}}")
         if rows == [list(range(count))]:
             options.append("{}")
@@ -95,10 +95,7 @@ class Collectives:
             groups = [[k * p + i for k in row] for i in range(p) for row in rows]
         else:
             groups = [[k * p + i for k in row for i in range(p)] for row in rows]
-        text = self.notation(rows, count)
-        if text.startswith("mesh") and (mode != "flattened" or p * r != DEVICES):
-            text = rows_text(rows)
-        attributes.append(("replica_groups", text))
+        attributes.append(("replica_groups", self.notation(rows, count)))
         return attributes, groups
 
     def collective(self):

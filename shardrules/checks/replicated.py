@@ -13,8 +13,7 @@ from shardrules import program as programs
 from shardrules.arguments import checked
 from shardrules.costs import findings
 from shardrules.errors import ReplicationAssertionError, ShardrulesError
-from shardrules.hlo.reader import devices as hd
-from shardrules.hlo.reader import shardings
+from shardrules.hlo.reader import notations, shardings
 from shardrules.registry.table import Registry
 
 __all__ = ["assert_outputs_replicated", "check_replicated_inputs"]
@@ -107,7 +106,7 @@ def _broken(
     name = f"output {path}" if path else "the output"
     try:
         tiles = shardings.read_sharding(text, judgement.partitions).tiles
-    except hd.NotationError as error:
+    except notations.NotationError as error:
         raise ShardrulesError(
             f"{name} has a sharding that can't be read: {error}", sharding=text
         ) from None

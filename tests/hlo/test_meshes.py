@@ -5,7 +5,7 @@ import pytest
 
 from shardrules import errors, hlo
 from shardrules.costs import accounts
-from shardrules.hlo.reader import annotate, devices
+from shardrules.hlo.reader import annotate, devices, notations
 
 from . import text as T
 
@@ -250,9 +250,9 @@ def test_groups_are_named_where_only_they_differ():
     ],
 )
 def test_groups_are_written_one_way(rows, written):
-    assert devices.notation(rows) == written
+    assert notations.notation(rows) == written
     if written.startswith("["):
-        assert sorted(devices.read_groups(written)[0]) == sorted(sorted(r) for r in rows)
+        assert sorted(notations.read_groups(written)[0]) == sorted(sorted(r) for r in rows)
 
 
 @pytest.mark.parametrize("count", [5, 8, 100, 300])
@@ -274,8 +274,8 @@ def test_pairs_link_all_that_they_lead_to(count):
 def test_long_groups_are_cut_and_still_told_apart():
     rows = [[i, 99 - i] for i in range(50)]
     other = [*rows[:-2], [48, 50], [49, 51]]
-    assert len(devices.notation(rows)) < 80
-    assert devices.notation(rows) != devices.notation(other)
+    assert len(notations.notation(rows)) < 80
+    assert notations.notation(rows) != notations.notation(other)
 
 
 @pytest.mark.parametrize("header", ["", ', frontend_attributes={a="b",c="d=1"}'])

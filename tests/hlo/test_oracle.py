@@ -5,7 +5,7 @@ import pytest
 
 from shardrules.hlo.known import values
 from shardrules.hlo.proof import collectives, control, effects
-from shardrules.hlo.reader import devices
+from shardrules.hlo.reader import devices, notations
 
 from . import oracle
 
@@ -44,7 +44,7 @@ def drop_a_join(monkeypatch):
 
 def swap_groups(monkeypatch):
     """Read groups with the first members of two groups exchanged."""
-    original = devices.read_groups
+    original = notations.read_groups
 
     def read(text):
         rows, mesh = original(text)
@@ -53,7 +53,7 @@ def swap_groups(monkeypatch):
             rows[0][0], rows[1][0] = rows[1][0], rows[0][0]
         return rows, mesh
 
-    monkeypatch.setattr(devices, "read_groups", read)
+    monkeypatch.setattr(notations, "read_groups", read)
 
 
 def ignore_guards(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from shardrules.costs import accounts
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import loops, verdict
-from shardrules.hlo.reader import devices, partitioned
+from shardrules.hlo.reader import notations, partitioned
 
 from . import test_meshes, test_paths, test_runs, test_stages
 from . import text as T
@@ -40,7 +40,7 @@ def branches_all_run(monkeypatch):
 
 
 def groups_are_counted_alone(monkeypatch):
-    monkeypatch.setattr(devices, "notation", lambda rows, **how: f"{len(rows)} groups")
+    monkeypatch.setattr(notations, "notation", lambda rows, **how: f"{len(rows)} groups")
 
 
 def groups_are_not_compared(monkeypatch):

@@ -30,6 +30,7 @@ import numpy as np
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
+from shardrules.hlo.reader import notations as hn
 
 KINDS = (
     "all-reduce",
@@ -76,7 +77,7 @@ class Channel:
     kind: str
     groups: hd.Groups
     ordered: bool
-    mesh: hd.TextMesh | None
+    mesh: hn.TextMesh | None
     reduction: str
     dimension: str = ""
     unread: str = ""
@@ -129,7 +130,7 @@ def read_channel(
     # (HloInstruction::CreateFromProto): where these readings differ, neither is sure.
     readings = [True] if re.fullmatch("0*[1-9][0-9]*", number) else [True, False]
     found: list[_Connections] = []
-    refused: hd.NotationError | None = None
+    refused: hn.NotationError | None = None
     for channel in readings if number else [False]:
         how = (permute, flat, text, channel)
         try:
@@ -137,7 +138,7 @@ def read_channel(
                 read = read_pairs if permute else _groups
                 cache[how] = read(text, channel, flat, relations, partitions, replicas)
             found.append(cache[how])
-        except hd.NotationError as error:
+        except hn.NotationError as error:
             refused = error
     if not found:
         raise hm.syntax_error(
@@ -162,7 +163,7 @@ def read_channel(
 
 
 # Groups, and the mesh that the notation names.
-_Connections = tuple[hd.Groups, hd.TextMesh | None]
+_Connections = tuple[hd.Groups, hn.TextMesh | None]
 
 
 def _groups(
@@ -178,20 +179,20 @@ def _groups(
     Args:
       flat: use_global_device_ids, None for the kinds that don't have it.
     """
-    rows, mesh = hd.read_groups(text)
+    rows, mesh = hn.read_groups(text)
     if flat is None:
         mode = "cross_partition" if channel else "cross_replica"
     elif flat and not channel:
-        raise hd.NotationError("use_global_device_ids without a channel_id")
+        raise hn.NotationError("use_global_device_ids without a channel_id")
     elif flat:
         mode = "flattened"
     else:
         mode = "cross_replica_and_partition" if channel else "cross_replica"
     if mesh is not None:  # of ids in that mode, as XLA's verifier has it (jaxlib 0.10.2, 0.12)
-        count = hd.id_count(mode, partitions, replicas)
+        count = hn.id_count(mode, partitions, replicas)
         if mesh.devices.size != count:
-            raise hd.NotationError(f"a mesh of {mesh.devices.size} devices in a module for {count}")
-    flattened = hd.flatten_groups(rows, mode, partitions, replicas)
+            raise hn.NotationError(f"a mesh of {mesh.devices.size} devices in a module for {count}")
+    flattened = hn.flatten_groups(rows, mode, partitions, replicas)
     return make_groups(flattened, relations), mesh
 
 
@@ -221,7 +222,7 @@ def slice_bytes(instruction: hm.Instruction, shape: hm.Shape) -> int:
     kinds = {leaf.bits for leaf in shape.leaves()}
     if not slices or len(kinds) != 1:
         return shape.bytes
-    counts = [math.prod(hd.read_ints(sizes)) for sizes in slices]
+    counts = [math.prod(hn.read_ints(sizes)) for sizes in slices]
     return (sum(counts) * kinds.pop() + 7) // 8
 
 
@@ -262,17 +263,17 @@ def read_pairs(
       NotationError: they are none, or of devices that there are not.
     """
     if not text:
-        raise hd.NotationError("a collective-permute without source_target_pairs")
-    rows, _ = hd.read_groups(text)
+        raise hn.NotationError("a collective-permute without source_target_pairs")
+    rows, _ = hn.read_groups(text)
     limit = partitions if channel else replicas
     if set(map(len, rows)) - {2}:
-        raise hd.NotationError(f"expected pairs {{{{0,1}},{{1,2}}}}, got {text[:60]!r}")
+        raise hn.NotationError(f"expected pairs {{{{0,1}},{{1,2}}}}, got {text[:60]!r}")
     ends = np.array(rows, np.int64).reshape(-1, 2)
     if ends.size and ends.max() >= limit:
         beyond = ends[ends >= limit][0]
-        raise hd.NotationError(f"id {beyond} is beyond the {limit} that the module has")
+        raise hn.NotationError(f"id {beyond} is beyond the {limit} that the module has")
     if np.unique(ends[:, 1]).size != len(ends):
-        raise hd.NotationError("a device is the target of two pairs")
+        raise hn.NotationError("a device is the target of two pairs")
     if channel:
         ends = (ends + np.arange(replicas).reshape(-1, 1, 1) * partitions).reshape(-1, 2)
     else:

@@ -14,6 +14,7 @@ from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import customcalls
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
+from shardrules.hlo.reader import notations as hn
 from shardrules.hlo.reader import shardings
 
 MAX_DEVICES = 1 << 20
@@ -65,9 +66,9 @@ def _counts_in_text(module: hm.Module, mesh_size: int | None) -> tuple[int, int]
                         sizes = re.search(r"devices=(\[[\d,]*\])", value)
                         count = int(np.prod(hm_ints(sizes[1]))) if sizes else 1
                     else:
-                        rows, _ = hd.read_groups(value)
+                        rows, _ = hn.read_groups(value)
                         count = max([m + 1 for r in rows for m in r], default=1)
-                except (hd.NotationError, OverflowError):
+                except (hn.NotationError, OverflowError):
                     continue
                 if key != "sharding" and i.attribute("channel_id") is None:
                     replicas = max(replicas, count)
@@ -100,8 +101,8 @@ def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
     if "mesh['" in text:
         for found in _SHARDING_MESH.finditer(text):
             try:
-                mesh_named, _ = hd.read_mesh(text[found.end() : found.end() + 4096])
-            except hd.NotationError:
+                mesh_named, _ = hn.read_mesh(text[found.end() : found.end() + 4096])
+            except hn.NotationError:
                 continue
             # XLA itself calls axes axis_0, axis_1: of a sharding that had no names.
             if any(re.fullmatch(r"_?axis_\d+", name) for name, _ in mesh_named.axes):
@@ -174,12 +175,12 @@ def parameter_values(
         for leaf in range(len(leaves)):
             try:
                 if len(parts) != len(leaves):
-                    raise hd.NotationError(f"{len(parts)} shardings for {len(leaves)} arrays")
+                    raise hn.NotationError(f"{len(parts)} shardings for {len(leaves)} arrays")
                 sharding = known.get(parts[leaf])
                 if sharding is None:
                     sharding = shardings.read_sharding(parts[leaf], partitions)
                     known[parts[leaf]] = sharding
-            except hd.NotationError as error:
+            except hn.NotationError as error:
                 found.append(
                     states.blocked(
                         hs.Blocker(
@@ -223,7 +224,7 @@ def replicated_leaves(shape: hm.Shape, sharding: str | None, partitions: int) ->
     for part in parts:
         try:
             tiles = shardings.read_sharding(part, partitions).tiles
-        except hd.NotationError:
+        except hn.NotationError:
             tiles = None
         found.append(tiles is not None and set(tiles) == {0})
     return found

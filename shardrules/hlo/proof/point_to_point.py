@@ -13,6 +13,7 @@ import re
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.reader import devices as hd
+from shardrules.hlo.reader import notations as hn
 from shardrules.hlo.reader.module import Instruction
 
 KIND = "collective-permute"
@@ -45,11 +46,11 @@ def read_channel(
     found = _PAIRS.search(instruction.attribute("frontend_attributes") or "")
     try:
         if found is None:
-            raise hd.NotationError("a send without pairs")
+            raise hn.NotationError("a send without pairs")
         # As of a permute's, but that a channel of 0 is none (XLA's GetP2PConfigForSendRecv).
         channel = number.strip("0") != ""
         groups, _ = hc.read_pairs(found[1], channel, None, relations, partitions, replicas)
-    except hd.NotationError:
+    except hn.NotationError:
         everyone = hc.make_groups([list(range(relations.device_count))], relations)
         # Along no axes: incomplete groups have none.
         groups = dataclasses.replace(everyone, complete=False)

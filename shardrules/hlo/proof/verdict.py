@@ -26,6 +26,7 @@ from shardrules.hlo.proof.judgement import (
 )
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
+from shardrules.hlo.reader import notations as hn
 from shardrules.hlo.reader import parser, partitioned
 
 
@@ -176,8 +177,8 @@ class _Judge:
                 rows = self.channels[name].groups.rows
                 raise errors.HloError(
                     f"the mesh ({shown}) contradicts the program: the groups of {name!r}, "
-                    f"{hd.notation(rows)}, are along no axes of it, but along {','.join(along)} of "
-                    f"({right.replace(',', ', ')}). Axes stand in the order of the devices, the "
+                    f"{hn.notation(rows)}, are along no axes of it, but along {','.join(along)} "
+                    f"of ({right.replace(',', ', ')}). Axes stand in the order of the devices, the "
                     f"last one changing fastest: pass --mesh={right} or mesh={dict(order)}, or no "
                     "mesh where these groups follow no axes (axis_index_groups).",
                     mesh=dict(mesh.axes),

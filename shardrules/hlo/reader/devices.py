@@ -11,14 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
-import re
-import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from shardrules import errors
+from shardrules.hlo.reader import notations
 
 EQUAL = 0  # the relation in which all devices hold the same value
 _FEW = 64  # devices for which a loop is quicker than numpy
@@ -164,231 +162,13 @@ class Groups:
     def in_order(self) -> str:
         """Write the pairs, or groups in which a device's place says which part it has."""
         if self.pairs is not None:
-            return listed(sorted(self.pairs))
-        return notation(self.rows, ordered=True)
+            return notations.listed(sorted(self.pairs))
+        return notations.notation(self.rows, ordered=True)
 
     @functools.cached_property
     def in_any_order(self) -> str:
         """Write the groups as sets of devices."""
-        return notation(self.rows)
-
-
-_NUMBERS = re.compile(r"\d+")
-_IOTA = re.compile(r"\[([\d,\s]*)\]\s*<=\s*\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?")
-# Possessive: spaces between groups could be split in 2**n ways.
-_LIST = re.compile(r"\{\s*+(?:\{[\d,\s]*+\}\s*+,?\s*+)*+\}")
-_AS_LISTED = str.maketrans("[]()", "{}{}", " ")
-_AS_JSON = str.maketrans("{}", "[]")
-_INNER = re.compile(r"\{([\d,\s]*)\}")
-_MESH = re.compile(r"mesh\[([^\]]*?)(?:,\s*(device_ids=\(.*?\)\)?))?\]")
-_AXIS = re.compile(r"'((?:[^'\\]|\\.)*)'\s*=\s*(\d+)")
-_DEVICE_IDS = re.compile(
-    r"device_ids=\(\s*+(?:\[([\d,\s]*)\]\s*+(?:T\(([\d,\s]*)\))?|([\d,\s]*+))\s*+\)"
-)
-AXIS_REF = re.compile(r"'((?:[^'\\]|\\.)*)'(?::\((\d+)\)(\d+))?")
-_MAX_DEVICES = 1 << 20
-
-
-class NotationError(ValueError):
-    """A group list, a mesh or a sharding in a notation that this module doesn't read."""
-
-
-def read_ints(text: str) -> list[int]:
-    """Read all numbers in a text.
-
-    Raises:
-      NotationError: one has ten digits or more.
-    """
-    values = [int(n) for n in _NUMBERS.findall(text) if len(n) < 10]
-    if len(values) != len(_NUMBERS.findall(text)):
-        raise NotationError(f"a number in {text[:60]!r} is too large")
-    return values
-
-
-def iota_tiles(text: str) -> np.ndarray:
-    """Read ``[4,2]<=[2,4]T(1,0)``: numbers counted up, reshaped, transposed, reshaped."""
-    found = _IOTA.match(text)
-    if not found:
-        raise NotationError(f"expected [..]<=[..], got {text[:60]!r}")
-    tiles, shape = read_ints(found[1]), read_ints(found[2])
-    total = int(np.prod(shape, dtype=np.float64)) if shape else 1
-    if total > _MAX_DEVICES or int(np.prod(tiles, dtype=np.float64)) != total:
-        raise NotationError(f"{text[:60]!r}: the two lists of sizes don't hold as many devices")
-    array = np.arange(total).reshape(shape or [1])
-    if found[3]:
-        order = read_ints(found[3])
-        if sorted(order) != list(range(len(shape))):
-            raise NotationError(f"{text[:60]!r}: T(...) does not order {len(shape)} dimensions")
-        array = array.transpose(order)
-    return array.reshape(tiles)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TextMesh:
-    """A mesh as the text writes it: axes in order, and the device at each position."""
-
-    axes: tuple[tuple[str, int], ...]
-    devices: np.ndarray
-
-    @property
-    def is_row_major(self) -> bool:
-        """Tell whether position and device id are the same."""
-        return bool((self.devices.reshape(-1) == np.arange(self.devices.size)).all())
-
-
-def read_mesh(text: str) -> tuple[TextMesh, int]:
-    """Read ``mesh['data'=4,'model'=2]``, with device ids inside or after; give also its end."""
-    found = _MESH.match(text)
-    if not found:
-        raise NotationError(f"expected mesh['axis'=size,...], got {text[:60]!r}")
-    axes = tuple((name, int(size)) for name, size in _AXIS.findall(found[1]) if len(size) < 10)
-    leftover = _AXIS.sub("", found[1]).replace(",", "").strip()
-    if leftover:
-        raise NotationError(f"can't read {leftover[:40]!r} in {found[0][:60]!r}")
-    end = found.end()
-    sizes = [size for _, size in axes]
-    total = 1
-    for size in sizes:
-        total *= size
-    if total > _MAX_DEVICES or total < 1:
-        raise NotationError(f"{found[0][:60]!r} has {total} devices")
-    ids = found[2]
-    if ids is None:
-        after = re.match(r"\s*,\s*(?=device_ids=)", text[end:])
-        if after:
-            outside = _DEVICE_IDS.match(text, end + after.end())
-            if not outside:
-                raise NotationError(f"can't read the device ids in {text[:80]!r}")
-            ids, end = outside[0], outside.end()
-    devices = np.arange(total)
-    if ids is not None:
-        parts = _DEVICE_IDS.match(ids)
-        if not parts:
-            raise NotationError(f"can't read {ids[:60]!r}")
-        if parts[3] is not None:
-            devices = np.array(read_ints(parts[3]), dtype=np.int64)
-        else:
-            shape = read_ints(parts[1])
-            order = f"T({parts[2]})" if parts[2] else ""
-            devices = iota_tiles(f"[{total}]<=[{','.join(map(str, shape))}]{order}")
-    if sorted(devices.reshape(-1).tolist()) != list(range(total)):
-        raise NotationError(f"the device ids in {text[:80]!r} are not 0 to {total - 1}, each once")
-    return TextMesh(axes, devices.reshape(sizes)), end
-
-
-def axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndarray:
-    """Group a mesh's devices over axes and sub-axes.
-
-    ``'a':(2)2`` is the factor of size 2 that has 2 before it.
-    """
-    names = [name for name, _ in mesh.axes]
-    sizes: list[int] = []
-    slots: dict[tuple[int, int, int], int] = {}
-    cuts: dict[int, set[int]] = {}
-    wanted: list[tuple[int, int, int]] = []
-    for name, pre, size in refs:
-        if name not in names:
-            raise NotationError(f"axis {name!r} is not in the mesh of {', '.join(names)}")
-        axis = names.index(name)
-        full = mesh.axes[axis][1]
-        before, width = (int(pre[:9]), int(size[:9])) if pre else (1, full)
-        if before < 1 or width < 1 or full % (before * width):
-            raise NotationError(
-                f"sub-axis ({before}){width} does not divide axis {name!r} of size {full}"
-            )
-        wanted.append((axis, before, width))
-        cuts.setdefault(axis, set()).update((before, before * width))
-    for axis, (_, full) in enumerate(mesh.axes):
-        edges = sorted(cuts.get(axis, set()) | {1, full})
-        for low, high in zip(edges, edges[1:]):
-            if high % low:
-                raise NotationError("sub-axes that don't nest")
-            slots[(axis, low, high // low)] = len(sizes)
-            sizes.append(high // low)
-    grouped = []
-    for axis, before, width in wanted:
-        if width == 1:
-            continue
-        if (axis, before, width) not in slots:
-            raise NotationError("sub-axes that overlap")
-        grouped.append(slots[(axis, before, width)])
-    if len(set(grouped)) != len(grouped):
-        raise NotationError("an axis is named twice")
-    rest = [i for i in range(len(sizes)) if i not in grouped]
-    width = 1
-    for i in grouped:
-        width *= sizes[i]
-    return mesh.devices.reshape(sizes).transpose(rest + grouped).reshape(-1, width)
-
-
-def read_groups(text: str) -> tuple[list[list[int]], TextMesh | None]:
-    """Read a ``replica_groups`` value into lists of ids, and the mesh if it names one."""
-    text = text.strip()
-    if text.startswith("mesh"):
-        mesh, end = read_mesh(text)
-        rest = text[end:].strip().lstrip(",").strip()
-        if not (rest.startswith("{") and rest.endswith("}")):
-            raise NotationError(f"expected {{'axis',...}} after the mesh in {text[:80]!r}")
-        return axis_groups(mesh, AXIS_REF.findall(rest)).tolist(), mesh
-    if text.startswith("["):
-        found = _IOTA.fullmatch(text)
-        tiles = iota_tiles(text)
-        if not found or tiles.ndim != 2:
-            raise NotationError(f"expected [groups,members]<=[...], got {text[:60]!r}")
-        return tiles.tolist(), None
-    if not _LIST.fullmatch(text):
-        raise NotationError(
-            f"expected {{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh[...] {{...}}, got {text[:60]!r}"
-        )
-    try:
-        rows = json.loads(text.translate(_AS_JSON))
-    except ValueError:  # it has commas that XLA's parser takes, or leading zeros
-        rows = None
-    if rows is None or max(map(max, filter(None, rows)), default=0) >= 10**9:
-        rows = [read_ints(m[1]) for m in _INNER.finditer(text, 1)]
-    return [r for r in rows if r], None
-
-
-def id_count(mode: str, partitions: int, replicas: int) -> int:
-    """Count the ids that groups may hold in a mode (see ``flatten_groups``)."""
-    counts = {"cross_partition": partitions, "flattened": partitions * replicas}
-    return counts.get(mode, replicas)
-
-
-def flatten_groups(
-    rows: list[list[int]], mode: str, partitions: int, replicas: int
-) -> list[list[int]]:
-    """Turn the ids of a collective's groups into flattened device ids.
-
-    Args:
-      rows: the ids of each group.
-      partitions: how many the module is for.
-      replicas: how many the module is for.
-      mode: which ids the groups hold, by XLA's GetCollectiveOpGroupMode: ``"cross_replica"``,
-        ``"cross_partition"``, ``"cross_replica_and_partition"`` or ``"flattened"``.
-    """
-    limit = id_count(mode, partitions, replicas)
-    members = [member for row in rows for member in row]
-    if len(set(members)) < len(members) or max(members, default=0) >= limit:
-        used: set[int] = set()
-        for member in members:
-            if member >= limit:
-                raise NotationError(f"id {member} is beyond the {limit} that the module has")
-            if member in used:
-                raise NotationError(f"id {member} stands in two places")
-            used.add(member)
-    if not rows:
-        rows = [list(range(limit))]
-    if mode == "flattened":
-        return rows
-    if mode == "cross_partition":
-        return [[r * partitions + p for p in row] for r in range(replicas) for row in rows]
-    if mode == "cross_replica":
-        return [[r * partitions + p for r in row] for row in rows for p in range(partitions)]
-    return [[r * partitions + p for r in row for p in range(partitions)] for row in rows]
-
-
-# -- the caller's mesh ---------------------------------------------------------------------------
+        return notations.notation(self.rows)
 
 
 class Mesh:
@@ -473,38 +253,11 @@ class Mesh:
         return best
 
 
-def mesh_of(named: TextMesh | None, relations: Relations) -> Mesh | None:
+def mesh_of(named: notations.TextMesh | None, relations: Relations) -> Mesh | None:
     """Give the mesh that a collective's own notation names, for that collective alone."""
     if named is None or not named.is_row_major or named.devices.size != relations.device_count:
         return None
     return Mesh(named.axes, relations)
-
-
-def notation(rows: Sequence[Sequence[int]], ordered: bool = False) -> str:
-    """Write groups as XLA does, ``[4,2]<=[8]`` or ``{{0,3},{1,2}}``, in any order one way."""
-    # ordered: that of the devices within a group says something, as it does of an all-gather.
-    rows = sorted(list(r) if ordered else sorted(r) for r in rows)
-    count, width = len(rows), len(rows[0]) if rows else 0
-    total = count * width
-    step = rows[0][1] - rows[0][0] if width > 1 else 1
-    if total and rows[-1][-1] == total - 1 and step > 0 and total % (width * step) == 0:
-        shape = [total // (width * step), width, step]
-        counted = np.arange(total).reshape(shape).transpose(0, 2, 1).reshape(count, width)
-        if counted.tolist() == rows:
-            if step == 1:
-                return f"[{count},{width}]<=[{total}]"
-            if shape[0] == 1:
-                return f"[{count},{width}]<=[{width},{step}]T(1,0)"
-            return f"[{count},{width}]<=[{','.join(map(str, shape))}]T(0,2,1)"
-    return listed(rows)
-
-
-def listed(rows: Sequence[Sequence[int]]) -> str:
-    """Write lists of devices, ``{{0,3},{1,2}}``; a long one by its beginning and a checksum."""
-    text = str(list(map(tuple, rows))).replace(",)", ")").translate(_AS_LISTED)
-    if len(text) <= 80:
-        return text
-    return f"{text[: text.rfind('}', 0, 60) + 1]},... #{zlib.crc32(text.encode()):08x}}}"
 
 
 def axes_of(mesh: object) -> dict[str, int] | None:

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from shardrules.hlo.reader import devices as hd
+from shardrules.hlo.reader import notations as hn
 
 _TILED = re.compile(  # possessive where spaces could be split in many ways
     r"devices\s*+=\s*+(\[[\d,\s]*\])\s*+(<=\s*+\[[\d,\s]*\]\s*+(?:T\([\d,\s]*\))?|[\d,\s]++)"
@@ -55,7 +55,7 @@ class Sharding:
 
     text: str
     tiles: tuple[int, ...] | None
-    mesh: hd.TextMesh | None = None
+    mesh: hn.TextMesh | None = None
     why: str = ""
 
 
@@ -77,16 +77,16 @@ def read_sharding(text: str, partitions: int) -> Sharding:
     if bare.startswith("devices"):
         found = _TILED.fullmatch(bare)
         if not found:
-            raise hd.NotationError(f"can't read the sharding {text[:80]!r}")
+            raise hn.NotationError(f"can't read the sharding {text[:80]!r}")
         if found[2].startswith("<="):
-            tiles = hd.iota_tiles(found[1] + found[2])
+            tiles = hn.iota_tiles(found[1] + found[2])
         else:
-            sizes, ids = hd.read_ints(found[1]), hd.read_ints(found[2])
+            sizes, ids = hn.read_ints(found[1]), hn.read_ints(found[2])
             if int(np.prod(sizes, dtype=np.float64)) != len(ids):
-                raise hd.NotationError(f"the sharding {text[:80]!r} lists {len(ids)} devices")
+                raise hn.NotationError(f"the sharding {text[:80]!r} lists {len(ids)} devices")
             tiles = np.array(ids, dtype=np.int64).reshape(sizes)
         if sorted(tiles.reshape(-1).tolist()) != list(range(partitions)):
-            raise hd.NotationError(
+            raise hn.NotationError(
                 f"the sharding {text[:80]!r} is for {tiles.size} devices, the "
                 f"module has {partitions} partitions"
             )
@@ -96,7 +96,7 @@ def read_sharding(text: str, partitions: int) -> Sharding:
         elif found[3]:
             kinds = [k.strip() for k in found[4].split(",") if k.strip()]
         if len(kinds) > tiles.ndim:
-            raise hd.NotationError(f"the sharding {text[:80]!r} has too few dimensions")
+            raise hn.NotationError(f"the sharding {text[:80]!r} has too few dimensions")
         if any(k != "replicated" for k in kinds):
             # `{unreduced, replicated}` read as replicated would call a needed psum redundant.
             return Sharding(text, None, why=f"sharded as {text}")
@@ -107,16 +107,16 @@ def read_sharding(text: str, partitions: int) -> Sharding:
         return Sharding(text, tuple(numbers.tolist()), why=f"sharded as {text}")
     if bare.startswith(("maximal", "manual", "unknown", "unreduced")):
         return Sharding(text, None, why=f"{bare.split()[0].split('_mesh')[0]} ({text})")
-    raise hd.NotationError(f"can't read the sharding {text[:80]!r}")
+    raise hn.NotationError(f"can't read the sharding {text[:80]!r}")
 
 
 def _read_named(text: str, inner: str, partitions: int) -> Sharding:
-    mesh, end = hd.read_mesh(inner)
+    mesh, end = hn.read_mesh(inner)
     rest = inner[end:].strip().lstrip(",").strip()
     if rest == "replicated":
         return Sharding(text, (0,) * partitions, mesh, "replicated")
     if mesh.devices.size != partitions:
-        raise hd.NotationError(
+        raise hn.NotationError(
             f"the sharding {text[:80]!r} is for {mesh.devices.size} devices, "
             f"the module has {partitions} partitions"
         )
@@ -127,8 +127,8 @@ def _read_named(text: str, inner: str, partitions: int) -> Sharding:
     leftover = re.sub(r"replicated=\{[^}]*\}", "", tail).replace(",", "").strip()
     if leftover or "?" in dims:  # unreduced=, manual=, an open dimension
         return Sharding(text, None, mesh, f"sharded as {text}")
-    refs = hd.AXIS_REF.findall(dims)
-    used = hd.axis_groups(mesh, refs)  # rows: replicas of the whole array; columns: its tiles
+    refs = hn.AXIS_REF.findall(dims)
+    used = hn.axis_groups(mesh, refs)  # rows: replicas of the whole array; columns: its tiles
     numbers = np.empty(partitions, np.int64)
     numbers[used.reshape(-1)] = np.tile(np.arange(used.shape[1]), used.shape[0])
     return Sharding(text, tuple(numbers.tolist()), mesh, f"sharded as {text}")

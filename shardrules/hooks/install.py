@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import pathlib
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,7 +116,7 @@ class Handle:
 
 
 @checked
-def install(*, unknown: str = "error", prove: bool = True, casts: str = "late") -> Handle:
+def install(*, unknown: str = "error", prove: bool = True, casts: str | None = None) -> Handle:
     """Make shard_map's check follow the registry. For applications to call, once.
 
     Args:
@@ -127,6 +128,8 @@ def install(*, unknown: str = "error", prove: bool = True, casts: str = "late") 
       casts: where what is differentiated is cast to varying, whose transpose is a psum: ``late``,
         at the first operation that asks for it, as JAX does; or ``cheapest``, where the psums of
         the gradient move the fewest bytes (from JAX 0.6; before, casts stand where they stand).
+        If None, as the ``install()`` that is in force says, else ``late``. One that says otherwise
+        than that wins, with a warning.
 
     Returns:
       A handle; ``handle.uninstall()``, or leaving ``with install():``, puts JAX back as it was.
@@ -141,17 +144,25 @@ def install(*, unknown: str = "error", prove: bool = True, casts: str = "late") 
       >>> handle = shardrules.install(unknown="varying")
       >>> handle.uninstall()
     """
-    for name, given, known in (("unknown", unknown, POLICIES), ("casts", casts, CASTS)):
+    for name, given, known in (("unknown", unknown, POLICIES), ("casts", casts, (None, *CASTS))):
         if given not in known:
             raise ShardrulesError(
                 f"install({name}={given!r}) is not known; it is one of "
-                f"{', '.join(map(repr, known))}",
+                f"{', '.join(repr(one) for one in known if one)}",
                 **{name if name == "casts" else "policy": given},
             )
     with _lock:
         _hold()
         handle = Handle()
-        _state.push(handle, Scope(True, unknown, prove=prove, casts=casts))
+        now = _state.everywhere
+        said = now.casts if now.active else None
+        if said is not None and casts not in (None, said):
+            warnings.warn(
+                f"install(casts={casts!r}) takes the place of install(casts={said!r}), which is "
+                "still in force; say it once, in the application",
+                stacklevel=3,
+            )
+        _state.push(handle, Scope(True, unknown, prove=prove, casts=casts or said or "late"))
     return handle
 
 

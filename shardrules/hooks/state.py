@@ -114,7 +114,7 @@ class State:
         # From an equation's primitive and parameters to its opaque call, or None: the funnel's.
         self.known_of: Callable[[Any, dict[str, Any]], Any] = lambda primitive, params: None
         self._installed: list[tuple[object, Scope]] = []  # one for each installed handle
-        self._everywhere = Scope()
+        self.everywhere = Scope()
         self.here = _Here()
         self._trace_key = None
         # As long as JAX has something that was traced under it.
@@ -136,14 +136,14 @@ class State:
         """Activate the hooks in every thread."""
         with self.lock:
             self._installed.append((handle, scope))
-            self._everywhere = scope
+            self.everywhere = scope
             self.refresh()
 
     def remove(self, handle: object) -> bool:
         """Take back what ``push`` did; return whether any handle is left."""
         with self.lock:
             self._installed = [entry for entry in self._installed if entry[0] is not handle]
-            self._everywhere = self._installed[-1][1] if self._installed else Scope()
+            self.everywhere = self._installed[-1][1] if self._installed else Scope()
             self.refresh()
             return bool(self._installed)
 
@@ -168,13 +168,13 @@ class State:
     @property
     def active(self) -> bool:
         """Whether the hooks act in this thread, here."""
-        return (self.here.scope or self._everywhere).active
+        return (self.here.scope or self.everywhere).active
 
     @property
     def scope(self) -> Scope:
         """The scope of this thread, here."""
         local = self.here
-        base = local.scope or self._everywhere
+        base = local.scope or self.everywhere
         overlays = self.registry.overlays
         if not overlays:
             return base
@@ -281,7 +281,7 @@ class State:
     def refresh(self) -> None:
         """Tell JAX that what was traced under another registry or policy is stale."""
         if self._trace_key is not None:
-            self._trace_key.set_global(self._key(self._everywhere))
+            self._trace_key.set_global(self._key(self.everywhere))
 
     def _key(self, scope: Scope):
         # None while nothing is installed: JAX's caches are then what they were without us.

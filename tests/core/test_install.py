@@ -477,3 +477,16 @@ def test_the_body_of_a_loop_is_told_by_the_code_that_traces_it(monkeypatch):
         assert len(door.body_tracers()) == 2
     with pytest.raises(LookupError, match="has no _create_jaxpr inside"):
         loops.body_tracers(run_alone)
+
+
+def test_a_second_install_keeps_where_casts_stand_unless_it_says_otherwise():
+    with sr.install(casts="cheapest"):
+        with sr.install():
+            assert state().scope.casts == "cheapest"
+        with pytest.warns(UserWarning, match="takes the place of install.casts='cheapest'"):
+            late = sr.install(casts="late")
+        with late:
+            assert state().scope.casts == "late"
+        assert state().scope.casts == "cheapest"
+    with sr.install():
+        assert state().scope.casts == "late"

@@ -1,8 +1,7 @@
 """Reads compiled HLO text and judges its collectives. Runs without JAX."""
 
 from shardrules.hlo.known.states import Blocker, Support
-from shardrules.hlo.proof.collectives import Collective
-from shardrules.hlo.proof.judgement import VERDICTS, Judgement, Output, Range, Verdict
+from shardrules.hlo.proof.judgement import VERDICTS, Collective, Judgement, Output, Range, Verdict
 from shardrules.hlo.proof.verdict import judge
 from shardrules.hlo.reader.module import Computation, Frame, Instruction, Metadata, Module, Shape
 from shardrules.hlo.reader.parser import parse

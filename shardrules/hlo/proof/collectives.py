@@ -100,8 +100,6 @@ def read_channel(
     instruction: hm.Instruction,
     kind: str,
     relations: hd.Relations,
-    partitions: int,
-    replicas: int,
     cache: dict[Any, Any],
 ) -> Channel:
     """Read a collective's attributes.
@@ -109,6 +107,22 @@ def read_channel(
     Raises:
       HloSyntaxError: its groups or pairs can't be read, or don't fit the module.
     """
+    values, unread = _attributes(instruction)
+    connections, doubt = _connections(module, instruction, kind, values, relations, cache)
+    groups, mesh = connections
+    if kind == "collective-permute":
+        return Channel(kind, groups, True, None, "", unread=doubt or unread)
+    reduction, ordered = "", True
+    if "to_apply" in values:
+        called = module.computations.get(values["to_apply"][0].lstrip("%"))
+        reduction = _reduction(called) if called else ""
+        ordered = not (kind == "all-reduce" and _orderless(reduction, instruction))
+    along = values.get("dimensions", ("", 0))[0].strip("{} \n")
+    return Channel(kind, groups, ordered, mesh, reduction, along, doubt or unread)
+
+
+def _attributes(instruction: hm.Instruction) -> tuple[dict[str, tuple[str, int]], str]:
+    """Read attributes, each with its place; say what isn't understood of them."""
     values: dict[str, tuple[str, int]] = {}
     unread = ""
     for key, start, end in instruction.attributes():
@@ -117,6 +131,22 @@ def read_channel(
         values[key] = (instruction.text[start:end], start)
         if key not in _ATTRIBUTES:
             unread = f"an attribute that is not known, {key}={values[key][0][:40]}"
+    return values, unread
+
+
+# Groups, and the mesh that the notation names.
+_Connections = tuple[hd.Groups, hn.TextMesh | None]
+
+
+def _connections(
+    module: hm.Module,
+    instruction: hm.Instruction,
+    kind: str,
+    values: dict[str, tuple[str, int]],
+    relations: hd.Relations,
+    cache: dict[Any, Any],
+) -> tuple[_Connections, str]:
+    """Read how a collective connects devices, and say what is in doubt of it."""
     number = values.get("channel_id", ("", 0))[0].strip()
     permute = kind == "collective-permute"
     text, place = values.get(
@@ -136,7 +166,7 @@ def read_channel(
         try:
             if how not in cache:
                 read = read_pairs if permute else _groups
-                cache[how] = read(text, channel, flat, relations, partitions, replicas)
+                cache[how] = read(text, channel, flat, relations)
             found.append(cache[how])
         except hn.NotationError as error:
             refused = error
@@ -144,36 +174,17 @@ def read_channel(
         raise hm.syntax_error(
             module.text, place, f"{instruction.opcode} {instruction.name!r}: {refused}"
         )
-    groups, mesh = found[0]
-    if not relations.told and not text.strip("{} \n"):
-        unread = "groups of all devices, and the text doesn't say how many (pass mesh=)"
-    if not permute and "replica_groups" not in values:  # XLA prints them even where it has none
-        unread = "no replica_groups: is the text printed without attributes?"
-    if number and len(readings) > 1 and [f[0].rows for f in found] != [groups.rows] * 2:
-        unread = f"channel_id={number}, which XLA reads in two ways"
-    if permute:
-        return Channel(kind, groups, True, None, "", unread=unread)
-    reduction, ordered = "", True
-    if "to_apply" in values:
-        called = module.computations.get(values["to_apply"][0].lstrip("%"))
-        reduction = _reduction(called) if called else ""
-        ordered = not (kind == "all-reduce" and _orderless(reduction, instruction))
-    along = values.get("dimensions", ("", 0))[0].strip("{} \n")
-    return Channel(kind, groups, ordered, mesh, reduction, along, unread)
+    doubt = ""
+    if number and len(readings) > 1 and [f[0].rows for f in found] != [found[0][0].rows] * 2:
+        doubt = f"channel_id={number}, which XLA reads in two ways"
+    elif not permute and "replica_groups" not in values:  # XLA prints them even where it has none
+        doubt = "no replica_groups: is the text printed without attributes?"
+    elif not relations.told and not text.strip("{} \n"):
+        doubt = "groups of all devices, and the text doesn't say how many (pass mesh=)"
+    return found[0], doubt
 
 
-# Groups, and the mesh that the notation names.
-_Connections = tuple[hd.Groups, hn.TextMesh | None]
-
-
-def _groups(
-    text: str,
-    channel: bool,
-    flat: bool | None,
-    relations: hd.Relations,
-    partitions: int,
-    replicas: int,
-) -> _Connections:
+def _groups(text: str, channel: bool, flat: bool | None, relations: hd.Relations) -> _Connections:
     """Read groups, and the mesh that they name.
 
     Args:
@@ -189,10 +200,10 @@ def _groups(
     else:
         mode = "cross_replica_and_partition" if channel else "cross_replica"
     if mesh is not None:  # of ids in that mode, as XLA's verifier has it (jaxlib 0.10.2, 0.12)
-        count = hn.id_count(mode, partitions, replicas)
+        count = hn.id_count(mode, relations.partitions, relations.replicas)
         if mesh.devices.size != count:
             raise hn.NotationError(f"a mesh of {mesh.devices.size} devices in a module for {count}")
-    flattened = hn.flatten_groups(rows, mode, partitions, replicas)
+    flattened = hn.flatten_groups(rows, mode, relations.partitions, relations.replicas)
     return make_groups(flattened, relations), mesh
 
 
@@ -249,14 +260,7 @@ def _reduction(computation: hm.Computation) -> str:
     return f"{len(steps)} operations, #{zlib.crc32(repr((computation.root, steps)).encode()):08x}"
 
 
-def read_pairs(
-    text: str,
-    channel: bool,
-    flat: bool | None,
-    relations: hd.Relations,
-    partitions: int,
-    replicas: int,
-) -> _Connections:
+def read_pairs(text: str, channel: bool, _: bool | None, relations: hd.Relations) -> _Connections:
     """Read a permute's pairs, as the groups of devices that they connect.
 
     Raises:
@@ -264,7 +268,8 @@ def read_pairs(
     """
     if not text:
         raise hn.NotationError("a collective-permute without source_target_pairs")
-    rows, _ = hn.read_groups(text)
+    partitions, replicas = relations.partitions, relations.replicas
+    rows = hn.read_groups(text)[0]
     limit = partitions if channel else replicas
     if set(map(len, rows)) - {2}:
         raise hn.NotationError(f"expected pairs {{{{0,1}},{{1,2}}}}, got {text[:60]!r}")
@@ -414,86 +419,3 @@ def result_how(kind: str) -> str:
     if kind in _JOINS:
         return "join"
     return {"collective-permute": "permute", "collective-broadcast": "first"}.get(kind, "exchange")
-
-
-# -- accounts -------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective instruction (or one operand of a combined one).
-
-    Attributes:
-      kind: ``"all-reduce"`` and so on, without ``-start``.
-      opcode: as printed.
-      name: the instruction's name.
-      computation: the name of the computation that holds it.
-      operand: which of its operands this is.
-      axes: the mesh axes it runs over, None where the mesh or a product of axes isn't known.
-      connections: which devices it connects.
-      reduction: ``"add"`` and so on; ``""`` for none.
-      operand_bytes: bytes of this operand on one device.
-      element_type: of the operand.
-      phase: ``forward``, ``backward``, ``recompute``, ``mixed`` or ``unknown``.
-      loop_depth: how many while loops stand around it.
-      trip_count: how often it runs in one execution; None where a loop's count isn't known.
-      op_name: JAX's name for it.
-      source: the innermost source line, None where the text has none.
-      frames: all source lines, innermost first.
-      at_most: it stands in a branch: ``trip_count`` is what it is if each branch ran.
-      each: how often it runs if each loop whose count isn't known makes one trip.
-      dimension: along which parts are put together or taken apart, ``"0"``; ``""`` for none.
-    """
-
-    kind: str
-    opcode: str
-    name: str
-    computation: str
-    operand: int
-    axes: tuple[str, ...] | None
-    connections: hd.Groups
-    reduction: str
-    operand_bytes: int
-    element_type: str
-    phase: str
-    loop_depth: int
-    trip_count: int | None
-    op_name: str
-    frames: tuple[hm.Frame, ...] = ()
-    at_most: bool = False
-    each: int = 1
-    dimension: str = ""
-
-    @property
-    def source(self) -> hm.Frame | None:
-        """Give the innermost source line."""
-        return self.frames[0] if self.frames else None
-
-    @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """List the groups' flattened device ids, as the collective orders them."""
-        return self.connections.rows
-
-    @property
-    def pairs(self) -> tuple[tuple[int, int], ...] | None:
-        """List a permute's source and target ids; None for other kinds."""
-        return self.connections.pairs
-
-    @property
-    def notation(self) -> str:
-        """Write its groups, or a permute's pairs: the same text for the same ones."""
-        # Of all but an all-reduce the place in its group is which part a device gives or gets.
-        alike = self.kind == "all-reduce"
-        return self.connections.in_any_order if alike else self.connections.in_order
-
-    @property
-    def group_size(self) -> int:
-        """Count the members of the largest group."""
-        return self.connections.size
-
-    def over(self) -> str:
-        """Say over what it runs, for people."""
-        if self.axes is not None:
-            return "over " + ",".join(self.axes) if self.axes else "over groups of one device"
-        shown = ",".join("{" + ",".join(map(str, g)) + "}" for g in self.groups[:4])
-        return f"over groups {{{shown}{',...' if len(self.groups) > 4 else ''}}}"

@@ -8,6 +8,7 @@ from typing import Any
 from shardrules import errors
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.values import Values
+from shardrules.hlo.proof.collectives import KINDS
 from shardrules.hlo.reader.module import Instruction, Metadata, Module
 from shardrules.registry import axistypes
 from shardrules.registry.registration import PROVEN, Registration
@@ -162,6 +163,45 @@ def aliased(instruction: Instruction) -> set[int]:
     """Give the numbers of the operands in whose memory a custom call's results lie."""
     table = instruction.attribute("output_to_operand_aliasing") or ""
     return {int(number) for number in _ALIASED.findall(table)}
+
+
+def spread_steps(module: Module) -> set[tuple[str, int]]:
+    """Find the instructions that are steps of a collective whose done stands elsewhere.
+
+    TPU's compiler spreads a collective over fusions (see ASYNC_DONE); counting
+    each of them would count its bytes several times.
+    """
+    steps: dict[str, list[tuple[str, int]]] = {}
+    done: set[str] = set()
+    if ASYNC_DONE not in module.text:
+        return set()
+    fused = {
+        name
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+        if instruction.opcode == "fusion"
+        for name in instruction.calls
+    }
+    for computation in [module.computations[name] for name in fused]:
+        ended: set[int] = set()
+        chains = []
+        for position, instruction in enumerate(computation.instructions):
+            if instruction.opcode == "custom-call":
+                target = instruction.attribute("custom_call_target") or ""
+                if target.strip('"') == ASYNC_DONE:
+                    ended.update(instruction.operands)
+            elif instruction.opcode in KINDS:
+                chain = frontend_attributes(instruction.attribute("frontend_attributes")).get(
+                    "chain_id"
+                )
+                if chain is not None:
+                    chains.append((chain, position))
+        for chain, position in chains:
+            if position in ended:
+                done.add(chain)
+            else:
+                steps.setdefault(chain, []).append((computation.name, position))
+    return {where for chain in done for where in steps.get(chain, ())}
 
 
 class Resolution:

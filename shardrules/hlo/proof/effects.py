@@ -72,15 +72,7 @@ def collective(proof: Proof, computation, position, instruction, operands, guard
 
 def _channel(proof: Proof, instruction, kind: str) -> hc.Channel:
     """Read how a collective connects devices."""
-    channel = hc.read_channel(
-        proof.module,
-        instruction,
-        kind,
-        proof.values.relations,
-        proof.partitions,
-        proof.replicas,
-        proof.cache,
-    )
+    channel = hc.read_channel(proof.module, instruction, kind, proof.values.relations, proof.cache)
     own = proof.reach.applied(instruction)
     return dataclasses.replace(channel, unread=f"a reduction by {own}") if own else channel
 
@@ -240,13 +232,14 @@ def _effect(proof: Proof, effect, state: int, found, guard: int) -> int:
     sizes = proof.default_mesh if found.mesh is None else found.mesh
     if (
         not sizes
-        or math.prod(sizes.values()) != proof.partitions
+        or math.prod(sizes.values()) != proof.values.relations.partitions
         or not set(effect.axes) <= set(sizes)
     ):
         what = found.blocker.what.split(" is tagged")[0].split(" has a rule")[0]
         what += f" communicates over {','.join(effect.axes)}, in no mesh known to fit "
         return states.blocked(
-            found.blocker._replace(what=f"{what}{proof.partitions} partitions"), state
+            found.blocker._replace(what=f"{what}{proof.values.relations.partitions} partitions"),
+            state,
         )
     key = ("mesh", effect.kind, effect.axes, tuple(sizes.items()))
     channel = proof.cache.get(key)
@@ -270,13 +263,17 @@ def _effect(proof: Proof, effect, state: int, found, guard: int) -> int:
 def _mesh_channel(proof: Proof, effect, sizes: dict[str, int]) -> hc.Channel:
     """Give the groups of devices among which an effect moves data, or which it types as equal."""
     names = list(sizes)
-    ids = np.arange(proof.partitions).reshape([sizes[n] for n in names])
+    ids = np.arange(proof.values.relations.partitions).reshape([sizes[n] for n in names])
     # A typed output is equal along the axes that it does not name.
     along = [n for n in names if (n in effect.axes) != (effect.kind == "typed")]
     rest = [i for i, n in enumerate(names) if n not in along]
     order = [names.index(n) for n in (along if effect.kind == "typed" else effect.axes)]
     width = math.prod(sizes[names[i]] for i in order)
     rows = ids.transpose(rest + order).reshape(-1, width).tolist()
-    rows = [[r * proof.partitions + d for d in row] for r in range(proof.replicas) for row in rows]
+    rows = [
+        [r * proof.values.relations.partitions + d for d in row]
+        for r in range(proof.values.relations.replicas)
+        for row in rows
+    ]
     groups = hc.make_groups(rows, proof.values.relations)
     return hc.Channel("custom-call", groups, True, None, "")

@@ -59,7 +59,6 @@ class Proof:
 
     Attributes:
       module: the module.
-      partitions, replicas: how many devices it is for.
       registry: rules for kernels that carry no tag.
       values: how values combine; holds the states.
       handlers: what evaluates instructions.
@@ -76,16 +75,12 @@ class Proof:
     def __init__(
         self,
         module: hm.Module,
-        partitions: int,
-        replicas: int,
         registry: Any,
         values: Values,
         handlers: Handlers,
         default_mesh: dict[str, int] | None = None,
     ):
         self.module = module
-        self.partitions = partitions
-        self.replicas = replicas
         self.registry = registry
         self.values = values
         self.handlers = handlers

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from shardrules import errors
+from shardrules.hlo.known import ranges
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import customcalls
 from shardrules.hlo.reader import devices as hd
@@ -25,22 +27,29 @@ _TAG_MESH = re.compile(
 _SHARDING_MESH = re.compile(r"sharding=\{+(?=mesh\[')")
 
 
-def device_counts(module: hm.Module, mesh_size: int | None) -> tuple[int, int]:
-    """Give partitions and replicas.
+def devices(module: hm.Module, mesh: Mapping[str, int] | None) -> hd.Relations:
+    """Give the relations over the devices that a module is for.
 
-    A header without either (dumps of old versions) leaves them to the mesh, else to the largest
-    device that a group or sharding names.
+    A header without either count (dumps of old versions) leaves them to the mesh, else to the
+    largest device that a group or sharding names.
+
+    Raises:
+      HloError: they are too many.
     """
-    found, replicas = module.num_partitions or 1, module.replica_count or 1
-    if module.num_partitions is None and module.replica_count is None:
-        found, replicas = _counts_in_text(module, mesh_size)
-    if found * replicas > MAX_DEVICES:
+    size = None
+    if mesh is not None:
+        size = math.prod(n for n in dict(mesh).values() if isinstance(n, int))
+    partitions, replicas = module.num_partitions or 1, module.replica_count or 1
+    told = module.num_partitions is not None or module.replica_count is not None
+    if not told:
+        partitions, replicas = _counts_in_text(module, size)
+    if partitions * replicas > MAX_DEVICES:
         raise errors.HloError(
-            f"module {module.name!r} is for {found * replicas} devices, more than the "
+            f"module {module.name!r} is for {partitions * replicas} devices, more than the "
             f"{MAX_DEVICES} that this verifier takes; is the text damaged?",
-            device_count=found * replicas,
+            device_count=partitions * replicas,
         )
-    return found, replicas
+    return hd.Relations(partitions, replicas, told or size is not None)
 
 
 def _counts_in_text(module: hm.Module, mesh_size: int | None) -> tuple[int, int]:
@@ -64,7 +73,7 @@ def _counts_in_text(module: hm.Module, mesh_size: int | None) -> tuple[int, int]
                 try:
                     if key == "sharding":
                         sizes = re.search(r"devices=(\[[\d,]*\])", value)
-                        count = int(np.prod(hm_ints(sizes[1]))) if sizes else 1
+                        count = int(np.prod(ranges.read_ints(sizes[1]))) if sizes else 1
                     else:
                         rows, _ = hn.read_groups(value)
                         count = max([m + 1 for r in rows for m in r], default=1)
@@ -75,11 +84,6 @@ def _counts_in_text(module: hm.Module, mesh_size: int | None) -> tuple[int, int]
                 else:
                     found = max(found, count)
     return found, replicas
-
-
-def hm_ints(text: str) -> list[int]:
-    """Read the numbers of ``[4,1,2]``."""
-    return [int(n) for n in re.findall(r"\d{1,9}", text)]
 
 
 def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
@@ -115,19 +119,13 @@ def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
 
 
 def parameter_values(
-    module: hm.Module,
-    states: hs.States,
-    partitions: int,
-    replicas: int,
-    given: Sequence[str | None] | None,
+    module: hm.Module, states: hs.States, given: Sequence[str | None] | None
 ) -> list[Any]:
     """Give the entry parameters' values by their shardings.
 
     Args:
       module: the module.
       states: where states are interned.
-      partitions: how many the module is for.
-      replicas: how many the module is for.
       given: shardings by parameter number, for parameters that have none in the text.
 
     Raises:
@@ -142,74 +140,77 @@ def parameter_values(
             given=len(given),
             parameters=len(parameters),
         )
-    count = states.relations.device_count
-    replica = np.arange(count) // partitions
+    read = _Shardings(states)
     values: list[Any] = []
-    known: dict[str, shardings.Sharding] = {}
-    relations: dict[tuple[str, bool], int] = {}
     for number, instruction in enumerate(parameters):
         attributes = {k: instruction.text[a:b] for k, a, b in instruction.attributes()}
         text = attributes.get("sharding") or (given[number] if given is not None else None)
         metadata = attributes.get("metadata")
         op_name = module.frames.metadata(metadata).op_name if metadata else ""
         what = f"parameter {number}" + (f" ({op_name})" if op_name else "")
-        leaves = instruction.shape.leaves()
-        shared = [
-            w == "true"
-            for w in re.findall(r"true|false", attributes.get("parameter_replication", ""))
-        ]
-        if len(shared) != len(leaves):
-            shared = [False] * len(leaves)
-        if text is None and partitions == 1:
+        leaves = len(instruction.shape.leaves())
+        shared = re.findall(r"true|false", attributes.get("parameter_replication", ""))
+        if len(shared) != leaves:
+            shared = ["false"] * leaves
+        if text is None and states.relations.partitions == 1:
             text = "{replicated}"
         if text is None:
-            state = states.blocked(
-                hs.Blocker(f"{what} has no sharding in the text (pass parameter_shardings=)")
-            )
-            values.append(state)
+            why = f"{what} has no sharding in the text (pass parameter_shardings=)"
+            values.append(states.blocked(hs.Blocker(why)))
             continue
         parts = shardings.split_tuple_sharding(text)
-        if len(parts) == 1 and len(leaves) > 1:
-            parts = parts * len(leaves)
+        if len(parts) == 1:
+            parts = parts * leaves
         found = []
-        for leaf in range(len(leaves)):
+        for leaf in range(leaves):
+            name = what if leaves == 1 else f"{what} element {leaf}"
             try:
-                if len(parts) != len(leaves):
-                    raise hn.NotationError(f"{len(parts)} shardings for {len(leaves)} arrays")
-                sharding = known.get(parts[leaf])
-                if sharding is None:
-                    sharding = shardings.read_sharding(parts[leaf], partitions)
-                    known[parts[leaf]] = sharding
+                if len(parts) != leaves:
+                    raise hn.NotationError(f"{len(parts)} shardings for {leaves} arrays")
+                found.append(read.state(parts[leaf], shared[leaf] == "true", name))
             except hn.NotationError as error:
-                found.append(
-                    states.blocked(
-                        hs.Blocker(
-                            f"{what} has a sharding that doesn't say what is equal ({error})"
-                        )
-                    )
-                )
-                continue
-            name = what if len(leaves) == 1 else f"{what} element {leaf}"
-            if sharding.tiles is None:
-                found.append(
-                    states.source(
-                        hd.DISTINCT,
-                        hs.Cause(
-                            name, f"has sharding {parts[leaf]}, under which each device has its own"
-                        ),
-                    )
-                )
-                continue
-            how = (parts[leaf], shared[leaf])
-            if how not in relations:
-                tiles = np.array(sharding.tiles)[np.arange(count) % partitions]
-                if replicas > 1 and not shared[leaf]:
-                    tiles = tiles + replica * partitions
-                relations[how] = states.relations.intern(tiles)
-            cause = hs.Cause(name, "is sharded", f"as {parts[leaf]}")
-            found.append(states.source(relations[how], cause))
+                why = f"{what} has a sharding that doesn't say what is equal ({error})"
+                found.append(states.blocked(hs.Blocker(why)))
         values.append(tree(instruction.shape, found, states))
     return values
+
+
+class _Shardings:
+    """The shardings of parameters, each read once."""
+
+    def __init__(self, states: hs.States):
+        self._states = states
+        self._relations: dict[tuple[str, bool], int | None] = {}
+
+    def state(self, text: str, shared: bool, name: str) -> int:
+        """Give the state of an array.
+
+        Args:
+          text: its sharding.
+          shared: all replicas hold the same.
+          name: the array's, for reasons.
+
+        Raises:
+          NotationError: the sharding can't be read, or is for another number of devices.
+        """
+        if (text, shared) not in self._relations:
+            self._relations[text, shared] = self._relation(text, shared)
+        relation = self._relations[text, shared]
+        if relation is None:
+            how = f"has sharding {text}, under which each device has its own"
+            return self._states.source(hd.DISTINCT, hs.Cause(name, how))
+        return self._states.source(relation, hs.Cause(name, "is sharded", f"as {text}"))
+
+    def _relation(self, text: str, shared: bool) -> int | None:
+        """Give a sharding's relation; None where each device has its own."""
+        relations = self._states.relations
+        partitions = relations.partitions
+        tiles = shardings.read_sharding(text, partitions).tiles
+        if tiles is None:
+            return None
+        ids = np.arange(relations.device_count)
+        labels = np.array(tiles)[ids % partitions]
+        return relations.intern(labels if shared else labels + ids // partitions * partitions)
 
 
 def replicated_leaves(shape: hm.Shape, sharding: str | None, partitions: int) -> list[bool]:

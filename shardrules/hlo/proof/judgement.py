@@ -1,4 +1,4 @@
-"""What a judgement holds: the verdicts on a module's collectives, what is proven of its outputs."""
+"""What a judgement holds: collectives, the verdicts on them, and what is proven of outputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from shardrules import errors
 from shardrules.hlo.known import states as hs
-from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 
@@ -29,6 +28,86 @@ ASSUMPTIONS = (
         "writes to one element",
     ),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective instruction (or one operand of a combined one).
+
+    Attributes:
+      kind: ``"all-reduce"`` and so on, without ``-start``.
+      opcode: as printed.
+      name: the instruction's name.
+      computation: the name of the computation that holds it.
+      operand: which of its operands this is.
+      axes: the mesh axes it runs over, None where the mesh or a product of axes isn't known.
+      connections: which devices it connects.
+      reduction: ``"add"`` and so on; ``""`` for none.
+      operand_bytes: bytes of this operand on one device.
+      element_type: of the operand.
+      phase: ``forward``, ``backward``, ``recompute``, ``mixed`` or ``unknown``.
+      loop_depth: how many while loops stand around it.
+      trip_count: how often it runs in one execution; None where a loop's count isn't known.
+      op_name: JAX's name for it.
+      source: the innermost source line, None where the text has none.
+      frames: all source lines, innermost first.
+      at_most: it stands in a branch: ``trip_count`` is what it is if each branch ran.
+      each: how often it runs if each loop whose count isn't known makes one trip.
+      dimension: along which parts are put together or taken apart, ``"0"``; ``""`` for none.
+    """
+
+    kind: str
+    opcode: str
+    name: str
+    computation: str
+    operand: int
+    axes: tuple[str, ...] | None
+    connections: hd.Groups
+    reduction: str
+    operand_bytes: int
+    element_type: str
+    phase: str
+    loop_depth: int
+    trip_count: int | None
+    op_name: str
+    frames: tuple[hm.Frame, ...] = ()
+    at_most: bool = False
+    each: int = 1
+    dimension: str = ""
+
+    @property
+    def source(self) -> hm.Frame | None:
+        """Give the innermost source line."""
+        return self.frames[0] if self.frames else None
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """List the groups' flattened device ids, as the collective orders them."""
+        return self.connections.rows
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...] | None:
+        """List a permute's source and target ids; None for other kinds."""
+        return self.connections.pairs
+
+    @property
+    def notation(self) -> str:
+        """Write its groups, or a permute's pairs: the same text for the same ones."""
+        # Of all but an all-reduce the place in its group is which part a device gives or gets.
+        alike = self.kind == "all-reduce"
+        return self.connections.in_any_order if alike else self.connections.in_order
+
+    @property
+    def group_size(self) -> int:
+        """Count the members of the largest group."""
+        return self.connections.size
+
+    def over(self) -> str:
+        """Say over what it runs, for people."""
+        if self.axes is not None:
+            return "over " + ",".join(self.axes) if self.axes else "over groups of one device"
+        shown = ",".join("{" + ",".join(map(str, g)) + "}" for g in self.groups[:4])
+        return f"over groups {{{shown}{',...' if len(self.groups) > 4 else ''}}}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +141,7 @@ class Verdict:
     """
 
     verdict: str
-    collective: hc.Collective
+    collective: Collective
     range: Range | None
     bytes: int
     reason: str

@@ -38,9 +38,7 @@ def blocker(instruction: Instruction) -> hs.Blocker:
     return hs.Blocker(f"send {instruction.name!r} to other devices{kind}, which is not followed")
 
 
-def read_channel(
-    instruction: Instruction, relations: hd.Relations, partitions: int, replicas: int
-) -> hc.Channel:
+def read_channel(instruction: Instruction, relations: hd.Relations) -> hc.Channel:
     """Give the pairs of a send's devices; where the text doesn't tell them, it may reach any."""
     number = (instruction.attribute("channel_id") or "").strip()
     found = _PAIRS.search(instruction.attribute("frontend_attributes") or "")
@@ -49,7 +47,7 @@ def read_channel(
             raise hn.NotationError("a send without pairs")
         # As of a permute's, but that a channel of 0 is none (XLA's GetP2PConfigForSendRecv).
         channel = number.strip("0") != ""
-        groups, _ = hc.read_pairs(found[1], channel, None, relations, partitions, replicas)
+        groups, _ = hc.read_pairs(found[1], channel, None, relations)
     except hn.NotationError:
         everyone = hc.make_groups([list(range(relations.device_count))], relations)
         # Along no axes: incomplete groups have none.

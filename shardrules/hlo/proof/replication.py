@@ -33,8 +33,6 @@ _INDEX = re.compile(r", index=(\d{1,9})(?=[,\n]|$)")
 
 def prove(
     module: hm.Module,
-    partitions: int,
-    replicas: int,
     registry: Any,
     parameters: list[Any],
     states: hs.States,
@@ -44,7 +42,6 @@ def prove(
 
     Args:
       module: the module.
-      partitions, replicas: how many devices it is for.
       registry: rules for kernels that carry no tag.
       parameters: the values of the entry's parameters.
       states: where states are interned.
@@ -55,7 +52,7 @@ def prove(
     """
     size = sum(len(c.instructions) for c in module.computations.values())
     values = Values(states, budget_for(size))
-    proof = Proof(module, partitions, replicas, registry, values, HANDLERS, mesh)
+    proof = Proof(module, registry, values, HANDLERS, mesh)
     proof.reach.find_unfollowed(HANDLERS.by_opcode)
     proof.result = proof.evaluate(module.entry, tuple(parameters), 0)
     return proof
@@ -85,11 +82,11 @@ def _device_id(proof: Proof, computation, position, instruction, operands, guard
     """Give each device's partition or replica, where the text tells which of them there are."""
     opcode, values = instruction.opcode, proof.values
     if opcode not in proof.cache:
-        count = values.relations.device_count
+        count, partitions = values.relations.device_count, values.relations.partitions
         ids = np.arange(count, dtype=np.uint32)
-        kinds, other = proof.partitions, ids % proof.partitions
+        kinds, other = partitions, ids % partitions
         if opcode == "replica-id":
-            kinds, other = proof.replicas, ids // proof.partitions
+            kinds, other = values.relations.replicas, ids // partitions
         if not values.relations.told and count > 1 and kinds == 1:  # they may be of either kind
             why = "partition-id or replica-id, and the text doesn't say how many (pass mesh=)"
             proof.cache[opcode] = values.blocked(why, ())
@@ -168,7 +165,7 @@ def _strange(proof: Proof, computation, position, instruction, operands, guard) 
 
 def _source(proof: Proof, computation, position, instruction, operands, guard):
     """Give the state of what each device reads or draws for itself."""
-    states, partitions = proof.values.states, proof.partitions
+    states, partitions = proof.values.states, proof.values.relations.partitions
     what = f"{instruction.opcode} {instruction.name!r}"
     own = states.source(hd.DISTINCT, hs.Cause(what, _SOURCES[instruction.opcode]))
     if instruction.opcode != "infeed" or partitions == 1 or _infeeds_elsewhere(proof):

@@ -18,6 +18,7 @@ from shardrules.hlo.proof import customcalls, inputs, loops, phases, point_to_po
 from shardrules.hlo.proof.evaluation import Proof, Record
 from shardrules.hlo.proof.judgement import (
     ASSUMPTIONS,
+    Collective,
     Judgement,
     Output,
     Range,
@@ -84,25 +85,16 @@ def judge(
         )
     told = mesh
     mesh = own_mesh if mesh is None else mesh
-    size = None
-    if mesh is not None:
-        size = 1
-        for length in dict(mesh).values():
-            size *= length if isinstance(length, int) else 1
-    partitions, replicas = inputs.device_counts(module, size)
-    told_counts = (size, module.num_partitions, module.replica_count)
-    relations = hd.Relations(partitions * replicas, any(n is not None for n in told_counts))
+    relations = inputs.devices(module, mesh)
     states = hs.States(relations)
-    named = hd.make_mesh(mesh, relations, module.name, partitions) if mesh is not None else None
+    named = hd.make_mesh(mesh, relations, module.name) if mesh is not None else None
     axes = dict(mesh) if mesh is not None else inputs.find_mesh(module, relations.device_count)
     if named is None and axes is not None:
         named = hd.Mesh(axes, relations)
     try:
         with parser.uncollected():
-            values = inputs.parameter_values(
-                module, states, partitions, replicas, parameter_shardings
-            )
-            proof = replication.prove(module, partitions, replicas, registry, values, states, axes)
+            values = inputs.parameter_values(module, states, parameter_shardings)
+            proof = replication.prove(module, registry, values, states, axes)
             judge = _Judge(module, proof, named)
             found = judge.judgement()
             if told is not None:
@@ -134,7 +126,7 @@ class _Judge:
 
     def judgement(self) -> Judgement:
         verdicts: list[Verdict] = []
-        steps = self._steps()
+        steps = customcalls.spread_steps(self.module)
         for computation in self.module.computations.values():
             for position, instruction in enumerate(computation.instructions):
                 if point_to_point.crosses(instruction) or (
@@ -148,8 +140,8 @@ class _Judge:
             tuple(verdicts),
             outputs,
             dict(self.mesh.axes) if self.mesh else None,
-            self.proof.partitions,
-            self.proof.replicas,
+            self.relations.partitions,
+            self.relations.replicas,
             tuple(opaque),
         )
 
@@ -183,44 +175,6 @@ class _Judge:
                     "mesh where these groups follow no axes (axis_index_groups).",
                     mesh=dict(mesh.axes),
                 )
-
-    def _steps(self) -> set[tuple[str, int]]:
-        """Find the instructions that are steps of a collective whose done stands elsewhere.
-
-        TPU's compiler spreads a collective over fusions (see customcalls.ASYNC_DONE); counting
-        each of them would count its bytes several times.
-        """
-        steps: dict[str, list[tuple[str, int]]] = {}
-        done: set[str] = set()
-        if customcalls.ASYNC_DONE not in self.module.text:
-            return set()
-        fused = {
-            name
-            for computation in self.module.computations.values()
-            for instruction in computation.instructions
-            if instruction.opcode == "fusion"
-            for name in instruction.calls
-        }
-        for computation in [self.module.computations[name] for name in fused]:
-            ended: set[int] = set()
-            chains = []
-            for position, instruction in enumerate(computation.instructions):
-                if instruction.opcode == "custom-call":
-                    target = instruction.attribute("custom_call_target") or ""
-                    if target.strip('"') == customcalls.ASYNC_DONE:
-                        ended.update(instruction.operands)
-                elif instruction.opcode in hc.KINDS:
-                    chain = customcalls.frontend_attributes(
-                        instruction.attribute("frontend_attributes")
-                    ).get("chain_id")
-                    if chain is not None:
-                        chains.append((chain, position))
-            for chain, position in chains:
-                if position in ended:
-                    done.add(chain)
-                else:
-                    steps.setdefault(chain, []).append((computation.name, position))
-        return {where for chain in done for where in steps.get(chain, ())}
 
     def _outputs(self) -> tuple[Output, ...]:
         found: list[Output] = []
@@ -284,13 +238,13 @@ class _Judge:
         instruction = computation.instructions[position]
         record = self.proof.records.get((computation.name, position))
         blocker = self.proof.reach.unfollowed.get(computation.name)
-        size = (self.relations, self.proof.partitions, self.proof.replicas)
         if instruction.opcode not in hc.OPCODES:
             blocker = point_to_point.blocker(instruction)
-            record = Record([], 0, point_to_point.read_channel(instruction, *size))
+            record = Record([], 0, point_to_point.read_channel(instruction, self.relations))
         elif record is None:
             kind = hc.OPCODES[instruction.opcode]
-            record = Record([], 0, hc.read_channel(self.module, instruction, kind, *size, {}))
+            channel = hc.read_channel(self.module, instruction, kind, self.relations, {})
+            record = Record([], 0, channel)
             blocker = blocker or hs.Blocker(
                 f"computation {computation.name!r}, which holds it, is not "
                 "reached from ENTRY by anything that the proof follows"
@@ -302,7 +256,7 @@ class _Judge:
         operands = [state] * len(instruction.operands)
         return Record(operands, record.guard, record.channel), False
 
-    def _collective(self, computation, position: int, channel: hc.Channel) -> hc.Collective:
+    def _collective(self, computation, position: int, channel: hc.Channel) -> Collective:
         """Describe a collective, but for what differs between its operands."""
         instruction = computation.instructions[position]
         metadata = self.module.metadata(instruction)
@@ -311,7 +265,7 @@ class _Judge:
         axes = mesh.axes_of(channel.groups) if mesh else None
         if self.mesh and axes is None and channel.groups.pairs is not None:
             axes = self._pair_axes(channel.groups)
-        return hc.Collective(
+        return Collective(
             kind=hc.OPCODES.get(instruction.opcode, point_to_point.KIND),
             opcode=instruction.opcode,
             name=instruction.name,
@@ -334,11 +288,11 @@ class _Judge:
 
     def _part(
         self,
-        base: hc.Collective,
+        base: Collective,
         own: tuple[int, int, str],
         position: int | None,
         elements: tuple[int, int] | None = None,
-    ) -> hc.Collective:
+    ) -> Collective:
         """Return a collective as it is for one of its operands, or a range of one.
 
         Args:
@@ -348,7 +302,7 @@ class _Judge:
             source of its own; None where it has not.
           elements: the range.
         """
-        found = object.__new__(hc.Collective)  # dataclasses.replace takes ten times as long
+        found = object.__new__(Collective)  # dataclasses.replace takes ten times as long
         fields = found.__dict__
         fields.update(base.__dict__)
         fields["operand"], fields["operand_bytes"], fields["element_type"] = own
@@ -472,7 +426,7 @@ class _Judge:
         return sizes.pop() if len(sizes) == 1 else None
 
 
-def _members(collective: hc.Collective) -> str:
+def _members(collective: Collective) -> str:
     if collective.kind == "collective-permute":
         return "on each source and its target"
     return collective.over()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -25,15 +26,18 @@ DISTINCT = 1  # the relation in which every device holds its own
 
 
 class Relations:
-    """The interned relations over a number of devices.
+    """The interned relations over a module's devices.
 
     Attributes:
-      device_count: how many there are.
+      partitions, replicas: how many devices the module is for.
+      device_count: how many that are in all.
       told: somebody said how many; else it is the most that the text names.
     """
 
-    def __init__(self, device_count: int, told: bool = True):
-        self.device_count = device_count
+    def __init__(self, partitions: int, replicas: int = 1, told: bool = True):
+        self.partitions = partitions
+        self.replicas = replicas
+        self.device_count = device_count = partitions * replicas
         self.told = told
         self._ids: dict[bytes, int] = {}
         self._arrays: list[np.ndarray] = []
@@ -191,9 +195,7 @@ class Mesh:
         """Give the groups along some axes, one per row, members in row-major order."""
         order = [i for i, (n, _) in enumerate(self.axes) if n not in names]
         grouped = [self.names.index(n) for n in self.names if n in names]
-        size = 1
-        for i in grouped:
-            size *= self.axes[i][1]
+        size = math.prod(self.axes[i][1] for i in grouped)
         return self._ids.transpose(order + grouped).reshape(-1, size)
 
     def relation(self, names: Sequence[str]) -> int:
@@ -277,28 +279,25 @@ def axes_of(mesh: object) -> dict[str, int] | None:
     )
 
 
-def make_mesh(
-    axes: Mapping[str, int], relations: Relations, module_name: str, partitions: int
-) -> Mesh:
+def make_mesh(axes: Mapping[str, int], relations: Relations, module_name: str) -> Mesh:
     """Check a caller's mesh against the module.
 
     Raises:
       HloError: its size is not the number of devices.
     """
-    size = 1
     for name, length in dict(axes).items():
         if not isinstance(length, (int, np.integer)) or length < 1:
             raise errors.HloError(
                 f"mesh axis {name!r} has size {length!r}; sizes are positive "
                 "integers, mesh={'data': 4, 'model': 2}."
             )
-        size *= int(length)
+    size = math.prod(map(int, dict(axes).values()))
     if size != relations.device_count:
         shown = ", ".join(f"{n}={s}" for n, s in dict(axes).items())
         raise errors.HloError(
             f"the mesh ({shown}) has {size} devices, but module {module_name!r} was compiled for "
-            f"{relations.device_count} ({partitions} partitions x "
-            f"{relations.device_count // partitions} replicas); pass the mesh that the program "
+            f"{relations.device_count} ({relations.partitions} partitions x "
+            f"{relations.replicas} replicas); pass the mesh that the program "
             "was compiled for.",
             mesh=dict(axes),
             device_count=relations.device_count,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import zlib
 from collections.abc import Sequence
@@ -87,9 +88,7 @@ def read_mesh(text: str) -> tuple[TextMesh, int]:
         raise NotationError(f"can't read {leftover[:40]!r} in {found[0][:60]!r}")
     end = found.end()
     sizes = [size for _, size in axes]
-    total = 1
-    for size in sizes:
-        total *= size
+    total = math.prod(sizes)
     if total > _MAX_DEVICES or total < 1:
         raise NotationError(f"{found[0][:60]!r} has {total} devices")
     ids = found[2]
@@ -155,9 +154,7 @@ def axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndar
     if len(set(grouped)) != len(grouped):
         raise NotationError("an axis is named twice")
     rest = [i for i in range(len(sizes)) if i not in grouped]
-    width = 1
-    for i in grouped:
-        width *= sizes[i]
+    width = math.prod(sizes[i] for i in grouped)
     return mesh.devices.reshape(sizes).transpose(rest + grouped).reshape(-1, width)
 
 

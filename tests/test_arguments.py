@@ -201,6 +201,7 @@ RIGHT = {
     ("normalise", 0): {"a str", "an empty str"},
     ("assert_same_rules", "timeout_s"): {"a float"},
     ("watch", "allow"): {"None"},
+    ("install", "casts"): {"None"},
     ("gpu", 1): set(),
     ("parse", "name"): {"a str", "an empty str"},
     ("content", "title"): {"None", "a str", "an empty str"},

@@ -481,7 +481,7 @@ def test_only_needed_collectives_are_left(hooks, compilers, case):
 def test_only_needed_collectives_are_left_on_blackwell(gpu_mesh):
     """In a process of its own: one process compiles for one GPU."""
     run_alone("""
-        import shardrules as sr, hooks.calls.test_mesh_kernels as here
+        import shardrules as sr, hooks.types.test_mesh_kernels as here
         sr.install()
         cases = [c for c in here.COMPILED if c.target == "b200"]
         assert len(cases) == 2
@@ -604,7 +604,7 @@ def test_interpreted_gradients_equal_those_of_one_device():
     """On TPU's interpreter: x split over data, and a row w that is replicated."""
     run_alone(
         """
-        import jax, numpy as np, hooks.calls.test_mesh_kernels as here
+        import jax, numpy as np, hooks.types.test_mesh_kernels as here
         import shardrules as sr
         from kernels import build
         from kernels.cases import BY_NAME

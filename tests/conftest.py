@@ -1,5 +1,6 @@
 """Eight CPU devices, and the compilers for absent accelerators where they are installed."""
 
+import importlib.util
 import os
 import sys
 
@@ -38,7 +39,21 @@ def _quick(items):
     return list(found.values())
 
 
+def _for_other_versions(item):
+    """Whether a test is marked (core/versions.py) for other versions of JAX than this."""
+    return not all(asked() for mark in item.iter_markers("where") for asked in mark.args)
+
+
 def pytest_collection_modifyitems(config, items):
+    if any(item.get_closest_marker("where") for item in items):
+        from core import versions
+
+        # Deselected, not passed by an early return: core/matrix.py checks that each runs somewhere.
+        left_out = [item for item in items if _for_other_versions(item)]
+        if config.option.xmlpath:  # for core/matrix.py
+            versions.write_left_out(config.option.xmlpath, [item.nodeid for item in left_out])
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     if config.getoption("--quick"):
         kept = _quick(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
@@ -52,18 +67,35 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in set(long)]
 
 
+# From each mark to what is missing for it, None if nothing is. Whether a module can be found is
+# asked without importing it: klujax's own import switches float64 on for all.
+NEEDS = {
+    "tpu": lambda: aot.missing_plugin("tpu"),
+    "gpu": lambda: aot.missing_plugin("gpu"),
+    "triton": lambda: _missing("triton", "jax_triton"),
+    "libraries": lambda: _missing("libraries", "equinox", "jax_finufft", "klujax"),
+}
+
+
+def _missing(extra, *modules):
+    """The pip command for an extra of which a module is not installed."""
+    if all(map(importlib.util.find_spec, modules)):
+        return None
+    return f"pip install '.[{extra}]'"
+
+
+def pytest_runtest_setup(item):
+    """Skip by its mark a test that needs what is not installed; .ci/run runs all with all of it."""
+    for mark, missing in NEEDS.items():
+        command = item.get_closest_marker(mark) and missing()
+        if command:
+            pytest.skip(f"marked {mark}: {command}")
+
+
 def _mesh(devices):
     import jax
 
     return jax.sharding.Mesh(np.array(devices).reshape(4, 2), AXES)
-
-
-def _accelerator(platform, devices):
-    command = aot.missing_plugin(platform)
-    if command is not None:
-        # .ci/run fails when a test for an accelerator was skipped.
-        pytest.skip(f"no compiler for {platform}: {command}")
-    return _mesh(devices())
 
 
 @pytest.fixture(scope="session")
@@ -77,13 +109,13 @@ def cpu_mesh():
 @pytest.fixture(scope="session")
 def tpu_mesh():
     """TPU v5e:2x4 as (4 data, 2 model); compiles only."""
-    return _accelerator("tpu", lambda: aot.tpu("v5e:2x4"))
+    return _mesh(aot.tpu("v5e:2x4"))
 
 
 @pytest.fixture(scope="session")
 def gpu_mesh():
     """8xH100 as (4 data, 2 model); compiles only."""
-    return _accelerator("gpu", lambda: aot.gpu("h100", 8))
+    return _mesh(aot.gpu("h100", 8))
 
 
 PLATFORMS = [

@@ -28,7 +28,6 @@ def unaligned(text):
 def test_a_transcript_is_what_is_printed(name, request, tmp_path, monkeypatch):
     if name in ("tpu", "gpu"):
         request.getfixturevalue(f"{name}_mesh")
-    pytest.importorskip("equinox")
     monkeypatch.syspath_prepend(FOLDER)
     sys.modules.pop("transcripts", None)
     import transcripts

@@ -54,7 +54,7 @@ class AxisType:
     Immutable, and one object for all that are equal: they are compared and looked up several times
     for each call that is traced.
 
-    Args:
+    Attributes:
       varying: axes along which devices may hold different data.
       unreduced: axes over which the value is a partial sum that is still to be reduced.
       reduced: axes over which the value is reduced, and its cotangent ``unreduced``.

@@ -1,7 +1,8 @@
 """The JAX versions that are tested, and whether each that was asked for was exercised.
 
-python tests/core/matrix.py record FOLDER VERSION REPORT.xml    in the environment of VERSION
+python tests/core/matrix.py record FOLDER VERSION REPORT.xml [ONLY]   in VERSION's environment
 python tests/core/matrix.py check FOLDER VERSION...
+python tests/core/matrix.py ran REPORT.xml...    whether each test ran in one of these
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ VERSIONS = {
     "0.12.0.1": ("3.13", (), f"{CORE}; compiled for TPU (v5e, v5p) and GPU (H100, B200)"),
 }
 
+# Those that run before each landing; .ci/run --full runs all.
+LANDING = ("0.4.28", "0.5.3", "0.7.2", "0.10.2", "0.12.0.1")
+
 
 def table():
     """Return the README's table of versions."""
@@ -60,9 +64,14 @@ def fingerprint():
     return digest.hexdigest()
 
 
-def read_report(path):
-    """Return (tests that ran and passed, what keeps the run from counting)."""
-    cases = list(tree.parse(path).iter("testcase"))
+def read_report(path, only=""):
+    """Return (tests that ran and passed, what keeps the run from counting).
+
+    Args:
+      path: pytest's --junitxml.
+      only: how the class names of the tests that count begin.
+    """
+    cases = [c for c in tree.parse(path).iter("testcase") if c.get("classname").startswith(only)]
     bad = [
         f"{case.get('classname')}::{case.get('name')}: {child.tag}"
         for case in cases
@@ -72,22 +81,37 @@ def read_report(path):
     return len(cases) - len(bad), bad
 
 
-def record(folder, version, report):
+def never_ran(reports):
+    """Return a line for each test that every one of the reports that names it calls skipped."""
+    skipped, executed = set(), set()
+    for report in reports:
+        for case in tree.parse(report).iter("testcase"):
+            name = f"{case.get('classname')}::{case.get('name')}"
+            (skipped if case.find("skipped") is not None else executed).add(name)
+    if not executed:
+        return ["no test ran"]
+    return [f"{name} was skipped each time" for name in sorted(skipped - executed)]
+
+
+def record(folder, version, report, only=""):
     """Write down that a version's suite ran here; return what is wrong, empty if nothing is.
 
     Args:
       folder: where the result goes.
       version: the JAX that was asked for.
       report: pytest's --junitxml.
+      only: how the class names of the tests that count begin.
     """
     import jax
 
     if jax.__version__ != version:
         return f"JAX {version} was asked for, but this environment has {jax.__version__}"
-    passed, bad = read_report(report)
+    passed, bad = read_report(report, only)
     if bad or not passed:
         return f"JAX {version}: {passed} tests passed; {'; '.join(bad) or 'none ran'}"
     result = {"jax": jax.__version__, "passed": passed, "files": fingerprint()}
+    left_out = pathlib.Path(report).with_suffix(".left_out.json")
+    result["left_out"] = json.loads(left_out.read_text()) if left_out.exists() else []
     (pathlib.Path(folder) / f"{version}.json").write_text(json.dumps(result))
     return ""
 
@@ -115,20 +139,28 @@ def check(folder, versions):
         # A version may lack a feature (0.4.28 has no ffi_call), but not a tenth of the suite.
         if result["passed"] < 0.9 * most:
             wrong.append(f"JAX {version}: only {result['passed']} of {most} tests passed there")
+    nowhere = [set(result.get("left_out", ())) for result in results.values()]
+    wrong += [
+        f"{name} runs on none of these JAX versions"
+        for name in sorted(set.intersection(*nowhere) if nowhere else ())
+    ]
     return wrong
 
 
 def main(arguments):
-    if len(arguments) == 4 and arguments[0] == "record":
+    if len(arguments) in (4, 5) and arguments[0] == "record":
         wrong = list(filter(None, [record(*arguments[1:])]))
+    elif len(arguments) > 1 and arguments[0] == "ran":
+        wrong = never_ran(arguments[1:])
     elif len(arguments) > 2 and arguments[0] == "check":
         wrong = check(arguments[1], arguments[2:])
     else:
         wrong = [__doc__]
     if wrong:
         sys.exit("\n".join(wrong))
-    done = {"record": "exercised JAX", "check": "each was exercised:"}[arguments[0]]
-    print(done, *(arguments[2:3] if arguments[0] == "record" else arguments[2:]))
+    done = {"record": "exercised JAX", "check": "each was exercised:", "ran": "every test ran"}
+    said = {"record": arguments[2:3], "check": arguments[2:], "ran": ()}[arguments[0]]
+    print(done[arguments[0]], *said)
 
 
 if __name__ == "__main__":

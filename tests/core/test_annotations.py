@@ -17,15 +17,12 @@ X = np.arange(8, dtype=np.float32)
 
 
 def annotated(shape, *axes):
-    """Return a ShapeDtypeStruct that says over which axes an output varies; None on JAX 0.6.0."""
+    """Return a ShapeDtypeStruct that says over which axes an output varies."""
     axes = frozenset(axes)
     if hasattr(jax.sharding, "ManualAxisType"):
         mat = jax.sharding.ManualAxisType(varying=axes)
         return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=mat)
-    try:
-        return jax.ShapeDtypeStruct(shape, jnp.float32, vma=axes)
-    except TypeError:
-        return None
+    return jax.ShapeDtypeStruct(shape, jnp.float32, vma=axes)
 
 
 def cast(x, axes):
@@ -45,9 +42,8 @@ def copied(mesh, *axes, out_specs=P("data"), kernel=kernels.copy_kernel):
     return versions.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=out_specs)
 
 
+@versions.where(versions.annotates_outputs)
 def test_a_proof_widens_an_annotation_and_the_cast_after_it_does_nothing(cpu_mesh, hooks):
-    if annotated((1,)) is None:
-        return
     f = copied(cpu_mesh, "data")
     np.testing.assert_array_equal(jax.jit(f)(X), X)
     np.testing.assert_array_equal(copied(cpu_mesh)(X), X)
@@ -57,9 +53,8 @@ def test_a_proof_widens_an_annotation_and_the_cast_after_it_does_nothing(cpu_mes
         jax.eval_shape(copied(cpu_mesh, out_specs=P()), X)
 
 
+@versions.where(versions.annotates_outputs)
 def test_a_declared_rule_refuses_an_annotation(cpu_mesh, hooks):
-    if annotated((1,)) is None:
-        return
     kernel = sr.no_communication(kernels.copy_kernel)
     with pytest.raises(errors.RuleError) as caught:
         jax.eval_shape(copied(cpu_mesh, "data", kernel=kernel), X)
@@ -67,9 +62,8 @@ def test_a_declared_rule_refuses_an_annotation(cpu_mesh, hooks):
     assert "makes it 'varying over {data}'" in str(caught.value)
 
 
+@versions.where(versions.annotates_outputs)
 def test_a_cast_stays_an_error_without_the_hooks(cpu_mesh):
-    if annotated((1,)) is None:
-        return
     f = versions.shard_map(
         lambda x: cast(x, ("data",)), mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data")
     )

@@ -76,11 +76,10 @@ def mapped(f, mesh, out_specs):
     return versions.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=out_specs)
 
 
+@versions.where(versions.types_values)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_tangent_for_each_device(cpu_mesh, name):
     """Accepted under P() with four different values, or dead of types that no longer matched."""
-    if not versions.types_values():
-        return
     f = PROGRAMS[name]
     want = np.stack([f(W, v) for v in X])
     have = jax.jit(mapped(lambda w, x: f(w, x[0])[None], cpu_mesh, P("data")))(W, X)
@@ -89,27 +88,26 @@ def test_a_tangent_for_each_device(cpu_mesh, name):
         jax.eval_shape(mapped(lambda w, x: f(w, x[0]), cpu_mesh, P()), W, X)
 
 
+@versions.where(versions.types_values)
 @pytest.mark.parametrize("name", ["jit", "scan", "custom_jvp", "frechet", "forward over reverse"])
 def test_gradient_through_a_tangent(cpu_mesh, name):
     """146.8 for 1174.3: one device's share, called the sum."""
-    if not versions.types_values():
-        return
     f = PROGRAMS[name]
     want = jax.grad(lambda w: sum((f(w, v) ** 2).sum() for v in X))(W)
     total = mapped(lambda w, x: lax.psum((f(w, x[0]) ** 2).sum(), "data"), cpu_mesh, P())
     np.testing.assert_allclose(jax.jit(jax.grad(total))(W, X), want, rtol=2e-5)
 
 
+@versions.where(versions.types_values)
 def test_an_invariant_tangent_stays_invariant(cpu_mesh):
-    if versions.types_values():
-        same = mapped(lambda w, x: jax.jvp(jax.jit(jnp.sin), (w,), (w,)), cpu_mesh, P())
-        for one in same(W, X):
-            assert one.shape == W.shape
+    same = mapped(lambda w, x: jax.jvp(jax.jit(jnp.sin), (w,), (w,)), cpu_mesh, P())
+    for one in same(W, X):
+        assert one.shape == W.shape
 
 
+@versions.where(versions.types_values)
 def test_an_invariant_tangent_of_a_varying_primal(cpu_mesh):
     """The other way around, in which a scan's carry no longer had the type of its body's."""
-    if versions.types_values():
-        f = mapped(lambda w, x: jax.jvp(scan, (x * w,), (w,))[1][None], cpu_mesh, P("data"))
-        want = np.stack([jax.jvp(scan, (v * W,), (W,))[1] for v in X])
-        np.testing.assert_allclose(jax.jit(f)(W, X), want, rtol=2e-5)
+    f = mapped(lambda w, x: jax.jvp(scan, (x * w,), (w,))[1][None], cpu_mesh, P("data"))
+    want = np.stack([jax.jvp(scan, (v * W,), (W,))[1] for v in X])
+    np.testing.assert_allclose(jax.jit(f)(W, X), want, rtol=2e-5)

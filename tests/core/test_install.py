@@ -356,6 +356,7 @@ def lowered(run, traced, x):
     assert (y == x).all()
 
 
+@versions.where(versions.types_values)
 @pytest.mark.parametrize("use", [differentiated, lowered])
 @pytest.mark.parametrize("gone", [False, True])
 def test_what_outlives_the_hooks_says_so(gone, use):
@@ -365,8 +366,6 @@ def test_what_outlives_the_hooks_says_so(gone, use):
     import shardrules
     from core import kernels, versions
 
-    if not versions.types_values():
-        return  # to JAX 0.5.3, its rules are those of a table, and go with it
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     x = jax.numpy.ones((4, 2))
     shardrules.register("copy_kernel", shardrules.no_communication)
@@ -388,6 +387,7 @@ def test_what_outlives_the_hooks_says_so(gone, use):
         handle.uninstall()
 
 
+@versions.where(versions.types_values)
 def test_what_needs_no_hooks_outlives_them():
     """A kernel of what is the same everywhere, one whose check is off, and a callback."""
     from jax.sharding import PartitionSpec as P
@@ -395,8 +395,6 @@ def test_what_needs_no_hooks_outlives_them():
     import shardrules
     from core import kernels, versions
 
-    if not versions.types_values():
-        return
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     x = jax.numpy.ones((4, 2))
     copy = kernels.make_copy(kernels.copy_kernel)

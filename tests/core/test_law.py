@@ -59,16 +59,25 @@ FORGOTTEN = {
 }
 
 
-@pytest.mark.parametrize("name", FORGOTTEN)
+HAS_RAGGED = versions.where(versions.has("jax.lax", "ragged_all_to_all"))
+
+
+@versions.where(versions.types_values)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[HAS_RAGGED] if "ragged" in name else [], id=name)
+        for name in FORGOTTEN
+    ],
+)
 def test_axes_of_every_operand_are_kept(cpu_mesh, name):
-    if versions.types_values() and (hasattr(lax, "ragged_all_to_all") or "ragged" not in name):
-        assert varying(FORGOTTEN[name], cpu_mesh) == [{"data"}]
+    assert varying(FORGOTTEN[name], cpu_mesh) == [{"data"}]
 
 
+@versions.where(versions.types_values)
 def test_a_draw_varies_over_all_axes(cpu_mesh):
-    if versions.types_values():
-        drawn = varying(lambda x: lax.rng_uniform(0.0, 1.0, (3,)), cpu_mesh)
-        assert drawn == [{"data", "model"}]
+    drawn = varying(lambda x: lax.rng_uniform(0.0, 1.0, (3,)), cpu_mesh)
+    assert drawn == [{"data", "model"}]
 
 
 KEPT = {
@@ -81,12 +90,12 @@ KEPT = {
 }
 
 
+@versions.where(versions.types_values)
 @pytest.mark.parametrize("name", KEPT)
 def test_types_that_are_right_stay(cpu_mesh, name):
     """Collectives that make invariant, and results that come from one operand each."""
-    if versions.types_values():
-        f, want = KEPT[name]
-        assert varying(f, cpu_mesh) == want
+    f, want = KEPT[name]
+    assert varying(f, cpu_mesh) == want
 
 
 def with_dce(f):
@@ -95,29 +104,32 @@ def with_dce(f):
     return f
 
 
-CALLERS = {
-    "scheduling group": lambda f: importlib.import_module(
-        "jax.experimental.scheduling_groups"
-    ).scheduling_group("one")(f),
-    "custom_dce": with_dce,
-    "program_order": lambda f: importlib.import_module("jax.experimental.overlap").program_order(
-        f, enforce=True
-    ),
-    "checkpoint": jax.checkpoint,
-}
+def found(module, name):
+    """Return a function of jax.experimental, and the mark of those JAX that have it."""
+    module = f"jax.experimental.{module}"
+    mark = versions.where(versions.has(module, name))
+    return lambda: getattr(importlib.import_module(module), name), mark
 
 
-@pytest.mark.parametrize("name", CALLERS)
-def test_what_a_call_returns_is_typed_by_what_it_calls(cpu_mesh, name):
-    if not versions.types_values():
-        return
-    try:
-        call = CALLERS[name](lambda a, b: (jnp.sin(a), jnp.sin(b)))
-    except ImportError:  # a JAX that has none
-        return
+SCHEDULING, HAS_SCHEDULING = found("scheduling_groups", "scheduling_group")
+ORDER, HAS_ORDER = found("overlap", "program_order")
+_, HAS_DCE = found("custom_dce", "custom_dce")
+CALLERS = [
+    pytest.param(lambda f: SCHEDULING()("one")(f), marks=HAS_SCHEDULING, id="scheduling group"),
+    pytest.param(with_dce, marks=HAS_DCE, id="custom_dce"),
+    pytest.param(lambda f: ORDER()(f, enforce=True), marks=HAS_ORDER, id="program_order"),
+    pytest.param(jax.checkpoint, id="checkpoint"),
+]
+
+
+@versions.where(versions.types_values)
+@pytest.mark.parametrize("caller", CALLERS)
+def test_what_a_call_returns_is_typed_by_what_it_calls(cpu_mesh, caller):
+    call = caller(lambda a, b: (jnp.sin(a), jnp.sin(b)))
     assert varying(lambda x: call(x, jnp.ones(2)), cpu_mesh) == [{"data"}, set()]
 
 
+@versions.where(versions.types_values)
 def test_maximum_in_groups(cpu_mesh):
     """Copies 2, 2, 4, 4 under out_specs=P(), and a gradient of 20 for 34."""
 
@@ -132,8 +144,6 @@ def test_maximum_in_groups(cpu_mesh):
             out_specs=out_specs,
         )
 
-    if not versions.types_values():
-        return
     np.testing.assert_array_equal(split(P("data"))(X), [3, 4, 3, 4, 7, 8, 7, 8])
     with pytest.raises(ValueError, match="out_specs"):
         split(P())(X)
@@ -150,12 +160,12 @@ mlir.register_lowering(later_p, lambda ctx, x, y: [y])
 """
 
 
+@versions.where(versions.types_values)
 def test_a_primitive_of_a_jax_to_come_errs_to_varying(cpu_mesh):
     module = {"__name__": "jax._src.later"}
     exec(FUTURE, module)
-    if versions.types_values():
-        [have] = varying(lambda x: module["later_p"].bind(jnp.ones(2), x), cpu_mesh)
-        assert have == {"data"}
+    [have] = varying(lambda x: module["later_p"].bind(jnp.ones(2), x), cpu_mesh)
+    assert have == {"data"}
 
 
 def hijax_product(typed, body):
@@ -185,14 +195,19 @@ HIJAX = {
 }
 
 
+def has_hijax():
+    """Whether this JAX has hijax primitives: from 0.8 on, by another name from 0.12 on."""
+    return any(
+        versions.has("jax.experimental.hijax", one)() for one in ("VJPHiPrimitive", "HiPrim")
+    )
+
+
+@versions.where(has_hijax)
 @pytest.mark.parametrize("name", HIJAX)
 def test_a_hijax_primitive_varies_as_what_it_expands_to(cpu_mesh, name):
     """Its author types its results; untyped ones passed for invariant, the gradient 84 for 1."""
     typed, body, want = HIJAX[name]
-    try:
-        call = hijax_product(typed, body)
-    except (ImportError, AttributeError):  # before JAX 0.8
-        return
+    call = hijax_product(typed, body)
     if want is not None:
         assert varying(call, cpu_mesh) == [want]
         return
@@ -201,15 +216,12 @@ def test_a_hijax_primitive_varies_as_what_it_expands_to(cpu_mesh, name):
     assert caught.value.axes == ({"model"} if typed else {"data"})
 
 
+@versions.where(versions.has("jax.experimental.hijax", "HiPrimitive"))  # JAX 0.8 to 0.11
 @pytest.mark.parametrize("typed", [True, False])
 def test_a_hijax_primitive_of_the_older_kind_too(cpu_mesh, typed):
-    try:
-        hijax = importlib.import_module("jax.experimental.hijax")
-        base = hijax.HiPrimitive
-    except (ImportError, AttributeError):  # before JAX 0.8, and from 0.12
-        return
+    hijax = importlib.import_module("jax.experimental.hijax")
 
-    class Square(base):
+    class Square(hijax.HiPrimitive):
         def abstract_eval(self, x):
             return (x if typed else hijax.ShapedArray(x.shape, x.dtype)), set()
 
@@ -224,12 +236,10 @@ def test_a_hijax_primitive_of_the_older_kind_too(cpu_mesh, typed):
             varying(square.bind, cpu_mesh)
 
 
+@versions.where(has_hijax)
 def test_a_hijax_primitive_is_not_cast_before_a_branch(cpu_mesh):
     """Its bwd may sum what it has for an invariant operand; the cast sums again: N times it."""
-    try:
-        call = hijax_product(True, lambda x: x)
-    except (ImportError, AttributeError):  # before JAX 0.8
-        return
+    call = hijax_product(True, lambda x: x)
 
     def chosen(predicate):
         return lambda x: lax.cond(predicate(x) > 0, call, jnp.sin, jnp.ones(2))

@@ -35,6 +35,50 @@ def test_recorded_version_counts(tmp_path):
     assert matrix.check(tmp_path, [jax.__version__]) == []
 
 
+def test_a_test_that_runs_on_no_version_is_named(tmp_path):
+    """Each is for other versions than those that were asked for: it would pass by running nowhere."""
+    for version, left_out in (("0.1", ["a", "b"]), ("0.2", ["b"])):
+        result = {"jax": version, "passed": 9, "files": matrix.fingerprint(), "left_out": left_out}
+        (tmp_path / f"{version}.json").write_text(json.dumps(result))
+    assert matrix.check(tmp_path, ["0.1", "0.2"]) == ["b runs on none of these JAX versions"]
+
+
+def test_left_out_tests_are_recorded(tmp_path):
+    path = report(tmp_path, PASSED)
+    (tmp_path / "report.left_out.json").write_text('["b"]')
+    assert matrix.record(tmp_path, jax.__version__, path) == ""
+    assert matrix.check(tmp_path, [jax.__version__]) == ["b runs on none of these JAX versions"]
+
+
+MIXED = (
+    '<testsuites><testsuite><testcase classname="tests.core.a" name="b"/>'
+    '<testcase classname="tests.hlo.a" name="c"><skipped/></testcase></testsuite></testsuites>'
+)
+
+
+def test_the_core_suite_within_the_whole_suite_counts(tmp_path):
+    """.ci/run records one JAX from the run of all tests."""
+    path = report(tmp_path, MIXED)
+    assert "tests.hlo.a::c: skipped" in matrix.record(tmp_path, jax.__version__, path)
+    assert matrix.record(tmp_path, jax.__version__, path, "tests.core.") == ""
+    assert json.loads((tmp_path / f"{jax.__version__}.json").read_text())["passed"] == 1
+
+
+def ran(folder, *texts):
+    paths = []
+    for number, text in enumerate(texts):
+        paths.append(str(folder / f"{number}.xml"))
+        (folder / paths[-1]).write_text(text)
+    return matrix.never_ran(paths)
+
+
+def test_what_was_skipped_in_each_run_is_named(tmp_path):
+    assert ran(tmp_path, MIXED) == ["tests.hlo.a::c was skipped each time"]
+    assert ran(tmp_path, MIXED, MIXED) == ["tests.hlo.a::c was skipped each time"]
+    assert ran(tmp_path, MIXED, MIXED.replace("<skipped/>", "")) == []
+    assert ran(tmp_path, "<testsuites/>") == ["no test ran"]
+
+
 def test_version_that_was_not_run_is_named(tmp_path):
     matrix.record(tmp_path, jax.__version__, report(tmp_path, PASSED))
     assert matrix.check(tmp_path, [jax.__version__, "0.3.1"]) == [

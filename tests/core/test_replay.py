@@ -171,10 +171,9 @@ def test_equations_from_outside_run_in_shard_map(group, hooks):
     compare(lambda w, x: run(outside, w, x) + run(outside, x, w))
 
 
+@versions.where(versions.types_values)
 def test_equations_from_outside_run_under_each_mesh(hooks):
     """JAX found the first mesh in the types of what was kept for the second."""
-    if not TYPED:
-        return
     traced = jax.make_jaxpr(lambda a, b: jit(a, b) + scan(a, b))(W, W)
     for count in (4, 2):
         f = versions.shard_map(
@@ -296,10 +295,9 @@ def test_what_jax_refuses_for_another_reason_is_refused_with_its_words(hooks):
         )
 
 
+@versions.where(versions.casts_to_unreduced)
 def test_an_invariant_value_is_no_partial_sum(hooks):
     """A collective's operand is cast to varying; what casts to unreduced is no collective."""
-    if not hasattr(lax, "pcast"):
-        return  # to JAX 0.7 there is no such cast
 
     def body(x, y):
         jaxpr = jax.make_jaxpr(lambda y: lax.pcast(y, "model", to="unreduced"))(y)
@@ -350,11 +348,11 @@ TAKING_GRADIENTS = {
 }
 
 
+# On others nothing is summed in a body, or JAX refuses it.
+@versions.where(versions.types_values, versions.differentiates_what_varies)
 @pytest.mark.parametrize("name", TAKING_GRADIENTS)
 def test_a_gradient_that_is_summed_is_none_of_a_value_that_varies(name, hooks):
     """Each device got the sum of all devices' gradients for its own, silently."""
-    if not TYPED or not versions.differentiates_what_varies():
-        return  # there nothing is summed in a body, or JAX refuses it
     body = TAKING_GRADIENTS[name]
     f = versions.shard_map(
         lambda w, x: body(w, x[0])[None],
@@ -366,11 +364,10 @@ def test_a_gradient_that_is_summed_is_none_of_a_value_that_varies(name, hooks):
         jax.jit(jax.grad(lambda w: f(w, X).sum()))(W)
 
 
+@versions.where(versions.differentiates_solutions)
 @pytest.mark.parametrize("early", [True, False])
 def test_a_solution_varies_more_than_its_guess(early, hooks):
     """From JAX 0.12 nothing is traced with the guess: then the gradient is right without a cast."""
-    if not TYPED or not versions.differentiates_what_varies(jax.jacrev):
-        return
     solve = root(lambda guess: sr.vary(guess, "data")) if early else root(None)
 
     def total(w, x, f):

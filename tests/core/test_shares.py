@@ -220,14 +220,13 @@ def test_bwd_that_passes_on_what_arrives_summed(cpu_mesh, entry):
     assert tensor_parallel(entry, cpu_mesh) == X.sum()
 
 
+@versions.where(versions.sums_copies)
 def test_bwd_may_sum_copies_where_its_forward_did(cpu_mesh):
     """A mean over an axis over which nothing varies, differentiated by JAX inside of bwd."""
 
     def loss(w, a):
         return lax.pmean(lax.pmean((w * a).sum(), "data"), "model")
 
-    if not versions.sums_copies():
-        return
     op = op_of(lambda w, a: (loss(w, a), (w, a)), lambda res, g: jax.vjp(loss, *res)[1](g))
     if not versions.types_values():  # the sum over data may be a share, or whole
         with pytest.raises(errors.CotangentError):
@@ -241,10 +240,9 @@ def repeated(f, between, mesh):
     return gradient(lambda w, x: f(between(f((w * x).sum()))), mesh)
 
 
+@versions.where(versions.sums_copies)
 def test_one_bwd_for_a_varying_and_an_invariant_primal(cpu_mesh):
     """The error's form is right for both of the uses, as it says they are to be written."""
-    if not versions.sums_copies():
-        return
     f = op_of(lambda x: (lax.psum(x, "data"), None), lambda _, g: (lax.psum(g, "data"),))
     with pytest.raises(errors.CotangentError) as caught:
         repeated(f, lambda y: y, cpu_mesh)
@@ -276,41 +274,46 @@ def summing(by):
     return lambda res, g: (lax.psum(g * res[1].sum(), "data") / by, jnp.zeros(2))
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=versions.where(versions.sums_copies))
+        if name.startswith("averaged")
+        else name
+        for name in SAVED
+    ],
+)
 def test_sum_of_residuals_that_vary_by_their_type_alone(cpu_mesh, name):
     """Four times the gradient, silently: what is cast or gathered is equal on all devices."""
-    if name.startswith("averaged") and not versions.sums_copies():
-        return
     with pytest.raises(errors.CotangentError, match="counted once for each device"):
         gradient(op_of(SAVED[name], summing(1)), cpu_mesh)
 
 
+@versions.where(versions.sums_copies)
 def test_sum_of_residuals_where_the_forward_sums_them(cpu_mesh):
     def fwd(w, a):
         factor = sr.vary(3 * jnp.ones(2), "data")
         return lax.psum((w * factor).sum(), "data"), (w, factor)
 
-    if not versions.sums_copies():
-        return
     assert gradient(op_of(fwd, summing(1)), cpu_mesh) == 24
     assert gradient(op_of(SAVED["averaged"], summing(4)), cpu_mesh) == 2 * W
     assert gradient(op_of(SAVED["averaged after a cast"], summing(4)), cpu_mesh) == 6
     assert gradient(op_of(SAVED["gathered"], summing(4)), cpu_mesh) == X.sum()
 
 
+@versions.where(versions.sums_copies)
 def test_a_sum_of_ones_in_the_forward_is_no_sum_of_copies(cpu_mesh):
     """It counts the devices; no cotangent goes through it: twice the gradient, silently."""
 
     def fwd(w):
         return w / lax.psum(jnp.ones(()), "model"), None
 
-    if not versions.sums_copies():
-        return
     enter = op_of(fwd, lambda _, g: (lax.psum(g, "model") / lax.psum(jnp.ones(()), "model"),))
     with pytest.raises(errors.CotangentError, match="counted once for each device"):
         gradient(lambda w, x: lax.psum((enter(w) * x).sum(), "model"), cpu_mesh, axis="model")
 
 
+@versions.where(versions.sums_copies)
 def test_sum_in_a_forwards_pmean_differentiated_by_jax(cpu_mesh):
     """JAX divides far before it sums: what is averaged was cast before it was squared."""
 
@@ -318,8 +321,6 @@ def test_sum_in_a_forwards_pmean_differentiated_by_jax(cpu_mesh):
         one = jax.jit(lambda w: jnp.sin(w) * w)(sr.vary(w, "data"))
         return lax.pmean(one, "data")
 
-    if not versions.sums_copies():
-        return
     op = op_of(lambda w, a: (loss(w, a), (w, a)), lambda res, g: jax.vjp(loss, *res)[1](g))
     assert np.isclose(gradient(op, cpu_mesh), np.cos(W) * W + np.sin(W))
 
@@ -375,6 +376,7 @@ GRADIENTS_WITH_WHAT_VARIES = {
 TAKEN = jax.jit(jax.grad(lambda w, a: normalized(w, a, 1.0), (0, 1)))
 
 
+@versions.where(versions.differentiates_what_varies)
 @pytest.mark.parametrize("name", GRADIENTS_WITH_WHAT_VARIES)
 def test_gradients_that_the_forward_takes_and_something_that_varies(name, cpu_mesh):
     """A fused loss that divides by each device's count in its bwd: four times that, silently."""
@@ -383,8 +385,6 @@ def test_gradients_that_the_forward_takes_and_something_that_varies(name, cpu_me
         (dw, da), count = res
         return (g / count * dw).sum(), g / count * da.reshape(2)
 
-    if not versions.differentiates_what_varies():
-        return
     op = op_of(GRADIENTS_WITH_WHAT_VARIES[name], bwd)
 
     def loss(w, x):
@@ -409,6 +409,7 @@ def exchanged(part, how):
     return gather(parts.sum(0))
 
 
+@versions.where(versions.types_values)
 @pytest.mark.parametrize("how", ["scattered", "gathered", "exchanged"])
 def test_gradients_that_the_forward_sums_by_hand(how, cpu_mesh):
     """By other means than psum, and typed invariant: four times the gradient, silently."""
@@ -417,13 +418,12 @@ def test_gradients_that_the_forward_sums_by_hand(how, cpu_mesh):
         part = jnp.full(4, (a**2).sum() / 4)
         return (w * a**2).sum(), lax.pmax(exchanged(part, how), "data").sum()
 
-    if not versions.types_values():
-        return
     op = op_of(fwd, lambda dw, g: (g * dw, jnp.zeros(2)))
     with pytest.raises(errors.CotangentError, match="a residual that the forward summed over"):
         gradient(lambda w, x: lax.psum(op(w, x), "data"), cpu_mesh)
 
 
+@versions.where(versions.types_values, versions.differentiates_what_varies)
 def test_gradients_whose_equations_the_forward_runs(cpu_mesh):
     """The gradient was taken before, of another trace: four times that, silently."""
 
@@ -435,12 +435,11 @@ def test_gradients_whose_equations_the_forward_runs(cpu_mesh):
         )
         return lax.psum(op(w, x), "data")
 
-    if not versions.types_values() or not versions.differentiates_what_varies():
-        return
     with pytest.raises(errors.CotangentError, match="shardrules.vary"):
         gradient(body, cpu_mesh)
 
 
+@versions.where(versions.differentiates_what_varies)
 def test_gradients_of_a_forward_that_cannot_be_traced_again(cpu_mesh):
     """It closes over what a vmap has mapped: twice for each device, silently."""
 
@@ -450,8 +449,6 @@ def test_gradients_of_a_forward_that_cannot_be_traced_again(cpu_mesh):
     def loss(w, x):
         return lax.psum(jax.vmap(lambda x: over(x)(w))(x).sum(), "data")
 
-    if not versions.differentiates_what_varies():
-        return
     if not versions.types_values():  # nothing sums what is taken in a body
         assert gradient(loss, cpu_mesh) == (X**2).sum()
         return

@@ -33,6 +33,7 @@ def refusal(f, mesh):
     return str(caught.value)
 
 
+@versions.where(versions.types_values, versions.has("jax", "shard_map"))
 @pytest.mark.parametrize(
     "f, cause",
     [
@@ -41,16 +42,13 @@ def refusal(f, mesh):
     ],
 )
 def test_the_cause_stands_beside_jax_own_text(cpu_mesh, hooks, f, cause):
-    if not versions.types_values() or not hasattr(jax, "shard_map"):
-        return
     text = refusal(f, cpu_mesh)
     assert "out_specs" in text and "shardrules: " in text
     assert cause in text and "test_type_notes.py:" in text and "over {data}" in text
 
 
+@versions.where(versions.types_values, versions.has("jax", "shard_map"))
 def test_a_primitive_that_forgot_its_axes_is_named(cpu_mesh, hooks):
-    if not versions.types_values() or not hasattr(jax, "shard_map"):
-        return
 
     def maximum(x):
         return lax.pmax(x, "data", axis_index_groups=[[0, 1], [2, 3]])
@@ -58,9 +56,8 @@ def test_a_primitive_that_forgot_its_axes_is_named(cpu_mesh, hooks):
     assert "pmax at " in refusal(maximum, cpu_mesh)
 
 
+@versions.where(versions.types_values, versions.has("jax", "shard_map"))
 def test_other_refusals_are_jax_own(cpu_mesh, hooks):
-    if not versions.types_values() or not hasattr(jax, "shard_map"):
-        return
     assert "shardrules" not in refusal(lambda x: jnp.sin(x), cpu_mesh)
     # What was noted in one shard_map is not told of another.
     versions.shard_map(by_predicate, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))(X)

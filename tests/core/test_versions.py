@@ -121,11 +121,10 @@ def psums_in_branches(jaxpr, inside=False):
     return count
 
 
+@versions.where(versions.has_rule_for_cond)
 @pytest.mark.parametrize("varying", [True, False])
 def test_a_cond_whose_branches_hold_kernels_has_a_gradient(varying, hooks):
     """JAX 0.5.3 leaves the psum in a branch, and the program hangs; 0.4.35 has no rule for cond."""
-    if not versions.has_rule_for_cond():
-        return
     scale = kernels.make_scale()
     for kernel in ("scale_kernel", "sum_rows_kernel"):
         sr.register(kernel, sr.no_communication)

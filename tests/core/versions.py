@@ -9,11 +9,46 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import json
+import pathlib
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+
+def write_left_out(report, names):
+    """Write the tests that are for other JAX versions than this beside a report of pytest's.
+
+    Args:
+      report: the path of the report, by which ``matrix.py`` finds the list.
+      names: the tests' names.
+    """
+    pathlib.Path(report).with_suffix(".left_out.json").write_text(json.dumps(sorted(names)))
+
+
+def where(*asked):
+    """Mark a test for those JAX on which all that is asked is true: conftest.py leaves it out on others.
+
+    Args:
+      asked: functions without arguments, those below.
+    """
+    return pytest.mark.where.with_args(*asked)
+
+
+def has(module: str, name: str):
+    """Return a function that says whether a module of JAX has a name."""
+
+    @functools.cache
+    def asked() -> bool:
+        try:
+            return hasattr(importlib.import_module(module), name)
+        except ImportError:
+            return False
+
+    return asked
 
 
 @functools.lru_cache(maxsize=None)
@@ -131,6 +166,24 @@ def maps_psum_over_a_mesh_axis() -> bool:
 def types_values() -> bool:
     """Whether values carry the axes over which they vary, which a cast can add to."""
     return hasattr(jax.lax, "pvary") or hasattr(jax.lax, "pcast")
+
+
+def annotates_outputs() -> bool:
+    """Whether a ShapeDtypeStruct can say over which axes an output varies: not on JAX 0.6.0."""
+    return (
+        hasattr(jax.sharding, "ManualAxisType")
+        or "vma" in inspect.signature(jax.ShapeDtypeStruct).parameters
+    )
+
+
+def casts_to_unreduced() -> bool:
+    """Whether there is a cast to a partial sum, from JAX 0.8 on."""
+    return hasattr(jax.lax, "pcast")
+
+
+def differentiates_solutions() -> bool:
+    """Whether a Jacobian may be taken, inside shard_map, of what differs by device."""
+    return types_values() and differentiates_what_varies(jax.jacrev)
 
 
 def sums_copies() -> bool:

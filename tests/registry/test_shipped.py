@@ -125,11 +125,6 @@ def test_an_ffi_target_of_jaxlibs_needs_no_line(cpu_mesh, hooks):
 # --- the libraries themselves ----------------------------------------------------------------
 
 
-def needed(name):
-    """Import a library, or skip."""
-    return pytest.importorskip(name, reason=f"no {name}: pip install '.[libraries]'")
-
-
 def equinox_calls():
     import equinox as eqx
 
@@ -179,7 +174,6 @@ def jax_finufft_calls():
 def test_a_librarys_calls_need_no_line(library, cpu_mesh, hooks):
     """Each is typed as it varies, gives one device's result, and its gradient; all in one test,
     which compiles every call once."""
-    needed(library)
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         y, w = jnp.asarray(1 + rng.uniform(size=(8, 4))), jnp.float64(1.5)
@@ -203,7 +197,6 @@ def test_a_librarys_calls_need_no_line(library, cpu_mesh, hooks):
 @pytest.mark.libraries
 def test_scan_calls_finds_all_of_klujax_where_nothing_is_known_of_it(cpu_mesh, monkeypatch):
     """Its gradient too, where an unruled solve would stop the trace at a cotangent's type."""
-    needed("klujax")
     for table in ("_known", "_shipped"):
         monkeypatch.setattr(registry.default, table, {})
     with jax.enable_x64(True):
@@ -225,7 +218,6 @@ def test_scan_calls_finds_all_of_klujax_where_nothing_is_known_of_it(cpu_mesh, m
 @pytest.mark.libraries
 @pytest.mark.parametrize("library", ["equinox", "klujax", "jax_finufft"])
 def test_a_librarys_table_names_what_it_has(library):
-    needed(library)
     known = importlib.import_module(SHIPPED[library]).RULES
     for name in known.primitives:
         module, _, attribute = name.partition(":")

@@ -21,7 +21,6 @@ X = np.arange(1, 5, dtype=np.float32)
 
 def cubes(kind, mesh, check):
     """Return the sum of w x^4 over the devices along data, by a loop of three steps."""
-    pytest.importorskip("equinox")
     internal = importlib.import_module("equinox.internal")
 
     def body(w, x):

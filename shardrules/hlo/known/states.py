@@ -50,7 +50,7 @@ class Support(NamedTuple):
 
     Attributes:
       what: the kernel or target.
-      source: ``tag``, ``rule`` or ``table`` (of XLA's own targets).
+      source: ``tag``, ``rule``, ``table`` (of XLA's own targets) or ``text`` (the kernel's own).
       status: ``audited``, ``declared`` or ``built in``.
       detail: the effect, and where it was said.
     """

@@ -1,4 +1,4 @@
-"""What a custom call does to the relation: its tag, then the registry, then XLA's own targets."""
+"""What a custom call does: by its tag, the registry, XLA's own targets, or its kernel's text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from shardrules import errors
+from shardrules.hlo.known import mosaic
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.values import Values
 from shardrules.hlo.proof.collectives import KINDS
@@ -42,6 +43,13 @@ OWN_TARGETS: dict[str, str] = {
     "QrDecomposition": "a matrix factorization",
     "Eigh": "an eigendecomposition",
     "ProductOfElementaryHouseholderReflectors": "a product of its operands",
+    # What the compiler for TPU makes of those above, and of triangular-solve: a block at a time.
+    "QrDecompositionBlock": "a QR factorization of a block of columns (TPU)",
+    "CompactWyHelper": "a triangular factor of a block's Householder reflectors (TPU)",
+    "EighTpu": "a Jacobi eigendecomposition, from four quadrants of its operand (TPU)",
+    "LuDecompositionBlock": "an LU factorization of a block, with row pivots (TPU)",
+    "InvertDiagBlocksLowerTriangular": "inverses of the triangular blocks on a diagonal (TPU)",
+    "InvertDiagBlocksUpperTriangular": "inverses of the triangular blocks on a diagonal (TPU)",
 }
 _OWN_PREFIXES: dict[str, str] = {
     "__cublas$": "a matrix product by cuBLAS",
@@ -225,90 +233,129 @@ class Resolution:
         self.uninitialised = uninitialised
 
 
+class _Call:
+    """A custom call as its text describes it.
+
+    Attributes:
+      target: its custom_call_target.
+      config: its backend_config, None where it has none.
+      tag: its frontend attributes.
+      outputs: how many arrays it returns.
+      op_name: JAX's name for it.
+      kernel: the kernel's name, None where the text holds none.
+      where: its op_name and source line, for people.
+    """
+
+    def __init__(self, module: Module, instruction: Instruction):
+        given = {key: instruction.text[a:b] for key, a, b in instruction.attributes()}
+        parts = instruction.shape.elements
+        metadata = module.frames.metadata(given.get("metadata", ""))
+        self.target = given.get("custom_call_target", "").strip('"')
+        self.config = given.get("backend_config")
+        self.tag = frontend_attributes(given.get("frontend_attributes"))
+        self.outputs = 1 if parts is None else len(parts)
+        self.op_name = self.where = metadata.op_name
+        self.kernel = kernel_name(self.config, self.target, self.tag, metadata)
+        if metadata.frames:
+            line = str(metadata.frames[0])
+            self.where = f"{self.op_name} ({line})" if self.op_name else line
+
+    def blocker(self, why: str) -> hs.Blocker:
+        """Say what stands in the way of a proof."""
+        name = "" if self.kernel == self.target else f" (kernel {self.kernel!r})"
+        shown = f"custom call {self.target!r}{name if self.kernel else ' (kernel without a name)'}"
+        return hs.Blocker(f"{shown} {why}", self.kernel, self.target, self.where)
+
+    def unknown(self, why: str, mesh: dict[str, int] | None = None) -> Resolution:
+        """Resolve to nothing."""
+        return Resolution(None, None, mesh, self.blocker(why))
+
+    def local(self, support: hs.Support | None = None) -> Resolution:
+        """Resolve to a function of the operands on each device."""
+        return Resolution((axistypes.Effect("local"),) * self.outputs, support, None, None)
+
+
 def resolve(module: Module, instruction: Instruction, registry: Any) -> Resolution:
-    """Ask the tag, the registry and the table, in this order."""
-    given = {key: instruction.text[a:b] for key, a, b in instruction.attributes()}
-    target = given.get("custom_call_target", "").strip('"')
-    attributes = frontend_attributes(given.get("frontend_attributes"))
-    outputs = len(instruction.shape.elements) if instruction.shape.elements is not None else 1
-    metadata = module.frames.metadata(given.get("metadata", ""))
-    kernel = kernel_name(given.get("backend_config"), target, attributes, metadata)
-    where = metadata.op_name
-    if metadata.frames:
-        where = f"{where} ({metadata.frames[0]})" if where else str(metadata.frames[0])
-    shown = f"custom call {target!r}"
-    if kernel and kernel != target:
-        shown += f" (kernel {kernel!r})"
-    elif not kernel:
-        shown += " (kernel without a name)"
+    """Ask the tag, the registry, the table, and the kernel's own text, in this order."""
+    call = _Call(module, instruction)
+    found = _by_tag(call) or _by_rule(call, registry) or _by_table(call) or _by_text(call)
+    return found or call.unknown("has no rule")
 
-    def unknown(why: str, mesh=None) -> Resolution:
-        return Resolution(None, None, mesh, hs.Blocker(f"{shown} {why}", kernel, target, where))
 
-    def ruled(found: Registration, name: str) -> Resolution:
-        effects = found.rule.effects(outputs)
-        if effects is None:
-            return unknown(
-                "has a rule that needs the operands' types, which text doesn't "
-                "hold; compile it with shardrules installed"
-            )
-        if len(effects) != outputs:
-            return unknown(f"has a rule for {len(effects)} outputs, but {outputs} outputs")
-        detail = f"{axistypes.format_effects(effects)}, {found.status} at {found.where}"
-        return Resolution(
-            tuple(effects),
-            hs.Support(name, "rule", found.status, detail),
-            None,
-            hs.Blocker(f"{shown} has a rule that says 'unknown'", kernel, target, where),
+def _by_tag(call: _Call) -> Resolution | None:
+    """Read the tag that shardrules puts on what is lowered with its hooks installed."""
+    text = call.tag.get("shardrules.effects")
+    if text is None:
+        return None
+    mesh_text = call.tag.get("shardrules.mesh", "")
+    mesh = read_mesh(mesh_text) if mesh_text else None
+    try:
+        effects = axistypes.parse_effects(text)
+    except errors.ShardrulesError:
+        return call.unknown(f"has a tag that can't be read, {text!r}", mesh)
+    if len(effects) != call.outputs:
+        why = f"has a tag for {len(effects)} outputs, but {call.outputs} outputs"
+        return call.unknown(why, mesh)
+    axes = [a for e in effects for a in e.axes]
+    needs = any(e.kind in ("join", "exchange", "typed") for e in effects)
+    if needs and mesh is None:
+        return call.unknown(f"has a tag with mesh axes but no usable mesh, {mesh_text!r}")
+    if mesh is not None and not set(axes) <= set(mesh):
+        why = f"has a tag for axes that its mesh {mesh_text!r} lacks, {text!r}"
+        return call.unknown(why, mesh)
+    if any(e.kind == "unknown" for e in effects) and len(effects) == 1:
+        return call.unknown("is tagged 'unknown': it has no rule", mesh)
+    status = call.tag.get("shardrules.status", "declared")
+    if status not in ("audited", "declared"):
+        status = "declared"
+    detail = f"{text}, {PROVEN}" if status == "audited" else text
+    support = hs.Support(repr(call.kernel or call.target), "tag", status, detail)
+    return Resolution(effects, support, mesh, call.blocker("is tagged 'unknown' for an output"))
+
+
+def _by_rule(call: _Call, registry: Any) -> Resolution | None:
+    """Look up what the registry holds for the kernel, the target or the op_name."""
+    if registry is None:
+        return None
+    for name in dict.fromkeys(n for n in (call.kernel, call.target) if n):
+        if name in SHARED_TARGETS and name != call.kernel:
+            continue  # a rule for the target would hold for everybody's kernels
+        found = registry.find(name)
+        # jaxlib's own stand in the table
+        if found is not None and not (found.library == "jaxlib" and call.target in JAXLIB.targets):
+            return _ruled(call, found, repr(name))
+    if not call.kernel and call.op_name:
+        found = registry.find_by_op_name(call.op_name)
+        if found is not None:
+            return _ruled(call, found, f"the kernel at {call.op_name}")
+    return None
+
+
+def _ruled(call: _Call, found: Registration, name: str) -> Resolution:
+    effects = found.rule.effects(call.outputs)
+    if effects is None:
+        return call.unknown(
+            "has a rule that needs the operands' types, which text doesn't hold; compile it with "
+            "shardrules installed"
         )
+    if len(effects) != call.outputs:
+        return call.unknown(f"has a rule for {len(effects)} outputs, but {call.outputs} outputs")
+    detail = f"{axistypes.format_effects(effects)}, {found.status} at {found.where}"
+    support = hs.Support(name, "rule", found.status, detail)
+    return Resolution(tuple(effects), support, None, call.blocker("has a rule that says 'unknown'"))
 
-    if "shardrules.effects" in attributes:
-        mesh_text = attributes.get("shardrules.mesh", "")
-        mesh = read_mesh(mesh_text) if mesh_text else None
-        text = attributes["shardrules.effects"]
-        try:
-            effects = axistypes.parse_effects(text)
-        except errors.ShardrulesError:
-            return unknown(f"has a tag that can't be read, {text!r}", mesh)
-        if len(effects) != outputs:
-            return unknown(f"has a tag for {len(effects)} outputs, but {outputs} outputs", mesh)
-        axes = [a for e in effects for a in e.axes]
-        needs = any(e.kind in ("join", "exchange", "typed") for e in effects)
-        if needs and mesh is None:
-            return unknown(f"has a tag with mesh axes but no usable mesh, {mesh_text!r}")
-        if mesh is not None and not set(axes) <= set(mesh):
-            return unknown(f"has a tag for axes that its mesh {mesh_text!r} lacks, {text!r}", mesh)
-        if any(e.kind == "unknown" for e in effects) and len(effects) == 1:
-            return unknown("is tagged 'unknown': it has no rule", mesh)
-        status = attributes.get("shardrules.status", "declared")
-        if status not in ("audited", "declared"):
-            status = "declared"
-        name = kernel or target
-        return Resolution(
-            effects,
-            hs.Support(
-                repr(name), "tag", status, f"{text}, {PROVEN}" if status == "audited" else text
-            ),
-            mesh,
-            hs.Blocker(f"{shown} is tagged 'unknown' for an output", kernel, target, where),
-        )
-    if registry is not None:
-        for name in dict.fromkeys(n for n in (kernel, target) if n):
-            if name in SHARED_TARGETS and name != kernel:
-                continue  # a rule for the target would hold for everybody's kernels
-            found = registry.find(name)
-            # jaxlib's own stand in the table below
-            if found is not None and not (found.library == "jaxlib" and target in JAXLIB.targets):
-                return ruled(found, repr(name))
-        if not kernel and metadata.op_name:
-            found = registry.find_by_op_name(metadata.op_name)
-            if found is not None:
-                return ruled(found, f"the kernel at {metadata.op_name}")
-    if target in UNINITIALISED:
+
+def _by_table(call: _Call) -> Resolution | None:
+    """Look up XLA's and jaxlib's own targets."""
+    if call.target in UNINITIALISED:
         return Resolution((), None, None, None, uninitialised=True)
-    own = OWN_TARGETS.get(target) or JAXLIB.targets.get(target)
-    if own is None:
-        own = next((why for p, why in _OWN_PREFIXES.items() if target.startswith(p)), None)
-    if own is not None:
-        return Resolution((axistypes.Effect("local"),) * outputs, None, None, None)
-    return unknown("has no rule")
+    own = call.target in OWN_TARGETS or call.target in JAXLIB.targets
+    return call.local() if own or call.target.startswith(tuple(_OWN_PREFIXES)) else None
+
+
+def _by_text(call: _Call) -> Resolution | None:
+    """Read the kernel itself where the program holds it as text, as XLA's own for TPU."""
+    if call.target != "tpu_custom_call" or not mosaic.is_local(call.config or ""):
+        return None
+    name = repr(call.kernel) if call.kernel else f"the kernel at {call.op_name or 'no op_name'}"
+    return call.local(hs.Support(name, "text", "audited", f"its own MLIR, {PROVEN}"))

@@ -112,7 +112,6 @@ class Case:
       small_args: arguments for interpret mode, where the real ones take long; None for `args`.
       wrap: False where f is called outside of any shard_map, with global arguments.
       communicates: the rule line that f needs, if its kernel communicates.
-      declared: the kernel that needs a line though it does not.
     """
 
     name: str
@@ -127,14 +126,13 @@ class Case:
     small_args: tuple[Arg, ...] | None = None
     wrap: bool = True
     communicates: Communicates | None = None
-    declared: str = ""
 
     def lines(self) -> dict[str, Any]:
         """Return the rules that f needs, by kernel."""
         import shardrules
 
         if self.communicates is None:
-            return {self.declared: shardrules.no_communication} if self.declared else {}
+            return {}
         one = self.communicates
         return {one.kernel: getattr(shardrules, one.rule)(*one.axes)}
 

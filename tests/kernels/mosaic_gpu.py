@@ -284,13 +284,6 @@ CASES = (
             "kernel_body",
         ),
     ),
-    Case(
-        "blackwell_matmul",
-        _B200,
-        (_A, _B),
-        _blackwell_matmul,
-        _TRUSTED,
-        declared=_OPS + "blackwell_matmul_mgpu:kernel",
-    ),
+    Case("blackwell_matmul", _B200, (_A, _B), _blackwell_matmul, _TRUSTED),
     Case("blackwell_ragged_dot", _B200, (_A, _EXPERTS, _GROUPS), _blackwell_ragged_dot, _TRUSTED),
 )

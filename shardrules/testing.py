@@ -332,20 +332,10 @@ def assert_budget(
         now.allow = budgets.allowances(path)
         updates.write(path, budgets.dump(now), str(given))
         before = now
-    elif not path.exists():
-        now.allow = dict.fromkeys(map(findings.allowance, found), "...")
-        reasons = (
-            f", once {given} says why each of its findings stays (a new file may hold just the "
-            "[[allow]])"
-        )
-        raise CollectiveAssertionError(
-            f"there is no budget {given}; write it with pytest --update-budgets"
-            f"{reasons if found else ''}. It would hold\n" + budgets.dump(now),
-            judgement=judgement,
-            path=path,
-        )
-    else:
+    elif path.exists():
         before = budgets.load(path)
+    else:
+        raise _no_budget(path, given, now, found, judgement)
     lines = before.differences(now)
     if lines:
         raise CollectiveAssertionError(
@@ -363,16 +353,36 @@ def assert_budget(
     allowances.check_axes(judgement.mesh)
     bad, _, unused = allowances.split(found)
     if bad:
-        names = dict.fromkeys(map(findings.allowance, bad))
-        until = "; until then nothing is written there" if updates.wanted else ""
-        raise CollectiveAssertionError(
-            f"{len(bad)} collectives are not shown to be needed:\n"
-            + _listed(bad)
-            + f"\nif they may stay, say why in {given} (a new file may hold just that){until}:\n"
-            + "\n".join(budgets.allowed(name, "...") for name in names),
-            verdicts=tuple(f.verdict for f in bad),
-            judgement=judgement,
-            path=path,
-        )
+        raise _not_allowed(path, given, bad, judgement)
     _no_unused(unused, judgement)
     return judgement
+
+
+def _no_budget(path, given, now, found, judgement) -> CollectiveAssertionError:
+    """Return the error for a budget that is not there, with what it would hold."""
+    now.allow = dict.fromkeys(map(findings.allowance, found), "...")
+    reasons = (
+        f", once {given} says why each of its findings stays (a new file may hold just the "
+        "[[allow]])"
+    )
+    return CollectiveAssertionError(
+        f"there is no budget {given}; write it with pytest --update-budgets"
+        f"{reasons if found else ''}. It would hold\n" + budgets.dump(now),
+        judgement=judgement,
+        path=path,
+    )
+
+
+def _not_allowed(path, given, bad, judgement) -> CollectiveAssertionError:
+    """Return the error for findings that a budget doesn't allow, with the lines that would."""
+    names = dict.fromkeys(map(findings.allowance, bad))
+    until = "; until then nothing is written there" if updates.wanted else ""
+    return CollectiveAssertionError(
+        f"{len(bad)} collectives are not shown to be needed:\n"
+        + _listed(bad)
+        + f"\nif they may stay, say why in {given} (a new file may hold just that){until}:\n"
+        + "\n".join(budgets.allowed(name, "...") for name in names),
+        verdicts=tuple(f.verdict for f in bad),
+        judgement=judgement,
+        path=path,
+    )

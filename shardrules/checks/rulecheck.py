@@ -86,93 +86,98 @@ def check_rule(
             raise
 
 
-def _check(door, op, mesh, values, in_specs, out_specs, reference, gradients, seed, rtol) -> None:
-    types, out_specs = _types(door, op, mesh, values, in_specs, out_specs)
-    _check_equal(door, op, mesh, values, in_specs, types)
-    run = _with_gradients(door, op, gradients)
+def _check(jax, op, mesh, values, in_specs, out_specs, reference, gradients, seed, rtol) -> None:
+    types, out_specs = _types(jax, op, mesh, values, in_specs, out_specs)
+    _check_equal(jax, op, mesh, values, in_specs, types)
     first = mesh.devices.flat[0]
     blocks = [
-        value[door.sharding.NamedSharding(mesh, spec).devices_indices_map(value.shape)[first]]
+        value[jax.sharding.NamedSharding(mesh, spec).devices_indices_map(value.shape)[first]]
         for spec, value in zip(in_specs, values)
     ]
     stacked = hooks.shard_map(
-        lambda *a: [leaf[None] for leaf in door.tree_util.tree_leaves(op(*a))],
+        lambda *a: [leaf[None] for leaf in jax.tree_util.tree_leaves(op(*a))],
         mesh,
         in_specs,
-        door.sharding.PartitionSpec(tuple(mesh.axis_names)),
+        jax.sharding.PartitionSpec(tuple(mesh.axis_names)),
         check=False,
     )
-    check_well_formed(run, blocks, stacked, values)
+    check_well_formed(_with_gradients(jax, op, gradients), blocks, stacked, values)
     ways = {
         f"check {word}": hooks.shard_map(op, mesh, in_specs, out_specs, check=on)
         for word, on in (("on", True), ("off", False))
     }
-    shapes = door.eval_shape(ways["check on"], *values)
+    shapes = jax.eval_shape(ways["check on"], *values)
     if reference is not None:
-        _same_shapes(door, reference, values, shapes)
+        _same_shapes(jax, reference, values, shapes)
     ways["single device"] = reference or _block_by_block(
-        door, op, mesh, values, in_specs, out_specs, shapes
+        jax, op, mesh, values, in_specs, out_specs, shapes
     )
-    weights = _draw(door, door.tree_util.tree_leaves(shapes), seed + 1)
-    floats = tuple(
-        i for i, leaf in enumerate(values) if door.numpy.issubdtype(leaf.dtype, door.numpy.floating)
-    )
+    weights = _draw(jax, jax.tree_util.tree_leaves(shapes), seed + 1)
+    floats = tuple(i for i, leaf in enumerate(values) if _is_float(jax, leaf)) if gradients else ()
+    results = {name: _run(jax, f, values, weights, floats) for name, f in ways.items()}
     entering = frozenset().union(*map(_axes_of, in_specs))
     drops = any(entering - varying for varying in types)
-    results = {}
-    for name, f in ways.items():
-
-        def loss(*arguments, f=f):
-            leaves = door.tree_util.tree_leaves(f(*arguments))
-            total = sum(
-                ((leaf * w).sum() + (leaf**2).sum() / 2).astype("float32")
-                for leaf, w in zip(leaves, weights)
-                if door.numpy.issubdtype(leaf.dtype, door.numpy.floating)
-            )
-            return total, leaves
-
-        if gradients and floats:
-            grads, leaves = door.jit(door.grad(loss, argnums=floats, has_aux=True))(*values)
-        else:
-            grads, leaves = (), door.jit(loss)(*values)[1]
-        results[name] = door.device_get((leaves, grads))
-    for what, part, numbers in (
-        ("output", 0, range(len(weights))),
-        ("gradient of argument", 1, floats),
-    ):
-        for position, number in enumerate(numbers):
-            leaves = {
-                name: result[part][position]
-                for name, result in results.items()
-                if part == 0 or gradients
-            }
-            if leaves:
-                off = leaves.pop("check off")
-                _compare(f"{what} {number}", leaves, rtol)
-                leaves = {"check on": leaves["check on"], "check off": off}
-                try:
-                    _compare(f"{what} {number}", leaves, rtol)
-                except RuleCheckError as error:
-                    if not drops:
-                        raise
-                    warnings.warn(f"right with the check on only: {error}", stacklevel=4)
+    for number in range(len(weights)):
+        _compare_ways(
+            f"output {number}",
+            {n: leaves[number] for n, (leaves, _) in results.items()},
+            rtol,
+            drops,
+        )
+    for position, number in enumerate(floats):
+        grads = {n: grads[position] for n, (_, grads) in results.items()}
+        _compare_ways(f"gradient of argument {number}", grads, rtol, drops)
 
 
-def _with_gradients(door, op, gradients: bool) -> Callable:
+def _is_float(jax, leaf) -> bool:
+    return jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+
+
+def _run(jax, f: Callable, values: list, weights: list, floats: tuple[int, ...]) -> tuple:
+    """Return f's leaves on the host, and the gradients of a loss of them by those arguments."""
+
+    def loss(*arguments):
+        leaves = jax.tree_util.tree_leaves(f(*arguments))
+        total = sum(
+            ((leaf * w).sum() + (leaf**2).sum() / 2).astype("float32")
+            for leaf, w in zip(leaves, weights)
+            if _is_float(jax, leaf)
+        )
+        return total, leaves
+
+    if floats:
+        grads, leaves = jax.jit(jax.grad(loss, argnums=floats, has_aux=True))(*values)
+    else:
+        grads, leaves = (), jax.jit(loss)(*values)[1]
+    return jax.device_get((leaves, grads))
+
+
+def _compare_ways(what: str, results: dict[str, Any], rtol: float, drops: bool) -> None:
+    """Compare one result of all ways; with the check off it may differ where a rule drops axes."""
+    off = results.pop("check off")
+    _compare(what, results, rtol)
+    try:
+        _compare(what, {"check on": results["check on"], "check off": off}, rtol)
+    except RuleCheckError as error:
+        if not drops:
+            raise
+        warnings.warn(f"right with the check on only: {error}", stacklevel=5)
+
+
+def _with_gradients(jax, op, gradients: bool) -> Callable:
     """Return op with the gradients of its floating-point arguments, on one device's blocks."""
 
-    def is_float(leaf):
-        return door.numpy.issubdtype(leaf.dtype, door.numpy.floating)
-
     def total(*blocks):
-        leaves = door.tree_util.tree_leaves(op(*blocks))
-        return sum((leaf.astype("float32") ** 2).sum() for leaf in leaves if is_float(leaf)), leaves
+        leaves = jax.tree_util.tree_leaves(op(*blocks))
+        return sum(
+            (leaf.astype("float32") ** 2).sum() for leaf in leaves if _is_float(jax, leaf)
+        ), leaves
 
     def run(*blocks):
-        floats = tuple(i for i, block in enumerate(blocks) if is_float(block))
+        floats = tuple(i for i, block in enumerate(blocks) if _is_float(jax, block))
         if not (gradients and floats):
             return total(*blocks)[1]
-        grads, leaves = door.grad(total, argnums=floats, has_aux=True)(*blocks)
+        grads, leaves = jax.grad(total, argnums=floats, has_aux=True)(*blocks)
         return leaves, grads
 
     return run
@@ -187,8 +192,8 @@ def _axes_of(spec: Any) -> frozenset[str]:
     )
 
 
-def _check_mesh(door, mesh: Any) -> None:
-    if not isinstance(mesh, door.sharding.Mesh):
+def _check_mesh(jax, mesh: Any) -> None:
+    if not isinstance(mesh, jax.sharding.Mesh):
         raise ShardrulesError(f"{mesh!r} is no jax.sharding.Mesh", mesh=mesh)
     others = {d.platform for d in mesh.devices.flat} - {"cpu"}
     if others:
@@ -200,23 +205,23 @@ def _check_mesh(door, mesh: Any) -> None:
         )
 
 
-def _draw(door, args: Sequence[Any], seed: int) -> list[Any]:
+def _draw(jax, args: Sequence[Any], seed: int) -> list[Any]:
     """Draw normal floats and small integers; arrays stay as they are."""
-    keys = door.random.split(door.random.PRNGKey(seed), max(len(args), 1))
+    keys = jax.random.split(jax.random.PRNGKey(seed), max(len(args), 1))
     drawn = []
     for i, (key, leaf) in enumerate(zip(keys, args)):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise ShardrulesError(
                 f"argument {i} is {leaf!r}; give arrays or jax.ShapeDtypeStructs", argument=i
             )
-        if not isinstance(leaf, door.ShapeDtypeStruct):
-            drawn.append(door.numpy.asarray(leaf))
-        elif door.numpy.issubdtype(leaf.dtype, door.numpy.floating):
-            drawn.append(door.random.normal(key, leaf.shape, "float32").astype(leaf.dtype))
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            drawn.append(jax.numpy.asarray(leaf))
+        elif jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
+            drawn.append(jax.random.normal(key, leaf.shape, "float32").astype(leaf.dtype))
         elif leaf.dtype == bool:
-            drawn.append(door.random.bernoulli(key, 0.5, leaf.shape))
-        elif door.numpy.issubdtype(leaf.dtype, door.numpy.integer):
-            drawn.append(door.random.randint(key, leaf.shape, 0, 8, leaf.dtype))
+            drawn.append(jax.random.bernoulli(key, 0.5, leaf.shape))
+        elif jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer):
+            drawn.append(jax.random.randint(key, leaf.shape, 0, 8, leaf.dtype))
         else:
             raise ShardrulesError(
                 f"no random data for argument {i} of type {leaf.dtype}; give the array", argument=i
@@ -234,17 +239,17 @@ def _spec_of(number: int, leaf: Any) -> Any:
     return spec
 
 
-def _types(door, op, mesh, values, in_specs, out_specs):
+def _types(jax, op, mesh, values, in_specs, out_specs):
     """Return each output's varying axes under the rule, and out_specs for them."""
-    P = door.sharding.PartitionSpec
+    P = jax.sharding.PartitionSpec
     types: list[frozenset[str]] = []
     specs: list[Any] = []
 
     def spy(*blocks):
         out = op(*blocks)
-        types[:] = [hooks.varying(leaf) for leaf in door.tree_util.tree_leaves(out)]
+        types[:] = [hooks.varying(leaf) for leaf in jax.tree_util.tree_leaves(out)]
         order = [tuple(a for a in mesh.axis_names if a in varying) for varying in types]
-        flat, tree = door.tree_util.tree_flatten(out)
+        flat, tree = jax.tree_util.tree_flatten(out)
         for number, (leaf, axes) in enumerate(zip(flat, order)):
             if out_specs is None and axes and not leaf.ndim:
                 raise ShardrulesError(
@@ -253,25 +258,25 @@ def _types(door, op, mesh, values, in_specs, out_specs):
                     output=number,
                 )
         specs[:] = [
-            door.tree_util.tree_unflatten(tree, [P(axes) if axes else P() for axes in order])
+            jax.tree_util.tree_unflatten(tree, [P(axes) if axes else P() for axes in order])
         ]
         return ()
 
-    door.eval_shape(hooks.shard_map(spy, mesh, in_specs, (), check=True), *values)
+    jax.eval_shape(hooks.shard_map(spy, mesh, in_specs, (), check=True), *values)
     return types, specs[0] if out_specs is None else out_specs
 
 
-def _check_equal(door, op, mesh, values, in_specs, types) -> None:
+def _check_equal(jax, op, mesh, values, in_specs, types) -> None:
     """Compare, bit by bit, the blocks that the rule says are the same."""
     import numpy as np
 
     axes = tuple(mesh.axis_names)
 
     def stacked(*blocks):
-        return [leaf[None] for leaf in door.tree_util.tree_leaves(op(*blocks))]
+        return [leaf[None] for leaf in jax.tree_util.tree_leaves(op(*blocks))]
 
-    out = door.jit(
-        hooks.shard_map(stacked, mesh, in_specs, door.sharding.PartitionSpec(axes), check=False)
+    out = jax.jit(
+        hooks.shard_map(stacked, mesh, in_specs, jax.sharding.PartitionSpec(axes), check=False)
     )(*values)
     for number, (leaf, varying) in enumerate(zip(out, types)):
         blocks = np.ascontiguousarray(np.asarray(leaf))
@@ -291,12 +296,12 @@ def _check_equal(door, op, mesh, values, in_specs, types) -> None:
                 )
 
 
-def _same_shapes(door: Any, reference: Callable[..., Any], values: Any, shapes: Any) -> None:
+def _same_shapes(jax: Any, reference: Callable[..., Any], values: Any, shapes: Any) -> None:
     """Refuse a reference whose outputs can't be compared with the op's, one by one."""
     __tracebackhide__ = True
     ours, theirs = (
-        [f"{leaf.dtype}{list(leaf.shape)}" for leaf in door.tree_util.tree_leaves(tree)]
-        for tree in (shapes, door.eval_shape(reference, *values))
+        [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree_util.tree_leaves(tree)]
+        for tree in (shapes, jax.eval_shape(reference, *values))
     )
     if [one.partition("[")[2] for one in ours] != [one.partition("[")[2] for one in theirs]:
         raise RuleCheckError(
@@ -306,26 +311,26 @@ def _same_shapes(door: Any, reference: Callable[..., Any], values: Any, shapes: 
         )
 
 
-def _block_by_block(door, op, mesh, values, in_specs, out_specs, shapes):
+def _block_by_block(jax, op, mesh, values, in_specs, out_specs, shapes):
     """Return op as a function of the global arrays, run for one device after the other."""
-    specs, tree = door.tree_util.tree_flatten(
-        out_specs, is_leaf=lambda x: isinstance(x, door.sharding.PartitionSpec)
+    specs, tree = jax.tree_util.tree_flatten(
+        out_specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
     )
-    leaves, out_tree = door.tree_util.tree_flatten(shapes)
+    leaves, out_tree = jax.tree_util.tree_flatten(shapes)
     specs = specs * len(leaves) if len(specs) == 1 else specs
 
     def places(spec, shape):
-        return door.sharding.NamedSharding(mesh, spec).devices_indices_map(tuple(shape))
+        return jax.sharding.NamedSharding(mesh, spec).devices_indices_map(tuple(shape))
 
     inputs = [places(spec, value.shape) for spec, value in zip(in_specs, values)]
     outputs = [places(spec, leaf.shape) for spec, leaf in zip(specs, leaves)]
 
     def reference(*arguments):
-        results = [door.numpy.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        results = [jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
         done: list[set] = [set() for _ in leaves]
         for device in mesh.devices.flat:
             try:
-                blocks = door.tree_util.tree_leaves(
+                blocks = jax.tree_util.tree_leaves(
                     op(*[a[places[device]] for a, places in zip(arguments, inputs)])
                 )
             except NameError as error:
@@ -340,7 +345,7 @@ def _block_by_block(door, op, mesh, values, in_specs, out_specs, shapes):
                 if key not in done[i]:
                     done[i].add(key)
                     results[i] = results[i].at[place].set(block)
-        return door.tree_util.tree_unflatten(out_tree, results)
+        return jax.tree_util.tree_unflatten(out_tree, results)
 
     return reference
 

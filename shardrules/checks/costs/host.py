@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from shardrules import hlo
@@ -51,16 +51,7 @@ def assert_donated(
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
     found = programs.read(program, args, kwargs)
-    arguments = results = None
-    shared: list[list[int]] = []
-    if found.compiled is not None:
-        from shardrules.door import arguments as door
-
-        if (told := door.argument_leaves(found.compiled)) is not None:
-            arguments = [donation.Argument(*leaf) for leaf in told]
-            shared = door.shared_buffers(found.compiled, args, kwargs) if args or kwargs else []
-        if (given := door.result_leaves(found.compiled)) is not None:
-            results = [donation.Result(*leaf) for leaf in given]
+    arguments, results, shared = _leaves(found, args, kwargs)
     if arguments is None and not paths:
         raise ShardrulesError(
             "text does not say which arguments were meant to be donated; pass paths=['state'], the "
@@ -82,8 +73,41 @@ def assert_donated(
             f"no argument of {found.name} is donated; name those whose memory may be reused in "
             "donate_argnums or donate_argnames of jax.jit"
         )
+    lost = dict(_lost(leaves, wanted, shared, allow or ()))
+    if lost:
+        raise CostAssertionError(
+            f"{len(lost)} of {len(wanted)} donated arrays are not reused for an output "
+            f"({sum(leaves[n].bytes for n in lost)} B on each device):\n"
+            + "\n".join(lost.values()),
+            leaves=tuple(leaves),
+            lost=tuple(leaves[n] for n in lost),
+        )
+    return leaves
+
+
+def _leaves(found: programs.Program, args: tuple, kwargs: dict):
+    """Return what is known of a program's arguments, its results, and memory passed twice."""
+    arguments = results = None
+    shared: list[list[int]] = []
+    if found.compiled is not None:
+        from shardrules.door import arguments as door
+
+        if (told := door.argument_leaves(found.compiled)) is not None:
+            arguments = [donation.Argument(*leaf) for leaf in told]
+            shared = door.shared_buffers(found.compiled, args, kwargs) if args or kwargs else []
+        if (given := door.result_leaves(found.compiled)) is not None:
+            results = [donation.Result(*leaf) for leaf in given]
+    return arguments, results, shared
+
+
+def _lost(
+    leaves: list[donation.Leaf],
+    wanted: Collection[int],
+    shared: list[list[int]],
+    allow: Collection[str],
+) -> Iterator[tuple[int, str]]:
+    """Yield the number of each leaf whose memory is not reused, with the reason and the advice."""
     twice = {n: group for group in shared for n in group}
-    lines, lost = [], []
     for n in sorted(wanted):
         leaf, cause, reason = leaves[n], leaves[n].cause, leaves[n].reason
         if n in twice and leaf.donated:
@@ -93,21 +117,13 @@ def assert_donated(
             cause, reason = "not donated", "it is not donated"
         elif leaf.status == "aliased":
             continue
-        if _below(leaf.path, allow or ()):
+        if _below(leaf.path, allow):
             continue
-        lost.append(leaf)
-        lines.append(
+        yield (
+            n,
             f"  {leaf.path}, {leaf.shape}, {leaf.bytes} B: {reason}"
-            f"\n    to do: {donation.ADVICE[cause]}"
+            f"\n    to do: {donation.ADVICE[cause]}",
         )
-    if lost:
-        raise CostAssertionError(
-            f"{len(lost)} of {len(wanted)} donated arrays are not reused for an output "
-            f"({sum(leaf.bytes for leaf in lost)} B on each device):\n" + "\n".join(lines),
-            leaves=tuple(leaves),
-            lost=tuple(lost),
-        )
-    return leaves
 
 
 def _below(path: str, names: Collection[str]) -> bool:

@@ -82,26 +82,7 @@ def assert_offloaded(
         ``judge``.
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    traced: list[NamedValue] = []
-    traceable = callable(program) and not hasattr(program, "as_text")
-    if names is not None and not traceable:
-        raise ShardrulesError(
-            "names are read from the trace, and a compiled program has none; pass the function "
-            "with its arguments"
-        )
-    if traceable:
-        try:
-            traced = named_values(program, *args, **kwargs)
-        except ShardrulesError:  # no jax.checkpoint: what is moved by device_put has no name
-            if names:
-                raise
-        for name in names or ():
-            if all(value.name != name for value in traced):
-                shown = ", ".join(sorted({repr(v.name) for v in traced})) or "none"
-                raise ShardrulesError(
-                    f"no value is called {name!r}; the program's checkpoint_names are: {shown}",
-                    name=name,
-                )
+    traced = _traced(program, args, kwargs, names)
     found = programs.read(program, args, kwargs)
     buffers = offloading.read(hlo.parse(found.text, name=found.name))
     host, device = (None, None)
@@ -115,23 +96,7 @@ def assert_offloaded(
             )
         host, device = known.temp_bytes(found.compiled)
     told = Offloading(tuple(buffers), tuple(traced), host, device)
-    lines = [
-        f"  {v.name!r}, {v.shape}, {v.status}{f' at {v.source}' if v.source else ''}"
-        f"\n    to do: {_advice(v)}"
-        for v in traced
-        if v.name in (names or ()) and v.status != "offloaded"
-    ]
-    lines += [
-        f"  {b.shape}, {b.bytes} B, is stored in host memory at {b.stores[0].source} and never "
-        "loaded again\n    to do: offload by a policy of jax.checkpoint, which does both"
-        for b in buffers
-        if b.stores and not b.loads and b.kind == "temporary"
-    ]
-    if told.bytes < min_bytes:
-        lines.append(
-            f"  {told.bytes} B are stored in host memory and loaded again, where at least "
-            f"{min_bytes} B are expected"
-        )
+    lines = _broken(told, names or (), min_bytes)
     if lines:
         raise CostAssertionError(
             f"{found.name} does not offload what it should"
@@ -145,6 +110,57 @@ def assert_offloaded(
             offloading=told,
         )
     return told
+
+
+def _traced(program: Any, args: tuple, kwargs: dict, names: Any) -> list[NamedValue]:
+    """Return the program's named values; none for a compiled one.
+
+    Raises:
+      ShardrulesError: a name is not there, or ``names`` without a function.
+    """
+    if not callable(program) or hasattr(program, "as_text"):
+        if names is None:
+            return []
+        raise ShardrulesError(
+            "names are read from the trace, and a compiled program has none; pass the function "
+            "with its arguments"
+        )
+    try:
+        traced = named_values(program, *args, **kwargs)
+    except ShardrulesError:  # no jax.checkpoint: what is moved by device_put has no name
+        if names:
+            raise
+        return []
+    for name in names or ():
+        if all(value.name != name for value in traced):
+            shown = ", ".join(sorted({repr(v.name) for v in traced})) or "none"
+            raise ShardrulesError(
+                f"no value is called {name!r}; the program's checkpoint_names are: {shown}",
+                name=name,
+            )
+    return traced
+
+
+def _broken(told: Offloading, names: Collection[str], min_bytes: int) -> list[str]:
+    """Return a line for each name and buffer that is not offloaded as it should be."""
+    lines = [
+        f"  {v.name!r}, {v.shape}, {v.status}{f' at {v.source}' if v.source else ''}"
+        f"\n    to do: {_advice(v)}"
+        for v in told.names
+        if v.name in names and v.status != "offloaded"
+    ]
+    lines += [
+        f"  {b.shape}, {b.bytes} B, is stored in host memory at {b.stores[0].source} and never "
+        "loaded again\n    to do: offload by a policy of jax.checkpoint, which does both"
+        for b in told.buffers
+        if b.stores and not b.loads and b.kind == "temporary"
+    ]
+    if told.bytes < min_bytes:
+        lines.append(
+            f"  {told.bytes} B are stored in host memory and loaded again, where at least "
+            f"{min_bytes} B are expected"
+        )
+    return lines
 
 
 def _advice(value: NamedValue) -> str:

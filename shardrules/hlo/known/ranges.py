@@ -127,6 +127,24 @@ def between(cuts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tupl
     return found
 
 
+def without_padding(cuts: Sequence[tuple[int, int]], constant) -> list[tuple[int, int]]:
+    """Join ranges that hold constants alone to the range before them, at the start to the next.
+
+    Args:
+      cuts: the ranges.
+      constant: tells whether a state is that of constants.
+    """
+    kept: list[tuple[int, int]] = []
+    for stop, state in cuts:
+        if kept and constant(state):
+            kept[-1] = (stop, kept[-1][1])
+        elif kept and constant(kept[-1][1]):
+            kept[-1] = (stop, state)
+        else:
+            kept.append((stop, state))
+    return kept
+
+
 def keeps_order(before: Shape, after: Shape) -> bool:
     """Tell whether a bitcast leaves the elements' row-major order as it is.
 

@@ -73,6 +73,7 @@ class State(NamedTuple):
       causes: pairs of relation and cause whose refinement is at least as fine as ``optimistic``.
       blockers: what stands on the path, at most a few.
       supports: all that the proof rests on: one that is left out would pass as audited.
+      constant: it is made of the program's constants alone, as what an array is padded with.
     """
 
     proven: int = hd.EQUAL
@@ -80,16 +81,21 @@ class State(NamedTuple):
     causes: tuple[tuple[int, Cause], ...] = ()
     blockers: tuple[Blocker, ...] = ()
     supports: tuple[Support, ...] = ()
+    constant: bool = False
+
+
+SAME = 1  # the state of what is equal everywhere, and no constant
 
 
 class States:
-    """The interned states over some relations; state 0 is "equal everywhere, always"."""
+    """The interned states over some relations; state 0 is that of constants."""
 
     def __init__(self, relations: hd.Relations):
         self.relations = relations
         self._ids: dict[State, int] = {}
         self._all: list[State] = []
         self._refined: dict[int, int] = {}
+        self.intern(State(constant=True))
         self.intern(State())
 
     def __getitem__(self, state: int) -> State:
@@ -139,6 +145,7 @@ class States:
                     self.causes(x.causes + y.causes),
                     union(x.blockers, y.blockers)[:_KEEP],
                     union(x.supports, y.supports),
+                    x.constant and y.constant,
                 )
             )
         return known

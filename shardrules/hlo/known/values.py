@@ -110,7 +110,11 @@ class Values:
 
     def with_state(self, value: Any, state: int) -> Any:
         """Refine every leaf of a value by a state."""
-        return self.join(value, state) if state else value
+        if not state or state == hs.SAME and isinstance(value, (Exact, Started)):
+            return value
+        if state == hs.SAME and isinstance(value, tuple):
+            return tuple([self.with_state(v, state) for v in value])
+        return self.join(value, state)
 
     def blocked(self, blocker: hs.Blocker | str, operands) -> int:
         """Give the state of a value of which nothing is known, made of operands."""
@@ -142,7 +146,10 @@ class Values:
             if relation
             else ()
         )
-        state = self.states.intern(hs.State(relation, relation, causes, (), merged.supports))
+        constant = merged.constant and relation == hd.EQUAL
+        state = self.states.intern(
+            hs.State(relation, relation, causes, (), merged.supports, constant)
+        )
         return Exact(state, np.ascontiguousarray(rows), splat)
 
     def general(self, computation, instruction, operands) -> Any:
@@ -267,8 +274,24 @@ class Values:
             )
             if own is None or instruction.shape.is_tuple:
                 return self.merged(operands)
-            cuts = ranges.zip_cuts(cuts, own, self.states.refine)
+            scales = self._one_number(computation, place) and self._alike([0, own[0][1]])
+            cuts = ranges.zip_cuts(cuts, own, self._scaled if scales else self.states.refine)
         return ranges.normal(cuts)
+
+    def _one_number(self, computation: hm.Computation, position: int) -> bool:
+        """Tell whether an operand is one number for all elements, as its shape shows."""
+        instruction = computation.instructions[position]
+        if instruction.opcode == "broadcast" and instruction.operands:
+            instruction = computation.instructions[instruction.operands[0]]
+        return instruction.shape.elements is None and instruction.shape.dimensions == ()
+
+    def _scaled(self, state: int, number: int) -> int:
+        """Combine a range's state with that of one number, the same everywhere.
+
+        Padding stays padding: all its elements are still alike.
+        """
+        constant = self.states[state].constant
+        return self.states.without_detail(self.states.refine(state, number), constant=constant)
 
     def _ranges(self, computation, instruction, operands) -> Any:
         """Follow element ranges; None where they are lost."""

@@ -404,6 +404,7 @@ class Transfer:
                 self.states.causes(causes),
                 hs.union(old.blockers, rules.blockers if proven == hd.DISTINCT else ()),
                 hs.union(old.supports, rules.supports),
+                old.constant and rules.constant and proven == hd.EQUAL,
             )
         )
         self._states[key] = (result, channel.groups)

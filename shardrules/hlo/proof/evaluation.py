@@ -108,7 +108,7 @@ class Proof:
           guard: the state of the predicates under which it runs.
         """
         name = computation.name
-        if guard and not self.reach.talks(name):
+        if guard == hs.SAME or guard and not self.reach.talks(name):
             guard = 0
         key = (name, arguments, guard)
         if key in self._memo:

@@ -11,10 +11,18 @@ import numpy as np
 from shardrules import errors
 from shardrules import registry as rule_registry
 from shardrules.arguments import checked, shown
+from shardrules.hlo.known import ranges
 from shardrules.hlo.known import states as hs
-from shardrules.hlo.known.ranges import Ranged
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import customcalls, inputs, loops, phases, point_to_point, replication
+from shardrules.hlo.proof import (
+    customcalls,
+    inputs,
+    loops,
+    phases,
+    point_to_point,
+    replication,
+    scatters,
+)
 from shardrules.hlo.proof.evaluation import Proof, Record
 from shardrules.hlo.proof.judgement import (
     ASSUMPTIONS,
@@ -117,6 +125,7 @@ class _Judge:
         self.states = proof.values.states
         self.relations = proof.values.relations
         self.mesh = mesh
+        self.scatters = scatters.find(proof)
         self.runs = loops.executions(module)
         self.names = phases.PartNames(module)
         self.channels: dict[str, hc.Channel] = {}
@@ -198,14 +207,19 @@ class _Judge:
     def _instruction(self, computation: hm.Computation, position: int) -> list[Verdict]:
         """Judge one collective: operand by operand, range by range."""
         instruction = computation.instructions[position]
-        kind = hc.OPCODES.get(instruction.opcode, point_to_point.KIND)
         record, reached = self._record(computation, position)
-        channel, operands = record.channel, record.operands
-        self.channels[instruction.name] = channel
+        channel = record.channel
         shapes = [computation.instructions[o].shape for o in instruction.operands]
+        scatter = self.scatters.get((computation.name, position))
+        if scatter is not None:
+            channel = scatter.channel
+            computation, position = scatter.computation, scatter.position
+        kind = channel.kind
+        self.channels[instruction.name] = channel
         in_place = hc.updates_in_place(instruction, kind)
         if in_place or kind == "ragged-all-to-all" or instruction.opcode not in hc.OPCODES:
             shapes = shapes[:1]  # the rest: what it updates, where, and how much of it; a token
+        operands = record.operands
         # Of a permute in place, where the slice that is moved begins may differ like what it is of.
         together = in_place or kind == "ragged-all-to-all"
         if together or kind == "all-to-all" and len(operands) > 1:
@@ -219,19 +233,21 @@ class _Judge:
             moved = hc.slice_bytes(instruction, shape) if in_place else shape.bytes
             own = (number, moved, leaves[0].element_type if leaves else "token")
             whole = self._part(base, own, position if combined else None)
-            if isinstance(value, Ranged) and kind == "all-reduce" and not shape.is_tuple:
-                start = 0
-                for stop, state in value.cuts:
+            start, cuts = 0, self._cuts(value, channel, shape)
+            for stop, state in cuts:
+                named, part = whole, None
+                if len(cuts) > 1:
                     part = Range(start, stop, ((stop - start) * shape.bits + 7) // 8)
                     named = self._part(whole, own, position, (start, stop))
-                    verdicts.append(
-                        self._verdict(named, channel, state, record.guard, part, reached)
-                    )
-                    start = stop
-                continue
-            state = self.proof.values.collapse(value)
-            verdicts.append(self._verdict(whole, channel, state, record.guard, None, reached))
+                verdicts.append(self._verdict(named, channel, state, record.guard, part, reached))
+                start = stop
         return verdicts
+
+    def _cuts(self, value: Any, channel: hc.Channel, shape: hm.Shape) -> list[tuple[int, int]]:
+        """List the ranges of an operand that have a verdict of their own, with their states."""
+        if isinstance(value, ranges.Ranged) and channel.kind == "all-reduce" and not shape.is_tuple:
+            return ranges.without_padding(value.cuts, lambda state: self.states[state].constant)
+        return [(shape.element_count, self.proof.values.collapse(value))]
 
     def _record(self, computation: hm.Computation, position: int) -> tuple[Record, bool]:
         """Give what the proof saw at a collective, and whether that covers all its runs."""
@@ -266,7 +282,7 @@ class _Judge:
         if self.mesh and axes is None and channel.groups.pairs is not None:
             axes = self._pair_axes(channel.groups)
         return Collective(
-            kind=hc.OPCODES.get(instruction.opcode, point_to_point.KIND),
+            kind=channel.kind,
             opcode=instruction.opcode,
             name=instruction.name,
             computation=computation.name,

@@ -1,0 +1,185 @@
+"""Reduce-scatters that XLA for TPU writes as a fusion of an all-reduce and a slice of its result.
+
+The fusion's emitter moves what a reduce-scatter moves. Inside stand what pads the operand, the
+all-reduce, the number of a device's piece, from its partition, and the slice at that number::
+
+    %all-reduce-scatter (input: f32[8008,768]) -> f32[1008,768] {
+      %pad = f32[8064,768] pad(%input, %zero), padding=0_56x0_0
+      %all-reduce.1 = f32[8064,768] all-reduce(%pad), ...
+      %multiply.2 = u32[] multiply(%partition-id.3, %constant.5)
+      ROOT %slice = f32[1008,768] dynamic-slice(%all-reduce.1, %multiply.2, %constant.6), ...
+
+Phase, source line and name are the fusion's. Where the text is any other, it is an all-reduce.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from shardrules.hlo.known import exact, ranges
+from shardrules.hlo.known.ranges import Exact
+from shardrules.hlo.proof import collectives as hc
+from shardrules.hlo.proof.evaluation import Proof
+from shardrules.hlo.reader import module as hm
+
+_EMITTER, _NAME = "AllReduceScatterFusion", "all-reduce-scatter"
+_NUMBERS = exact.OPCODES | {"constant", "partition-id", "replica-id"}
+_FORMS = frozenset("bitcast reshape copy transpose convert".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Scatter:
+    """A fusion that is a reduce-scatter.
+
+    Attributes:
+      computation, position: where the fusion stands.
+      channel: how the reduce-scatter connects devices: a group's members in the order of pieces.
+    """
+
+    computation: hm.Computation
+    position: int
+    channel: hc.Channel
+
+
+def find(proof: Proof) -> dict[tuple[str, int], Scatter]:
+    """Find the reduce-scatters, by computation and position of their all-reduce."""
+    module = proof.module
+    if _NAME not in module.text and _EMITTER not in module.text:
+        return {}
+    callers: collections.Counter[str] = collections.Counter()
+    fusions: dict[str, tuple[hm.Computation, int]] = {}
+    for computation in module.computations.values():
+        for position in computation.calling:
+            instruction = computation.instructions[position]
+            callers.update(instruction.calls)
+            if instruction.start not in module.strange and _emitted(instruction):
+                fusions[instruction.calls[0]] = computation, position
+    found = {}
+    for name, (computation, position) in fusions.items():
+        inside = module.computations[name]
+        places = [p for p, i in enumerate(inside.instructions) if i.opcode in hc.OPCODES]
+        if len(places) == callers[name] == 1:
+            channel = _read(proof, inside, places[0])
+            if channel is not None:
+                found[name, places[0]] = Scatter(computation, position, channel)
+    return found
+
+
+def _emitted(fusion: hm.Instruction) -> bool:
+    """Tell whether a fusion's emitter, or the name of what it calls, is that of these."""
+    if fusion.opcode != "fusion" or fusion.attribute("kind") != "kCustom" or len(fusion.calls) != 1:
+        return False
+    config = fusion.attribute("backend_config") or ""
+    return _EMITTER in config or fusion.calls[0].startswith(_NAME)
+
+
+def _read(proof: Proof, inside: hm.Computation, position: int) -> hc.Channel | None:
+    """Read what the inside of a fusion does; None where it is anything but a reduce-scatter."""
+    reduce = inside.instructions[position]
+    record = proof.records.get((inside.name, position))
+    strange = any(i.start in proof.module.strange for i in inside.instructions)
+    if reduce.opcode != "all-reduce" or record is None or record.channel.unread or strange:
+        return None
+    groups = record.channel.groups
+    slices = _slices(inside, position)
+    made_of = [_made_of(inside, operand) for operand in reduce.operands]
+    if slices is None or made_of != [*range(len(made_of))] or groups.matrix is None:
+        return None
+    numbers = _numbers(proof, inside)
+    orders, along = [], []
+    for piece in slices:
+        read = _order(inside, piece, numbers, groups.matrix)
+        if read is None:
+            return None
+        orders.append(read[1])
+        along.append(str(read[0]))
+    if any((order != orders[0]).any() for order in orders):
+        return None
+    rows = np.take_along_axis(groups.matrix, orders[0], axis=1).tolist()
+    return dataclasses.replace(
+        record.channel,
+        kind="reduce-scatter",
+        groups=hc.make_groups(rows, proof.values.relations),
+        ordered=True,
+        dimension=",".join(dict.fromkeys(along)),
+    )
+
+
+def _slices(inside: hm.Computation, position: int) -> list[hm.Instruction] | None:
+    """List, operand by operand, the slices that are all that is made of an all-reduce."""
+    instructions, users = inside.instructions, inside.users()
+    root = instructions[inside.root]
+    count = len(instructions[position].operands)
+    takers = [position]
+    if instructions[position].shape.is_tuple:
+        elements = {instructions[t].attribute("index"): t for t in users[position]}
+        takers = [elements.get(str(k), position) for k in range(count)]
+        if len(users[position]) != count:
+            return None
+    slices = []
+    for place in root.operands if root.opcode == "tuple" else [inside.root]:
+        while instructions[place].opcode in _FORMS and instructions[place].operands:
+            place = instructions[place].operands[0]
+        slices.append(place)
+    found = [instructions[place] for place in slices]
+    alone = [users[taker] == [place] for taker, place in zip(takers, slices)]
+    sliced = [i.opcode == "dynamic-slice" and i.operands[:1] == (t,) for i, t in zip(found, takers)]
+    return found if len(found) == count and all(alone + sliced) else None
+
+
+def _made_of(inside: hm.Computation, position: int) -> int | None:
+    """Give the number of the parameter that an operand is, padded and in another form."""
+    instruction = inside.instructions[position]
+    while instruction.opcode in (*_FORMS, "pad") and instruction.operands:
+        instruction = inside.instructions[instruction.operands[0]]
+    return int(instruction.literal) if instruction.opcode == "parameter" else None
+
+
+def _numbers(proof: Proof, inside: hm.Computation) -> list[Any]:
+    """Compute what follows from constants and a device's number alone; None for all else."""
+    values: list[Any] = []
+    for position, instruction in enumerate(inside.instructions):
+        operands = [values[o] for o in instruction.operands]
+        if instruction.opcode not in _NUMBERS or any(o is None for o in operands):
+            values.append(None)
+            continue
+        handler = proof.handlers.by_opcode[instruction.opcode]
+        if handler is None:
+            values.append(proof.values.general(inside, instruction, operands))
+        else:
+            values.append(handler(proof, inside, position, instruction, operands, 0))
+    return values
+
+
+def _order(
+    inside: hm.Computation, piece: hm.Instruction, numbers: list[Any], members: np.ndarray
+) -> tuple[int, np.ndarray] | None:
+    """Give the dimension along which pieces are cut, and each group's members by their pieces.
+
+    None where the devices of a group don't get all pieces, one each.
+    """
+    full = inside.instructions[piece.operands[0]].shape.dimensions
+    sizes = tuple(ranges.read_ints(piece.attribute("dynamic_slice_sizes")))
+    cut = [k for k, (whole, size) in enumerate(zip(full, sizes)) if whole != size]
+    count = members.shape[1]
+    if len(sizes) != len(full) or len(cut) != 1 or len(piece.operands) != len(full) + 1:
+        return None
+    (along,) = cut
+    if full[along] != count * sizes[along]:
+        return None
+    start = numbers[piece.operands[along + 1]]
+    if type(start) is int:  # from a table that the text leaves out: XLA numbers members in order
+        return along, np.broadcast_to(np.arange(count), members.shape)
+    known = isinstance(start, Exact)
+    rows = exact.clamped_index(start, full[along] - sizes[along]) if known else None
+    if rows is None or rows.size == 1:
+        return None
+    starts = rows[members]
+    order = np.argsort(starts, axis=1, kind="stable")
+    expected = np.arange(count) * sizes[along]
+    got = np.take_along_axis(starts, order, axis=1)
+    return (along, order) if (got == expected).all() else None

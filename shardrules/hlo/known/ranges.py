@@ -149,10 +149,12 @@ def keeps_order(before: Shape, after: Shape) -> bool:
     """Tell whether a bitcast leaves the elements' row-major order as it is.
 
     A bitcast reads the same bytes under another layout: where the layouts differ, or the widths of
-    the elements, it permutes or cuts them. Text may be printed without layouts: nobody knows then.
+    the elements, it permutes or cuts them. Text may be printed without layouts: nobody knows then,
+    but of a lone element.
     """
     return before.element_type == after.element_type and (
-        before.is_row_major
+        before.element_count == after.element_count == 1
+        or before.is_row_major
         and after.is_row_major
         or before.dimensions == after.dimensions
         and before.layout == after.layout != ""

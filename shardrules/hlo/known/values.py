@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrules.hlo.known import exact, ranges
+from shardrules.hlo.known import exact, pieces, ranges
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Exact, Ranged, Started
 from shardrules.hlo.reader import devices as hd
@@ -51,6 +51,7 @@ class Values:
       relations: the relations of which states are made.
       unwritten: the states of buffers that hold whatever lay there, each with the state of one that
         is filled, if a loop around fills it piece by piece, else with itself.
+      pieces: what each device writes at its own place, by computation and instruction.
       budget: what may still be evaluated, in instructions; large arrays and many ranges count as
         several.
     """
@@ -59,6 +60,7 @@ class Values:
         self.states = states
         self.relations = states.relations
         self.unwritten: dict[int, int] = {}
+        self.pieces: dict[tuple[str, str], pieces.Piece | None] = {}
         self.budget = budget
 
     def collapse(self, value: Any) -> int:
@@ -170,6 +172,8 @@ class Values:
             return self.merged(operands)
         if opcode in ("dynamic-slice", "dynamic-update-slice"):
             operands = self._clamped(computation, instruction, operands)
+            if opcode == "dynamic-update-slice":
+                self._note_piece(computation, instruction, operands)
         if opcode in _RANGED:
             found = self._ranges(computation, instruction, operands)
             if found is not None:
@@ -193,6 +197,19 @@ class Values:
                 index = index.state if rows is None else self.computed(rows, False, [index])
             found.append(index)
         return found
+
+    def _note_piece(self, computation, instruction, operands) -> None:
+        """Note what each device writes at its own place, in every evaluation alike."""
+        shapes = [computation.instructions[o].shape for o in instruction.operands]
+        found = None
+        if len(operands) > 2:
+            found = pieces.written(shapes[0], shapes[1], self.collapse(operands[1]), operands[2:])
+        key = (computation.name, instruction.name)
+        known = self.pieces.setdefault(key, found)
+        if found is None or known is None or known.starts != found.starts:
+            self.pieces[key] = None
+        else:
+            self.pieces[key] = found._replace(state=self.states.refine(known.state, found.state))
 
     def _select(self, computation, instruction, operands) -> Any:
         """Choose device by device where the predicate is one known number on each."""

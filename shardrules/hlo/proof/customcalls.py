@@ -23,6 +23,7 @@ OWN_TARGETS: dict[str, str] = {
     "AssumeGatherIndicesInBound": "passes its operand on (TPU: a promise about gather indices)",
     "GatherScatterIndicesBitpacked": "packs gather or scatter indices (TPU)",
     "ConcatBitcast": "places its operands side by side in one buffer (TPU)",
+    "ZeroCrop": "passes its operand on, with zeros in what pads its tiles (TPU)",
     "MoveToHost": "copies its operand to host memory",
     "MoveToDevice": "copies its operand to device memory",
     "annotate_device_placement": "passes its operand on; names a memory space",

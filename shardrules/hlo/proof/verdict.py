@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from shardrules import errors
 from shardrules import registry as rule_registry
 from shardrules.arguments import checked, shown
-from shardrules.hlo.known import ranges
+from shardrules.hlo.known import pieces, ranges
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import (
@@ -229,6 +230,12 @@ class _Judge:
         base = self._collective(computation, position, channel)
         verdicts = []
         for number, (value, shape) in enumerate(zip(operands, shapes)):
+            piece = self._piece(computation, instruction.operands[number], value, channel)
+            if piece is not None and reached:
+                own = (number, piece.shape.bytes, piece.shape.element_type)
+                whole = self._part(base, own, position if combined else None)
+                verdicts.append(self._gathered(whole, channel, piece, record.guard))
+                continue
             leaves = shape.leaves()
             moved = hc.slice_bytes(instruction, shape) if in_place else shape.bytes
             own = (number, moved, leaves[0].element_type if leaves else "token")
@@ -248,6 +255,31 @@ class _Judge:
         if isinstance(value, ranges.Ranged) and channel.kind == "all-reduce" and not shape.is_tuple:
             return ranges.without_padding(value.cuts, lambda state: self.states[state].constant)
         return [(shape.element_count, self.proof.values.collapse(value))]
+
+    def _piece(self, computation, operand: int, value: Any, channel: hc.Channel):
+        """Give what a device adds at a place of its own to an all-reduce, an all-gather then."""
+        if channel.kind != "all-reduce" or channel.reduction != "add" or channel.unread:
+            return None
+        seen, groups = self.proof.values.pieces, channel.groups.matrix
+        piece = pieces.of(self.module, computation, operand, seen, groups)
+        # What blocks the sum and not the piece is of an evaluation that was left off.
+        if piece is None or value == piece.state:
+            return piece
+        blockers = self.states[self.proof.values.collapse(value)].blockers
+        return piece if set(blockers) <= {*self.states[piece.state].blockers} else None
+
+    def _gathered(
+        self, whole: Collective, channel: hc.Channel, piece: pieces.Piece, guard: int
+    ) -> Verdict:
+        """Judge an all-reduce that puts pieces side by side as the all-gather that it is."""
+        as_gather: dict[str, Any] = {
+            "kind": "all-gather",
+            "reduction": "",
+            "dimension": str(piece.dimension),
+        }
+        channel = dataclasses.replace(channel, ordered=True, **as_gather)
+        whole = dataclasses.replace(whole, **as_gather)
+        return self._verdict(whole, channel, piece.state, guard, None, True)
 
     def _record(self, computation: hm.Computation, position: int) -> tuple[Record, bool]:
         """Give what the proof saw at a collective, and whether that covers all its runs."""

@@ -1,0 +1,114 @@
+"""All-reduces that put each device's own piece beside the others': all-gathers.
+
+XLA for TPU writes a small all-gather so: each device writes its piece into zeros, at a place that
+its number gives, and all of that is added up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardrules.hlo.known.ranges import Exact
+from shardrules.hlo.reader import module as hm
+
+_ZERO = re.compile(r"0(\.0*)?|false")
+_STEPS = 16  # instructions between a piece and the all-reduce, or between zeros and their place
+
+
+class Piece(NamedTuple):
+    """What a dynamic-update-slice writes at a place that the device's number gives.
+
+    Attributes:
+      state: of what it writes.
+      shape: of that.
+      dimension: along which the places differ.
+      starts: where it begins on each device.
+    """
+
+    state: int
+    shape: hm.Shape
+    dimension: int
+    starts: tuple[int, ...]
+
+
+def written(full: hm.Shape, block: hm.Shape, state: int, starts: Sequence[Any]) -> Piece | None:
+    """Describe an update whose place differs along one dimension, by numbers that are known.
+
+    Args:
+      full: the shape of what it is written into.
+      block: the shape of what is written.
+      state: of what is written.
+      starts: where it begins, clamped.
+    """
+    sizes = zip(full.dimensions, block.dimensions)
+    partial = [n for n, (whole, part) in enumerate(sizes) if whole != part]
+    if len(partial) != 1 or len(starts) != len(full.dimensions) or full.dynamic or block.dynamic:
+        return None
+    index = starts[partial[0]]
+    if not isinstance(index, Exact) or index.array.shape[0] == 1:
+        return None
+    return Piece(state, block, partial[0], tuple(index.array.reshape(-1).tolist()))
+
+
+def of(
+    module: hm.Module,
+    computation: hm.Computation,
+    position: int,
+    pieces: dict[tuple[str, str], Piece | None],
+    groups: np.ndarray | None,
+) -> Piece | None:
+    """Give the piece that each device adds to an all-reduce; None where it is no all-gather.
+
+    Args:
+      module: the module.
+      computation: the one that holds the all-reduce.
+      position: the operand's.
+      pieces: what the proof saw written, by computation and instruction.
+      groups: the device groups, one in a row.
+    """
+    position = _passed_on(computation, position)
+    update, inner, caller = computation.instructions[position], computation, None
+    if update.opcode == "fusion" and len(update.calls) == 1:
+        inner, caller = module.computations[update.calls[0]], update
+        update = inner.instructions[_passed_on(inner, inner.root)]
+    piece = pieces.get((inner.name, update.name))
+    if piece is None or update.opcode != "dynamic-update-slice" or groups is None:
+        return None
+    base = update.operands[0]
+    whole = inner.instructions[base].shape.dimensions[piece.dimension]
+    base = _passed_on(inner, base)
+    size = piece.shape.dimensions[piece.dimension]
+    places = np.sort(np.array(piece.starts)[groups], axis=1)
+    if size * groups.shape[1] != whole or (places != np.arange(0, whole, size)).any():
+        return None
+    number = inner.instructions[base].literal
+    if inner.instructions[base].opcode == "parameter" and caller is not None:
+        base, inner = dict(enumerate(caller.operands)).get(int(number), position), computation
+    return piece if _zeros(inner, _passed_on(inner, base)) else None
+
+
+def _passed_on(computation: hm.Computation, position: int) -> int:
+    """Follow a value back through what leaves its elements as they are, if in another shape."""
+    for _ in range(_STEPS):
+        one = computation.instructions[position]
+        if one.opcode not in ("bitcast", "copy", "reshape") or len(one.operands) != 1:
+            break
+        before = computation.instructions[one.operands[0]].shape
+        if (before.element_type, before.element_count) != (
+            one.shape.element_type,
+            one.shape.element_count,
+        ):
+            break
+        position = one.operands[0]
+    return position
+
+
+def _zeros(computation: hm.Computation, position: int) -> bool:
+    one = computation.instructions[position]
+    if one.opcode == "broadcast" and len(one.operands) == 1:
+        one = computation.instructions[_passed_on(computation, one.operands[0])]
+    return one.opcode == "constant" and bool(_ZERO.fullmatch((one.literal or "").strip()))

@@ -15,6 +15,8 @@ import jax
 import pytest
 
 import shardrules as sr
+from core import kernels
+from core import versions as of_tests
 from shardrules import hooks
 from shardrules.door import internals, loops, symbols, versions
 from shardrules.hooks.install import state
@@ -356,7 +358,7 @@ def lowered(run, traced, x):
     assert (y == x).all()
 
 
-@versions.where(versions.types_values)
+@of_tests.where(of_tests.types_values)
 @pytest.mark.parametrize("use", [differentiated, lowered])
 @pytest.mark.parametrize("gone", [False, True])
 def test_what_outlives_the_hooks_says_so(gone, use):
@@ -364,14 +366,13 @@ def test_what_outlives_the_hooks_says_so(gone, use):
     from jax.sharding import PartitionSpec as P
 
     import shardrules
-    from core import kernels, versions
 
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     x = jax.numpy.ones((4, 2))
     shardrules.register("copy_kernel", shardrules.no_communication)
     handle = shardrules.install()
     copy = kernels.make_copy(kernels.copy_kernel)
-    f = versions.shard_map(copy, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    f = of_tests.shard_map(copy, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     traced = jax.make_jaxpr(f)(x)
     run = importlib.import_module("jax.extend.core").jaxpr_as_fun
     try:
@@ -387,13 +388,12 @@ def test_what_outlives_the_hooks_says_so(gone, use):
         handle.uninstall()
 
 
-@versions.where(versions.types_values)
+@of_tests.where(of_tests.types_values)
 def test_what_needs_no_hooks_outlives_them():
     """A kernel of what is the same everywhere, one whose check is off, and a callback."""
     from jax.sharding import PartitionSpec as P
 
     import shardrules
-    from core import kernels, versions
 
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     x = jax.numpy.ones((4, 2))
@@ -408,7 +408,7 @@ def test_what_needs_no_hooks_outlives_them():
     ):
         handle = shardrules.install(unknown="varying")
         try:
-            f = versions.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check=checked)
+            f = of_tests.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check=checked)
             traced = jax.make_jaxpr(f)(x)
         finally:
             handle.uninstall(ops=True)

@@ -142,15 +142,21 @@ PROVEN = {
 }
 
 
+def marked(names):
+    """Mark those kernels that ask which TPU they are traced for."""
+    for name in names:
+        asks = name.startswith(("pipeline", "SparseCore"))
+        yield pytest.param(name, marks=[pytest.mark.tpu] if asks else [], id=name)
+
+
 def mesh_for(name, request):
     """The mesh to trace a kernel for: some ask which TPU it is, and v5e has no SparseCores."""
-    if not name.startswith(("pipeline", "SparseCore")):
+    if request.node.get_closest_marker("tpu") is None:
         return request.getfixturevalue("cpu_mesh")
-    request.getfixturevalue("tpu_mesh")
     return jax.sharding.Mesh(np.array(aot.tpu("v5p:2x2x2")).reshape(4, 2), ("data", "model"))
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*marked(REFUSED)])
 def test_what_is_not_known_to_be_harmless_is_not_proven(name, request):
     run, primitive, message = REFUSED[name]
     found = audited(run, mesh_for(name, request))
@@ -161,7 +167,7 @@ def test_what_is_not_known_to_be_harmless_is_not_proven(name, request):
     assert found.contradicts_no_communication == (message in k.CONTRADICTS)
 
 
-@pytest.mark.parametrize("name", PROVEN)
+@pytest.mark.parametrize("name", [*marked(PROVEN)])
 def test_its_neighbours_are_proven(name, request):
     found = audited(PROVEN[name], mesh_for(name, request))
     assert found.proven, str(found)

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import re
-import shlex
 from collections.abc import Iterable, Mapping
 
 from shardrules import hlo
-from shardrules.arguments import checked
 from shardrules.costs import accounts
+from shardrules.costs.advice import advice
 from shardrules.errors import ShardrulesError
 
-__all__ = [
-    "Allowances",
-    "Finding",
-    "advice",
-    "alike",
-    "allowance",
-    "by_partitioner",
-    "find",
-    "unaudited",
-]
+__all__ = ["Allowances", "Finding", "advice", "alike", "allowance", "find", "unaudited"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,86 +32,7 @@ class Finding:
     advice: str
 
 
-@checked
-def advice(verdict: hlo.Verdict) -> str:
-    """Say the one change that removes a finding, or that would let it be judged."""
-    collective = verdict.collective
-    if verdict.divergent:
-        return (
-            "make the predicate equal within each group (jax.lax.psum or pmax it over the "
-            "axes), or move the collective out of the branch or loop"
-        )
-    if verdict.verdict in ("redundant", "overwide") and by_partitioner(collective):
-        equal = [a for a in collective.axes or () if a not in (verdict.needed_axes or ())]
-        over = f" over {', '.join(equal)}" if equal else ""
-        return (
-            f"XLA's partitioner made it for {_operation(collective)}, of data that is the same on "
-            f"the devices{over}: replicate what that reads or makes, "
-            "x = jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, "
-            f"jax.sharding.PartitionSpec(...))) with a spec without {', '.join(equal) or 'axes'}, "
-            "or give both the layout of what uses it"
-        )
-    if verdict.verdict in ("redundant", "overwide") and collective.phase == "forward":
-        if verdict.verdict == "redundant":
-            return (
-                "drop it: each device can compute the result from its own operand (a sum of "
-                f"{collective.group_size} equal ones is {collective.group_size} times one)"
-            )
-        if verdict.needed_axes:
-            return (
-                f"run it over {', '.join(verdict.needed_axes)} only, and if the sum over equal "
-                "values is meant, multiply by their number"
-            )
-    if verdict.verdict in ("redundant", "overwide"):
-        return (
-            "trace it under jax.shard_map(check_vma=True), with shardrules.install() and a "
-            "rule for each kernel: the backward pass then reduces over just the axes that "
-            "it needs"
-        )
-    if verdict.verdict == "unproven":
-        names = [b.kernel for b in verdict.blockers if b.kernel]
-        if names:
-            return (
-                "if the kernel reads no other device and no device id, declare that: "
-                "@shardrules.no_communication above its def, or "
-                f"shardrules.register({names[0]!r}, shardrules.no_communication)"
-            )
-        calls = [b for b in verdict.blockers if b.target]
-        if calls:
-            name = calls[0].where.partition(" (")[0]
-            rule = shlex.quote(f"--rule={name}=no_communication")
-            return (
-                "trace the program after shardrules.install(), with a rule for the kernel: "
-                "its custom call then says in the compiled text what it does"
-                + (f"; for this text the commands take {rule}, if that is so" if name else "")
-            )
-        if any("no sharding" in b.what for b in verdict.blockers):
-            return (
-                "give the jax.stages.Compiled instead of its text, or text that holds the "
-                "parameters' shardings"
-            )
-    return ""
-
-
 _HANGS = "may hang"
-
-# How JAX's own collectives end an op_name; what XLA's partitioner makes has another operation's.
-_WRITTEN = re.compile(
-    r"p(sum|max|min|mean|broadcast|gather|permute|swapaxes|all_|scatter|shuffle)\w*|ppermute|"
-    r"(ragged_)?all_(gather|to_all|reduce)\w*|reduce_scatter\w*|shard_map|reduced_vary_cast|"
-    r"un?reduced?_\w+"
-)
-
-
-def _operation(collective: hlo.Collective) -> str:
-    # To JAX 0.4 its parameters stand behind it, psum[axes=('model',) axis_index_groups=None].
-    return re.sub(r"\[.*?\]$", "", collective.op_name).rpartition("/")[2]
-
-
-def by_partitioner(collective: hlo.Collective) -> bool:
-    """Tell whether XLA's partitioner made a collective: it has another operation's name."""
-    last = _operation(collective)
-    return bool(last) and _WRITTEN.fullmatch(last) is None and "pmap" not in collective.op_name
 
 
 def unaudited(supports: Iterable[hlo.Support]) -> list[hlo.Support]:

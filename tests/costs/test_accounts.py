@@ -349,8 +349,8 @@ KERNEL = (
         ),
         (
             judged(T.DATA, T.ALL),
-            "run it over data only, and if the sum over equal values is meant, "
-            "multiply by their number",
+            "run it over data only; for a sum, not for a mean, multiply it by 2 (the devices along "
+            "model hold the same)",
         ),
         (
             judged(T.DATA, T.ALL, "jit(f)/transpose(jvp())/psum"),

@@ -138,6 +138,8 @@ class Verdict:
       rests_on: rules, tags and standing assumptions.
       blockers: for ``unproven``: what stands on the path.
       divergent: it runs under a predicate that may differ within a group: it may hang.
+      copies: how many members of each group are proven to hold the same; for ``redundant`` all,
+        for ``overwide`` equally many in each.
     """
 
     verdict: str
@@ -149,6 +151,7 @@ class Verdict:
     rests_on: tuple[hs.Support, ...]
     blockers: tuple[hs.Blocker, ...]
     divergent: bool = False
+    copies: int = 1
 
     def __repr__(self) -> str:
         where = f" at {self.collective.source}" if self.collective.source else ""

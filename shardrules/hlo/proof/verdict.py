@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -381,12 +382,12 @@ class _Judge:
         state, rules = self.states[number], self.states[guard]
         size = part.bytes if part else collective.operand_bytes
 
-        def verdict(name: str, reason: str, needed=None, blockers=(), divergent=False) -> Verdict:
+        def verdict(name: str, reason: str, needed=None, blockers=(), **others) -> Verdict:
             rests = hs.union(state.supports, rules.supports)
             if name in ("redundant", "overwide"):
                 rests = rests + ASSUMPTIONS
             return Verdict(
-                name, collective, part, size, reason, needed, rests, tuple(blockers), divergent
+                name, collective, part, size, reason, needed, rests, tuple(blockers), **others
             )
 
         if not self.proof.transfer.uniform(rules.proven, channel):
@@ -416,11 +417,13 @@ class _Judge:
                 "every group has one member"
                 if alone
                 else f"its operand is proven equal {_members(collective)}",
+                copies=collective.group_size,
             )
         if collective.kind in hc.OVERWIDE_KINDS:
             found = self._overwide(collective, channel, state, proven)
             if found is not None:
-                return verdict("overwide", found[0], needed=found[1], blockers=state.blockers)
+                reason, needed, copies = found
+                return verdict("overwide", reason, needed, state.blockers, copies=copies)
         if optimistic == proven and not (
             collective.kind == "ragged-all-to-all" and proven == channel.groups.relation
         ):
@@ -450,11 +453,11 @@ class _Judge:
             varying = set(self.mesh.varying(state.proven))
             needed = tuple(a for a in collective.axes if a in varying)
             if len(needed) < len(collective.axes):
-                spare = ",".join(a for a in collective.axes if a not in varying)
-                return (
-                    f"its operand is proven equal over {spare}; needed over {','.join(needed)}",
-                    needed,
-                )
+                spare = [a for a in collective.axes if a not in varying]
+                reason = f"its operand is proven equal over {','.join(spare)}; "
+                sizes = dict(self.mesh.axes)
+                copies = math.prod(sizes[a] for a in spare)
+                return f"{reason}needed over {','.join(needed)}", needed, copies
         key = (id(channel.groups), proven)
         if key not in self._widths:
             self._widths[key] = self._subgroups(channel, proven)
@@ -465,6 +468,7 @@ class _Judge:
             f"its operand is proven equal in subgroups of {width} devices within each group "
             f"of {collective.group_size}",
             None,
+            width,
         )
 
     def _subgroups(self, channel, proven) -> int | None:

@@ -163,6 +163,12 @@ class Groups:
         return self.pairs is None or any(s != t for s, t in self.pairs)
 
     @functools.cached_property
+    def reaches_all(self) -> bool:
+        """Tell whether each device gets data: of a permute, none that is no target gets zeros."""
+        targets = self.members if self.pairs is None else self.ends[1]
+        return self.complete and np.unique(targets).size == self.members.size
+
+    @functools.cached_property
     def in_order(self) -> str:
         """Write the pairs, or groups in which a device's place says which part it has."""
         if self.pairs is not None:

@@ -1,0 +1,155 @@
+"""The one change that removes a finding on a collective, or that would let it be judged.
+
+What it says computes the same values: for each kind of collective, what of its result a device can
+compute from its own operand.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from shardrules import hlo
+from shardrules.arguments import checked
+
+__all__ = ["advice"]
+
+# Of equal values these give the value.
+_IDEMPOTENT = ("maximum", "minimum", "and", "or")
+
+# How JAX's own collectives end an op_name; what XLA's partitioner makes has another operation's.
+_WRITTEN = re.compile(
+    r"p(sum|max|min|mean|broadcast|gather|permute|swapaxes|all_|scatter|shuffle)\w*|ppermute|"
+    r"(ragged_)?all_(gather|to_all|reduce)\w*|reduce_scatter\w*|shard_map|reduced_vary_cast|"
+    r"un?reduced?_\w+"
+)
+
+
+@checked
+def advice(verdict: hlo.Verdict) -> str:
+    """Say the one change that removes a finding, or that would let it be judged."""
+    collective = verdict.collective
+    if verdict.divergent:
+        return (
+            "make the predicate equal within each group (jax.lax.psum or pmax it over the "
+            "axes), or move the collective out of the branch or loop"
+        )
+    if verdict.verdict in ("redundant", "overwide"):
+        if _by_partitioner(collective):
+            return _for_partitioner(verdict)
+        if collective.kind == "all-reduce" and collective.phase not in ("forward", "recompute"):
+            return (
+                "trace it under jax.shard_map(check_vma=True), with shardrules.install() and a "
+                "rule for each kernel: the backward pass then reduces over just the axes that "
+                "it needs"
+            )
+        return _instead(verdict) if verdict.verdict == "redundant" else _narrowed(verdict)
+    return _to_be_judged(verdict) if verdict.verdict == "unproven" else ""
+
+
+def _for_partitioner(verdict: hlo.Verdict) -> str:
+    collective = verdict.collective
+    equal = ", ".join(_equal_axes(verdict))
+    return (
+        f"XLA's partitioner made it for {_operation(collective)}, of data that is the same on "
+        f"the devices{f' over {equal}' if equal else ''}: replicate what that reads or makes, "
+        "x = jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, "
+        f"jax.sharding.PartitionSpec(...))) with a spec without {equal or 'axes'}, "
+        "or give both the layout of what uses it"
+    )
+
+
+def _instead(verdict: hlo.Verdict) -> str:
+    """Say what each device computes from its own operand in place of a redundant collective."""
+    collective, count = verdict.collective, verdict.collective.group_size
+    own = "drop it: each device can compute the result from its own operand"
+    if collective.kind in ("collective-permute", "collective-broadcast"):
+        if collective.connections.reaches_all:
+            return "drop it: each device's result is its own operand"
+        return (
+            "replace it by jnp.where(reached, x, 0), with reached true on the devices to which it "
+            "brings data: they get what they hold already, and the others get zeros"
+        )
+    if collective.kind == "all-gather":
+        return f"{own}, put together {count} times along dimension {collective.dimension}"
+    if collective.kind == "all-to-all":
+        return f"{own}: the piece that is its own of it, {count} times in a row"
+    if collective.kind == "reduce-scatter":
+        return f"{own}: the piece that is its own of it{_factor(collective.reduction, count)}"
+    if collective.reduction in _IDEMPOTENT or count == 1:
+        return "drop it: each device's result is its own operand"
+    if collective.reduction == "add":
+        return f"{own} (a sum of {count} equal ones is {count} times one)"
+    return f"{own}: reduce {count} copies of it"
+
+
+def _narrowed(verdict: hlo.Verdict) -> str:
+    """Say how to run an overwide collective over just the devices that differ."""
+    collective, copies = verdict.collective, verdict.copies
+    equal = " and ".join(_equal_axes(verdict))
+    along = f"the devices along {equal}" if equal else f"{copies} devices of each group"
+    over = f"over {', '.join(verdict.needed_axes)} only" if verdict.needed_axes else ""
+    over = over or f"over one device of each {copies} that hold the same"
+    if collective.kind == "all-gather":
+        return (
+            f"run it {over}, and where the whole result is needed repeat each shard on the device "
+            f"({along} hold the same)"
+        )
+    factor = _factor(collective.reduction, copies)
+    if collective.kind == "reduce-scatter":
+        place = f"its own place along {equal}" if equal else "its own place among the equal ones"
+        return (
+            f"of the operand, keep on each device the pieces of the devices at {place}, and run "
+            f"that {over}{factor} ({along} hold the same)"
+        )
+    return f"run it {over}{factor} ({along} hold the same)"
+
+
+def _factor(reduction: str, count: int) -> str:
+    """Say what is left of a reduction of so many equal values."""
+    if reduction in _IDEMPOTENT or count == 1:
+        return ""
+    if reduction == "add":
+        return f"; for a sum, not for a mean, multiply it by {count}"
+    return f"; then reduce {count} copies of it"
+
+
+def _to_be_judged(verdict: hlo.Verdict) -> str:
+    """Say what would let an unproven collective be judged."""
+    names = [b.kernel for b in verdict.blockers if b.kernel]
+    if names:
+        return (
+            "if the kernel reads no other device and no device id, declare that: "
+            "@shardrules.no_communication above its def, or "
+            f"shardrules.register({names[0]!r}, shardrules.no_communication)"
+        )
+    calls = [b for b in verdict.blockers if b.target]
+    if calls:
+        name = calls[0].where.partition(" (")[0]
+        rule = shlex.quote(f"--rule={name}=no_communication")
+        return (
+            "trace the program after shardrules.install(), with a rule for the kernel: "
+            "its custom call then says in the compiled text what it does"
+            + (f"; for this text the commands take {rule}, if that is so" if name else "")
+        )
+    if any("no sharding" in b.what for b in verdict.blockers):
+        return (
+            "give the jax.stages.Compiled instead of its text, or text that holds the "
+            "parameters' shardings"
+        )
+    return ""
+
+
+def _equal_axes(verdict: hlo.Verdict) -> list[str]:
+    return [a for a in verdict.collective.axes or () if a not in (verdict.needed_axes or ())]
+
+
+def _operation(collective: hlo.Collective) -> str:
+    # To JAX 0.4 its parameters stand behind it, psum[axes=('model',) axis_index_groups=None].
+    return re.sub(r"\[.*?\]$", "", collective.op_name).rpartition("/")[2]
+
+
+def _by_partitioner(collective: hlo.Collective) -> bool:
+    """Tell whether XLA's partitioner made a collective: it has another operation's name."""
+    last = _operation(collective)
+    return bool(last) and _WRITTEN.fullmatch(last) is None and "pmap" not in collective.op_name

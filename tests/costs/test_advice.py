@@ -1,0 +1,208 @@
+"""What a finding advises computes the same values: each advice followed, and both programs run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo import text as T
+from hlo.modules import run
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardrules import hlo
+from shardrules.costs import findings
+
+D, M, BOTH = "data", "model", ("data", "model")
+SAME, BY_DATA = P(), P(None, "data")  # of an array of 8 rows
+OWN = "drop it: each device can compute the result from its own operand"
+ALIKE = "(the devices along model hold the same)"
+SUM = "for a sum, not for a mean, multiply it by"
+
+
+def piece(x, axis=D):
+    """A device's own piece of the rows."""
+    size = x.shape[0] // jax.lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size)
+
+
+def pieces_along_model(x, order):
+    """Of the rows, cut into a piece for each device, those for this device's place along model."""
+    sizes = [jax.lax.axis_size(a) for a in order]
+    parts = x.reshape(*sizes, -1, *x.shape[1:])
+    own = lax.dynamic_index_in_dim(parts, lax.axis_index(M), order.index(M), keepdims=False)
+    return own.reshape(-1, *x.shape[1:])
+
+
+def repeated(x):
+    """Each shard twice: the two devices along model have the same."""
+    parts = lax.all_gather(x, D)
+    return jnp.repeat(parts, 2, axis=0).reshape(-1, *x.shape[1:])
+
+
+ONE = [(0, 1), (1, 2), (2, 3)]
+ADVICE = {
+    "psum": (
+        SAME,
+        lambda x: lax.psum(x, D),
+        lambda x: 4 * x,
+        f"{OWN} (a sum of 4 equal ones is 4 times one)",
+    ),
+    "pmean": (
+        SAME,
+        lambda x: lax.pmean(x, D),
+        lambda x: x,
+        f"{OWN} (a sum of 4 equal ones is 4 times one)",
+    ),
+    "pmax": (
+        SAME,
+        lambda x: lax.pmax(x, D),
+        lambda x: x,
+        "drop it: each device's result is its own operand",
+    ),
+    "all_gather": (
+        SAME,
+        lambda x: lax.all_gather(x, D, axis=1, tiled=True),
+        lambda x: jnp.concatenate([x] * 4, axis=1),
+        f"{OWN}, put together 4 times along dimension 1",
+    ),
+    "all_to_all": (
+        SAME,
+        lambda x: lax.all_to_all(x, D, 0, 0, tiled=True),
+        lambda x: jnp.concatenate([piece(x)] * 4),
+        f"{OWN}: the piece that is its own of it, 4 times in a row",
+    ),
+    "psum_scatter": (
+        SAME,
+        lambda x: lax.psum_scatter(x, D, tiled=True),
+        lambda x: 4 * piece(x),
+        f"{OWN}: the piece that is its own of it; {SUM} 4",
+    ),
+    "ppermute of all": (
+        SAME,
+        lambda x: lax.ppermute(x, D, [*ONE, (3, 0)]),
+        lambda x: x,
+        "drop it: each device's result is its own operand",
+    ),
+    "ppermute of some": (
+        SAME,
+        lambda x: lax.ppermute(x, D, ONE),
+        lambda x: jnp.where(lax.axis_index(D) > 0, x, 0),
+        "replace it by jnp.where(reached, x, 0), with reached true on the devices to which it "
+        "brings data: they get what they hold already, and the others get zeros",
+    ),
+    "psum over both": (
+        BY_DATA,
+        lambda x: lax.psum(x, BOTH),
+        lambda x: 2 * lax.psum(x, D),
+        f"run it over data only; {SUM} 2 {ALIKE}",
+    ),
+    "pmean over both": (
+        BY_DATA,
+        lambda x: lax.pmean(x, BOTH),
+        lambda x: lax.pmean(x, D),
+        f"run it over data only; {SUM} 2 {ALIKE}",
+    ),
+    "pmax over both": (
+        BY_DATA,
+        lambda x: lax.pmax(x, BOTH),
+        lambda x: lax.pmax(x, D),
+        f"run it over data only {ALIKE}",
+    ),
+    "all_gather over both": (
+        BY_DATA,
+        lambda x: lax.all_gather(x, BOTH, tiled=True),
+        repeated,
+        "run it over data only, and where the whole result is needed repeat each shard on the "
+        f"device {ALIKE}",
+    ),
+    **{
+        f"psum_scatter over {order}": (
+            BY_DATA,
+            lambda x, order=order: lax.psum_scatter(x, order, tiled=True),
+            lambda x, order=order: (
+                2 * lax.psum_scatter(pieces_along_model(x, order), D, tiled=True)
+            ),
+            "of the operand, keep on each device the pieces of the devices at its own place along "
+            f"model, and run that over data only; {SUM} 2 {ALIKE}",
+        )
+        for order in (BOTH, BOTH[::-1])
+    },
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_is_advised_gives_the_same_values(name, cpu_mesh):
+    spec, given, followed, advice = ADVICE[name]
+    x = jax.device_put(
+        np.random.default_rng(0).integers(-9, 9, (8, 16)).astype(np.float32),
+        NamedSharding(cpu_mesh, spec),
+    )
+    values, found = [], []
+    for body in (given, followed):
+        mapped = jax.shard_map(
+            lambda x, body=body: body(x)[None],
+            mesh=cpu_mesh,
+            in_specs=spec,
+            out_specs=P(BOTH),
+            check_vma=False,
+        )
+        compiled = jax.jit(mapped).lower(x).compile()
+        values.append(np.asarray(compiled(x)))
+        judgement = hlo.judge(compiled.as_text(), mesh=dict(cpu_mesh.shape))
+        found.append({f.advice for f in findings.find(judgement)})
+    np.testing.assert_array_equal(*values)  # of whole numbers
+    assert found == [{advice}, set()]
+
+
+def test_a_product_of_equal_values(cpu_mesh):
+    """JAX has no such collective: the module is run as it is."""
+    line = (
+        "%r = f32[8] all-reduce(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%max, "
+        'metadata={op_name="jit(f)/psum"}'
+    )
+    text = T.module(
+        f"%x = f32[8] parameter(0), parameter_replication={{true}}\n{line}",
+        header="is_scheduled=true, replica_count=8",
+        regions=T.REGIONS.replace("maximum", "multiply"),
+    ).replace("() -> f32[]", "(x: f32[8]) -> f32[8]")
+    (finding,) = findings.find(hlo.judge(text))
+    assert finding.advice == f"{OWN}: reduce 4 copies of it"
+    x = np.arange(1, 9, dtype=np.float32)
+    given = jax.device_put(np.tile(x, 8), NamedSharding(cpu_mesh, P(BOTH)))
+    ran = run.compile_text(text).execute_sharded([given])
+    for value in ran.disassemble_into_single_device_arrays()[0]:
+        np.testing.assert_allclose(value, x**4)
+
+
+@pytest.mark.parametrize(
+    "groups, advice",
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", "drop it: each device's result is its own operand"),
+        ("{{0,1,2}}", "replace it by jnp.where(reached, x, 0), with reached true on the devices"),
+    ],
+)
+def test_a_broadcast_of_equal_values(groups, advice):
+    """XLA's compiler for CPU has none to run: devices of no group get zeros (operation semantics)."""
+    line = f"%r = f32[8] collective-broadcast(%x), channel_id=1, replica_groups={groups}"
+    (finding,) = findings.find(hlo.judge(T.module(f"{T.parameter('{replicated}')}\n{line}")))
+    assert finding.advice.startswith(advice)
+
+
+def test_backward_collectives_that_no_cast_makes_get_the_advice_of_their_kind():
+    line = (
+        "%r = f32[8] collective-permute(%x), channel_id=1, source_target_pairs={{0,1}}, "
+        'metadata={op_name="jit(f)/transpose(jvp())/ppermute"}'
+    )
+    text = T.module(f"{T.parameter('{replicated}')}\n{line}")
+    (finding,) = findings.find(hlo.judge(text, mesh=T.MESH))
+    assert finding.advice.startswith("replace it by jnp.where(reached, x, 0)")
+
+
+def test_without_a_mesh_the_equal_devices_are_counted():
+    line = T.all_reduce("%x", T.ALL, extra=', metadata={op_name="jit(f)/psum"}')
+    (finding,) = findings.find(hlo.judge(T.module(f"{T.parameter(T.DATA)}\n{line}")))
+    assert finding.advice == (
+        f"run it over one device of each 2 that hold the same; {SUM} 2 (2 devices of each group "
+        "hold the same)"
+    )

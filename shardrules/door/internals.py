@@ -1,10 +1,10 @@
 """The one door to JAX's internals: every private name is looked up once, and checked.
 
 Nothing else in shardrules asks which JAX this is. ``load`` finds every symbol of ``symbols.py``
-and checks its parameters before anything is touched, so the hooks are installed whole or not at
-all. JAX has had two forms of shard_map's check: replication sets kept beside the values,
-with two tables of rules (to 0.5.3), and types on avals (from 0.6.0). What follows asks for
-capabilities; the version itself is asked only whether anyone has run the hooks on it.
+that this version must have, and checks its parameters before anything is touched, so the hooks are
+installed whole or not at all. JAX has had two forms of shard_map's check: replication sets kept
+beside the values, with two tables of rules (to 0.5.3), and types on avals (from 0.6.0). What
+follows asks which symbols there are; the version itself decides only which there must be.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules.door import versions
-from shardrules.door.lookup import Symbol, find, is_cached, look, unsupported
+from shardrules.door.lookup import find, is_cached, unsupported
 from shardrules.door.loops import body_tracers
-from shardrules.door.symbols import SET_SYMBOLS, SYMBOLS, TYPE_SYMBOLS
+from shardrules.door.symbols import SYMBOLS
 from shardrules.door.trace_key import ContextKey, MeshKey
 from shardrules.errors import RuleError, UnsupportedJaxError
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.suggestions import is_library
 
-__all__ = ["Door", "check_version", "load"]
+__all__ = ["Door", "load"]
 
-OLDEST = "0.4.28"  # the JAX that the first report was written on
-NEWEST = (0, 12)  # the last release series that the test matrix runs
 ANYWAY = "SHARDRULES_ALLOW_UNTESTED_JAX"
 # In these release series, all that Primitive.bind_with_trace does for a trace that takes hijax
 # types is to call process_primitive. Two calls an equation are saved by not asking it; a test in
 # tests/core/test_install.py reads its source, and any other JAX is asked.
-_BINDS_BY_PROCESSING = ((0, 9), NEWEST)
+_BINDS_BY_PROCESSING = ((0, 9), versions.NEWEST)
 
 
 _INVARIANT = AxisType()
@@ -54,15 +52,12 @@ class Door:
       version: the JAX version.
       symbols: what was found, by key.
       owners: for each key, the module that holds it and its name there.
-      typed: whether axis types are on avals.
     """
 
-    def __init__(
-        self, version: str, symbols: dict[str, Any], owners: dict[str, tuple[Any, str]], typed: bool
-    ):
+    def __init__(self, version: str, symbols: dict[str, Any], owners: dict[str, tuple[Any, str]]):
         self.__dict__.update(symbols)
         self.version = version
-        self.typed = typed
+        self.typed = typed = symbols["check_vma"] is not None  # whether axis types are on avals
         self._owners = owners
         self._here = threading.local()
         # From JAX 0.6.2; 0.6.0, where the switch has its old name, keeps the check on in kernels.
@@ -364,10 +359,7 @@ class Door:
         As ``jax.jit(function, inline=True)`` does, which takes five times as long for a small one.
         None where no jaxpr is being traced here, for equations of HiJAX, and to JAX 0.6.
         """
-        if not self.typed:
-            return None
-        names = (self.inline_jaxpr, self.stage_jaxpr, self.constants_as_inputs, self.JaxprTrace)
-        if any(one is None for one in (*names, self.trace_here, self.debug_info)):
+        if self.stage_jaxpr is None:
             return None
         trace = self.trace_here.trace
         if type(trace) is not self.JaxprTrace:
@@ -442,38 +434,13 @@ def _yield_scoped(enter, scope, see, *args, **kwargs):
     yield result
 
 
-def check_version(version: str) -> str:
-    """Say what keeps ``version`` from being one that the hooks were run on; empty if nothing.
-
-    Args:
-      version: ``jax.__version__``.
-    """
-    try:
-        order = versions.order(version)
-    except ValueError as error:
-        return str(error)
-    if order < versions.order(OLDEST):
-        return f"it is older than {OLDEST}"
-    if order[0][:2] > NEWEST:
-        return f"it is newer than {'.'.join(map(str, NEWEST))}, the newest that was tested"
-    return ""
-
-
-def _types_on_avals() -> bool:
-    """Whether this JAX's avals carry axis types; JAX 0.6.0 can be told that they shall not."""
-    if not any(not look(s)[2] for s in TYPE_SYMBOLS if s.key == "check_vma"):
-        return False
-    switch, _, missing = look(Symbol("", "jax._src.config:varying_axes_in_types", "0.6.0", (), ""))
-    return bool(missing) or bool(switch.value)
-
-
 @functools.lru_cache(maxsize=1)
 def load() -> Door:
     """Look up every private symbol of the JAX that is installed.
 
     Raises:
-      UnsupportedJaxError: if one is missing or has other parameters, or if nobody has run the
-        hooks on this JAX and ``SHARDRULES_ALLOW_UNTESTED_JAX=1`` is not set; nothing was changed.
+      UnsupportedJaxError: if one is missing or has other parameters, or if this JAX is too old;
+        nothing was changed.
     """
     try:
         import jax
@@ -484,15 +451,17 @@ def load() -> Door:
             version=None,
         ) from error
     version = jax.__version__
-    typed = _types_on_avals()
-    found, owners = find(version, SYMBOLS + (TYPE_SYMBOLS if typed else SET_SYMBOLS))
-    strange = check_version(version)
-    if strange and os.environ.get(ANYWAY, "") not in ("1", "true", "yes"):
+    if strange := versions.too_old(version):
+        raise unsupported(version, f"{strange}.", symbol=None)
+    if versions.is_untested(version) and os.environ.get(ANYWAY, "") not in ("1", "true", "yes"):
         raise unsupported(
             version,
-            f"{strange}. The {len(found)} private names that they use are there "
-            f"and take what they took, so they may work: set {ANYWAY}=1 in the environment, and "
-            "compare your gradients.",
+            f"it is newer than 0.12, the newest that was tested. Set {ANYWAY}=1 in the "
+            "environment to try it, and compare your gradients.",
             symbol=None,
         )
-    return Door(version, found, owners, typed)
+    values, owners = find(version, SYMBOLS)
+    switch = values["varying_axes_in_types"]
+    if switch is not None and not switch.value:
+        raise unsupported(version, "its option jax_varying_axes_in_types is off.", symbol=None)
+    return Door(version, values, owners)

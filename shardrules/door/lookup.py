@@ -5,32 +5,78 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from typing import Any
 
+from shardrules.door import versions
 from shardrules.errors import UnsupportedJaxError
 
-__all__ = ["Symbol", "find", "is_cached", "look", "unsupported"]
+__all__ = ["Symbol", "find", "is_cached", "look", "read", "unsupported"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Symbol:
-    """One private name of JAX. Several with one key are alternatives, the first that fits wins.
+    """One private name of JAX, and in which versions it exists.
 
     Args:
       key: what this package calls it.
-      path: ``module:attribute``.
-      versions: the JAX versions that were read for it.
+      path: ``module:attribute``, or a module.
+      first: the first release that has it so.
+      last: the last one (``0.9``: all of 0.9), or None: all newer ones, too.
       parameters: parameter names that the hooks pass or read; checked before use.
       reason: what it is needed for.
-      optional: whether None will do where it is missing.
     """
 
     key: str
     path: str
-    versions: str
+    first: str
+    last: str | None
     parameters: tuple[str, ...]
     reason: str
-    optional: bool = False
+
+    @property
+    def versions(self) -> str:
+        """The versions of JAX in which it was read."""
+        last = self.last or ".".join(map(str, versions.NEWEST))
+        return self.first if last == self.first else f"{self.first}-{last}"
+
+    def exists_in(self, version: str) -> bool:
+        """Whether this version of JAX must have it."""
+        release = versions.release(version)
+        if release < versions.release(self.first):
+            return False
+        if self.last is None:
+            return True
+        last = tuple(map(int, self.last.split(".")))
+        return (*release, 0, 0)[: len(last)] <= last
+
+
+_ROW = re.compile(r" +(\w+) +([\d.]+)(?:-([\d.]+)|(\+))?\s+([\w.]+(?::\w+)?)(?:\(([^)]*)\))?\n")
+
+
+def read(table: str) -> tuple[Symbol, ...]:
+    """Return the symbols of a table; ``symbols.py`` says how it is written.
+
+    Raises:
+      ValueError: if a part of it is not written so.
+    """
+    symbols, reason, at = [], "", 0
+    while at < len(table):
+        row = _ROW.match(table, at)
+        if row:
+            key, first, last, and_newer, path, parameters = row.groups()
+            path = f"jax._src{path}" if path.startswith(".") else path
+            names = tuple(re.findall(r"\w+", parameters or ""))
+            symbols.append(
+                Symbol(key, path, first, None if and_newer else last or first, names, reason)
+            )
+            at = row.end()
+            continue
+        reason, end, _ = table[at:].partition("\n")
+        if reason.startswith(" "):
+            raise ValueError(f"no row of the table of symbols: {reason!r}")
+        at += len(reason + end)
+    return tuple(symbols)
 
 
 def is_cached(function: Any) -> bool:
@@ -43,28 +89,23 @@ def look(symbol: Symbol) -> tuple[Any, tuple[Any, str], str]:
     module, _, attribute = symbol.path.partition(":")
     try:
         owner = importlib.import_module(module)
-        found: Any = getattr(owner, attribute) if attribute else owner
+        value: Any = getattr(owner, attribute) if attribute else owner
     except (ImportError, AttributeError):
         return None, (None, ""), "is missing"
     if symbol.parameters:
         try:
-            have = tuple(inspect.signature(found).parameters)
+            have = tuple(inspect.signature(value).parameters)
         except (TypeError, ValueError):
-            if is_cached(found):  # one of JAX's C++ caches around a function: it tells no names
-                return found, (owner, attribute), ""
+            if is_cached(value):  # one of JAX's C++ caches around a function: it tells no names
+                return value, (owner, attribute), ""
             have = ()
-        lost = [
-            p
-            for p in symbol.parameters
-            if p not in have and p not in getattr(found, "__slots__", ())
-        ]
+        slots = getattr(value, "__slots__", ())
+        lost = [p for p in symbol.parameters if p not in have and p not in slots]
         if lost:
-            return (
-                None,
-                (owner, attribute),
-                (f"no longer takes {', '.join(lost)} (it takes {', '.join(have) or 'nothing'})"),
-            )
-    return found, (owner, attribute), ""
+            takes = ", ".join(have) or "nothing"
+            wrong = f"no longer takes {', '.join(lost)} (it takes {takes})"
+            return None, (owner, attribute), wrong
+    return value, (owner, attribute), ""
 
 
 def unsupported(version: str, what: str, **data: Any) -> UnsupportedJaxError:
@@ -78,30 +119,25 @@ def unsupported(version: str, what: str, **data: Any) -> UnsupportedJaxError:
 
 
 def find(version: str, symbols: tuple[Symbol, ...]) -> tuple[dict, dict]:
-    """Look up a group of symbols.
+    """Look up all symbols that exist in a version of JAX; return them and their owners.
+
+    A symbol that this version does not have is None.
 
     Raises:
-      UnsupportedJaxError: if one is missing or has other parameters.
+      UnsupportedJaxError: if one that it must have is missing or has other parameters.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {symbol.key: None for symbol in symbols}
     owners: dict[str, tuple[Any, str]] = {}
-    wrong: dict[str, tuple[Symbol, str]] = {}
     for symbol in symbols:
-        if found.get(symbol.key) is not None:
+        if not symbol.exists_in(version):
             continue
         value, owner, problem = look(symbol)
-        if not problem:
-            found[symbol.key], owners[symbol.key] = value, owner
-            wrong.pop(symbol.key, None)
-        elif symbol.optional:
-            found.setdefault(symbol.key, None)
-        else:
-            wrong.setdefault(symbol.key, (symbol, problem))
-    for symbol, problem in wrong.values():
-        raise unsupported(
-            version,
-            f"{symbol.path} {problem}. It is used for: {symbol.reason} (read in JAX "
-            f"{symbol.versions}).",
-            symbol=symbol.path,
-        )
-    return found, owners
+        if problem:
+            raise unsupported(
+                version,
+                f"{symbol.path} {problem}. It is used for: {symbol.reason} (read in JAX "
+                f"{symbol.versions}).",
+                symbol=symbol.path,
+            )
+        values[symbol.key], owners[symbol.key] = value, owner
+    return values, owners

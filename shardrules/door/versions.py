@@ -1,10 +1,13 @@
-"""Order JAX's version strings as package installers do, pre-releases before their release."""
+"""Which versions of JAX were tested, and how they are ordered: pre-releases before a release."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["order", "release"]
+__all__ = ["NEWEST", "OLDEST", "is_untested", "order", "release", "too_old"]
+
+OLDEST = "0.4.28"  # the JAX that the first report was written on
+NEWEST = (0, 12)  # the last release series that the test matrix runs
 
 _VERSION = re.compile(
     r"v?(?P<release>\d+(?:\.\d+)*)"
@@ -54,3 +57,21 @@ def order(version: str) -> tuple:
     else:
         phase = (3, 0)
     return numbers, phase, post, (0, dev) if dev is not None else (1, 0)
+
+
+def too_old(version: str) -> str:
+    """Say what keeps a JAX from being one that hooks were written for; empty if nothing.
+
+    Args:
+      version: ``jax.__version__``.
+    """
+    try:
+        is_older = order(version) < order(OLDEST)
+    except ValueError as error:
+        return str(error)
+    return f"it is older than {OLDEST}" if is_older else ""
+
+
+def is_untested(version: str) -> bool:
+    """Whether a JAX is newer than the newest that was tested."""
+    return release(version)[:2] > NEWEST

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from shardrules.arguments import checked
-from shardrules.door.lookup import Symbol, find
+from shardrules.door import internals
 from shardrules.errors import MissingProcessError, RulesDifferError, ShardrulesError
 from shardrules.hooks.install import state as hook_state
 from shardrules.registry import fingerprint
@@ -18,23 +18,6 @@ from shardrules.registry.fingerprint import Entry
 
 __all__ = ["assert_same_rules"]
 
-_SYMBOLS = (
-    Symbol(
-        "job",
-        "jax._src.distributed:global_state",
-        "0.4.28-0.12",
-        (),
-        "the key-value store and the barriers that the processes of a job share",
-    ),
-    Symbol(
-        "has_devices",
-        "jax._src.xla_bridge:backends_are_initialized",
-        "0.4.28-0.12",
-        (),
-        "asks for the number of processes only where that opens no device",
-        optional=True,
-    ),
-)
 _ROOT = "shardrules/same_rules"
 _SHOWN = 8  # lines about one process in a message
 _lock = threading.Lock()
@@ -72,10 +55,10 @@ def assert_same_rules(*, timeout_s: float = 60.0) -> None:
         )
     import jax
 
-    symbols, _ = find(jax.__version__, _SYMBOLS)
-    job, has_devices = symbols["job"], symbols["has_devices"]
+    door = internals.load()
+    job = door.job
     if job.client is None:
-        if has_devices is not None and has_devices() and jax.process_count() > 1:
+        if door.has_devices() and jax.process_count() > 1:
             raise MissingProcessError(
                 f"this job has {jax.process_count()} processes, which can't be compared: call "
                 "jax.distributed.initialize() in each, before anything else of JAX",
@@ -84,7 +67,7 @@ def assert_same_rules(*, timeout_s: float = 60.0) -> None:
         return
     if job.num_processes > 1:
         with _lock:
-            _compare(job, _listed(jax), float(timeout_s))
+            _compare(job, _listed(door), float(timeout_s))
 
 
 def _listed(door: Any) -> list[Entry]:
@@ -96,7 +79,7 @@ def _listed(door: Any) -> list[Entry]:
     options = f"unknown={scope.policy!r}, prove={scope.prove}, casts={scope.casts!r}"
     return [
         Entry("version of", "shardrules", shardrules.__version__),
-        Entry("version of", "jax", door.__version__),
+        Entry("version of", "jax", door.version),
         Entry("options of", "install", options if scope.active else "not installed"),
         *fingerprint.entries(state.registry),
     ]

@@ -36,7 +36,7 @@ class CastHooks(Hooks):
         if not self.door.typed:
             return
         patches.attribute(*self.door.owner("linearize"), self._linearize)
-        for key in ("backward_pass", "backward_pass3"):
+        for key in ("older_backward_pass", "backward_pass", "backward_pass3"):
             if getattr(self.door, key) is not None:
                 transpose = getattr(self.door, key)
                 patches.attribute(*self.door.owner(key), functools.partial(self._run, transpose))

@@ -26,8 +26,7 @@ class ForwardHooks(Hooks):
         """Replace what makes a tracer of a primal and its tangent, or its series."""
         door = self.door
         patches.attribute(*door.owner("jvp_tracer"), self._jvp_tracer)
-        if door.JetTracer is not None:
-            patches.attribute(door.JetTracer, "__init__", self._jet_tracer(door.JetTracer.__init__))
+        patches.attribute(door.JetTracer, "__init__", self._jet_tracer(door.JetTracer.__init__))
 
     def _jvp_tracer(self, trace, primal, tangent):
         if self.acts:

@@ -33,13 +33,14 @@ class ControlHooks(Hooks):
     def install(self, patches: Patches) -> None:
         """Replace the functions in which this JAX traces bodies and branches and compares them."""
         door = self.door
-        hooks: dict[str, Any] = {
-            "promote_carry": self._promote,
-            "merge_branches": self._merge_branches,
-            "check_branches": self._check_branches,
-        }
-        if all(getattr(door, key) is not None for key in (*hooks, "trace_to_jaxpr")):
-            hooks["loop_tracing"] = ModuleProxy(door.loop_tracing, {"trace_to_jaxpr": self._trace})
+        hooks: dict[str, Any]
+        if door.promote_carry is not None:  # from JAX 0.8.2
+            hooks = {
+                "promote_carry": self._promote,
+                "merge_branches": self._merge_branches,
+                "check_branches": self._check_branches,
+                "loop_tracing": ModuleProxy(door.loop_tracing, {"trace_to_jaxpr": self._trace}),
+            }
         else:
             hooks = {
                 "trace_body": functools.partial(self._trace_body, door.trace_body),

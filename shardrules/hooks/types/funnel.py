@@ -95,7 +95,7 @@ class Funnel(Hooks):
         self.refused: Callable[..., Any] | None = None
         self._lowering = Lowering(door, state)
         self._owners = Owners(door)
-        self._hijax = getattr(door, "HiPrimitive", None)
+        self._hijax = door.HiPrimitive
         # JAX, too, keeps each primitive that it has a rule for.
         self._rows: dict[Any, Row] = {}
         self._laws: dict[Any, Law] = {}

@@ -38,7 +38,7 @@ class Owners:
         own = [vars(primitive).get(name) for name in ("abstract_eval", "impl")]
         if any(map(_is_foreign, own)):
             return True
-        tables = (self.door.lowerings, *(self.door.platform_lowerings or {}).values())
+        tables = (self.door.lowerings, *self.door.platform_lowerings.values())
         rules = [self.door.lowering_rule(t[primitive]) for t in tables if primitive in t]
         return any(map(_is_foreign, rules)) and not is_held_by_jax(primitive)
 

@@ -52,9 +52,9 @@ class RedundantCastHooks(Hooks):
     def install(self, patches: Patches) -> None:
         """Replace transposes that take zeros, and how pcast tells from which state it starts."""
         door = self.door
-        if door.transpose_cast is not None:  # JAX 0.6.0
+        if door.transpose_cast is not None:  # to JAX 0.6.1
             leave_out_zeros(door, patches)
-        if door.pcast_from is not None and door.pcast_steps is not None:
+        if door.pcast_from is not None:  # from JAX 0.8.2
             patches.attribute(*door.owner("pcast_from"), self._from)
             patches.entry(door.pcast_steps, ("varying", "varying"), self._stay)
 

@@ -98,8 +98,7 @@ class RefHooks(Hooks):
 
     def install(self, patches: Patches) -> None:
         """Replace what traces the body of ``run_state``."""
-        if self.door.trace_run_state is not None:
-            patches.attribute(*self.door.owner("trace_run_state"), self._trace_run_state)
+        patches.attribute(*self.door.owner("trace_run_state"), self._trace_run_state)
 
     def law(self, primitive: Any, row: Row) -> Law:
         """Return the law of what reads or writes refs, or decides about that.
@@ -233,7 +232,7 @@ class RefHooks(Hooks):
                 for types, ref in zip(types_of(self.door, map(self.door.typeof, args)), avals)
             ]
             with self.door.set_current_trace(trace):
-                if any(extra) and self.door.trace_run_state is not None:
+                if any(extra):
                     jaxpr = self._replayed(jaxpr, list(map(self._wider, avals, extra)))
                     avals = [variable.aval for variable in jaxpr.invars]
                 args = [

@@ -130,8 +130,7 @@ class PrimitiveHooks(Hooks):
         """Replace what converts result avals, and what looks up a user's transpose rule."""
         _register()
         door = self.door
-        if door.result_avals is not None:
-            patches.attribute(*door.owner("result_avals"), self._result_avals)
+        patches.attribute(*door.owner("result_avals"), self._result_avals)
         patches.attribute(*door.owner("transpose_of"), self._transpose_of)
 
     def law(self, primitive: Any, row: Row) -> Law:

@@ -97,7 +97,7 @@ class Carriers:
             for table in list(vars(importlib.import_module(name)).values()):
                 if isinstance(table, dict) and primitive in table and carrier not in table:
                     table[carrier] = self._scoped(table[primitive], scope)
-        for table in (self.door.lowerings, *(self.door.platform_lowerings or {}).values()):
+        for table in (self.door.lowerings, *self.door.platform_lowerings.values()):
             if primitive in table and carrier not in table:
                 entry = table[primitive]
                 table[carrier] = self.door.lowering_entry(

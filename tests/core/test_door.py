@@ -1,0 +1,84 @@
+"""The table of JAX's private names: what is not as it was read is named, and nothing is changed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from core.matrix import VERSIONS
+from shardrules.door import lookup
+from shardrules.door.symbols import SYMBOLS
+
+HERE = [symbol for symbol in SYMBOLS if symbol.exists_in(jax.__version__)]
+TAKING = pathlib.Path(__file__).with_name("door_worker.py")
+
+
+@functools.lru_cache
+def refusals():
+    """What ``install()`` said where each symbol was taken away, and where it was changed."""
+    done = subprocess.run(
+        [sys.executable, str(TAKING)],
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(TAKING.parents[2])},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("symbol", HERE, ids=lambda symbol: symbol.key)
+def test_a_symbol_that_is_gone_is_named(symbol):
+    assert refusals()[symbol.key]["gone"] == (
+        f"shardrules has no hooks for JAX {jax.__version__}: {symbol.path} is missing. "
+        f"It is used for: {symbol.reason} (read in JAX {symbol.versions}). Nothing was changed. "
+        "Install a JAX that the README's table of versions lists, or a newer shardrules."
+    )
+
+
+WITH_PARAMETERS = [symbol for symbol in HERE if symbol.parameters]
+
+
+@pytest.mark.parametrize("symbol", WITH_PARAMETERS, ids=lambda symbol: symbol.key)
+def test_a_parameter_of_another_name_is_named(symbol):
+    renamed = refusals()[symbol.key]["renamed"]
+    assert set(renamed) == set(symbol.parameters)
+    for parameter, message in renamed.items():
+        others = [p for p in symbol.parameters if p != parameter]
+        assert f"{symbol.path} no longer takes {parameter} (it takes " in message
+        assert f"(it takes {', '.join(['new_name', *others])})" in message
+
+
+def test_of_each_name_there_is_one_row_for_each_version():
+    for version in (*VERSIONS, "0.13.0.dev1", "1.0"):
+        keys = [symbol.key for symbol in SYMBOLS if symbol.exists_in(version)]
+        assert len(keys) == len(set(keys)) > 30, version
+    assert all(symbol.reason and symbol.parameters.count("") == 0 for symbol in SYMBOLS)
+
+
+@pytest.mark.parametrize(
+    "versions, there, not_there",
+    [
+        ("0.6.0", ("0.6.0", "0.6.0.post1"), ("0.5.3", "0.6.1")),
+        ("0.4.28-0.5.3", ("0.4.28", "0.5.3", "0.5.0"), ("0.5.4", "0.6.0", "0.13.0")),
+        ("0.6.0-0.9", ("0.6.2", "0.9.0", "0.9.2"), ("0.10.0", "0.5.3")),
+        ("0.8.2+", ("0.8.2", "0.10.2", "0.13.0.dev1", "1.0"), ("0.8.1", "0.8")),
+    ],
+)
+def test_where_a_symbol_exists(versions, there, not_there):
+    (symbol,) = lookup.read(f"why\n    key  {versions}  .core:name(a, b)\n")
+    assert (symbol.key, symbol.path, symbol.reason) == ("key", "jax._src.core:name", "why")
+    assert symbol.parameters == ("a", "b")
+    assert [v for v in there + not_there if symbol.exists_in(v)] == [*there]
+
+
+@pytest.mark.parametrize("row", ["    key .core:name", "    key 0.6.0 a b", "    0.6.0 .core:name"])
+def test_a_row_that_is_not_written_so_is_refused(row):
+    with pytest.raises(ValueError, match="no row of the table of symbols: '    "):
+        lookup.read(f"why\n{row}\n")

@@ -54,6 +54,94 @@ def test_phases_without_the_combiner_are_the_same(cpu_mesh):
     assert len({v.collective.name for v in judgement.verdicts}) == 5
 
 
+def sharded_step(mesh):
+    """A step of jit with shardings: weights along data, as FSDP keeps them, and an update."""
+
+    def loss(params, x):
+        for w, b in params:
+            x = jnp.tanh(x @ w + b)
+        return (x**2).mean()
+
+    def train(params, x):
+        value, g = jax.value_and_grad(loss)(params, x)
+        return value, jax.tree.map(lambda a, b: a - 0.1 * b, params, g)
+
+    shapes = [((512, 512), P("data", None)), ((512,), P("data"))] * 3
+    *flat, x = programs.structs(mesh, *shapes, ((1024, 512), P("data")))
+    params = list(zip(flat[::2], flat[1::2]))
+    out = (None, jax.tree.map(lambda a: a.sharding, params))
+    return jax.jit(train, out_shardings=out).lower(params, x).compile()
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(f"{p}_mesh", marks=getattr(pytest.mark, p)) for p in ("gpu", "tpu")]
+)
+def test_sharded_gradients_are_of_the_backward_pass(mesh, request):
+    """The update takes them: on GPU they had its phase and its line."""
+    judgement = testing.judge(sharded_step(request.getfixturevalue(mesh)))
+    line = sharded_step.__code__.co_firstlineno + 5
+    seen = {"all-gather": "forward", "reduce-scatter": "backward", "all-reduce": "backward"}
+    for verdict in judgement.verdicts:
+        found = verdict.collective
+        last = verdict.bytes == 4  # the loss
+        assert found.phase == ("forward" if last else seen[found.kind]), found
+        assert found.source.line == line + last, found
+    kinds = [v.collective.kind for v in judgement.verdicts if v.collective.phase == "backward"]
+    assert len(kinds) == 6 and "reduce-scatter" in kinds
+
+
+def around(*lines, operand="%c", shape="f32[12]", after=""):
+    """The phase and the op_name of an all-reduce without a name, of parameters and the lines."""
+    named = 'metadata={op_name="%s" source_file="f.py" source_line=%d}'
+    text = "\n  ".join(lines)
+    names = {"FORWARD": ("jvp()/a", 1), "BACKWARD": ("transpose(jvp())/b", 2)}
+    for key, values in names.items():
+        text, after = (t.replace(key, named % values) for t in (text, after))
+    split = "sharding={devices=[8]<=[8]}"
+    judgement = hlo.judge(
+        "HloModule near, is_scheduled=true, num_partitions=8\n\n%add (a: f32[], b: f32[]) -> f32[] "
+        "{\n  %a = f32[] parameter(0)\n  %b = f32[] parameter(1)\n  ROOT %s = f32[] add(%a, %b)\n}"
+        f"\n\nENTRY %main () -> {shape} {{\n  %p = f32[4] parameter(0), {split}\n"
+        f"  %q = f32[8] parameter(1), {split}\n  {text}\n"
+        f"  %r = {shape} all-reduce({operand}), channel_id=1, replica_groups={{}}, "
+        f"use_global_device_ids=true, to_apply=%add\n  {after}\n  ROOT %o = {shape} copy(%r)\n}}\n"
+    )
+    return [
+        (v.collective.phase, v.collective.op_name, v.collective.source and v.collective.source.line)
+        for v in judgement.verdicts
+    ]
+
+
+PACKED = "%c = f32[12] concatenate(%x, %y), dimensions={0}"
+OF_BOTH = ["%z = f32[4] slice(%y), slice={[0:4]}", "%c = f32[4] add(%x, %z)"]
+
+
+@pytest.mark.parametrize(
+    "x, y, after, expected",
+    [
+        ("negate(%p), FORWARD", "negate(%q), BACKWARD", "", ("backward", 2)),
+        ("negate(%p), BACKWARD", "negate(%q), FORWARD", "", ("forward", 1)),
+        ("negate(%p), BACKWARD", "copy(%q)", "", ("backward", 2)),
+        ("negate(%p), FORWARD", "negate(%w), BACKWARD", "", ("mixed", 1)),
+        ("copy(%p)", "copy(%q)", "", ("unknown", None)),
+        ("copy(%p)", "copy(%q)", "%u = f32[4] negate(%r), BACKWARD", ("backward", 2)),
+        ("negate(%p), FORWARD", "copy(%q)", "%u = f32[4] negate(%r), BACKWARD", ("forward", 1)),
+    ],
+)
+def test_what_has_no_name_is_as_most_bytes_around_it(x, y, after, expected):
+    lines = [f"%x = f32[4] {x}", f"%y = f32[8] {y}", *OF_BOTH]
+    if "%w" in y:  # as many bytes of one as of the other
+        lines = [lines[0], f"%z = f32[4] {y.replace('%w', '%p')}", OF_BOTH[1]]
+    ((phase, op_name, line),) = around(*lines, shape="f32[4]", after=after)
+    assert (phase, line) == expected and op_name == ""
+
+
+def test_a_packed_part_is_as_what_it_was_packed_from():
+    lines = ["%x = f32[4] negate(%p), FORWARD", "%e = f32[8] parameter(2), sharding={replicated}"]
+    found = around(*lines, "%y = f32[8] negate(%e), BACKWARD", PACKED)
+    assert found == [("forward", "", 1), ("backward", "", 2)]
+
+
 def exchanged(spec, mesh, x, b):
     """The same number everywhere, cut up by rows and then read by columns."""
     constrain = lambda y, *axes: lax.with_sharding_constraint(y, NamedSharding(mesh, P(*axes)))  # noqa: E731

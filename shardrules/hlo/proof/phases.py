@@ -2,20 +2,29 @@
 
 XLA combines collectives, and names the combined one after its first part, all parts or nothing.
 Each part's own metadata stays on what takes it out again (the get-tuple-element; on GPU, what
-follows a slice of the flat array), and is asked first: so the combiner makes no difference.
+follows a slice of the flat array), and is asked first: so the combiner makes no difference. What
+has no name there has the phase and the line of what it is made of, or else of what takes it, by
+the majority of their bytes.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import re
+from collections.abc import Callable, Iterable, Sequence
 
 from shardrules.hlo.reader import module as hm
 
-__all__ = ["PartNames", "find_phase", "phase_of"]
+__all__ = ["PartNames", "phase_of"]
 
-_SAME = frozenset("bitcast reshape copy get-tuple-element fusion call".split())
+_SAME = frozenset("bitcast reshape copy get-tuple-element".split())
+_FORMS = _SAME | frozenset("parameter slice transpose".split())
 _SLICE = re.compile(r"\{\[(\d+):(\d+)\]\}")
+_NEAR = 64  # instructions that are looked at for a name
+
+# A name, and the bytes of what bears it.
+_Weighed = tuple[hm.Metadata, int]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -34,30 +43,22 @@ def phase_of(op_name: str) -> str:
     return found.pop() if len(found) == 1 else "mixed"
 
 
-def find_phase(
-    module: hm.Module, computation: hm.Computation, queue: list[int], limit: int = 64
-) -> str:
-    """Tell the phase of values that have no op_name, from those that they are made of."""
-    phases: set[str] = set()
-    queue = list(queue)
-    seen = set(queue)
-    while queue and len(seen) < limit:
-        current = computation.instructions[queue.pop(0)]
-        phase = phase_of(module.metadata(current).op_name)
-        if phase != "unknown" and current.opcode != "parameter":
-            phases.add(phase)
-            continue
-        for operand in current.operands:
-            if operand not in seen:
-                seen.add(operand)
-                queue.append(operand)
-    if not phases:
-        return "unknown"
-    return phases.pop() if len(phases) == 1 else "mixed"
+def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:
+    """Give the phase of more than half of all bytes, and the first name of that phase."""
+    sizes: collections.Counter[str] = collections.Counter()
+    first: dict[str, hm.Metadata] = {}
+    for metadata, size in names:
+        phase = phase_of(metadata.op_name)
+        sizes[phase] += size
+        first.setdefault(phase, metadata)
+    phase, most = sizes.most_common(1)[0]
+    if len(sizes) == 1 or 2 * most > sum(sizes.values()):
+        return phase, first[phase]
+    return "mixed", first[phase]
 
 
 class PartNames:
-    """What the text says of each part of a module's combined collectives.
+    """What the text says of a module's collectives, and of each part of combined ones.
 
     Args:
       module: the module.
@@ -70,13 +71,13 @@ class PartNames:
         self._elements: dict[tuple[str, int], dict[str | None, list[int]]] = {}
         self._cuts: dict[tuple[str, int], list[tuple[int, tuple[int, int]]]] = {}
 
-    def whole(self, computation: hm.Computation, position: int) -> str:
-        """Return the phase of a collective that is not combined."""
-        instruction = computation.instructions[position]
-        op_name = self._module.metadata(instruction).op_name
-        if op_name:
-            return phase_of(op_name)
-        return find_phase(self._module, computation, list(instruction.operands))
+    def whole(self, computation: hm.Computation, position: int) -> tuple[str, hm.Metadata]:
+        """Return the phase and the metadata of a collective that is not combined."""
+        metadata = self._module.metadata(computation.instructions[position])
+        if metadata.op_name:
+            return phase_of(metadata.op_name), metadata
+        made_of = computation.instructions[position].operands
+        return self._around(computation, made_of, [position])
 
     def part(
         self,
@@ -85,7 +86,7 @@ class PartNames:
         operand: int,
         elements: tuple[int, int] | None = None,
     ) -> tuple[str, hm.Metadata]:
-        """Return the phase and the metadata of one part.
+        """Return the phase and the metadata of one part; no op_name where it has none.
 
         Args:
           computation: the one that holds the collective.
@@ -93,21 +94,57 @@ class PartNames:
           operand: the number of its operand.
           elements: of a flat operand, the first of the part's and the one after its last.
         """
+        takers = self._takers(computation, position, operand, elements)
+        found = self._own(computation, takers)
+        if found:
+            return _majority(found)
+        made_of = [computation.instructions[position].operands[operand]]
+        if elements is not None:
+            made_of = self._packed(computation, made_of[0], elements)
+        return self._around(computation, made_of, takers)
+
+    def _around(
+        self, computation: hm.Computation, made_of: Sequence[int], takers: Sequence[int]
+    ) -> tuple[str, hm.Metadata]:
+        """Return phase and source of the nearest that have a name, those before a value first."""
+        instructions, users = computation.instructions, self._users_in(computation)
+        names = self._nearest(computation, made_of, lambda one: instructions[one].operands)
+        if not names:
+            after = [user for taker in takers for user in users[taker]]
+            names = self._nearest(computation, after, users.__getitem__)
+        if not names:
+            return "unknown", hm.Metadata()
+        phase, metadata = _majority(names)
+        return phase, metadata._replace(op_name="")
+
+    def _nearest(
+        self, computation: hm.Computation, start: Sequence[int], on: Callable[[int], Sequence[int]]
+    ) -> list[_Weighed]:
+        """List the first names on each path from some values on."""
+        names, queue = [], collections.deque(start)
+        seen = set(start)
+        while queue and len(seen) < _NEAR:
+            position = queue.popleft()
+            one = computation.instructions[position]
+            metadata = self._module.metadata(one)
+            # A parameter's name is the argument's.
+            if metadata.op_name and one.opcode != "parameter":
+                names.append((metadata, one.shape.bytes))
+                continue
+            for following in on(position):
+                if following not in seen:
+                    seen.add(following)
+                    queue.append(following)
+        return names
+
+    def _users_in(self, computation: hm.Computation) -> list[list[int]]:
         if computation.name not in self._users:
             self._users[computation.name] = computation.users()
-        found = self._results(computation, position, operand, elements)
-        phases = {phase_of(one.op_name) for one in found}
-        if len(phases) == 1:
-            return phases.pop(), found[0]
-        if phases:
-            return "mixed", found[0]
-        made_of = computation.instructions[position].operands[operand]
-        return find_phase(self._module, computation, [made_of]), hm.Metadata()
+        return self._users[computation.name]
 
-    def _results(self, computation, position, operand, elements) -> list[hm.Metadata]:
-        """List the metadata of what takes a part out of the result."""
-        users = self._users[computation.name]
-        instructions = computation.instructions
+    def _takers(self, computation, position, operand, elements) -> list[int]:
+        """List what takes a part out of the result."""
+        users, instructions = self._users_in(computation), computation.instructions
         where = (computation.name, position)  # what its takers take is read once for all parts
         if elements is None:
             if where not in self._elements:
@@ -116,25 +153,61 @@ class PartNames:
                     if instructions[taker].opcode == "get-tuple-element":
                         index = instructions[taker].attribute("index")
                         by_index.setdefault(index, []).append(taker)
-            queue = self._elements[where].get(str(operand), [])
-        else:
-            if where not in self._cuts:
-                takers = self._past_done(users, instructions, position)
-                cuts = [(taker, self._slice(instructions[taker])) for taker in takers]
-                self._cuts[where] = [(taker, cut) for taker, cut in cuts if cut is not None]
-            first, end = elements
-            queue = [taker for taker, cut in self._cuts[where] if cut[0] < end and first < cut[1]]
-        found = []
-        for start in queue:
-            for _ in range(16):  # nothing but the part itself, in another form
-                metadata = self._module.metadata(instructions[start])
+            return self._elements[where].get(str(operand), [])
+        if where not in self._cuts:
+            takers = self._past_done(users, instructions, position)
+            cuts = [(taker, self._slice(instructions[taker])) for taker in takers]
+            self._cuts[where] = [(taker, cut) for taker, cut in cuts if cut is not None]
+        first, end = elements
+        return [taker for taker, cut in self._cuts[where] if cut[0] < end and first < cut[1]]
+
+    def _own(self, computation: hm.Computation, takers: Sequence[int]) -> list[_Weighed]:
+        """List the names on takers, or on what has the same elements in another form."""
+        found, users = [], self._users_in(computation)
+        for position in takers:
+            for _ in range(16):
+                one = computation.instructions[position]
+                metadata = self._module.metadata(one)
                 if metadata.op_name:
-                    found.append(metadata)
+                    found.append((metadata, one.shape.bytes))
                     break
-                following = users[start]
-                if len(following) != 1 or instructions[following[0]].opcode not in _SAME:
+                following = users[position]
+                if len(following) != 1 or not self._is_form(computation.instructions[following[0]]):
                     break
-                (start,) = following
+                (position,) = following
+        return found
+
+    def _is_form(self, instruction: hm.Instruction) -> bool:
+        """Tell whether an instruction, a fusion too, computes nothing."""
+        if instruction.opcode != "fusion":
+            return instruction.opcode in _SAME
+        inside = [
+            i for name in instruction.calls for i in self._module.computations[name].instructions
+        ]
+        return all(i.opcode in _FORMS for i in inside)
+
+    def _packed(
+        self, computation: hm.Computation, position: int, elements: tuple[int, int]
+    ) -> list[int]:
+        """List what a range of a flat array is packed from; the array where that isn't shown."""
+        outer = inner = computation.instructions[position]
+        within = computation
+        if outer.opcode == "fusion" and len(outer.calls) == 1:
+            within = self._module.computations[outer.calls[0]]
+            inner = within.instructions[within.root]
+        if inner.opcode != "concatenate" or len(inner.shape.dimensions) != 1:
+            return [position]
+        found, start = [], 0
+        for operand in inner.operands:
+            one = within.instructions[operand]
+            end = start + one.shape.element_count
+            if start < elements[1] and elements[0] < end:
+                if within is not computation:
+                    if one.opcode != "parameter" or int(one.literal) >= len(outer.operands):
+                        return [position]
+                    operand = outer.operands[int(one.literal)]
+                found.append(operand)
+            start = end
         return found
 
     @staticmethod

@@ -308,7 +308,7 @@ class _Judge:
     def _collective(self, computation, position: int, channel: hc.Channel) -> Collective:
         """Describe a collective, but for what differs between its operands."""
         instruction = computation.instructions[position]
-        metadata = self.module.metadata(instruction)
+        phase, metadata = self.names.whole(computation, position)
         run = self.runs.get(computation.name)
         mesh = self.mesh or hd.mesh_of(channel.mesh, self.relations)
         axes = mesh.axes_of(channel.groups) if mesh else None
@@ -325,7 +325,7 @@ class _Judge:
             reduction=channel.reduction,
             operand_bytes=0,
             element_type="",
-            phase=self.names.whole(computation, position),
+            phase=phase,
             loop_depth=run.depth if run else 0,
             trip_count=run.count if run else None,
             op_name=metadata.op_name,
@@ -363,6 +363,8 @@ class _Judge:
             fields["op_name"], fields["frames"] = metadata.op_name, metadata.frames or base.frames
         elif elements is not None and base.op_name:  # it is not combined
             return found
+        elif metadata.frames:
+            fields["frames"] = metadata.frames
         fields["phase"] = phase
         return found
 

@@ -13,6 +13,7 @@ from shardrules.registry.axistypes import AxisType
 __all__ = [
     "CALLS",
     "CASTS",
+    "DECLARED",
     "KERNELS",
     "SUMS",
     "TO_UNREDUCED",
@@ -21,6 +22,7 @@ __all__ = [
     "equations",
     "gradient_sums",
     "inner_jaxprs",
+    "is_declared",
     "is_inexact",
     "is_transposed",
     "name_of",
@@ -36,6 +38,9 @@ __all__ = [
 TO_VARYING = ("pvary", "pcast", "reduced_vary_cast", "reduced_vary_cast_p")
 TO_UNREDUCED = ("vary_unreduced_cast", "vary_unreduced_cast_p")
 CASTS = frozenset((*TO_VARYING, *TO_UNREDUCED, "pbroadcast", "preduced"))
+
+# The name scope of a cast that a user wrote with shardrules.vary, in which no other cast stands.
+DECLARED = "shardrules.vary"
 
 # All-reduces that add.
 SUMS = ("psum", "psum_invariant", "psum2")
@@ -143,6 +148,11 @@ def is_transposed(eqn: Any) -> bool:
     # To JAX 0.6 the stack's text has it in named scopes alone.
     marks = eqn.source_info.name_stack.stack
     return any(type(m).__name__ == "Transform" and m.name == "transpose" for m in marks)
+
+
+def is_declared(eqn: Any) -> bool:
+    """Whether an equation is a cast that a user wrote with ``shardrules.vary``."""
+    return any(getattr(m, "name", "") == DECLARED for m in eqn.source_info.name_stack.stack)
 
 
 def gradient_sums(jaxpr: Any, in_gradient: bool = False) -> frozenset[str]:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from shardrules.arguments import checked
 from shardrules.door import internals
 from shardrules.door.internals import Door
+from shardrules.door.jaxprs import DECLARED
 from shardrules.errors import AxisError, CotangentError, UnsupportedJaxError
 from shardrules.hooks.install import held, hold_for_ops, state
 from shardrules.hooks.notes import Claims
@@ -67,7 +68,8 @@ def vary(x: Any, *axes: str) -> Any:
         if isinstance(leaf, door.SymbolicZero):
             return leaf
         have = _whole(door, "vary", leaf, named)
-        return door.cast(leaf, have.vary(*(named - have.varying)))
+        with jax.named_scope(DECLARED):
+            return door.cast(leaf, have.vary(*(named - have.varying)))
 
     return jax.tree_util.tree_map(one, x)
 

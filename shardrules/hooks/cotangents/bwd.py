@@ -13,14 +13,8 @@ from typing import Any
 
 from shardrules.door.jaxprs import CASTS, equations, inner_jaxprs, named_axes
 from shardrules.errors import AxisError, CotangentError
-from shardrules.hooks.cotangents.origins import (
-    NOWHERE,
-    Origin,
-    Origins,
-    Reduction,
-    divides,
-    makes_zeros,
-)
+from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction, divides
+from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Trace
 from shardrules.hooks.state import COLLECT
 from shardrules.registry.axistypes import AxisType, Effect, show_axes
@@ -45,6 +39,7 @@ class Bwd:
         self.bwd = bwd
         self.parts = parts
         self.args = args
+        self.refusals = Refusals(self.door, parts)
         self._traced: Trace | None = None
         self._origins: dict[Any, Origins] = {}
 
@@ -67,7 +62,21 @@ class Bwd:
 
     # What the jaxpr shows.
 
-    def check_share(self, path, axes: frozenset[str], have: AxisType, want: AxisType) -> None:
+    def check(self, ct: Cotangent) -> None:
+        """Raise unless a cast and a psum are known to make of this cotangent its primal's.
+
+        Raises:
+          CotangentError: naming the cause, and the right forms.
+        """
+        self._check_sums(ct)
+        self._check_whole(ct)
+        if ct.missing:
+            self._check_type(ct)
+            self._check_others(ct)
+        if ct.extra or ct.partial:
+            self.check_share(ct, ct.extra | ct.partial)
+
+    def check_share(self, ct: Cotangent, axes: frozenset[str]) -> None:
         """Raise unless this cotangent is one device's share of the sum over ``axes``.
 
         It is, if nothing that it depends on communicates over them, and each cotangent on which it
@@ -80,54 +89,48 @@ class Bwd:
         """
         # Asked of all of bwd first: then it is so for each of its parts.
         for what in self._communicates(self._trace().jaxpr, axes):
-            for what in self._communicates(self._sliced(path), axes):
-                raise self._undecided(path, axes, have, want, f"bwd holds {what}")
+            for what in self._communicates(self._sliced(ct.path), axes):
+                raise self.refusals.undecided(ct, axes, f"bwd holds {what}")
             break
         arriving = self._arriving()
-        leaves = self._leaves(self._origin(path))
+        leaves = self._leaves(self._origin(ct.path))
         first = len(self._entering()) - len(arriving)
         summed = self._summed_before([i for i in leaves if i < first], axes)
         if summed:
-            raise self._undecided(
-                path,
+            raise self.refusals.undecided(
+                ct,
                 summed,
-                have,
-                want,
                 f"it is made of a residual that the forward summed over {show_axes(summed)} or "
                 "gathered, as jax.grad sums there for what is invariant (and not for "
-                f"shardrules.vary(w, {_quoted(summed)})): no cotangent that varies makes shares "
+                f"shardrules.vary(w, {quoted(summed)})): no cotangent that varies makes shares "
                 "of it",
             )
         if all(axes <= _axes(one) for one in arriving):
             return
-        used = [i - first for i in leaves if i >= first]
+        used = self._used(ct.path)
         for i in used:
             whole = axes - _axes(arriving[i])
             if whole:
-                raise self._undecided(
-                    path,
+                raise self.refusals.undecided(
+                    ct,
                     whole,
-                    have,
-                    want,
                     f"the cotangent that arrives for output {i} is invariant over "
                     f"{show_axes(whole)}: what varies comes from a residual or an argument, and "
                     "these may be gathered",
                 )
-        if not used and not self._is_zero(path):
-            raise self._undecided(
-                path, axes, have, want, "it depends on no cotangent that arrives, only on residuals"
+        if not used and not self._is_zero(ct.path):
+            raise self.refusals.undecided(
+                ct, axes, "it depends on no cotangent that arrives, only on residuals"
             )
 
-    def check_sums(self, path, have: AxisType, want: AxisType) -> None:
+    def _check_sums(self, ct: Cotangent) -> None:
         """Raise if what this cotangent depends on sums what is equal on the devices it sums over.
 
         The cotangent of an output that is invariant over an axis arrives summed over it; a bwd that
         is right with the check off (psum, psum_scatter) then gives N times the gradient. Only a
         forward that itself sums equal values over the axis has such a bwd.
-
-        Raises:
-          CotangentError: naming the reduction, and the right forms.
         """
+        path, want = ct.path, ct.want
         arriving = frozenset().union(*(t.varying | t.unreduced for t in self._arriving()))
         dropped = (want.varying | want.unreduced) - arriving
         reductions = list(self._communicates(self._trace().jaxpr, self.mesh_axes, reductions=True))
@@ -138,8 +141,8 @@ class Bwd:
         by = next(self._communicates(self._sliced(path), dropped, reductions=True), None)
         if dropped and by is not None:
             kernel = self._forward.dropping(dropped)
-            if kernel is not None or not dropped <= have.varying:
-                raise self._summed(path, dropped, have, want, by, kernel)
+            if kernel is not None or not dropped <= ct.have.varying:
+                raise self.refusals.summed(ct, dropped, by, kernel)
         first = len(self._entering()) - len(self._arriving())
         for one in self._reductions(path, arriving):
             equal = one.axes - one.origin.axes
@@ -152,42 +155,60 @@ class Bwd:
                 if equal <= averaged and divides(self._sliced(path), sizes):
                     continue  # the forward's pmean, differentiated
                 if equal:
-                    raise self._summed(
-                        path, equal, have, want, one.text, self._forward.dropping(equal)
-                    )
+                    kernel = self._forward.dropping(equal)
+                    raise self.refusals.summed(ct, equal, one.text, kernel)
 
-    def check_others(
-        self, path, index: int, axes: frozenset[str], have: AxisType, want: AxisType
-    ) -> None:
-        """Raise if a cotangent that is the same along ``axes`` is made of cotangents that differ.
+    def _check_whole(self, ct: Cotangent) -> None:
+        """Raise if each device would get the sum of all devices' cotangents of one output.
+
+        That is what an invariant output's cotangent is. For a primal that varies it is right where
+        the forward made the output of it by a collective along that axis, as a psum is transposed
+        to the identity. Where it did not (a gradient that is handed to a stand-in, as
+        straight-through estimators do), each device's cotangent was to be its own.
+        """
+        arriving = self._arriving()
+        for axis in sorted(ct.want.varying):
+            if all(axis in one.axes for one in arriving):
+                continue
+            for i in sorted(self._used(ct.path)):
+                if axis in arriving[i].axes:
+                    continue
+                outputs = self._forward.outputs(len(arriving))
+                why = "whether the forward makes it of that primal can't be seen a second time"
+                if outputs is not None:
+                    have, origin = outputs[i]
+                    if axis in have.axes or (ct.index, axis) in origin.crossed:
+                        continue
+                    why = "the forward does not make it of that primal"
+                if i in self._used(ct.path, axis):
+                    raise self.refusals.unmoved(ct, axis, i, why)
+
+    def _check_others(self, ct: Cotangent) -> None:
+        """Raise if a cotangent that is the same along axes is made of cotangents that differ.
 
         Its primal differs there, so it is of what other devices' outputs owe to this device's
         value: nothing, where the forward does not move it.
-
-        Raises:
-          CotangentError: naming what moves them in bwd, and the right forms.
         """
         arriving = self._arriving()
-        first = len(self._entering()) - len(arriving)
-        used = [i - first for i in self._leaves(self._origin(path)) if i >= first]
-        axes = axes.intersection(frozenset().union(*(_axes(arriving[i]) for i in used)))
-        if not axes or self._forward.moves(index, axes):
+        used = self._used(ct.path)
+        outputs = self._forward.outputs(len(arriving))
+        axes = ct.missing.intersection(frozenset().union(*(_axes(arriving[i]) for i in used)))
+        if not axes or outputs is None:
             return
-        for by in self._communicates(self._sliced(path), axes):
-            raise self._of_others(path, axes, have, want, by)
+        moved = {axis for i in used for at, axis in outputs[i][1].crossed if at == ct.index}
+        for by in self._communicates(self._sliced(ct.path), axes):
+            if not axes & moved:
+                raise self.refusals.of_others(ct, axes, by)
 
-    def check_invariant(self, path, axes: frozenset[str]) -> None:
-        """Raise unless a cotangent's type says rightly that it is invariant over ``axes``.
+    def _check_type(self, ct: Cotangent) -> None:
+        """Raise unless a cotangent's type says rightly that it is invariant where it is.
 
         JAX refuses a cotangent that varies less than its primal, and a cast makes it pass: where
         the type is wrong (an opaque primitive that JAX types as invariant), that error was the
         only sign of it.
-
-        Raises:
-          CotangentError: naming the equation that lost the axes.
         """
         door = self.door
-        for equation in equations(self._sliced(path)):
+        for equation in equations(self._sliced(ct.path)):
             name = equation.primitive.name
             if self.hooks.state.known_of(equation.primitive, equation.params) is not None:
                 continue
@@ -195,128 +216,11 @@ class Bwd:
             if name != "cond" and next(inner_jaxprs(equation.params), None) is not None:
                 continue
             entering = frozenset().union(*(door.axis_type(v.aval).varying for v in inputs))
-            lost = (entering & axes) - named_axes(equation.params)
+            lost = (entering & ct.missing) - named_axes(equation.params)
             for out in equation.outvars:
                 kept = door.axis_type(out.aval)
                 if lost - kept.axes:
-                    from jax.tree_util import keystr
-
-                    names = _quoted(lost - kept.axes)
-                    raise CotangentError(
-                        f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} "
-                        f"that is typed invariant over {{{names}}}, but it depends on {name}, "
-                        f"which takes what varies over them and whose result JAX types as "
-                        f"invariant. Cast its result: shardrules.vary(x, {names}).",
-                        path=path,
-                        axes=lost,
-                    )
-
-    # The errors.
-
-    def _undecided(self, path, axes, have, want, why: str) -> CotangentError:
-        from jax.tree_util import keystr
-
-        names = _quoted(axes)
-        if is_library(self.parts.place):
-            return self._not_yours(path, axes, have, want, why)
-        if axes & want.unreduced:
-            return CotangentError(
-                f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} that is "
-                f"{have}, for a primal that is reduced over {show_axes(axes)}: it is to be each "
-                f"device's share, and whether it is can't be told, because {why}. If it is, return "
-                f"jax.lax.pcast(ct, ({names},), to='unreduced') from bwd; if it is the full sum "
-                f"already, return that of ct / jax.lax.axis_size(({names},)).",
-                path=path,
-                axes=axes,
-                have=have,
-                want=want,
-            )
-        whole = f"shardrules.already_summed(ct, {names})"
-        if not self.door.typed:
-            whole = f"jax.lax.pmean(ct, ({names},))"
-        share = (
-            "; a bwd that serves varying ones too is to return its share as it is, and this primal "
-            f"to be cast where the function is called, shardrules.vary(x, {names})"
-            if self.door.typed
-            else ""
-        )
-        return CotangentError(
-            f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} that is "
-            f"{have}, for a primal that asks for {want}. One psum over {{{names}}} is missing if "
-            "it is this device's share, and none if it is the full sum already; which of them "
-            f"can't be told, because {why}. If it is a share, return jax.lax.psum(ct, ({names},)) "
-            f"from bwd. If it is summed already, return {whole}. Both are for primals that are "
-            f"invariant over {{{names}}}, as here{share}.",
-            path=path,
-            axes=axes,
-            have=have,
-            want=want,
-        )
-
-    def _not_yours(self, path, axes, have, want, why: str) -> CotangentError:
-        from jax.tree_util import keystr
-
-        return CotangentError(
-            f"the bwd {self.parts.name!r} (at {self.parts.place}) returns a cotangent at "
-            f"output{keystr(path)} that is {have}, for a primal that asks for {want}, and whether "
-            f"one psum over {{{_quoted(axes)}}} is missing can't be told, because {why}. "
-            f"{self.parts.to_cast(self.door, axes)}",
-            path=path,
-            axes=axes,
-            have=have,
-            want=want,
-        )
-
-    def _summed(self, path, axes, have, want, by: str, kernel: str | None) -> CotangentError:
-        from jax.tree_util import keystr
-
-        names = _quoted(axes)
-        return CotangentError(
-            f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} that it "
-            f"reduces over {{{names}}} (by {by}), but the forward's outputs are "
-            f"invariant over {{{names}}}{f' (by {kernel})' if kernel else ''}, so the cotangent "
-            "that bwd receives is the sum over them already, and would be counted once for each "
-            "device. After an all-reduce, pass it on:\n    return (ct,)\nafter an all-gather, "
-            f"take this device's slice:\n    i = jax.lax.axis_index({sorted(axes)[0]!r})\n"
-            "    return (jax.lax.dynamic_slice_in_dim(ct, i * n, n),)\n"
-            f"and after the identity of a primal that is invariant over {{{names}}}, pass it on "
-            f"too. {self._for_both(names)}",
-            path=path,
-            axes=axes,
-            have=have,
-            want=want,
-        )
-
-    def _of_others(self, path, axes, have, want, by: str) -> CotangentError:
-        from jax.tree_util import keystr
-
-        names = _quoted(axes)
-        cast = f"shardrules.vary(jax.lax.psum(ct, ({names},)), {names})"
-        copies = f"; to keep copies equal, say so by a cast:\n    return ({cast},)"
-        return CotangentError(
-            f"the bwd {self.parts.name!r} returns a cotangent at output{keystr(path)} that it "
-            f"reduces over {{{names}}} (by {by}), for a primal that varies over {{{names}}} and "
-            "that the forward does not move there: other devices' cotangents are those of other "
-            "values, and JAX itself sums those of a value that was cast. Return this device's:\n"
-            f"    return (ct,){copies if self.door.typed else ''}",
-            path=path,
-            axes=axes,
-            have=have,
-            want=want,
-        )
-
-    def _for_both(self, names: str) -> str:
-        """Say what to do where one function sums shares at one use, and equal copies at another."""
-        use = "Where the same function is to sum equal copies of such a primal, as the outer f of "
-        if not self.door.typed:  # nothing can be cast there
-            return (
-                f"{use}f(f(x)) does, call another one there, whose bwd counts the copies:\n"
-                f"    return (ct * jax.lax.psum(1, ({names},)),)"
-            )
-        return (
-            f"{use}f(f(x)) does, cast it at the call, f(shardrules.vary(x, {names})): then these "
-            "forms are right for both uses."
-        )
+                    raise self.refusals.lost(ct, lost, lost - kept.axes, name)
 
     # How they are found.
 
@@ -402,7 +306,7 @@ class Bwd:
         gradients = frozenset().union(*(saved[i].gradients for i in residuals))
         return axes & gradients | equal & sums
 
-    def _from(self, path, axes: Sequence[frozenset[str]]) -> Origins:
+    def _from(self, path, axes: Sequence[frozenset[str]], declared: str = "") -> Origins:
         """Return the origins of one cotangent, where devices differ so in bwd's arguments."""
         return Origins(
             self.door,
@@ -410,18 +314,28 @@ class Bwd:
             self.mesh_axes,
             self._sliced(path),
             [Origin(frozenset((at,)), axes[leaf]) for at, leaf in enumerate(self._trace().dynamic)],
+            declared,
         )
 
-    def _origin(self, path) -> Origin:
-        joined = NOWHERE
-        for one in self._of(path).outputs:
-            joined |= one
-        return joined
+    def _origin(self, path, declared: str = "") -> Origin:
+        origins = self._of(path)
+        if declared:
+            origins = self._from(path, [_axes(one) for one in self._entering()], declared)
+        return functools.reduce(Origin.__or__, origins.outputs, NOWHERE)
+
+    def _used(self, path, declared: str = "") -> set[int]:
+        """Return the outputs of whose cotangents one is made; not of those cast by ``vary``.
+
+        Args:
+          path: of that cotangent.
+          declared: over which axis ``shardrules.vary`` casts those that don't count.
+        """
+        first = len(self._entering()) - len(self._arriving())
+        return {i - first for i in self._leaves(self._origin(path, declared)) if i >= first}
 
     def _is_zero(self, path) -> bool:
         """Whether a cotangent is a constant zero, as ``jnp.zeros`` makes it."""
-        count = len(self._trace().dynamic)
-        return not self._origin(path).inputs and makes_zeros(self._sliced(path), count)
+        return all(one.number == 0 for one in self._of(path).outputs)
 
     @functools.cached_property
     def _forward(self) -> Forward:
@@ -493,7 +407,3 @@ _REDUCTIONS = ("psum", "reduce_scatter")
 
 def _axes(type_: AxisType) -> frozenset[str]:
     return type_.varying | type_.unreduced
-
-
-def _quoted(axes: frozenset[str]) -> str:
-    return ", ".join(map(repr, sorted(axes)))

@@ -18,6 +18,7 @@ from typing import Any
 from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
 from shardrules.hooks.cotangents.bwd import Bwd
+from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.state import Hooks, Scope, State
 
@@ -29,8 +30,8 @@ class CustomVjpHooks(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        # From what JAX hands on from fwd to bwd (a function that returns their trees) to fwd, and
-        # whether that takes gradients.
+        # From what JAX hands on from fwd to bwd (a function that returns their trees) to fwd,
+        # whether that takes gradients, and which of its arguments are perturbed.
         self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def see(self, parts: CustomVjpInfo, *args) -> None:
@@ -47,17 +48,26 @@ class CustomVjpHooks(Hooks):
 
     def _flatten_fwd(self, fun, *rest, **options):
         gradients: list[None] = []
-        scoped = self._scoped(fun, self._inside(), gradients)
+        perturbed: list[bool] = []
+
+        def see(*args):
+            import jax
+
+            leaves = jax.tree_util.tree_leaves(args)
+            kind = jax.custom_derivatives.CustomVJPPrimal
+            perturbed[:] = [one.perturbed for one in leaves if isinstance(one, kind)]
+
+        scoped = self._scoped(fun, self._inside(), gradients, see)
         flat, trees = self.door.flatten_fwd(scoped, *rest, **options)
         if self.state.active:
-            self._forwards[trees] = scoped, gradients
+            self._forwards[trees] = scoped, gradients, perturbed
         return flat, trees
 
     def parts(self, bwd: Any, in_tree: Any, in_avals: Any, trees: Any) -> CustomVjpInfo:
         """Return what a bwd belongs to, as JAX flattens it."""
-        fwd, gradients = self._forwards.get(trees, (None, ()))
+        fwd, gradients, perturbed = self._forwards.get(trees, (None, (), ()))
         name, place = self.door.function_name(bwd), self.door.function_place(bwd)
-        return CustomVjpInfo(name, fwd, gradients, in_tree, tuple(in_avals), place)
+        return CustomVjpInfo(name, fwd, gradients, perturbed, in_tree, tuple(in_avals), place)
 
     def _flatten_bwd(self, fun, *rest):
         bwd, scope = fun, self._inside()
@@ -77,12 +87,13 @@ class CustomVjpHooks(Hooks):
         count = scope.derivatives_count
         return dataclasses.replace(scope, derivatives_count=count - 1) if count else scope
 
-    def _scoped(self, fun, scope=None, gradients=None):
+    def _scoped(self, fun, scope=None, gradients=None, see=None):
         scope = self.state.scope if scope is None else scope
         if not scope.active:
             return fun
         name = self.door.function_name(fun)
-        return self.door.scoped(fun, lambda scope: self._enter(name, scope, gradients), scope)
+        enter = lambda scope: self._enter(name, scope, gradients)  # noqa: E731
+        return self.door.scoped(fun, enter, scope, see)
 
     def _enter(self, name: str, scope: Scope, gradients: list[None] | None = None):
         """Return a context with the scope of a custom_vjp; refuse to run it without the hooks."""
@@ -134,29 +145,21 @@ class CustomVjpHooks(Hooks):
 
         return tree.tree_map_with_path(one, cotangents, primals, is_leaf=is_none)
 
-    def _cotangent(self, path, index, ct, primal, bwd):
+    def _cotangent(self, path, index, value, primal, bwd):
         import jax
 
-        have = self.door.axis_type(self.door.typeof(ct))
-        want = self.door.cotangent_type(primal)
-        bwd.check_sums(path, have, want)
-        missing = want.varying - have.axes
-        if missing:
-            bwd.check_invariant(path, missing)
-            bwd.check_others(path, index, missing, have, want)
-        partial = have.varying & want.unreduced  # of a reduced primal: summed by the user
-        extra = have.varying - want.varying - partial
-        if extra or partial:
-            bwd.check_share(path, extra | partial, have, want)
-        if extra:
-            order = tuple(a for a in self.door.manual_axes() if a in extra)
-            ct = jax.lax.psum(ct, order)
-            self.state.record_sum(index, extra)
+        door = self.door
+        ct = Cotangent(path, index, door.axis_type(door.typeof(value)), door.cotangent_type(primal))
+        bwd.check(ct)
+        if ct.extra:
+            order = tuple(a for a in door.manual_axes() if a in ct.extra)
+            value = jax.lax.psum(value, order)
+            self.state.record_sum(index, ct.extra)
             self.state.note_sum(
                 order,
-                ct,
-                self.door.source_line(self.door.current_source()),
+                value,
+                door.source_line(door.current_source()),
                 f"bwd {bwd.parts.name!r} returns one device's share at "
                 f"output{jax.tree_util.keystr(path)}",
             )
-        return self.door.cast(ct, want)
+        return door.cast(value, ct.want)

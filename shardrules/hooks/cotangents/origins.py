@@ -8,6 +8,7 @@ counts one value once for each device. So is which cotangents a returned cotange
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
     CASTS,
     KERNELS,
-    equations,
     inner_jaxprs,
+    is_declared,
+    is_inexact,
     is_transposed,
     named_axes,
     opened,
@@ -24,16 +26,17 @@ from shardrules.door.jaxprs import (
 )
 from shardrules.registry.axistypes import show_axes
 
-__all__ = ["NOWHERE", "Origin", "Origins", "Reduction", "divides", "makes_zeros"]
+__all__ = ["NOWHERE", "Origin", "Origins", "Reduction", "divides"]
 
 # Equations that change the form of what they take, and not its values.
 _SAME_VALUES = CASTS | {"convert_element_type", "reshape", "broadcast_in_dim", "squeeze"}
 
-# Equations that make zeros of zeros.
-_OF_ZEROS = frozenset(
-    "broadcast_in_dim convert_element_type reshape squeeze transpose copy pjit jit "
-    "reduce_sum add mul neg".split()
-)
+# Equations whose results hold one number where all of their operands hold it.
+_SAME_NUMBER = _SAME_VALUES | {"transpose", "copy", "slice", "rev", "select_n", "pmax", "pmin"}
+
+# Equations that make zeros of zeros, and those that need only one of them.
+_OF_ZEROS = frozenset("reduce_sum neg add add_any sub cumsum".split())
+_OF_ONE_ZERO = frozenset("mul dot_general".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,21 +49,27 @@ class Origin:
       sums: the mesh axes over which something was summed that it depends on, or moved: what is
         gathered may be added up.
       gradients: of these, the ones over which a backward pass summed it.
+      crossed: pairs of an input and a mesh axis along which a collective brought it here.
+      number: what each of its elements is, where that is known: a constant of no input.
     """
 
     inputs: frozenset[int] = frozenset()
     axes: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
     gradients: frozenset[str] = frozenset()
+    crossed: frozenset[tuple[int, str]] = frozenset()
+    number: float | None = None
 
     def __or__(self, other: Origin) -> Origin:
-        if other is self or other is NOWHERE:
+        if other is self or (other is NOWHERE and self.number is None):
             return self
         return Origin(
             self.inputs | other.inputs,
             self.axes | other.axes,
             self.sums | other.sums,
             self.gradients | other.gradients,
+            self.crossed | other.crossed,
+            self.number if self.number == other.number else None,
         )
 
     def along(self, axes: frozenset[str]) -> Origin:
@@ -78,7 +87,13 @@ class Origin:
     def summed(self, axes: frozenset[str], in_gradient: bool = False) -> Origin:
         """Return this origin, of what is summed over ``axes``."""
         gradients = self.gradients | axes if in_gradient else self.gradients
-        return Origin(self.inputs, self.axes - axes, self.sums | axes, gradients)
+        axes, sums = self.axes - axes, self.sums | axes
+        return dataclasses.replace(self, axes=axes, sums=sums, gradients=gradients)
+
+    def crossing(self, axes: frozenset[str]) -> Origin:
+        """Return this origin, of what a collective brought along ``axes``."""
+        pairs = frozenset((at, axis) for at in self.inputs for axis in axes)
+        return dataclasses.replace(self, crossed=self.crossed | pairs, number=None)
 
 
 NOWHERE = Origin()
@@ -111,6 +126,7 @@ class Origins:
       jaxpr: the jaxpr.
       inputs: the origin of each argument. What the function closes over stands before these in the
         jaxpr: tracers, and from JAX 0.11 arrays too, which were its constants.
+      declared: a mesh axis; what ``shardrules.vary`` casts over it is taken to come from nowhere.
 
     Attributes:
       outputs: one origin for each output.
@@ -123,13 +139,14 @@ class Origins:
         mesh_axes: frozenset[str],
         jaxpr: Any,
         inputs: Sequence[Origin],
+        declared: str = "",
     ):
         self.door = door
         self.opaque = opaque
         self.mesh_axes = mesh_axes
+        self.declared = declared
         # A jaxpr may stand in several equations, and be looked at repeatedly: by its place.
         self._reductions: dict[tuple, Reduction] = {}
-        self._moves: dict[tuple, tuple[frozenset[str], Origin]] = {}
         self._in_gradient = False
         self._stored = NOWHERE  # what one equation's jaxprs store to refs
         closed = jaxpr.invars[: len(jaxpr.invars) - len(inputs)]
@@ -140,16 +157,12 @@ class Origins:
         """Each operand that is summed over mesh axes."""
         return list(self._reductions.values())
 
-    def moves(self, at: int, axes: frozenset[str]) -> bool:
-        """Whether what depends on the input ``at`` may be moved along one of ``axes``."""
-        return any(over & axes and at in what.inputs for over, what in self._moves.values())
-
     def _jaxpr(self, jaxpr: Any, inputs: Sequence[Origin], place: tuple) -> list[Origin]:
         env = dict(zip(jaxpr.constvars, map(self._constant, jaxpr.constvars)))
         env.update(zip(jaxpr.invars, inputs))
 
         def read(atom):
-            return NOWHERE if hasattr(atom, "val") else env.get(atom, NOWHERE)
+            return _literal(atom.val) if hasattr(atom, "val") else env.get(atom, NOWHERE)
 
         while True:
             grown = False
@@ -159,6 +172,9 @@ class Origins:
                 self._in_gradient = outside or is_transposed(eqn)
                 before, self._stored = self._stored, NOWHERE
                 results = self._equation(jaxpr, eqn, operands, here)
+                number = _number(eqn, operands)
+                if number is not None:
+                    results = [Origin(number=number)] * len(results)
                 self._in_gradient, inside, self._stored = outside, self._stored, before
                 for var, result in zip(eqn.outvars, results):
                     # What is stored to a new ref later in a pass is its own in the next.
@@ -190,7 +206,9 @@ class Origins:
         if known is not None:
             # A kernel without results writes to refs.
             return [self._opaque(known, _union(operands), count or 1, place)] * (count or 1)
-        if name in CASTS:
+        if name in CASTS or name == "optimization_barrier":
+            if self.declared in named_axes(params) and is_declared(eqn):
+                return [NOWHERE] * count
             return operands
         if name == "scan":
             return self._loop(opened(params["jaxpr"]), operands, scan_counts(params), place)
@@ -232,7 +250,8 @@ class Origins:
                 self._reductions[(*place, i)] = Reduction(text, over, origin, divisor)
         if "axis_size" in name:
             return [joined] * len(eqn.outvars)
-        self._moves[place] = over, joined
+        if name != "axis_index":
+            operands, joined = [one.crossing(over) for one in operands], joined.crossing(over)
         whole = eqn.params.get("axis_index_groups") is None and not scatters
         if whole and "all_gather" in name:  # whatever its type
             return [joined.moved(over).equal(over)] * len(eqn.outvars)
@@ -249,12 +268,11 @@ class Origins:
     def _opaque(self, known: Any, joined: Origin, count: int, place: tuple) -> Origin:
         rule = None if known.found is None else known.found.rule
         if rule is None:
-            self._moves[place] = self.mesh_axes, joined
-            return joined.moved(self.mesh_axes)
+            return joined.crossing(self.mesh_axes).moved(self.mesh_axes)
         effects, over = rule.effects(count), frozenset(rule.named_axes)
         said = effects and not any(one.kind in ("unknown", "typed") for one in effects)
         along = frozenset().union(*(one.axes for one in effects)) if said else self.mesh_axes
-        self._moves[place] = along, joined
+        joined = joined.crossing(along)
         if any(word in rule.name for word in ("all_reduce", "reduce_scatter")):
             text = f"{known.call}, whose rule is {rule!r}"
             self._reductions[place] = Reduction(text, over, joined)
@@ -347,16 +365,26 @@ def _union(origins: Sequence[Origin]) -> Origin:
     return joined
 
 
-def makes_zeros(jaxpr: Any, count: int) -> bool:
-    """Whether a jaxpr holds nothing but what makes zeros of zeros.
+def _literal(value: Any) -> Origin:
+    """Return the origin of a literal: its number, where it is one."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):  # a key, a complex number
+        return NOWHERE
+    return Origin(number=number) if math.isfinite(number) else NOWHERE
 
-    Args:
-      jaxpr: the jaxpr.
-      count: how many of its last inputs are arguments; of the others nothing is known.
-    """
-    constants = {*jaxpr.constvars, *jaxpr.invars[: len(jaxpr.invars) - count]}
-    return all(
-        eqn.primitive.name in CASTS | _OF_ZEROS
-        and all(not a.val if hasattr(a, "val") else a not in constants for a in eqn.invars)
-        for eqn in equations(jaxpr)
-    )
+
+def _number(eqn: Any, operands: Sequence[Origin]) -> float | None:
+    """Return what each element of an equation's results is, where its operands tell."""
+    name, numbers = eqn.primitive.name, [one.number for one in operands]
+    if name == "select_n":
+        del numbers[0]  # which of the others it is
+    first = numbers[0] if numbers else None
+    if (name in _OF_ONE_ZERO and 0 in numbers) or (name == "div" and first == 0):
+        return 0
+    if first is None or any(one != first for one in numbers):
+        return None
+    if first and (name not in _SAME_NUMBER or not is_inexact(eqn.outvars[0].aval)):
+        return None
+    known = name in _SAME_NUMBER or name in _OF_ZEROS
+    return first if known and eqn.params.get("axis_index_groups") is None else None

@@ -10,6 +10,7 @@ from typing import Any
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import equations
 from shardrules.hooks.cotangents.origins import Origin, Origins
+from shardrules.registry.axistypes import AxisType
 
 __all__ = ["Forward", "CustomVjpInfo", "Trace"]
 
@@ -22,6 +23,7 @@ class CustomVjpInfo:
       name: the bwd's, for messages.
       fwd: the custom_vjp's fwd, as JAX wraps it.
       gradients: not empty once its fwd took some.
+      perturbed: with ``symbolic_zeros=True``, whether each primal was, as fwd was called.
       in_tree: the pytree of the primal inputs.
       in_avals: their avals.
       place: where the bwd is defined, ``file:line``, or empty.
@@ -30,6 +32,7 @@ class CustomVjpInfo:
     name: str
     fwd: Any
     gradients: Sequence[None]
+    perturbed: Sequence[bool]
     in_tree: Any
     in_avals: tuple[Any, ...]
     place: str = ""
@@ -166,6 +169,8 @@ class Forward:
 
         def run(*flat):
             flat = [symbols.cast(x, symbols.axis_type(a)) for x, a in zip(flat, parts.in_avals)]
+            if parts.perturbed:
+                flat = [*map(jax.custom_derivatives.CustomVJPPrimal, flat, parts.perturbed)]
             return parts.fwd.call_wrapped(*jax.tree_util.tree_unflatten(parts.in_tree, flat))
 
         try:
@@ -190,12 +195,12 @@ class Forward:
             return None
         return self.origins.outputs[output_count:]
 
-    def moves(self, at: int, axes: frozenset[str]) -> bool:
-        """Whether what depends on one primal may move along one of ``axes``.
-
-        Where the forward can't be traced again, the answer is that it may.
-        """
-        return self.jaxpr is None or self.origins.moves(at, axes)
+    def outputs(self, count: int) -> Sequence[tuple[AxisType, Origin]] | None:
+        """Return the type and the origin of each output; None where it can't be traced again."""
+        if self.jaxpr is None:
+            return None
+        types = [self.symbols.axis_type(atom.aval) for atom in self.jaxpr.outvars[:count]]
+        return list(zip(types, self.origins.outputs))
 
     def dropping(self, axes: frozenset[str]) -> str | None:
         """Describe an opaque call whose rule makes outputs invariant over ``axes``.

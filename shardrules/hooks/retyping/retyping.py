@@ -32,6 +32,7 @@ from shardrules.door.patching import Patches
 from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
+from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.retyping.equations import Equation
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.opaque import types_of
@@ -130,7 +131,7 @@ class Retyping(Hooks):
             want = self.door.cotangent_type(aval)
             share = by_cast & have.varying - want.varying - want.unreduced
             if share:
-                bwd.check_share(path, share, have, want)
+                bwd.check_share(Cotangent(path, index, have, want), share)
             whole = axes - self.door.axis_type(aval).axes - have.axes
             if not whole:
                 return ct

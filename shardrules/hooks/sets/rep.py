@@ -25,6 +25,7 @@ from shardrules.door.patching import Patches
 from shardrules.errors import RuleError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
+from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.sets.calls import SetPallasHooks, SetPrimitiveHooks
 from shardrules.hooks.state import Hooks, State
@@ -302,7 +303,7 @@ class SetHooks(Hooks):
         if not self.state.active:
             return self.door.rewrite_bwd(bwd, mesh, in_reps, reps_dst)
         call = getattr(bwd, "call_wrapped", bwd)
-        parts = CustomVjpInfo(self.door.function_name(bwd), None, (), None, ())
+        parts = CustomVjpInfo(self.door.function_name(bwd), None, (), (), None, ())
 
         def noted(*args):
             results = call(*args)
@@ -346,12 +347,7 @@ class SetHooks(Hooks):
 
         path = (SequenceKey(index),)
         have, want = (AxisType(run.axes - frozenset(rep)) for rep in (src, dst))
-        bwd = _Bwd(self.custom_vjp, run)
-        bwd.check_sums(path, have, want)
-        if want.varying - have.varying:
-            bwd.check_others(path, index, want.varying - have.varying, have, want)
-        if have.varying - want.varying:
-            bwd.check_share(path, have.varying - want.varying, have, want)
+        _Bwd(self.custom_vjp, run).check(Cotangent(path, index, have, want))
         return self.door.match_replication(src, dst, x)
 
     @property

@@ -1,0 +1,200 @@
+"""What is wrong with a cotangent that a bwd returns, and what to type instead: the errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.errors import CotangentError
+from shardrules.hooks.cotangents.traced import CustomVjpInfo
+from shardrules.registry.axistypes import AxisType, show_axes
+from shardrules.registry.suggestions import is_library
+
+__all__ = ["Cotangent", "Refusals", "quoted"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cotangent:
+    """One cotangent that a bwd returns.
+
+    Args:
+      path: its pytree path.
+      index: of its primal, among the flattened ones.
+      have: its axis type.
+      want: the axis type that a cotangent of its primal has.
+    """
+
+    path: Any
+    index: int
+    have: AxisType
+    want: AxisType
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """The axes over which its primal varies, and its own type does not."""
+        return self.want.varying - self.have.axes
+
+    @property
+    def extra(self) -> frozenset[str]:
+        """The axes over which its own type varies, and its primal's does not."""
+        return self.have.varying - self.want.varying - self.partial
+
+    @property
+    def partial(self) -> frozenset[str]:
+        """The axes over which its primal is reduced: a partial sum is asked for."""
+        return self.have.varying & self.want.unreduced
+
+
+class Refusals:
+    """The errors about one bwd's cotangents.
+
+    Args:
+      door: JAX's private names.
+      parts: what the bwd belongs to.
+    """
+
+    def __init__(self, door: Door, parts: CustomVjpInfo):
+        self.door = door
+        self.parts = parts
+
+    def undecided(self, ct: Cotangent, axes: frozenset[str], why: str) -> CotangentError:
+        """Say that a cotangent may be one device's share, or the full sum."""
+        names, have, want = quoted(axes), ct.have, ct.want
+        if is_library(self.parts.place):
+            return self._error(
+                ct,
+                axes,
+                f"is {have}, for a primal that asks for {want}, and whether one psum over "
+                f"{{{names}}} is missing can't be told, because {why}. "
+                f"{self.parts.to_cast(self.door, axes)}",
+            )
+        if axes & want.unreduced:
+            return self._error(
+                ct,
+                axes,
+                f"is {have}, for a primal that is reduced over {show_axes(axes)}: it is to be each "
+                f"device's share, and whether it is can't be told, because {why}. If it is, return "
+                f"jax.lax.pcast(ct, ({names},), to='unreduced') from bwd; if it is the full sum "
+                f"already, return that of ct / jax.lax.axis_size(({names},)).",
+            )
+        whole = f"shardrules.already_summed(ct, {names})"
+        share = (
+            "; a bwd that serves varying ones too is to return its share as it is, and this primal "
+            f"to be cast where the function is called, shardrules.vary(x, {names})"
+        )
+        if not self.door.typed:
+            whole, share = f"jax.lax.pmean(ct, ({names},))", ""
+        return self._error(
+            ct,
+            axes,
+            f"is {have}, for a primal that asks for {want}. One psum over {{{names}}} is missing "
+            "if it is this device's share, and none if it is the full sum already; which of them "
+            f"can't be told, because {why}. If it is a share, return jax.lax.psum(ct, ({names},)) "
+            f"from bwd. If it is summed already, return {whole}. Both are for primals that are "
+            f"invariant over {{{names}}}, as here{share}.",
+        )
+
+    def unmoved(self, ct: Cotangent, axis: str, output: int, why: str) -> CotangentError:
+        """Say that each device would get the cotangents of all devices' copies of an output."""
+        casts = (
+            f"\n    each device's own, as with the check off: return shardrules.vary(y, {axis!r}) "
+            "from the function and from its fwd, and reduce it after the call where an invariant "
+            f"value is asked for, as by jax.lax.pmean(y, {axis!r})"
+        )
+        whole = (
+            f"\n    the whole (the primal was reduced before the call): make it of "
+            f"shardrules.vary(ct, {axis!r}) in bwd"
+        )
+        if is_library(self.parts.place):
+            casts = (
+                "\n    each device's own, as with the check off: cast the arguments that the "
+                f"output is made of, shardrules.vary(x, {axis!r})"
+            )
+            whole = ""
+        if not self.door.typed:
+            casts = whole = ""
+        return self._error(
+            ct,
+            frozenset((axis,)),
+            f"is made of the cotangent of output {output}, for a primal that varies over "
+            f"{{{axis!r}}}. That output is invariant over {{{axis!r}}}, so its cotangent is the "
+            f"sum over all devices; {why}, so each device would get the whole sum, where with the "
+            f"check off each gets its own part of it. Say which is meant:{casts}\n    the gradient "
+            f"of a mean or a sum: pass jax.lax.pmean(x, {axis!r}) or jax.lax.psum(x, {axis!r}) for "
+            f"that primal{whole}",
+        )
+
+    def summed(
+        self, ct: Cotangent, axes: frozenset[str], by: str, kernel: str | None
+    ) -> CotangentError:
+        """Say that what is equal on the devices is summed over them."""
+        names = quoted(axes)
+        return self._error(
+            ct,
+            axes,
+            f"it reduces over {{{names}}} (by {by}), but the forward's outputs are "
+            f"invariant over {{{names}}}{f' (by {kernel})' if kernel else ''}, so the cotangent "
+            "that bwd receives is the sum over them already, and would be counted once for each "
+            "device. After an all-reduce, pass it on:\n    return (ct,)\nafter an all-gather, "
+            f"take this device's slice:\n    i = jax.lax.axis_index({sorted(axes)[0]!r})\n"
+            "    return (jax.lax.dynamic_slice_in_dim(ct, i * n, n),)\n"
+            f"and after the identity of a primal that is invariant over {{{names}}}, pass it on "
+            f"too. {self._for_both(names)}",
+        )
+
+    def of_others(self, ct: Cotangent, axes: frozenset[str], by: str) -> CotangentError:
+        """Say that a device would get the cotangents of other devices' values."""
+        names = quoted(axes)
+        cast = f"shardrules.vary(jax.lax.psum(ct, ({names},)), {names})"
+        copies = f"; to keep copies equal, say so by a cast:\n    return ({cast},)"
+        return self._error(
+            ct,
+            axes,
+            f"it reduces over {{{names}}} (by {by}), for a primal that varies over {{{names}}} and "
+            "that the forward does not move there: other devices' cotangents are those of other "
+            "values, and JAX itself sums those of a value that was cast. Return this device's:\n"
+            f"    return (ct,){copies if self.door.typed else ''}",
+        )
+
+    def lost(self, ct: Cotangent, axes: frozenset[str], lost: frozenset[str], by: str):
+        """Say that JAX types a result as invariant that varies."""
+        names = quoted(axes)
+        return self._error(
+            ct,
+            lost,
+            f"is typed invariant over {{{names}}}, but it depends on {by}, "
+            f"which takes what varies over them and whose result JAX types as "
+            f"invariant. Cast its result: shardrules.vary(x, {names}).",
+        )
+
+    def _error(self, ct: Cotangent, axes: frozenset[str], what: str) -> CotangentError:
+        from jax.tree_util import keystr
+
+        place = f" (at {self.parts.place})" if is_library(self.parts.place) else ""
+        return CotangentError(
+            f"the bwd {self.parts.name!r}{place} returns a cotangent at output{keystr(ct.path)} "
+            f"that {what}",
+            path=ct.path,
+            axes=axes,
+            have=ct.have,
+            want=ct.want,
+        )
+
+    def _for_both(self, names: str) -> str:
+        """Say what to do where one function sums shares at one use, and equal copies at another."""
+        use = "Where the same function is to sum equal copies of such a primal, as the outer f of "
+        if not self.door.typed:  # nothing can be cast there
+            return (
+                f"{use}f(f(x)) does, call another one there, whose bwd counts the copies:\n"
+                f"    return (ct * jax.lax.psum(1, ({names},)),)"
+            )
+        return (
+            f"{use}f(f(x)) does, cast it at the call, f(shardrules.vary(x, {names})): then these "
+            "forms are right for both uses."
+        )
+
+
+def quoted(axes: frozenset[str]) -> str:
+    """Return the names of mesh axes as they are typed."""
+    return ", ".join(map(repr, sorted(axes)))

@@ -1,0 +1,311 @@
+"""The cotangent of an invariant output is the sum over all devices: who may hand it on, and to what.
+
+Every program is executed on four devices along ``data`` and two along ``model``; x is split over
+``data``, and w is the same on all devices.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from core import kernels, versions
+from shardrules import errors
+
+X = np.arange(1, 9, dtype=np.float32)
+W = np.float32(2)
+MEAN = X.sum() / 4  # the derivative of the mean over data of w x
+pytestmark = pytest.mark.usefixtures("hooks")
+typed = versions.where(versions.types_values)
+
+
+def op_of(fwd, bwd, **options):
+    op = jax.custom_vjp(lambda *args: fwd(*args)[0])
+    op.defvjp(fwd, bwd, **options)
+    return op
+
+
+def gradient(body, mesh, check=True):
+    """The gradient of w, of what a body returns that is the same on all devices."""
+    f = versions.shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check=check)
+    return jax.jit(jax.grad(lambda w: f(w, X).sum()))(W)
+
+
+def mean(value):
+    return lax.pmean(value, "data")
+
+
+def total(value):
+    return lax.psum(value, "data")
+
+
+def with_loss(op, value=mean):
+    """A body that calls an op with the mean of the devices' losses, and this device's loss."""
+
+    def body(w, x):
+        loss = (w * x).sum()
+        return op(value(loss), loss)
+
+    return body
+
+
+def replace_gradient():
+    return op_of(lambda value, loss: (value, None), lambda _, g: (jnp.zeros_like(g), g))
+
+
+def in_a_loop(w, x):
+    step = lambda c, one: (c + replace_gradient()(mean(w * one), w * one), None)  # noqa: E731
+    return lax.scan(step, mean(x.sum() - x.sum()), x)[0]
+
+
+def nested():
+    inner = replace_gradient()
+    return op_of(lambda value, loss: (inner(value, loss), None), lambda _, g: (0 * g, g))
+
+
+def saved_pullback():
+    inner = replace_gradient()
+    return op_of(lambda *args: jax.vjp(inner, *args), lambda pullback, g: pullback(g))
+
+
+def scaled():
+    """Plain JAX accepts it: what is returned varies, and each device gets the whole all the same."""
+    return op_of(lambda value, loss: (value, loss), lambda loss, g: (0 * g, g * loss / loss))
+
+
+def moved_and_multiplied_by_zero():
+    return op_of(lambda value, loss: (value + 0 * total(loss), None), lambda _, g: (0 * g, g))
+
+
+def moved_for_a_residual():
+    fwd = lambda value, loss: (value, total(loss / 4))  # noqa: E731
+    return op_of(fwd, lambda own, g: (0 * g, g * own / own))
+
+
+def of_another_primal():
+    """The output is made of the first by a psum; its cotangent is handed to the second."""
+    return op_of(lambda one, other: (total(one), None), lambda _, g: (jnp.zeros_like(g), g))
+
+
+STAND_INS = {
+    "value": with_loss(replace_gradient()),
+    "scaled": with_loss(scaled()),
+    "sum": with_loss(replace_gradient(), total),
+    "jit": with_loss(jax.jit(replace_gradient())),
+    "checkpoint": jax.checkpoint(with_loss(replace_gradient())),
+    "vmap": lambda w, x: jax.vmap(replace_gradient())(mean(w * x), w * x).sum(),
+    "nested": with_loss(nested()),
+    "pullback": with_loss(saved_pullback()),
+    "multiplied by zero": with_loss(moved_and_multiplied_by_zero()),
+    "residual": with_loss(moved_for_a_residual()),
+    "another primal": lambda w, x: of_another_primal()((w * x).sum() / 4, (w * x).sum()),
+    "weight": lambda w, x: op_of(lambda w, a: (w, None), lambda _, g: (0 * g, g))(w, (w * x).sum()),
+}
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_the_sum_of_all_cotangents_is_not_handed_to_each_device(name, cpu_mesh):
+    """Four times the gradient that the check off gives, silently."""
+    body = STAND_INS[name]
+    assert gradient(body, cpu_mesh, check=False) == MEAN
+    with pytest.raises(errors.CotangentError) as caught:
+        gradient(body, cpu_mesh)
+    text = str(caught.value)
+    assert "returns a cotangent at output[1] that is made of the cotangent of output 0" in text
+    assert "for a primal that varies over {'data'}. That output is invariant over {'data'}" in text
+    assert "the forward does not make it of that primal" in text
+    assert "where with the check off each gets its own part of it" in text
+    assert caught.value.axes == {"data"}
+
+
+@typed
+def test_stand_in_inside_a_loop(cpu_mesh):
+    """JAX 0.4.28 types the carry of such a loop otherwise."""
+    assert gradient(in_a_loop, cpu_mesh, check=False) == MEAN
+    with pytest.raises(errors.CotangentError, match="made of the cotangent of output 0"):
+        gradient(in_a_loop, cpu_mesh)
+
+
+@pytest.mark.parametrize("axes", [("model",), ("data",)])
+def test_what_the_forward_moves_over_one_axis_is_not_moved_over_the_other(axes, cpu_mesh):
+    """Eight devices along two axes: moved over one of them, the whole comes over the other."""
+    (other,) = {"data", "model"} - {*axes}
+
+    def body(w, x):
+        part = (w * x).sum() * (1.0 + lax.axis_index("model"))
+        op = op_of(
+            lambda part, whole: (lax.psum(lax.psum(part, axes) / 2, other) + whole, None),
+            lambda _, g: (g, g),
+        )
+        stand_in = op_of(lambda part, value: (value, None), lambda _, g: (g, 0 * g))
+        value = lax.psum(part, ("data", "model"))
+        return op(part, value) + stand_in(lax.psum(part, axes), value)
+
+    with pytest.raises(errors.CotangentError) as caught:
+        gradient(body, cpu_mesh)
+    assert caught.value.axes == {other}
+
+
+def test_an_invariant_output_beside_one_that_varies(cpu_mesh):
+    op = op_of(lambda value, loss: ((value, loss), None), lambda _, g: (0 * g[0], g[0] + g[1]))
+
+    def body(w, x):
+        value, own = with_loss(op)(w, x)
+        return value + mean(own)
+
+    with pytest.raises(errors.CotangentError, match="made of the cotangent of output 0"):
+        gradient(body, cpu_mesh)
+
+
+def test_a_forward_that_cannot_be_traced_again(cpu_mesh):
+    """Whether it moves the primal is not known: this one doesn't."""
+    runs = []
+
+    def fwd(value, loss):
+        runs.append(value)
+        if len(runs) > 1:
+            raise RuntimeError("once")
+        return value, None
+
+    op = jax.custom_vjp(lambda value, loss: value)
+    op.defvjp(fwd, lambda _, g: (0 * g, g))
+    with pytest.raises(errors.CotangentError, match="can't be seen a second time"):
+        gradient(with_loss(op), cpu_mesh)
+
+
+# What the error says to type.
+
+
+@typed
+def test_forms_for_each_devices_own_gradient(cpu_mesh):
+    """As the check off has it, also where the output is used before it leaves the body."""
+    cast = lambda value: sr.vary(value, "data")  # noqa: E731
+    own = op_of(lambda value, loss: (cast(value), None), lambda _, g: (jnp.zeros_like(g), g))
+
+    def use(op, finish):
+        def body(w, x):
+            y = with_loss(op)(w, x)
+            return finish(y) + total(y * x[0])
+
+        return body
+
+    want = gradient(use(replace_gradient(), lambda y: y), cpu_mesh, check=False)
+    assert gradient(use(own, mean), cpu_mesh) == want
+    at_the_call = lambda value, loss: replace_gradient()(cast(value), loss)  # noqa: E731
+    assert gradient(use(at_the_call, mean), cpu_mesh) == want
+
+
+def test_forms_for_a_mean_and_a_sum(cpu_mesh):
+    def reduced(by):
+        return lambda value, loss: replace_gradient()(value, by(loss))
+
+    assert gradient(with_loss(reduced(mean)), cpu_mesh) == MEAN
+    assert gradient(with_loss(reduced(total)), cpu_mesh) == X.sum()
+    with pytest.raises(errors.CotangentError) as caught:
+        gradient(with_loss(replace_gradient()), cpu_mesh)
+    assert "pass jax.lax.pmean(x, 'data') or jax.lax.psum(x, 'data')" in str(caught.value)
+
+
+@typed
+@pytest.mark.parametrize("cast", [sr.vary, jax.jit(sr.vary, static_argnums=1)], ids=["", "jit"])
+def test_form_for_the_whole(cast, cpu_mesh):
+    """The primal was reduced before the call, and bwd says that it knows."""
+    op = op_of(lambda value, loss: (value, loss), lambda loss, g: (0 * g, loss * cast(g, "data")))
+    body = with_loss(op, lambda loss: total(loss**2 / 2))
+    assert gradient(body, cpu_mesh) == 2 * (X.reshape(4, 2).sum(1) ** 2).sum()
+    partly = op_of(
+        lambda value, loss: (value, loss), lambda loss, g: (0 * g, loss * cast(g, "data") + g)
+    )
+    with pytest.raises(errors.CotangentError) as caught:
+        gradient(with_loss(partly), cpu_mesh)
+    text = str(caught.value)
+    assert "make it of shardrules.vary(ct, 'data') in bwd" in text
+    assert "return shardrules.vary(y, 'data') from the function and from its fwd" in text
+    assert "jax.lax.pmean(y, 'data')" in text
+
+
+# Right as they are.
+
+
+def by_kernel(loss):
+    return total(kernels.call(kernels.copy_kernel, (1,), loss[None]).sum())
+
+
+def in_steps(loss):
+    return lax.fori_loop(0, 3, lambda _, c: c + total(loss), total(loss) - total(loss)) / 3
+
+
+def through_a_pullback(loss):
+    return jax.vjp(lambda one: total(jnp.sin(one)), loss)[0] * 0 + total(loss)
+
+
+MOVED = {
+    "psum": (total, lambda g: g, X.sum()),
+    "pmean": (mean, lambda g: g / 4, MEAN),
+    "jit": (jax.jit(total), jax.jit(lambda g: g), X.sum()),
+    "gathered": (lambda loss: mean(lax.all_gather(loss, "data").sum()), lambda g: g, X.sum()),
+    "kernel": (by_kernel, lambda g: g, X.sum()),
+    "loop": (in_steps, lambda g: g, X.sum()),
+    "pullback": (through_a_pullback, lambda g: g, X.sum()),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_the_forward_makes_the_output_of_the_primal(name, cpu_mesh):
+    sr.register("copy_kernel", sr.no_communication)
+    forward, backward, want = MOVED[name]
+    op = op_of(lambda loss: (forward(loss), None), lambda _, g: (backward(g),))
+    assert gradient(lambda w, x: op((w * x).sum()), cpu_mesh) == want
+
+
+@typed  # to JAX 0.5.3, shard_map has no rule for such a custom_vjp
+@pytest.mark.parametrize("moved", [True, False])
+def test_symbolic_zeros(moved, cpu_mesh):
+    """The forward takes its primals in another form, also where it is traced once more."""
+    forward = (lambda loss, value: total(loss)) if moved else lambda loss, value: value
+    op = jax.custom_vjp(forward)
+    op.defvjp(
+        lambda loss, value: (forward(loss.value, value.value), None),
+        lambda _, g: (g, None),
+        symbolic_zeros=True,
+    )
+    body = lambda w, x: op((w * x).sum(), total(x.sum()))  # noqa: E731
+    if moved:
+        assert gradient(body, cpu_mesh) == X.sum()
+        return
+    with pytest.raises(errors.CotangentError, match="does not make it of that primal"):
+        gradient(body, cpu_mesh)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        lambda rate, g: 0.0 * jnp.broadcast_to(g, rate.shape),
+        lambda rate, g: g * jnp.zeros_like(rate),
+        lambda rate, g: 0 * rate,
+    ],
+    ids=["times zero", "zeros times it", "no cotangent"],
+)
+def test_a_zero_for_what_varies(zero, cpu_mesh):
+    """A rate that differs by device, of which the output is not made and gets no gradient."""
+    op = op_of(lambda y, rate: (y, rate), lambda rate, g: (g, zero(rate, g)))
+    assert gradient(lambda w, x: op(total((w * x).sum()), x), cpu_mesh) == X.sum()
+
+
+@typed
+def test_values_behind_one_barrier_are_not_made_of_each_other(cpu_mesh):
+    op = op_of(
+        lambda a, b: ((a, b), None), lambda _, g: (lax.optimization_barrier(tuple(g))[0], None)
+    )
+
+    def body(w, x):
+        own = (w * x).sum()
+        a, b = op(own, total(own))
+        return total(a) + b
+
+    assert gradient(body, cpu_mesh) == X.sum()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.costs import accounts, findings, sums
@@ -52,134 +53,168 @@ class Hint:
 
 def hints(judgement: hlo.Judgement) -> list[Hint]:
     """List the needed collectives that could move less, as far as the program shows it."""
+    program = _Program(judgement)
     found = []
-    places: dict[str, dict[str, int]] = {}
-    users: dict[str, list[list[int]]] = {}
-    stays: dict[str, set[int]] = {}
-    bodies = {
-        loops.parts(judgement.module, i)[1].name
-        for c in judgement.module.computations.values()
-        for i in c.instructions
-        if i.opcode == "while"
-    }
     for verdict, entry in zip(judgement.verdicts, accounts.of(judgement).entries):
-        if verdict.verdict != "needed" or verdict.divergent:
-            continue
-        name = verdict.collective.computation
-        computation = judgement.module.computations[name]
-        if name not in places:
-            places[name] = {i.name: n for n, i in enumerate(computation.instructions)}
-            users[name] = computation.users()
-        position = places[name][verdict.collective.name]
-        runs = entry.runs
-        if name in bodies and runs != 1:
-            if name not in stays:
-                stays[name] = _invariant(judgement.module, computation)
-            operand = computation.instructions[position].operands[verdict.collective.operand]
-            if operand in stays[name]:
-                outer = _outer_runs(judgement, name)
-                after = entry.bytes * (outer or 1)
-                before = None if runs is None else runs * entry.bytes
-                if before is None or before > after:
-                    now = f"{entry.bytes} B on every trip" if before is None else f"{before} B"
-                    found.append(
-                        Hint(
-                            "repeated",
-                            verdict,
-                            entry,
-                            before,
-                            after,
-                            (
-                                "its operand is the same on every trip of the loop: run it before "
-                                f"the loop, and {now} become {after} B (the result then stays in "
-                                "memory)"
-                            ),
-                        )
-                    )
-                    continue
-            if (
-                verdict.collective.reduction == "add"
-                and verdict.collective.kind == "all-reduce"
-                and verdict.range is None
-                and _accumulated(
-                    judgement.module, computation, users[name], position, verdict.collective.operand
-                )
-            ):
-                after = entry.bytes * (_outer_runs(judgement, name) or 1)
-                before = None if runs is None else runs * entry.bytes
-                if before is None or before > after:
-                    now = f"{entry.bytes} B on every trip" if before is None else f"{before} B"
-                    found.append(
-                        Hint(
-                            "after the loop",
-                            verdict,
-                            entry,
-                            before,
-                            after,
-                            (
-                                "its results are only added up over the loop's trips: carry the "
-                                "sum of its operands and psum that once after the loop, and "
-                                f"{now} become {after} B (equal up to rounding){_line(entry)}"
-                            ),
-                        )
-                    )
-                    continue
-        if (
-            verdict.collective.kind == "all-gather"
-            and computation.is_entry
-            and _only_returned(
-                judgement.module, computation, users[name], position, verdict.collective.operand
+        if verdict.verdict == "needed" and not verdict.divergent:
+            at = program.place(verdict)
+            hint = (
+                program.repeated(at, entry)
+                or program.accumulated(at, entry)
+                or program.returned(at, entry)
+                or program.summed(at, entry)
             )
-        ):
-            axes = verdict.collective.axes
-            over = f" over {','.join(axes)}" if axes else ""
-            found.append(
-                Hint(
-                    "only returned",
-                    verdict,
-                    entry,
-                    None if runs is None else runs * entry.bytes,
-                    0,
-                    f"its result is only returned: leave that output sharded{over}, with the axis "
-                    f"in its out_specs instead of the all_gather, and {entry.bytes} B become 0 B "
-                    "(the array is the same; a device then holds its shard of it)",
-                )
-            )
-            continue
-        if (
-            verdict.collective.kind == "all-reduce"
-            and verdict.collective.reduction == "add"
-            and verdict.range is None
-        ):
-            at = (judgement.module, computation, users[name], position, verdict.collective.operand)
-            size = sums.reduced_after(*at)
-            if size is not None and size < entry.bytes:
-                found.append(
-                    Hint(
-                        "reduce first",
-                        verdict,
-                        entry,
-                        None if runs is None else runs * entry.bytes,
-                        size * (runs or 1),
-                        f"its result is only summed up on each device: reduce "
-                        f"before you psum (or cast earlier, with shardrules.vary before the "
-                        f"broadcast), and {entry.bytes} B become {size} B{_line(entry)}",
-                    )
-                )
-            elif sums.added_to_another(*at):
-                found.append(
-                    Hint(
-                        "add first",
-                        verdict,
-                        entry,
-                        None if runs is None else runs * entry.bytes,
-                        0,
-                        "its result is only added to that of another psum over the same devices: "
-                        f"add the operands and psum that once, and {2 * entry.bytes} B of both "
-                        f"become {entry.bytes} B (equal up to rounding){_line(entry)}",
-                    )
-                )
+            if hint is not None:
+                found.append(hint)
     return found
+
+
+class _Place(NamedTuple):
+    """Where a collective stands.
+
+    Attributes:
+      verdict: on it.
+      computation, position: where it stands.
+      users: the computation's users of each instruction.
+      sums: it is an all-reduce that adds, of one operand as a whole.
+    """
+
+    verdict: hlo.Verdict
+    computation: hlo.Computation
+    position: int
+    users: list[list[int]]
+    sums: bool
+
+
+class _Program:
+    """A judged program, and what is looked up in it again and again."""
+
+    def __init__(self, judgement: hlo.Judgement):
+        self.judgement = judgement
+        self.module = judgement.module
+        self.bodies = {
+            loops.parts(self.module, i)[1].name
+            for c in self.module.computations.values()
+            for i in c.instructions
+            if i.opcode == "while"
+        }
+        self._numbers: dict[str, dict[str, int]] = {}
+        self._users: dict[str, list[list[int]]] = {}
+        self._stays: dict[str, set[int]] = {}
+
+    def place(self, verdict: hlo.Verdict) -> _Place:
+        """Find where the collective of a verdict stands."""
+        collective = verdict.collective
+        name = collective.computation
+        computation = self.module.computations[name]
+        if name not in self._numbers:
+            self._numbers[name] = {i.name: n for n, i in enumerate(computation.instructions)}
+            self._users[name] = computation.users()
+        adds = collective.kind == "all-reduce" and collective.reduction == "add"
+        return _Place(
+            verdict,
+            computation,
+            self._numbers[name][collective.name],
+            self._users[name],
+            adds and verdict.range is None,
+        )
+
+    def repeated(self, at: _Place, entry: accounts.Entry) -> Hint | None:
+        """Find a collective in a loop whose operand is the same on every trip."""
+        name = at.computation.name
+        if name not in self.bodies or entry.runs == 1:
+            return None
+        if name not in self._stays:
+            self._stays[name] = _invariant(self.module, at.computation)
+        operands = at.computation.instructions[at.position].operands
+        if operands[at.verdict.collective.operand] not in self._stays[name]:
+            return None
+        change = "its operand is the same on every trip of the loop: run it before the loop"
+        return self._once("repeated", at, entry, change, "the result then stays in memory")
+
+    def accumulated(self, at: _Place, entry: accounts.Entry) -> Hint | None:
+        """Find an all-reduce in a loop whose results are only added up."""
+        if not at.sums or at.computation.name not in self.bodies or entry.runs == 1:
+            return None
+        operand = at.verdict.collective.operand
+        if not _accumulated(self.module, at.computation, at.users, at.position, operand):
+            return None
+        change = (
+            "its results are only added up over the loop's trips: carry the sum of its operands "
+            "and psum that once after the loop"
+        )
+        return self._once("after the loop", at, entry, change, "equal up to rounding", _line(entry))
+
+    def _once(
+        self, kind: str, at: _Place, entry: accounts.Entry, change: str, note: str, line: str = ""
+    ) -> Hint | None:
+        """Make the hint that a collective in a loop can run once beside it; None if that is more.
+
+        Its advice is the change with the bytes now and then, a note, and a line to type.
+        """
+        after = entry.bytes * (_outer_runs(self.judgement, at.computation.name) or 1)
+        before = _moved(entry)
+        if before is not None and before <= after:
+            return None
+        now = f"{entry.bytes} B on every trip" if before is None else f"{before} B"
+        advice = f"{change}, and {now} become {after} B ({note}){line}"
+        return Hint(kind, at.verdict, entry, before, after, advice)
+
+    def returned(self, at: _Place, entry: accounts.Entry) -> Hint | None:
+        """Find an all-gather whose result is only returned."""
+        collective = at.verdict.collective
+        if collective.kind != "all-gather" or not at.computation.is_entry:
+            return None
+        where = (self.module, at.computation, at.users, at.position, collective.operand)
+        if not _only_returned(*where):
+            return None
+        over = f" over {','.join(collective.axes)}" if collective.axes else ""
+        return Hint(
+            "only returned",
+            at.verdict,
+            entry,
+            _moved(entry),
+            0,
+            f"its result is only returned: leave that output sharded{over}, with the axis "
+            f"in its out_specs instead of the all_gather, and {entry.bytes} B become 0 B "
+            "(the array is the same; a device then holds its shard of it)",
+        )
+
+    def summed(self, at: _Place, entry: accounts.Entry) -> Hint | None:
+        """Find an all-reduce whose result is only summed up, or added to another one's."""
+        if not at.sums:
+            return None
+        operand = at.verdict.collective.operand
+        where = (self.module, at.computation, at.users, at.position, operand)
+        size = sums.reduced_after(*where)
+        if size is not None and size < entry.bytes:
+            return Hint(
+                "reduce first",
+                at.verdict,
+                entry,
+                _moved(entry),
+                size * (entry.runs or 1),
+                "its result is only summed up on each device: reduce "
+                "before you psum (or cast earlier, with shardrules.vary before the "
+                f"broadcast), and {entry.bytes} B become {size} B{_line(entry)}",
+            )
+        if not sums.added_to_another(*where):
+            return None
+        return Hint(
+            "add first",
+            at.verdict,
+            entry,
+            _moved(entry),
+            0,
+            "its result is only added to that of another psum over the same devices: "
+            f"add the operands and psum that once, and {2 * entry.bytes} B of both "
+            f"become {entry.bytes} B (equal up to rounding){_line(entry)}",
+        )
+
+
+def _moved(entry: accounts.Entry) -> int | None:
+    """Give the bytes of all runs; None in a loop whose count isn't known."""
+    return None if entry.runs is None else entry.runs * entry.bytes
 
 
 def dearer(found: list[Hint]) -> list[findings.Finding]:

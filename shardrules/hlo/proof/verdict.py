@@ -37,7 +37,6 @@ from shardrules.hlo.proof.judgement import (
 )
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
-from shardrules.hlo.reader import notations as hn
 from shardrules.hlo.reader import parser, partitioned
 
 
@@ -77,22 +76,9 @@ def judge(
     if isinstance(module, str):
         module = parser.parse(module)
     mesh = hd.axes_of(mesh)
-    if registry is None:
-        registry = rule_registry.default
-    elif isinstance(registry, (str, bytes)) or not callable(getattr(registry, "find", None)):
-        raise errors.HloError(
-            f"registry={shown(registry)} holds no rules; pass a shardrules.Registry",
-            registry=registry,
-        )
-    early = None if unpartitioned else partitioned.unpartitioned(module)
-    if early is not None:
-        raise errors.HloError(
-            f"module {module.name!r} is not partitioned yet, or can't be told from one that isn't "
-            f"({early}): the collectives that it will run are not in it. Pass what "
-            "f.lower(...).compile() gives, or its as_text(), or of the files of --xla_dump_to the "
-            "one that ends in after_optimizations.txt.",
-            module=module.name,
-        )
+    registry = _rules(registry)
+    if not unpartitioned:
+        partitioned.check(module)
     told = mesh
     mesh = own_mesh if mesh is None else mesh
     relations = inputs.devices(module, mesh)
@@ -111,13 +97,29 @@ def judge(
                 judge.check_mesh(values)
             return found
     except RecursionError:
-        limit = sys.getrecursionlimit()
+        raise _too_deep(module) from None
+
+
+def _too_deep(module: hm.Module) -> errors.HloError:
+    limit = sys.getrecursionlimit()
+    return errors.HloError(
+        f"module {module.name!r} nests tuples or calls too deep for Python's stack (its limit "
+        f"is {limit} frames, of which the caller takes some): call sys.setrecursionlimit("
+        f"{10 * limit}) before.",
+        module=module.name,
+    )
+
+
+def _rules(registry: Any) -> Any:
+    """Return the default registry for None; raise HloError for what holds no rules."""
+    if registry is None:
+        return rule_registry.default
+    if isinstance(registry, (str, bytes)) or not callable(getattr(registry, "find", None)):
         raise errors.HloError(
-            f"module {module.name!r} nests tuples or calls too deep for Python's stack (its limit "
-            f"is {limit} frames, of which the caller takes some): call sys.setrecursionlimit("
-            f"{10 * limit}) before.",
-            module=module.name,
-        ) from None
+            f"registry={shown(registry)} holds no rules; pass a shardrules.Registry",
+            registry=registry,
+        )
+    return registry
 
 
 class _Judge:
@@ -157,35 +159,11 @@ class _Judge:
         )
 
     def check_mesh(self, parameters: Sequence[Any]) -> None:
-        """Refuse a mesh that groups contradict: along no axes of it, but of another order.
-
-        Groups that no order explains, as those of axis_index_groups, say nothing.
-        """
+        """Refuse a mesh that groups contradict."""
         seen = [self.states[self.proof.values.collapse(v)].proven for v in parameters]
-        groups = {
-            name: channel.groups.relation
-            for name, channel in self.channels.items()
-            if channel.groups.pairs is None and channel.groups.complete
-        }
-        mesh = self.mesh
-        order = mesh.better_order([*seen, *groups.values()]) if mesh else None
-        if mesh is None or order is None:
-            return
-        other = hd.Mesh(order, self.relations)
-        for name, relation in groups.items():
-            along = other.along(relation)
-            if mesh.along(relation) is None and along is not None:
-                shown = ", ".join(f"{n}={s}" for n, s in mesh.axes)
-                right = ",".join(f"{n}={s}" for n, s in order)
-                rows = self.channels[name].groups.rows
-                raise errors.HloError(
-                    f"the mesh ({shown}) contradicts the program: the groups of {name!r}, "
-                    f"{hn.notation(rows)}, are along no axes of it, but along {','.join(along)} "
-                    f"of ({right.replace(',', ', ')}). Axes stand in the order of the devices, the "
-                    f"last one changing fastest: pass --mesh={right} or mesh={dict(order)}, or no "
-                    "mesh where these groups follow no axes (axis_index_groups).",
-                    mesh=dict(mesh.axes),
-                )
+        groups = {name: channel.groups for name, channel in self.channels.items()}
+        if self.mesh is not None:
+            hd.check_order(self.mesh, self.relations, seen, groups)
 
     def _outputs(self) -> tuple[Output, ...]:
         found: list[Output] = []

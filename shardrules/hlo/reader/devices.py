@@ -309,3 +309,40 @@ def make_mesh(axes: Mapping[str, int], relations: Relations, module_name: str) -
             device_count=relations.device_count,
         )
     return Mesh(axes, relations)
+
+
+def check_order(
+    mesh: Mesh, relations: Relations, seen: Sequence[int], groups: Mapping[str, Groups]
+) -> None:
+    """Refuse a mesh that groups contradict: along no axes of it, but of another order.
+
+    Groups that no order explains, as those of axis_index_groups, say nothing.
+
+    Args:
+      mesh: as it was told.
+      relations: of the module.
+      seen: relations of the entry's parameters, which an order is to explain, too.
+      groups: those of the collectives, by their names.
+
+    Raises:
+      HloError: another order of its axes explains more of them.
+    """
+    groups = {n: g for n, g in groups.items() if g.pairs is None and g.complete}
+    order = mesh.better_order([*seen, *(g.relation for g in groups.values())])
+    if order is None:
+        return
+    other = Mesh(order, relations)
+    for name, group in groups.items():
+        along = other.along(group.relation)
+        if mesh.along(group.relation) is None and along is not None:
+            shown = ", ".join(f"{n}={s}" for n, s in mesh.axes)
+            right = ",".join(f"{n}={s}" for n, s in order)
+            raise errors.HloError(
+                f"the mesh ({shown}) contradicts the program: the groups of {name!r}, "
+                f"{notations.notation(group.rows)}, are along no axes of it, but along "
+                f"{','.join(along)} of ({right.replace(',', ', ')}). Axes stand in the order of "
+                f"the devices, the last one changing fastest: pass --mesh={right} or "
+                f"mesh={dict(order)}, or no mesh where these groups follow no axes "
+                "(axis_index_groups).",
+                mesh=dict(mesh.axes),
+            )

@@ -7,6 +7,7 @@ parameters keep theirs (JAX 0.4.28 to 0.12, on CPU, TPU and GPU).
 
 from __future__ import annotations
 
+from shardrules import errors
 from shardrules.hlo.reader import module as hm
 
 # What JAX and Shardy put around what the partitioner is to make.
@@ -18,7 +19,20 @@ _PLACED = frozenset("parameter infeed outfeed send recv send-done recv-done".spl
 _COLLECTIVE = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all", "partition-id")
 
 
-def unpartitioned(module: hm.Module) -> str | None:
+def check(module: hm.Module) -> None:
+    """Raise HloError for a module that is still to be partitioned, or may be."""
+    early = _unpartitioned(module)
+    if early is not None:
+        raise errors.HloError(
+            f"module {module.name!r} is not partitioned yet, or can't be told from one that isn't "
+            f"({early}): the collectives that it will run are not in it. Pass what "
+            "f.lower(...).compile() gives, or its as_text(), or of the files of --xla_dump_to the "
+            "one that ends in after_optimizations.txt.",
+            module=module.name,
+        )
+
+
+def _unpartitioned(module: hm.Module) -> str | None:
     """Say why a module is one that is still to be partitioned, or may be; None if it is not."""
     if module.header.get("is_scheduled") == "true" or module.num_partitions == 1:
         return None  # XLA schedules last

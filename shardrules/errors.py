@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
+    "AnnotationWarning",
     "AotError",
     "ArgumentError",
     "AxisError",
@@ -65,6 +66,10 @@ class RegistrationError(ShardrulesError, ValueError):
 
 class RuleError(ShardrulesError, ValueError):
     """A rule whose answer can't be used: wrong count, unknown axis, contradicted annotation."""
+
+
+class AnnotationWarning(ShardrulesError, UserWarning):
+    """A kernel's output annotated less varying than the kernel's own jaxpr shows that it is."""
 
 
 class RuleCheckError(ShardrulesError, AssertionError):

@@ -144,6 +144,9 @@ def _told(row: Row) -> list[str]:
         )
     for error in dict.fromkeys(c.error for c in row.calls if c.error and not c.outputs):
         lines += [f"  {line}" for line in error.splitlines()]
+    lines += [
+        f"  {text}" for text in dict.fromkeys(one for c in row.calls for one in c.annotations)
+    ]
     if any(call.takes_gradients for call in row.calls):
         lines += _GRADIENTS_CHANGE
     for why in dict.fromkeys(c.undifferentiated for c in row.calls if c.undifferentiated):

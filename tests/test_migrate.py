@@ -100,6 +100,23 @@ def test_a_scripts_table_and_its_patch(tmp_path):
     assert "(layer)" not in again.stderr and "2 shard_maps with the check off" in again.stderr
 
 
+ANNOTATED = SCRIPT.replace(
+    "jax.ShapeDtypeStruct(x.shape, x.dtype)",
+    "jax.ShapeDtypeStruct(x.shape, x.dtype, "
+    "manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset()))",
+)
+
+
+def test_an_annotation_that_a_kernel_contradicts_is_named_at_its_shard_map(tmp_path):
+    (tmp_path / "train.py").write_text(ANNOTATED)
+    done = run(tmp_path, "-m", "shardrules", "migrate", "train.py")
+    assert done.stdout == "[] 9248.0\n", done.stderr
+    (at,) = [n for n, x in enumerate(done.stderr.splitlines()) if x.startswith("train.py:29 (")][1:]
+    line = done.stderr.splitlines()[at + 1]
+    assert line.startswith("  output 0 of pallas_call kernel 'kernel' (defined at ")
+    assert "is annotated 'invariant', but the kernel's own jaxpr shows" in line
+
+
 def test_rules_of_flags_are_in_the_patch_and_those_that_match_nothing_are_named(tmp_path):
     text = SCRIPT.replace("2 * x_ref[...]", "2 * x_ref[...] + 0 * jax.lax.axis_index('model')")
     text = text.replace('P("data")', 'P(("data", "model"))')  # its bwd has nothing to sum

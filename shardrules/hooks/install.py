@@ -250,6 +250,7 @@ def _release() -> None:
         _holders -= 1
         if not _holders:
             _state.patched = False
+            _state.warned.clear()
             _patches.undo()
 
 

@@ -88,6 +88,7 @@ class Notes:
       sums: each psum that was put in.
       placements: where casts were placed anew.
       declared: where each declaration that a call obeys stands.
+      annotations: each annotation of an output that its kernel contradicts, as a sentence.
     """
 
     unknown: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = dataclasses.field(
@@ -96,3 +97,4 @@ class Notes:
     sums: list[NotedSum] = dataclasses.field(default_factory=list)
     placements: list[Placement] = dataclasses.field(default_factory=list)
     declared: list[str] = dataclasses.field(default_factory=list)
+    annotations: list[str] = dataclasses.field(default_factory=list)

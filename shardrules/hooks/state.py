@@ -75,6 +75,7 @@ class _Here(threading.local):
       lowering: the context of the opaque call that is being lowered.
       type_notes: operations whose results vary more than JAX says, in the shard_map here, or None.
       type_causes: what JAX's next error about out_specs is to say of them.
+      contradictions: annotations in the shard_map here that a kernel contradicts, or None.
       heard: where sums of cotangents are noted that a bwd is traced for alone, or None.
       gradients: where it is noted that a custom_vjp's forward takes gradients, or None.
       transposing: whether a linear program is being transposed whose casts were looked at.
@@ -90,6 +91,7 @@ class _Here(threading.local):
     lowering: Any = None
     type_notes: dict[tuple[str, frozenset[str]], Any] | None = None
     type_causes: str = ""
+    contradictions: list[Any] | None = None
     heard: list[tuple[int, frozenset[str]]] | None = None
     gradients: list[None] | None = None
     transposing: bool = False
@@ -110,6 +112,7 @@ class State:
         self.registry = registry
         self.lock = threading.RLock()
         self.patched = False  # whether JAX is, now
+        self.warned: set[Any] = set()  # what was warned of while JAX is patched
         self.hooks: dict[type[Hooks], Hooks] = {}  # one of each class, in the order of installing
         # From an equation's primitive and parameters to its opaque call, or None: the funnel's.
         self.known_of: Callable[[Any, dict[str, Any]], Any] = lambda primitive, params: None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shardrules import hlo
-from shardrules.costs import donation, launches, offloading, placement, transfers
+from shardrules.costs import donation, launches, offloading, placement, transfers, walk
+from shardrules.hlo.proof.customcalls import frontend_attributes
 
 __all__ = ["LOOPS", "Section", "sections"]
 
@@ -33,7 +34,16 @@ class Section(NamedTuple):
 def sections(module: hlo.Module) -> tuple[Section, ...]:
     """List the sections of a module that hold anything."""
     made = (
-        make(module) for make in (_donation, _transfers, _offloading, _loops, _constants, _gathered)
+        make(module)
+        for make in (
+            _donation,
+            _transfers,
+            _offloading,
+            _loops,
+            _constants,
+            _gathered,
+            _annotations,
+        )
     )
     return tuple(section for section in made if section.rows)
 
@@ -129,4 +139,24 @@ def _gathered(module: hlo.Module) -> Section:
         "outputs that were sharded until they were returned; bytes are of one device",
         ("output", "shape", "bytes before", "bytes after", "source"),
         rows,
+    )
+
+
+def _annotations(module: hlo.Module) -> Section:
+    rows: dict[tuple[str, ...], None] = {}
+    for place in walk.executed(module):
+        text = place.instruction.attribute("frontend_attributes")
+        if text is None or "shardrules.widened" not in text:
+            continue
+        tag = frontend_attributes(text)
+        for one in tag.get("shardrules.widened", "").split(","):
+            output, _, axes = one.partition(":")
+            kernel = tag.get("shardrules.kernel", "")
+            rows[kernel, output, axes.replace("+", ", "), walk.where(module, place)] = None
+    return Section(
+        "Annotations less varying than the kernel",
+        "the kernel's own jaxpr shows that the output varies over these axes too; plain JAX "
+        "believes the annotation and loses the reduction over them, shardrules puts it in",
+        ("kernel", "output", "also varies over", "called at"),
+        tuple(rows),
     )

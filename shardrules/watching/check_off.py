@@ -72,6 +72,7 @@ class Call:
       takes_gradients: the body differentiates in reverse: with the check on, to other values.
       before, after: all-reduces with the check off and on, in the forward and backward pass.
       declared: where the rules stand that its kernels found by their names.
+      annotations: those of outputs that a kernel contradicts, each as a sentence.
     """
 
     site: Site
@@ -85,6 +86,7 @@ class Call:
     before: tuple[retrace.Sum, ...] | None
     after: tuple[retrace.Sum, ...] | None
     declared: tuple[str, ...] = ()
+    annotations: tuple[str, ...] = ()
 
 
 _lock = threading.RLock()
@@ -294,6 +296,7 @@ def _look(site: Site, off: Any, make_on: Callable[[], Any], args: tuple, kind: s
                 before if one == site else None,
                 on.sums if one == site else None,
                 on.declared if one == site else (),
+                on.annotations if one == site else (),
             )
         )
     return found
@@ -305,6 +308,7 @@ class _On(NamedTuple):
     sums: tuple[retrace.Sum, ...] | None
     missing: tuple[MissingRule, ...]
     declared: tuple[str, ...]
+    annotations: tuple[str, ...]
     error: Exception | None
     culprit: Site | None
     met: tuple[Site, ...]
@@ -328,6 +332,7 @@ def _trace_on(make_on: Callable[[], Any], args: tuple, derivative: bool) -> _On:
             None if closed is None else tuple(retrace.sums(closed)),
             missing,
             tuple(dict.fromkeys(notes.declared)),
+            tuple(dict.fromkeys(notes.annotations)),
             failed,
             blamed[1] if blamed is not None and blamed[0] is failed else None,
             tuple(one for one in thread.met or ()),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +28,9 @@ def annotated(shape, *axes):
     return jax.ShapeDtypeStruct(shape, jnp.float32, vma=axes)
 
 
+annotates = pytest.mark.skipif(annotated((1,)) is None, reason="nothing to annotate outputs with")
+
+
 def cast(x, axes):
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, axes, to="varying")
@@ -43,10 +49,12 @@ def copied(mesh, *axes, out_specs=P("data"), kernel=kernels.copy_kernel):
 
 
 @versions.where(versions.annotates_outputs)
+@annotates
 def test_a_proof_widens_an_annotation_and_the_cast_after_it_does_nothing(cpu_mesh, hooks):
     f = copied(cpu_mesh, "data")
     np.testing.assert_array_equal(jax.jit(f)(X), X)
-    np.testing.assert_array_equal(copied(cpu_mesh)(X), X)
+    with pytest.warns(errors.AnnotationWarning):
+        np.testing.assert_array_equal(copied(cpu_mesh)(X), X)
     wide = copied(cpu_mesh, "model", "data", out_specs=P(("data", "model")))
     np.testing.assert_array_equal(wide(X), np.repeat(X.reshape(4, 2), 2, axis=0).ravel())
     with pytest.raises(ValueError, match="out_specs"):
@@ -54,6 +62,7 @@ def test_a_proof_widens_an_annotation_and_the_cast_after_it_does_nothing(cpu_mes
 
 
 @versions.where(versions.annotates_outputs)
+@annotates
 def test_a_declared_rule_refuses_an_annotation(cpu_mesh, hooks):
     kernel = sr.no_communication(kernels.copy_kernel)
     with pytest.raises(errors.RuleError) as caught:
@@ -63,6 +72,7 @@ def test_a_declared_rule_refuses_an_annotation(cpu_mesh, hooks):
 
 
 @versions.where(versions.annotates_outputs)
+@annotates
 def test_a_cast_stays_an_error_without_the_hooks(cpu_mesh):
     f = versions.shard_map(
         lambda x: cast(x, ("data",)), mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data")
@@ -73,3 +83,176 @@ def test_a_cast_stays_an_error_without_the_hooks(cpu_mesh):
         jax.eval_shape(f, X)
     with pytest.raises(ValueError):
         jax.eval_shape(f, X)
+
+
+def told(f, *args):
+    """Trace a function and return what it warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(f, *args)
+    return [one.message for one in caught if one.category is errors.AnnotationWarning]
+
+
+def then(mesh, after, kernel=kernels.copy_kernel, spec=P(("data", "model")), jit=False):
+    """A copy of what varies over both axes, annotated as invariant, and what is done with it."""
+
+    def call(x):
+        return pl.pallas_call(kernel, out_shape=annotated(x.shape), interpret=True)(x)
+
+    def body(x):
+        return after((jax.jit(call) if jit else call)(x))
+
+    return versions.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+@annotates
+def test_an_annotation_that_the_kernel_contradicts_is_told_once_for_each_kernel_and_place(
+    cpu_mesh, hooks
+):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    def twice(x):
+        out = annotated(x.shape)
+        x = pl.pallas_call(kernel, out_shape=out, interpret=True)(x)
+        return pl.pallas_call(kernel, out_shape=out, interpret=True)(x)
+
+    f = versions.shard_map(twice, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(f, X)
+        jax.eval_shape(lambda x: f(x) + 1, X)  # traced anew, and told already
+    caught = [one for one in caught if one.category is errors.AnnotationWarning]
+    first = inspect.getsourcelines(twice)[1] + 2
+    assert [(one.filename, one.lineno) for one in caught] == [
+        (__file__, first),
+        (__file__, first + 1),
+    ]
+    error = caught[0].message
+    assert (error.kernel, error.output, error.axes) == ("kernel", 0, frozenset({"data"}))
+    assert (str(error.annotation), str(error.answer)) == ("invariant", "varying over {data}")
+    assert error.at == f"{__file__}:{first}"
+    text = str(error)
+    assert text.startswith("output 0 of pallas_call kernel 'kernel' (defined at ")
+    assert (
+        f", called at {__file__}:{first}, is annotated 'invariant', but the kernel's own jaxpr "
+        "shows that it depends on its operands, so that it is 'varying over {data}'. shardrules "
+        "widens it. Plain JAX believes the annotation and loses the reduction over {data} wherever "
+        "one follows from the type: each device keeps its own share of a gradient. Remove the "
+        "annotation, or write "
+    ) in text
+    assert text.endswith("=frozenset({'data'})).") or text.endswith("vma=frozenset({'data'}).")
+
+
+@annotates
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("axes", [[("data", "model")], ["data", "model"], ["model", "data"]])
+def test_a_cast_of_the_output_to_what_it_is_silences_the_warning(cpu_mesh, hooks, axes, jit):
+    def after(y):
+        for one in axes:
+            y = cast(y, one)
+        return y
+
+    f = then(cpu_mesh, after, jit=jit)
+    assert not told(f, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.AnnotationWarning)
+        f(X)  # eagerly
+
+
+@annotates
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_cast_that_also_adds_axes_silences_the_warning(cpu_mesh, hooks, jit):
+    def body(x):
+        call = pl.pallas_call(kernels.copy_kernel, out_shape=annotated(x.shape), interpret=True)
+        return cast((jax.jit(call) if jit else call)(x), ("model", "data"))
+
+    both = P(("data", "model"))
+    assert not told(versions.shard_map(body, mesh=cpu_mesh, in_specs=P("data"), out_specs=both), X)
+
+
+@annotates
+@pytest.mark.parametrize(
+    ("after", "axes"),
+    [
+        (lambda y: cast(y, "model"), {"data"}),
+        (lambda y: cast(3 * y, ("data", "model")), {"data", "model"}),  # 3 may be a weight
+        (lambda y: y, {"data", "model"}),
+    ],
+)
+def test_a_cast_that_may_lose_something_does_not(cpu_mesh, hooks, after, axes):
+    (one,) = told(then(cpu_mesh, after), X)
+    assert one.axes == axes
+    assert f"loses the reduction over {{{', '.join(sorted(axes))}}}" in str(one)
+
+
+@annotates
+def test_only_the_output_that_is_cast_is_silent(cpu_mesh, hooks):
+    def first(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    def body(x):
+        x = pl.pallas_call(first, out_shape=annotated(x.shape), interpret=True)(x)
+        x = pl.pallas_call(kernels.copy_kernel, out_shape=annotated(x.shape), interpret=True)(x)
+        return cast(x, "data")
+
+    f = versions.shard_map(body, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))
+    (one,) = told(f, X)
+    assert one.kernel == "first"
+
+
+@annotates
+def test_an_annotation_that_says_enough_or_more_is_not_told(cpu_mesh, hooks):
+    def body(x):
+        x = pl.pallas_call(
+            kernels.copy_kernel, out_shape=annotated(x.shape, "data"), interpret=True
+        )(x)
+        return pl.pallas_call(
+            kernels.copy_kernel, out_shape=annotated(x.shape, "data", "model"), interpret=True
+        )(x)
+
+    both = P(("data", "model"))
+    f = versions.shard_map(body, mesh=cpu_mesh, in_specs=P("data"), out_specs=both)
+    assert not told(f, X)
+
+
+@annotates
+def test_the_gradient_of_a_weight_that_is_annotated_like_the_weight(cpu_mesh):
+    """As MaxText's megablox: plain JAX leaves out the sum over the batch's axis."""
+
+    def scale(x, w):
+        return pl.pallas_call(
+            kernels.scale_kernel, out_shape=annotated(x.shape, "data"), interpret=True
+        )(x, w)
+
+    def weights(g, x):
+        out = annotated(x.shape[1:])
+        return pl.pallas_call(kernels.sum_rows_kernel, out_shape=out, interpret=True)(g, x)
+
+    @jax.custom_vjp
+    def op(x, w):
+        return scale(x, w)
+
+    op.defvjp(lambda x, w: (scale(x, w), (x, w)), lambda r, g: (scale(g, r[1]), weights(g, r[0])))
+
+    def loss(x, w):
+        f = versions.shard_map(op, mesh=cpu_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+        return f(x, w).sum()
+
+    x, w = np.ones((8, 4), np.float32), np.ones(4, np.float32)
+    with sr.install():
+        with pytest.warns(errors.AnnotationWarning, match="sum_rows_kernel.* over {data} ") as got:
+            gradient = jax.grad(loss, argnums=1)(x, w)
+        assert len([one for one in got if one.category is errors.AnnotationWarning]) == 1
+        said = sr.explain(jax.grad(loss, argnums=1), x, w)
+    np.testing.assert_array_equal(gradient, np.full(4, 8, np.float32))
+    (text,) = said.annotations
+    assert text.startswith("output 0 of pallas_call kernel 'sum_rows_kernel'")
+    assert "annotation: output 0 of pallas_call kernel 'sum_rows_kernel'" in str(said)
+
+
+@annotates
+def test_a_refusal_by_jax_names_the_annotation(cpu_mesh, hooks):
+    with pytest.raises(ValueError) as caught:
+        jax.eval_shape(copied(cpu_mesh, out_specs=P()), X)
+    assert "annotated 'invariant': over {data}" in str(caught.value)

@@ -131,6 +131,7 @@ except (sr.ShardrulesError, errors.RegistrationError) as error:
     message: str = error.message
     print(error.name)
 known: list[type[sr.ShardrulesError]] = [
+    errors.AnnotationWarning,
     errors.AotError,
     errors.ArgumentError,
     errors.AxisError,

@@ -76,6 +76,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         tuple(_counted(walk.sums)),
         tuple(dict.fromkeys(walk.claims)),
         tuple(notes.placements),
+        tuple(dict.fromkeys(notes.annotations)),
     )
 
 

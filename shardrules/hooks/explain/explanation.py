@@ -125,6 +125,7 @@ class Explanation:
       sums: the psums there.
       claims: what ``already_summed`` says, which nothing proves.
       placements: where the casts of what is differentiated would move the fewest bytes.
+      annotations: the annotations of outputs that are less varying than a kernel's own jaxpr shows.
     """
 
     calls: tuple[ExplainedCall, ...]
@@ -132,6 +133,7 @@ class Explanation:
     sums: tuple[ExplainedSum, ...]
     claims: tuple[str, ...] = ()
     placements: tuple[Placement, ...] = ()
+    annotations: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         calls = [("kernel", "phase", "called at", "inputs -> outputs", "rule")]
@@ -169,6 +171,8 @@ class Explanation:
                 )
             )
         tables = [_table(rows) for rows in (calls, casts, sums) if len(rows) > 1]
+        if self.annotations:
+            tables.append("\n".join(_wrap(f"annotation: {text}") for text in self.annotations))
         if self.claims:
             tables.append("\n".join(_wrap(f"claim: {text}") for text in self.claims))
         tables += filter(None, map(describe_placement, self.placements))

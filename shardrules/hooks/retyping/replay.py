@@ -36,6 +36,7 @@ from shardrules.door.patching import Patches
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, State
+from shardrules.hooks.types.calls.annotations import note_called, note_cast
 from shardrules.hooks.types.calls.opaque import types_of
 from shardrules.hooks.types.funnel import Funnel
 from shardrules.hooks.types.type_notes import TypeNoteHooks
@@ -84,7 +85,10 @@ class ReplayHooks(Hooks):
             self.state.record_gradient()  # one that a jit took, traced before
         fitted = self._fitted(primitive, args, params)
         if fitted is None:
-            return rest(primitive, trace, args, params)
+            results = rest(primitive, trace, args, params)
+            if self.state.here.contradictions and primitive.name in CALLS:
+                note_called(self.state, params[CALLS[primitive.name]], results)
+            return results
         types, changes = fitted
         with self.door.set_current_trace(trace):
             return type(primitive).bind(
@@ -172,6 +176,8 @@ class ReplayHooks(Hooks):
         if not any(one.varying & named_axes(params) for one in have):
             raise error
         cast = self._cast(args, [widened(one, named_axes(params)) for one in have])
+        for x, result in zip(args, cast):
+            note_cast(self.state, x, named_axes(params), result)
         return cast if primitive.multiple_results else cast[0]
 
     def _cast(self, args, types: Sequence[AxisType]) -> list[Any]:

@@ -17,6 +17,7 @@ from typing import Any
 from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks
+from shardrules.hooks.types.calls.annotations import note_cast
 
 __all__ = ["RedundantCastHooks", "leave_out_zeros"]
 
@@ -57,6 +58,8 @@ class RedundantCastHooks(Hooks):
         if door.pcast_from is not None:  # from JAX 0.8.2
             patches.attribute(*door.owner("pcast_from"), self._from)
             patches.entry(door.pcast_steps, ("varying", "varying"), self._stay)
+            cast = functools.partial(self._noted, door.pcast_steps["invarying", "varying"])
+            patches.entry(door.pcast_steps, ("invarying", "varying"), cast)
 
     def _from(self, aval: Any, axes: tuple[Any, ...], name: str) -> str:
         """Return the state over those axes that are left to be cast, where some vary by then."""
@@ -72,4 +75,10 @@ class RedundantCastHooks(Hooks):
     def _stay(self, leaf: Any, axes: tuple[Any, ...]) -> Any:
         if not self.acts:
             raise ValueError("Unsupported pcast from=varying, to='varying'")  # as JAX words it
+        note_cast(self.state, leaf, axes, leaf)
         return leaf
+
+    def _noted(self, cast: Any, leaf: Any, axes: tuple[Any, ...]) -> Any:
+        result = cast(leaf, axes)
+        note_cast(self.state, leaf, axes, result)
+        return result

@@ -13,6 +13,7 @@ from typing import Any
 from shardrules.door.patching import Patches
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.state import Hooks
+from shardrules.hooks.types.calls.annotations import tell
 from shardrules.registry.axistypes import show_axes
 
 __all__ = ["TypeNoteHooks"]
@@ -62,15 +63,18 @@ class TypeNoteHooks(Hooks):
     @contextlib.contextmanager
     def _annotated(self) -> Iterator[None]:
         here = self.state.here
-        outer = here.type_notes
+        outer = here.type_notes, here.contradictions
         noted: dict[tuple[str, frozenset[str]], Any] = {}
         here.type_notes = noted
+        contradictions: list[Any] = []
+        here.contradictions = contradictions
         try:
             yield
+            tell(self.door, self.state, contradictions)
         except ShardrulesError:
             raise
         except Exception as error:
-            causes = f"\n{self._causes(noted)}" if noted else ""
+            causes = f"\n{self._causes(noted, contradictions)}" if noted or contradictions else ""
             text = error.args[0] if error.args else None
             if not isinstance(text, str):  # what fails, leaf by leaf: its text comes later
                 here.type_causes = causes
@@ -78,12 +82,18 @@ class TypeNoteHooks(Hooks):
                 error.args = (text + causes, *error.args[1:])
             raise
         finally:
-            if outer is not None:
-                outer.update(noted)
-            here.type_notes = outer
+            if outer[0] is not None:
+                outer[0].update(noted)
+            here.type_notes, here.contradictions = outer
 
-    def _causes(self, noted: dict[tuple[str, frozenset[str]], Any]) -> str:
-        lines = []
+    def _causes(
+        self, noted: dict[tuple[str, frozenset[str]], Any], contradictions: list[Any]
+    ) -> str:
+        lines = [
+            f"  output {one.output} of {one.call}{f' at {one.at}' if one.at else ''}, annotated "
+            f"'{one.annotation}': over {show_axes(one.proven.varying - one.annotation.varying)}"
+            for one in contradictions[-_SHOWN:]
+        ]
         for (what, axes), source in list(noted.items())[-_SHOWN:]:
             at = self.door.source_line(source)
             lines.append(f"  {what}{f' at {at}' if at else ''}: over {show_axes(axes)}")

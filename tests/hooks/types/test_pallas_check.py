@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules import errors
+from shardrules import errors, report
 from shardrules import hooks as hooks_module
 
 scale_bodies = dict(
@@ -462,6 +462,36 @@ def test_lowered_call_is_tagged_and_interpreted_code_is_not(tpu_mesh, cpu_mesh, 
             assert all(tag in line for line in calls), tag
     f, args = programs.copy_gradient("cpu", cpu_mesh, kernel=kernel)
     assert "shardrules." not in f.lower(*args).as_text()
+
+
+@pytest.mark.tpu
+def test_a_tag_and_the_report_tell_of_an_annotation_that_the_kernel_contradicts(tpu_mesh, hooks):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    def op(x, *casts):
+        out = jax.ShapeDtypeStruct(
+            x.shape, x.dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset())
+        )
+        y = pl.pallas_call(kernel, out_shape=out, name="twice_annotated")(x)
+        for axes in casts:
+            y = jax.lax.pcast(y, axes, to="varying")
+        return y
+
+    def compiled(*casts):
+        spec = P(("data", "model"), None)
+        f = jax.shard_map(lambda x: op(x, *casts), mesh=tpu_mesh, in_specs=spec, out_specs=spec)
+        sharding = jax.sharding.NamedSharding(tpu_mesh, spec)
+        return jax.jit(f).lower(jax.ShapeDtypeStruct((64, 128), "float32", sharding=sharding))
+
+    with pytest.warns(errors.AnnotationWarning, match="called at .*test_pallas_check"):
+        lowered = compiled("model")
+    assert 'shardrules.widened = "0:data"' in lowered.as_text()
+    text = report.plain(report.content(sr.hlo.judge(lowered.compile().as_text())))
+    (row,) = [line for line in text.splitlines() if line.startswith("twice_annotated | ")]
+    assert [cell.strip() for cell in row.split("|")][1:3] == ["0", "data"]
+    assert "annotations less varying than the kernel:" in text
+    assert "shardrules.widened" not in compiled(("data", "model")).as_text()
 
 
 def test_without_the_check_the_jaxpr_is_the_same(cpu_mesh):

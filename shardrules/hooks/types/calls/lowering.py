@@ -77,6 +77,11 @@ class Lowering:
         effects = None if found is None else self._effects(ctx, kernel, found)
         if found is not None:
             tag["shardrules.status"] = found.status
+        widened = [
+            f"{o.output}:{'+'.join(sorted(o.lost))}" for o in kernel.contradictions if o.lost
+        ]
+        if widened:
+            tag["shardrules.widened"] = ",".join(widened)
         if mesh is not None and not mesh.empty:
             tag["shardrules.mesh"] = ",".join(f"{a}={n}" for a, n in mesh.shape.items())
         ir = self.door.ir

@@ -19,16 +19,9 @@ from shardrules.door.internals import Door
 from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.errors import RegistrationError
 from shardrules.hooks.state import Hooks, State
+from shardrules.hooks.types.calls.annotations import check_annotations, note_results
 from shardrules.hooks.types.calls.mesh_layout import Kind, Layout, MeshKernel, layout_of
-from shardrules.hooks.types.calls.opaque import (
-    Call,
-    check_annotations,
-    find_rule,
-    prove,
-    resolve,
-    typed,
-    types_of,
-)
+from shardrules.hooks.types.calls.opaque import Call, find_rule, prove, resolve, typed, types_of
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.refs import check_written
@@ -301,7 +294,7 @@ class MeshKernelHooks(Hooks):
             proven = self._proven(primitive, params, known)
             resolution, types = self._resolve(proven, layout, avals)
             if first:
-                check_annotations(known, tuple(types))
+                check_annotations(self.door, self.state, known, tuple(types))
             with self.door.set_current_trace(trace):
                 args = [
                     self.door.cast(x, want)
@@ -313,7 +306,9 @@ class MeshKernelHooks(Hooks):
                 # Into the call too, so that a jaxpr that outlives the hooks keeps its types.
                 out_avals = typed(self.door, known, params["out_avals"], tuple(types))
                 params = {**params, "out_avals": out_avals}
-        return rest(primitive, trace, args, params)
+        results = rest(primitive, trace, args, params)
+        note_results(known, results)
+        return results
 
     def _typed(self, kind: Kind, primitive: Any, evaluate):
         """Return the abstract eval that types outputs by the rule, and holds written refs to it."""

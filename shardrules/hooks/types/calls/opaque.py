@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ _OF_FUNCTIONS = ("pallas_call", "mpmd_map", "core_map")
 __all__ = [
     "Call",
     "OpaqueCall",
-    "check_annotations",
     "confirm",
     "find_rule",
     "prove",
@@ -60,6 +60,29 @@ class Call(NamedTuple):
         return f"{self.primitive}{kernel}" + (f" (defined at {self.place})" if self.place else "")
 
 
+@dataclasses.dataclass(eq=False)
+class Contradiction:
+    """An output annotated less varying than its kernel's own jaxpr shows that it is.
+
+    Args:
+      call: the kernel's.
+      at: the source line of the call, or empty.
+      output: which of its outputs.
+      annotation: the axis type that the user wrote.
+      proven: the axis type that it has.
+      lost: the axes that the annotation lacks and that no cast of the output has added since.
+      values: what JAX made of the output so far, casts of it included, each as a weak reference.
+    """
+
+    call: Call
+    at: str
+    output: int
+    annotation: AxisType
+    proven: AxisType
+    lost: frozenset[str]
+    values: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
+
+
 @dataclasses.dataclass
 class OpaqueCall:
     """What is known of one opaque call, wherever transformations carry it.
@@ -72,6 +95,7 @@ class OpaqueCall:
       effects: what the call does, where avals carry no types to tell it when it is lowered.
       audit: what its kernel's jaxpr says, once it was asked.
       operand_count: how many operands the audit is to take, if not as many as are lowered.
+      contradictions: the annotations that its kernel contradicts.
     """
 
     call: Call
@@ -81,6 +105,7 @@ class OpaqueCall:
     effects: tuple[Effect, ...] | None = None
     audit: Any = None
     operand_count: int | None = None
+    contradictions: tuple[Contradiction, ...] = ()
 
     def active(self, state: State) -> bool:
         """Whether the hooks act on it: here, or because they did when it was bound."""
@@ -97,35 +122,6 @@ class OpaqueCall:
     def governing(self, state: State) -> Scope:
         """Return the scope whose policy and rules it obeys."""
         return self.scope if self.scope is not None and self.scope.active else state.scope
-
-
-def check_annotations(known: OpaqueCall, types: tuple[AxisType, ...]) -> None:
-    """Refuse an annotation that is less varying than a declared rule's answer; more is only wider.
-
-    Less than what a proof says is wrong, and widened: who wrote it may cast the output afterwards,
-    as MaxText's megablox does, and plain JAX accepts that.
-
-    Raises:
-      RuleError: showing the annotation and the rule.
-    """
-    for i, (note, one) in enumerate(zip(known.annotations, types)):
-        if note is None or (one.varying <= note.varying and one.unreduced == note.unreduced):
-            continue
-        if known.found and known.found.status == "audited" and not (note.unreduced | note.reduced):
-            continue
-        said = (
-            f"rule {known.found.rule!r} (declared at {known.found.where})"
-            if known.found
-            else "policy for calls without a rule"
-        )
-        raise RuleError(
-            f"output {i} of {known.call} is annotated '{note}', but the {said} makes it '{one}'. "
-            "Remove the annotation (the rule is enough), or register a rule that says which axes "
-            "the kernel makes invariant.",
-            kernel=known.call.name,
-            annotation=note,
-            answer=one,
-        )
 
 
 def typed(

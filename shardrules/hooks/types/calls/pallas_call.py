@@ -17,10 +17,10 @@ from shardrules.door.internals import Door
 from shardrules.door.outlived import TellingTuple
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks, State
+from shardrules.hooks.types.calls.annotations import check_annotations, note_results
 from shardrules.hooks.types.calls.opaque import (
     Call,
     OpaqueCall,
-    check_annotations,
     find_rule,
     prove,
     resolve,
@@ -169,7 +169,7 @@ class PallasHooks(Hooks):
             inputs = types_of(self.door, avals)
             resolution = self._resolve(kernel, inputs, len(params["out_avals"]))
             if first and kernel.annotations:
-                check_annotations(kernel, resolution.outputs)
+                check_annotations(self.door, self.state, kernel, resolution.outputs)
             if inputs != resolution.inputs:
                 with self.door.set_current_trace(trace):
                     args = [
@@ -193,9 +193,12 @@ class PallasHooks(Hooks):
             settled = jaxpr, resolution.inputs, resolution.outputs
         here.outer, here.settled = (primitive, kernel), settled
         try:
-            return rest(primitive, trace, args, params)
+            results = rest(primitive, trace, args, params)
         finally:
             here.outer, here.settled = before
+        if kernel.contradictions:
+            note_results(kernel, results)
+        return results
 
     def _refuse(self, name: str) -> None:
         """Refuse that a typed kernel is interpreted where the hooks are gone."""

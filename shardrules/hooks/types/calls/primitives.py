@@ -16,10 +16,10 @@ from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
 from shardrules.errors import CotangentError
 from shardrules.hooks.state import COLLECT, Hooks, State
+from shardrules.hooks.types.calls.annotations import check_annotations
 from shardrules.hooks.types.calls.opaque import (
     Call,
     OpaqueCall,
-    check_annotations,
     find_rule,
     resolve,
     typed,
@@ -289,7 +289,7 @@ class PrimitiveHooks(Hooks):
             count = len(self._own_answer(primitive, avals, params))
         resolution = self._resolve(known, avals, count)
         if not isinstance(results, _Settled):
-            check_annotations(known, resolution.outputs)
+            check_annotations(self.door, self.state, known, resolution.outputs)
         with self.door.set_current_trace(trace):
             args = [
                 self.door.cast(x, want) if self.door.can_cast(aval) else x

@@ -1,0 +1,199 @@
+"""What a user's annotation of an output says, held against the call's rule or proof.
+
+An annotation that says less than a proof is widened to it. Plain JAX believes the annotation, and
+then leaves out a reduction: so each is told once, as an ``AnnotationWarning``, when the shard_map
+around it was traced. Until then a ``pcast`` of the output itself may add the missing axes, as
+MaxText's megablox does after its forward kernel: plain JAX loses nothing there, and nothing is
+told. That kernels are differentiated by rules of their own makes this so; where anything else is
+computed from the output before the cast, plain JAX may lose the reduction, and it is told.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+import weakref
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.jaxprs import CALLS, TO_VARYING, opened
+from shardrules.errors import AnnotationWarning, RuleError
+from shardrules.hooks.state import State
+from shardrules.hooks.types.calls.opaque import Contradiction, OpaqueCall
+from shardrules.registry.axistypes import AxisType, show_axes
+from shardrules.registry.suggestions import is_library
+
+__all__ = ["check_annotations", "note_called", "note_cast", "note_results", "tell"]
+
+_OURS = os.path.join(os.path.dirname(sys.modules["shardrules"].__path__[0]), "shardrules", "")
+
+
+def check_annotations(
+    door: Door, state: State, known: OpaqueCall, types: tuple[AxisType, ...]
+) -> None:
+    """Hold annotations to what a call answers; one that varies over more is only wider.
+
+    Less than a proof says is widened, and noted to be told.
+
+    Args:
+      door: JAX's private names.
+      state: where it is noted.
+      known: the call; its contradictions are set.
+      types: its outputs' axis types, by its rule or proof.
+
+    Raises:
+      RuleError: where a declared rule says more, with the annotation and the rule.
+    """
+    found = []
+    for i, (note, one) in enumerate(zip(known.annotations, types)):
+        if note is None or (one.varying <= note.varying and one.unreduced == note.unreduced):
+            continue
+        if known.found and known.found.status == "audited" and not (note.unreduced | note.reduced):
+            lost = one.varying - note.varying
+            found.append(Contradiction(known.call, _calling_line(), i, note, one, lost))
+            continue
+        said = (
+            f"rule {known.found.rule!r} (declared at {known.found.where})"
+            if known.found
+            else "policy for calls without a rule"
+        )
+        raise RuleError(
+            f"output {i} of {known.call} is annotated '{note}', but the {said} makes it '{one}'. "
+            "Remove the annotation (the rule is enough), or register a rule that says which axes "
+            "the kernel makes invariant.",
+            kernel=known.call.name,
+            annotation=note,
+            answer=one,
+        )
+    if found:
+        known.contradictions = tuple(found)
+        pending = state.here.contradictions
+        if pending is None:
+            tell(door, state, found)
+        else:
+            pending += found
+
+
+def note_results(known: OpaqueCall, results: Any) -> None:
+    """Note what JAX returns for a call's outputs, where an annotation of one is contradicted.
+
+    Args:
+      known: the call.
+      results: what it returns.
+    """
+    for one in known.contradictions:
+        one.values.append(weakref.ref(results[one.output]))
+
+
+def note_called(state: State, jaxpr: Any, results: Any) -> None:
+    """Note what JAX returns for the outputs of a jit that returns a kernel's as they are.
+
+    Args:
+      state: for what is known of an equation.
+      jaxpr: the one that is called.
+      results: what the call returns.
+    """
+    for i, result in enumerate(results):
+        for one in _origins(state, jaxpr, i):
+            one.values.append(weakref.ref(result))
+
+
+def _origins(state: State, jaxpr: Any, i: int) -> list[Contradiction]:
+    """Return the contradictions of which an output of a jaxpr is the kernel's output."""
+    jaxpr = opened(jaxpr)
+    variable = jaxpr.outvars[i]
+    for eqn in reversed(jaxpr.eqns):
+        at = next((n for n, one in enumerate(eqn.outvars) if one is variable), None)
+        if at is None:
+            continue
+        if eqn.primitive.name in TO_VARYING:
+            variable = eqn.invars[at]
+        elif eqn.primitive.name in CALLS:
+            return _origins(state, eqn.params[CALLS[eqn.primitive.name]], at)
+        else:
+            known = state.known_of(eqn.primitive, eqn.params)
+            found = () if known is None else known.contradictions
+            return [one for one in found if one.output == at]
+    return []
+
+
+def note_cast(state: State, value: Any, axes: Any, result: Any) -> None:
+    """Note that the program casts a value to more axes, or to some over which it varies by then.
+
+    Args:
+      state: where contradictions wait for such a cast.
+      value: what is cast.
+      axes: the axes that the cast names.
+      result: what the cast returns.
+    """
+    for one in state.here.contradictions or ():
+        if any(its() is value for its in one.values):
+            one.lost -= frozenset(axes)
+            one.values.append(weakref.ref(result))
+
+
+def tell(door: Door, state: State, found: list[Contradiction]) -> None:
+    """Warn of annotations that a kernel contradicts, once for each kernel and place.
+
+    Args:
+      door: JAX's private names.
+      state: if a trace is for looking at only, they go to its notes instead.
+      found: the contradictions; those whose axes were added by a cast are left out.
+    """
+    for one in found:
+        one.values.clear()
+        if not one.lost:
+            continue
+        text = _text(door, one)
+        notes = state.scope.notes
+        if notes is not None:
+            notes.annotations.append(text)
+            continue
+        key = one.call.name, one.call.place, one.at, one.output, one.lost
+        if key in state.warned:
+            continue
+        state.warned.add(key)
+        file, _, line = one.at.rpartition(":")
+        warning = AnnotationWarning(
+            text,
+            kernel=one.call.name,
+            output=one.output,
+            annotation=one.annotation,
+            answer=one.proven,
+            axes=one.lost,
+            at=one.at,
+        )
+        warnings.warn_explicit(
+            warning, AnnotationWarning, file or "<unknown>", int(line) if line.isdigit() else 1
+        )
+
+
+def _calling_line() -> str:
+    """Return the program's line that calls a kernel; JAX's own source is empty here (0.10)."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith(_OURS) or is_library(file)):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _text(door: Door, one: Contradiction) -> str:
+    lost = show_axes(one.lost)
+    named = ", ".join(map(repr, sorted(one.proven.varying)))
+    written = f"frozenset({{{named}}})"
+    written = (
+        f"vma={written}"
+        if door.ManualAxisType is None
+        else f"manual_axis_type=jax.sharding.ManualAxisType(varying={written})"
+    )
+    called = f", called at {one.at}," if one.at else ""
+    return (
+        f"output {one.output} of {one.call}{called} is annotated '{one.annotation}', but the "
+        f"kernel's own jaxpr shows that it depends on its operands, so that it is '{one.proven}'. "
+        f"shardrules widens it. Plain JAX believes the annotation and loses the reduction over "
+        f"{lost} wherever one follows from the type: each device keeps its own share of a "
+        f"gradient. Remove the annotation, or write {written}."
+    )

@@ -9,10 +9,11 @@ and refused if it isn't there (tests/core/test_install.py).
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from typing import Any
 
-__all__ = ["NAME", "body_tracers"]
+__all__ = ["NAME", "body_tracers", "is_body"]
 
 NAME = "_create_jaxpr"
 
@@ -37,3 +38,13 @@ def body_tracers(*functions: Any) -> frozenset[Any]:
             raise LookupError(f"{function.__module__}.{function.__name__} has no {NAME} inside")
         found += codes
     return frozenset(found)
+
+
+def is_body(tracers: frozenset[Any], debug_info: Any) -> bool:
+    """Whether who calls this was called to trace the body of a loop that a user wrote.
+
+    Args:
+      tracers: what ``body_tracers`` returned.
+      debug_info: of the function that is traced; it may be a ``while_loop``'s condition.
+    """
+    return sys._getframe(2).f_code in tracers and debug_info.traced_for != "while_cond"

@@ -13,6 +13,7 @@ from typing import Any
 from shardrules.arguments import checked
 from shardrules.door import internals
 from shardrules.door.patching import Patches
+from shardrules.door.places import leave_out_frames
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.casts.placing import CastHooks
 from shardrules.hooks.cotangents.batching import BatchedVjpHooks
@@ -237,10 +238,8 @@ def _release_ops() -> None:
 
 def _hide_frames() -> None:
     """Leave this package's frames out of source lines, and of tracebacks that JAX filters."""
-    from jax.extend import source_info_util
-
     folder = str(pathlib.Path(__file__).parents[1])
-    source_info_util.register_exclusion(folder)
+    leave_out_frames(folder)
     internals.load().exclude_from_tracebacks(folder)
 
 

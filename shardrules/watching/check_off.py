@@ -13,12 +13,12 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from shardrules.door import places
 from shardrules.door.jaxprs import equations, is_transposed, opened
 from shardrules.door.patching import Patches
 from shardrules.errors import UnsupportedJaxError
@@ -32,9 +32,6 @@ from shardrules.watching.importing import WhenImported
 
 __all__ = ["Call", "Site", "start"]
 
-# Where JAX makes a shard_map of a function: from 0.6.1, and before.
-_MODULES = ("jax._src.shard_map", "jax.experimental.shard_map")
-_WRAPPERS = (*_MODULES, "jax._src.traceback_util")  # what stands between that and who asks
 _CHECKS = ("check_vma", "check_rep")
 
 
@@ -140,7 +137,7 @@ def start(
 def _install(module: Any) -> None:
     original = vars(module).get("_shard_map")
     if original is None:
-        if module.__name__ == _MODULES[0]:
+        if module.__name__ == places.SHARD_MAPS[0]:
             raise UnsupportedJaxError(f"migrate does not know {module.__name__} of this JAX")
         return  # from 0.6.1 the old spelling calls the new one's
     signature = inspect.signature(original)
@@ -162,7 +159,7 @@ def _install(module: Any) -> None:
         _patches.attribute(module, "_shard_map", shard_map)
 
 
-_imported = WhenImported(_MODULES, _install)
+_imported = WhenImported(places.SHARD_MAPS, _install)
 
 
 def _name(function: Any) -> str:
@@ -173,12 +170,9 @@ def _name(function: Any) -> str:
 
 def _site(frame: Any, function: str) -> Site | None:
     """Find who asks for a shard_map; None where JAX itself does, as for pmap."""
-    import jax
-
-    library = os.path.join(os.path.dirname(os.path.abspath(jax.__file__)), "")
-    while frame is not None and frame.f_globals.get("__name__") in _WRAPPERS:
+    while frame is not None and places.is_wrapper(frame.f_globals.get("__name__")):
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith(os.path.join(library, "_src", "")):
+    if frame is None or places.owns(frame.f_code.co_filename):
         return None
     positions = list(frame.f_code.co_positions())
     line, end_line, column, end_column = positions[frame.f_lasti // 2]

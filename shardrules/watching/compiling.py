@@ -1,7 +1,7 @@
 """Every program that JAX compiles or takes from one of its caches, noted as it is handed out.
 
 All of JAX's ways to a program (jit, pmap, ``lower().compile()``, eager operations, in any thread)
-end in the ``compile`` of a computation of ``jax._src.interpreters.pxla``, which also hands out what
+end in the ``compile`` of a computation of ``door.places.COMPILER``, which also hands out what
 was compiled before and what the persistent compilation cache holds. It is replaced while somebody
 watches. Where JAX is not imported yet it stays so: the replacement waits for the import, since a
 program may set what JAX reads from its environment then.
@@ -19,12 +19,11 @@ from typing import Any
 
 from shardrules.door import compiled, watching
 from shardrules.door.patching import Patches
-from shardrules.errors import ShardrulesError, UnsupportedJaxError
+from shardrules.door.places import COMPILER, compilers, leave_out_frames
+from shardrules.errors import ShardrulesError
 from shardrules.watching.importing import WhenImported
 
 __all__ = ["Noted", "process", "start"]
-
-_MODULE = "jax._src.interpreters.pxla"
 
 _lock = threading.RLock()
 _patches = Patches()
@@ -119,7 +118,7 @@ def start(note: Callable[[Noted], None]) -> Callable[[], None]:
     with _lock:
         if not _watchers:
             _imported.start()
-        if _MODULE in sys.modules:
+        if COMPILER in sys.modules:
             watching.forget_fast_paths()
         _watchers.append(watcher)
 
@@ -137,30 +136,14 @@ def start(note: Callable[[Noted], None]) -> Callable[[], None]:
 @functools.cache
 def _leave_out_frames() -> None:
     """Leave this package's frames out of source lines: what a program says of itself stays."""
-    from jax._src import source_info_util  # jax.extend has it too, and isn't imported yet here
-
-    source_info_util.register_exclusion(str(pathlib.Path(__file__).parents[1]))
+    leave_out_frames(str(pathlib.Path(__file__).parents[1]))
 
 
 def _install(pxla: Any) -> None:
     _leave_out_frames()
-    try:
-        owners: list[tuple[Any, str, Any]] = [(pxla.MeshComputation, "compile", _compile)]
-        if hasattr(pxla, "PmapComputation"):  # to JAX 0.9; after it pmap is a jit
-            owners.append((pxla.PmapComputation, "compile", _compile))
-        owners.append((pxla, "lower_sharding_computation", _lower))
-        made = [
-            (owner, name, watching.around(by, getattr(owner, name))) for owner, name, by in owners
-        ]
-    except AttributeError as error:
-        import jax
-
-        raise UnsupportedJaxError(
-            f"watch does not know where JAX {jax.__version__} compiles: {error}",
-            version=jax.__version__,
-        ) from error
-    for owner, name, function in made:
-        _patches.attribute(owner, name, function)
+    for owner, name in compilers(pxla):
+        by = _compile if name == "compile" else _lower
+        _patches.attribute(owner, name, watching.around(by, getattr(owner, name)))
 
 
 def _compile(original: Any, self: Any, *args, **kwargs) -> Any:
@@ -194,4 +177,4 @@ def _shard_map_meshes(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
                     yield from _shard_map_meshes(inner, seen)
 
 
-_imported = WhenImported((_MODULE,), _install)
+_imported = WhenImported((COMPILER,), _install)

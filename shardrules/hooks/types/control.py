@@ -11,11 +11,11 @@ stands before the loop: a gradient's psum for it is then outside the loop too.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
+from shardrules.door.loops import is_body
 from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.hooks.state import Hooks, State
 from shardrules.registry.axistypes import AxisType
@@ -57,7 +57,7 @@ class ControlHooks(Hooks):
     def _trace(self, fun, in_avals, debug_info, *rest, **kwargs):
         """Trace a loop's body with the carry at its fixpoint; everything else as JAX does."""
         traced = self.door.trace_to_jaxpr(fun, in_avals, debug_info, *rest, **kwargs)
-        if not (self._is_body(sys._getframe(1), debug_info) and self.acts):
+        if not (is_body(self._body_tracers, debug_info) and self.acts):
             return traced
         operands = in_avals.unpack()[0]
         count = _carry_count(operands.tree, traced[1].tree)
@@ -75,7 +75,7 @@ class ControlHooks(Hooks):
     def _trace_body(self, trace, fun, in_tree, in_avals, debug_info):
         """As ``_trace``, with the functions that JAX to 0.7 traces a body with."""
         traced = trace(fun, in_tree, in_avals, debug_info)
-        if not (self._is_body(sys._getframe(1), debug_info) and self.acts):
+        if not (is_body(self._body_tracers, debug_info) and self.acts):
             return traced
         count = _carry_count(in_tree, traced[2])
 
@@ -87,10 +87,6 @@ class ControlHooks(Hooks):
             in_avals[:count], traced, lambda traced: traced[0].out_avals, again
         )
         return self._cast(jaxpr, types), *others
-
-    def _is_body(self, caller: Any, debug_info: Any) -> bool:
-        """Whether a function is traced as the body of a loop; transformations trace what agrees."""
-        return caller.f_code in self._body_tracers and debug_info.traced_for != "while_cond"
 
     def _fixpoint(self, carry, traced, results, again):
         """Trace a body until its carry is as varying as what it returns.

@@ -17,6 +17,7 @@ from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.patching import ModuleProxy, Patches
+from shardrules.door.places import PALLAS, PALLAS_GPU_CORE
 from shardrules.errors import RegistrationError
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
@@ -30,9 +31,6 @@ from shardrules.registry.binding import Binding, binding_of
 
 __all__ = ["MeshKernelHooks"]
 
-# A user's kernel never lives there: JAX's own functions around one do, and hold it in a closure.
-_PALLAS = "jax._src.pallas."
-_MOSAIC_GPU = "jax._src.pallas.mosaic_gpu.core"
 _PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a partial and under vmap
 
 
@@ -152,7 +150,7 @@ class MeshKernelHooks(Hooks):
         self._sources[getattr(jaxpr, "jaxpr", jaxpr)] = source
 
     def _source(self, function: Any) -> _Source:
-        while _module(function).startswith(_PALLAS):
+        while _module(function).startswith(PALLAS):  # it holds the user's kernel in a closure
             held = dict(_held(_innermost(function)))
             for value in held.values():
                 value = getattr(value, "jaxpr", value)  # JAX 0.11 keeps it closed
@@ -178,7 +176,7 @@ class MeshKernelHooks(Hooks):
         again = (
             here.checked
             and not door.checking()
-            and all(_module(function) == _MOSAIC_GPU for _, function in meshes_and_fns)
+            and all(_module(function) == PALLAS_GPU_CORE for _, function in meshes_and_fns)
         )
         checked = functools.partial(door.check_vma, True) if again else contextlib.nullcontext
         noted = here.annotations

@@ -1,0 +1,70 @@
+"""Where in JAX what is watched or told apart stands, known before JAX is imported."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from shardrules.errors import UnsupportedJaxError
+
+__all__ = [
+    "COMPILER",
+    "PALLAS",
+    "PALLAS_GPU_CORE",
+    "SHARD_MAPS",
+    "compilers",
+    "is_wrapper",
+    "leave_out_frames",
+    "owns",
+]
+
+PALLAS = "jax._src.pallas."  # no kernel of a user lives there
+PALLAS_GPU_CORE = "jax._src.pallas.mosaic_gpu.core"  # where plgpu.kernel's own function lives
+COMPILER = "jax._src.interpreters.pxla"
+# Where JAX makes a shard_map of a function: from 0.6.1, and before.
+SHARD_MAPS = ("jax._src.shard_map", "jax.experimental.shard_map")
+
+
+def is_wrapper(module: str | None) -> bool:
+    """Whether a module's frames stand between a shard_map and who asks for it."""
+    return module in (*SHARD_MAPS, "jax._src.traceback_util")
+
+
+def owns(path: str) -> bool:
+    """Whether a source file is one of JAX's private ones."""
+    import jax
+
+    folder = os.path.dirname(os.path.abspath(jax.__file__))
+    return path.startswith(os.path.join(folder, "_src", ""))
+
+
+def compilers(compiler: Any) -> list[tuple[Any, str]]:
+    """Return owner and name of all that compiles, the function that lowers a jaxpr for it last.
+
+    Args:
+      compiler: the module ``COMPILER``.
+
+    Raises:
+      UnsupportedJaxError: this JAX does not have one of them.
+    """
+    kinds = [getattr(compiler, "MeshComputation", None)]
+    if hasattr(compiler, "PmapComputation"):  # to JAX 0.9; after it pmap is a jit
+        kinds.append(compiler.PmapComputation)
+    owners = [*((kind, "compile") for kind in kinds), (compiler, "lower_sharding_computation")]
+    for owner, name in owners:
+        if not hasattr(owner, name):
+            import jax
+
+            raise UnsupportedJaxError(
+                f"watch does not know where JAX {jax.__version__} compiles: {COMPILER} has no "
+                f"{'MeshComputation' if owner is None else name}",
+                version=jax.__version__,
+            )
+    return owners
+
+
+def leave_out_frames(folder: str) -> None:
+    """Leave a folder's frames out of JAX's source lines: what a program says of itself stays."""
+    from jax._src import source_info_util  # jax.extend has it too, and may not be imported yet
+
+    source_info_util.register_exclusion(folder)

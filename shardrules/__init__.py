@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # the names of _HOME and _MODULES, for checkers and editors
     )
     from shardrules.registry.rule import Rule
     from shardrules.registry.table import Registration, Registry, register, rules
+    from shardrules.watching.profiles.profile import profile
     from shardrules.watching.programs import watch
 
 # The version is written here and nowhere else; setup.cfg reads it from this file.
@@ -79,6 +80,7 @@ _HOME = {
     "place_casts": "hooks.user_casts",
     "scan_calls": "hooks.explain.explain",
     "vary": "hooks.user_casts",
+    "profile": "watching.profiles.profile",
     "watch": "watching.programs",
     "ShardrulesError": "errors",
 }
@@ -118,6 +120,7 @@ __all__ = [
     "per_device",
     "permute",
     "place_casts",
+    "profile",
     "reduce_scatter",
     "register",
     "rules",

@@ -21,6 +21,7 @@ __all__ = [
     "HloSyntaxError",
     "MissingProcessError",
     "NotInstalledError",
+    "ProfileError",
     "RefError",
     "RegistrationError",
     "ReplicationAssertionError",
@@ -110,6 +111,10 @@ class NotInstalledError(ShardrulesError, RuntimeError):
 
 class AotError(ShardrulesError, RuntimeError):
     """A compiler for an absent accelerator that is missing, or a topology that it doesn't know."""
+
+
+class ProfileError(ShardrulesError, ValueError):
+    """A profile that can't be read, or lacks what its verdicts take."""
 
 
 class HloError(ShardrulesError, ValueError):

@@ -103,6 +103,7 @@ TABLE = {
     "already_summed": (in_shard_map(shardrules.already_summed), ["model"], {}),
     "vary": (in_shard_map(shardrules.vary), ["model"], {}),
     "place_casts": (shardrules.place_casts, [op], {}),
+    "profile": (shardrules.profile, ["."], {"strict": True, "allow": {}, "hlo": "."}),
     "explain": (lambda f: shardrules.explain(f, X), [op], {}),
     "scan_calls": (lambda f: shardrules.scan_calls(f, X), [op], {}),
     "install": (

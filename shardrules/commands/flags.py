@@ -12,7 +12,7 @@ from typing import Any
 from shardrules.costs.estimates import TARGETS
 from shardrules.errors import ShardrulesError
 
-__all__ = ["Once", "add_arguments", "allowances"]
+__all__ = ["Once", "add_arguments", "add_judging", "allowances"]
 
 
 class Once(argparse.Action):
@@ -48,15 +48,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="estimate each collective's time from the bandwidth of this accelerator's links",
     )
     parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="accept proofs alone: verdicts that rest on declared rules are findings",
-    )
-    parser.add_argument(
         "--cheapest",
         action="store_true",
         help="all-reduces that are needed where they stand and would move fewer bytes elsewhere "
         "are findings too",
+    )
+    add_judging(parser)
+
+
+def add_judging(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what a finding is."""
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="accept proofs alone: verdicts that rest on declared rules are findings",
     )
     parser.add_argument(
         "--allow",

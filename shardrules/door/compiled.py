@@ -1,10 +1,14 @@
-"""What a ``jax.stages.Compiled`` knows beside its text: parameter shardings, and the mesh."""
+"""What a ``jax.stages.Compiled`` knows beside its text, and what a profile holds of programs."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
+from shardrules.errors import ProfileError
+
 __all__ = [
+    "hlo_text",
     "mesh_of",
     "mesh_of_lowered",
     "mesh_shape",
@@ -12,6 +16,7 @@ __all__ = [
     "parameter_shardings",
     "placed",
     "platform",
+    "profile_data",
     "temp_bytes",
     "unoptimized_text",
 ]
@@ -186,3 +191,45 @@ def _array_shape(aval: Any) -> tuple[int, ...]:
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return tuple(aval.shape)
+
+
+# Where HloModule stood in JAX 0.10 to 0.12, 0.6.2 to 0.9, and before.
+_HLO_MODULE = ("jaxlib._hlo", "jaxlib._jax", "jaxlib.xla_extension")
+
+
+def profile_data(serialized: bytes) -> Any:
+    """Return ``jax.profiler.ProfileData`` of a serialized XSpace.
+
+    Raises:
+      ProfileError: this JAX has no such reader, or it refuses the bytes.
+    """
+    import jax.profiler
+
+    kind = getattr(jax.profiler, "ProfileData", None)
+    if kind is None:
+        raise ProfileError(
+            f"JAX {jax.__version__} can't read profiles; read it with JAX 0.6.2 or newer"
+        )
+    try:
+        return kind.from_serialized_xspace(serialized)
+    except RuntimeError as error:
+        raise ProfileError(f"JAX can't read it as a profile: {error}") from error
+
+
+def hlo_text(module_proto: bytes) -> str:
+    """Return the text of a serialized HloModuleProto.
+
+    Raises:
+      ProfileError: jaxlib can't read it.
+    """
+    for name in _HLO_MODULE:
+        try:
+            kind = getattr(importlib.import_module(name), "HloModule", None)
+        except ImportError:
+            continue
+        if kind is not None:
+            try:
+                return kind.from_serialized_hlo_module_proto(module_proto).to_string()
+            except Exception as error:  # jaxlib's own, of no class that it names
+                raise ProfileError(f"jaxlib can't read a program of it: {error}") from error
+    raise ProfileError("this jaxlib has no HloModule to read a program with")

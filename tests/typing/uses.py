@@ -143,6 +143,7 @@ known: list[type[sr.ShardrulesError]] = [
     errors.HloSyntaxError,
     errors.MissingProcessError,
     errors.NotInstalledError,
+    errors.ProfileError,
     errors.RefError,
     errors.RegistrationError,
     errors.ReplicationAssertionError,
@@ -165,6 +166,9 @@ for program in seen:
     program_text: bytes = program.text  # wrong
 print(seen, seen.clean, len(seen))
 sr.watch(alow={})  # wrong
+profiled = sr.profile("trace", mesh={"data": 4, "model": 2}, strict=True)
+milliseconds: float = profiled.avoidable_seconds * 1e3
+sr.profile()  # wrong
 
 # --- testing -----------------------------------------------------------------------------------------
 

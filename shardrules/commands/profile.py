@@ -1,0 +1,50 @@
+"""Judge the programs of a profile, and print what each collective took in a step.
+
+DIR is a folder in which jax.profiler.trace wrote, or one .xplane.pb file; nothing else is needed.
+Exit 0 if every collective is needed, 1 if there are findings, 2 if the profile can't be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from shardrules.commands import flags, reading, rules
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``profile``."""
+    parser.add_argument("directory", metavar="DIR", help="a profile that JAX wrote")
+    parser.add_argument(
+        "--hlo",
+        action=flags.Once,
+        metavar="DIR",
+        help="a folder of --xla_dump_to, for programs whose HLO the profile lacks",
+    )
+    flags.add_judging(parser)
+    parser.add_argument(
+        "--format",
+        action=flags.Once,
+        choices=["text", "json"],
+        default="text",
+        help="how the report is written",
+    )
+    reading.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the report, and return whether there are findings."""
+    from shardrules.watching.profiles.profile import profile
+
+    found = profile(
+        arguments.directory,
+        mesh=reading.mesh_of(arguments.mesh),
+        hlo=arguments.hlo,
+        strict=arguments.strict,
+        allow=flags.allowances(arguments),
+        registry=rules.Rules(arguments),
+    )
+    text = str(found) if arguments.format == "text" else found.as_json() + "\n"
+    reading.write(text, arguments)
+    return reading.FOUND if found.findings else reading.CLEAN

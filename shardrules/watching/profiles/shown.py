@@ -1,0 +1,241 @@
+"""What a profile comes to, and how it is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardrules import hlo, report
+from shardrules.costs import accounts, findings
+from shardrules.report import grouping
+from shardrules.watching.profiles import measured
+
+__all__ = ["Line", "Profile", "ProfiledProgram", "count"]
+
+_SPREAD = 0.1  # of the slowest device's time: below it, devices take as long as each other
+_SHOWN_COUNT = 30  # rows of needed collectives
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One verdict, with what it took.
+
+    Attributes:
+      program: the name of its program.
+      verdict: the verifier's.
+      entry: its line in the account.
+      finding: what is wrong with it, None if nothing.
+      measured: what its collective took in a step; None where the profile has no event of it.
+      share: of a combined collective's time, by its bytes.
+      avoidable: the share of its own time that goes if the finding's advice is followed.
+    """
+
+    program: str
+    verdict: hlo.Verdict
+    entry: accounts.Entry
+    finding: findings.Finding | None
+    measured: measured.Measured | None
+    share: float
+    avoidable: float
+
+    @property
+    def seconds(self) -> float:
+        """Give the seconds a step."""
+        return self.measured.seconds * self.share if self.measured else 0.0
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Give the seconds a step in which nothing else ran."""
+        return self.measured.exposed_seconds * self.share if self.measured else 0.0
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Give what one device sends in a second while it runs; None where that isn't known."""
+        if self.measured is None or not self.seconds:
+            return None
+        return self.entry.wire_bytes * self.measured.runs / self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfiledProgram:
+    """One program of a profile.
+
+    Attributes:
+      name: the module's.
+      content: what a report says of it.
+      lines: its verdicts with their times.
+    """
+
+    name: str
+    content: report.Content
+    lines: tuple[Line, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What a profile shows of its programs' collectives; ``str`` is the report.
+
+    Attributes:
+      source: where it was read.
+      programs: those that ran and have collectives.
+      step_count: how many steps it holds.
+      step_seconds: the median step.
+      marked: whether the steps are those of ``jax.profiler.StepTraceAnnotation``, or the runs of
+        the program that took longest.
+      planes: each plane that was understood, with how many events of operations it holds.
+      notes: what it lacks.
+    """
+
+    source: str
+    programs: tuple[ProfiledProgram, ...]
+    step_count: int
+    step_seconds: float
+    marked: bool
+    planes: Mapping[str, int]
+    notes: tuple[str, ...]
+
+    @functools.cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """List all verdicts: findings first, then by exposed time, the longest first."""
+        every = [line for program in self.programs for line in program.lines]
+        return tuple(
+            sorted(every, key=lambda one: (one.finding is None, -one.exposed_seconds, -one.seconds))
+        )
+
+    @property
+    def findings(self) -> tuple[Line, ...]:
+        """List what is not shown to be needed."""
+        return tuple(line for line in self.lines if line.finding is not None)
+
+    @property
+    def avoidable_seconds(self) -> float:
+        """Add up the exposed time a step that goes if every finding's advice is followed."""
+        return sum(line.exposed_seconds * line.avoidable for line in self.findings)
+
+    @property
+    def headline(self) -> str:
+        """Say in one line what it comes to."""
+        step = self.step_seconds
+        part = f" ({self.avoidable_seconds / step:.1%})" if step else ""
+        return f"avoidable: {_ms(self.avoidable_seconds)} of {_ms(step)} a step{part}"
+
+    def __str__(self) -> str:
+        steps = "marked by the profile" if self.marked else "runs of the longest program"
+        hosts = len({plane.partition(" ")[0] for plane in self.planes})
+        lines = [
+            self.headline,
+            f"{self.source}: {count(self.step_count, 'step')} ({steps}), {count(hosts, 'host')}, "
+            + ", ".join(
+                f"{plane.partition(' ')[2]} ({n} events)" for plane, n in self.planes.items()
+            ),
+            *(f"note: {note}" for note in self.notes),
+        ]
+        if not self.lines:
+            return "\n".join([*lines, "no collectives in any program that ran"]) + "\n"
+        seldom = 0
+        for line in self.findings:
+            if line.measured is not None and not line.seconds:
+                seldom += 1
+            else:
+                lines += ["", *_told(line, self.step_seconds)]
+        if seldom:
+            lines += [
+                "",
+                f"and {count(seldom, 'finding')} that ran in fewer than half of the steps",
+            ]
+        needed = [line for line in self.lines if line.finding is None]
+        if needed:
+            lines += ["", "needed, or allowed:", report.table(_table(needed, self.step_seconds))]
+            if len(needed) > _SHOWN_COUNT:
+                lines.append(f"and {len(needed) - _SHOWN_COUNT} more, which took less")
+        return "\n".join(lines) + "\n"
+
+    def as_json(self) -> str:
+        """Write all of it as JSON."""
+        return json.dumps(
+            {
+                "source": self.source,
+                "steps": {
+                    "count": self.step_count,
+                    "seconds": self.step_seconds,
+                    "marked": self.marked,
+                },
+                "avoidable_seconds": self.avoidable_seconds,
+                "planes": dict(self.planes),
+                "notes": list(self.notes),
+                "collectives": [_json(line) for line in self.lines],
+            },
+            indent=2,
+        )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def count(number: int, noun: str) -> str:
+    """Write a number and its noun, which agree."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _told(line: Line, step_seconds: float) -> list[str]:
+    """Say what a finding takes, then what a report says of it."""
+    assert line.finding is not None
+    share = f", {line.seconds / step_seconds:.1%} of it" if step_seconds else ""
+    if line.measured is None:
+        took = "not measured: the profile has no event of it"
+    else:
+        took = f"{_ms(line.seconds)} a step{share}; {_ms(line.exposed_seconds)} exposed"
+    return [f"{took} ({line.program})", report.describe_finding(line.finding)]
+
+
+def _table(lines: Sequence[Line], step_seconds: float) -> list[list[str]]:
+    rows = [
+        ["measured, a step", "of it exposed", "share", "collective", "bytes", "bandwidth", "at"]
+    ]
+    for line in lines[:_SHOWN_COUNT]:
+        speed = line.bytes_per_s
+        rows.append(
+            [
+                _ms(line.seconds) + _spread(line) if line.measured else "?",
+                _ms(line.exposed_seconds) if line.measured else "?",
+                f"{line.seconds / step_seconds:.1%}" if step_seconds else "?",
+                line.entry.what,
+                grouping.size(line.entry.bytes),
+                "?" if speed is None else f"{grouping.size(speed)}/s",
+                grouping.here(line.entry.source),
+            ]
+        )
+    return rows
+
+
+def _spread(line: Line) -> str:
+    """Say how far devices are apart, where they are: a straggler then, not a collective."""
+    found = line.measured
+    if found is None or found.seconds - found.fastest_seconds <= _SPREAD * found.seconds:
+        return ""
+    return f" (from {_ms(found.fastest_seconds * line.share)})"
+
+
+def _json(line: Line) -> dict[str, Any]:
+    found = line.measured
+    return {
+        "program": line.program,
+        "instruction": line.verdict.collective.name,
+        "what": line.entry.what,
+        "verdict": line.verdict.verdict,
+        "finding": line.finding and line.finding.kind,
+        "advice": line.finding and line.finding.advice,
+        "bytes": line.entry.bytes,
+        "wire_bytes": line.entry.wire_bytes,
+        "source": line.entry.source,
+        "seconds": line.seconds if found else None,
+        "exposed_seconds": line.exposed_seconds if found else None,
+        "fastest_seconds": found.fastest_seconds * line.share if found else None,
+        "runs": found.runs if found else None,
+        "bytes_per_s": line.bytes_per_s,
+        "avoidable": line.avoidable if line.finding else 0.0,
+    }

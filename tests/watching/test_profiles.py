@@ -1,0 +1,334 @@
+"""From a profile alone to verdicts with times: of CPU as it is recorded, of TPU and GPU by XLA's schema."""
+
+import json
+import pathlib
+import re
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jaxlib import _hlo
+
+import shardrules
+from shardrules import errors
+from shardrules.__main__ import main
+from shardrules.watching.profiles import measured, wire
+from shardrules.watching.profiles.events import Run, Timeline
+
+DATA = pathlib.Path(__file__).parents[1] / "hlo" / "data"
+MESH = {"data": 4, "model": 2}
+STEPS = 3
+
+
+# --- recorded on CPU ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, cpu_mesh):
+    """The folder of a profile of three steps of four layers, its check off."""
+
+    def local(ws, x):
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
+
+    f = jax.shard_map(
+        local, mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False
+    )
+    step = jax.jit(lambda ws, x: ws - jax.grad(lambda ws: (f(ws, x) ** 2).sum())(ws))
+    sharding = jax.sharding.NamedSharding(cpu_mesh, P())
+    ws = jax.device_put(np.full((4, 32, 32), 0.01, np.float32), sharding)
+    x = np.ones((8, 32), np.float32)
+    ws = step(ws, x).block_until_ready()
+    folder = tmp_path_factory.mktemp("profile")
+    with jax.profiler.trace(str(folder)):
+        for number in range(STEPS):
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                ws = step(ws, x).block_until_ready()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def judged(recorded):
+    return shardrules.profile(recorded, mesh=MESH)
+
+
+def test_a_finding_has_its_time(judged):
+    assert judged.step_count == STEPS and judged.marked
+    (finding,) = {one.verdict.collective.name for one in judged.findings}
+    assert {one.verdict.verdict for one in judged.findings} == {"overwide"}
+    assert all(one.seconds > 0 for one in judged.findings)
+    assert 0 < judged.avoidable_seconds < sum(one.seconds for one in judged.findings)
+    # 8 devices, of which the axis model has 2: (2 * 7/8 - 2 * 3/4) / (2 * 7/8) of the wire bytes
+    assert judged.findings[0].avoidable == pytest.approx(1 / 7, rel=1e-3)
+    assert re.fullmatch(
+        r"avoidable: [\d.e-]+ ms of [\d.]+ ms a step \([\d.]+%\)", str(judged).splitlines()[0]
+    )
+    assert finding in str(judged)
+
+
+def test_the_times_are_those_that_jax_reads(recorded, judged):
+    """All executions of the collective, divided by devices and steps, against the medians' range."""
+    (file,) = recorded.rglob("*.xplane.pb")
+    names = {one.verdict.collective.name for one in judged.lines}
+    took = {}
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                if stats.get("hlo_op") in names:
+                    key = stats["device_ordinal"], stats["run_id"]
+                    took[key] = took.get(key, 0) + event.duration_ns / 1e9
+    assert len(took) == 8 * STEPS
+    of_device = [
+        statistics.median(t for (d, _), t in took.items() if d == device) for device in range(8)
+    ]
+    assert sum(one.seconds for one in judged.lines) == pytest.approx(max(of_device))
+    fastest = {one.verdict.collective.name: one.measured.fastest_seconds for one in judged.lines}
+    assert sum(fastest.values()) == pytest.approx(min(of_device))
+
+
+def test_the_command_prints_it_and_exits_by_its_findings(recorded, capsys):
+    assert main(["profile", str(recorded), "--mesh", "data=4,model=2"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("avoidable: ") and "overwide: all-reduce over {data, model}" in out
+    assert main(["profile", str(recorded), "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"]["count"] == STEPS
+    assert all(one["seconds"] >= one["exposed_seconds"] > 0 for one in found["collectives"])
+    assert found["avoidable_seconds"] > 0  # without a mesh, by the groups
+
+
+def test_an_allowed_finding_stays(recorded, capsys):
+    allow = ["--allow", "overwide all-reduce(data, model): known", "--mesh", "data=4,model=2"]
+    assert main(["profile", str(recorded), *allow]) == 0
+    assert "needed, or allowed:" in capsys.readouterr().out
+
+
+# --- TPU and GPU, by XLA's schema ---------------------------------------------------------------
+
+
+def field(number, data):
+    """A field of bytes, as protocol buffers write it."""
+    size, length = len(data), b""
+    while size > 127:
+        length, size = length + bytes([size & 127 | 128]), size >> 7
+    return bytes([number << 3 | 2]) + length + bytes([size]) + data
+
+
+def written(folder, host, text, program, planes):
+    """Write an .xplane.pb: a program's HLO, and planes as text."""
+    proto = _hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    stat = field(6, field(1, proto))
+    metadata = field(2, f"{program}(7)".encode()) + field(5, stat)
+    plane = field(2, b"/host:metadata") + field(4, field(2, metadata))
+    times = jax.profiler.ProfileData.text_proto_to_serialized_xspace(planes)
+    path = folder / f"{host}.xplane.pb"
+    path.write_bytes(field(1, plane) + times)
+    return path
+
+
+def plane(name, lines, names, stats=()):
+    """A plane: lines of (event, start, duration, stats) in microseconds, each event by its name."""
+    ids = {event: number for number, event in enumerate(names, 1)}
+    stat_ids = {stat: number for number, stat in enumerate(stats, 1)}
+
+    def event(one):
+        told = "".join(
+            f'stats {{ metadata_id: {stat_ids[k]} str_value: "{v}" }}' for k, v in one[3].items()
+        )
+        return (
+            f"events {{ metadata_id: {ids[one[0]]} offset_ps: {one[1]}000000 "
+            f"duration_ps: {one[2]}000000 {told} }}"
+        )
+
+    text = "".join(
+        f'lines {{ name: "{line}" {" ".join(map(event, events))} }} '
+        for line, events in lines.items()
+    )
+    for key, known in (("event_metadata", ids), ("stat_metadata", stat_ids)):
+        text += "".join(
+            f'{key} {{ key: {n} value {{ id: {n} name: "{name}" }} }} ' for name, n in known.items()
+        )
+    return f'planes {{ name: "{name}" {text} }} '
+
+
+def test_tpus_run_programs_in_one_line_and_operations_in_another(tmp_path):
+    text = (DATA / "tpu_uvw.hlo").read_text()
+    names = re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = .* all-reduce\(", text, re.MULTILINE)
+    module = re.match(r"HloModule ([\w.]+)", text)[1]
+    assert names
+    window = f"{module}(7)"
+    events = [f"%{name} = f32[8] all-reduce(%x), channel_id=1" for name in names]
+    planes = ""
+    for device, slow in ((0, 1), (1, 3)):
+        ops = [
+            (event, 100 * step + 10 * n, 4 * slow, {})
+            for step in range(2)
+            for n, event in enumerate(events)
+        ]
+        runs = [(window, 100 * step, 90, {}) for step in range(2)]
+        planes += plane(
+            f"/device:TPU:{device}", {"XLA Modules": runs, "XLA Ops": ops}, [window, *events]
+        )
+    written(tmp_path, "host0", text, module, planes)
+    found = shardrules.profile(tmp_path, mesh=MESH)
+    assert not found.marked and found.step_count == 2
+    assert found.step_seconds == pytest.approx(95e-6)  # 100 to the second run, which takes 90
+    took = {}
+    for line in found.lines:
+        name = line.verdict.collective.name
+        took[name] = took.get(name, 0) + line.seconds
+    assert took == {name: pytest.approx(12e-6) for name in names}
+    assert all(line.measured.fastest_seconds == pytest.approx(4e-6) for line in found.lines)
+    assert list(found.planes.values()) == [2 * len(names)] * 2
+
+
+ASYNC = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0}, f32[8]{0})->f32[8]{0}}, num_partitions=2
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(f32[] %a, f32[] %b)
+}
+
+ENTRY %main (p: f32[8], q: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0), sharding={devices=[2]<=[2]}
+  %q = f32[8]{0} parameter(1), sharding={devices=[2]<=[2]}
+  %all-reduce-start = f32[8]{0} all-reduce-start(f32[8]{0} %p), channel_id=1, replica_groups={{0,1}}, use_global_device_ids=true, to_apply=%add
+  %work = f32[8]{0} multiply(f32[8]{0} %q, f32[8]{0} %q)
+  %all-reduce-done = f32[8]{0} all-reduce-done(f32[8]{0} %all-reduce-start)
+  ROOT %result = f32[8]{0} add(f32[8]{0} %all-reduce-done, f32[8]{0} %work)
+}
+"""
+
+
+def on_gpu(compute_start, compute_duration):
+    """One step in which NCCL's kernel runs from 10 to 40 on a stream of its own."""
+    stats = ("hlo_op", "hlo_module")
+
+    def op(name):
+        return {"hlo_op": name, "hlo_module": "jit_step"}
+
+    return plane(
+        "/device:GPU:0",
+        {
+            "Stream #1": [("nccl", 10, 30, op("all-reduce-start"))],
+            "Stream #2": [("kernel", compute_start, compute_duration, op("work"))],
+        },
+        ["nccl", "kernel"],
+        stats,
+    )
+
+
+@pytest.mark.parametrize(
+    "start, duration, exposed", [(0, 5, 30), (10, 30, 0), (0, 25, 15), (20, 10, 20), (35, 50, 25)]
+)
+def test_what_nothing_else_covers_is_exposed(start, duration, exposed, tmp_path):
+    written(tmp_path, "host", ASYNC, "jit_step", on_gpu(start, duration))
+    (line,) = shardrules.profile(tmp_path).lines
+    assert line.seconds == pytest.approx(30e-6)
+    assert line.exposed_seconds == pytest.approx(exposed * 1e-6, abs=1e-12)
+
+
+def test_on_a_tpu_an_asynchronous_pair_lasts_to_the_end_of_its_done(tmp_path):
+    names = ["%all-reduce-start = f32[8] all-reduce-start(", "%work = f32[8] multiply("]
+    names += ["%all-reduce-done = f32[8] all-reduce-done(", "jit_step(7)"]
+    ops = [(names[0], 0, 1, {}), (names[1], 1, 20, {}), (names[2], 21, 9, {})]
+    lines = {"XLA Modules": [(names[3], 0, 40, {})], "XLA Ops": ops}
+    written(tmp_path, "host", ASYNC, "jit_step", plane("/device:TPU:0", lines, names))
+    (line,) = shardrules.profile(tmp_path).lines
+    assert line.seconds == pytest.approx(30e-6)
+    assert line.exposed_seconds == pytest.approx(10e-6)
+
+
+def test_hosts_are_read_together(tmp_path):
+    for host in ("a", "b"):
+        written(tmp_path, host, ASYNC, "jit_step", on_gpu(0, 5))
+    found = shardrules.profile(tmp_path)
+    assert list(found.planes) == ["a /device:GPU:0", "b /device:GPU:0"]
+    assert "2 hosts" in str(found)
+
+
+def test_a_program_without_its_hlo_is_taken_from_dumps(tmp_path):
+    folder = tmp_path / "profile"
+    folder.mkdir()
+    other = ASYNC.replace("jit_step", "jit_other")
+    written(folder, "host", other, "jit_other", on_gpu(0, 5))
+    with pytest.raises(errors.ProfileError, match="no operation of its 1 program ran in it"):
+        shardrules.profile(folder)
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    (dump / "module_0001.jit_step.gpu_after_optimizations.txt").write_text(ASYNC)
+    (line,) = shardrules.profile(folder, hlo=dump).lines
+    assert line.seconds == pytest.approx(30e-6)
+
+
+# --- what can't be read -------------------------------------------------------------------------
+
+
+def unreadable(kind, folder, recorded):
+    if kind == "nothing":
+        return folder / "nowhere"
+    if kind == "empty":
+        return folder
+    (whole,) = recorded.rglob("*.xplane.pb")
+    held = {"text": b"hello, world", "cut": whole.read_bytes()[:-1000], "no bytes": b""}[kind]
+    path = folder / "host.xplane.pb"
+    path.write_bytes(held)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("nothing", "there is no such file or folder"),
+        ("empty", "holds no profile"),
+        ("text", "is not a whole profile of JAX's"),
+        ("cut", "is not a whole profile of JAX's"),
+        ("no bytes", "it holds no program's HLO"),
+    ],
+)
+def test_what_is_no_profile_is_said_in_one_line(kind, said, tmp_path, recorded, capsys):
+    path = unreadable(kind, tmp_path, recorded)
+    assert main(["profile", str(path)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("shardrules: ") and said in line
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x0a\xff", b"\x0a" + b"\xff" * 11, b"\x0b", b"\x0a\x05ab", b"\x09\x01", b"\x00"]
+)
+def test_damaged_messages_are_refused(data):
+    with pytest.raises(errors.ProfileError):
+        list(wire.fields(memoryview(data)))
+
+
+# --- steps and what is covered ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "starts, markers, steps",
+    [
+        ([5, 15, 25], [0, 10, 20], [0, 1, 2]),
+        ([12, 22, 32], [0, 10, 20], [0, 1, 2]),  # the device lags a step behind the host
+        ([1, 2, 11, 12], [0, 10], [0, 0, 1, 1]),
+        ([1, 11, 12], [0, 10], [0, 1, 1]),
+        ([-1, 11, 12], [0, 10], [0, 1, 1]),
+    ],
+)
+def test_runs_are_counted_before_the_clock_is_asked(starts, markers, steps):
+    assert measured.steps_of(starts, markers) == steps
+
+
+def test_a_collective_in_a_loop_adds_up_in_each_step():
+    timeline = Timeline()
+    for run in range(2):
+        for trip in range(4):
+            start = 100.0 * run + 10 * trip
+            timeline.add("all-reduce", Run(start, start + 1 + run, run), True, False)
+    of = {"all-reduce": measured.Site("all-reduce", None, True)}
+    found = measured.measure({"device": timeline}, {"device": [0.0, 100.0]}, of)
+    assert found["all-reduce"].seconds == pytest.approx((4 + 8) / 2 / 1e9)
+    assert found["all-reduce"].runs == 4

@@ -11,6 +11,7 @@ import shlex
 
 from shardrules import hlo
 from shardrules.arguments import checked
+from shardrules.registry.suggestions import pattern
 
 __all__ = ["advice"]
 
@@ -118,10 +119,12 @@ def _to_be_judged(verdict: hlo.Verdict) -> str:
     """Say what would let an unproven collective be judged."""
     names = [b.kernel for b in verdict.blockers if b.kernel]
     if names:
+        sizes = pattern(names[0])
         return (
             "if the kernel reads no other device and no device id, declare that: "
             "@shardrules.no_communication above its def, or "
             f"shardrules.register({names[0]!r}, shardrules.no_communication)"
+            + (f", or {sizes!r} for all block sizes" if sizes else "")
         )
     calls = [b for b in verdict.blockers if b.target]
     if calls:

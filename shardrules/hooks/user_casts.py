@@ -20,7 +20,7 @@ from shardrules.errors import AxisError, CotangentError, UnsupportedJaxError
 from shardrules.hooks.install import held, hold_for_ops, state
 from shardrules.hooks.notes import Claims
 from shardrules.hooks.types.identities import mark, uncast
-from shardrules.registry.axistypes import show_axes
+from shardrules.registry.axistypes import one_by_one, show_axes
 from shardrules.registry.binding import caller_place
 
 __all__ = ["already_summed", "checking_claims", "place_casts", "vary"]
@@ -200,8 +200,8 @@ def _axes(door: Door, call: str, axes: tuple[Any, ...]) -> frozenset[str]:
     if not axes or not all(isinstance(a, str) and a for a in axes):
         raise AxisError(
             f"{call} takes the names of one or more mesh axes, not "
-            f"{', '.join(map(repr, axes)) or 'nothing'}; such as "
-            f"{call.replace('...', repr('model'))}",
+            f"{', '.join(map(repr, axes)) or 'nothing'}; "
+            + (one_by_one(call, axes) or f"such as {call.replace('...', repr('model'))}"),
             axes=axes,
         )
     here = door.manual_axes()

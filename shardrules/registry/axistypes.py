@@ -21,12 +21,13 @@ __all__ = [
     "RuleContext",
     "format_effects",
     "parse_effects",
+    "one_by_one",
     "show_axes",
 ]
 
 
-def _named(axes: Any) -> frozenset[str]:
-    """Return mesh axes as a set; one may stand alone."""
+def _named(axes: Any, call: str = "") -> frozenset[str]:
+    """Return mesh axes as a set; one may stand alone. ``call`` takes them one by one."""
     try:
         found = (axes,) if isinstance(axes, str) else tuple(axes)
     except TypeError:  # nothing to iterate over
@@ -35,11 +36,32 @@ def _named(axes: Any) -> frozenset[str]:
         # JAX takes any hashable name; but for strings, people use an Enum's members.
         if not isinstance(axis, (str, enum.Enum)) or axis == "":
             raise RuleError(
-                f"{shown(axes)} names no mesh axes; an axis type is written "
-                "AxisType(['data', 'model'])",
+                f"{shown(axes)} names no mesh axes; "
+                + (
+                    (call and one_by_one(call, axes))
+                    or "an axis type is written AxisType(['data', 'model'])"
+                ),
                 axes=axes,
             )
     return frozenset(found)
+
+
+def one_by_one(call: str, axes: tuple[Any, ...]) -> str:
+    """Return what to type where axes were given in a tuple, a list or a set; empty if they weren't.
+
+    Args:
+      call: the call, with ``...`` where its axes stand.
+      axes: its arguments there.
+    """
+    flat: list[Any] = []
+    for one in axes:
+        if isinstance(one, (set, frozenset)):
+            one = sorted(one, key=str)
+        flat += one if isinstance(one, (tuple, list)) else [one]
+    named = bool(flat) and all(isinstance(axis, str) and axis for axis in flat)
+    if not named or flat == [*axes] or len(set(flat)) < len(flat):
+        return ""
+    return f"pass the axes one by one: {call.replace('...', ', '.join(map(repr, flat)))}"
 
 
 def show_axes(axes: Iterable[str]) -> str:
@@ -118,12 +140,12 @@ class AxisType:
 
     def vary(self, *axes: str) -> AxisType:
         """Return this type, varying over ``axes`` too."""
-        more = _named(axes)
+        more = _named(axes, "vary(...)")
         return AxisType(self.varying | more, self.unreduced - more, self.reduced - more)
 
     def drop(self, *axes: str) -> AxisType:
         """Return this type, invariant over ``axes``."""
-        gone = _named(axes)
+        gone = _named(axes, "drop(...)")
         return AxisType(self.varying - gone, self.unreduced - gone, self.reduced - gone)
 
     @property

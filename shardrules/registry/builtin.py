@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardrules.errors import RuleError
-from shardrules.registry.axistypes import AxisType, Effect, RuleContext
+from shardrules.registry.axistypes import AxisType, Effect, RuleContext, one_by_one
 from shardrules.registry.axistypes import show_axes as _axes
 from shardrules.registry.rule import AnyRule, Rule, as_rule
 
@@ -63,7 +63,8 @@ def _named(name: str, axes: tuple[Any, ...]) -> tuple[str, ...]:
     if not axes or not all(isinstance(a, str) and a for a in axes) or len(set(axes)) != len(axes):
         raise RuleError(
             f"{name} takes the names of one or more different mesh axes, not "
-            f"{', '.join(map(repr, axes)) or 'nothing'}; such as {name}('model')",
+            f"{', '.join(map(repr, axes)) or 'nothing'}; "
+            + (one_by_one(f"{name}(...)", axes) or f"such as {name}('model')"),
             axes=axes,
         )
     return axes

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import glob
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Sequence
 
-__all__ = ["is_library", "lines", "module_at"]
+from shardrules.registry.registration import normalise
+
+__all__ = ["is_library", "lines", "module_at", "pattern", "registered"]
 
 _STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"))
 
@@ -40,6 +42,37 @@ def module_at(place: str) -> str:
         if path and getattr(module, "__file__", None) == path:
             return name
     return ""
+
+
+# Numbers between separators, perhaps after a few letters that say of what: 128-256, bm128, 64x32.
+_SIZES = re.compile(r"(?<![A-Za-z\d])([A-Za-z]{0,3})(\d+(?:[-_.x]\d+)*)(?![A-Za-z\d])")
+# Before a number, these name a dtype, a version or a machine, and so another kernel.
+_NO_SIZES = "b bf e f fp i int s sm u v".split()
+_BLOCK = 8  # a smaller number alone may count kernels: pass_2
+_LETTERS = 3  # that a pattern keeps: fewer would match what nobody looked at
+
+
+def pattern(kernel: str) -> str:
+    """Return a pattern for a kernel whatever its block sizes are; empty if its name holds none.
+
+    Args:
+      kernel: its name, ``gmm_bm128_bn256``: that becomes ``gmm_bm*_bn*``.
+    """
+
+    def sized(match: re.Match[str]) -> str:
+        numbers = re.findall(r"\d+", match[2])
+        if match[1].lower() in _NO_SIZES or max(map(int, numbers)) < _BLOCK:
+            return match[0]
+        return f"{match[1]}*"
+
+    name = normalise(kernel)
+    found = _SIZES.sub(sized, name)
+    return found if found != name and sum(map(str.isalpha, found)) >= _LETTERS else ""
+
+
+def registered(kernel: str) -> str:
+    """Return the name under which a kernel is registered, where its own would be a pattern."""
+    return normalise(kernel) if any(c in kernel for c in "*?[") else kernel
 
 
 def lines(
@@ -81,8 +114,11 @@ def lines(
             else f"@{rule}  # above the def at {shown}{after}"
         )
     if named:
-        name = f"{module}:{glob.escape(kernel)}" if is_function else kernel
-        said.append(f"shardrules.register({name!r}, {rule}){after}")
+        of = f"{module}:" if is_function else ""
+        said.append(f"shardrules.register({of + registered(kernel)!r}, {rule}){after}")
+        if pattern(kernel):
+            sizes = "  # of all block sizes" + after.replace("  # or ", "; or ")
+            said.append(f"shardrules.register({of + pattern(kernel)!r}, {rule}){sizes}")
     if not said:  # neither a name of its own nor code to edit
         said.append(f"op = {rule}(op)  # op: the function of arrays that calls it{after}")
     return tuple(said)

@@ -369,6 +369,17 @@ KERNEL = (
             "shardrules.no_communication)",
         ),
         (
+            judged(
+                T.DATA,
+                T.ALL,
+                before=['%k = f32[8] custom-call(%x), custom_call_target="gmm_bm128"'],
+                operand="%k",
+            ),
+            "if the kernel reads no other device and no device id, declare that: "
+            "@shardrules.no_communication above its def, or shardrules.register('gmm_bm128', "
+            "shardrules.no_communication), or 'gmm_bm*' for all block sizes",
+        ),
+        (
             T.module("%x = f32[8] parameter(0)\n" + T.all_reduce("%x")),
             "give the jax.stages.Compiled instead of its text, or text that holds the parameters' "
             "shardings",

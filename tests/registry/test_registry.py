@@ -1,9 +1,11 @@
 """Names, patterns, libraries and scopes: which declaration a kernel obeys."""
 
+import ast
 import copy
 import enum
 import importlib.metadata
 import pickle
+import re
 import threading
 
 import jax
@@ -17,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import errors
-from shardrules.registry import Registry
+from shardrules.registry import Registry, suggestions
 
 A, B = sr.per_device("data"), sr.per_device("model")
 
@@ -98,6 +100,18 @@ def test_duplicates_are_refused_with_both_places_shown():
     assert own.find("foo_bar").rule == B  # as Pallas compiles the name
 
 
+RULES = (
+    sr.all_gather,
+    sr.all_gather_invariant,
+    sr.all_reduce,
+    sr.all_to_all,
+    sr.per_device,
+    sr.permute,
+    sr.reduce_scatter,
+    sr.unreduced,
+)
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -106,6 +120,27 @@ def test_duplicates_are_refused_with_both_places_shown():
             "all_gather takes the names of one or more different mesh axes, not "
             "nothing; such as all_gather('model')",
         ),
+        *(
+            (lambda rule=rule: rule(("data", "tensor")), f"not ('data', 'tensor'); {given}")
+            for rule in RULES
+            for given in [f"pass the axes one by one: {rule.__name__}('data', 'tensor')"]
+        ),
+        (
+            lambda: sr.all_to_all("data", ["tensor"]),
+            "not 'data', ['tensor']; pass the axes one by one: all_to_all('data', 'tensor')",
+        ),
+        (
+            lambda: sr.permute({"tensor", "data"}),
+            "pass the axes one by one: permute('data', 'tensor')",
+        ),
+        (lambda: sr.permute(("data", 3)), "not ('data', 3); such as permute('model')"),
+        (lambda: sr.permute(("data", "data")), "; such as permute('model')"),
+        (lambda: sr.permute(()), "not (); such as permute('model')"),
+        (
+            lambda: sr.AxisType().vary(("data", "model")),
+            "names no mesh axes; pass the axes one by one: vary('data', 'model')",
+        ),
+        (lambda: sr.AxisType(["data"]).drop(["data"]), "one by one: drop('data')"),
         (lambda: sr.permute("data", "data"), "not 'data', 'data'"),
         (lambda: sr.all_reduce(3), "not 3"),
         (lambda: sr.outputs(sr.no_communication, 3), "3 is no rule"),
@@ -413,3 +448,44 @@ def test_a_member_of_an_enum_names_an_axis():
     for wrong in (None, "", 3, True):
         with pytest.raises(errors.RuleError, match="names no mesh axes"):
             sr.AxisType([wrong])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "written"),
+    [
+        ("fused-moe-128-256", "fused-moe-*"),
+        ("gmm_bm128_bn256", "gmm_bm*_bn*"),
+        ("matmul_128x256x64_f32", "matmul_*_f32"),
+        ("128_64_gemm", "*_gemm"),
+        ("rows 512/tm8", "rows_*_tm*"),
+        ("flash_attention_v2_fp8_bf16", ""),  # another kernel each
+        ("pass_2", ""),
+        ("gemm_sm90", ""),
+        ("conv3d", ""),
+        ("k128", ""),  # k* is nearly everything
+        ("128-256", ""),
+        ("kernel", ""),
+    ],
+)
+def test_a_line_to_type_for_a_kernel_of_many_block_sizes_is_a_pattern(kernel, written):
+    assert suggestions.pattern(kernel) == written
+    lines = suggestions.lines(kernel, "of.module")
+    assert len(lines) == (2 if written else 1)
+    for line in lines:  # each is enough, and holds for this kernel alone
+        own = Registry()
+        name = ast.literal_eval(re.search(r"register\(('.*?'), ", line)[1])
+        own.register(name, sr.no_communication)
+        assert own.find(kernel, "of.module") is not None, line
+        assert own.find("another_kernel", "of.module") is None
+    assert not written or lines[1] == (
+        f"shardrules.register('of.module:{written}', shardrules.no_communication)"
+        "  # of all block sizes"
+    )
+
+
+def test_a_line_to_type_matches_a_kernel_whose_name_looks_like_a_pattern():
+    (line,) = suggestions.lines("k[a]*", "m")
+    assert line == "shardrules.register('m:k_a__', shardrules.no_communication)"
+    own = Registry()
+    own.register("m:k_a__", sr.no_communication)
+    assert own.find("k[a]*", "m") is not None

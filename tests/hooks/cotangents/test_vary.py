@@ -58,7 +58,7 @@ def test_vary_is_nothing_without_the_check(cpu_mesh):
         (
             (("data", "model"),),
             "vary(x, ...) takes the names of one or more mesh axes, not "
-            "('data', 'model'); such as vary(x, 'model')",
+            "('data', 'model'); pass the axes one by one: vary(x, 'data', 'model')",
         ),
         (
             ("modle", "data"),

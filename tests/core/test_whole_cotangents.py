@@ -309,3 +309,55 @@ def test_values_behind_one_barrier_are_not_made_of_each_other(cpu_mesh):
         return total(a) + b
 
     assert gradient(body, cpu_mesh) == X.sum()
+
+
+# Means of what is equal on all devices, in whatever way they are written.
+
+
+def counted():
+    return lax.psum(jnp.ones(()), "data")
+
+
+MEANS = {
+    "pmean": mean,
+    "by a literal": lambda g: total(g) / 4,
+    "by the axis": lambda g: total(g) / lax.psum(1, "data"),
+    "by a count": lambda g: total(g) / counted(),
+    "by a count before": lambda g: total(g / counted()),
+    "times a count's reciprocal": lambda g: total(g) * (1 / counted()),
+    "by a count of halves": lambda g: total(g) / (2 * lax.psum(jnp.full((), 0.5), "data")),
+    "by a broadcast count": lambda g: (total(jnp.stack([g])) / lax.psum(jnp.ones(1), "data"))[0],
+    "by a count in a jit": jax.jit(lambda g: total(g) / counted()),
+    "by a count that a jit takes": lambda g: jax.jit(lambda g, n: total(g) / n)(g, counted()),
+    "by a count in a loop": lambda g: lax.scan(
+        lambda n, _: (n, total(g) / n), counted(), None, length=1
+    )[1][0],
+}
+
+
+def of_an_identity(fwd, bwd):
+    return op_of(lambda w: (fwd(w), None), lambda _, g: (bwd(g),))
+
+
+@versions.where(versions.sums_copies)
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_of_equal_cotangents_changes_nothing(name, cpu_mesh):
+    """The count of the devices was no known number: right, and refused."""
+    op = of_an_identity(lambda w: w, MEANS[name])
+    assert gradient(lambda w, x: mean((op(w) * x).sum()), cpu_mesh) == MEAN
+    # A forward that averages as many elements as there are devices divides nothing that matters.
+    of_elements = lambda w: (w * jnp.arange(4.0) / 1.5).mean()  # noqa: E731
+    op = of_an_identity(of_elements, MEANS[name])
+    assert gradient(lambda w, x: mean((op(w) * x).sum()), cpu_mesh) == MEAN
+
+
+@versions.where(versions.sums_copies)
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_no_sum_of_what_the_forward_divides(name, cpu_mesh):
+    """With the check off it is the psum, and the forward's division: four times the gradient."""
+    op = of_an_identity(lambda w: w / counted(), MEANS[name])
+    body = lambda w, x: mean((op(w) * x).sum())  # noqa: E731
+    with pytest.raises(errors.CotangentError, match="counted once for each device"):
+        gradient(body, cpu_mesh)
+    op = of_an_identity(lambda w: w / counted(), lambda g: MEANS[name](g) / counted())
+    assert gradient(body, cpu_mesh) == MEAN / 4

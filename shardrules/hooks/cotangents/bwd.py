@@ -13,7 +13,7 @@ from typing import Any
 
 from shardrules.door.jaxprs import CASTS, equations, inner_jaxprs, named_axes
 from shardrules.errors import AxisError, CotangentError
-from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction, divides
+from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction, size_of
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Trace
 from shardrules.hooks.state import COLLECT
@@ -147,12 +147,15 @@ class Bwd:
         for one in self._reductions(path, arriving):
             equal = one.axes - one.origin.axes
             if equal and any(i >= first for i in self._leaves(one.origin)):
-                sizes: set[float] = {self._size(equal), self._size(one.axes)}
-                if one.divisor in sizes:
+                sizes: set[float | None] = {size_of(equal), size_of(one.axes)}
+                # A mean of what is equal changes nothing; where the forward divides by the number
+                # of devices, it is the psum that is right with the check off, and that division.
+                again = self._of(path).scalings(sizes) - self._forward.scalings(sizes)
+                if one.divisor in sizes and again >= 0:
                     continue  # pmean
-                summed, averaged = self._forward.equals(self._size)
+                summed, averaged = self._forward.equals()
                 equal -= summed
-                if equal <= averaged and divides(self._sliced(path), sizes):
+                if equal <= averaged and self._of(path).divisions(sizes):
                     continue  # the forward's pmean, differentiated
                 if equal:
                     kernel = self._forward.dropping(equal)
@@ -228,11 +231,6 @@ class Bwd:
     def mesh_axes(self) -> frozenset[str]:
         """The manual mesh axes."""
         return frozenset(self.door.manual_axes())
-
-    def _size(self, axes: frozenset[str]) -> int:
-        import jax
-
-        return jax.lax.psum(1, tuple(sorted(axes)))
 
     def _entering(self) -> Sequence[AxisType]:
         """Return the axis type of each leaf of the arguments; the cotangents' come last."""

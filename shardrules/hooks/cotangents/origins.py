@@ -16,6 +16,7 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
     CASTS,
     KERNELS,
+    SUMS,
     inner_jaxprs,
     is_declared,
     is_inexact,
@@ -26,7 +27,9 @@ from shardrules.door.jaxprs import (
 )
 from shardrules.registry.axistypes import show_axes
 
-__all__ = ["NOWHERE", "Origin", "Origins", "Reduction", "divides"]
+_Number = Callable[[Any], "float | None"]  # from an atom to what each of its elements is
+
+__all__ = ["NOWHERE", "Origin", "Origins", "Reduction", "size_of"]
 
 # Equations that change the form of what they take, and not its values.
 _SAME_VALUES = CASTS | {"convert_element_type", "reshape", "broadcast_in_dim", "squeeze"}
@@ -107,7 +110,7 @@ class Reduction:
       text: the equation, for messages.
       axes: the axes that it sums over.
       origin: of what is summed.
-      divisor: by which literal what is summed, or the sum, is divided; 1 where by none.
+      divisor: by which known number what is summed, or the sum, is divided; 1 where by none.
     """
 
     text: str
@@ -147,6 +150,8 @@ class Origins:
         self.declared = declared
         # A jaxpr may stand in several equations, and be looked at repeatedly: by its place.
         self._reductions: dict[tuple, Reduction] = {}
+        self._divisors: dict[tuple, float] = {}  # of the equations that divide by a known number
+        self._means: dict[tuple, float] = {}  # of those that divide a sum over elements
         self._in_gradient = False
         self._stored = NOWHERE  # what one equation's jaxprs store to refs
         closed = jaxpr.invars[: len(jaxpr.invars) - len(inputs)]
@@ -156,6 +161,17 @@ class Origins:
     def reductions(self) -> list[Reduction]:
         """Each operand that is summed over mesh axes."""
         return list(self._reductions.values())
+
+    def divisions(self, by: set[float | None]) -> int:
+        """Return how many equations divide by a number that is one of ``by``."""
+        return sum(one in by for one in self._divisors.values())
+
+    def scalings(self, by: set[float | None], elements: bool = False) -> int:
+        """Return how many of these make no mean over devices; nor over ``elements``, if asked."""
+        means = sum(one.divisor in by for one in self.reductions)
+        return (
+            self.divisions(by) - means - elements * sum(one in by for one in self._means.values())
+        )
 
     def _jaxpr(self, jaxpr: Any, inputs: Sequence[Origin], place: tuple) -> list[Origin]:
         env = dict(zip(jaxpr.constvars, map(self._constant, jaxpr.constvars)))
@@ -191,7 +207,24 @@ class Origins:
                     grown = grown or env.get(ref, NOWHERE) != stored
                     env[ref] = stored
             if not grown:
+                self._note_divisors(jaxpr, lambda atom: read(atom).number, place)
                 return [read(atom) for atom in jaxpr.outvars]
+
+    def _note_divisors(self, jaxpr: Any, number: _Number, place: tuple) -> None:
+        """Note by what a jaxpr's equations divide, once the numbers in it are known."""
+        for eqn in jaxpr.eqns:
+            here = (*place, id(eqn))
+            self._divisors[here] = _divides_by(eqn, number)
+            if eqn.primitive.name == "div":
+                made = _made(jaxpr, eqn.invars[0])
+                if made is not None and made.primitive.name == "reduce_sum":
+                    self._means[here] = self._divisors[here]
+            for i, operand in enumerate(eqn.invars):
+                one = self._reductions.get((*here, i))
+                if one is not None:
+                    result = eqn.outvars[min(i, len(eqn.outvars) - 1)]
+                    divisor = _divisor(jaxpr, number, operand, result)
+                    self._reductions[(*here, i)] = dataclasses.replace(one, divisor=divisor)
 
     def _constant(self, var: Any) -> Origin:
         """Return the origin of what is closed over; where avals have no types it may differ."""
@@ -246,8 +279,8 @@ class Origins:
         if "psum" in name or scatters:
             text = f"{name} over {show_axes(over)}"
             for i, origin in enumerate(operands):
-                divisor = _divisor(jaxpr, eqn.invars[i], eqn.outvars[min(i, len(eqn.outvars) - 1)])
-                self._reductions[(*place, i)] = Reduction(text, over, origin, divisor)
+                if origin.number is None:  # not a count of the devices
+                    self._reductions[(*place, i)] = Reduction(text, over, origin)
         if "axis_size" in name:
             return [joined] * len(eqn.outvars)
         if name != "axis_index":
@@ -305,10 +338,10 @@ class Origins:
             carry = wider
 
 
-def _divisor(jaxpr: Any, operand: Any, result: Any) -> float:
-    """Return by which literal a sum's operand or each use of its result is divided, or 1."""
+def _divisor(jaxpr: Any, number: _Number, operand: Any, result: Any) -> float:
+    """Return by which number a sum's operand or each use of its result is divided, or 1."""
     made = _made(jaxpr, operand)
-    before = 1 if made is None else _by_literal(jaxpr, made)
+    before = 1 if made is None else _divides_by(made, number)
     if before != 1:
         return before
     names, found = {result}, set()
@@ -317,21 +350,9 @@ def _divisor(jaxpr: Any, operand: Any, result: Any) -> float:
             if eqn.primitive.name in _SAME_VALUES:
                 names.update(eqn.outvars)
             else:
-                found.add(_by_literal(jaxpr, eqn))
+                found.add(_divides_by(eqn, number))
     returned = not names.isdisjoint(a for a in jaxpr.outvars if not hasattr(a, "val"))
     return found.pop() if len(found) == 1 and not returned else 1
-
-
-def divides(jaxpr: Any, by: set[float]) -> bool:
-    """Whether an equation, of a jaxpr or inside, divides by a literal that is one of ``by``."""
-    if any(_by_literal(jaxpr, eqn) in by for eqn in jaxpr.eqns):
-        return True
-    return any(
-        divides(inner, by)
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name not in KERNELS
-        for inner in inner_jaxprs(eqn.params)
-    )
 
 
 def _made(jaxpr: Any, atom: Any) -> Any:
@@ -341,21 +362,22 @@ def _made(jaxpr: Any, atom: Any) -> Any:
             if eqn.primitive.name not in _SAME_VALUES:
                 return eqn
             atom = eqn.invars[eqn.outvars.index(atom)]
-    return None if not hasattr(atom, "val") else atom
+    return None
 
 
-def _by_literal(jaxpr: Any, eqn: Any) -> float:
-    """Return the literal by which an equation divides, or 1."""
-    if hasattr(eqn, "val") or eqn.primitive.name not in ("div", "mul"):
+def _divides_by(eqn: Any, number: _Number) -> float:
+    """Return the number by which an equation divides what is not known, or 1."""
+    if eqn.primitive.name not in ("div", "mul"):
         return 1
-    made = [_made(jaxpr, atom) for atom in eqn.invars]
-    values: list[Any] = [getattr(one, "val", None) for one in made]
-    if eqn.primitive.name == "div" and values[1] is not None:
-        return float(values[1])
-    if eqn.primitive.name == "mul" and (values[0] is None) != (values[1] is None):
-        factor = float(values[0] if values[1] is None else values[1])
-        return 1 / factor if factor else 1
-    return 1
+    first, second = map(number, eqn.invars)
+    if (first is None) == (second is None):
+        return 1
+    if eqn.primitive.name == "div":
+        return second or 1
+    factor = first if second is None else second
+    divisor = 1 / factor if factor else 1
+    whole = round(divisor)  # a third in float32, say
+    return whole if math.isclose(divisor, whole, rel_tol=1e-6) else divisor
 
 
 def _union(origins: Sequence[Origin]) -> Origin:
@@ -382,9 +404,25 @@ def _number(eqn: Any, operands: Sequence[Origin]) -> float | None:
     first = numbers[0] if numbers else None
     if (name in _OF_ONE_ZERO and 0 in numbers) or (name == "div" and first == 0):
         return 0
+    if first is not None and name in ("mul", "div") and numbers[1]:
+        return first * numbers[1] if name == "mul" else first / numbers[1]
     if first is None or any(one != first for one in numbers):
         return None
+    grouped = eqn.params.get("axis_index_groups") is not None
+    if name in SUMS and not grouped:
+        size = size_of(named_axes(eqn.params))
+        return None if size is None else first * size
     if first and (name not in _SAME_NUMBER or not is_inexact(eqn.outvars[0].aval)):
         return None
     known = name in _SAME_NUMBER or name in _OF_ZEROS
-    return first if known and eqn.params.get("axis_index_groups") is None else None
+    return first if known and not grouped else None
+
+
+def size_of(axes: frozenset[str]) -> int | None:
+    """Return the number of devices along mesh axes; None where one of them is no axis here."""
+    import jax
+
+    try:
+        return jax.lax.psum(1, tuple(sorted(axes)))
+    except NameError:
+        return None

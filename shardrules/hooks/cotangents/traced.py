@@ -9,7 +9,7 @@ from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import equations
-from shardrules.hooks.cotangents.origins import Origin, Origins
+from shardrules.hooks.cotangents.origins import Origin, Origins, size_of
 from shardrules.registry.axistypes import AxisType
 
 __all__ = ["Forward", "CustomVjpInfo", "Trace"]
@@ -217,9 +217,11 @@ class Forward:
                     return f"{known.call}, whose rule is {known.found.rule!r}"
         return None
 
-    def equals(
-        self, size: Callable[[frozenset[str]], int]
-    ) -> tuple[frozenset[str], frozenset[str]]:
+    def scalings(self, by: set[float | None]) -> int:
+        """Return how many equations divide by a number that is one of ``by``, and make no mean."""
+        return 0 if self.jaxpr is None else self.origins.scalings(by, elements=True)
+
+    def equals(self) -> tuple[frozenset[str], frozenset[str]]:
         """Return the axes over which it sums, and over which it averages, what is equal there.
 
         Not those of what its primals don't reach (it counts the devices, say): no cotangent goes
@@ -229,7 +231,7 @@ class Forward:
         averaged: frozenset[str] = frozenset()
         for one in [] if self.jaxpr is None else self.origins.reductions:
             equal = one.axes - one.origin.axes if one.origin.inputs else frozenset()
-            if equal and one.divisor in (size(equal), size(one.axes)):
+            if equal and one.divisor in (size_of(equal), size_of(one.axes)):
                 averaged |= equal
             else:
                 summed |= equal

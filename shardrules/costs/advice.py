@@ -65,6 +65,11 @@ def _instead(verdict: hlo.Verdict) -> str:
     collective, count = verdict.collective, verdict.collective.group_size
     own = "drop it: each device can compute the result from its own operand"
     if collective.kind in ("collective-permute", "collective-broadcast"):
+        if collective.in_place:
+            return (
+                "replace it by jax.lax.dynamic_update_slice with each device's own slice, on the "
+                "devices to which it brings one"
+            )
         if collective.connections.reaches_all:
             return "drop it: each device's result is its own operand"
         return (

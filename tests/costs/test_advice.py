@@ -199,6 +199,21 @@ def test_backward_collectives_that_no_cast_makes_get_the_advice_of_their_kind():
     assert finding.advice.startswith("replace it by jnp.where(reached, x, 0)")
 
 
+@pytest.mark.parametrize("pairs", ["{{0,1}}", "{{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}}"])
+def test_a_permute_in_place_moves_slices(pairs):
+    """What is left of it is no whole operand, whoever gets one."""
+    text = T.module(
+        f"""{T.parameter("{replicated}")}
+        %i = s32[] constant(4)
+        %t = (s32[]) tuple(%i)
+        %r = f32[8] collective-permute(%x, %x, %t, %t), channel_id=1, source_target_pairs={pairs}, slice_sizes={{{{4}}}}"""
+    )
+    (finding,) = findings.find(hlo.judge(text, mesh=T.MESH))
+    assert finding.advice.startswith(
+        "replace it by jax.lax.dynamic_update_slice with each device's"
+    )
+
+
 def test_without_a_mesh_the_equal_devices_are_counted():
     line = T.all_reduce("%x", T.ALL, extra=', metadata={op_name="jit(f)/psum"}')
     (finding,) = findings.find(hlo.judge(T.module(f"{T.parameter(T.DATA)}\n{line}")))

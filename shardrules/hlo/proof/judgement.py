@@ -54,6 +54,7 @@ class Collective:
       at_most: it stands in a branch: ``trip_count`` is what it is if each branch ran.
       each: how often it runs if each loop whose count isn't known makes one trip.
       dimension: along which parts are put together or taken apart, ``"0"``; ``""`` for none.
+      in_place: it is a permute that puts a slice of one operand into another.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class Collective:
     at_most: bool = False
     each: int = 1
     dimension: str = ""
+    in_place: bool = False
 
     @property
     def source(self) -> hm.Frame | None:

@@ -311,6 +311,7 @@ class _Judge:
             at_most=bool(run and run.at_most),
             each=run.each if run else 1,
             dimension=channel.dimension,
+            in_place=hc.updates_in_place(instruction, channel.kind),
         )
 
     def _part(

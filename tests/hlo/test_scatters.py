@@ -49,11 +49,12 @@ def test_a_fusion_for_tpu_is_the_reduce_scatter_that_it_is(name, axis, size, wir
     # 45 GB/s a link, both ways of a ring on v5e
     target = estimates.target("v5e")
     assert estimates.seconds(verdict, entry.wire_bytes, target) == wire / target.send_bytes_per_s
+    assert verdict.collective.name == "fusion"
     if "fsdp" in name:  # of the fusion: inside of it nothing says so
-        assert entry.phase == "backward"
-        assert (entry.file, entry.line) == ("program.py", 20)
+        assert (entry.phase, entry.file, entry.line) == ("backward", "program.py", 20)
         assert verdict.collective.op_name == "jit(step)/transpose(jvp())/dot_general"
-        assert verdict.collective.name == "fusion"
+    else:  # of what uses its result
+        assert (entry.phase, entry.file, entry.line) == ("forward", "program.py", 12)
 
 
 def test_what_xla_for_tpu_writes_now_is_no_defensive_psum(tpu_mesh):

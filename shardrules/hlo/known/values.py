@@ -269,7 +269,9 @@ class Values:
             optimistic[here] = self.relations.labels(found.optimistic)[here] + number * count
         return self.states.intern(
             merged._replace(
-                proven=self.relations.intern(proven), optimistic=self.relations.intern(optimistic)
+                proven=self.relations.intern(proven),
+                optimistic=self.relations.intern(optimistic),
+                constant=False,
             )
         )
 

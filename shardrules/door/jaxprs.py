@@ -48,6 +48,10 @@ SUMS = ("psum", "psum_invariant", "psum2")
 # Primitives whose jaxpr is a kernel's: their rule speaks for it.
 KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
 
+# JAX's effects of reading and writing a ref (0.4.28 to 0.12). What else a kernel's jaxpr has, mesh
+# axes and communication say, is free to ask for: JAX keeps the set.
+_OF_REFS = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
+
 # Primitives that call one jaxpr with all of their operands, by JAX's names (0.6.0 to 0.12).
 CALLS = {
     "pjit": "jaxpr",
@@ -58,6 +62,11 @@ CALLS = {
     "core_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",
 }
+
+
+def only_touches_refs(jaxpr: Any) -> bool:
+    """Whether a jaxpr has no effect but reading and writing refs."""
+    return _OF_REFS.issuperset([type(effect).__name__ for effect in jaxpr.effects])
 
 
 def widened(have: AxisType, axes: Iterable[str]) -> AxisType:

@@ -240,3 +240,26 @@ def test_interpret_mode_runs_under_the_check(op, power, compiled, hooks, cpu_mes
     x = np.arange(8 * 128, dtype=np.float32).reshape(8, 128)
     w = np.arange(1, 129, dtype=np.float32)
     np.testing.assert_allclose((jax.jit(f) if compiled else f)(x, w), x * w**power, rtol=1e-6)
+
+
+@pytest.mark.skipif(not versions.proves_kernels(), reason="the audit doesn't read its jaxprs")
+@pytest.mark.parametrize("look", ["eval_shape", "explain", "scan_calls"])
+@pytest.mark.parametrize("check", [True, False])
+def test_a_declaration_that_the_kernel_contradicts_is_refused_before_it_is_lowered(
+    look, check, hooks, cpu_mesh
+):
+    @sr.no_communication
+    def place_kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + jax.lax.axis_index("model").astype(x_ref.dtype)
+
+    f = versions.shard_map(
+        lambda x: kernels.call(place_kernel, x.shape, x),
+        mesh=cpu_mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+        check=check,
+    )
+    look = getattr(sr, look, None) or jax.eval_shape
+    with pytest.raises(errors.RuleError, match="is declared no_communication at ") as caught:
+        look(f, jnp.ones(8))
+    assert "axis_index" in str(caught.value)

@@ -41,7 +41,7 @@ from shardrules.hooks.explain.explanation import (
 from shardrules.hooks.install import held, state
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT
-from shardrules.hooks.types.calls.opaque import to_paste, types_of
+from shardrules.hooks.types.calls.opaque import confirm, to_paste, types_of
 from shardrules.registry.axistypes import show_axes
 from shardrules.registry.suggestions import is_library
 
@@ -291,6 +291,9 @@ class _Walk:
                 self._read(inner, inside, result)
 
     def _call(self, eqn: Any, known: Any, place: _Place) -> None:
+        count = len(eqn.invars) if known.operand_count is None else known.operand_count
+        # As lowering would refuse it; that it would be proven, too, is not what was declared.
+        confirm(dataclasses.replace(known), state(), eqn.primitive.name, eqn.params, count)
         call, found = known.call, known.found
         status = "no rule"
         if found is not None:

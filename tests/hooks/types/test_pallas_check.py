@@ -155,7 +155,7 @@ def test_a_declaration_that_the_jaxpr_contradicts_is_refused(cpu_mesh, hooks):
     op = programs.copy_op("cpu", kernel=kernel)
     loss = programs.loss_of(op, cpu_mesh, P("data", None))
     with pytest.raises(errors.RuleError) as caught:
-        jax.jit(loss).lower(jnp.ones(programs.SHAPE))
+        jax.eval_shape(loss, jnp.ones(programs.SHAPE))
     text = str(caught.value)
     assert "is declared no_communication at " in text
     assert "but its own jaxpr shows otherwise:" in text and "axis_index" in text

@@ -16,13 +16,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
+from shardrules.door.jaxprs import only_touches_refs
 from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.door.places import PALLAS, PALLAS_GPU_CORE
 from shardrules.errors import RegistrationError
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
 from shardrules.hooks.types.calls.mesh_layout import Kind, Layout, MeshKernel, layout_of
-from shardrules.hooks.types.calls.opaque import Call, find_rule, prove, resolve, typed, types_of
+from shardrules.hooks.types.calls.opaque import (
+    Call,
+    confirm,
+    find_rule,
+    prove,
+    resolve,
+    typed,
+    types_of,
+)
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.refs import check_written
@@ -292,6 +301,8 @@ class MeshKernelHooks(Hooks):
             proven = self._proven(primitive, params, known)
             resolution, types = self._resolve(proven, layout, avals)
             if first:
+                if not all(map(only_touches_refs, kind.jaxprs(params))):
+                    confirm(known, self.state, primitive.name, params, layout.operand_count)
                 check_annotations(self.door, self.state, known, tuple(types))
             with self.door.set_current_trace(trace):
                 args = [

@@ -180,8 +180,9 @@ def confirm(
 ) -> None:
     """Hold a declaration that a call doesn't communicate against its kernel's own jaxpr.
 
-    What the jaxpr proves is marked audited; what it merely can't confirm stands, as declared. Not
-    done when a call is bound but when it is lowered: tracing is not to wait for it.
+    What the jaxpr proves is marked audited; what it merely can't confirm stands, as declared. Done
+    when a call is lowered, so that tracing doesn't wait for it, and when it is bound where the
+    jaxpr has an effect beyond its refs. ``explain`` and ``scan_calls`` ask for every call.
 
     Args:
       known: the call; the status of ``found`` may change.

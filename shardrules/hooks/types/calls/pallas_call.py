@@ -14,6 +14,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
+from shardrules.door.jaxprs import only_touches_refs
 from shardrules.door.outlived import TellingTuple
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks, State
@@ -21,6 +22,7 @@ from shardrules.hooks.types.calls.annotations import check_annotations, note_res
 from shardrules.hooks.types.calls.opaque import (
     Call,
     OpaqueCall,
+    confirm,
     find_rule,
     prove,
     resolve,
@@ -162,6 +164,8 @@ class PallasHooks(Hooks):
             return rest(primitive, trace, args, params)
         first = not isinstance(self._kernels.get(jaxpr), OpaqueCall)
         kernel = self.kernel_of(params)
+        if first and not only_touches_refs(jaxpr):
+            confirm(kernel, self.state, "pallas_call", params, 0)
         before = here.outer, here.settled
         settled = (None, None, None)
         if self.door.checking():

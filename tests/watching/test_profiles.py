@@ -328,7 +328,7 @@ def test_a_collective_in_a_loop_adds_up_in_each_step():
         for trip in range(4):
             start = 100.0 * run + 10 * trip
             timeline.add("all-reduce", Run(start, start + 1 + run, run), True, False)
-    of = {"all-reduce": measured.Site("all-reduce", None, True)}
+    of = {"all-reduce": measured.Site("all-reduce", None)}
     found = measured.measure({"device": timeline}, {"device": [0.0, 100.0]}, of)
     assert found["all-reduce"].seconds == pytest.approx((4 + 8) / 2 / 1e9)
     assert found["all-reduce"].runs == 4

@@ -125,7 +125,8 @@ class Events:
             else:
                 continue
             if count:
-                self.planes[f"{host} {plane.name}"] = count
+                name = f"{host} {plane.name}"
+                self.planes[name] = self.planes.get(name, 0) + count
 
     def _by_stats(self, plane: Any, host: str) -> int:
         count = 0

@@ -25,12 +25,10 @@ class Site(NamedTuple):
     Attributes:
       first: whose events are the collective's, or its start's.
       done: the operation that waits for its end; None where ``first`` does.
-      in_loop: whether it may run several times in one run of the program.
     """
 
     first: str
     done: str | None
-    in_loop: bool
 
 
 class Measured(NamedTuple):
@@ -68,7 +66,7 @@ def sites(module: hlo.Module, collectives: Iterable[hlo.Collective]) -> dict[str
         while inside in callers:
             caller, around = callers[inside]
             name, inside = caller.name, around.name
-        found[one.name] = Site(name, users.get(name), one.loop_depth > 0)
+        found[one.name] = Site(name, users.get(name))
     return found
 
 

@@ -12,7 +12,7 @@ import pathlib
 import tomllib
 from typing import Any
 
-from shardrules.costs import accounts
+from shardrules.costs import accounts, comparing
 from shardrules.errors import BudgetError
 
 __all__ = ["Budget", "allowances", "allowed", "dump", "load", "of", "root_of"]
@@ -34,7 +34,7 @@ class Budget:
     Attributes:
       level: ``"compiled"`` or ``"logical"``.
       mesh: ``"data=4,model=2"``, empty where no mesh is known.
-      rows: sums by what, element type and source, as ``accounts.grouped`` gives them.
+      rows: sums by what, element type and source, as ``comparing.grouped`` gives them.
       allow: findings that may stay, with reasons.
     """
 
@@ -57,7 +57,7 @@ class Budget:
             for name, old, new in (("level", self.level, now.level), ("mesh", self.mesh, now.mesh))
             if old != new
         ]
-        return lines + [str(c) for c in accounts.compare(self.rows, now.rows)]
+        return lines + [str(c) for c in comparing.compare(self.rows, now.rows)]
 
 
 def root_of(path: pathlib.Path) -> str:
@@ -74,7 +74,7 @@ def root_of(path: pathlib.Path) -> str:
 def of(account: accounts.Account, root: str) -> Budget:
     """Make the budget that a program just meets."""
     mesh = ",".join(f"{a}={n}" for a, n in (account.mesh or {}).items())
-    return Budget(account.level, mesh, accounts.grouped(account, root))
+    return Budget(account.level, mesh, comparing.grouped(account, root))
 
 
 def dump(budget: Budget) -> str:

@@ -10,7 +10,7 @@ import argparse
 
 from shardrules import report
 from shardrules.commands import flags, reading
-from shardrules.costs import accounts
+from shardrules.costs import comparing
 from shardrules.errors import ShardrulesError
 
 __all__ = ["add_arguments", "run"]
@@ -37,9 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ShardrulesError("only one of the two programs can be read from stdin")
     found = reading.judged(given, arguments, each_alone=True)
     before, after = (report.content(one.judgement, title=one.name) for one in found)
-    names = accounts.common_names(before.account, after.account)
-    changes = accounts.compare(
-        *(accounts.grouped(c.account, groups=True, names=names) for c in (before, after))
+    names = comparing.common_names(before.account, after.account)
+    changes = comparing.compare(
+        *(comparing.grouped(c.account, groups=True, names=names) for c in (before, after))
     )
     reading.write(report.DIFFS[arguments.format](before, after, changes), arguments)
     return reading.FOUND if changes else reading.CLEAN

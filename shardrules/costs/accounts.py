@@ -14,11 +14,8 @@ on all platforms, and does not hold what the partitioner adds for sharded arrays
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import difflib
-import itertools
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -27,18 +24,7 @@ from shardrules import hlo
 from shardrules.errors import ShardrulesError
 from shardrules.hlo.proof.collectives import KINDS
 
-__all__ = [
-    "Account",
-    "Change",
-    "CONVENTION",
-    "Entry",
-    "PHASES",
-    "Selector",
-    "Totals",
-    "compare",
-    "of",
-    "wire_bytes",
-]
+__all__ = ["Account", "CONVENTION", "Entry", "PHASES", "Selector", "Totals", "of", "wire_bytes"]
 
 PHASES = ("forward", "backward", "recompute", "mixed", "unknown")
 CONVENTION = (
@@ -349,131 +335,3 @@ class Selector(NamedTuple):
             and (not self.file or ("/" + entry.file).endswith("/" + self.file))
             and self.line in (0, entry.line)
         )
-
-
-# -- two accounts ---------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A difference between two accounts.
-
-    Attributes:
-      status: ``came``, ``went``, ``grew``, ``shrank``, or ``moved``: other sites, or loops of
-        unknown length, but the same count and bytes.
-      what: phase, kind, axes, element type and source.
-      before, after: sums.
-    """
-
-    status: str
-    what: str
-    before: Totals
-    after: Totals
-
-    def __str__(self) -> str:
-        if self.status == "came":
-            return f"+ {self.what}: {self.after}"
-        if self.status == "went":
-            return f"- {self.what}: {self.before}"
-        if self.status == "moved":
-            return (
-                f"~ {self.what}: {self.before} at {self.before.sites} sites before, "
-                f"{self.after} at {self.after.sites} sites now"
-            )
-        return f"~ {self.what}: {self.status} from {self.before} to {self.after}"
-
-
-def relative_file(file: str, root: str) -> str:
-    """Shorten a source path so that it is the same on every machine.
-
-    Below ``root`` it is relative to that; below ``site-packages`` to that; else only its name.
-    """
-    path = file.replace("\\", "/")
-    if not path.startswith("/") and not re.match(r"[A-Za-z]:/", path):
-        return path
-    base = os.path.abspath(root).replace("\\", "/").rstrip("/") + "/"
-    for marker in ("/site-packages/", "/dist-packages/"):
-        if marker in path:
-            return path.rpartition(marker)[2]
-    if path.startswith(base):
-        return path[len(base) :]
-    return path.rpartition("/")[2]
-
-
-def common_names(before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, str]:
-    """Name the source files of two programs; a file of two checkouts has one name.
-
-    Of a path in one program and one in the other, those are one file whose ends agree in more parts
-    than those of any other two that either is in.
-    """
-    files = [sorted({e.file for e in entries if e.file}) for entries in (before, after)]
-    names = {file: relative_file(file, ".") for some in files for file in some}
-    left = [[f for f in mine if f not in theirs] for mine, theirs in (files, files[::-1])]
-    ends = {(a, b): _common_end(a, b) for a in left[0] for b in left[1]}
-    for length in sorted({len(end) for end in ends.values()} - {0}, reverse=True):
-        near = [pair for pair, end in ends.items() if len(end) == length]
-        times = collections.Counter(file for pair in near for file in pair)
-        for pair in near:
-            if times[pair[0]] == times[pair[1]] == 1:
-                names |= dict.fromkeys(pair, "/".join(ends[pair]))
-        ends = {pair: end for pair, end in ends.items() if not times.keys() & set(pair)}
-    return names
-
-
-def _common_end(one: str, other: str) -> tuple[str, ...]:
-    parts = [path.replace("\\", "/").split("/")[::-1] for path in (one, other)]
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*parts))
-    return tuple(part for part, _ in same)[::-1]
-
-
-def grouped(
-    entries: Iterable[Entry],
-    root: str = ".",
-    groups: bool = False,
-    names: Mapping[str, str] | None = None,
-) -> dict[tuple[str, ...], Totals]:
-    """Sum entries up by what lasts across recompiles: what, element type, source function.
-
-    Args:
-      entries: what is summed up.
-      root: source paths below it are relative to it.
-      groups: sum up by device groups, too (axis names alone don't tell one mesh from another), by
-        what is done (a sum, a maximum), along which dimension, and by whether in a branch.
-      names: what source files are called instead.
-    """
-    found: dict[tuple[str, ...], Totals] = {}
-    for entry in entries:
-        source = (names or {}).get(entry.file) or relative_file(entry.file, root)
-        if source and entry.function:
-            source += f" ({entry.function})"
-        how = entry.groups + (
-            f" by {entry.reduction}" if entry.reduction not in ("", "add") else ""
-        )
-        how += f" along dimension {entry.dimension}" if entry.dimension else ""
-        how += " in a branch" if entry.at_most else ""
-        key = (entry.what, entry.element_type, source, *([how] if groups else []))
-        found[key] = found.get(key, Totals()).plus(entry)
-    return found
-
-
-def compare(
-    before: Mapping[tuple[str, ...], Totals], after: Mapping[tuple[str, ...], Totals]
-) -> list[Change]:
-    """List the differences between two results of ``grouped``, the costliest first."""
-    changes = []
-    keys = list(dict.fromkeys([*before, *after]))
-    alike = collections.Counter(key[:3] for key in keys)
-    for key in keys:
-        a, b = before.get(key), after.get(key)
-        if a == b:
-            continue
-        what = f"{key[0]} {key[1]}" + (f" at {key[2]}" if key[2] else "")
-        if alike[key[:3]] > 1:  # only the groups tell them apart
-            what += f" in {key[3]}"
-        if a is None or b is None:
-            status = "came" if a is None else "went"
-        else:
-            was, now = ((t.bytes, t.count, t.unknown_bytes) for t in (a, b))
-            status = "moved" if was == now else "grew" if now > was else "shrank"
-        changes.append(Change(status, what, a or Totals(), b or Totals()))
-    return sorted(changes, key=lambda c: (-abs(c.after.wire_bytes - c.before.wire_bytes), c.what))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardrules.arguments import checked
-from shardrules.costs import accounts
+from shardrules.costs import comparing
 from shardrules.report.content import Content
 from shardrules.report.drawn import escaped
 from shardrules.report.grouping import size
@@ -24,13 +24,13 @@ _STATUS = {
 
 
 @checked
-def compared(before: Content, after: Content, changes: Sequence[accounts.Change]) -> str:
+def compared(before: Content, after: Content, changes: Sequence[comparing.Change]) -> str:
     """Return a page of two reports: what changed, groups on the mesh, both timelines.
 
     Args:
       before: of the first program.
       after: of the second.
-      changes: what ``accounts.compare`` returned of the two.
+      changes: what ``comparing.compare`` returned of the two.
     """
     named = {"before": before, "after": after}
     totals = [what.account.total for what in named.values()]
@@ -56,7 +56,7 @@ def compared(before: Content, after: Content, changes: Sequence[accounts.Change]
     return whole(f"{before.title} and {after.title}: collectives", body)
 
 
-def _changes(changes: Sequence[accounts.Change]) -> str:
+def _changes(changes: Sequence[comparing.Change]) -> str:
     if not changes:
         return "<section><h2>Changes</h2><p>The same collectives.</p></section>"
     rows = "\n".join(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from shardrules.arguments import checked
-from shardrules.costs.accounts import Change
+from shardrules.costs.comparing import Change
 from shardrules.report.compared import compared
 from shardrules.report.content import SCHEMA, Content, cell
 from shardrules.report.grouping import size

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from shardrules import hlo
 from shardrules.arguments import checked
-from shardrules.costs import accounts
+from shardrules.costs import accounts, comparing
 from shardrules.report import drawn
 from shardrules.report.content import ESTIMATED, Content
 from shardrules.report.drawn import escaped
@@ -125,7 +125,7 @@ def _where(entry: accounts.Entry) -> str:
     """Give file, line and function, without the folders that every machine has its own of."""
     if not entry.file:
         return ""
-    file = accounts.relative_file(entry.file, os.getcwd())
+    file = comparing.relative_file(entry.file, os.getcwd())
     return str(hlo.Frame(file, entry.line, entry.function))
 
 

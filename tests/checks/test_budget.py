@@ -15,7 +15,7 @@ from hlo import text as T
 
 from shardrules import errors, testing
 from shardrules.checks import budget, updates
-from shardrules.costs import accounts
+from shardrules.costs import accounts, comparing
 
 MESH = {"data": 4, "model": 2}
 
@@ -166,12 +166,12 @@ def test_a_logical_budget_has_no_findings(folder, updating):
 
 def test_paths_are_relative_to_the_project(tmp_path):
     root = str(tmp_path)
-    assert accounts.relative_file(f"{root}/pkg/model.py", root) == "pkg/model.py"
+    assert comparing.relative_file(f"{root}/pkg/model.py", root) == "pkg/model.py"
     installed = f"{root}/.venv/lib/site-packages/flax/nn.py"
-    assert accounts.relative_file(installed, root) == "flax/nn.py"
-    assert accounts.relative_file("/elsewhere/train.py", root) == "train.py"
-    assert accounts.relative_file("C:\\work\\train.py", root) == "train.py"
-    assert accounts.relative_file("model.py", root) == "model.py"
+    assert comparing.relative_file(installed, root) == "flax/nn.py"
+    assert comparing.relative_file("/elsewhere/train.py", root) == "train.py"
+    assert comparing.relative_file("C:\\work\\train.py", root) == "train.py"
+    assert comparing.relative_file("model.py", root) == "model.py"
 
 
 def test_a_relative_path_is_relative_to_the_caller(tmp_path):

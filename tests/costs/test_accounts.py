@@ -11,7 +11,7 @@ from hlo import text as T
 from jax.sharding import PartitionSpec as P
 
 from shardrules import errors, hlo, testing
-from shardrules.costs import accounts, findings, hints
+from shardrules.costs import accounts, comparing, findings, hints
 from shardrules.registry.table import PROVEN
 
 TRIPS = 32
@@ -481,7 +481,7 @@ def test_what_came_went_grew_shrank_and_moved():
         key("e"): one,
         key("s"): one,
     }
-    assert {str(c) for c in accounts.compare(before, after)} == {
+    assert {str(c) for c in comparing.compare(before, after)} == {
         "- forward all-reduce(a) f32: 1, 100 B",
         "+ forward all-reduce(e) f32: 1, 100 B",
         "~ forward all-reduce(b) f32: grew from 1, 100 B to 1, 200 B",
@@ -493,11 +493,11 @@ def test_what_came_went_grew_shrank_and_moved():
 def test_what_a_loop_of_unknown_length_moves_on_each_trip_is_compared():
     text = loop(limit="count-leading-zeros(%j)")
     before, after = (
-        accounts.grouped(testing.account(t, mesh=T.MESH))
+        comparing.grouped(testing.account(t, mesh=T.MESH))
         for t in (text, text.replace("f32[8]", "f32[80]"))
     )
     unknown = "0, 0 B and 1 in loops of unknown length, {} B a trip"
-    assert [str(change) for change in accounts.compare(before, after)] == [
+    assert [str(change) for change in comparing.compare(before, after)] == [
         "~ forward all-reduce(data) f32 at model.py: "
         f"grew from {unknown.format(32)} to {unknown.format(320)}"
     ]
@@ -519,5 +519,5 @@ def test_and_so_are_the_loops_in_it():
         )
         for trips in (12, 24)
     )
-    (change,) = accounts.compare(*map(accounts.grouped, (before, after)))
+    (change,) = comparing.compare(*map(comparing.grouped, (before, after)))
     assert (change.before.unknown_bytes, change.after.unknown_bytes) == (12 * 32, 24 * 32)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardrules import errors, hlo
-from shardrules.costs import accounts
+from shardrules.costs import accounts, comparing
 from shardrules.hlo.reader import annotate, devices, notations
 
 from . import text as T
@@ -97,9 +97,9 @@ def test_shardings_that_disagree_name_none():
 
 
 def differences(before, after, mesh=None):
-    return accounts.compare(
+    return comparing.compare(
         *(
-            accounts.grouped(accounts.of(hlo.judge(t, mesh=mesh)), groups=True)
+            comparing.grouped(accounts.of(hlo.judge(t, mesh=mesh)), groups=True)
             for t in (before, after)
         )
     )

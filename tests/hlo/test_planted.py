@@ -5,7 +5,7 @@ Each has to make a test fail that stands guard over it.
 
 import pytest
 
-from shardrules.costs import accounts
+from shardrules.costs import comparing
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import loops, verdict
 from shardrules.hlo.reader import notations, partitioned
@@ -20,7 +20,7 @@ def supports_are_cut(monkeypatch):
 
 
 def no_stage_is_early(monkeypatch):
-    monkeypatch.setattr(partitioned, "unpartitioned", lambda module: None)
+    monkeypatch.setattr(partitioned, "check", lambda module: None)
 
 
 def conditions_run_as_bodies_do(monkeypatch):
@@ -44,8 +44,8 @@ def groups_are_counted_alone(monkeypatch):
 
 
 def groups_are_not_compared(monkeypatch):
-    original = accounts.grouped
-    monkeypatch.setattr(accounts, "grouped", lambda entries, groups: original(entries))
+    original = comparing.grouped
+    monkeypatch.setattr(comparing, "grouped", lambda entries, groups: original(entries))
 
 
 def a_notations_names_are_the_programs(monkeypatch):

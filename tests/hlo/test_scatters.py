@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardrules import hlo, report, testing
-from shardrules.costs import accounts, estimates
+from shardrules.costs import accounts, comparing, estimates
 
 from . import text as T
 
@@ -131,12 +131,12 @@ def test_it_is_judged_as_a_reduce_scatter(sharding, verdict, needed):
 
 def test_it_is_no_difference_to_one_that_is_written_out():
     one, other = (hlo.judge(t, mesh=T.MESH) for t in (fusion(), written()))
-    both = [accounts.grouped(accounts.of(j), groups=True) for j in (one, other)]
-    assert accounts.compare(*both) == []
+    both = [comparing.grouped(accounts.of(j), groups=True) for j in (one, other)]
+    assert comparing.compare(*both) == []
     assert [e.number for e in report.timeline.events(one)] == [0]
     other = hlo.judge(written(groups=T.OVER_DATA).replace("f32[4] red", "f32[8] red"), mesh=T.MESH)
-    both[1] = accounts.grouped(accounts.of(other), groups=True)
-    assert len(accounts.compare(*both)) == 2
+    both[1] = comparing.grouped(accounts.of(other), groups=True)
+    assert len(comparing.compare(*both)) == 2
 
 
 @pytest.mark.parametrize(

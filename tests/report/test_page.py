@@ -8,7 +8,7 @@ import pytest
 from hlo import text as T
 
 from shardrules import hlo, report
-from shardrules.costs import accounts
+from shardrules.costs import comparing
 from shardrules.report import drawn, timeline
 
 FILES = {
@@ -123,7 +123,7 @@ def test_hostile_names_stay_text():
     what = content(program(3, extra), title=HOSTILE, mesh={"data": 4, "<b>model": 2})
     allow = report.content(what.judgement, title=HOSTILE)
     other = content(program(2, extra), title=HOSTILE, mesh={"data": 4, "<b>model": 2})
-    changes = accounts.compare(accounts.grouped(what.account), accounts.grouped(other.account))
+    changes = comparing.compare(comparing.grouped(what.account), comparing.grouped(other.account))
     clean = Tree(report.page(content(program(3))))
     for page in (report.page(allow), report.compared(what, other, changes)):
         tree = Tree(page)
@@ -271,7 +271,7 @@ def test_source_lines_are_quoted_where_a_python_file_is_at_hand(tmp_path):
 
 def test_two_programs_beside_each_other():
     before, after = content(program(3), "a.hlo"), content(program(1), "b.hlo")
-    changes = accounts.compare(accounts.grouped(before.account), accounts.grouped(after.account))
+    changes = comparing.compare(comparing.grouped(before.account), comparing.grouped(after.account))
     tree = Tree(report.compared(before, after, changes))
     assert "3 \N{RIGHTWARDS ARROW} 1" in [b["text"] for b in tree.all("b")]
     assert len(tree.all("svg", class_="strip")) == 2

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from shardrules import hlo
 from shardrules.costs import accounts, findings, sums
 from shardrules.hlo.proof import loops
+from shardrules.hlo.reader.module import Users
 
 __all__ = ["KINDS", "Hint", "dearer", "hints"]
 
@@ -82,7 +83,7 @@ class _Place(NamedTuple):
     verdict: hlo.Verdict
     computation: hlo.Computation
     position: int
-    users: list[list[int]]
+    users: Users
     sums: bool
 
 
@@ -90,16 +91,19 @@ class _Program:
     """A judged program, and what is looked up in it again and again."""
 
     def __init__(self, judgement: hlo.Judgement):
-        self.judgement = judgement
         self.module = judgement.module
-        self.bodies = {
-            loops.parts(self.module, i)[1].name
-            for c in self.module.computations.values()
-            for i in c.instructions
-            if i.opcode == "while"
-        }
+        self.runs = loops.executions(self.module)
+        # By the name of a loop's body: the computation around it, and its conditions.
+        self.around: dict[str, str] = {}
+        self.conditions: dict[str, list[hlo.Computation]] = {}
+        for computation in self.module.computations.values():
+            for position in computation.calling:
+                if computation.instructions[position].opcode == "while":
+                    parts = loops.parts(self.module, computation.instructions[position])
+                    self.around.setdefault(parts[1].name, computation.name)
+                    self.conditions.setdefault(parts[1].name, []).append(parts[0])
         self._numbers: dict[str, dict[str, int]] = {}
-        self._users: dict[str, list[list[int]]] = {}
+        self._users: dict[str, Users] = {}
         self._stays: dict[str, set[int]] = {}
 
     def place(self, verdict: hlo.Verdict) -> _Place:
@@ -122,7 +126,7 @@ class _Program:
     def repeated(self, at: _Place, entry: accounts.Entry) -> Hint | None:
         """Find a collective in a loop whose operand is the same on every trip."""
         name = at.computation.name
-        if name not in self.bodies or entry.runs == 1:
+        if name not in self.around or entry.runs == 1:
             return None
         if name not in self._stays:
             self._stays[name] = _invariant(self.module, at.computation)
@@ -134,10 +138,12 @@ class _Program:
 
     def accumulated(self, at: _Place, entry: accounts.Entry) -> Hint | None:
         """Find an all-reduce in a loop whose results are only added up."""
-        if not at.sums or at.computation.name not in self.bodies or entry.runs == 1:
+        if not at.sums or at.computation.name not in self.around or entry.runs == 1:
             return None
         operand = at.verdict.collective.operand
-        if not _accumulated(self.module, at.computation, at.users, at.position, operand):
+        conditions = self.conditions[at.computation.name]
+        where = (self.module, at.computation, at.users, at.position, operand)
+        if not _accumulated(*where, conditions):
             return None
         change = (
             "its results are only added up over the loop's trips: carry the sum of its operands "
@@ -152,7 +158,8 @@ class _Program:
 
         Its advice is the change with the bytes now and then, a note, and a line to type.
         """
-        after = entry.bytes * (_outer_runs(self.judgement, at.computation.name) or 1)
+        outer = self.runs.get(self.around[at.computation.name])
+        after = entry.bytes * ((outer.count if outer else None) or 1)
         before = _moved(entry)
         if before is not None and before <= after:
             return None
@@ -236,17 +243,13 @@ def _line(entry: accounts.Entry) -> str:
     )
 
 
-def _outer_runs(judgement: hlo.Judgement, body: str) -> int | None:
-    runs = loops.executions(judgement.module)
-    for name, computation in judgement.module.computations.items():
-        for instruction in computation.instructions:
-            if instruction.opcode == "while" and body in instruction.calls:
-                return runs[name].count if name in runs else None
-    return None
-
-
 def _accumulated(
-    module: hlo.Module, body: hlo.Computation, users: list[list[int]], position: int, element: int
+    module: hlo.Module,
+    body: hlo.Computation,
+    users: Users,
+    position: int,
+    element: int,
+    conditions: Sequence[hlo.Computation],
 ) -> bool:
     """Tell whether a loop adds an all-reduce's result to a carry, and does nothing else with both.
 
@@ -281,7 +284,7 @@ def _accumulated(
     # the loop's condition, for which each trip's sum is needed.
     if any(user != carry and _takes(body, user, index) for user in users[taken.operands[0]]):
         return False
-    for condition in _conditions(module, body.name):
+    for condition in conditions:
         takers = condition.users()
         for position, one in enumerate(condition.instructions):
             if one.opcode == "parameter" and (
@@ -303,18 +306,8 @@ def _takes(computation: hlo.Computation, user: int, index: str) -> bool:
     return one.opcode != "get-tuple-element" or one.attribute("index") == index
 
 
-def _conditions(module: hlo.Module, body: str) -> list[hlo.Computation]:
-    """List the conditions of the loops with this body."""
-    return [
-        loops.parts(module, i)[0]
-        for c in module.computations.values()
-        for i in c.instructions
-        if i.opcode == "while" and loops.parts(module, i)[1].name == body
-    ]
-
-
 def _only_returned(
-    module: hlo.Module, entry: hlo.Computation, users: list[list[int]], position: int, element: int
+    module: hlo.Module, entry: hlo.Computation, users: Users, position: int, element: int
 ) -> bool:
     """Tell whether ENTRY returns an all-gather's result, and does nothing else with it.
 
@@ -329,13 +322,7 @@ def _only_returned(
     last = position
     shapes = {_part(entry.instructions[position].shape, element)}
     for _ in range(64):
-        following = [
-            u
-            for u in users[last]
-            if not entry.instructions[last].shape.is_tuple
-            or entry.instructions[u].opcode != "get-tuple-element"
-            or entry.instructions[u].attribute("index") == str(element)
-        ]
+        following = users.taking(last, element)
         if last == entry.root:
             return not following and len(shapes) == 1 and None not in shapes
         if len(following) != 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from shardrules import hlo
+from shardrules.hlo.reader.module import Users
 
 __all__ = ["LINEAR", "PASS_ON", "added_to_another", "adds", "followed", "reduced_after", "scales"]
 
@@ -44,26 +45,14 @@ def _moves(computation: hlo.Computation, position: int, moving: frozenset[str]) 
 
 
 def followed(
-    computation: hlo.Computation,
-    users: list[list[int]],
-    position: int,
-    element: int,
-    through: frozenset[str],
+    computation: hlo.Computation, users: Users, position: int, element: int, through: frozenset[str]
 ) -> tuple[int, int] | None:
     """Follow a value to the one use that isn't in ``through``: the user and what it uses.
 
     None where it is used twice, or is the root.
     """
     for _ in range(64):
-        current = computation.instructions[position]
-        following = users[position]
-        if current.shape.is_tuple:
-            following = [
-                u
-                for u in following
-                if computation.instructions[u].opcode != "get-tuple-element"
-                or computation.instructions[u].attribute("index") == str(element)
-            ]
+        following = users.taking(position, element)
         if position == computation.root or len(following) != 1:
             return None
         following_one = computation.instructions[following[0]]
@@ -75,11 +64,7 @@ def followed(
 
 
 def reduced_after(
-    module: hlo.Module,
-    computation: hlo.Computation,
-    users: list[list[int]],
-    position: int,
-    element: int,
+    module: hlo.Module, computation: hlo.Computation, users: Users, position: int, element: int
 ) -> int | None:
     """Give the bytes of a sum that is all that is made of an all-reduce's result, else None.
 
@@ -278,11 +263,7 @@ def _unscaled(module: hlo.Module, callers: _Callers, position: int) -> int | Non
 
 
 def added_to_another(
-    module: hlo.Module,
-    computation: hlo.Computation,
-    users: list[list[int]],
-    position: int,
-    element: int,
+    module: hlo.Module, computation: hlo.Computation, users: Users, position: int, element: int
 ) -> bool:
     """Tell whether an all-reduce's result is only added to one that stands before it.
 

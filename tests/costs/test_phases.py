@@ -1,6 +1,8 @@
 """Phases of combined collectives, and advice for those that XLA's partitioner makes."""
 
+import cProfile
 import functools
+import pstats
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardrules import errors, hlo, testing
+from shardrules.costs import hints
 from shardrules.hlo.reader import module
 
 # The loss is one float; two weights and two biases.
@@ -196,6 +199,37 @@ def combined(count):
         + "\n  ".join(lines)
         + f"\n  ROOT %t = {shape} tuple({taken})\n}}\n"
     )
+
+
+def flat(count):
+    """The same packed into one array, as XLA for GPUs does, none of it with a name."""
+    text = combined(count)
+    size, begin = 8 * count, text.index("  %r = ")
+    lines = [
+        f"%c = f32[{size}] concatenate({', '.join(f'%p{k}' for k in range(count))}), dimensions={{0}}",
+        f"%r = f32[{size}] all-reduce(%c), channel_id=1, replica_groups={{{{0,1,2,3,4,5,6,7}}}}, "
+        "use_global_device_ids=true, to_apply=%add",
+    ]
+    lines += [f"%g{k} = f32[8] slice(%r), slice={{[{8 * k}:{8 * k + 8}]}}" for k in range(count)]
+    return text[:begin] + "  " + "\n  ".join(lines) + "\n  " + text[text.index("ROOT %t") :]
+
+
+def calls(f, *args):
+    """Count the function calls, Python's and C's, that a call makes."""
+    profile = cProfile.Profile()
+    profile.runcall(f, *args)
+    return pstats.Stats(profile).total_calls
+
+
+@pytest.mark.parametrize("text", [combined, flat])
+@pytest.mark.parametrize("of", [hlo.judge, hints.hints], ids=["verdicts", "hints"])
+def test_the_cost_grows_with_the_parts(text, of):
+    """Not with their square."""
+    few, many = (text(count) for count in (60, 240))
+    if of is hints.hints:
+        few, many = hlo.judge(few), hlo.judge(many)
+    assert len(hlo.judge(text(60)).verdicts) == 60
+    assert calls(of, many) < 5 * calls(of, few)
 
 
 def test_what_takes_parts_out_is_read_once(monkeypatch):

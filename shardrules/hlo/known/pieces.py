@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     state: int
     shape: hm.Shape
     dimension: int
-    starts: tuple[int, ...]
+    starts: Exact
 
 
 def written(full: hm.Shape, block: hm.Shape, state: int, starts: Sequence[Any]) -> Piece | None:
@@ -51,7 +51,7 @@ def written(full: hm.Shape, block: hm.Shape, state: int, starts: Sequence[Any]) 
     index = starts[partial[0]]
     if not isinstance(index, Exact) or index.array.shape[0] == 1:
         return None
-    return Piece(state, block, partial[0], tuple(index.array.reshape(-1).tolist()))
+    return Piece(state, block, partial[0], index)
 
 
 def of(
@@ -82,7 +82,7 @@ def of(
     whole = inner.instructions[base].shape.dimensions[piece.dimension]
     base = _passed_on(inner, base)
     size = piece.shape.dimensions[piece.dimension]
-    places = np.sort(np.array(piece.starts)[groups], axis=1)
+    places = np.sort(piece.starts.array.reshape(-1)[groups], axis=1)
     if size * groups.shape[1] != whole or (places != np.arange(0, whole, size)).any():
         return None
     number = inner.instructions[base].literal

@@ -9,6 +9,7 @@ ranges keep apart what it packed.
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -119,11 +120,11 @@ def zip_cuts(
 def between(cuts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
     """Take elements ``start`` to ``stop``."""
     found = []
-    for end, state in cuts:
-        if end > start:
-            found.append((min(end, stop) - start, state))
-            if end >= stop:
-                break
+    for index in range(bisect.bisect_right(cuts, start, key=lambda cut: cut[0]), len(cuts)):
+        end, state = cuts[index]
+        found.append((min(end, stop) - start, state))
+        if end >= stop:
+            break
     return found
 
 

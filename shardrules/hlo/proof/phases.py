@@ -9,8 +9,10 @@ the majority of their bytes.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -57,6 +59,29 @@ def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:
     return "mixed", first[phase]
 
 
+class _Places:
+    """Positions of instructions, each for a range of a flat array's elements.
+
+    Args:
+      ranges: the first element, the one after the last, and the position.
+    """
+
+    def __init__(self, ranges: list[tuple[int, int, int]]):
+        self._ranges = sorted(ranges)
+        # The furthest end so far: what begins before a range may still reach into it.
+        self._reach = [*itertools.accumulate((end for _, end, _ in self._ranges), max)]
+
+    def overlapping(self, first: int, end: int) -> list[int]:
+        """List the positions of the ranges that share elements with this one."""
+        at = bisect.bisect_left(self._ranges, (end,)) - 1
+        found = []
+        while at >= 0 and self._reach[at] > first:
+            if self._ranges[at][1] > first:
+                found.append(self._ranges[at][2])
+            at -= 1
+        return found[::-1]
+
+
 class PartNames:
     """What the text says of a module's collectives, and of each part of combined ones.
 
@@ -69,7 +94,8 @@ class PartNames:
         self._users: dict[str, list[list[int]]] = {}
         # By where a collective stands, what takes its elements, and ranges of its flat array.
         self._elements: dict[tuple[str, int], dict[str | None, list[int]]] = {}
-        self._cuts: dict[tuple[str, int], list[tuple[int, tuple[int, int]]]] = {}
+        self._cuts: dict[tuple[str, int], _Places] = {}
+        self._parts: dict[tuple[str, int], _Places] = {}  # and by an operand, what it is made of
 
     def whole(self, computation: hm.Computation, position: int) -> tuple[str, hm.Metadata]:
         """Return the phase and the metadata of a collective that is not combined."""
@@ -157,9 +183,8 @@ class PartNames:
         if where not in self._cuts:
             takers = self._past_done(users, instructions, position)
             cuts = [(taker, self._slice(instructions[taker])) for taker in takers]
-            self._cuts[where] = [(taker, cut) for taker, cut in cuts if cut is not None]
-        first, end = elements
-        return [taker for taker, cut in self._cuts[where] if cut[0] < end and first < cut[1]]
+            self._cuts[where] = _Places([(*cut, taker) for taker, cut in cuts if cut is not None])
+        return self._cuts[where].overlapping(*elements)
 
     def _own(self, computation: hm.Computation, takers: Sequence[int]) -> list[_Weighed]:
         """List the names on takers, or on what has the same elements in another form."""
@@ -190,24 +215,31 @@ class PartNames:
         self, computation: hm.Computation, position: int, elements: tuple[int, int]
     ) -> list[int]:
         """List what a range of a flat array is packed from; the array where that isn't shown."""
+        where = (computation.name, position)
+        if where not in self._parts:
+            self._parts[where] = _Places(self._concatenated(computation, position))
+        return self._parts[where].overlapping(*elements) or [position]
+
+    def _concatenated(
+        self, computation: hm.Computation, position: int
+    ) -> list[tuple[int, int, int]]:
+        """List what a flat array is put together from, each with its first element and its end."""
         outer = inner = computation.instructions[position]
         within = computation
         if outer.opcode == "fusion" and len(outer.calls) == 1:
             within = self._module.computations[outer.calls[0]]
             inner = within.instructions[within.root]
         if inner.opcode != "concatenate" or len(inner.shape.dimensions) != 1:
-            return [position]
+            return []
         found, start = [], 0
         for operand in inner.operands:
             one = within.instructions[operand]
-            end = start + one.shape.element_count
-            if start < elements[1] and elements[0] < end:
-                if within is not computation:
-                    if one.opcode != "parameter" or int(one.literal) >= len(outer.operands):
-                        return [position]
-                    operand = outer.operands[int(one.literal)]
-                found.append(operand)
-            start = end
+            if within is not computation:
+                if one.opcode != "parameter" or int(one.literal) >= len(outer.operands):
+                    return []
+                operand = outer.operands[int(one.literal)]
+            found.append((start, start + one.shape.element_count, operand))
+            start += one.shape.element_count
         return found
 
     @staticmethod

@@ -231,13 +231,34 @@ class Computation(NamedTuple):
         found = [i for i in self.instructions if i.opcode == "parameter"]
         return sorted(found, key=lambda i: int(i.literal))
 
-    def users(self) -> list[list[int]]:
-        """List, for each instruction, the positions of those that use it, each once."""
-        users: list[list[int]] = [[] for _ in self.instructions]
-        for position, instruction in enumerate(self.instructions):
+    def users(self) -> Users:
+        """List, for each instruction, the positions of those that use it."""
+        return Users(self)
+
+
+class Users(list[list[int]]):
+    """For each instruction of a computation, the positions of those that use it, each once."""
+
+    def __init__(self, computation: Computation):
+        self._instructions = computation.instructions
+        self._elements: dict[int, dict[str | None, list[int]]] = {}
+        super().__init__([] for _ in self._instructions)
+        for position, instruction in enumerate(self._instructions):
             for operand in dict.fromkeys(instruction.operands):
-                users[operand].append(position)
-        return users
+                self[operand].append(position)
+
+    def taking(self, position: int, element: int) -> list[int]:
+        """List the users of a value; of a tuple, those of an element or of the whole tuple."""
+        if not self._instructions[position].shape.is_tuple:
+            return self[position]
+        if position not in self._elements:  # read once for all elements: there may be thousands
+            takers = self._elements.setdefault(position, {})
+            for user in self[position]:
+                one = self._instructions[user]
+                whole = one.opcode != "get-tuple-element"
+                takers.setdefault(None if whole else one.attribute("index"), []).append(user)
+        takers = self._elements[position]
+        return sorted(takers.get(None, []) + takers.get(str(element), []))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -79,6 +79,7 @@ class _Here(threading.local):
       heard: where sums of cotangents are noted that a bwd is traced for alone, or None.
       gradients: where it is noted that a custom_vjp's forward takes gradients, or None.
       transposing: whether a linear program is being transposed whose casts were looked at.
+      widened: the axes over which a custom_vjp's primals were cast, whose trees are asked for.
       under: its overlays, the scope outside of them, and that scope with them.
     """
 
@@ -95,6 +96,7 @@ class _Here(threading.local):
     heard: list[tuple[int, frozenset[str]]] | None = None
     gradients: list[None] | None = None
     transposing: bool = False
+    widened: frozenset[str] = frozenset()
     under: tuple[Any, Any, Any] = (None, None, None)
 
     def __init__(self):
@@ -271,6 +273,20 @@ class State:
         """Note that something is differentiated in reverse, if anybody listens."""
         if self.here.gradients is not None:
             self.here.gradients.append(None)
+
+    @property
+    def widened(self) -> frozenset[str]:
+        """The axes over which a custom_vjp's primals were cast, whose trees are asked for here."""
+        return self.here.widened
+
+    def widening(self, axes: frozenset[str], trees: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a custom_vjp's trees where its primals were cast to vary over ``axes`` too."""
+
+        def asked():
+            with self._locally(widened=self.here.widened | axes):
+                return trees()
+
+        return asked
 
     # JAX's trace key.
 

@@ -155,3 +155,121 @@ def test_gradients_in_a_loops_body(loop, how, cpu_mesh):
             np.testing.assert_allclose(how(f)(X, W), descent(None, X, W), rtol=2e-5)
         else:  # a gradient in the body is one device's share there
             refused(descent, None, cpu_mesh)
+
+
+def scaled(x, w):
+    return jnp.sin(w) * x
+
+
+def sine(x, w):
+    return jnp.sin(w)
+
+
+def saving(f):
+    """Return a custom_vjp whose forward saves JAX's own pullback."""
+    op = jax.custom_vjp(f)
+    op.defvjp(lambda *args: jax.vjp(f, *args), lambda pull, g: pull(g))
+    return op
+
+
+def summing(f=scaled):
+    """Return a custom_vjp whose bwd sums over the devices, where there are some."""
+
+    def bwd(saved, g):
+        x, w = saved
+        share = g * x * jnp.cos(w)
+        return g * jnp.sin(w), lax.psum(share, "data") if named() else share
+
+    op = jax.custom_vjp(f)
+    op.defvjp(lambda x, w: (f(x, w), (x, w)), bwd)
+    return op
+
+
+def named():
+    """Whether a mesh axis is here: on one device there is none."""
+    try:
+        lax.axis_index("data")
+    except NameError:
+        return False
+    return True
+
+
+def steps(op, x, w):
+    def body(c, _):
+        return lax.cond(c[1] > 0, lambda: op(c, w), lambda: c), None
+
+    return lax.scan(body, x, None, length=3)[0]
+
+
+def in_one(op, x, w):
+    return lax.cond(x[0] > 0, lambda: op(x, w), lambda: x)
+
+
+def in_both(op, x, w):
+    return lax.cond(x[0] > 0, lambda: op(x, w), lambda: 2 * op(x, w))
+
+
+def in_a_switch(op, x, w):
+    return lax.switch((x[0] + 1).astype(int), [lambda: op(x, w), lambda: 3 * w, lambda: x])
+
+
+def in_a_scan_in_a_branch(op, x, w):
+    return lax.cond(x[0] > 0, lambda: steps(op, x, w), lambda: x)
+
+
+def in_remat(op, x, w):
+    return lax.cond(x[0] > 0, lambda: jax.checkpoint(jax.jit(op))(x, w), lambda: x)
+
+
+def under_vmap(op, x, w):
+    rows = jnp.stack([x, -x])
+    return jax.vmap(lambda x: in_one(op, x, w))(rows).sum(0)
+
+
+def beside_others(op, x, w):
+    return lax.cond(x[0] > 0, lambda: op(x, w) + w * x, lambda: w)
+
+
+COMMUNICATING = [
+    in_one,
+    in_both,
+    in_a_switch,
+    in_a_scan_in_a_branch,
+    in_remat,
+    under_vmap,
+    beside_others,
+]
+
+
+def rows_of(program, op):
+    """Return the program on all rows at once, on one device."""
+    return lambda x, w: jnp.stack([program(op, row, w) for row in x])
+
+
+def over_rows(program, op, mesh):
+    return versions.shard_map(
+        lambda x, w: program(op, x[0], w)[None],
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+    )
+
+
+def compared(program, op, mesh, casts="late"):
+    with sr.install(casts=casts):
+        f = over_rows(program, op, mesh)
+        got = (jax.jit(f)(X, W), *gradient(f)(X, W))
+    want = (rows_of(program, op)(X, W), *gradient(rows_of(program, op))(X, W))
+    for one, other in zip(got, want):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+@versions.where(versions.types_values)
+@pytest.mark.parametrize(
+    "program, f, casts",
+    [(program, scaled, "late") for program in COMMUNICATING]
+    + [(in_one, sine, "late"), (in_a_switch, sine, "cheapest"), (in_both, scaled, "cheapest")],
+)
+def test_a_pullback_that_fwd_saved_sums_after_the_branches(program, f, casts, cpu_mesh):
+    """JAX's waits in a branch for devices that took another, or calls its types wrong."""
+    compared(program, saving(f), cpu_mesh, casts)

@@ -20,6 +20,7 @@ from shardrules.door.patching import Patches
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
+from shardrules.hooks.cotangents.widened import WidenedFwd
 from shardrules.hooks.state import Hooks, Scope, State
 
 __all__ = ["CustomVjpHooks"]
@@ -58,10 +59,21 @@ class CustomVjpHooks(Hooks):
             perturbed[:] = [one.perturbed for one in leaves if isinstance(one, kind)]
 
         scoped = self._scoped(fun, self._inside(), gradients, see)
-        flat, trees = self.door.flatten_fwd(scoped, *rest, **options)
+        if self.state.active and self.door.typed:
+            widened = WidenedFwd(self.door, self.state)
+            flat, trees = widened.flatten(scoped, *rest, **options)
+        else:
+            flat, trees = self.door.flatten_fwd(scoped, *rest, **options)
         if self.state.active:
             self._forwards[trees] = scoped, gradients, perturbed
         return flat, trees
+
+    def trees_over(self, trees: Any, axes: frozenset[str]) -> Any:
+        """Return the trees of a fwd that ran with its primals cast to vary over ``axes`` too."""
+        widened = self.state.widening(axes, trees)
+        if trees in self._forwards:
+            self._forwards[widened] = self._forwards[trees]
+        return widened
 
     def parts(self, bwd: Any, in_tree: Any, in_avals: Any, trees: Any) -> CustomVjpInfo:
         """Return what a bwd belongs to, as JAX flattens it."""

@@ -201,10 +201,15 @@ class _Call(HigherOrderOp):
         if thunks:
             axes = self._gained(types)
             types = [widened(one, axes) for one in types]
+            # Cast before a branch: fwd and bwd are asked for what each device has of its own.
+            cast = axes if what is not None and "bwd" in params else frozenset()
             for name in thunks:
-                changes[name] = retyping.thunk(params[name], types[params["num_consts"] :], what)
+                primals = types[params["num_consts"] :]
+                changes[name] = retyping.thunk(params[name], primals, what, cast)
             if "bwd" in params:
                 changes["bwd"] = retyping.bwd(params["bwd"], axes, what is not None)
+            if cast:
+                changes["out_trees"] = retyping.state.widening(cast, params["out_trees"])
         changes[self.key] = retyping.jaxpr(params[self.key], types, what)
         return Retyped(types, changes, retyping.results(changes[self.key]))
 

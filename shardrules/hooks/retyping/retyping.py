@@ -33,6 +33,7 @@ from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
 from shardrules.hooks.cotangents.refusals import Cotangent
+from shardrules.hooks.cotangents.widened import Mark
 from shardrules.hooks.retyping.equations import Equation
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.opaque import types_of
@@ -58,13 +59,14 @@ class Retyping(Hooks):
             flat = previous(fun, *rest)
             if not (self.door.typed and self.state.active):
                 return flat  # else what is traced outside of shard_map may be run inside
-            in_tree, in_avals, *others = rest
+            in_tree, in_avals, trees, *others = rest
 
             def wider(axes, by_cast):
-                parts = self.state.of(CustomVjpHooks).parts(fun, *rest[:3])
+                hooks = self.state.of(CustomVjpHooks)
+                parts = hooks.parts(fun, in_tree, in_avals, trees)
                 avals = [self._wider(aval, axes) for aval in in_avals]
                 shares = self.door.transformation(self._shares)(fun, parts, axes, by_cast)
-                return previous(shares, in_tree, avals, *others)
+                return previous(shares, in_tree, avals, hooks.trees_over(trees, by_cast), *others)
 
             return self.door.transformation(self._run_bwd)(flat, wider)
 
@@ -401,7 +403,13 @@ class Retyping(Hooks):
         env[var] = variable(var, self.door.with_axis_type(var.aval, one))
         return env[var]
 
-    def thunk(self, thunk: Any, types: Sequence[AxisType], what: str | None) -> Any:
+    def thunk(
+        self,
+        thunk: Any,
+        types: Sequence[AxisType],
+        what: str | None,
+        cast: frozenset[str] = frozenset(),
+    ) -> Any:
         """Return a custom rule's thunk, whose jaxpr is retyped when it is asked for.
 
         Args:
@@ -410,10 +418,13 @@ class Retyping(Hooks):
           types: of the primals; the jaxpr's further inputs are the tangents of those that are not
             zero, each of its primal's type, and so are those that it returns.
           what: for messages.
+          cast: the axes over which a custom_vjp's primals were cast, whose fwd is to know it.
         """
         known: dict[tuple, Any] = {}
 
         def run(*zeros):
+            if cast:
+                zeros = tuple(Mark(one, cast) for one in zeros)
             if zeros not in known:
                 jaxpr, *others = callable_of(thunk)(*zeros)
                 if len(others) == 2:  # of a custom_jvp; that of a custom_vjp takes the primals

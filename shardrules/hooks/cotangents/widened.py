@@ -1,0 +1,118 @@
+"""A custom_vjp's fwd that runs with primals that were cast to vary before a branch.
+
+What fwd saves may hold a function that JAX differentiated: ``jax.vjp``'s pullback sums over the
+devices what is invariant, and does so wherever bwd calls it. In a branch that some devices take
+only, that sum waits for the others for good. So fwd is traced with the types that its primals have
+there, and what it saves is each device's own.
+
+JAX traces fwd when it is differentiated, and tells it which tangents are not zero. These marks, and
+no others, reach it through whatever stands between: ``jit``, ``vmap``, another trace. They are part
+of the key by which JAX keeps what it traced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.jaxprs import widened
+
+__all__ = ["Mark", "WidenedFwd"]
+
+
+class Mark:
+    """Whether a tangent is not zero, and over which axes its primal was cast to vary.
+
+    Args:
+      nonzero: whether it is not zero, or such a mark.
+      axes: mesh axes.
+    """
+
+    def __init__(self, nonzero: Any, axes: frozenset[str]):
+        self.nonzero = bool(nonzero)
+        self.axes = axes | getattr(nonzero, "axes", frozenset())
+
+    def __bool__(self) -> bool:
+        return self.nonzero
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Mark) and (self.nonzero, self.axes) == (other.nonzero, other.axes)
+        return same
+
+    def __hash__(self) -> int:
+        return hash((self.nonzero, self.axes))
+
+
+class WidenedFwd:
+    """A custom_vjp's fwd that obeys marks, and the trees of what it returned for each of them.
+
+    Args:
+      door: JAX's private names.
+      state: tells for which marks trees are asked.
+    """
+
+    def __init__(self, door: Door, state: Any):
+        self.door = door
+        self.state = state
+        self._known: dict[frozenset[str], Any] = {}
+        self._axes: frozenset[str] = frozenset()  # those of the run that goes on
+        self._returned: Any = None
+
+    def flatten(self, fwd: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:
+        """Return fwd, flat, and a function that returns the trees, as JAX does.
+
+        Args:
+          fwd: the user's function, as JAX wraps it.
+          *rest: the further arguments of JAX's function; the last returns the primal's outputs.
+          **options: those that are named.
+        """
+        *others, primal = rest
+        seen = self.door.transformation(self._see)(fwd)
+        flat, trees = self.door.flatten_fwd(seen, *others, self._typed_as(primal), **options)
+
+        def known():  # JAX's own knows those of the last run alone
+            axes = self.state.widened
+            return self._known[axes] if axes in self._known else trees()
+
+        return self.door.transformation(self._run)(flat, trees), known
+
+    def _run(self, flat, trees, *args):
+        """Run fwd; each primal is followed by whether its tangent is not zero."""
+        values, marks = args[::2], args[1::2]
+        axes = frozenset().union(*(getattr(one, "axes", frozenset()) for one in marks))
+        if axes:
+            values = tuple(self._cast(value, axes) for value in values)
+            args = tuple(x for pair in zip(values, map(bool, marks)) for x in pair)
+        before, self._axes = self._axes, axes
+        try:
+            results = flat(*args)
+        finally:
+            self._axes, self._returned = before, None
+        self._known[axes] = trees()
+        return results
+
+    def _see(self, fwd, *args):
+        self._returned = fwd(*args)
+        return self._returned
+
+    def _typed_as(self, primal):
+        """Return the primal's outputs with the types that fwd's have, which JAX compares."""
+
+        def out_type():
+            import jax
+
+            tree, avals, *rest = primal()
+            if self._axes:
+                leaves = jax.tree_util.tree_leaves(self._returned[0])
+                if len(leaves) == len(avals):
+                    types = [self.door.axis_type(self.door.typeof(leaf)) for leaf in leaves]
+                    avals = [*map(self.door.with_axis_type, avals, types)]
+            return (tree, avals, *rest)
+
+        return out_type
+
+    def _cast(self, value, axes):
+        aval = self.door.typeof(value)
+        if not (self.door.checking() and self.door.can_cast(aval)):
+            return value
+        return self.door.cast(value, widened(self.door.axis_type(aval), axes))

@@ -145,3 +145,17 @@ def test_a_computation_that_is_given_another_shape_than_it_takes():
         + T.all_reduce("%k", shape="s32[1,1]", apply="addi")
     )
     assert fuzz.check(T.module(entry, taking)) is None
+
+
+@pytest.mark.parametrize("size", ["-1", "0", "9"])
+def test_a_slice_of_a_size_that_none_has(size):
+    """Of numbers that are known, and of ranges."""
+    entry = f"""{T.parameter("{{replicated}}")}
+    %c = s32[3] constant({{1, 2, 3}})
+    %i = s32[] constant(1)
+    %k = s32[1] dynamic-slice(%c, %i), dynamic_slice_sizes={{{size}}}
+    %y = f32[16] concatenate(%x, %x), dimensions={{0}}
+    %z = f32[1] dynamic-slice(%y, %i), dynamic_slice_sizes={{{size}}}
+    {T.all_reduce("%k", shape="s32[1]", apply="addi", name="r0")}
+    {T.all_reduce("%z", shape="f32[1]")}"""
+    assert fuzz.check(T.module(entry)) is None

@@ -309,7 +309,7 @@ def _dynamic_slice(instruction, operands, shapes):
     if (
         len(sizes) != len(dims)
         or len(indices) != len(dims)
-        or any(s > d for s, d in zip(sizes, dims))
+        or any(not 0 <= s <= d for s, d in zip(sizes, dims))
     ):
         return None
     if value.splat:

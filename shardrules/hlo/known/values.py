@@ -341,9 +341,12 @@ class Values:
         if opcode == "dynamic-slice":
             starts = self._uniform(operands[1:])
             sizes = ranges.read_ints(instruction.attribute("dynamic_slice_sizes"))
-            if starts is None or len(starts) != len(sizes) or len(sizes) != len(first.dimensions):
+            full = first.dimensions
+            if starts is None or not len(starts) == len(sizes) == len(full):
                 return None
-            starts = [max(0, min(a, d - s)) for a, d, s in zip(starts, first.dimensions, sizes)]
+            if any(not 0 <= size <= most for size, most in zip(sizes, full)):
+                return None
+            starts = [max(0, min(a, d - s)) for a, d, s in zip(starts, full, sizes)]
             return self._between(
                 operands[0], first, ranges.contiguous(first.dimensions, starts, sizes)
             )

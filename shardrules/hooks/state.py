@@ -74,7 +74,8 @@ class _Here(threading.local):
       settled: a kernel's jaxpr, its operands' axis types and its outputs', while it is bound.
       lowering: the context of the opaque call that is being lowered.
       type_notes: operations whose results vary more than JAX says, in the shard_map here, or None.
-      type_causes: what JAX's next error about out_specs is to say of them.
+      refused: of the outputs that JAX's next error about out_specs is about, what it is to say of
+        those operations, and their pytree with which of them vary too much, or None.
       contradictions: annotations in the shard_map here that a kernel contradicts, or None.
       heard: where sums of cotangents are noted that a bwd is traced for alone, or None.
       gradients: where it is noted that a custom_vjp's forward takes gradients, or None.
@@ -91,7 +92,7 @@ class _Here(threading.local):
     settled: tuple[Any, Any, Any] = (None, None, None)
     lowering: Any = None
     type_notes: dict[tuple[str, frozenset[str]], Any] | None = None
-    type_causes: str = ""
+    refused: tuple[str, Any] = ("", None)
     contradictions: list[Any] | None = None
     heard: list[tuple[int, frozenset[str]]] | None = None
     gradients: list[None] | None = None

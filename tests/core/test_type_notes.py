@@ -62,3 +62,50 @@ def test_other_refusals_are_jax_own(cpu_mesh, hooks):
     # What was noted in one shard_map is not told of another.
     versions.shard_map(by_predicate, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))(X)
     assert "shardrules" not in refusal(lambda x: jnp.cos(x), cpu_mesh)
+
+
+def two(w, x):
+    """The second one varies, and the gradient has residuals beside them."""
+    return {"mean": lax.pmean((w * x).sum(), "data"), "own": jnp.sin(w * x**2).sum()}
+
+
+def three(w, x):
+    """As many residuals as outputs, nearly; the first output varies, and its residuals do."""
+    return (w * jnp.sin(x * w), [lax.pmean(w * x, "data"), jnp.sin(w) * w])
+
+
+@versions.where(versions.types_values, versions.has("jax", "shard_map"))
+@pytest.mark.parametrize(
+    "body, specs, output",
+    [
+        (two, P(), "['own']"),
+        (two, {"mean": P(), "own": P()}, "['own']"),
+        (three, P(), "[0]"),
+        (three, (P(), [P(), P()]), "[0]"),
+    ],
+)
+@pytest.mark.parametrize("by", [jax.grad, lambda f: jax.grad(jax.grad(f))])
+@pytest.mark.parametrize("jit", [True, False])
+def test_of_a_gradient_the_output_that_varies_is_named(
+    body, specs, output, by, jit, cpu_mesh, hooks
+):
+    """JAX pairs residuals with out_specs, and its own error is about pytrees."""
+    f = versions.shard_map(body, mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=specs)
+
+    def loss(w, x):
+        return sum(one.sum() for one in jax.tree_util.tree_leaves(f(w, x)))
+
+    gradient = jax.jit(by(loss)) if jit else by(loss)
+    with pytest.raises(ValueError, match="out_specs") as caught:
+        gradient(np.float32(2), X)
+    assert f"shardrules: output{output} varies over {{data}}" in str(caught.value)
+    assert "was given out_specs which require replication" in str(caught.value)
+
+
+@versions.where(versions.types_values, versions.has("jax", "shard_map"))
+def test_of_a_hessian_the_axes_are_named(cpu_mesh, hooks):
+    """To JAX 0.8 the outputs can't be told from their tangents."""
+    f = versions.shard_map(two, mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=P())
+    with pytest.raises(ValueError, match=r"shardrules: .* varies over {data}") as caught:
+        jax.jit(jax.hessian(lambda w: f(w, X)["own"]))(np.float32(2))
+    assert "out_specs which require replication" in str(caught.value)

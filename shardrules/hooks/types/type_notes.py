@@ -2,12 +2,17 @@
 
 A sort's indices, or what a varying predicate chooses, vary under the hooks where JAX types them
 invariant. JAX then refuses ``out_specs=P()``, rightly, and can't say why the value varies.
+
+Where a shard_map is differentiated, JAX (0.6 to 0.12) writes that error from the residuals' types
+and the outputs' specs: it ends in one about pytrees, or names another output. The outputs' own
+types are put in their place.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardrules.door.patching import Patches
@@ -24,6 +29,62 @@ _SHOWN = 5
 _FROM = "shardrules: "
 
 
+# The function to which JAX applies a shard_map for each output, where none is compiled as a whole.
+_ONE_BY_ONE = "'_rem_singleton'"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Returned:
+    """What a shard_map's body returns.
+
+    Args:
+      tree: its pytree.
+      wide: for each leaf, over which mesh axes it varies that its spec doesn't name.
+    """
+
+    tree: Any
+    wide: list[frozenset[str]]
+
+
+def _text(tree: Any, axes: list[frozenset[str]]) -> str:
+    """Name the outputs of a pytree that vary over axes which their specs don't name."""
+    from jax.tree_util import keystr, tree_flatten_with_path
+
+    paths, _ = tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))
+    wide = [
+        f"output{keystr(path)} varies over {show_axes(each)}"
+        for (path, _), each in zip(paths, axes)
+        if each
+    ]
+    return f"{_FROM}{'; '.join(wide)}"
+
+
+def _of_outputs(fails: list[Any], count: int, wide: list[frozenset[str]] | None) -> slice | None:
+    """Return where JAX tells of a shard_map's outputs, in what it tells of its residuals too.
+
+    The residuals come first where JAX linearizes at once (0.7 to 0.10), else last. They never
+    fail: their specs are made of their types. None where there are tangents too, to JAX 0.8.
+    """
+    import jax
+
+    if len(fails) == count:
+        return slice(count)
+    last, first = slice(len(fails) - count, len(fails)), slice(count)
+    if wide is None:  # to JAX 0.8
+        failing = sum(map(_fails, fails))
+        at_once = getattr(jax.config, "jax_use_direct_linearize", False)
+        parts = (last, first) if at_once else (first, last)
+        return next((one for one in parts if sum(map(_fails, fails[one])) == failing), None)
+    for part in (last, first):
+        if [*map(_fails, fails[part])] == [*map(bool, wide)]:
+            return part
+    return None
+
+
+def _fails(one: Any) -> bool:
+    return type(one).__name__ != "NoFail"
+
+
 class TypeNoteHooks(Hooks):
     """The hook around shard_map, in which JAX's errors are raised."""
 
@@ -37,17 +98,53 @@ class TypeNoteHooks(Hooks):
         def bound(*args, **params):
             if not self.state.active:
                 return bind(*args, **params)
-            with self._annotated():
+            returned: list[_Returned] = []
+            if "subfuns" in params:  # from JAX 0.9
+                (function,) = params["subfuns"]
+                params["subfuns"] = (self._seen(function, returned),)
+            with self._annotated(returned):
                 return bind(*args, **params)
 
         patches.attribute(door.shard_map_p, "bind", bound)
         patches.attribute(*door.owner("specs_error"), self._specs_error)
 
-    def _specs_error(self, *args, **kwargs):
+    def _seen(self, function: Callable, returned: list[_Returned]) -> Callable:
+        """Return the body of a shard_map, which notes what it returns, as it is called."""
+
+        def run(*args):
+            outputs = function(*args)
+            flat, specs = outputs.unpack_aux()
+            wide = [self._beyond(value, spec) for value, spec in zip(flat, specs)]
+            returned.append(_Returned(flat.tree, wide))
+            return outputs
+
+        return run
+
+    def _beyond(self, value: Any, spec: Any) -> frozenset[str]:
+        """Return over which axes an output varies that its spec doesn't name."""
+        names: set[str] = set()
+        for entry in spec or ():
+            names.update(entry if isinstance(entry, tuple) else (entry,))
+        return self.door.axis_type(self.door.typeof(value)).varying - names
+
+    def _specs_error(self, function, mesh, tree, specs, fails):
         """Write JAX's text, which it does once shard_map's bind has failed, and what was noted."""
         here = self.state.here
-        causes, here.type_causes = here.type_causes, ""
-        return self.door.specs_error(*args, **kwargs) + causes
+        (causes, outputs), here.refused = here.refused, ("", None)
+        tree = tree if outputs is None else outputs.tree
+        varying = [getattr(one, "varying", one) if _fails(one) else frozenset() for one in fails]
+        own = _of_outputs(fails, tree.num_leaves, outputs and outputs.wide)
+        if own is None:
+            name = self.door.function_name(function)
+            return (
+                f"{_FROM}shard_map applied to the function {name!r} was given out_specs "
+                "which require replication, and one of its outputs varies over "
+                f"{show_axes(frozenset().union(*varying))}{causes}"
+            )
+        text = self.door.specs_error(function, mesh, tree, specs, fails[own])
+        if len(fails) != tree.num_leaves:
+            text = f"{text}\n{_text(tree, varying[own])}"
+        return text + causes
 
     def note(self, what: str, axes: frozenset[str]) -> None:
         """Note that what an operation returns varies over ``axes``, where JAX says it doesn't.
@@ -61,7 +158,7 @@ class TypeNoteHooks(Hooks):
             noted[what, axes] = self.door.current_source()
 
     @contextlib.contextmanager
-    def _annotated(self) -> Iterator[None]:
+    def _annotated(self, returned: list[_Returned]) -> Iterator[None]:
         here = self.state.here
         outer = here.type_notes, here.contradictions
         noted: dict[tuple[str, frozenset[str]], Any] = {}
@@ -76,8 +173,14 @@ class TypeNoteHooks(Hooks):
         except Exception as error:
             causes = f"\n{self._causes(noted, contradictions)}" if noted or contradictions else ""
             text = error.args[0] if error.args else None
+            outputs = returned[-1] if returned else None
             if not isinstance(text, str):  # what fails, leaf by leaf: its text comes later
-                here.type_causes = causes
+                here.refused = causes, outputs
+            elif outputs is not None and _ONE_BY_ONE in text and any(outputs.wide):
+                error.args = (
+                    f"{text}\n{_text(outputs.tree, outputs.wide)}{causes}",
+                    *error.args[1:],
+                )
             elif any(word in text for word in _OF_TYPES) and _FROM not in text:
                 error.args = (text + causes, *error.args[1:])
             raise

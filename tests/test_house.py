@@ -121,6 +121,11 @@ def test_files_and_folders_stay_small():
     assert [str(folder) for folder, count in modules.items() if count > 15] == []
 
 
+def test_the_hooks_keep_one_thread_local():
+    held = [str(p.relative_to(PACKAGE)) for p in FILES if "threading.local" in p.read_text()]
+    assert [path for path in held if path.startswith("hooks")] == ["hooks/state.py"]
+
+
 def test_what_runs_before_a_commit_is_what_decides():
     entries = re.findall(r"entry: (.*)", (ROOT / ".pre-commit-config.yaml").read_text())
     decides = (ROOT / ".ci" / "run").read_text().splitlines()

@@ -81,6 +81,10 @@ class _Here(threading.local):
       gradients: where it is noted that a custom_vjp's forward takes gradients, or None.
       transposing: whether a linear program is being transposed whose casts were looked at.
       widened: the axes over which a custom_vjp's primals were cast, whose trees are asked for.
+      primals_over: the axes over which the primals of the bwd that runs vary too, and of these the
+        ones over which they were cast.
+      batched: avals of the primals of the custom_vjp that vmap is batching, or None.
+      running: the bwds that run, outermost first, where replication sets are kept.
       under: its overlays, the scope outside of them, and that scope with them.
     """
 
@@ -98,6 +102,9 @@ class _Here(threading.local):
     gradients: list[None] | None = None
     transposing: bool = False
     widened: frozenset[str] = frozenset()
+    primals_over: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    batched: list[Any] | None = None
+    running: tuple[Any, ...] = ()
     under: tuple[Any, Any, Any] = (None, None, None)
 
     def __init__(self):
@@ -223,7 +230,8 @@ class State:
             notes.placements.append(placement)
 
     @contextlib.contextmanager
-    def _locally(self, **changes: Any):
+    def locally(self, **changes: Any):
+        """Change what stands in ``here``, inside."""
         before = {name: getattr(self.here, name) for name in changes}
         self.here.__dict__.update(changes)
         try:
@@ -235,16 +243,16 @@ class State:
     def recording_sums(self):
         """Note which cotangents of a bwd are summed in here: its place among them, and the axes."""
         heard: list[tuple[int, frozenset[str]]] = []
-        with self._locally(heard=heard):
+        with self.locally(heard=heard):
             yield heard
 
     def in_bwd(self):
         """Return a context manager for a bwd's own code: its derivatives are its own."""
-        return self._locally(heard=None, transposing=False)
+        return self.locally(heard=None, transposing=False)
 
     def in_transposition(self):
         """Return a context manager in which ``transposing`` holds."""
-        return self._locally(transposing=True)
+        return self.locally(transposing=True)
 
     @property
     def transposing(self) -> bool:
@@ -260,7 +268,7 @@ class State:
     def recording_gradients(self, heard: list[None]):
         """Note in ``heard`` that something is differentiated in reverse in here, if it is."""
         outer = self.here.gradients
-        with self._locally(gradients=heard):
+        with self.locally(gradients=heard):
             yield
         if outer is not None:
             outer += heard
@@ -284,7 +292,7 @@ class State:
         """Return a custom_vjp's trees where its primals were cast to vary over ``axes`` too."""
 
         def asked():
-            with self._locally(widened=self.here.widened | axes):
+            with self.locally(widened=self.here.widened | axes):
                 return trees()
 
         return asked

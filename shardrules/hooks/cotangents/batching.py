@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
 
 from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
@@ -29,7 +27,6 @@ class BatchedVjpHooks(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         self.retyping = state.of(Retyping)
-        self._local = threading.local()
 
     def install(self, patches: Patches) -> None:
         """Replace the two functions that see the primals, and the batched bwd."""
@@ -60,17 +57,12 @@ class BatchedVjpHooks(Hooks):
         with self._primals(args[params["num_consts"] :]):
             return rule(axis_data, args, in_dims, **params)
 
-    @contextlib.contextmanager
     def _primals(self, values):
-        before = getattr(self._local, "primals", None)
-        self._local.primals = [self.door.typeof(x) for x in values]
-        try:
-            yield
-        finally:
-            self._local.primals = before
+        """Return a context manager in which vmap batches a custom_vjp of these primals."""
+        return self.state.locally(batched=[self.door.typeof(x) for x in values])
 
     def _batch(self, bwd, tag, axis_data, *rest, **named):
-        axes, primals = axis_data.spmd_name, getattr(self._local, "primals", None)
+        axes, primals = axis_data.spmd_name, self.state.here.batched
         axes = frozenset((axes,) if isinstance(axes, str) else axes or ())
         if primals is None or not axes or not self.state.active:
             return self.door.batch_bwd(bwd, tag, axis_data, *rest, **named)

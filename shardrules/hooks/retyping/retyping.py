@@ -9,10 +9,8 @@ that have become needless go, and no code of the user's runs twice.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
@@ -47,7 +45,6 @@ class Retyping(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self._local = threading.local()
         self._replayed: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
@@ -76,11 +73,11 @@ class Retyping(Hooks):
         return self.door.with_axis_type(aval, widened(self.door.axis_type(aval), axes))
 
     def _run_bwd(self, flat, wider, *args):
-        axes, by_cast = self._over
+        axes, by_cast = self.state.here.primals_over
         if not axes:
             return flat(*args)
         # Not those of what bwd itself differentiates.
-        with self._primals_over(frozenset(), frozenset()):
+        with self.state.locally(primals_over=(frozenset(), frozenset())):
             return wider(axes, by_cast).call_wrapped(*args)
 
     def run_bwd(
@@ -94,14 +91,15 @@ class Retyping(Hooks):
           args: residuals and cotangents.
           by_cast: the primals were cast to vary, and bwd is for those that are invariant.
         """
-        known, cast = self._over
-        with self._primals_over(axes | known, cast | axes if by_cast else cast):
+        known, cast = self.state.here.primals_over
+        over = axes | known, cast | axes if by_cast else cast
+        with self.state.locally(primals_over=over):
             return callable_of(bwd)(*args)
 
     def run_hiding(self, bwd: Any, axes: frozenset[str], args: Sequence[Any]) -> Any:
         """Run a bwd where types don't show ``axes``: those of vmap's ``spmd_axis_name``, inside."""
-        known, cast = self._over
-        with self._primals_over(known - axes, cast - axes):
+        known, cast = self.state.here.primals_over
+        with self.state.locally(primals_over=(known - axes, cast - axes)):
             return callable_of(bwd)(*args)
 
     def _shares(self, fun, parts, axes, by_cast, *args):
@@ -154,21 +152,7 @@ class Retyping(Hooks):
     @property
     def over(self) -> frozenset[str]:
         """The axes over which the primals of the bwd that runs here vary too."""
-        return self._over[0]
-
-    @property
-    def _over(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The axes over which primals vary too, and of these the ones over which they were cast."""
-        return getattr(self._local, "over", (frozenset(), frozenset()))
-
-    @contextlib.contextmanager
-    def _primals_over(self, axes: frozenset[str], by_cast: frozenset[str]) -> Iterator[None]:
-        before = self._over
-        self._local.over = axes, by_cast
-        try:
-            yield
-        finally:
-            self._local.over = before
+        return self.state.here.primals_over[0]
 
     # What is chosen.
 

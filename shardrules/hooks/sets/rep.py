@@ -13,10 +13,8 @@ axis over which its primal doesn't, also one that bwd has made whole already: 0.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import threading
 from typing import Any
 
 from shardrules.door.internals import Door
@@ -97,7 +95,6 @@ class SetHooks(Hooks):
         self.pallas = state.of(SetPallasHooks)
         self.primitives = state.of(SetPrimitiveHooks)
         self.custom_vjp = state.of(CustomVjpHooks)
-        self._local = threading.local()
         # A user's primitive carries nothing from the rewrite, which runs in the scope of the trace,
         # to the check, which runs at its end, outside every op.
         self._rewritten: dict[tuple[str, str], OpaqueCall] = {}
@@ -307,7 +304,7 @@ class SetHooks(Hooks):
 
         def noted(*args):
             results = call(*args)
-            self._running[-1].returned = True
+            self.state.here.running[-1].returned = True
             return results
 
         rewritten = self.door.rewrite_bwd(self.door.wrapped(noted, bwd), mesh, in_reps, reps_dst)
@@ -322,7 +319,7 @@ class SetHooks(Hooks):
 
     def _see(self, parts: CustomVjpInfo, *args) -> None:
         """Note what a bwd belongs to, and how its outputs' cotangents arrive."""
-        running = self._running
+        running = self.state.here.running
         # Once: what bwd differentiates may have a bwd of its own, which runs inside of it.
         if running and not running[-1].returned and not running[-1].arriving:
             import jax
@@ -336,7 +333,7 @@ class SetHooks(Hooks):
 
     def _match_replication(self, src, dst, x):
         """Sum a cotangent that varies where its primal doesn't, if it can't be whole already."""
-        running = self._running
+        running = self.state.here.running
         if not running or not running[-1].returned:  # a custom_jvp's tangents
             return self.door.match_replication(src, dst, x)
         run = running[-1]
@@ -350,19 +347,9 @@ class SetHooks(Hooks):
         _Bwd(self.custom_vjp, run).check(Cotangent(path, index, have, want))
         return self.door.match_replication(src, dst, x)
 
-    @property
-    def _running(self) -> list[_Run]:
-        if not hasattr(self._local, "running"):
-            self._local.running = []
-        return self._local.running
-
-    @contextlib.contextmanager
     def _run(self, run: _Run):
-        self._running.append(run)
-        try:
-            yield
-        finally:
-            self._running.pop()
+        """Return a context manager in which a bwd runs."""
+        return self.state.locally(running=(*self.state.here.running, run))
 
 
 def _type(mesh, rep) -> AxisType:

@@ -261,22 +261,7 @@ def resolve(
     axes += tuple(sorted(named - set(axes), key=str))  # vmap axes can vary too
     context = RuleContext(call.name, inputs, output_count, axes)
     if found is not None:
-        try:
-            return found.rule.resolve(context)
-        except RuleError as error:
-            raise RuleError(
-                f"{error}\n  {call}; rule declared at {found.where}",
-                **{k: v for k, v in vars(error).items() if k != "message"},
-            ) from None
-        except Exception as error:
-            raise RuleError(
-                f"the rule {found.rule!r} of {call} raised {type(error).__name__}: {error}\n"
-                f"  rule declared at {found.where}; it is given a shardrules.RuleContext with "
-                f"{len(inputs)} inputs and is to answer with one shardrules.AxisType for each of "
-                f"{output_count} outputs",
-                kernel=call.name,
-                rule=found.rule,
-            ) from error
+        return _answer(call, found, context)
     if scope.policy == "error":
         raise _unknown(call, context, state, audit)
     if scope.policy == COLLECT:
@@ -289,6 +274,26 @@ def resolve(
             stacklevel=2,
         )
     return _UNKNOWN.resolve(context)
+
+
+def _answer(call: Call, found: Registration, context: RuleContext) -> Resolution:
+    """Return what a rule answers; an error names the call and where the rule was declared."""
+    try:
+        return found.rule.resolve(context)
+    except RuleError as error:
+        raise RuleError(
+            f"{error}\n  {call}; rule declared at {found.where}",
+            **{k: v for k, v in vars(error).items() if k != "message"},
+        ) from None
+    except Exception as error:
+        raise RuleError(
+            f"the rule {found.rule!r} of {call} raised {type(error).__name__}: {error}\n"
+            f"  rule declared at {found.where}; it is given a shardrules.RuleContext with "
+            f"{len(context.inputs)} inputs and is to answer with one shardrules.AxisType for each "
+            f"of {context.output_count} outputs",
+            kernel=call.name,
+            rule=found.rule,
+        ) from error
 
 
 def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> UnknownKernelError:

@@ -32,6 +32,7 @@ __all__ = [
     "SteadyStateError",
     "UnknownKernelError",
     "UnsupportedJaxError",
+    "UntestedJaxWarning",
 ]
 
 
@@ -103,6 +104,10 @@ class RefError(ShardrulesError, ValueError):
 
 class UnsupportedJaxError(ShardrulesError, RuntimeError):
     """A JAX whose internals are not the ones that the hooks were written for."""
+
+
+class UntestedJaxWarning(ShardrulesError, UserWarning):
+    """A JAX newer than all that were tested, on which the hooks' self-test passed."""
 
 
 class NotInstalledError(ShardrulesError, RuntimeError):

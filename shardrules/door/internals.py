@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -29,7 +28,6 @@ from shardrules.registry.suggestions import is_library
 
 __all__ = ["Door", "load"]
 
-ANYWAY = "SHARDRULES_ALLOW_UNTESTED_JAX"
 # In these release series, all that Primitive.bind_with_trace does for a trace that takes hijax
 # types is to call process_primitive. Two calls an equation are saved by not asking it; a test in
 # tests/core/test_install.py reads its source, and any other JAX is asked.
@@ -57,13 +55,17 @@ class Door:
     def __init__(self, version: str, symbols: dict[str, Any], owners: dict[str, tuple[Any, str]]):
         self.__dict__.update(symbols)
         self.version = version
+        newest = ".".join(map(str, versions.NEWEST))
+        self.untested = f"newer than {newest}, the newest that was tested"
+        if not versions.is_untested(version):
+            self.untested = ""  # why the hooks test themselves, or empty
         self.typed = typed = symbols["check_vma"] is not None  # whether axis types are on avals
         self._owners = owners
         self._here = threading.local()
         # From JAX 0.6.2; 0.6.0, where the switch has its old name, keeps the check on in kernels.
         self.traces_kernels_unchecked = not typed or owners["check_vma"][1] == "_check_vma"
-        oldest, newest = _BINDS_BY_PROCESSING
-        self.binds_by_processing = oldest <= versions.release(version)[:2] <= newest
+        first, last = _BINDS_BY_PROCESSING
+        self.binds_by_processing = first <= versions.release(version)[:2] <= last
         self._caches_kernels = is_cached(symbols["trace_kernel"])
         # A program has the same few types and avals again and again.
         self._types: dict[Any, AxisType] = {}
@@ -453,13 +455,6 @@ def load() -> Door:
     version = jax.__version__
     if strange := versions.too_old(version):
         raise unsupported(version, f"{strange}.", symbol=None)
-    if versions.is_untested(version) and os.environ.get(ANYWAY, "") not in ("1", "true", "yes"):
-        raise unsupported(
-            version,
-            f"it is newer than 0.12, the newest that was tested. Set {ANYWAY}=1 in the "
-            "environment to try it, and compare your gradients.",
-            symbol=None,
-        )
     values, owners = find(version, SYMBOLS)
     switch = values["varying_axes_in_types"]
     if switch is not None and not switch.value:

@@ -12,9 +12,12 @@ from typing import Any
 
 from shardrules.arguments import checked
 from shardrules.door import internals
+from shardrules.door.internals import Door
+from shardrules.door.lookup import unsupported
 from shardrules.door.patching import Patches
 from shardrules.door.places import leave_out_frames
-from shardrules.errors import ShardrulesError
+from shardrules.errors import ShardrulesError, UntestedJaxWarning
+from shardrules.hooks import selftest
 from shardrules.hooks.casts.placing import CastHooks
 from shardrules.hooks.cotangents.batching import BatchedVjpHooks
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
@@ -136,7 +139,11 @@ def install(*, unknown: str = "error", prove: bool = True, casts: str | None = N
       A handle; ``handle.uninstall()``, or leaving ``with install():``, puts JAX back as it was.
 
     Raises:
-      UnsupportedJaxError: if this JAX's internals are not known; nothing was changed.
+      UnsupportedJaxError: if this JAX lacks a private name that the hooks use, or is newer than
+        all that were tested and fails their self-test; nothing was changed.
+
+    Warns:
+      UntestedJaxWarning: once, where that self-test passed.
       ShardrulesError: if ``unknown`` or ``casts`` is none of these.
 
     Examples:
@@ -201,19 +208,43 @@ def _hold() -> None:
             is_first = not _state.hooks
             try:
                 if is_first:
-                    _hide_frames()
                     for kind in TYPES if door.typed else SETS:
                         _state.hooks[kind] = kind(door, _state)
                     _state.use_trace_key(door.trace_key())
                 for hook in _state.hooks.values():
                     hook.install(_patches)
+                _state.patched = True
+                if is_first and door.untested:
+                    _self_test(door)
+                if is_first:
+                    _hide_frames()
             except BaseException:  # all of it or nothing
+                _state.patched = False
                 _patches.undo()
                 if is_first:
                     _state.hooks.clear()
                 raise
         _holders += 1
-        _state.patched = True
+
+
+def _self_test(door: Door) -> None:
+    """Refuse a JAX that treats a tiny program otherwise than those that were tested; else warn."""
+    different = selftest.differences(_state)
+    if different:
+        raise unsupported(
+            door.version,
+            f"it is {door.untested}, and in the self-test {'; '.join(different)}.",
+            symbol=None,
+            different=tuple(different),
+        )
+    warnings.warn(
+        UntestedJaxWarning(
+            f"JAX {door.version} is {door.untested}. The private names that shardrules uses are "
+            "there, and its self-test passed; compare a gradient with one that you trust.",
+            version=door.version,
+        ),
+        stacklevel=5,  # who calls install()
+    )
 
 
 def hold_for_ops() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from shardrules.door import internals
 from shardrules.errors import UnsupportedJaxError
 
-__all__ = ["shard_map", "varying"]
+__all__ = ["mesh_without_devices", "shard_map", "varying"]
 
 
 def varying(value: Any) -> frozenset[str]:
@@ -42,3 +42,14 @@ def shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, *, check: bool) 
     from jax.experimental.shard_map import shard_map as old
 
     return old(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_rep=check)
+
+
+def mesh_without_devices() -> Any:
+    """Return a mesh of two by two devices, data and model, over which programs can be traced."""
+    import jax
+
+    sizes, names = (2, 2), ("data", "model")
+    kinds = getattr(jax.sharding, "AxisType", None)
+    if kinds is not None and hasattr(kinds, "Auto"):  # from JAX 0.12 they are explicit else
+        return jax.sharding.AbstractMesh(sizes, names, axis_types=(kinds.Auto, kinds.Auto))
+    return jax.sharding.AbstractMesh(sizes, names)

@@ -19,7 +19,6 @@ from core import kernels
 from core import versions as of_tests
 from shardrules import hooks
 from shardrules.door import internals, loops, versions
-from shardrules.door.symbols import SYMBOLS
 from shardrules.hooks.install import state
 from shardrules.hooks.types import laws, owners
 from shardrules.hooks.types.funnel import Funnel
@@ -97,61 +96,6 @@ def test_versions_sort_as_package_installers_sort_them():
     assert sorted(shuffled, key=versions.order) == in_order
     assert versions.order("0.12") == versions.order("0.12.0.0") == versions.order("v0.12.0+cuda")
     assert versions.release("0.13.0.dev1") == (0, 13)
-
-
-def refusal(change, **environment):
-    """Change JAX in a process of its own, install, and return what the error says.
-
-    A declared op that was called in this process keeps JAX patched, passively; a fresh look would
-    find our own functions. There, nothing may have been touched when the error comes.
-    """
-    return run_alone(
-        """
-        import jax
-        import shardrules
-        from shardrules import hooks
-        CHANGE
-        for start in (shardrules.install, lambda: shardrules.no_communication(lambda x: x)(1.0)):
-            try:
-                start()
-            except shardrules.errors.UnsupportedJaxError as error:
-                message = str(error)
-                assert error.version == jax.__version__
-                assert error.symbol is None or error.symbol in message
-            else:
-                raise SystemExit("was not refused")
-            assert not hooks.touched() and not hooks.installed()
-        print(message)
-    """.replace("CHANGE", change),
-        **environment,
-    )
-
-
-def test_unknown_version_is_named_with_what_to_do():
-    message = refusal('jax.__version__ = "0.13.0.dev1"', SHARDRULES_ALLOW_UNTESTED_JAX="")
-    assert message.startswith("shardrules has no hooks for JAX 0.13.0.dev1: it is newer than 0.12")
-    assert "Set SHARDRULES_ALLOW_UNTESTED_JAX=1 in the environment" in message
-    assert "Nothing was changed." in message
-    assert "Install a JAX that the README's table of versions lists" in message
-
-
-def is_like_a_newer_one():
-    """Whether this JAX has all that a newer one must have."""
-    return all(s.exists_in(jax.__version__) for s in SYMBOLS if s.exists_in("99"))
-
-
-@of_tests.where(is_like_a_newer_one)
-def test_untested_version_is_tried_when_asked_to():
-    run_alone(
-        """
-        import jax
-        jax.__version__ = "0.13.0.dev1"
-        import shardrules
-        shardrules.install()
-        assert shardrules.hooks.installed()
-    """,
-        SHARDRULES_ALLOW_UNTESTED_JAX="1",
-    )
 
 
 def test_uninstalling_leaves_jax_as_it_was():

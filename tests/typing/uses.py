@@ -154,6 +154,7 @@ known: list[type[sr.ShardrulesError]] = [
     errors.SteadyStateError,
     errors.UnknownKernelError,
     errors.UnsupportedJaxError,
+    errors.UntestedJaxWarning,
 ]
 errors.NoSuchError  # wrong
 

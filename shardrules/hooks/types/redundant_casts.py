@@ -78,7 +78,7 @@ class RedundantCastHooks(Hooks):
         note_cast(self.state, leaf, axes, leaf)
         return leaf
 
-    def _noted(self, cast: Any, leaf: Any, axes: tuple[Any, ...]) -> Any:
-        result = cast(leaf, axes)
-        note_cast(self.state, leaf, axes, result)
+    def _noted(self, cast: Any, x: Any, axis_name: tuple[Any, ...]) -> Any:
+        result = cast(x, axis_name)
+        note_cast(self.state, x, axis_name, result)
         return result

@@ -1,0 +1,140 @@
+"""What the hooks do to a dozen tiny programs, held against what they must do.
+
+``install()`` runs it on a JAX that is newer than those that were tested. Everything is traced over
+a mesh without devices: nothing is compiled, and no device is opened.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from shardrules.door.jaxprs import SUMS, equations, named_axes
+from shardrules.hooks.sharded import mesh_without_devices, shard_map, varying
+from shardrules.hooks.state import Scope, State
+from shardrules.registry.builtin import no_communication
+
+__all__ = ["Body", "bodies", "differences"]
+
+
+class Body(NamedTuple):
+    """A program and what is expected of it.
+
+    Args:
+      name: what messages call it.
+      function: of ``x``, which varies over data and model, and ``w``, which varies over model;
+        both have shape (2, 2) in it.
+      axes: over which its result must vary.
+      sums: the axes of each all-reduce that the gradient for ``w`` must hold, None if not asked.
+    """
+
+    name: str
+    function: Callable[[Any, Any], Any]
+    axes: str
+    sums: tuple[str, ...] | None = None
+
+
+def bodies() -> Iterator[Body]:
+    """Yield the programs."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    kernel, both = _kernel(), "data model"
+    op = jax.custom_vjp(kernel)
+    # Its bwd returns this device's share of the cotangent of w: the hooks sum it.
+    op.defvjp(
+        lambda x, w: (kernel(x, w), (x, w)),
+        lambda kept, g: (kernel(g, kept[1]), kernel(g, kept[0])),
+    )
+
+    def scan(x, w):
+        return lax.scan(lambda c, _: (c + x * w, None), jnp.zeros(x.shape), length=2)[0]
+
+    def cond(x, w):
+        return lax.cond(x.sum() > 0, lambda w: w * 2, lambda w: w * 3, w)
+
+    yield Body("psum", lambda x, w: lax.psum(x, "data"), "model")
+    yield Body("pmean", lambda x, w: lax.pmean(x, "data"), "model")
+    yield Body("pmax", lambda x, w: lax.pmax(x, ("data", "model")), "")
+    yield Body("all_gather", lambda x, w: lax.all_gather(x, "data"), both)
+    yield Body("ppermute", lambda x, w: lax.ppermute(x, "data", [(0, 1), (1, 0)]), both)
+    yield Body("axis_index", lambda x, w: jnp.zeros(x.shape) + lax.axis_index("data"), "data")
+    yield Body("argsort", lambda x, w: jnp.argsort(x), both)
+    yield Body("product", lambda x, w: x * w, both, ("data",))
+    yield Body("cond", cond, both, ("data",))
+    yield Body("scan", scan, both, ("data",))
+    yield Body("pallas_call", kernel, both)
+    yield Body("custom_vjp", op, both, ("data",))
+    yield Body("ffi_call", lambda x, w: jax.ffi.ffi_call("shardrules_selftest", x)(x), both)
+
+
+def _kernel() -> Callable[[Any, Any], Any]:
+    """Return the call of a Pallas kernel that has a rule."""
+    import jax
+    from jax.experimental import pallas
+
+    @no_communication
+    def shardrules_selftest(x_ref, w_ref, o_ref):
+        o_ref[...] = x_ref[...] * w_ref[...]
+
+    return pallas.pallas_call(
+        shardrules_selftest, out_shape=jax.ShapeDtypeStruct((2, 2), "float32")
+    )
+
+
+def differences(state: State) -> list[str]:
+    """Say what differs from what is expected: the program's name, and in what.
+
+    Args:
+      state: which hooks are active where; JAX is patched.
+    """
+    # A thread of its own is in no trace and in no mesh, whatever the caller is in.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: list(_differences(state))).result()
+
+
+def _differences(state: State) -> Iterator[str]:
+    for body in bodies():
+        try:
+            with state.enter(Scope(True, "varying")):  # that is for a call without a rule
+                difference = _difference(body)
+        except Exception as error:  # whatever a JAX that nobody has tried raises
+            text = str(error).strip().splitlines()
+            difference = f"it ended in {type(error).__name__}: {text[0] if text else ''}"
+        if difference:
+            yield f"{body.name}: {difference}"
+
+
+def _difference(body: Body) -> str:
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    results: list[frozenset[str]] = []
+
+    def traced(x, w):
+        result = body.function(x, w)
+        results.append(varying(result))
+        return result
+
+    specs = (P("data", "model"), P(None, "model"))
+    mapped = shard_map(traced, mesh_without_devices(), specs, P("data", "model"), check=True)
+    x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 4), (2, 4)))
+    jax.eval_shape(mapped, x, w)
+    if results[0] != frozenset(body.axes.split()):
+        have, want = (f"{{{', '.join(sorted(axes))}}}" for axes in (results[0], body.axes.split()))
+        return f"its result varies over {have}, where it must vary over {want}"
+    if body.sums is None:
+        return ""
+    gradient = jax.make_jaxpr(jax.grad(lambda w, x: mapped(x, w).sum()))(w, x)
+    sums = tuple(
+        ",".join(sorted(named_axes(equation.params)))
+        for equation in equations(gradient.jaxpr)
+        if equation.primitive.name in SUMS
+    )
+    if sums != body.sums:
+        have = f"all-reduces over {' and '.join(sums)}" if sums else "no all-reduce"
+        want = f"some over {' and '.join(body.sums)}" if body.sums else "none"
+        return f"its gradient holds {have}, where it must hold {want}"
+    return ""

@@ -31,6 +31,7 @@ from shardrules.errors import CollectiveAssertionError, ShardrulesError
 from shardrules.program import judge
 from shardrules.registry.binding import caller_place
 from shardrules.registry.table import Registry
+from shardrules.report.grouping import counted
 
 __all__ = [
     "account",
@@ -168,7 +169,7 @@ def assert_no_defensive_psum(
         )
         what = "needed, or could be cheaper" if cheapest else "needed"
         raise CollectiveAssertionError(
-            f"{len(bad)} of {len(judgement.verdicts)} collectives are not shown to be {what} "
+            f"{counted(len(bad), 'collective', len(judgement.verdicts))} not shown to be {what} "
             f"({kinds}):\n" + _listed(bad),
             verdicts=tuple(f.verdict for f in bad),
             judgement=judgement,
@@ -378,7 +379,7 @@ def _not_allowed(path, given, bad, judgement) -> CollectiveAssertionError:
     names = dict.fromkeys(map(findings.allowance, bad))
     until = "; until then nothing is written there" if updates.wanted else ""
     return CollectiveAssertionError(
-        f"{len(bad)} collectives are not shown to be needed:\n"
+        f"{counted(len(bad), 'finding')} that nothing allows:\n"
         + _listed(bad)
         + f"\nif they may stay, say why in {given} (a new file may hold just that){until}:\n"
         + "\n".join(budgets.allowed(name, "...") for name in names),

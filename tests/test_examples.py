@@ -29,15 +29,15 @@ def test_a_loop_on_the_host():
         ["update", "passes", "passes"],
         [
             "narrower",
-            "1 of 3 donated arrays are not reused for an output (4096 B on each device)",
+            "1 of 3 donated arrays is not reused for an output (4096 B on each device)",
             "passes",
         ],
         [
             "forgotten",
-            "1 of 4 donated arrays are not reused for an output (4096 B on each device)",
+            "1 of 4 donated arrays is not reused for an output (4096 B on each device)",
             "passes",
         ],
-        ["chatty", "passes", "chatty talks to the host in 1 places"],
+        ["chatty", "passes", "chatty talks to the host in 1 place"],
     ]
     assert "an array float32[] is read by the host (read) inside steady_state" in out
 

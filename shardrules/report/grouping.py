@@ -30,6 +30,19 @@ def size(count: float) -> str:
     return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
 
 
+def counted(count: int, noun: str, of: int | None = None) -> str:
+    """Write a number and its noun, which agree: ``1 constant``, ``1 of 3 constants is``.
+
+    Args:
+      count: how many.
+      noun: of one.
+      of: out of how many; the verb is then part of it.
+    """
+    if of is None:
+        return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count} of {counted(of, noun)} {'is' if count == 1 else 'are'}"
+
+
 def here(source: str) -> str:
     """Write ``file:line (function)`` without the working directory, where the file is below it."""
     try:

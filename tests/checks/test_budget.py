@@ -114,7 +114,7 @@ def test_findings_need_a_reason_in_the_file(folder, updating):
     for _ in range(2):
         with pytest.raises(errors.CollectiveAssertionError) as caught:
             testing.assert_budget(redundant, path, mesh=MESH)
-        assert "1 collectives are not shown to be needed:\n  redundant: " in str(caught.value)
+        assert "1 finding that nothing allows:\n  redundant: " in str(caught.value)
         assert str(caught.value).endswith(
             f"if they may stay, say why in {path} (a new file may hold just that); until then "
             'nothing is written there:\n[[allow]]\nwhat = "redundant forward all-reduce(model)"\n'

@@ -27,7 +27,7 @@ def test_an_array_that_is_closed_over(cpu_mesh):
         testing.assert_no_large_constants(lookup, x, max_bytes=1000)
     lines = str(caught.value).splitlines()
     assert lines[:2] == [
-        "lookup carries 1 constants of more than 1000 B:",
+        "lookup carries 1 constant of more than 1000 B:",
         f"  f32[4,1024], {TABLE.nbytes} B on each of 8 devices, {8 * TABLE.nbytes} B in all",
     ]
     assert lines[2].startswith("    used at ") and "test_placement.py:" in lines[2]

@@ -435,7 +435,7 @@ def test_known_findings_are_allowed_with_a_reason():
         "all-reduce(model) at odel.py",
         "all-reduce(model) at model.py:8",
     ):
-        with pytest.raises(errors.CollectiveAssertionError, match="1 of 1 collectives are not"):
+        with pytest.raises(errors.CollectiveAssertionError, match="1 of 1 collective is not"):
             testing.assert_no_defensive_psum(text, mesh=T.MESH, allow={name: "issue 12"})
     for name in ("all-reduce(?)", "all-reduce(?) at model.py"):  # without a mesh
         testing.assert_no_defensive_psum(text, allow={name: "issue 12"})

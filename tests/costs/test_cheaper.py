@@ -82,7 +82,7 @@ def test_an_assertion_fails_on_them(cpu_mesh):
             testing.assert_no_defensive_psum(program, *given, cheapest=True)
         text = str(caught.value)
         assert text.startswith(
-            "1 of 1 collectives are not shown to be needed, or could be cheaper (1 after the loop):"
+            "1 of 1 collective is not shown to be needed, or could be cheaper (1 after the loop):"
         )
         assert "\n    after the loop: its results are only added up over the loop's trips" in text
     allowed = {"needed backward all-reduce(data)": "issue 12"}

@@ -10,6 +10,7 @@ from shardrules import program as programs
 from shardrules.arguments import checked
 from shardrules.costs import donation, transfers
 from shardrules.errors import CostAssertionError, ShardrulesError
+from shardrules.report.grouping import counted
 
 __all__ = ["assert_donated", "assert_no_host_transfers"]
 
@@ -76,7 +77,7 @@ def assert_donated(
     lost = dict(_lost(leaves, wanted, shared, allow or ()))
     if lost:
         raise CostAssertionError(
-            f"{len(lost)} of {len(wanted)} donated arrays are not reused for an output "
+            f"{counted(len(lost), 'donated array', len(wanted))} not reused for an output "
             f"({sum(leaves[n].bytes for n in lost)} B on each device):\n"
             + "\n".join(lost.values()),
             leaves=tuple(leaves),
@@ -170,7 +171,7 @@ def assert_no_host_transfers(
     bad = [t for t in every if not any(_at(t, what) for what in allow or ())]
     if bad:
         raise CostAssertionError(
-            f"{found.name} talks to the host in {len(bad)} places:\n"
+            f"{found.name} talks to the host in {counted(len(bad), 'place')}:\n"
             + "\n".join(map(_describe, bad))
             + "\n  to do: take it out of the program, move it behind the loop, or pass "
             "allow={'file.py:12': 'why it may stay'}",

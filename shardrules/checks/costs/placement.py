@@ -10,6 +10,7 @@ from shardrules import program as programs
 from shardrules.arguments import checked, shown
 from shardrules.costs import placement
 from shardrules.errors import CostAssertionError, ShardrulesError
+from shardrules.report.grouping import counted
 
 __all__ = ["assert_no_large_constants", "assert_output_sharding"]
 
@@ -53,7 +54,7 @@ def assert_no_large_constants(
             else ""
         )
         raise CostAssertionError(
-            f"{found.name} carries {len(large)} constants of more than {max_bytes} B:\n"
+            f"{found.name} carries {counted(len(large), 'constant')} of more than {max_bytes} B:\n"
             + "\n".join(
                 f"  {c.shape}, {c.bytes} B on each of {c.device_count} devices, "
                 f"{c.bytes * c.device_count} B in all\n    used at {c.source}"

@@ -10,8 +10,9 @@ from shardrules import hlo, report
 from shardrules.arguments import checked
 from shardrules.costs import accounts, findings
 from shardrules.errors import HloError, ProfileError
+from shardrules.report.grouping import counted
 from shardrules.watching.profiles import events, measured, wire
-from shardrules.watching.profiles.shown import Line, Profile, ProfiledProgram, count
+from shardrules.watching.profiles.shown import Line, Profile, ProfiledProgram
 
 __all__ = ["profile"]
 
@@ -85,7 +86,7 @@ def profile(
         seen.read(_read(file, profile_data), host)
     if not seen.timelines:
         raise ProfileError(
-            f"{path}: no operation of its {count(len(judged), 'program')} ran in it; "
+            f"{path}: no operation of its {counted(len(judged), 'program')} ran in it; "
             f"planes of CPU, GPU and TPU are understood. Trace whole steps: {_HOW}"
         )
     if seen.unknown:

@@ -11,9 +11,10 @@ from typing import Any
 from shardrules import hlo, report
 from shardrules.costs import accounts, findings
 from shardrules.report import grouping
+from shardrules.report.grouping import counted
 from shardrules.watching.profiles import measured
 
-__all__ = ["Line", "Profile", "ProfiledProgram", "count"]
+__all__ = ["Line", "Profile", "ProfiledProgram"]
 
 _SPREAD = 0.1  # of the slowest device's time: below it, devices take as long as each other
 _SHOWN_COUNT = 30  # rows of needed collectives
@@ -127,7 +128,7 @@ class Profile:
         hosts = len({plane.partition(" ")[0] for plane in self.planes})
         lines = [
             self.headline,
-            f"{self.source}: {count(self.step_count, 'step')} ({steps}), {count(hosts, 'host')}, "
+            f"{self.source}: {counted(self.step_count, 'step')} ({steps}), {counted(hosts, 'host')}, "
             + ", ".join(
                 f"{plane.partition(' ')[2]} ({n} events)" for plane, n in self.planes.items()
             ),
@@ -144,7 +145,7 @@ class Profile:
         if seldom:
             lines += [
                 "",
-                f"and {count(seldom, 'finding')} that ran in fewer than half of the steps",
+                f"and {counted(seldom, 'finding')} that ran in fewer than half of the steps",
             ]
         needed = [line for line in self.lines if line.finding is None]
         if needed:
@@ -174,11 +175,6 @@ class Profile:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def count(number: int, noun: str) -> str:
-    """Write a number and its noun, which agree."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _told(line: Line, step_seconds: float) -> list[str]:

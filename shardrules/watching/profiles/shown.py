@@ -126,12 +126,11 @@ class Profile:
     def __str__(self) -> str:
         steps = "marked by the profile" if self.marked else "runs of the longest program"
         hosts = len({plane.partition(" ")[0] for plane in self.planes})
+        planes = (f"{name.partition(' ')[2]} ({n} events)" for name, n in self.planes.items())
+        held = f"{counted(self.step_count, 'step')} ({steps}), {counted(hosts, 'host')}"
         lines = [
             self.headline,
-            f"{self.source}: {counted(self.step_count, 'step')} ({steps}), {counted(hosts, 'host')}, "
-            + ", ".join(
-                f"{plane.partition(' ')[2]} ({n} events)" for plane, n in self.planes.items()
-            ),
+            f"{self.source}: {held}, {', '.join(planes)}",
             *(f"note: {note}" for note in self.notes),
         ]
         if not self.lines:

@@ -66,6 +66,17 @@ ADVICE = {
         lambda x: jnp.concatenate([x] * 4, axis=1),
         f"{OWN}, put together 4 times along dimension 1",
     ),
+    "all_gather as a psum": (
+        SAME,
+        lambda x: lax.psum(
+            lax.dynamic_update_slice_in_dim(
+                jnp.zeros((4 * x.shape[0], x.shape[1])), x, lax.axis_index(D) * x.shape[0], 0
+            ),
+            D,
+        ),
+        lambda x: jnp.concatenate([x] * 4),
+        f"{OWN}, put together 4 times along dimension 0",
+    ),
     "all_to_all": (
         SAME,
         lambda x: lax.all_to_all(x, D, 0, 0, tiled=True),

@@ -16,6 +16,8 @@ from shardrules.hlo.known.ranges import Exact
 from shardrules.hlo.reader import module as hm
 
 _ZERO = re.compile(r"0(\.0*)?|false")
+# Computations, each with the fusion that calls it, innermost last.
+_Within = list[tuple[hm.Computation, hm.Instruction | None]]
 _STEPS = 16  # instructions between a piece and the all-reduce, or between zeros and their place
 
 
@@ -70,25 +72,22 @@ def of(
       pieces: what the proof saw written, by computation and instruction.
       groups: the device groups, one in a row.
     """
-    position = _passed_on(computation, position)
-    update, inner, caller = computation.instructions[position], computation, None
+    within: _Within = [(computation, None)]
+    update = computation.instructions[_passed_on(computation, position)]
     if update.opcode == "fusion" and len(update.calls) == 1:
-        inner, caller = module.computations[update.calls[0]], update
+        inner = module.computations[update.calls[0]]
+        within.append((inner, update))
         update = inner.instructions[_passed_on(inner, inner.root)]
+    inner = within[-1][0]
     piece = pieces.get((inner.name, update.name))
     if piece is None or update.opcode != "dynamic-update-slice" or groups is None:
         return None
-    base = update.operands[0]
-    whole = inner.instructions[base].shape.dimensions[piece.dimension]
-    base = _passed_on(inner, base)
+    whole = inner.instructions[update.operands[0]].shape.dimensions[piece.dimension]
     size = piece.shape.dimensions[piece.dimension]
     places = np.sort(piece.starts.array.reshape(-1)[groups], axis=1)
     if size * groups.shape[1] != whole or (places != np.arange(0, whole, size)).any():
         return None
-    number = inner.instructions[base].literal
-    if inner.instructions[base].opcode == "parameter" and caller is not None:
-        base, inner = dict(enumerate(caller.operands)).get(int(number), position), computation
-    return piece if _zeros(inner, _passed_on(inner, base)) else None
+    return piece if _zeros(module, within, update.operands[0]) else None
 
 
 def _passed_on(computation: hm.Computation, position: int) -> int:
@@ -107,8 +106,22 @@ def _passed_on(computation: hm.Computation, position: int) -> int:
     return position
 
 
-def _zeros(computation: hm.Computation, position: int) -> bool:
-    one = computation.instructions[position]
-    if one.opcode == "broadcast" and len(one.operands) == 1:
-        one = computation.instructions[_passed_on(computation, one.operands[0])]
-    return one.opcode == "constant" and bool(_ZERO.fullmatch((one.literal or "").strip()))
+def _zeros(module: hm.Module, within: _Within, position: int) -> bool:
+    """Tell whether an array is zeros, into fusions and out of them."""
+    for _ in range(_STEPS):
+        computation, fusion = within[-1]
+        one = computation.instructions[position]
+        if one.opcode in ("bitcast", "broadcast", "copy", "reshape") and len(one.operands) == 1:
+            (position,) = one.operands
+        elif one.opcode == "fusion" and len(one.calls) == 1:
+            inner = module.computations[one.calls[0]]
+            within.append((inner, one))
+            position = inner.root
+        elif one.opcode == "parameter" and fusion is not None:
+            if int(one.literal) >= len(fusion.operands):
+                return False
+            position = fusion.operands[int(one.literal)]
+            within.pop()
+        else:
+            return one.opcode == "constant" and bool(_ZERO.fullmatch(one.literal.strip()))
+    return False

@@ -202,6 +202,35 @@ def test_only_the_output_that_is_cast_is_silent(cpu_mesh, hooks):
 
 
 @annotates
+@pytest.mark.parametrize(
+    ("masked", "count"),
+    [
+        (lambda y, x: jnp.where(x[0] > 3, y, 0).astype(jnp.float32).reshape(1), 0),
+        (lambda y, x: jax.jit(lambda y: -y)(y), 0),
+        (lambda y, x: y * x[0], 1),  # which is as good as a weight
+        (lambda y, x: jax.jit(lambda y, w: (w, w + y)[1])(y, x), 1),
+        (lambda y, x: jax.lax.psum(y, "model"), 1),
+    ],
+)
+def test_what_is_only_masked_or_converted_in_a_jit_is_the_output_still(
+    cpu_mesh, hooks, masked, count
+):
+    """MaxText's megablox puts zeros where a group is another device's, before its cast."""
+
+    @jax.jit
+    def call(x):
+        y = pl.pallas_call(kernels.copy_kernel, out_shape=annotated(x.shape), interpret=True)(x)
+        return masked(y, x)
+
+    both = P(("data", "model"))
+    f = versions.shard_map(
+        lambda x: cast(call(x), "data"), mesh=cpu_mesh, in_specs=both, out_specs=both
+    )
+    found = told(f, X)
+    assert [one.axes - {"model"} for one in found if "data" in one.axes] == [{"data"}] * count
+
+
+@annotates
 def test_an_annotation_that_says_enough_or_more_is_not_told(cpu_mesh, hooks):
     def body(x):
         x = pl.pallas_call(

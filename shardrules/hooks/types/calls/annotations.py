@@ -14,10 +14,11 @@ import os
 import sys
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import CALLS, TO_VARYING, opened
+from shardrules.door.jaxprs import CALLS, TO_VARYING, inner_jaxprs, is_inexact, named_axes, opened
 from shardrules.errors import AnnotationWarning, RuleError
 from shardrules.hooks.state import State
 from shardrules.hooks.types.calls.opaque import Contradiction, OpaqueCall
@@ -87,35 +88,66 @@ def note_results(known: OpaqueCall, results: Any) -> None:
 
 
 def note_called(state: State, jaxpr: Any, results: Any) -> None:
-    """Note what JAX returns for the outputs of a jit that returns a kernel's as they are.
+    """Note what JAX returns for the outputs of a jit that returns a kernel's.
+
+    Between the kernel and the jit's end they may have been converted, reshaped or masked: no
+    gradient flows into anything but the kernel there.
 
     Args:
       state: for what is known of an equation.
       jaxpr: the one that is called.
       results: what the call returns.
     """
-    for i, result in enumerate(results):
-        for one in _origins(state, jaxpr, i):
+    jaxpr = opened(jaxpr)
+    for variable, result in zip(jaxpr.outvars, results):
+        for one in _origin(state, jaxpr, variable)[0]:
             one.values.append(weakref.ref(result))
 
 
-def _origins(state: State, jaxpr: Any, i: int) -> list[Contradiction]:
-    """Return the contradictions of which an output of a jaxpr is the kernel's output."""
-    jaxpr = opened(jaxpr)
-    variable = jaxpr.outvars[i]
-    for eqn in reversed(jaxpr.eqns):
-        at = next((n for n, one in enumerate(eqn.outvars) if one is variable), None)
-        if at is None:
-            continue
-        if eqn.primitive.name in TO_VARYING:
-            variable = eqn.invars[at]
-        elif eqn.primitive.name in CALLS:
-            return _origins(state, eqn.params[CALLS[eqn.primitive.name]], at)
-        else:
-            known = state.known_of(eqn.primitive, eqn.params)
-            found = () if known is None else known.contradictions
-            return [one for one in found if one.output == at]
-    return []
+def _origin(state: State, jaxpr: Any, variable: Any) -> tuple[Sequence[Contradiction], int | None]:
+    """Return the contradictions of the kernel's output, or the input, that a variable is made of.
+
+    Both are empty where a gradient may flow into more than one of its operands.
+    """
+    while not hasattr(variable, "val"):
+        if variable in jaxpr.invars:
+            return (), jaxpr.invars.index(variable)
+        eqn = _maker(jaxpr, variable)
+        if eqn is None:
+            break
+        at, name = eqn.outvars.index(variable), eqn.primitive.name
+        known = state.known_of(eqn.primitive, eqn.params)
+        if known is not None:
+            return [one for one in known.contradictions if one.output == at], None
+        taken = [i for i, atom in enumerate(eqn.invars) if _is_differentiable(jaxpr, atom)]
+        if name in CALLS:
+            inner = opened(eqn.params[CALLS[name]])
+            found, i = _origin(state, inner, inner.outvars[at])
+            if i is None:
+                return found, None
+            taken = [i]
+        elif name in TO_VARYING:
+            taken = [at]
+        elif named_axes(eqn.params) or next(inner_jaxprs(eqn.params), None) is not None:
+            break
+        if len(taken) != 1:
+            break
+        variable = eqn.invars[taken[0]]
+    return (), None
+
+
+def _maker(jaxpr: Any, variable: Any) -> Any:
+    return next((eqn for eqn in jaxpr.eqns if variable in eqn.outvars), None)
+
+
+def _is_differentiable(jaxpr: Any, atom: Any) -> bool:
+    """Whether a gradient may flow into an operand: not into integers, nor what is made of one."""
+    while not hasattr(atom, "val") and is_inexact(atom.aval):
+        eqn = _maker(jaxpr, atom)
+        if eqn is None or len(eqn.invars) != 1 or len(eqn.outvars) != 1:
+            return True
+        atom = eqn.invars[0]
+    return False
 
 
 def note_cast(state: State, value: Any, axes: Any, result: Any) -> None:

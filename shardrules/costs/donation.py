@@ -128,18 +128,7 @@ def read(
     inputs = [leaf for root in roots for leaf in root.leaves()]
     output_root = module.entry.instructions[module.entry.root].shape
     outputs = output_root.leaves()
-    in_places, out_places = _places(roots), _places([output_root])
-    aliased: dict[int, int] = {}
-    donors: set[int] = set()
-    try:
-        for out, number, inner in _ALIAS.findall(module.header.get("input_output_alias", "")):
-            aliased[in_places[int(number), _index(inner)]] = out_places[0, _index(out)]
-        for number, inner in _DONOR.findall(module.header.get("buffer_donor", "")):
-            donors.add(in_places[int(number), _index(inner)])
-    except KeyError as error:
-        raise HloError(
-            f"the module's alias table names {error.args[0]}, which is no parameter or output of it"
-        ) from None
+    aliased, donors = _table(module, roots, output_root)
     # The tokens of ordered effects stand before a program's own arguments and outputs.
     skip_in, skip_out = _leading_tokens(inputs), _leading_tokens(outputs)
     named = _results(results, outputs[skip_out:])
@@ -177,6 +166,25 @@ def read(
             known = False if sure else None
             leaves.append(Leaf(path, str(shape), shape.bytes, known, "kept", "", "", ""))
     return leaves
+
+
+def _table(
+    module: hlo.Module, inputs: Sequence[hlo.Shape], output: hlo.Shape
+) -> tuple[dict[int, int], set[int]]:
+    """Read from which leaf of the inputs to which of the outputs memory goes, and what is given."""
+    in_places, out_places = _places(inputs), _places([output])
+    aliased: dict[int, int] = {}
+    donors: set[int] = set()
+    try:
+        for out, number, inner in _ALIAS.findall(module.header.get("input_output_alias", "")):
+            aliased[in_places[int(number), _index(inner)]] = out_places[0, _index(out)]
+        for number, inner in _DONOR.findall(module.header.get("buffer_donor", "")):
+            donors.add(in_places[int(number), _index(inner)])
+    except KeyError as error:
+        raise HloError(
+            f"the module's alias table names {error.args[0]}, which is no parameter or output of it"
+        ) from None
+    return aliased, donors
 
 
 def _from_text(

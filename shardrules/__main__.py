@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import shardrules
 from shardrules.errors import ShardrulesError
 
-COMMANDS = ("verify", "report", "diff", "run", "migrate", "profile")
+COMMANDS = ("verify", "report", "diff", "run", "migrate", "profile", "doctor")
 UNUSABLE = 2
 INTERRUPTED = 128 + signal.SIGINT
 _NEEDED = {"absl": "absl-py", "numpy": "numpy"}  # from modules to what pip calls them

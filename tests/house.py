@@ -34,7 +34,7 @@ ARROWS = {
     "aot": {"arguments", "errors"},
     "migration": {"costs", "report", "hooks", "watching"},
     "commands": set(
-        "errors registry hlo costs report program watching migration door hooks".split()
+        "aot errors registry hlo costs report program watching migration door hooks".split()
     ),
     "__main__": {"errors", "commands"},
     # The roof: it names all for type checkers, and tells what is below what calls it.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules.door import versions
-from shardrules.door.lookup import find, is_cached, unsupported
+from shardrules.door.lookup import find, is_cached, look, unsupported
 from shardrules.door.loops import body_tracers
 from shardrules.door.symbols import SYMBOLS
 from shardrules.door.trace_key import ContextKey, MeshKey
@@ -26,7 +26,7 @@ from shardrules.errors import RuleError, UnsupportedJaxError
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.suggestions import is_library
 
-__all__ = ["Door", "load"]
+__all__ = ["Door", "load", "names"]
 
 # In these release series, all that Primitive.bind_with_trace does for a trace that takes hijax
 # types is to call process_primitive. Two calls an equation are saved by not asking it; a test in
@@ -460,3 +460,13 @@ def load() -> Door:
     if switch is not None and not switch.value:
         raise unsupported(version, "its option jax_varying_axes_in_types is off.", symbol=None)
     return Door(version, values, owners)
+
+
+def names() -> list[tuple[str, str, str]]:
+    """Return our name of each private name that this JAX must have, its path, what is wrong."""
+    import jax
+
+    if versions.too_old(jax.__version__):
+        return []
+    here = [symbol for symbol in SYMBOLS if symbol.exists_in(jax.__version__)]
+    return [(symbol.key, symbol.path, look(symbol)[2]) for symbol in here]

@@ -13,6 +13,7 @@ __all__ = [
     "PALLAS_GPU_CORE",
     "SHARD_MAPS",
     "compilers",
+    "devices",
     "is_wrapper",
     "leave_out_frames",
     "owns",
@@ -61,6 +62,13 @@ def compilers(compiler: Any) -> list[tuple[Any, str]]:
                 version=jax.__version__,
             )
     return owners
+
+
+def devices() -> list[Any]:
+    """Return the devices of JAX's default platform, which it opens for that."""
+    import jax
+
+    return jax.devices()
 
 
 def leave_out_frames(folder: str) -> None:

@@ -1,0 +1,132 @@
+"""Print what a bug report needs; exit 1 if the hooks can't be used here.
+
+Versions, a self-test of the hooks, devices, compilers, rules, and the private names of JAX in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.metadata
+import platform
+import warnings
+from collections.abc import Iterator
+
+import shardrules
+from shardrules import aot, registry
+from shardrules.commands import rules
+from shardrules.door import internals, places
+from shardrules.errors import AotError, RegistrationError, UnsupportedJaxError
+from shardrules.hooks import selftest
+from shardrules.hooks.install import install, state
+
+__all__ = ["add_arguments", "run"]
+
+_OURS = "shardrules' table"  # where a rule stands that this package ships
+_ABSENT = {  # which devices that are not here its compiler is asked for, and how
+    "tpu": ("v5e:2x4", lambda: aot.tpu("v5e:2x4")),
+    "gpu": ("8 h100", lambda: aot.gpu("h100", 8)),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``doctor``."""
+    rules.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print all of it, and return 0 if the hooks can be used."""
+    try:
+        internals.load()
+    except UnsupportedJaxError as error:
+        if error.version is None:  # there is no JAX
+            print(error)
+            return 1
+    except Exception as error:  # an import of JAX may fail by what it likes
+        print(f"JAX can't be imported here: {type(error).__name__}: {_line(error)}")
+        return 1
+    print(", ".join(_versions()))
+    rules.register(arguments)
+    trouble = _trouble()
+    print(f"hooks: {trouble or 'can be used'}")
+    print(f"devices: {_devices()}")
+    for name in _ABSENT:
+        print(f"compiler for {name}: {_compiler(name)}")
+    try:
+        print("\n".join(_rules()))
+    except RegistrationError as error:
+        trouble = str(error)
+        print(f"rules: {error}")
+    print("private names of JAX:")
+    for name, path, wrong in internals.names():
+        print(f"  {name}: {path} {wrong or 'found'}")
+    return 1 if trouble else 0
+
+
+def _rules() -> list[str]:
+    entries = registry.default.entries()
+    others = [entry for entry in entries if not entry.where.startswith(_OURS)]
+    ours = collections.Counter(e.library for e in entries if e not in others)
+    first = f"rules: {len(others)}, and in {_OURS}: {_counted(ours)}"
+    return [first, *(f"  {e.name}: {e.rule.name}, from {e.where}" for e in others)]
+
+
+def _counted(counts: collections.Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _versions() -> Iterator[str]:
+    yield f"shardrules {shardrules.__version__}"
+    for name in ("jax", "jaxlib", "numpy"):
+        try:
+            yield f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            yield f"{name} (not installed by a package manager)"
+    yield f"Python {platform.python_version()}"
+    yield platform.platform()
+
+
+def _trouble() -> str:
+    """Say why the hooks can't be used, empty if they can; print how the self-test went."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a JAX that is newer than those tested; see below
+        try:
+            handle = install()
+        except UnsupportedJaxError as error:
+            return str(error)
+    with handle:
+        door = internals.load()
+        if door.untested:
+            print(f"JAX {door.version} is {door.untested}")
+        if not door.typed:
+            print("self-test: not run, it is for JAX 0.6 and newer")
+            return ""
+        different = selftest.differences(state())
+        count = sum(1 for _ in selftest.bodies())
+        print(f"self-test: {'; '.join(different) or f'{count} programs are as expected'}")
+    return "the self-test failed" if different else ""
+
+
+def _devices() -> str:
+    try:
+        devices = places.devices()
+    except Exception as error:  # whatever a backend reports
+        return f"{type(error).__name__}: {_line(error)}"
+    counts = collections.Counter(f"{d.platform} ({d.device_kind})" for d in devices)
+    return _counted(counts)
+
+
+def _compiler(name: str) -> str:
+    devices, describe = _ABSENT[name]
+    try:
+        missing = aot.missing_plugin(name)
+        if missing:
+            return f"not installed; {missing}"
+        describe()
+        return f"can be used (tried: {devices})"
+    except AotError as error:
+        return f"can't be used: {_line(error)}"

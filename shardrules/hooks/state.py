@@ -321,7 +321,7 @@ class State:
 
 
 class Hooks:
-    """What is hooked into one part of JAX; ``handles.ORDER`` lists them all.
+    """What is hooked into one part of JAX; ``install.TYPES`` and ``install.SETS`` list them all.
 
     Args:
       door: JAX's private names.

@@ -33,8 +33,6 @@ class CastHooks(Hooks):
 
     def install(self, patches: Patches) -> None:
         """Replace the functions that linearize one and that transpose a jaxpr."""
-        if not self.door.typed:
-            return
         patches.attribute(*self.door.owner("linearize"), self._linearize)
         for key in ("older_backward_pass", "backward_pass", "backward_pass3"):
             if getattr(self.door, key) is not None:

@@ -30,18 +30,17 @@ class BatchedVjpHooks(Hooks):
 
     def install(self, patches: Patches) -> None:
         """Replace the two functions that see the primals, and the batched bwd."""
-        if self.door.typed:
-            trace = self.door.BatchTrace
-            self._process = trace.process_custom_vjp_call
-            process = lambda *args, **kwargs: self._see(*args, **kwargs)  # noqa: E731
-            patches.attribute(trace, "process_custom_vjp_call", process)
-            patches.attribute(*self.door.owner("batch_bwd"), self._batch)
-            psum, table = self.door.psum_invariant_p, self.door.batchers
-            in_jaxpr = self.door.vjp_in_jaxpr_p
-            if in_jaxpr is not None:  # JAX 0.6.0 batches a jaxpr's custom_vjp by this rule instead
-                patches.entry(table, in_jaxpr, functools.partial(self._see_rule, table[in_jaxpr]))
-            if psum in table and not psum.multiple_results:  # from JAX 0.8
-                patches.entry(table, psum, functools.partial(self._batch_psum, table[psum]))
+        trace = self.door.BatchTrace
+        self._process = trace.process_custom_vjp_call
+        process = lambda *args, **kwargs: self._see(*args, **kwargs)  # noqa: E731
+        patches.attribute(trace, "process_custom_vjp_call", process)
+        patches.attribute(*self.door.owner("batch_bwd"), self._batch)
+        psum, table = self.door.psum_invariant_p, self.door.batchers
+        in_jaxpr = self.door.vjp_in_jaxpr_p
+        if in_jaxpr is not None:  # JAX 0.6.0 batches a jaxpr's custom_vjp by this rule instead
+            patches.entry(table, in_jaxpr, functools.partial(self._see_rule, table[in_jaxpr]))
+        if psum in table and not psum.multiple_results:  # from JAX 0.8
+            patches.entry(table, psum, functools.partial(self._batch_psum, table[psum]))
 
     def _batch_psum(self, rule, axis_data, vals_in, dims_in, axes):
         """Batch a psum over mesh axes, which JAX 0.8.3 passes a parameter that it doesn't have."""

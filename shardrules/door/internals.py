@@ -355,8 +355,8 @@ class Door:
 
     def staged(
         self, function: Any, arrays: Sequence[Any]
-    ) -> tuple[Any, Callable[[], list[Any]]] | None:
-        """Return the jaxpr of a function of arrays, and what leaves its equations here.
+    ) -> tuple[Any, Sequence[Any], Callable[[], list[Any]]] | None:
+        """Return a function's jaxpr, its constants, and what leaves its equations here.
 
         As ``jax.jit(function, inline=True)`` does, which takes five times as long for a small one.
         None where no jaxpr is being traced here, for equations of HiJAX, and to JAX 0.6.
@@ -380,7 +380,7 @@ class Door:
             results = self.inline_jaxpr(trace, source, whole, (), *tracers)
             return [trace.to_jaxpr_tracer(x, source) for x in results]
 
-        return jaxpr, put
+        return jaxpr, constants, put
 
     def function_name(self, fun: Any) -> str:
         """Return a function's name for messages; a WrappedFun has its own way to say it."""

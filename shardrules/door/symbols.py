@@ -183,6 +183,9 @@ fails on an annotated result (JAX 0.8.3 to 0.12)
     result_avals           0.6.0+         .ffi:_result_avals
 looks up a primitive's transpose rule: a user's is held to its operands' types
     transpose_of           0.6.0+         .interpreters.ad:get_primitive_transpose(p)
+a transposed cond, whose branches may sum what only some devices reach
+    primitive_transposes   0.6.0+         .interpreters.ad:primitive_transposes
+    fancy_transposes       0.7.1+         .interpreters.ad:fancy_transposes
 a linear program before it is transposed, when its casts are placed
     older_backward_pass    0.6.0-0.8.1
         .interpreters.ad:backward_pass(jaxpr, transform_stack, consts, primals_in, cotangents_in)
@@ -209,7 +212,7 @@ traces a bwd to a jaxpr and puts that into the one being traced, as jit(inline=T
         .interpreters.partial_eval:inline_jaxpr_into_trace(trace, src, jaxpr, consts)
     constants_as_inputs    0.7.0+         .interpreters.partial_eval:convert_constvars_jaxpr(jaxpr)
     JaxprTrace             0.7.0+         .interpreters.partial_eval:DynamicJaxprTrace
-    trace_here             0.7.0+         .core:trace_ctx
+    trace_here             0.6.0+         .core:trace_ctx
     debug_info             0.7.0+         .api_util:debug_info(traced_for, fun, args, kwargs)
 from the inputs' replication sets to the outputs', and to casts
     check_rules            0.4.28-0.5.3   jax.experimental.shard_map:_check_rules

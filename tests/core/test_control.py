@@ -6,6 +6,8 @@ it as it is there.
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from core import kernels, versions
+from shardrules.door.jaxprs import inner_jaxprs
+from shardrules.errors import AxisError
 
 lax = jax.lax
 # From JAX 0.6 axis types are on avals.
@@ -273,3 +277,90 @@ def compared(program, op, mesh, casts="late"):
 def test_a_pullback_that_fwd_saved_sums_after_the_branches(program, f, casts, cpu_mesh):
     """JAX's waits in a branch for devices that took another, or calls its types wrong."""
     compared(program, saving(f), cpu_mesh, casts)
+
+
+@versions.where(versions.types_values)
+@pytest.mark.parametrize("program", COMMUNICATING, ids=lambda p: p.__name__)
+def test_what_bwd_sums_is_summed_after_the_branches(program, cpu_mesh):
+    """Else devices that took another branch are waited for: the process ends."""
+    jaxpr = jax.make_jaxpr(gradient(over_rows(program, summing(), cpu_mesh)))
+    with sr.install():
+        assert sums_in_branches(jaxpr(X, W)) == []
+    compared(program, summing(), cpu_mesh)
+
+
+def sums_in_branches(jaxpr, inside=False):
+    """Return the psums in a jaxpr's conds but those that nothing uses, which XLA drops."""
+    found, used = [], {var for var in jaxpr.outvars if not hasattr(var, "val")}
+    for eqn in reversed(jaxpr.eqns):
+        if used.isdisjoint(eqn.outvars):
+            continue
+        used.update(var for var in eqn.invars if not hasattr(var, "val"))
+        if inside and "psum" in eqn.primitive.name:
+            found.append(eqn)
+        for inner in inner_jaxprs(eqn.params):
+            found += sums_in_branches(inner, inside or eqn.primitive.name == "cond")
+    return found
+
+
+def rounding():
+    """Return a custom_vjp whose bwd is not linear in what it sums."""
+    op = jax.custom_vjp(scaled)
+
+    def bwd(saved, g):
+        x, w = saved
+        return g * jnp.sin(w), jnp.tanh(lax.psum(g * x * jnp.cos(w), "data"))
+
+    op.defvjp(lambda x, w: (scaled(x, w), (x, w)), bwd)
+    return op
+
+
+@versions.where(versions.types_values)
+def test_a_sum_that_must_stay_in_one_branch_is_refused(cpu_mesh):
+    with sr.install(), pytest.raises(AxisError) as error:
+        jax.make_jaxpr(gradient(over_rows(in_one, rounding(), cpu_mesh)))(X, W)
+    assert re.fullmatch(
+        r"the predicate of a cond or switch varies over \{data\}, so that devices along them run "
+        r"different branches, and a bwd sums over \{data\} \(at .*test_control.py:\d+\), which not "
+        r"all of them reach: the others would wait for good. Make the predicate the same on all "
+        r"devices, with jax.lax.pmax over \('data',\), or return this device's share from bwd, "
+        r"without that sum \(the hooks sum it after the branches\).",
+        str(error.value),
+    )
+
+
+@versions.where(versions.types_values)
+def test_a_sum_that_all_branches_hold_stays(cpu_mesh):
+    """XLA moves it out of them: plain JAX runs it."""
+    with sr.install():
+        f = gradient(over_rows(in_both, rounding(), cpu_mesh))
+        assert len(sums_in_branches(jax.make_jaxpr(f)(X, W))) == 2
+
+
+def taken_in_a_branch(op, x, w):
+    return lax.cond(x[0] > 0, lambda: gradient_of(x, w), lambda: w)
+
+
+def taken_in_a_loop(op, x, w):
+    return lax.while_loop(
+        lambda c: c[0] < x[0], lambda c: (c[0] + 1, c[1] - 0.1 * gradient_of(x, w)), (0.0, x)
+    )[1]
+
+
+def gradient_of(x, w):
+    value, pull = jax.vjp(lambda w: (jnp.sin(w) * x).sum(), w)
+    return pull(0 * value + 1)[0]  # varying, which JAX 0.6's grad doesn't make it
+
+
+@versions.where(versions.types_values)
+@pytest.mark.parametrize(
+    "program, what",
+    [
+        (taken_in_a_branch, "the predicate of a cond or switch .* run different branches,"),
+        (taken_in_a_loop, "the condition of a while_loop .* run different numbers of steps,"),
+    ],
+)
+def test_gradients_of_what_is_invariant_are_refused_where_devices_part(program, what, cpu_mesh):
+    with sr.install(), pytest.raises(AxisError, match=what) as error:
+        jax.eval_shape(over_rows(program, None, cpu_mesh), X, W)
+    assert "shardrules.vary(x, 'data'), which gives each device its own" in str(error.value)

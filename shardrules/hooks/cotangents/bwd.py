@@ -13,6 +13,7 @@ from typing import Any
 
 from shardrules.door.jaxprs import CASTS, equations, inner_jaxprs, named_axes
 from shardrules.errors import AxisError, CotangentError
+from shardrules.hooks.cotangents.hoisting import Shares
 from shardrules.hooks.cotangents.origins import NOWHERE, Origin, Origins, Reduction, size_of
 from shardrules.hooks.cotangents.refusals import Cotangent, Refusals, quoted
 from shardrules.hooks.cotangents.traced import CustomVjpInfo, Forward, Trace
@@ -59,6 +60,16 @@ class Bwd:
                 f"{self.parts.to_cast(self.door, error.axes)}",
                 axes=error.axes,
             ) from None
+
+    def share(self, path, axes: frozenset[str]) -> Any:
+        """Return this device's share of a cotangent that bwd sums; None where that can't be told.
+
+        Args:
+          path: the cotangent's.
+          axes: mesh axes, over which it is summed.
+        """
+        trace = self._trace()
+        return Shares(self.door, trace, axes).of(trace.paths.index(path))
 
     # What the jaxpr shows.
 

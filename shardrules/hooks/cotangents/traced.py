@@ -27,6 +27,7 @@ class CustomVjpInfo:
       in_tree: the pytree of the primal inputs.
       in_avals: their avals.
       place: where the bwd is defined, ``file:line``, or empty.
+      fwd_avals: the primals' avals that fwd ran with, if others than ``in_avals``.
     """
 
     name: str
@@ -36,6 +37,7 @@ class CustomVjpInfo:
     in_tree: Any
     in_avals: tuple[Any, ...]
     place: str = ""
+    fwd_avals: tuple[Any, ...] | None = None
     _stand_ins: dict[int, tuple[int, object]] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +82,9 @@ class Trace:
 
     Attributes:
       dynamic: which leaves of the arguments are arrays, in their order.
+      arrays: these.
       jaxpr: the jaxpr, from the arrays among the arguments to those among the cotangents.
+      constants: of the jaxpr.
       paths: the pytree path of each cotangent that is an array.
       returned: the paths of all.
     """
@@ -91,7 +95,7 @@ class Trace:
         tree = jax.tree_util
         leaves, structure = tree.tree_flatten(args)
         self.dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-        self._arrays = [leaves[i] for i in self.dynamic]
+        self.arrays = [leaves[i] for i in self.dynamic]
 
         def run(*arrays):
             full = list(leaves)
@@ -109,16 +113,17 @@ class Trace:
 
         # Inlined, it leaves the equations that bwd would have left. Not by eval_jaxpr: without a
         # jit around the whole program JAX 0.6.0 can't run a kernel's equation by itself.
-        staged = symbols.staged(run, self._arrays)
+        staged = symbols.staged(run, self.arrays)
         if staged is not None:
-            self.jaxpr, self._put = staged
+            self.jaxpr, self.constants, self._put = staged
             return
         jitted = jax.jit(run, inline=True)
         if hasattr(jitted, "trace"):
-            self.jaxpr = jitted.trace(*self._arrays).jaxpr.jaxpr
+            closed = jitted.trace(*self.arrays).jaxpr
         else:  # JAX 0.4.28
-            self.jaxpr = jax.make_jaxpr(run)(*self._arrays).jaxpr
-        self._put = lambda: jitted(*self._arrays)  # not traced again
+            closed = jax.make_jaxpr(run)(*self.arrays)
+        self.jaxpr, self.constants = closed.jaxpr, closed.consts
+        self._put = lambda: jitted(*self.arrays)  # not traced again
 
     def run(self) -> Any:
         """Return the cotangents, as bwd would."""
@@ -165,10 +170,11 @@ class Forward:
         symbols, parts = self.symbols, self.parts
         if parts.fwd is None:
             return None
-        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in parts.in_avals]
+        avals = parts.in_avals if parts.fwd_avals is None else parts.fwd_avals
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
         def run(*flat):
-            flat = [symbols.cast(x, symbols.axis_type(a)) for x, a in zip(flat, parts.in_avals)]
+            flat = [symbols.cast(x, symbols.axis_type(a)) for x, a in zip(flat, avals)]
             if parts.perturbed:
                 flat = [*map(jax.custom_derivatives.CustomVJPPrimal, flat, parts.perturbed)]
             return parts.fwd.call_wrapped(*jax.tree_util.tree_unflatten(parts.in_tree, flat))

@@ -33,6 +33,7 @@ from shardrules.door.jaxprs import (
     widened,
 )
 from shardrules.door.patching import Patches
+from shardrules.hooks.retyping.divergent import Divergent
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, State
@@ -56,12 +57,14 @@ class ReplayHooks(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         self.retyping = state.of(Retyping)
+        self.divergent = Divergent(door, state)
         funnel = state.of(Funnel)
         funnel.calls, funnel.refused = self._called, self._refused
 
     def install(self, patches: Patches) -> None:
         """Replace how an equation's context is entered, and custom_vjp's way back from a jaxpr."""
         door = self.door
+        self.divergent.install(patches)
         patches.attribute(door.JaxprEqnContext, "manager", self._managed())
         # Where JAX has it, and where users take it from.
         for owner in (door.owner("eval_jaxpr")[0], importlib.import_module("jax.core")):
@@ -83,7 +86,7 @@ class ReplayHooks(Hooks):
             return rest(primitive, trace, args, params)
         if self.state.records_gradients and any(map(gradient_sums, inner_jaxprs(params))):
             self.state.record_gradient()  # one that a jit took, traced before
-        fitted = self._fitted(primitive, args, params)
+        fitted = self._fitted(primitive, trace, args, params)
         if fitted is None:
             results = rest(primitive, trace, args, params)
             if self.state.here.contradictions and primitive.name in CALLS:
@@ -188,7 +191,7 @@ class ReplayHooks(Hooks):
 
     # What calls jaxprs.
 
-    def _fitted(self, primitive, args, params):
+    def _fitted(self, primitive, trace, args, params):
         """Return to which types operands are cast, and changed parameters; None if nothing is."""
         avals = [*map(self.door.typeof, args)]
         if primitive.name in CALLS and _as_traced(params.get(CALLS[primitive.name]), avals):
@@ -201,35 +204,35 @@ class ReplayHooks(Hooks):
             want if self.door.can_cast(aval) else one
             for want, one, aval in zip(caller.wanted(have), have, avals)
         ]
-        what = self._decides(primitive, avals, params)
+        what, over = self._decides(primitive, avals, params)
+        if what is not None:
+            jaxprs = params.get("branches") or (params["body_jaxpr"], params["cond_jaxpr"])
+            self.divergent.check(trace, over, jaxprs, what)
         renewal = None
         if what is not None or types != caller.traced:
             renewal = caller.retyped(types, what)
         if renewal is not None:
             if what is not None:
-                decides = (
-                    avals[0] if primitive is self.door.cond_p else params["cond_jaxpr"].out_avals[0]
-                )
-                over = self.door.axis_type(decides).varying
                 self.state.of(TypeNoteHooks).note(f"{primitive.name}, as {what} varies,", over)
             return renewal.operands, renewal.changes
         return None if types == have else (types, {})
 
-    def _decides(self, primitive, avals, params) -> str | None:
-        """Return what devices may decide differently here, for messages; None if nothing is."""
+    def _decides(self, primitive, avals, params) -> tuple[str | None, frozenset[str]]:
+        """Return what devices decide differently here, None for nothing, and along which axes."""
         door = self.door
         if primitive is door.cond_p:
             decides, what = avals[0], "the predicate of a cond or switch"
         elif primitive is door.while_p:
             (decides,), what = params["cond_jaxpr"].out_avals, "the condition of a while_loop"
         else:
-            return None
-        if not door.axis_type(decides).varying:
-            return None
+            return None, frozenset()
+        over = door.axis_type(decides).varying
+        if not over:
+            return None, over
         # Refuse refs that would be written by some devices only, before what they hold is cast.
         if any(isinstance(aval, door.AbstractRef) for aval in avals):
             primitive.abstract_eval(*avals, **params)
-        return what
+        return what, over
 
     # A custom_vjp: its bwd closes over the types of the primals.
 

@@ -9,6 +9,7 @@ that have become needless go, and no code of the user's runs twice.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -114,6 +115,9 @@ class Retyping(Hooks):
         """
         import jax
 
+        if by_cast:
+            avals = tuple(self._wider(aval, by_cast) for aval in parts.in_avals)
+            parts = dataclasses.replace(parts, fwd_avals=avals)
         bwd = Bwd(self, fun, parts, args)
         cotangents = bwd.cotangents() if by_cast else fun(*args)
 
@@ -135,6 +139,9 @@ class Retyping(Hooks):
             whole = axes - self.door.axis_type(aval).axes - have.axes
             if not whole:
                 return ct
+            of_device = bwd.share(path, whole) if by_cast else None
+            if of_device is not None:
+                return self.door.cast(of_device, have.vary(*whole))
             order = tuple(a for a in self.door.manual_axes() if a in whole)
             return self.door.cast(ct / jax.lax.psum(1, order), have.vary(*whole))
 

@@ -1,0 +1,110 @@
+"""Each device's share of a cotangent that a bwd sums over the devices.
+
+In a branch that some devices take only, the sum would wait for the others. The primal is cast
+before the branch, and the cast's own sum stands after it: so the one inside goes, where all that
+follows on it is linear, and adds up to the same after a sum as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.jaxprs import SUMS, is_inexact, named_axes
+from shardrules.hooks.cotangents.traced import Trace
+
+__all__ = ["Shares"]
+
+# What is linear in its first operand, in one of two, in all of them together.
+_FIRST = frozenset(
+    "broadcast_in_dim copy copy_p div expand_dims neg reduce_sum reshape rev slice squeeze "
+    "transpose".split()
+)
+_EITHER = frozenset({"mul", "dot_general"})
+_TOGETHER = frozenset({"add", "add_any", "sub"})
+
+
+class Shares:
+    """The shares of what a bwd's jaxpr sums over some mesh axes.
+
+    Args:
+      door: JAX's private names.
+      trace: the jaxpr, and what it is called with.
+      axes: the mesh axes.
+    """
+
+    def __init__(self, door: Door, trace: Trace, axes: frozenset[str]):
+        self.door = door
+        self.jaxpr = trace.jaxpr
+        self.axes = axes
+        self._constants, self._arrays = trace.constants, trace.arrays
+        self._made = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
+
+    def of(self, at: int) -> Any:
+        """Return one output's share; None where no sum over the axes can be left out.
+
+        Args:
+          at: which output.
+        """
+        inputs = self.jaxpr.constvars, self.jaxpr.invars
+        known = [*map(len, inputs)] == [len(self._constants), len(self._arrays)]
+        out = self.jaxpr.outvars[at]
+        if not (known and self._is_sum(out)):
+            return None
+        return self._share(out)
+
+    def _is_sum(self, atom: Any) -> bool:
+        """Whether a value is linear in sums over the axes, and adds up from the shares of these."""
+        eqn = None if hasattr(atom, "val") else self._made.get(atom)
+        if eqn is None or self.axes & self.door.axis_type(atom.aval).axes:
+            return False
+        name, operands = eqn.primitive.name, eqn.invars
+        if name in SUMS:
+            groups, named = eqn.params.get("axis_index_groups"), named_axes(eqn.params)
+            return groups is None and self.axes <= named and is_inexact(atom.aval)
+        if name == "convert_element_type":
+            return is_inexact(atom.aval) and self._is_sum(operands[0])
+        if name in _FIRST:
+            return self._is_sum(operands[0])
+        sums = [*map(self._is_sum, operands)]
+        return sum(sums) == 1 if name in _EITHER else name in _TOGETHER and any(sums)
+
+    def _share(self, atom: Any) -> Any:
+        import jax
+
+        eqn = self._made[atom]
+        if eqn.primitive.name in SUMS:
+            summed = self._whole(eqn.invars[eqn.outvars.index(atom)])
+            rest = tuple(a for a in eqn.params["axes"] if a not in self.axes)
+            return jax.lax.psum(summed, rest) if rest else summed
+        operands = []
+        for at, operand in enumerate(eqn.invars):
+            linear = not at or eqn.primitive.name not in _FIRST
+            if linear and self._is_sum(operand):
+                operands.append(self._share(operand))
+                continue
+            value = self._whole(operand)
+            if eqn.primitive.name in _TOGETHER:  # each device adds its part
+                value = value / jax.lax.psum(1, tuple(sorted(self.axes)))
+            operands.append(value)
+        return eqn.primitive.bind(*self._alike(operands), **eqn.params)
+
+    def _alike(self, operands: list[Any]) -> list[Any]:
+        """Cast the operands of one operation, which have to vary alike."""
+        types = [self.door.axis_type(self.door.typeof(x)) for x in operands]
+        union = frozenset().union(*(one.varying for one in types))
+        return [self.door.cast(x, one.vary(*union)) for x, one in zip(operands, types)]
+
+    def _whole(self, atom: Any) -> Any:
+        """Return a value as bwd computes it."""
+        import jax
+
+        if hasattr(atom, "val"):
+            return jax.numpy.asarray(atom.val, atom.aval.dtype)
+        needed, eqns = {atom}, []
+        for eqn in reversed(self.jaxpr.eqns):
+            if not needed.isdisjoint(eqn.outvars):
+                needed.update(one for one in eqn.invars if not hasattr(one, "val"))
+                eqns.append(eqn)
+        jaxpr = self.jaxpr.replace(eqns=eqns[::-1], outvars=[atom])
+        return jax.core.eval_jaxpr(jaxpr, self._constants, *self._arrays)[0]

@@ -1,0 +1,135 @@
+"""Sums of gradients that only some devices reach, since a predicate that varies chose for them.
+
+A collective waits for all devices of its group. Where the branches of a cond hold the same ones,
+XLA moves them out, and the program runs; where they don't, it never ends (the CPU's ends the
+process). What users write in a branch is theirs: its predicate may be equal whatever its type. The
+sum of a gradient they didn't write.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardrules.door.internals import Door
+from shardrules.door.jaxprs import KERNELS, SUMS, inner_jaxprs, is_transposed, named_axes, opened
+from shardrules.door.patching import Patches
+from shardrules.errors import AxisError
+from shardrules.hooks.state import State
+from shardrules.registry.axistypes import show_axes
+
+__all__ = ["Divergent"]
+
+
+class Divergent:
+    """Refuses sums that some devices would wait in for good.
+
+    Args:
+      door: JAX's private names.
+      state: tells whether a cond is bound as the transpose of one.
+    """
+
+    def __init__(self, door: Door, state: State):
+        self.door = door
+        self.state = state
+
+    def install(self, patches: Patches) -> None:
+        """Replace the rules by which a cond is transposed."""
+        cond = self.door.cond_p
+        for table in (self.door.primitive_transposes, self.door.fancy_transposes):
+            if table is not None and cond in table:
+                patches.entry(table, cond, functools.partial(self._transpose, table[cond]))
+
+    def _transpose(self, rule, *args, **params):
+        with self.state.locally(transposed_in=self.door.trace_here.trace):
+            return rule(*args, **params)
+
+    def check(self, trace: Any, over: frozenset[str], jaxprs: Sequence[Any], what: str) -> None:
+        """Raise if devices that decide differently would sum gradients differently.
+
+        Args:
+          trace: the one that the cond or loop is bound in.
+          over: the mesh axes over which the predicate varies.
+          jaxprs: the branches, or a loop's body and condition.
+          what: the predicate, for messages.
+
+        Raises:
+          AxisError: naming the sum, and what to write.
+        """
+        is_backward = trace is self.state.here.transposed_in
+        seen = [self._sums(jaxpr, over, is_backward) for jaxpr in jaxprs]
+        found = next(filter(None, seen), None)
+        is_loop = "while_loop" in what
+        if found is None or not is_loop and all(_kinds(one) == _kinds(found) for one in seen):
+            return
+        place = self.door.source_line(_first(found).source_info)
+        axes = named_axes(_first(found).params) & over
+        names = ", ".join(map(repr, sorted(axes)))
+        apart = ", ".join(map(repr, sorted(over)))
+        whose = "a bwd" if is_backward else "a gradient that is taken there"
+        own = (
+            "return this device's share from bwd, without that sum (the hooks sum it after the "
+            "branches)"
+            if is_backward
+            else f"differentiate what varies, shardrules.vary(x, {names}), which gives each device "
+            "its own gradient, or take it before"
+        )
+        raise AxisError(
+            f"{what} varies over {show_axes(over)}, so that devices along them run different "
+            f"{'numbers of steps' if is_loop else 'branches'}, and {whose} sums over "
+            f"{show_axes(axes)}{f' (at {place})' if place else ''}, which not all of them reach: "
+            f"the others would wait for good. Make the predicate the same on all devices, with "
+            f"jax.lax.pmax over ({apart},), or {own}.",
+            axes=axes,
+        )
+
+    def _sums(self, jaxpr: Any, over: frozenset[str], everywhere: bool) -> list[Any]:
+        jaxpr = opened(jaxpr)
+        if not any(True for _ in _found(jaxpr, over, everywhere)):
+            return []
+        # An unused cotangent's sum is dropped by XLA, too.
+        used = self.door.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+        return [*_found(used, over, everywhere)]
+
+
+def _found(jaxpr: Any, over: frozenset[str], everywhere: bool) -> Iterator[Any]:
+    """Yield the sums over some of ``over``, in their order; those in a call as (equation, list).
+
+    Args:
+      jaxpr: without its constants.
+      over: mesh axes.
+      everywhere: whether all of it is a backward pass's; else what is marked as one.
+    """
+    for eqn in jaxpr.eqns:
+        inside = everywhere or is_transposed(eqn)
+        name = eqn.primitive.name
+        if name in SUMS:
+            if inside and named_axes(eqn.params) & over:
+                yield eqn, []
+        elif name not in KERNELS:
+            inner = [[*_found(one, over, inside)] for one in inner_jaxprs(eqn.params)]
+            if any(inner):
+                yield eqn, inner
+
+
+def _kinds(found: Sequence[Any]) -> list[Any]:
+    """Return what tells sums apart that devices would run instead of each other."""
+    kinds: list[Any] = []
+    for eqn, inner in found:
+        if eqn.primitive.name in SUMS:
+            forms = [(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+            kinds.append((named_axes(eqn.params), forms))
+        elif eqn.primitive.name in ("scan", "cond"):
+            kinds.append((eqn.params.get("length"), [*map(_kinds, inner)]))
+        elif eqn.primitive.name == "while":
+            kinds.append(eqn)
+        else:
+            kinds += [one for each in inner for one in _kinds(each)]
+    return kinds
+
+
+def _first(found: Sequence[Any]) -> Any:
+    """Return the equation of the first sum."""
+    eqn, inner = found[0]
+    return eqn if eqn.primitive.name in SUMS else _first(next(filter(None, inner)))

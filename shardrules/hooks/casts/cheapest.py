@@ -65,7 +65,7 @@ def cheapest(graph: Graph) -> Labels:
         axis
         for axis in graph.door.manual_axes()
         if any(axis in made.varying - value.varying for value, made in graph.casts)
-        or any(axis in step.sums_bytes for step in graph.steps)
+        or any(axis in step.moves for step in graph.steps)
     ]
     if not axes:
         return _as_traced(graph)
@@ -90,8 +90,10 @@ def cheapest(graph: Graph) -> Labels:
 def _in_order(graph: Graph, axes: Iterable[str], free: set[Value]) -> Labels:
     """Cut for one axis after the other; a tangent that is cut, or among ``free``, is free."""
     labels, cut = _as_traced(graph), set(free)
+    decided: frozenset[str] = frozenset()
     for axis in axes:
-        cut |= _cut(graph, axis, labels, cut)
+        cut |= _cut(graph, axis, labels, cut, decided)
+        decided |= {axis}
     return labels
 
 
@@ -106,7 +108,7 @@ def _again(graph: Graph, axes: Iterable[str], labels: Labels) -> Labels:
                 for value in graph.values.values()
                 if value.live and new.used[value] - new.made[value] - {axis}
             }
-            _cut(graph, axis, new, others)
+            _cut(graph, axis, new, others, frozenset(axes) - {axis})
         if cost(graph, new) >= before:
             return labels
         labels = new
@@ -121,8 +123,18 @@ def _as_traced(graph: Graph) -> Labels:
     return Labels(made, dict(made), steps)
 
 
-def _cut(graph: Graph, axis: str, labels: Labels, free: set[Value]) -> set[Value]:
-    """Label everything for one axis by a minimum cut; return the tangents that are cast."""
+def _cut(
+    graph: Graph, axis: str, labels: Labels, free: set[Value], decided: frozenset[str] = frozenset()
+) -> set[Value]:
+    """Label everything for one axis by a minimum cut; return the tangents that are cast.
+
+    Args:
+      graph: the graph.
+      axis: the axis.
+      labels: they change.
+      free: what is cast over another axis, and at no more bytes over this one.
+      decided: the axes whose labels hold: what a step sums over one it sums over this one, too.
+    """
     net = Network()
     makes = {value: net.node() for value in graph.values.values()}
     uses = {value: net.node() for value in makes}
@@ -145,9 +157,11 @@ def _cut(graph: Graph, axis: str, labels: Labels, free: set[Value]) -> set[Value
             for value in step.outputs:
                 _fix(net, makes[value], axis in value.varying)
             continue
-        if axis in step.sums_bytes:
+        if axis in step.moves:
             # Results keep their types; operands are all cast before, or summed by the step.
-            net.edge(node, net.sink, step.sums_bytes[axis] * _SCALE + 1)
+            stays = step.moves - (decided - labels.steps[step])  # over the others it sums anyway
+            count = sum(one for one, over in step.sums if axis in over and over <= stays)
+            net.edge(node, net.sink, count * _SCALE + 1)
             for value in step.outputs:
                 _fix(net, makes[value], axis in value.varying)
         else:
@@ -206,7 +220,7 @@ def cost(graph: Graph, labels: Labels) -> Cost:
             if value.live and axes:
                 yield value.cast_bytes, axes
         for step in graph.steps:
-            yield step.sums(labels.steps[step])
+            yield from step.left(labels.steps[step])
         for residual in graph.residuals.values():
             axes = frozenset().union(*(labels.steps[step] for step in residual.steps))
             if axes - residual.varying:
@@ -220,7 +234,7 @@ def cost_as_traced(graph: Graph) -> Cost:
     casts = [
         (value.cast_bytes, made.varying - value.varying) for value, made in graph.casts if made.live
     ]
-    return _total(graph, [*casts, *(step.sums(frozenset()) for step in graph.steps)])
+    return _total(graph, [*casts, *(one for step in graph.steps for one in step.left(frozenset()))])
 
 
 def cost_unchecked(graph: Graph) -> Cost:

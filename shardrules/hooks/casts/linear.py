@@ -91,7 +91,8 @@ class Step:
       outputs: the tangents that it makes.
       needed: the axes over which it has to vary: another operand does.
       fixed: the axes over which operands and results keep the types that they have; None for all.
-      sums_bytes: for an axis, the bytes that it sums by itself where it stays invariant over it.
+      sums: what it sums by itself, for each operand: the bytes, and the axes.
+      moves: the axes over which operands may be cast before it, and it sums over these no more.
       ties: whether operand and result are one value, as a scan's carry and its last state.
     """
 
@@ -99,17 +100,19 @@ class Step:
     outputs: list[Value]
     needed: frozenset[str] = frozenset()
     fixed: frozenset[str] | None = frozenset()
-    sums_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    sums: Sequence[tuple[int, frozenset[str]]] = ()
+    moves: frozenset[str] = frozenset()
     ties: bool = False
 
     def fixes(self, axis: str) -> bool:
         """Whether operands and results keep the types that they have over an axis."""
         return self.fixed is None or axis in self.fixed
 
-    def sums(self, over: frozenset[str]) -> tuple[int, frozenset[str]]:
-        """Return the bytes that it sums by itself, and over which axes, if it varies over some."""
-        left = self.sums_bytes.keys() - over
-        return max((self.sums_bytes[axis] for axis in left), default=0), frozenset(left)
+    def left(self, over: frozenset[str]) -> Iterator[tuple[int, frozenset[str]]]:
+        """Yield what it sums by itself, and over which axes, if it varies over some."""
+        for count, axes in self.sums:
+            if axes - (over & self.moves):
+                yield count, axes - (over & self.moves)
 
 
 class Graph:
@@ -120,9 +123,9 @@ class Graph:
       jaxpr: the program.
       linear: for each of its inputs, whether it is a tangent.
       wanted: for each of its outputs, whether its cotangent is not zero.
-      custom: from an equation of a custom_vjp's linear part to the axes over which the hooks sum
-        the cotangents of its tangents, each with the bytes; and those over which its bwd sums by
-        itself, None where that is not linear.
+      custom: from an equation of a custom_vjp's linear part to what the hooks sum of its tangents'
+        cotangents (``Step.sums``, ``Step.moves``), and the axes over which its bwd sums by itself,
+        None where that is not linear.
       opaque: whether an equation is an opaque call.
       again: whether the program's transpose is differentiated in reverse mode.
 
@@ -136,7 +139,9 @@ class Graph:
         jaxpr: Any,
         linear: Sequence[bool],
         wanted: Sequence[bool],
-        custom: Callable[[Any], tuple[dict[str, int], frozenset[str] | None]],
+        custom: Callable[
+            [Any], tuple[list[tuple[int, frozenset[str]]], frozenset[str], frozenset[str] | None]
+        ],
         opaque: Callable[[Any], bool],
         again: bool = False,
     ):
@@ -297,11 +302,11 @@ class Graph:
         if self.again:
             self._take_residuals(eqn, inside[:-1], step)
         if name_of(eqn) == "custom_lin":
-            sums, by_itself = self.custom(eqn)
+            sums, step.moves, by_itself = self.custom(eqn)
             every = frozenset(self.door.manual_axes())
             varied = frozenset().union(*(self._axes(atom) for atom in (*eqn.invars, *eqn.outvars)))
-            step.fixed = (every if by_itself is None else varied | by_itself) - frozenset(sums)
-            step.sums_bytes = {axis: count * tangents[0].runs for axis, count in sums.items()}
+            step.fixed = (every if by_itself is None else varied | by_itself) - step.moves
+            step.sums = [(count * tangents[0].runs, axes) for count, axes in sums]
             return
         types = [self._axes(atom) for atom in eqn.invars]
         joined = frozenset().union(*types)
@@ -368,7 +373,7 @@ class Graph:
                 for value, made in self.casts
                 if value.live and axis in made.varying - value.varying
             ]
-            sites += [v for step in self.steps if axis in step.sums_bytes for v in step.inputs]
+            sites += [v for step in self.steps if axis in step.moves for v in step.inputs]
             for value in self._narrower(axis, sites, before=True):
                 value.stays |= {axis}
             for value in self._narrower(axis, sites, before=False):

@@ -132,7 +132,9 @@ class CastHooks(Hooks):
     def _is_opaque(self, eqn: Any) -> bool:
         return self.state.known_of(eqn.primitive, eqn.params) is not None
 
-    def _sums(self, eqn: Any) -> tuple[dict[str, int], frozenset[str] | None]:
+    def _sums(
+        self, eqn: Any
+    ) -> tuple[list[tuple[int, frozenset[str]]], frozenset[str], frozenset[str] | None]:
         """Return what the hooks sum of the cotangents that a custom_vjp's bwd returns.
 
         An axis over which bwd itself returns the whole sum of one is not among them: a cast before
@@ -142,9 +144,9 @@ class CastHooks(Hooks):
           eqn: the equation of its linear part.
 
         Returns:
-          The bytes by mesh axis; and the axes over which bwd sums by itself. Over the others it may
-          as well be given the shares of a cotangent, and what it returns be summed; None where it
-          is not linear.
+          The bytes and axes of each; the axes over which its operands may be cast before instead;
+          and the axes over which bwd sums by itself. Over the others it may as well be given the
+          shares of a cotangent, and what it returns be summed; None where it is not linear.
         """
         import jax
 
@@ -175,21 +177,19 @@ class CastHooks(Hooks):
         summed: dict[int, frozenset[str]] = dict(heard)
         absent = params.get("in_zeros", [False] * len(tangents))  # JAX 0.6.0 takes all of them
         indices = [i for i, zero in enumerate(absent) if not zero]
-        found: dict[str, int] = {}
-        for axis in arriving:
-            whole = [
-                i
-                for i, one in zip(indices, axis_types)
-                if axis not in one.varying and not zeros[i] and axis not in summed.get(i, ())
-            ]
-            size_bytes = sum(
-                math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
-                for i, atom in zip(indices, tangents)
-                if axis in summed.get(i, ())
-            )
-            if size_bytes and not whole:
-                found[axis] = size_bytes
-        return found, by_itself
+        sums = [
+            (math.prod(atom.aval.shape) * atom.aval.dtype.itemsize, summed[i])
+            for i, atom in zip(indices, tangents)
+            if summed.get(i)
+        ]
+        whole = {  # over these bwd returns the sum of one
+            axis
+            for i, one in zip(indices, axis_types)
+            if not zeros[i]
+            for axis in arriving - one.varying - summed.get(i, frozenset())
+        }
+        moves = (arriving & frozenset().union(*(axes for _, axes in sums))) - whole
+        return sums, moves, by_itself
 
 
 class Writer:
@@ -479,7 +479,7 @@ class Body:
                 else self.door.axis_type(atom.aval).varying | gained
                 for atom in eqn.invars
             ]
-            self.writer.bytes += step.sums(gained)[0]
+            self.writer.bytes += sum(count for count, _ in step.left(gained))
             if gained:
                 changes["bwd"] = self.writer.hooks.state.of(Retyping).bwd(eqn.params["bwd"], gained)
                 changes["out_avals"] = [self._aval(var) for var in eqn.outvars]

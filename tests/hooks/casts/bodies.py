@@ -69,6 +69,10 @@ class Body:
         same, differs = [w, v, jnp.sin(w)], [x]
         if len(self.axes) > 1:  # what varies over some of them
             differs.append(jnp.tanh(lax.psum(x, choose.choice(self.axes))))
+            self.alone = [  # what varies over one of them
+                jnp.tanh(lax.psum(x, tuple(other for other in self.axes if other != axis)))
+                for axis in self.axes
+            ]
         for _ in range(self.steps_count):
             a = choose.choice(choose.choice((same, same, differs)))
             b = choose.choice(choose.choice((same, differs)))
@@ -101,6 +105,7 @@ class Body:
                 "nested",
                 "switch",
             )
+            + ("atomic", "readtwice") * 4 * (len(self.axes) > 1)
         )
         if kind == "sin":
             return jnp.sin(a), (a,)
@@ -158,6 +163,17 @@ class Body:
         if kind == "psum":
             return a + 0.1 * lax.psum(sr.vary(jnp.tanh(b), *self.axes), self.axes), (a,)
         product = custom_product(None)
+        if kind in ("atomic", "readtwice"):  # each operand varies over an axis of its own
+            first, second = choose.sample(self.alone, 2)
+            left, right = jnp.sin(a * first), b * second
+            if choose.random() < 0.5:
+                left = jnp.repeat(left, choose.choice((2, 3)), axis=0)
+            if choose.random() < 0.3:
+                left = jnp.concatenate([left, jnp.cos(left)])
+            out = product(right, left)
+            if kind == "readtwice":
+                out = out * product(jnp.cos(right), left)
+            return jnp.tanh(out[:SIZE]), (a, b, first)
         if kind == "custom":
             return product(a, b), (a, b)
         return lax.scan(lambda h, _: (jnp.tanh(product(a, h)), None), b, None, length=2)[0], (a, b)

@@ -18,6 +18,14 @@ class Program:
 
     def __init__(self, graph, axes):
         self.index, self.implied, self.fixed, self.paid = {}, [], {}, []
+        # What a step sums over an axis that can't be moved is paid in any case.
+        always = [
+            (count, (step, own))
+            for step in graph.steps
+            for own, (count, over) in enumerate(step.sums)
+            if over - step.moves
+        ]
+        self.always, left_out = sum(count for count, _ in always), {key for _, key in always}
         values = list(dict.fromkeys(graph.values.values()))
         for axis in axes:
             made = {one: self.variable("made", one, axis) for one in values}
@@ -43,8 +51,10 @@ class Program:
                     self.fixed.update({made[one]: axis in one.varying for one in step.outputs})
                     continue
                 varies = self.variable("step", number, axis)
-                if axis in step.sums_bytes:
-                    self.paid.append((step, step.sums_bytes[axis], None, varies))
+                if axis in step.moves:
+                    for own, (count, over) in enumerate(step.sums):
+                        if axis in over and (step, own) not in left_out:
+                            self.paid.append(((step, own), count, None, varies))
                     self.fixed.update({made[one]: axis in one.varying for one in step.outputs})
                 else:
                     if axis in step.needed:
@@ -72,7 +82,7 @@ class Program:
             things[thing] = place, max(most, count)
         size = len(self.index) + len(things)
         if not things:
-            return 0
+            return self.always
         rows = [({other: 1, one: -1}, 0) for one, other in self.implied]
         for thing, _, one, without in self.paid:
             row = {things[thing][0]: 1, without: 1}
@@ -93,7 +103,7 @@ class Program:
             integrality=np.ones(size),
         )
         assert found.success, found.message
-        return round(found.fun)
+        return round(found.fun) + self.always
 
     def minimum_cut(self):
         """The same for one axis: what is 1 stands at the sink's side of a cut."""
@@ -107,7 +117,7 @@ class Program:
             # By a node of its own: an edge without a capacity may stand between the two.
             net.add_edge(without, ("paid", number), capacity=count)
             net.add_edge(("paid", number), "sink" if one is None else one)
-        return networkx.minimum_cut_value(net, "source", "sink")
+        return networkx.minimum_cut_value(net, "source", "sink") + self.always
 
 
 def _axes(graph):
@@ -116,7 +126,7 @@ def _axes(graph):
         axis
         for axis in graph.door.manual_axes()
         if any(axis in made.varying - value.varying for value, made in graph.casts)
-        or any(axis in step.sums_bytes for step in graph.steps)
+        or any(axis in step.moves for step in graph.steps)
     ]
 
 

@@ -192,7 +192,12 @@ class RefHooks(Hooks):
     # run_state: its refs can be made again, from values that were cast.
 
     def _trace_run_state(self, fun, in_tree, in_avals, dbg):
-        """Trace a run_state's body with its refs' types at their fixpoint."""
+        """Trace a run_state's body with its refs' types at their fixpoint.
+
+        A store that does not fit ends the trace: were it noted, and traced on, the jaxprs of the
+        jits inside would lie in JAX's caches under the narrow types, and no one would check them
+        where a ref that can't grow has these (a test in tests/hooks/types/test_refs.py).
+        """
         trace = self.door.trace_run_state
         if not self.acts:
             return trace(fun, in_tree, in_avals, dbg)

@@ -210,6 +210,24 @@ def test_what_a_kernel_stores_to_a_ref_that_it_closes_over(cpu_mesh, hooks):
     assert types(grown, cpu_mesh) == [{"data"}]
 
 
+def test_a_ref_that_can_not_grow_is_checked_where_one_that_can_was_traced_before(cpu_mesh, hooks):
+    """JAX keeps what jit traced for refs of a type: it is not to hold what did not fit it."""
+
+    @jax.jit
+    def store(ref, x):
+        ref[...] = x
+
+    def op(x):
+        grown = pl.run_state(lambda ref: store(ref, x))(jnp.zeros(BLOCK))
+        ref = jax.new_ref(jnp.zeros(BLOCK))
+        store(ref, x)
+        return grown, ref[...]
+
+    with pytest.raises(errors.RefError, match="A ref keeps the type of its first value"):
+        types(op, cpu_mesh)
+    assert types(lambda x: pl.run_state(lambda ref: store(ref, x))(x * 0), cpu_mesh) == [{"data"}]
+
+
 def into_ref(run, value):
     ref = jax.new_ref(jnp.zeros(4))
 

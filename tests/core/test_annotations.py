@@ -85,11 +85,11 @@ def test_a_cast_stays_an_error_without_the_hooks(cpu_mesh):
         jax.eval_shape(f, X)
 
 
-def told(f, *args):
-    """Trace a function and return what it warns of."""
+def told(f, *args, run=jax.eval_shape):
+    """Trace a function, or run it eagerly, and return what it warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        jax.eval_shape(f, *args)
+        run(f, *args)
     return [one.message for one in caught if one.category is errors.AnnotationWarning]
 
 
@@ -228,6 +228,23 @@ def test_what_is_only_masked_or_converted_in_a_jit_is_the_output_still(
     )
     found = told(f, X)
     assert [one.axes - {"model"} for one in found if "data" in one.axes] == [{"data"}] * count
+
+
+@annotates
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.parametrize("run", [jax.eval_shape, lambda f, x: f(x)])
+def test_a_kernel_in_a_loop_is_told_like_any(cpu_mesh, hooks, run, casts):
+    def step(carry, row):
+        y = pl.pallas_call(kernels.copy_kernel, out_shape=annotated(row.shape), interpret=True)(row)
+        return carry, cast(y, "data") if casts else y
+
+    f = versions.shard_map(
+        lambda x: jax.lax.scan(step, 0.0, x)[1],
+        mesh=cpu_mesh,
+        in_specs=P(None, "data"),
+        out_specs=P(None, "data"),
+    )
+    assert len(told(f, X.reshape(2, 4), run=run)) == (not casts)
 
 
 @annotates

@@ -89,8 +89,11 @@ class ReplayHooks(Hooks):
         fitted = self._fitted(primitive, trace, args, params)
         if fitted is None:
             results = rest(primitive, trace, args, params)
-            if self.state.here.contradictions and primitive.name in CALLS:
-                note_called(self.state, params[CALLS[primitive.name]], results)
+            if self.state.here.contradictions:
+                # What JAX binds to a function and not to its jaxpr, as it evaluates one, has none.
+                called = opened(params.get(CALLS.get(primitive.name, "")))
+                if called is not None:
+                    note_called(self.state, called, results)
             return results
         types, changes = fitted
         with self.door.set_current_trace(trace):

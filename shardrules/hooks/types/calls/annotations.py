@@ -98,7 +98,6 @@ def note_called(state: State, jaxpr: Any, results: Any) -> None:
       jaxpr: the one that is called.
       results: what the call returns.
     """
-    jaxpr = opened(jaxpr)
     for variable, result in zip(jaxpr.outvars, results):
         for one in _origin(state, jaxpr, variable)[0]:
             one.values.append(weakref.ref(result))

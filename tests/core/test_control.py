@@ -176,16 +176,23 @@ def saving(f):
     return op
 
 
-def summing(f=scaled):
-    """Return a custom_vjp whose bwd sums over the devices, where there are some."""
+def summing(first=False):
+    """Return a custom_vjp whose bwd sums over the devices, where there are some.
+
+    Args:
+      first: whether it sums before it multiplies by what is equal on all of them.
+    """
+
+    def total(share):
+        return lax.psum(share, "data") if named() else share
 
     def bwd(saved, g):
         x, w = saved
-        share = g * x * jnp.cos(w)
-        return g * jnp.sin(w), lax.psum(share, "data") if named() else share
+        ct = total(g * x) * jnp.cos(w) if first else total(g * x * jnp.cos(w))
+        return g * jnp.sin(w), ct
 
-    op = jax.custom_vjp(f)
-    op.defvjp(lambda x, w: (f(x, w), (x, w)), bwd)
+    op = jax.custom_vjp(scaled)
+    op.defvjp(lambda x, w: (scaled(x, w), (x, w)), bwd)
     return op
 
 
@@ -206,7 +213,7 @@ def steps(op, x, w):
 
 
 def in_one(op, x, w):
-    return lax.cond(x[0] > 0, lambda: op(x, w), lambda: x)
+    return lax.cond(x[0] > 0, lambda: op(x, w) + 0 * x, lambda: x)
 
 
 def in_both(op, x, w):
@@ -280,13 +287,36 @@ def test_a_pullback_that_fwd_saved_sums_after_the_branches(program, f, casts, cp
 
 
 @versions.where(versions.types_values)
-@pytest.mark.parametrize("program", COMMUNICATING, ids=lambda p: p.__name__)
-def test_what_bwd_sums_is_summed_after_the_branches(program, cpu_mesh):
+@pytest.mark.parametrize(
+    "program, first",
+    [(program, False) for program in COMMUNICATING] + [(in_one, True), (in_both, True)],
+)
+def test_what_bwd_sums_is_summed_after_the_branches(program, first, cpu_mesh):
     """Else devices that took another branch are waited for: the process ends."""
-    jaxpr = jax.make_jaxpr(gradient(over_rows(program, summing(), cpu_mesh)))
+    jaxpr = jax.make_jaxpr(gradient(over_rows(program, summing(first), cpu_mesh)))
     with sr.install():
-        assert sums_in_branches(jaxpr(X, W)) == []
-    compared(program, summing(), cpu_mesh)
+        assert sums_in_branches(jaxpr(X, W).jaxpr) == []
+    compared(program, summing(first), cpu_mesh)
+
+
+def saving_a_gradient():
+    """Return a custom_vjp whose forward takes the gradient: each device's own in a branch."""
+
+    def f(x, w):
+        return (jnp.sin(w) * x).sum()
+
+    def fwd(x, w):
+        value, pull = jax.vjp(f, x, w)
+        return value, pull(0 * value + 1)  # varying, which JAX 0.6's grad doesn't make it
+
+    op = jax.custom_vjp(f)
+    op.defvjp(fwd, lambda saved, g: tuple(g * one for one in saved))
+    return op
+
+
+@versions.where(versions.types_values)
+def test_a_gradient_that_fwd_saved_is_summed_after_the_branches(cpu_mesh):
+    compared(in_one, saving_a_gradient(), cpu_mesh)
 
 
 def sums_in_branches(jaxpr, inside=False):
@@ -334,7 +364,7 @@ def test_a_sum_that_all_branches_hold_stays(cpu_mesh):
     """XLA moves it out of them: plain JAX runs it."""
     with sr.install():
         f = gradient(over_rows(in_both, rounding(), cpu_mesh))
-        assert len(sums_in_branches(jax.make_jaxpr(f)(X, W))) == 2
+        assert len(sums_in_branches(jax.make_jaxpr(f)(X, W).jaxpr)) == 2
 
 
 def taken_in_a_branch(op, x, w):

@@ -43,7 +43,7 @@ import shardrules as sr
 from shardrules import hooks
 from shardrules.errors import ShardrulesError
 
-from .generator import Block, Generator, Program
+from .generator import Generator, Program
 from .machines import Mapped, OnDevices, size_of
 from .operations import AXES, DEVICES, N
 
@@ -181,21 +181,6 @@ def judge_program(program: Program) -> Outcome:
     if outcome.what in ("wrong", "died") and OnDevices.faults:
         return Outcome(program.seed, "known", "; ".join(sorted(OnDevices.faults)))
     return outcome
-
-
-def stuck(program: Program) -> bool:
-    """Whether it is known that devices may wait for each other: for a psum in one's branch."""
-    sums = ("custom_block", "shares")
-    return any(apart and step.kind in sums for step, apart in steps_of(program.block))
-
-
-def steps_of(block: Block, apart: bool = False):
-    """Yield each step of a block and of those inside; and whether only some devices may run it."""
-    for step in block.steps:
-        yield step, apart
-        branches = step.kind in ("cond", "switch", "while_loop") and True not in step.options
-        for one in step.blocks:
-            yield from steps_of(one, apart or branches or step.kind == "closed_cond")
 
 
 def _compared(program: Program) -> Outcome:
@@ -345,8 +330,7 @@ class Worker:
             process.kill()
             ended = process.wait()
         if seed < todo.stop:
-            what = "known" if stuck(Generator(seed).program()) else "stuck"
-            yield Outcome(seed, what, f"exit code {ended}")
+            yield Outcome(seed, "stuck", f"exit code {ended}")
 
 
 def sweep(count: int, first: int, jobs: int = 1):

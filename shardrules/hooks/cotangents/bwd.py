@@ -71,6 +71,19 @@ class Bwd:
         trace = self._trace()
         return Shares(self.door, trace, axes).of(trace.paths.index(path))
 
+    def differs(self, path) -> frozenset[str]:
+        """Return the axes along which devices may hold different values of one cotangent.
+
+        Its type may say more: a primal that was cast is equal along these axes all the same.
+        """
+        entering = [_axes(one) for one in self._entering()]
+        saved = self._forward.saved(len(self._arriving()), len(entering))
+        if saved is None:
+            return self.mesh_axes
+        differ = [one & kept.axes for one, kept in zip(entering, saved)]
+        origins = self._from(path, [*differ, *entering[len(saved) :]])
+        return frozenset().union(*(one.axes for one in origins.outputs))
+
     # What the jaxpr shows.
 
     def check(self, ct: Cotangent) -> None:

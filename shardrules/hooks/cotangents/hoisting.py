@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import SUMS, is_inexact, named_axes
+from shardrules.door.jaxprs import SUMS, TO_VARYING, is_inexact, named_axes
 from shardrules.hooks.cotangents.traced import Trace
 
 __all__ = ["Shares"]
@@ -54,9 +54,12 @@ class Shares:
         return self._share(out)
 
     def _is_sum(self, atom: Any) -> bool:
-        """Whether a value is linear in sums over the axes, and adds up from the shares of these."""
+        """Whether a value is linear in sums over the axes, and adds up from the shares of these.
+
+        What else it is made of is equal along them, as the output is.
+        """
         eqn = None if hasattr(atom, "val") else self._made.get(atom)
-        if eqn is None or self.axes & self.door.axis_type(atom.aval).axes:
+        if eqn is None:
             return False
         name, operands = eqn.primitive.name, eqn.invars
         if name in SUMS:
@@ -64,7 +67,7 @@ class Shares:
             return groups is None and self.axes <= named and is_inexact(atom.aval)
         if name == "convert_element_type":
             return is_inexact(atom.aval) and self._is_sum(operands[0])
-        if name in _FIRST:
+        if name in _FIRST or name in TO_VARYING:
             return self._is_sum(operands[0])
         sums = [*map(self._is_sum, operands)]
         return sum(sums) == 1 if name in _EITHER else name in _TOGETHER and any(sums)
@@ -77,6 +80,8 @@ class Shares:
             summed = self._whole(eqn.invars[eqn.outvars.index(atom)])
             rest = tuple(a for a in eqn.params["axes"] if a not in self.axes)
             return jax.lax.psum(summed, rest) if rest else summed
+        if eqn.primitive.name in TO_VARYING:
+            return self._share(eqn.invars[0])
         operands = []
         for at, operand in enumerate(eqn.invars):
             linear = not at or eqn.primitive.name not in _FIRST

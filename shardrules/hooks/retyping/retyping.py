@@ -134,9 +134,11 @@ class Retyping(Hooks):
             have = self.door.axis_type(self.door.typeof(ct))
             want = self.door.cotangent_type(aval)
             share = by_cast & have.varying - want.varying - want.unreduced
+            equal = share and share - bwd.differs(path)  # it varies by the cast alone
+            share -= equal
             if share:
                 bwd.check_share(Cotangent(path, index, have, want), share)
-            whole = axes - self.door.axis_type(aval).axes - have.axes
+            whole = axes - self.door.axis_type(aval).axes - have.axes | equal
             if not whole:
                 return ct
             of_device = bwd.share(path, whole) if by_cast else None

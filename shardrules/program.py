@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardrules import hlo
@@ -20,6 +20,7 @@ __all__ = [
     "judge_logical",
     "judged",
     "matching",
+    "output_shapes",
     "read",
     "read_file",
     "read_text",
@@ -76,16 +77,35 @@ def judge(
 
 
 def judged(
-    program: Program, registry: Registry | None = None, mesh: Mapping[str, int] | None = None
+    program: Program,
+    registry: Registry | None = None,
+    mesh: Mapping[str, int] | None = None,
+    told_outputs: Sequence[str] | None = None,
 ) -> hlo.Judgement:
-    """Judge what ``read`` found."""
-    shardings = own_mesh = None
+    """Judge what ``read`` found.
+
+    Args:
+      program: what it found.
+      registry: rules for custom calls that carry no tag.
+      mesh: axis names and sizes in the order of the devices.
+      told_outputs: the HLO sharding of each output, or one for all, where the program says none.
+
+    Raises:
+      HloError: the mesh or the shardings don't fit the program, or it is not partitioned yet.
+    """
+    shardings = own_mesh = outputs = None
+    module = hlo.parse(program.text, name=program.name)
     if program.compiled is not None:
         from shardrules.door import compiled as known
 
         own_mesh = known.mesh_of(program.compiled)
         shardings = known.parameter_shardings(program.compiled)
-    module = hlo.parse(program.text, name=program.name)
+        outputs = known.output_shardings(program.compiled, output_shapes(module))
+    if told_outputs is not None and outputs is None:
+        shapes = output_shapes(module)
+        alike = [*told_outputs] * (len(shapes) if len(told_outputs) == 1 else 1)
+        lone = len(shapes) == 1
+        outputs = [("" if lone else f"[{n}]", sharding) for n, sharding in enumerate(alike)]
     return hlo.judge(
         module,
         registry=registry,
@@ -93,7 +113,13 @@ def judged(
         parameter_shardings=matching(module, shardings),
         own_mesh=own_mesh,
         unpartitioned=program.is_compiled,
+        output_shardings=outputs,
     )
+
+
+def output_shapes(module: hlo.Module) -> list[str]:
+    """List the shape on one device of each array that a module returns, as HLO prints it."""
+    return [str(leaf) for leaf in module.entry.instructions[module.entry.root].shape.leaves()]
 
 
 def judge_logical(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ from shardrules import hlo
 from shardrules import program as programs
 from shardrules.arguments import checked
 from shardrules.costs import findings
+from shardrules.costs import outputs as unequal
 from shardrules.errors import ReplicationAssertionError, ShardrulesError
-from shardrules.hlo.reader import notations, shardings
+from shardrules.hlo.reader import notations
 from shardrules.registry.table import Registry
 
 __all__ = ["assert_outputs_replicated", "check_replicated_inputs"]
@@ -29,6 +30,7 @@ def assert_outputs_replicated(
     mesh: Mapping[str, int] | None = None,
     output_shardings: Sequence[str] | None = None,
     strict: bool = False,
+    allow: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> hlo.Judgement:
     """Assert that each output is proven equal on the devices on which its sharding says so.
@@ -45,6 +47,8 @@ def assert_outputs_replicated(
       output_shardings: for text, which does not hold them: each output's HLO sharding, such as
         ``"{replicated}"``, in order.
       strict: accept proofs alone: also fail where one rests on a declared rule.
+      allow: outputs that are meant to differ, from ``"differs output['rng']"`` to the reason; one
+        that matches nothing fails too.
 
     Returns:
       The verdicts, for further checks.
@@ -60,15 +64,10 @@ def assert_outputs_replicated(
     found = programs.read(program, args, kwargs)
     judgement = programs.judged(found, registry, mesh)
     outputs = judgement.outputs
-    promised: list[tuple[str, str] | None] | None = None
+    promised, count = judgement.promises, len(outputs)
     if output_shardings is not None:
-        promised = [(_place(o.path), str(s)) for o, s in zip(outputs, output_shardings)]
+        promised = tuple((_place(o.path), str(s)) for o, s in zip(outputs, output_shardings))
         count = len(output_shardings)
-    elif found.compiled is not None:
-        from shardrules.door import compiled as known
-
-        promised = known.output_shardings(found.compiled, [str(o.shape) for o in outputs])
-        count = len(outputs)
     if promised is None:
         raise ShardrulesError(
             f"{found.name} does not say how its outputs are sharded; pass the jax.stages.Compiled "
@@ -81,16 +80,21 @@ def assert_outputs_replicated(
             f"{len(outputs)} arrays; give one for each",
             count=count,
         )
-    wrong = []
-    for output, promise in zip(outputs, promised):
-        if promise is not None:
-            wrong += _broken(judgement, output, *promise, strict)
+    judgement = dataclasses.replace(judgement, promises=promised)
+    bad, _, unused = findings.Allowances(allow).split(_found(judgement))
+    wrong = [_shown(one) for one in bad]
+    if strict:
+        wrong += _declared(judgement)
     if wrong:
         raise ReplicationAssertionError(
             f"{len(wrong)} of {len(outputs)} outputs are not proven equal where their shardings "
             "call them replicated (which is not to say that they are proven different):\n"
             + "\n".join(wrong),
             judgement=judgement,
+        )
+    if unused:
+        raise ReplicationAssertionError(
+            f"allowances that match nothing: {', '.join(unused)}; remove them", judgement=judgement
         )
     return judgement
 
@@ -99,71 +103,50 @@ def _place(path: tuple[int, ...]) -> str:
     return "".join(f"[{index}]" for index in path)
 
 
-def _broken(
-    judgement: hlo.Judgement, output: hlo.Output, path: str, text: str, strict: bool
-) -> list[str]:
-    """Say what is not proven of one output, if anything."""
+def _promised(judgement: hlo.Judgement) -> Iterator[tuple[hlo.Output, str, tuple[int, ...]]]:
+    """List each output that is called replicated, with its name and its tiles."""
+    for output, promise in zip(judgement.outputs, judgement.promises or ()):
+        if promise is None:
+            continue
+        path, text = promise
+        name = f"output {path}" if path else "the output"
+        try:
+            tiles = unequal.tiles(judgement, text)
+        except notations.NotationError as error:
+            raise ShardrulesError(
+                f"{name} has a sharding that can't be read: {error}", sharding=text
+            ) from None
+        if tiles is not None:
+            yield output, name, tiles
+
+
+def _found(judgement: hlo.Judgement) -> list[unequal.Unequal]:
+    """List the outputs that break their promise; raises where one can't be read."""
+    list(_promised(judgement))
+    return unequal.find(judgement)
+
+
+def _shown(one: unequal.Unequal) -> str:
+    path = one.name.removeprefix("output")
     name = f"output {path}" if path else "the output"
-    try:
-        tiles = shardings.read_sharding(text, judgement.partitions).tiles
-    except notations.NotationError as error:
-        raise ShardrulesError(
-            f"{name} has a sharding that can't be read: {error}", sharding=text
-        ) from None
-    if tiles is None:
-        return []  # it promises nothing
-    members: dict[int, list[int]] = collections.defaultdict(list)
-    for device in range(judgement.partitions * judgement.replicas):
-        members[tiles[device % judgement.partitions]].append(device)
-    groups = [group for group in members.values() if len(group) > 1]
-    if not groups:
-        return []
-    if output.equal_in(groups):
-        weak = [s.what for s in findings.unaudited(output.supports)] if strict else []
-        return (
-            [
+    return (
+        f"  {name}, {one.shape}: called {one.over}, not proven equal\n"
+        f"    because {one.because}\n    to do: {one.advice}"
+    )
+
+
+def _declared(judgement: hlo.Judgement) -> list[str]:
+    """Describe the outputs whose proofs rest on what is only declared."""
+    lines = []
+    for output, name, tiles in _promised(judgement):
+        weak = [s.what for s in findings.unaudited(output.supports)]
+        if weak and output.broken(tiles) is None:
+            lines.append(
                 f"  {name}, {output.shape}: proven equal, but the proof rests on what is only "
                 f"declared of {', '.join(weak)}\n    to do: let the audit prove it, or leave out "
                 "strict=True"
-            ]
-            if weak
-            else []
-        )
-    axes = None
-    if judgement.mesh:
-        spread = np.array(
-            [
-                tiles[d % judgement.partitions]
-                for d in range(judgement.partitions * judgement.replicas)
-            ]
-        ).reshape(list(judgement.mesh.values()))
-        called = {
-            axis
-            for i, axis in enumerate(judgement.mesh)
-            if (spread == spread.take([0], axis=i)).all()
-        }
-        axes = [a for a in judgement.mesh if a in called and a in (output.varying or ())]
-    if axes:
-        over = ", ".join(axes)
-        first = f"  {name}, {output.shape}: called replicated over {{{over}}}, not proven equal"
-        advice = (
-            f"jax.lax.psum (or pmean) it over {', '.join(map(repr, axes))} before it is "
-            "returned, or name the axes in its out_specs"
-        )
-    else:
-        shown = " ".join("{" + ",".join(map(str, g)) + "}" for g in groups[:_SHOWN])
-        first = f"  {name}, {output.shape}: called equal on devices {shown}, not proven equal"
-        advice = "reduce it before it is returned, or give it the out_specs that it has"
-    if output.blockers:
-        names = [b.kernel for b in output.blockers if b.kernel]
-        advice = (
-            f"shardrules.register({names[0]!r}, shardrules.no_communication), if that holds"
-            if names
-            else "give the call a rule"
-            if any(b.target for b in output.blockers)
-            else "pass the jax.stages.Compiled, or give its arguments shardings"
-        )
-    return [f"{first}\n    because {output.reason}\n    to do: {advice}"]
+            )
+    return lines
 
 
 # -- arrays ---------------------------------------------------------------------------------------

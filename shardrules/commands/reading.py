@@ -42,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="axis names and sizes in the order of the devices: data=4,model=2; taken from the "
         "text's tags or mesh notation if it has any",
     )
+    parser.add_argument(
+        "--outputs",
+        action=Once,
+        metavar="SHARDINGS",
+        help="the HLO sharding of each output, '{replicated}; {devices=[8]<=[8]}', or one for all: "
+        "what is called replicated and differs is a finding",
+    )
     rules.add_arguments(parser)
     parser.add_argument(
         "--output", action=Once, metavar="FILE", help="write there instead of to stdout"
@@ -84,6 +91,7 @@ def judged(
     """
     mesh = mesh_of(arguments.mesh)
     registry = rules.Rules(arguments)
+    outputs = outputs_of(arguments.outputs)
     paths, notes = [], []
     for names in [[name] for name in given] if each_alone else [given]:
         chosen, said = files.chosen(names)
@@ -102,7 +110,8 @@ def judged(
     for name, path in zip(titles, paths):
         try:
             read.append(_read(path))
-            found.append(Judged(name, _judge(read[-1], registry, mesh, several=len(paths) > 1)))
+            judgement = _judge(read[-1], registry, mesh, outputs, several=len(paths) > 1)
+            found.append(Judged(name, judgement))
         except ShardrulesError as error:
             if len(paths) == 1 or each_alone:
                 raise
@@ -138,15 +147,19 @@ def _read(path: str) -> program.Program:
 
 
 def _judge(
-    found: program.Program, registry: Any, mesh: Mapping[str, int] | None, several: bool
+    found: program.Program,
+    registry: Any,
+    mesh: Mapping[str, int] | None,
+    outputs: list[str] | None,
+    several: bool,
 ) -> hlo.Judgement:
     try:
-        return program.judged(found, registry, mesh)
+        return program.judged(found, registry, mesh, outputs)
     except HloError:
         if mesh is None or not several:
             raise
         # Of several programs the mesh is for those that run on as many devices.
-        judgement = program.judged(found, registry)
+        judgement = program.judged(found, registry, None, outputs)
         if judgement.partitions * judgement.replicas == math.prod(mesh.values()):
             raise
         return judgement
@@ -172,6 +185,24 @@ def write(text: str, arguments: argparse.Namespace) -> None:
             pathlib.Path(arguments.output).write_text(text, encoding="utf-8")
         except OSError as error:
             raise ShardrulesError(f"can't write {arguments.output}: {error.strerror}") from error
+
+
+def outputs_of(text: str | None) -> list[str] | None:
+    """Read ``{replicated}; {devices=[8]<=[8]}``, one sharding for each output or one for all.
+
+    Raises:
+      ShardrulesError: one of them can't be read.
+    """
+    if text is None:
+        return None
+    found = [part.strip() for part in text.split(";")]
+    for part in found:
+        if not (part.startswith("{") and part.endswith("}") and len(part) > 2):
+            raise ShardrulesError(
+                f"--outputs={text}: {part!r} is not a sharding; write --outputs='{{replicated}}' "
+                "for all outputs, or one for each, separated by semicolons"
+            )
+    return found
 
 
 def mesh_of(text: str | None) -> dict[str, int] | None:

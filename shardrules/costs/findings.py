@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from shardrules import hlo
-from shardrules.costs import accounts
+from shardrules.costs import accounts, outputs
 from shardrules.costs.advice import advice
 from shardrules.errors import ShardrulesError
 
@@ -86,6 +88,9 @@ def allowance(finding: Finding) -> str:
     return f"{what} {entry.phase} {entry.kind}({axes})"
 
 
+_OUTPUT = re.compile(r"(?:differs|unproven) output.*")
+F = TypeVar("F", "Finding", outputs.Unequal)
+
 # -- what is known --------------------------------------------------------------------------------
 
 
@@ -94,7 +99,8 @@ class Allowances:
 
     Args:
       reasons: from ``"redundant all-reduce(model) at model.py"`` (verdict, phase, file and line
-        may be left out) to the reason; what may hang, as ``"may hang all-reduce(model)"`` alone.
+        may be left out) to the reason; what may hang, as ``"may hang all-reduce(model)"`` alone; an
+        output that is called replicated and is not, as ``"differs output['rng']"``.
 
     Raises:
       ShardrulesError: a name that can't be read, or no reason.
@@ -115,7 +121,9 @@ class Allowances:
                     key=what,
                 )
         self.selectors: dict[str, accounts.Selector] = {
-            what: accounts.Selector.read(what) for what in self.reasons
+            what: accounts.Selector.read(what)
+            for what in self.reasons
+            if not _OUTPUT.fullmatch(str(what))
         }
 
     def check_axes(self, mesh: Mapping[str, int] | None) -> None:
@@ -123,20 +131,28 @@ class Allowances:
         for what, selector in self.selectors.items():
             selector.check_axes(what, mesh)
 
-    def split(
-        self, findings: Iterable[Finding]
-    ) -> tuple[list[Finding], list[tuple[Finding, str]], list[str]]:
-        """Give the findings that stay, those allowed with their reasons, the unused names."""
+    def split(self, findings: Iterable[F]) -> tuple[list[F], list[tuple[F, str]], list[str]]:
+        """Give the findings that stay, those allowed with their reasons, the unused names.
+
+        Args:
+          findings: of collectives, or of outputs.
+        """
         stay, allowed = [], []
         used: collections.Counter[str] = collections.Counter()
         for finding in findings:
-            names = [w for w, s in self.selectors.items() if _meant(s, finding)]
+            names = [what for what in self.reasons if self._means(what, finding)]
             used.update(names)
             if names:
                 allowed.append((finding, self.reasons[names[0]]))
             else:
                 stay.append(finding)
         return stay, allowed, [w for w in self.reasons if not used[w]]
+
+    def _means(self, what: str, finding: Finding | outputs.Unequal) -> bool:
+        if isinstance(finding, outputs.Unequal):
+            # What is said to differ may be unproven as well.
+            return what in (f"differs {finding.name}", f"{finding.kind} {finding.name}")
+        return what in self.selectors and _meant(self.selectors[what], finding)
 
 
 def _meant(selector: accounts.Selector, finding: Finding) -> bool:

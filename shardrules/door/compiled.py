@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from shardrules.errors import ProfileError
@@ -17,6 +18,8 @@ __all__ = [
     "placed",
     "platform",
     "profile_data",
+    "promised",
+    "result_paths",
     "temp_bytes",
     "unoptimized_text",
 ]
@@ -98,6 +101,18 @@ def output_shardings(compiled: Any, shapes: list[str]) -> list[tuple[str, str] |
     if told is None and shapes:
         return None
     leaves, _ = jax.tree_util.tree_flatten_with_path(told)
+    return promised([(jax.tree_util.keystr(path), leaf) for path, leaf in leaves], shapes)
+
+
+def promised(
+    leaves: Sequence[tuple[str, Any]], shapes: list[str]
+) -> list[tuple[str, str] | None] | None:
+    """Return path and HLO sharding of each array of a program's result, as output_shardings does.
+
+    Args:
+      leaves: path and JAX's sharding of each, tokens left out.
+      shapes: as for output_shardings.
+    """
     tokens = len(shapes) - len(leaves)
     if tokens < 0 or any(shape != "token[]" for shape in shapes[:tokens]):
         return None
@@ -105,10 +120,23 @@ def output_shardings(compiled: Any, shapes: list[str]) -> list[tuple[str, str] |
         len(shape.partition("[")[2].strip("]").split(",")) if "[]" not in shape else 0
         for shape in shapes[tokens:]
     ]
-    return [None] * tokens + [
-        (jax.tree_util.keystr(path), str(sharding._to_xla_hlo_sharding(rank)))
-        for (path, sharding), rank in zip(leaves, ranks)
-    ]
+    try:
+        return [None] * tokens + [
+            (path, str(sharding._to_xla_hlo_sharding(rank)))
+            for (path, sharding), rank in zip(leaves, ranks)
+        ]
+    except (AttributeError, NotImplementedError):  # pmap's own, to JAX 0.9
+        return None
+
+
+def result_paths(closed_jaxpr: Any) -> tuple[str, ...] | None:
+    """Return the path of each result of a function that was traced, None where JAX kept none."""
+    info = getattr(getattr(closed_jaxpr, "jaxpr", closed_jaxpr), "debug_info", None)
+    paths = getattr(info, "result_paths", None)
+    if not isinstance(paths, (tuple, list)):
+        return None
+    # JAX 0.5 and newer write result['w'], older ones ['w'].
+    return tuple(str(path).removeprefix("result") for path in paths)
 
 
 def platform(compiled: Any) -> str | None:

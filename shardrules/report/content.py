@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
@@ -10,7 +11,7 @@ from typing import Any
 
 from shardrules import hlo
 from shardrules.arguments import checked
-from shardrules.costs import accounts, estimates, findings, transfers
+from shardrules.costs import accounts, estimates, findings, outputs, transfers
 from shardrules.costs.findings import Finding
 from shardrules.costs.hints import Hint, dearer, hints
 from shardrules.report import grouping
@@ -28,7 +29,10 @@ class Content:
     Attributes:
       title: where the program came from.
       judgement, account: the verifier's.
-      findings: those that no allowance covers.
+      unequal: outputs that are called replicated and not proven so, that no allowance covers.
+      unequal_allowed: such outputs with the reasons for which they stay.
+      strict: outputs that are unproven alone are findings, too.
+      findings: those on collectives that no allowance covers.
       allowed: findings with the reasons for which they stay.
       unused: allowances that match nothing.
       hints: needed collectives that could be cheaper.
@@ -43,11 +47,31 @@ class Content:
     unused: tuple[str, ...]
     hints: tuple[Hint, ...]
     target: estimates.Target | None = None
+    unequal: tuple[outputs.Unequal, ...] = ()
+    unequal_allowed: tuple[tuple[outputs.Unequal, str], ...] = ()
+    strict: bool = False
+
+    @property
+    def failing(self) -> int:
+        """Count the findings: of outputs those that differ, in strict mode all."""
+        missing = [one for one in self.unequal if self.strict or one.kind == "differs"]
+        return len(missing) + len(self.findings)
 
     @property
     def clean(self) -> bool:
         """Tell whether there is nothing to do."""
-        return not self.findings and not self.unused
+        return not self.failing and not self.unused
+
+    @property
+    def kinds(self) -> str:
+        """Count the findings by kind, missing reductions first; empty if there are none."""
+        of_outputs = collections.Counter(one.kind for one in self.unequal)
+        found = [
+            f"{n} output{'s' if n > 1 else ''} {_OUTPUTS[kind][n > 1]}"
+            for kind, n in of_outputs.items()
+        ]
+        counts = collections.Counter(finding.kind for finding in self.findings)
+        return ", ".join(found + [f"{n} {kind}" for kind, n in counts.items()])
 
     @functools.cached_property
     def costs(self) -> tuple[Section, ...]:
@@ -113,10 +137,7 @@ class Content:
             shown = f"{devices} devices ({', '.join(f'{a}={n}' for a, n in mesh.items())})"
         elif devices == 1:
             shown = "1 device"
-        kinds: dict[str, int] = {}
-        for finding in self.findings:
-            kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
-        found = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "no findings"
+        found = self.kinds or "no findings"
         if not total.sites:
             return f"{self.title}: {shown}, no collectives{self._unseen(devices)}; {found}"
         ran = "1 collective runs" if total.sites == 1 else f"{total.sites} collectives run"
@@ -144,6 +165,15 @@ class Content:
     def rows(self) -> tuple[grouping.Row, ...]:
         """List the collectives for tables; those that are alike are one row."""
         return grouping.rows(self.account)
+
+    @functools.cached_property
+    def replicas(self) -> tuple[tuple[str, tuple[tuple[outputs.Unequal, str, str], ...]], ...]:
+        """List outputs that aren't proven equal under their titles, each with its last line."""
+        made = (
+            (UNEQUAL, tuple((one, "to do", one.advice) for one in self.unequal)),
+            (f"{UNEQUAL}, allowed", tuple((o, "reason", r) for o, r in self.unequal_allowed)),
+        )
+        return tuple((title, items) for title, items in made if items)
 
     @functools.cached_property
     def remarks(self) -> tuple[tuple[str, tuple[grouping.Remark, ...]], ...]:
@@ -222,17 +252,26 @@ def content(
     if cheapest:
         found += dearer(could)
         could = [hint for hint in could if hint.entry.kind != "all-reduce"]
-    stay, allowed, unused = (allow or findings.Allowances()).split(found)
+    allow = allow or findings.Allowances()
+    stay, allowed, unused = allow.split(found)
+    unequal, unequal_allowed, unused_too = allow.split(outputs.find(judgement))
     return Content(
         title or judgement.module.name,
         judgement,
         accounts.of(judgement),
         tuple(stay),
         tuple(allowed),
-        tuple(unused),
+        tuple(name for name in unused if name in unused_too),
         tuple(could),
         None if target is None else estimates.target(target),
+        tuple(unequal),
+        tuple(unequal_allowed),
+        strict,
     )
+
+
+UNEQUAL = "Outputs called replicated that are not proven equal"
+_OUTPUTS = {"differs": ("differs", "differ"), "unproven": ("unproven", "unproven")}
 
 
 COLUMNS = ("collective", "verdict", "sites", "runs", "bytes", "wire bytes", "in all", "source")
@@ -251,12 +290,8 @@ def _totals(totals: accounts.Totals) -> dict[str, int]:
     return dataclasses.asdict(totals)
 
 
-@checked
-def as_json(what: Content) -> str:
-    """Return a report as JSON, one object; bytes are per device.
-
-    ``collectives`` are single runs, ``totals`` are over all runs of one execution.
-    """
+def _collectives(what: Content) -> list[dict[str, Any]]:
+    """Write the collectives of a report, single runs of each."""
     collectives: list[dict[str, Any]] = []
     on = what.target
     for entry, verdict in zip(what.account, what.judgement.verdicts):
@@ -275,6 +310,33 @@ def as_json(what: Content) -> str:
         if on is not None:
             time = estimates.seconds(verdict, entry.wire_bytes, on)
             collectives[-1]["estimated_seconds"] = time
+    return collectives
+
+
+def _outputs(what: Content) -> list[dict[str, Any]]:
+    """Write what is proven of each output, and what its sharding promises."""
+    promises = what.judgement.promises or (None,) * len(what.judgement.outputs)
+    return [
+        {
+            "path": list(o.path),
+            "name": None if promise is None else outputs.name(promise[0]),
+            "sharding": None if promise is None else promise[1],
+            "shape": str(o.shape),
+            "equal": o.equal,
+            "varying": o.varying,
+            "reason": o.reason,
+        }
+        for o, promise in zip(what.judgement.outputs, promises)
+    ]
+
+
+@checked
+def as_json(what: Content) -> str:
+    """Return a report as JSON, one object; bytes are per device.
+
+    ``collectives`` are single runs, ``totals`` are over all runs of one execution.
+    """
+    on = what.target
     numbers = {id(verdict): n for n, verdict in enumerate(what.judgement.verdicts)}
 
     def number(of: Finding | Hint) -> int:
@@ -291,9 +353,14 @@ def as_json(what: Content) -> str:
                 "convention": accounts.CONVENTION,
                 "estimated_on": on and {"name": on.name, "source": on.source},
                 "clean": what.clean,
+                "unequal_outputs": [dataclasses.asdict(one) for one in what.unequal],
+                "unequal_outputs_allowed": [
+                    {**dataclasses.asdict(one), "allowed_because": reason}
+                    for one, reason in what.unequal_allowed
+                ],
                 "total": _totals(what.account.total),
                 "by_axes": {over: _totals(t) for (over,), t in what.account.by("over").items()},
-                "collectives": collectives,
+                "collectives": _collectives(what),
                 "findings": [
                     {"kind": f.kind, "collective": number(f), "advice": f.advice}
                     for f in what.findings
@@ -313,16 +380,7 @@ def as_json(what: Content) -> str:
                     }
                     for h in what.hints
                 ],
-                "outputs": [
-                    {
-                        "path": list(o.path),
-                        "shape": str(o.shape),
-                        "equal": o.equal,
-                        "varying": o.varying,
-                        "reason": o.reason,
-                    }
-                    for o in what.judgement.outputs
-                ],
+                "outputs": _outputs(what),
                 "costs": [section._asdict() for section in what.costs],
             },
             indent=1,
@@ -341,6 +399,12 @@ def cell(value: Any) -> str:
 def markdown(what: Content) -> str:
     """Return a report as GitHub's Markdown."""
     lines = [f"# {what.title}", "", what.headline[len(what.title) + 2 :] + ".", ""]
+    for title, unequal in what.replicas:
+        lines += [f"## {title}", ""]
+        for one, label, todo in unequal:
+            lines += [f"- **{one.kind}**: {one.what}", f"  - because {one.because}"]
+            lines.append(f"  - {label}: {todo}")
+        lines.append("")
     if what.rows:
         lines += ["| " + " | ".join(what.columns) + " |"]
         lines += ["|---|---" + "|--:" * (len(what.columns) - 3) + "|---|"]

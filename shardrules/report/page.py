@@ -47,7 +47,7 @@ def page(what: Content) -> str:
     figures = [
         ("collectives run" + (" (and more)" if total.unknown else ""), f"{total.count:,}"),
         ("on the wire, per device", size(total.wire_bytes)),
-        ("findings", str(len(what.findings))),
+        ("findings", str(what.failing)),
         ("could be cheaper", str(len(what.hints))),
     ]
     body = [
@@ -55,6 +55,7 @@ def page(what: Content) -> str:
         f'<p class="dim">{escaped(what.headline[len(what.title) + 2 :])}.</p>',
         tiles(figures),
         "</header><main>",
+        _replicas(what),
         _pictures(what),
         _remarks(what),
         _table(what),
@@ -259,6 +260,21 @@ def _bars(title: str, sums: dict[str, dict[str, int]]) -> str:
 
 
 # -- what is written ------------------------------------------------------------------------------
+
+
+def _replicas(what: Content) -> str:
+    """List the outputs that aren't proven equal: a missing reduction is the worst finding."""
+    return "\n".join(
+        f'<section><h2>{escaped(title)}</h2><ul class="remarks">'
+        + "".join(
+            f"<li><details open><summary>{_badge('unproven', one.kind)} {escaped(one.what)}"
+            f'</summary><div class="fold"><p>because {escaped(one.because)}</p>'
+            f"<p><b>{escaped(label)}</b>: {escaped(todo)}</p></div></details></li>"
+            for one, label, todo in unequal
+        )
+        + "</ul></section>"
+        for title, unequal in what.replicas
+    )
 
 
 def _remarks(what: Content) -> str:

@@ -57,7 +57,7 @@ class Several:
     @property
     def findings(self) -> int:
         """Count the findings of all programs."""
-        return sum(len(content.findings) for content in self.contents)
+        return sum(content.failing for content in self.contents)
 
     @property
     def clean(self) -> bool:
@@ -73,7 +73,9 @@ class Several:
         return [
             (content, count)
             for content, count in zip(self.contents, self.counts)
-            if content.account.entries or any(cost.title != LOOPS for cost in content.costs)
+            if content.account.entries
+            or content.replicas
+            or any(cost.title != LOOPS for cost in content.costs)
         ]
 
     @property
@@ -82,7 +84,11 @@ class Several:
         return [
             content
             for content, _ in self.shown
-            if content.findings or content.allowed or content.hints or content.costs
+            if content.replicas
+            or content.findings
+            or content.allowed
+            or content.hints
+            or content.costs
         ]
 
     @property
@@ -107,9 +113,6 @@ class Several:
         for content, count in self.shown:
             total = content.account.total
             runs = f"{'at most ' if total.at_most else ''}{total.count}"
-            kinds: dict[str, int] = {}
-            for finding in content.findings:
-                kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
             mesh = content.account.mesh
             axes = f" ({', '.join(f'{a}={n}' for a, n in mesh.items())})" if mesh else ""
             found.append(
@@ -120,7 +123,7 @@ class Several:
                     str(total.sites),
                     runs + (f" and {total.unknown} in loops" if total.unknown else ""),
                     size(total.wire_bytes),
-                    ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "none",
+                    content.kinds or "none",
                     ", ".join(section.title.lower() for section in content.costs),
                 )
             )
@@ -142,7 +145,9 @@ def gather(
     missing: int = 0,
     of_process: bool = True,
 ) -> Several:
-    """Put programs in order; those of a process that differ in nothing reported are one.
+    """Put programs in order: those that miss a reduction, then the costliest.
+
+    Those of a process that differ in nothing reported are one.
 
     Args:
       contents: their reports, in the order in which they were compiled.
@@ -157,7 +162,12 @@ def gather(
         key: object = json_of_one(content) if of_process else number
         alike[key] = content, count + alike.get(key, (content, 0))[1]
     order = sorted(
-        alike.values(), key=lambda pair: (-pair[0].account.total.wire_bytes, -len(pair[0].findings))
+        alike.values(),
+        key=lambda pair: (
+            all(one.kind != "differs" for one in pair[0].unequal),
+            -pair[0].account.total.wire_bytes,
+            -len(pair[0].findings),
+        ),
     )
     unused = [set(content.unused) for content in contents]
     return Several(

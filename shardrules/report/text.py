@@ -155,6 +155,13 @@ def _remark(remark: Remark) -> str:
 def plain(content: Content) -> str:
     """Return a whole report as text."""
     lines = [content.headline, ""]
+    for title, unequal in content.replicas:
+        lines += [f"{title.lower()}:"]
+        for one, label, todo in unequal:
+            word = "allowed" if label == "reason" else label
+            lines += [f"  {one.kind}: {one.what}", f"    because {one.because}"]
+            lines.append(f"    {word}: {todo}")
+        lines.append("")
     if content.rows:
         lines += [table([content.columns, *map(content.cells, content.rows)]), ""]
         lines += [line for note in content.notes for line in (f"({note})", "")]

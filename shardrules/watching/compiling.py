@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardrules.door import compiled, watching
 from shardrules.door.patching import Patches
@@ -28,7 +28,16 @@ __all__ = ["Noted", "process", "start"]
 _lock = threading.RLock()
 _patches = Patches()
 _watchers: list[Callable[[Any, Any], None]] = []
-_meshes: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+class _Traced(NamedTuple):
+    """What a program's jaxpr told: the meshes of its shard_maps, and its results' paths."""
+
+    meshes: list[Any]
+    paths: tuple[str, ...] | None
+
+
+_traced: weakref.WeakKeyDictionary[Any, _Traced] = weakref.WeakKeyDictionary()
 
 
 class Noted:
@@ -39,11 +48,12 @@ class Noted:
       failure: why there is no HLO, empty if there is.
     """
 
-    def __init__(self, executable: Any, meshes: list[Any]):
+    def __init__(self, executable: Any, traced: _Traced):
+        self._paths = traced.paths
         self._avals = getattr(executable, "in_avals", None)
         self._inputs = getattr(executable, "_in_shardings", None)
         self._outputs = getattr(executable, "_out_shardings", None)
-        self._meshes = meshes
+        self._meshes = traced.meshes
         self.name = "a program"
         self.failure = ""
         try:
@@ -86,6 +96,20 @@ class Noted:
             return None
         return compiled.placed(self._avals, self._inputs)
 
+    def output_shardings(self, shapes: list[str]) -> list[tuple[str, str] | None] | None:
+        """Return path and HLO sharding of each output, None if not known.
+
+        Args:
+          shapes: each output's shape on one device as HLO prints it.
+        """
+        if self._outputs is None:
+            return None
+        paths = self._paths
+        if paths is None or len(paths) != len(self._outputs):
+            alone = len(self._outputs) == 1
+            paths = tuple("" if alone else f"[{n}]" for n in range(len(self._outputs)))
+        return compiled.promised(list(zip(paths, self._outputs)), shapes)
+
 
 def process() -> tuple[int, int]:
     """Return the number of this process and how many the job has; JAX must have compiled here."""
@@ -112,7 +136,7 @@ def start(note: Callable[[Noted], None]) -> Callable[[], None]:
             if executable in seen:
                 return
             seen.add(executable)
-            noted = Noted(executable, _meshes.get(computation, []))
+            noted = Noted(executable, _traced.get(computation, _Traced([], None)))
         note(noted)
 
     with _lock:
@@ -157,7 +181,8 @@ def _lower(original: Any, closed_jaxpr: Any, *args, **kwargs) -> Any:
     computation = original(closed_jaxpr, *args, **kwargs)
     if _watchers:
         with _lock:
-            _meshes[computation] = list(_shard_map_meshes(closed_jaxpr, set()))
+            meshes = list(_shard_map_meshes(closed_jaxpr, set()))
+            _traced[computation] = _Traced(meshes, compiled.result_paths(closed_jaxpr))
     return computation
 
 

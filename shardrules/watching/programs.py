@@ -52,14 +52,18 @@ class WatchedProgram:
         return module, self._noted.mesh(devices), shardings
 
     def told(self) -> str:
-        """Give its compiled HLO, with mesh and parameter shardings where ``hlo.judge`` reads them.
+        """Give its compiled HLO, with mesh and shardings where ``hlo.judge`` reads them.
 
         Raises:
           ShardrulesError: its backend does not give its HLO, or it can't be read.
         """
+        from shardrules import program
         from shardrules.hlo.reader import annotate
 
-        return annotate.told(*self._known())
+        module, mesh, shardings = self._known()
+        told = self._noted.output_shardings(program.output_shapes(module))
+        outputs = [promise[1] if promise else None for promise in told or ()]
+        return annotate.told(module, mesh, shardings, outputs)
 
     @functools.cached_property
     def judgement(self) -> hlo.Judgement:
@@ -68,7 +72,7 @@ class WatchedProgram:
         Raises:
           ShardrulesError: its backend does not give its HLO, or it can't be read.
         """
-        from shardrules import hlo
+        from shardrules import hlo, program
 
         module, mesh, shardings = self._known()
         return hlo.judge(
@@ -77,6 +81,7 @@ class WatchedProgram:
             own_mesh=mesh,
             parameter_shardings=shardings,
             unpartitioned=True,
+            output_shardings=self._noted.output_shardings(program.output_shapes(module)),
         )
 
     @functools.cached_property

@@ -31,7 +31,7 @@ def test_a_missing_psum_and_wrong_out_specs_are_named(platform):
         "not to say that they are proven different):\n"
     )
     assert "  output ['loss'], f32[]: called replicated over {data}, not proven equal\n" in text
-    assert "    because parameter 0" in text and "is sharded over data\n" in text
+    assert "    because parameter 0" in text and "is sharded over data, and no" in text
     assert (
         "    to do: jax.lax.psum (or pmean) it over 'data' before it is returned, or name the "
         "axes in its out_specs\n"

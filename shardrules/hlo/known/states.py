@@ -74,6 +74,10 @@ class State(NamedTuple):
       blockers: what stands on the path, at most a few.
       supports: all that the proof rests on: one that is left out would pass as audited.
       constant: it is made of the program's constants alone, as what an array is padded with.
+      apart: the relation in which devices are equal unless they are known to be computed from
+        different data, by steps that keep data different (see ``known.evening``).
+      moved: the relation in which devices are equal that data was moved between, one to another:
+        what is computed of both may be the same on them, as the sum that a ring of permutes makes.
     """
 
     proven: int = hd.EQUAL
@@ -82,6 +86,8 @@ class State(NamedTuple):
     blockers: tuple[Blocker, ...] = ()
     supports: tuple[Support, ...] = ()
     constant: bool = False
+    apart: int = hd.EQUAL
+    moved: int = hd.DISTINCT
 
 
 SAME = 1  # the state of what is equal everywhere, and no constant
@@ -109,17 +115,22 @@ class States:
             self._all.append(state)
         return known
 
-    def source(self, relation: int, cause: Cause, supports: tuple[Support, ...] = ()) -> int:
-        """Make the state of a value that differs by itself."""
-        return self.intern(
-            State(
-                relation,
-                relation,
-                () if relation == hd.EQUAL else ((relation, cause),),
-                (),
-                supports,
-            )
-        )
+    def source(self, relation: int, cause: Cause, sure: bool = False) -> int:
+        """Make the state of a value that differs by itself; ``sure``: it does, and not only may."""
+        causes = () if relation == hd.EQUAL else ((relation, cause),)
+        return self.intern(State(relation, relation, causes, apart=relation if sure else hd.EQUAL))
+
+    def evened(self, state: int) -> int:
+        """Make the state of a value that may be equal again, though that is not proven."""
+        known = self._all[state]
+        return state if known.apart == hd.EQUAL else self.intern(known._replace(apart=hd.EQUAL))
+
+    def either(self, a: int, b: int) -> int:
+        """Make the state of what is one of two values: equal and apart only where both are."""
+        if a == b:
+            return a
+        apart = self.relations.coarsen(self._all[a].apart, self._all[b].apart)
+        return self.intern(self._all[self.refine(a, b)]._replace(apart=apart))
 
     def blocked(self, blocker: Blocker, *others: int) -> int:
         """Make the state of a value of which nothing is known; ``others`` are its operands."""
@@ -146,6 +157,8 @@ class States:
                     union(x.blockers, y.blockers)[:_KEEP],
                     union(x.supports, y.supports),
                     x.constant and y.constant,
+                    self.relations.refine(x.apart, y.apart),
+                    self.relations.coarsen(x.moved, y.moved),
                 )
             )
         return known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -86,29 +87,41 @@ class Values:
             state = self.states.refine(state, self.collapse(value))
         return state
 
-    def join(self, a: Any, b: Any) -> Any:
-        """Give a value that is equal only where both are: what may be either of them."""
+    def vary_alike(self, values) -> bool:
+        """Tell whether several values surely differ between the same devices."""
+        return len({self.states[self.collapse(value)].apart for value in values}) <= 1
+
+    def join(self, a: Any, b: Any, combine: Callable[[int, int], int] | None = None) -> Any:
+        """Give a value that is equal only where both are: what may be either of them.
+
+        Args:
+          a, b: the values.
+          combine: of two states another one; of what is either of them if None.
+        """
         if a is b or a == b:
             return a
+        combine = combine or self.states.either
         if type(a) is int and type(b) is int:
-            return self.states.refine(a, b)
+            return combine(a, b)
         if isinstance(a, tuple) or isinstance(b, tuple):
             width = len(a) if isinstance(a, tuple) else len(b)
             left = a if isinstance(a, tuple) else (self.collapse(a),) * width
             right = b if isinstance(b, tuple) else (self.collapse(b),) * width
             if len(left) == len(right):
-                return tuple([self.join(x, y) for x, y in zip(left, right)])
+                return tuple([self.join(x, y, combine) for x, y in zip(left, right)])
         if isinstance(a, Started) and isinstance(b, Started):
-            return Started(self.join(a.operand, b.operand), self.join(a.result, b.result))
+            return Started(
+                self.join(a.operand, b.operand, combine), self.join(a.result, b.result, combine)
+            )
         if isinstance(a, Ranged) or isinstance(b, Ranged):
             whole = a if isinstance(a, Ranged) else b
             other = b if whole is a else a
             if isinstance(other, Ranged) and other.cuts[-1][0] == whole.cuts[-1][0]:
-                return ranges.normal(ranges.zip_cuts(whole.cuts, other.cuts, self.states.refine))
+                return ranges.normal(ranges.zip_cuts(whole.cuts, other.cuts, combine))
             if not isinstance(other, Ranged):
                 state = self.collapse(other)
-                return Ranged(tuple((s, self.states.refine(p, state)) for s, p in whole.cuts))
-        return self.states.refine(self.collapse(a), self.collapse(b))
+                return Ranged(tuple((s, combine(p, state)) for s, p in whole.cuts))
+        return combine(self.collapse(a), self.collapse(b))
 
     def with_state(self, value: Any, state: int) -> Any:
         """Refine every leaf of a value by a state."""
@@ -116,7 +129,17 @@ class Values:
             return value
         if state == hs.SAME and isinstance(value, tuple):
             return tuple([self.with_state(v, state) for v in value])
-        return self.join(value, state)
+        return self.join(value, state, self.states.refine)
+
+    def evened(self, value: Any) -> Any:
+        """Give a value that may be equal again, though that is not proven."""
+        if type(value) is int:
+            return self.states.evened(value)
+        if isinstance(value, Ranged):
+            return Ranged(tuple((s, self.states.evened(p)) for s, p in value.cuts))
+        if isinstance(value, tuple):
+            return tuple([self.evened(part) for part in value])
+        return value
 
     def blocked(self, blocker: hs.Blocker | str, operands) -> int:
         """Give the state of a value of which nothing is known, made of operands."""
@@ -126,7 +149,7 @@ class Values:
     def device_number(self, ids: np.ndarray, what: str) -> Exact:
         """Make the value of a number that each device has."""
         relation = self.relations.intern(ids)
-        state = self.states.source(relation, hs.Cause(what, "differs"))
+        state = self.states.source(relation, hs.Cause(what, "differs"), sure=True)
         rows = ids if relation != hd.EQUAL else ids[:1]
         return Exact(state, rows.reshape(-1), False)
 
@@ -150,7 +173,7 @@ class Values:
         )
         constant = merged.constant and relation == hd.EQUAL
         state = self.states.intern(
-            hs.State(relation, relation, causes, (), merged.supports, constant)
+            hs.State(relation, relation, causes, (), merged.supports, constant, relation)
         )
         return Exact(state, np.ascontiguousarray(rows), splat)
 
@@ -262,9 +285,13 @@ class Values:
         merged = self.states[self.states.refine(self.merged(states), which.state)]
         proven = np.empty(count, np.int64)
         optimistic = np.empty(count, np.int64)
+        apart = np.empty(count, np.int64)
         for number, state in zip(used, states):
             here = numbers == number
             found = self.states[state]
+            # Options of one state, or equal ones, may be one value: two branches that do the same.
+            option = len(states) if found.proven == hd.EQUAL else states.index(state)
+            apart[here] = self.relations.labels(found.apart)[here] + option * count
             proven[here] = self.relations.labels(found.proven)[here] + number * count
             optimistic[here] = self.relations.labels(found.optimistic)[here] + number * count
         return self.states.intern(
@@ -272,6 +299,7 @@ class Values:
                 proven=self.relations.intern(proven),
                 optimistic=self.relations.intern(optimistic),
                 constant=False,
+                apart=self.relations.intern(apart),
             )
         )
 
@@ -410,6 +438,7 @@ class Values:
         inside = self._cuts(operands[1], update.element_count)
         if place is None or inside is None:
             state = self.merged(operands[1:])
+            base = [(stop, self.states.evened(s)) for stop, s in base]  # all may be overwritten
             # Where in a buffer a loop writes isn't known: what it fills in the end is filled then.
             filled = [(stop, self.unwritten.get(s, s)) for stop, s in base]
             return ranges.normal([(stop, self.states.refine(s, state)) for stop, s in filled])

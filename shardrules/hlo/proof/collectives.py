@@ -390,7 +390,8 @@ class Transfer:
             causes.append((optimistic, old.causes[-1][1]))
         elif optimistic != hd.EQUAL:
             causes.append((optimistic, hs.Cause(what, "leaves devices out of its groups")))
-        if not self.uniform(rules.proven, channel):
+        uniform = self.uniform(rules.proven, channel)
+        if not uniform:
             proven = hd.DISTINCT
         if not self.uniform(rules.optimistic, channel):
             optimistic = hd.DISTINCT
@@ -405,10 +406,27 @@ class Transfer:
                 hs.union(old.blockers, rules.blockers if proven == hd.DISTINCT else ()),
                 hs.union(old.supports, rules.supports),
                 old.constant and rules.constant and proven == hd.EQUAL,
+                self._apart(channel, how, old.apart, uniform),
+                self.relations.coarsen(
+                    old.moved,
+                    channel.groups.relation if how in ("exchange", "permute") else hd.DISTINCT,
+                ),
             )
         )
         self._states[key] = (result, channel.groups)
         return result
+
+    def _apart(self, channel: Channel, how: str, apart: int, uniform: bool) -> int:
+        """Give the relation of devices that surely hold different data after a collective.
+
+        What moved may be put together again, as a ring of permutes sums: members of a group count
+        as equal. Groups differ if their members' data do, in whatever order.
+        """
+        if apart == hd.EQUAL or not (uniform and channel.groups.complete):
+            return hd.EQUAL
+        if how == "first":
+            return self.relation(channel, how, apart)
+        return self.relation(dataclasses.replace(channel, ordered=False), "join", apart)
 
     def uniform(self, relation: int, channel: Channel) -> bool:
         """Tell whether the members of every group are equal."""

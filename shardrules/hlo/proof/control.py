@@ -209,7 +209,7 @@ def _diverged(values: Values, value: Any, predicate: int) -> Any:
         return value
     if isinstance(value, tuple):
         return tuple([_diverged(values, v, predicate) for v in value])
-    return values.with_state(value, predicate)
+    return values.with_state(value, values.states.evened(predicate))
 
 
 def conditional(proof: Proof, computation, position, instruction, operands, guard):
@@ -236,7 +236,7 @@ def conditional(proof: Proof, computation, position, instruction, operands, guar
         found = results[0]
         for result in results[1:]:
             found = proof.values.join(found, result)
-        found = proof.values.with_state(found, state)
+        found = proof.values.with_state(found, proof.values.states.evened(state))
     if not isinstance(found, tuple):
         return found
     found = list(found)

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from shardrules.hlo.known import periods, ranges
+from shardrules.hlo.known import evening, periods, ranges
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Exact, Ranged, Started
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import customcalls
 from shardrules.hlo.proof.evaluation import Proof, Record
+from shardrules.hlo.reader import devices as hd
 
 _BITS = {
     "add": np.add,
@@ -62,6 +63,8 @@ def collective(proof: Proof, computation, position, instruction, operands, guard
         return proof.transfer.state(channel, how, state, guard, what)
 
     result = _result(proof, instruction, channel, operands, guard, moved)
+    if evening.rounds(channel.reduction, instruction.shape):
+        result = values.evened(result)
     if not instruction.opcode.endswith("-start"):
         return result
     parts = instruction.shape.elements or (instruction.shape,)
@@ -215,6 +218,8 @@ def custom_call(proof: Proof, computation, position, instruction, operands, guar
         state = values.states.refine(
             state, values.states.intern(hs.State(supports=(found.support,)))
         )
+    if len(found.effects) > 1 and not values.vary_alike(operands):
+        state = values.states.evened(state)  # which of its outputs depend on which is not told
     parts = [_effect(proof, e, state, found, guard) for e in found.effects]
     if instruction.shape.elements is None:
         return parts[0] if parts else state
@@ -253,6 +258,7 @@ def _effect(proof: Proof, effect, state: int, found, guard: int) -> int:
             old._replace(
                 proven=relation,
                 optimistic=relation,
+                apart=hd.EQUAL,
                 causes=states.causes(causes if relation else ()),
             )
         )

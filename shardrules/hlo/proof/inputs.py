@@ -118,6 +118,33 @@ def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
     return None
 
 
+def promises(
+    module: hm.Module, given: Sequence[tuple[str, str] | None] | None
+) -> tuple[tuple[str, str] | None, ...] | None:
+    """Give path and sharding of each output; None where nobody tells them.
+
+    Raises:
+      HloError: ``given`` does not have one entry for each output.
+    """
+    root = module.entry.instructions[module.entry.root]
+    count = len(root.shape.leaves())
+    if given is not None and len(given) != count:
+        raise errors.HloError(
+            f"output_shardings has {len(given)} entries, but module {module.name!r} returns "
+            f"{count} arrays; give one for each (None for a token).",
+            given=len(given),
+            outputs=count,
+        )
+    if given is None:
+        text = root.attribute("sharding")
+        parts = shardings.split_tuple_sharding(text) if text else []
+        if len(parts) != count:
+            return None
+        alone = root.shape.elements is None
+        given = [("" if alone else f"[{n}]", part) for n, part in enumerate(parts)]
+    return tuple(given)
+
+
 def parameter_values(
     module: hm.Module, states: hs.States, given: Sequence[str | None] | None
 ) -> list[Any]:
@@ -199,7 +226,7 @@ class _Shardings:
         if relation is None:
             how = f"has sharding {text}, under which each device has its own"
             return self._states.source(hd.DISTINCT, hs.Cause(name, how))
-        return self._states.source(relation, hs.Cause(name, "is sharded", f"as {text}"))
+        return self._states.source(relation, hs.Cause(name, "is sharded", f"as {text}"), True)
 
     def _relation(self, text: str, shared: bool) -> int | None:
         """Give a sharding's relation; None where each device has its own."""

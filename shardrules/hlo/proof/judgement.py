@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from shardrules import errors
 from shardrules.hlo.known import states as hs
@@ -163,6 +165,24 @@ class Verdict:
         )
 
 
+class Broken(NamedTuple):
+    """A promise that devices hold the same of an output, which is not proven.
+
+    Attributes:
+      differs: it comes from different data by steps that keep data different; else it may be equal.
+      axes: the mesh axes along which it is not proven, None where they aren't known.
+      groups: the devices that are called equal and are not proven so.
+      reason: why it may differ, ``"parameter 1 ('x') is sharded over data"``.
+      cause: what that is about, ``"parameter 1 ('x')"``; empty for what is opaque.
+    """
+
+    differs: bool
+    axes: tuple[str, ...] | None
+    groups: tuple[tuple[int, ...], ...]
+    reason: str
+    cause: str
+
+
 class Output:
     """What is proven of one array that the program returns.
 
@@ -186,6 +206,53 @@ class Output:
         self.supports: tuple[hs.Support, ...] = state.supports
         self.reason: str = "" if self.equal else why_varying(state, hd.EQUAL, relations, mesh)
         self._labels = relations.labels(state.proven)
+        self._known = state, relations, mesh
+
+    def broken(self, tiles: Sequence[int]) -> Broken | None:
+        """Tell what is not proven of a promise that devices of the same tile hold the same.
+
+        Args:
+          tiles: for each partition the number of the tile that it is said to hold.
+
+        Returns:
+          None where the promise is proven.
+        """
+        state, relations, mesh = self._known
+        promised = np.array(tiles)[np.arange(relations.device_count) % relations.partitions]
+        called = relations.intern(promised)
+        if relations.refine(called, state.proven) == called:
+            return None
+        apart = relations.coarsen(state.apart, state.moved)
+        differs = not state.blockers and relations.refine(called, apart) != called
+        relation = apart if differs else state.proven
+        axes = None
+        if mesh:
+            # Refined by what differs between the groups, only an axis within them varies more.
+            within = promised.reshape([size for _, size in mesh.axes])
+            along = [
+                name
+                for n, (name, _) in enumerate(mesh.axes)
+                if (within == within.take([0], axis=n)).all()
+            ]
+            axes = tuple(a for a in along if a in mesh.varying(relation)) or None
+        groups: dict[int, list[int]] = {}
+        for device, tile in enumerate(promised.tolist()):
+            groups.setdefault(tile, []).append(device)
+        shown = tuple(tuple(g) for g in groups.values() if not self.equal_in([g]))
+        return Broken(differs, axes, shown, *self._why(called, axes, differs))
+
+    def _why(self, called: int, axes: tuple[str, ...] | None, differs: bool) -> tuple[str, str]:
+        """Say why devices that are called equal may differ, and from what that comes."""
+        state, relations, mesh = self._known
+        if not differs and state.blockers:
+            return why_varying(hs.State(blockers=state.blockers), called, relations, mesh), ""
+        for relation, cause in state.causes:
+            if relations.refine(called, relation) == called:
+                continue
+            own = [a for a in axes or () if a in mesh.varying(relation)]
+            over = f" over {', '.join(own)}" if own else f" {cause.detail}" if cause.detail else ""
+            return f"{cause.what} {cause.how}{over}", cause.what
+        return why_varying(state, called, relations, mesh), ""
 
     def equal_in(self, groups: Sequence[Sequence[int]]) -> bool:
         """Tell whether the members of every group of flattened device ids are proven equal."""
@@ -220,6 +287,8 @@ class Judgement:
       mesh: axis sizes in order, None where no mesh is known.
       partitions, replicas: how many devices it is for.
       opaque: the opaque calls that have no usable rule, each once.
+      promises: path and sharding of each output, None for one of which they aren't known (a token);
+        None where the program does not say.
     """
 
     module: hm.Module
@@ -229,6 +298,7 @@ class Judgement:
     partitions: int
     replicas: int
     opaque: tuple[hs.Blocker, ...]
+    promises: tuple[tuple[str, str] | None, ...] | None = None
 
     def __repr__(self) -> str:
         counts = [(len(self._of(verdict)), verdict) for verdict in VERDICTS]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrules.hlo.known import exact, ranges
+from shardrules.hlo.known import evening, exact, ranges
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Exact, Started
 from shardrules.hlo.known.values import ELEMENTWISE, LOCAL, Values
@@ -137,7 +137,8 @@ def _same(proof: Proof, computation, position, instruction, operands, guard):
     if not operands:
         return 0
     if len(operands) > 1:
-        return proof.values.with_state(operands[0], proof.values.merged(operands[1:]))
+        others = proof.values.merged(operands[1:])
+        return proof.values.with_state(operands[0], proof.values.states.evened(others))
     return operands[0]
 
 
@@ -155,7 +156,24 @@ def _applier(proof: Proof, computation, position, instruction, operands, guard):
     own = proof.reach.applied(instruction)
     if own:
         return proof.values.blocked(f"{instruction.opcode} applies {own}", operands)
-    return proof.values.merged(operands)
+    state = proof.values.merged(operands)
+    several = instruction.shape.elements is not None
+    # Half of what a reduction of several arrays is given are the values that it starts from.
+    count = len(operands) // 2 if instruction.opcode == "reduce" else len(operands)
+    if several and not proof.values.vary_alike(operands[:count]):
+        return proof.values.states.evened(state)
+    called = [proof.module.computations[name] for name in instruction.calls]
+    if any(evening.rounds(c.instructions[c.root].opcode, instruction.shape) for c in called):
+        return proof.values.states.evened(state)
+    return state
+
+
+def _evening(proof: Proof, computation, position, instruction, operands, guard):
+    """Evaluate a function of its operands at the same places that may make them equal."""
+    value = proof.values.general(computation, instruction, operands)
+    if not value or isinstance(value, Exact) or not evening.cancels(computation, instruction):
+        return value
+    return proof.values.evened(value)
 
 
 def _strange(proof: Proof, computation, position, instruction, operands, guard) -> int:
@@ -224,6 +242,7 @@ def _async_start(proof: Proof, computation, position, instruction, operands, gua
 
 _BY_OPCODE: dict[str, Any] = {
     **dict.fromkeys((*ELEMENTWISE, *LOCAL)),
+    **dict.fromkeys(evening.HANDLED, _evening),
     "parameter": PARAMETER,
     "iota": _iota,
     "concatenate": _mixed,

@@ -49,6 +49,7 @@ def judge(
     parameter_shardings: Sequence[str | None] | None = None,
     own_mesh: Mapping[str, int] | None = None,
     unpartitioned: bool = False,
+    output_shardings: Sequence[tuple[str, str] | None] | None = None,
 ) -> Judgement:
     """Judge every collective of a module.
 
@@ -61,6 +62,8 @@ def judge(
         none in the text.
       own_mesh: the mesh that the program itself was made with, where no mesh is told.
       unpartitioned: take a module, too, in which the partitioner's collectives don't stand yet.
+      output_shardings: path and HLO sharding of each output, ``("['w']", "{replicated}")``; taken
+        from the text's last instruction if None.
 
     Raises:
       HloSyntaxError: the text can't be read, or the groups of a collective don't fit the module.
@@ -91,7 +94,7 @@ def judge(
         with parser.uncollected():
             values = inputs.parameter_values(module, states, parameter_shardings)
             proof = replication.prove(module, registry, values, states, axes)
-            judge = _Judge(module, proof, named)
+            judge = _Judge(module, proof, named, inputs.promises(module, output_shardings))
             found = judge.judgement()
             if told is not None:
                 judge.check_mesh(values)
@@ -123,7 +126,8 @@ def _rules(registry: Any) -> Any:
 
 
 class _Judge:
-    def __init__(self, module: hm.Module, proof: Proof, mesh: hd.Mesh | None):
+    def __init__(self, module: hm.Module, proof: Proof, mesh: hd.Mesh | None, promises: Any):
+        self.promises = promises
         self.module = module
         self.proof = proof
         self.states = proof.values.states
@@ -156,6 +160,7 @@ class _Judge:
             self.relations.partitions,
             self.relations.replicas,
             tuple(opaque),
+            self.promises,
         )
 
     def check_mesh(self, parameters: Sequence[Any]) -> None:

@@ -19,14 +19,18 @@ _ATTRIBUTES = "frontend_attributes={"
 
 
 def told(
-    module: Module, mesh: Mapping[str, int] | None, shardings: Sequence[str | None] | None
+    module: Module,
+    mesh: Mapping[str, int] | None,
+    shardings: Sequence[str | None] | None,
+    outputs: Sequence[str | None] | None = None,
 ) -> str:
-    """Return a module's text with its mesh, and shardings of parameters that have none in it.
+    """Return a module's text with its mesh, and shardings of what has none in it.
 
     Args:
       module: a parsed module.
       mesh: axis names and sizes in the order of the devices, None where it isn't known.
       shardings: by parameter number, None where they aren't known.
+      outputs: of each array that it returns; None where they aren't known.
     """
     text = module.text
     added: list[tuple[int, str]] = []
@@ -43,6 +47,11 @@ def told(
     for parameter, sharding in zip(module.entry.parameters, shardings or ()):
         if sharding is not None and parameter.attribute("sharding") is None:
             added.append((parameter.inner[1] + 1, f", sharding={sharding}"))
+    root = module.entry.instructions[module.entry.root]
+    if outputs and None not in outputs and root.attribute("sharding") is None:
+        shown = ", ".join(map(str, outputs))
+        shown = shown if root.shape.elements is None else f"{{{shown}}}"
+        added.append((root.inner[1] + 1, f", sharding={shown}"))
     for place, what in sorted(added, reverse=True):
         text = text[:place] + what + text[place:]
     return text

@@ -92,6 +92,22 @@ class Relations:
             known = self._refined[key] = self.intern(joined)
         return known
 
+    def coarsen(self, a: int, b: int) -> int:
+        """Combine: devices are equal if they are so under either, or by way of others."""
+        if a == b or EQUAL in (a, b):
+            return min(a, b)
+        if DISTINCT in (a, b):
+            return b if a == DISTINCT else a
+        labels = lowest = self._arrays[a]
+        while True:
+            for by in (self._arrays[b], self._arrays[a]):
+                least = np.full(self.device_count, self.device_count, np.int64)
+                np.minimum.at(least, by, lowest)
+                lowest = least[by]
+            if (lowest == labels).all():
+                return self.intern(lowest)
+            labels = lowest
+
     def refines(self, fine: int, coarse: int) -> bool:
         """Tell whether devices that are equal under ``fine`` are so under ``coarse``."""
         return self.refine(fine, coarse) == fine

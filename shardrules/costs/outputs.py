@@ -1,0 +1,138 @@
+"""Outputs that their shardings call replicated, and that are not proven so: a missing reduction.
+
+Each device then holds data of its own under the name of one array, and a state that is carried
+from step to step drifts apart. An output *differs* where it is computed from different data by
+steps that keep data different (``hlo.known.evening`` says which do); else it is *unproven*.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from shardrules import hlo
+from shardrules.costs import donation
+from shardrules.errors import HloError
+from shardrules.hlo.proof.judgement import Broken
+from shardrules.hlo.reader import notations, shardings
+
+__all__ = ["Unequal", "find", "name", "tiles"]
+
+_SHOWN = 8  # device groups that are listed
+
+
+@dataclasses.dataclass(frozen=True)
+class Unequal:
+    """An output that is called replicated and not proven equal.
+
+    Attributes:
+      kind: ``differs`` or ``unproven``.
+      name: by its path in the program's result, ``"output['w']"``.
+      shape: on one device.
+      axes: the mesh axes along which it is not proven, None where they aren't known.
+      over: these, or the devices that are called equal, for people.
+      reason: why it may differ.
+      carried: the argument in whose memory it is written; empty where there is none.
+      advice: what to type.
+    """
+
+    kind: str
+    name: str
+    shape: str
+    axes: tuple[str, ...] | None
+    over: str
+    reason: str
+    carried: str
+    advice: str
+
+    @property
+    def what(self) -> str:
+        """Name it, and say what it is called."""
+        return f"{self.name}, {self.shape}: called {self.over}, not proven equal"
+
+    @property
+    def because(self) -> str:
+        """Say why, and what that leads to."""
+        if not self.carried:
+            return self.reason
+        return (
+            f"{self.reason}; it is written into the memory of {self.carried}, so that the devices' "
+            "copies drift apart from step to step"
+        )
+
+
+def name(path: str) -> str:
+    """Name an output by its path, ``"['w']"``; the lone one by nothing."""
+    return f"output{path}"
+
+
+def tiles(judgement: hlo.Judgement, text: str) -> tuple[int, ...] | None:
+    """Give the tile that a sharding promises to each partition; None where it promises nothing.
+
+    Raises:
+      NotationError: it can't be read, or is for other devices.
+    """
+    found = shardings.read_sharding(text, judgement.partitions).tiles
+    alone = found is not None and len(set(found)) == len(found) and judgement.replicas == 1
+    return None if alone else found
+
+
+def find(judgement: hlo.Judgement) -> list[Unequal]:
+    """List the outputs that are called replicated and not proven so, those that differ first.
+
+    Args:
+      judgement: of a program whose outputs' shardings are known; of others there is no promise.
+    """
+    carried: dict[int, str] = {}
+    found = []
+    for number, (output, promise) in enumerate(zip(judgement.outputs, judgement.promises or ())):
+        if promise is None:
+            continue
+        try:
+            promised = tiles(judgement, promise[1])
+        except notations.NotationError:
+            continue  # nobody knows what it promises
+        broken = None if promised is None else output.broken(promised)
+        if broken is None:
+            continue
+        carried = carried or _carried(judgement)
+        found.append(_unequal(output, promise[0], broken, carried.get(number, "")))
+    return sorted(found, key=lambda one: one.kind)
+
+
+def _unequal(output: hlo.Output, path: str, broken: Broken, carried: str) -> Unequal:
+    shown = " ".join("{" + ",".join(map(str, g)) + "}" for g in broken.groups[:_SHOWN])
+    over, advice = (
+        f"equal on devices {shown}",
+        "reduce it before it is returned, or give it the out_specs that it has",
+    )
+    if broken.axes:
+        over = f"replicated over {{{', '.join(broken.axes)}}}"
+        advice = (
+            f"jax.lax.psum (or pmean) it over {', '.join(map(repr, broken.axes))} before it is "
+            "returned, or name the axes in its out_specs"
+        )
+    reason = broken.reason
+    if broken.differs:
+        along = f" over {', '.join(broken.axes)}" if broken.axes else " on these devices"
+        reason += f", and no reduction{along} stands on the way"
+    if output.blockers:
+        names = [b.kernel for b in output.blockers if b.kernel]
+        advice = (
+            f"shardrules.register({names[0]!r}, shardrules.no_communication), if that holds"
+            if names
+            else "give the call a rule"
+            if any(b.target for b in output.blockers)
+            else "pass the jax.stages.Compiled, or give its arguments shardings"
+        )
+    kind = "differs" if broken.differs else "unproven"
+    return Unequal(kind, name(path), str(output.shape), broken.axes, over, reason, carried, advice)
+
+
+def _carried(judgement: hlo.Judgement) -> dict[int, str]:
+    """Name the argument in whose memory each output is written, by the output's number."""
+    try:
+        leaves = donation.read(judgement.module)
+    except HloError:
+        return {-1: ""}
+    tokens = sum(str(output.shape) == "token[]" for output in judgement.outputs)
+    return {-1: "", **{tokens + int(x.output): x.path for x in leaves if x.status == "aliased"}}

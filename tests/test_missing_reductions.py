@@ -1,0 +1,165 @@
+"""Reports, exit codes and allowances of outputs that are called replicated and differ."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules
+from shardrules import errors, report, testing
+from shardrules.costs import findings
+from shardrules.report import several
+
+SCRIPT = """
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+mesh = jax.make_mesh((8,), ("data",))
+def step(w, x):
+    value, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return {"loss": jax.lax.pmean(value, "data"), "w": w - 0.1 * REDUCE(grad)}
+f = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(),
+                          check_vma=False), donate_argnums=0)
+put = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+f(put(jnp.ones((8, 8)), P()), put(jnp.ones((16, 8)), P("data")))
+"""
+BLOCK = """\
+outputs called replicated that are not proven equal:
+  differs: output['w'], f32[8,8]: called replicated over {data}, not proven equal
+    because parameter 1 (x) is sharded over data, and no reduction over data stands on the way; it \
+is written into the memory of w, so that the devices' copies drift apart from step to step
+    to do: jax.lax.psum (or pmean) it over 'data' before it is returned, or name the axes in its \
+out_specs
+"""
+
+
+def command(*args, cwd):
+    path = os.pathsep.join(filter(None, map(str, sys.path)))
+    return subprocess.run(
+        [sys.executable, "-m", "shardrules", *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "wrong.py").write_text(SCRIPT.replace("REDUCE", ""))
+    (tmp_path / "right.py").write_text(
+        SCRIPT.replace("REDUCE", "(lambda g: jax.lax.pmean(g, 'data'))")
+    )
+    return tmp_path
+
+
+def test_run_and_verify_name_it_and_exit_with_1(script):
+    done = command("run", "--keep", "kept", "wrong.py", cwd=script)
+    assert done.returncode == 1 and BLOCK in done.stderr, done.stderr
+    assert ", 1 finding\n" in done.stderr and "| 1 output differs |" in done.stderr
+    (kept,) = (script / "kept").glob("*.jit_step.hlo")
+    done = command("verify", kept, cwd=script)
+    assert done.returncode == 1 and "  differs: output[1], f32[8,8]: called" in done.stdout
+    assert command("report", kept, cwd=script).returncode == 0
+    allow = "differs output[1]: a copy for each device"
+    done = command("verify", f"--allow={allow}", kept, cwd=script)
+    assert done.returncode == 0 and "    allowed: a copy for each device\n" in done.stdout
+    done = command("verify", "--allow=differs output[0]: no", f"--allow={allow}", kept, cwd=script)
+    assert done.returncode == 1
+    assert "allowances that match nothing:\n  differs output[0]\n" in done.stdout
+
+
+def test_run_is_silent_with_the_reduction_in_its_place(script):
+    done = command("run", "right.py", cwd=script)
+    assert done.returncode == 0 and "no findings" in done.stderr and "differ" not in done.stderr
+
+
+def step(mesh, f, out_specs=P()):
+    specs = (P(), P("data"))
+    inner = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((8, 8), P()), ((16, 8), P("data")))
+    ]
+    return jax.jit(inner), args
+
+
+def differing(w, x):
+    return {"loss": lax.pmean(x.mean(), "data"), "sum": (x @ w).sum()}
+
+
+def test_every_format_puts_it_first(cpu_mesh):
+    f, args = step(cpu_mesh, differing)
+    content = report.content(testing.judge(f, *args), title="step")
+    assert content.headline.endswith("; 1 output differs") and not content.clean
+    title = "Outputs called replicated that are not proven equal"
+    text, markdown, page = (w(content) for w in (report.plain, report.markdown, report.page))
+    assert text.split("\n")[2] == f"{title.lower()}:"
+    assert markdown.split("\n")[4] == f"## {title}"
+    assert "- **differs**: output['sum'], f32[]: called replicated over {data}, not" in markdown
+    assert page.index(title) < page.index("Collectives</h2>")
+    data = json.loads(report.as_json(content))
+    assert [(o["kind"], o["name"], o["axes"]) for o in data["unequal_outputs"]] == [
+        ("differs", "output['sum']", ["data"])
+    ]
+    assert not data["clean"]
+    assert [o["name"] for o in data["outputs"]] == ["output['loss']", "output['sum']"]
+    other, args = step(cpu_mesh, lambda w, x: lax.pmean(x, "data"))
+    clean = report.content(testing.judge(other, *args), title="costly")
+    both = several.gather([clean, content], [1, 1])
+    assert [c.title for c in both.contents] == ["step", "costly"] and not both.clean
+
+
+def test_what_is_unproven_fails_in_strict_mode_alone(cpu_mesh):
+    f, args = step(cpu_mesh, lambda w, x: jnp.isfinite(x).all())
+    judgement = testing.judge(f, *args)
+    content = report.content(judgement)
+    assert content.clean and content.headline.endswith("; 1 output unproven")
+    assert "  unproven: output, pred[]: called replicated over {data}" in report.plain(content)
+    strict = report.content(judgement, strict=True)
+    assert not strict.clean and several.gather([strict], [1]).findings == 1
+    allow = findings.Allowances({"differs output": "all are finite"})
+    assert report.content(judgement, strict=True, allow=allow).clean
+
+
+def test_watch_and_the_assertion_take_the_same_allowances(cpu_mesh):
+    f, args = step(cpu_mesh, differing)
+    put = lambda a: jax.device_put(jnp.ones(a.shape), a.sharding)  # noqa: E731
+    allow = {"differs output['sum']": "each device logs its own"}
+    for known, clean in ((None, False), (allow, True)):
+        jax.clear_caches()
+        with shardrules.watch(allow=known) as seen:
+            f(*map(put, args))
+        (content,) = (one.content for one in seen if one.name == "jit_differing")
+        assert content.clean is clean, str(seen)
+    testing.assert_outputs_replicated(f, *args, allow=allow)
+    with pytest.raises(errors.ReplicationAssertionError, match="1 of 2 outputs"):
+        testing.assert_outputs_replicated(f, *args)
+    with pytest.raises(errors.ReplicationAssertionError, match=r"nothing: differs output\[7\]"):
+        testing.assert_outputs_replicated(f, *args, allow={**allow, "differs output[7]": "?"})
+
+
+def test_text_is_told_what_its_outputs_are(cpu_mesh, tmp_path):
+    f, args = step(cpu_mesh, differing)
+    (tmp_path / "step.hlo").write_text(f.lower(*args).compile().as_text())
+
+    def verify(*flags):
+        done = command("verify", "--mesh=data=4,model=2", *flags, "step.hlo", cwd=tmp_path)
+        return done.returncode, done.stdout + done.stderr
+
+    assert verify()[0] == 0
+    for told in ("{replicated}", "{replicated}; {replicated}"):
+        code, text = verify(f"--outputs={told}")
+        assert code == 1 and "  differs: output[1], f32[]: called replicated over {data}" in text
+        assert "output[0]" not in text
+    assert verify("--outputs={replicated}; {devices=[8]<=[8]}")[0] == 0
+    code, text = verify("--outputs={replicated};{replicated};{replicated}")
+    assert code == 2 and "output_shardings has 3 entries, but module 'jit_differing'" in text
+    code, text = verify("--outputs=replicated")
+    assert code == 2 and "'replicated' is not a sharding; write --outputs='{replicated}'" in text

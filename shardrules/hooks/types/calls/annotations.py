@@ -76,14 +76,15 @@ def check_annotations(
             pending += found
 
 
-def note_results(known: OpaqueCall, results: Any) -> None:
+def note_results(state: State, known: OpaqueCall, results: Any) -> None:
     """Note what JAX returns for a call's outputs, where an annotation of one is contradicted.
 
     Args:
+      state: where contradictions wait for a cast.
       known: the call.
       results: what it returns.
     """
-    for one in known.contradictions:
+    for one in known.contradictions if state.here.contradictions else ():
         one.values.append(weakref.ref(results[one.output]))
 
 
@@ -98,30 +99,32 @@ def note_called(state: State, jaxpr: Any, results: Any) -> None:
       jaxpr: the one that is called.
       results: what the call returns.
     """
+    makers = _makers(jaxpr)
     for variable, result in zip(jaxpr.outvars, results):
-        for one in _origin(state, jaxpr, variable)[0]:
+        for one in _origin(state, jaxpr, makers, variable)[0]:
             one.values.append(weakref.ref(result))
 
 
-def _origin(state: State, jaxpr: Any, variable: Any) -> tuple[Sequence[Contradiction], int | None]:
+def _origin(
+    state: State, jaxpr: Any, makers: dict[Any, Any], variable: Any
+) -> tuple[Sequence[Contradiction], int | None]:
     """Return the contradictions of the kernel's output, or the input, that a variable is made of.
 
     Both are empty where a gradient may flow into more than one of its operands.
     """
     while not hasattr(variable, "val"):
-        if variable in jaxpr.invars:
-            return (), jaxpr.invars.index(variable)
-        eqn = _maker(jaxpr, variable)
+        eqn = makers.get(variable)
         if eqn is None:
-            break
+            inputs = [i for i, one in enumerate(jaxpr.invars) if one is variable]
+            return (), inputs[0] if inputs else None
         at, name = eqn.outvars.index(variable), eqn.primitive.name
         known = state.known_of(eqn.primitive, eqn.params)
         if known is not None:
             return [one for one in known.contradictions if one.output == at], None
-        taken = [i for i, atom in enumerate(eqn.invars) if _is_differentiable(jaxpr, atom)]
+        taken = [i for i, atom in enumerate(eqn.invars) if _is_differentiable(makers, atom)]
         if name in CALLS:
             inner = opened(eqn.params[CALLS[name]])
-            found, i = _origin(state, inner, inner.outvars[at])
+            found, i = _origin(state, inner, _makers(inner), inner.outvars[at])
             if i is None:
                 return found, None
             taken = [i]
@@ -135,14 +138,14 @@ def _origin(state: State, jaxpr: Any, variable: Any) -> tuple[Sequence[Contradic
     return (), None
 
 
-def _maker(jaxpr: Any, variable: Any) -> Any:
-    return next((eqn for eqn in jaxpr.eqns if variable in eqn.outvars), None)
+def _makers(jaxpr: Any) -> dict[Any, Any]:
+    return {variable: eqn for eqn in jaxpr.eqns for variable in eqn.outvars}
 
 
-def _is_differentiable(jaxpr: Any, atom: Any) -> bool:
+def _is_differentiable(makers: dict[Any, Any], atom: Any) -> bool:
     """Whether a gradient may flow into an operand: not into integers, nor what is made of one."""
     while not hasattr(atom, "val") and is_inexact(atom.aval):
-        eqn = _maker(jaxpr, atom)
+        eqn = makers.get(atom)
         if eqn is None or len(eqn.invars) != 1 or len(eqn.outvars) != 1:
             return True
         atom = eqn.invars[0]

@@ -316,7 +316,7 @@ class MeshKernelHooks(Hooks):
                 out_avals = typed(self.door, known, params["out_avals"], tuple(types))
                 params = {**params, "out_avals": out_avals}
         results = rest(primitive, trace, args, params)
-        note_results(known, results)
+        note_results(self.state, known, results)
         return results
 
     def _typed(self, kind: Kind, primitive: Any, evaluate):

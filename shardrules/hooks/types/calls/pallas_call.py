@@ -201,7 +201,7 @@ class PallasHooks(Hooks):
         finally:
             here.outer, here.settled = before
         if kernel.contradictions:
-            note_results(kernel, results)
+            note_results(self.state, kernel, results)
         return results
 
     def _refuse(self, name: str) -> None:

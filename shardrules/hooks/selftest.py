@@ -40,8 +40,11 @@ def bodies() -> Iterator[Body]:
     import jax
     import jax.numpy as jnp
     from jax import lax
+    from jax.experimental import pallas
+    from jax.extend import core
 
     kernel, both = _kernel(), "data model"
+    shape = jax.ShapeDtypeStruct((2, 2), "float32")
     op = jax.custom_vjp(kernel)
     # Its bwd returns this device's share of the cotangent of w: the hooks sum it.
     op.defvjp(
@@ -55,6 +58,15 @@ def bodies() -> Iterator[Body]:
     def cond(x, w):
         return lax.cond(x.sum() > 0, lambda w: w * 2, lambda w: w * 3, w)
 
+    def replayed(x, w):
+        return core.jaxpr_as_fun(jax.make_jaxpr(lambda y: y * w)(w))(x)[0]
+
+    def stored(x, w):
+        def store(ref):
+            ref[...] = x
+
+        return pallas.run_state(store)(w)
+
     yield Body("psum", lambda x, w: lax.psum(x, "data"), "model")
     yield Body("pmean", lambda x, w: lax.pmean(x, "data"), "model")
     yield Body("pmax", lambda x, w: lax.pmax(x, ("data", "model")), "")
@@ -67,7 +79,10 @@ def bodies() -> Iterator[Body]:
     yield Body("scan", scan, both, ("data",))
     yield Body("pallas_call", kernel, both)
     yield Body("custom_vjp", op, both, ("data",))
-    yield Body("ffi_call", lambda x, w: jax.ffi.ffi_call("shardrules_selftest", x)(x), both)
+    yield Body("ffi_call", lambda x, w: jax.ffi.ffi_call("shardrules_selftest", shape)(x), both)
+    yield Body("jvp", lambda x, w: jax.jvp(lambda w: w * 2, (w,), (x,))[0], both)
+    yield Body("jaxpr of w on x", replayed, both)
+    yield Body("run_state", stored, both)
 
 
 def _kernel() -> Callable[[Any, Any], Any]:

@@ -32,8 +32,28 @@ def test_each_jax_that_is_tested_passes():
 @versions.where(versions.types_values)
 def test_without_hooks_it_does_not_pass():
     different = [line.partition(":")[0] for line in selftest.differences(State(Registry()))]
-    assert {"argsort", "cond", "scan", "pallas_call", "custom_vjp"} <= set(different)
+    expected = {"argsort", "cond", "scan", "pallas_call", "custom_vjp", "jvp", "run_state"}
+    assert expected | {"jaxpr of w on x"} <= set(different)
     assert "psum" not in different
+
+
+@versions.where(versions.types_values)
+def test_hooks_that_do_not_act_are_noticed():
+    printed = run_alone("""
+        import importlib
+        import shardrules
+        from shardrules.hooks import selftest
+        install = importlib.import_module("shardrules.hooks.install")
+        for kind in install.TYPES:
+            original, kind.install = kind.install, lambda self, patches: None
+            install.state().hooks.clear()
+            with shardrules.install():
+                if selftest.differences(install.state()):
+                    print(kind.__name__)
+            kind.install = original
+    """)
+    seams = {"Funnel", "PallasHooks", "CustomVjpHooks", "ForwardHooks", "ControlHooks", "RefHooks"}
+    assert seams <= set(printed.split())
 
 
 @versions.where(versions.types_values)

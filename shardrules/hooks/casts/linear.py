@@ -21,11 +21,12 @@ from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, is_inexact, name_of, opened, scan_counts
+from shardrules.hooks.casts.linearity import linear_in, strings
 from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.retyping.equations import transposed_by_jax
 from shardrules.hooks.types.identities import MARK
 
-__all__ = ["CAST", "IDENTITIES", "Graph", "Step", "Unplaceable", "Value", "Where", "strings"]
+__all__ = ["CAST", "IDENTITIES", "Graph", "Step", "Unplaceable", "Value", "Where"]
 
 # The cast from invariant to varying, and what else is its operand with another type.
 CAST = "pvary"
@@ -314,7 +315,8 @@ class Graph:
             value.varying == joined for value in outputs
         )
         named = strings(eqn.params)
-        whole = _holds_functions(eqn) or not transposed_by_jax(eqn.primitive)
+        functions = _holds_functions(eqn) and not self._solves(eqn)
+        whole = functions or not transposed_by_jax(eqn.primitive)
         if whole or self.opaque(eqn):
             step.fixed = None
         elif alike and (refs or not eqn.effects):
@@ -331,6 +333,23 @@ class Graph:
             )
         else:
             step.fixed = None
+
+    def _solves(self, eqn: Any) -> bool:
+        """Whether it is a linear solve by functions that are known to be linear on each device.
+
+        What iterates until it is near enough (cg) is not: shares that cancel would each be solved
+        to a tolerance of their own.
+        """
+        if name_of(eqn) != "custom_linear_solve":
+            return False
+        jaxprs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]
+        return all(
+            one is not None and linear_in(opened(one), opened(one).invars[count:]) == frozenset()
+            for one, count in (
+                (jaxprs.solve, counts.solve),
+                (jaxprs.transpose_solve, counts.transpose_solve),
+            )
+        )
 
     def _take_residuals(self, eqn: Any, where: Where, step: Step) -> None:
         runs = next((value.runs for value in (*step.inputs, *step.outputs)), 1)
@@ -438,16 +457,3 @@ def _holds_functions(eqn: Any) -> bool:
         for value in eqn.params.values()
         for one in (value if isinstance(value, (tuple, list)) else (value,))
     )
-
-
-def strings(params: dict[str, Any]) -> frozenset[str]:
-    """Return the strings among an equation's parameters: mesh axes, if any, are among them."""
-    found: set[str] = set()
-    queue = list(params.values())
-    while queue:
-        one = queue.pop()
-        if isinstance(one, str):
-            found.add(one)
-        elif isinstance(one, (tuple, list, set, frozenset)):
-            queue += one
-    return frozenset(found)

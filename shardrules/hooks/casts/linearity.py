@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardrules.door.jaxprs import CALLS, SUMS, name_of, opened
-from shardrules.hooks.casts.linear import strings
 
-__all__ = ["linear_in"]
+__all__ = ["linear_in", "strings"]
 
 # JAX's primitives that are linear in all operands together, and in any one of them with the
 # others known.
@@ -58,9 +57,24 @@ def linear_in(jaxpr: Any, inputs: Sequence[Any]) -> frozenset[str] | None:
             fine = all(moving)
         elif name in _BILINEAR:
             fine = sum(moving) == 1
+        elif name == "triangular_solve":
+            fine = moving == [False, True]
         else:
             fine = name in _LINEAR_IN_FIRST and moving[0] and not any(moving[1:])
         if not fine:
             return None
         reached.update(eqn.outvars)
     return summed if all(moves(atom) for atom in jaxpr.outvars) else None
+
+
+def strings(params: dict[str, Any]) -> frozenset[str]:
+    """Return the strings among an equation's parameters: mesh axes, if any, are among them."""
+    found: set[str] = set()
+    queue = list(params.values())
+    while queue:
+        one = queue.pop()
+        if isinstance(one, str):
+            found.add(one)
+        elif isinstance(one, (tuple, list, set, frozenset)):
+            queue += one
+    return frozenset(found)

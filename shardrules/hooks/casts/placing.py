@@ -20,6 +20,7 @@ from shardrules.hooks.casts.cheapest import Labels, cheapest, cost, cost_as_trac
 from shardrules.hooks.casts.linear import IDENTITIES, Graph, Step, Unplaceable, Value, Where
 from shardrules.hooks.casts.linearity import linear_in
 from shardrules.hooks.notes import PlacedCast, Placement
+from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import MARK, uncast
@@ -489,4 +490,15 @@ class Body:
                 free | (self.door.axis_type(atom.aval).varying & step.fixed) for atom in eqn.invars
             ]
         operands = [self.read(atom, want, eqn) for atom, want in zip(eqn.invars, wants)]
+        if name_of(eqn) == "custom_linear_solve" and step.fixed is not None:
+            changes = self._retyped(eqn, operands)
         self._done(eqn, operands, **changes)
+
+    def _retyped(self, eqn: Any, operands: list[Any]) -> dict[str, Any]:
+        """Return the parameters of a call of jaxprs that become others with these operands."""
+        retyping = self.writer.hooks.state.of(Retyping)
+        avals = [atom.aval for atom in eqn.invars]
+        call = HigherOrderOp.of(retyping, eqn.primitive, eqn.params, avals)
+        assert call is not None
+        retyped = call.retyped([self.door.axis_type(atom.aval) for atom in operands], None)
+        return {} if retyped is None else retyped.changes

@@ -112,10 +112,13 @@ def test_what_a_wider_cast_makes_is_not_cast_later_as_less(cpu_mesh, hooks):
 def test_a_step_sums_what_is_left_by_itself(cpu_mesh, hooks):
     made = graph(lambda r, t: r * cast(t), cpu_mesh)
     (step,) = made.at.values()
-    step.sums_bytes = {"data": 16, "model": 64}
-    assert step.sums(NONE) == (64, frozenset(bodies.AXES))
-    assert step.sums(frozenset({"model"})) == (16, DATA)
-    assert step.sums(frozenset(bodies.AXES)) == (0, NONE)
+    every = frozenset(bodies.AXES)
+    step.sums, step.moves = [(16, DATA), (64, every), (8, every - DATA)], every
+    assert [*step.left(NONE)] == step.sums
+    assert [*step.left(every - DATA)] == [(16, DATA), (64, DATA)]
+    assert [*step.left(every)] == []
+    step.moves = DATA
+    assert [*step.left(every)] == [(64, every - DATA), (8, every - DATA)]
 
 
 def test_a_ref_that_a_loop_takes_has_no_form(cpu_mesh, hooks):

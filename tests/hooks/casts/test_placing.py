@@ -345,6 +345,43 @@ def test_an_early_cast_is_not_moved_to_where_it_sums_less_precisely(cpu_mesh):
     assert found.before_bytes == found.after_bytes == EACH // 2
 
 
+SOLVES = {
+    "solve": lambda wide: jnp.linalg.solve(3 * jnp.eye(16) + wide[:, :1] * wide[:, :1].T, wide),
+    "inv": lambda wide: jnp.linalg.inv(3 * jnp.eye(16) + jnp.diag(wide[:, 0])) @ wide,
+    "expm": lambda wide: jax.scipy.linalg.expm(0.1 * jnp.diag(wide[:, 0])) @ wide,
+}
+
+
+@pytest.mark.parametrize("name", SOLVES)
+def test_casts_stand_before_a_solve(name, cpu_mesh):
+    """What is solved for is twice as large as what it is made of."""
+
+    def body(w, x):
+        return total(jnp.tile(x[:, :1], (4, 1)) * SOLVES[name](jnp.repeat(w, 2, axis=0)))
+
+    gradient, found = jax.grad(sharded(body, cpu_mesh)), {}
+    for casts in ("late", "cheapest"):
+        with sr.install(casts=casts):
+            jax.clear_caches()
+            found[casts] = jax.jit(gradient).lower(W, X)
+            check_jaxpr(jax.make_jaxpr(gradient)(W, X).jaxpr)
+    assert summed_bytes(found["cheapest"]) == EACH < summed_bytes(found["late"])
+    late, cheapest = (found[casts].compile()(W, X) for casts in found)
+    np.testing.assert_allclose(late, cheapest, rtol=1e-4, atol=1e-5)
+
+
+def test_a_solve_that_iterates_takes_the_whole_cotangent(cpu_mesh):
+    """Shares that cancel would each be solved to a tolerance of their own."""
+
+    def body(w, x):
+        wide = jnp.repeat(w, 2, axis=0)
+        solved, _ = jax.scipy.sparse.linalg.cg(lambda v: 3 * v + v.sum(), wide)
+        return total(jnp.tile(x[:, :1], (4, 1)) * solved)
+
+    (found,) = placements(body, cpu_mesh)
+    assert (found.before_bytes, found.after_bytes) == (2 * EACH, 2 * EACH)
+
+
 def test_parts_of_complex_numbers_are_as_precise(cpu_mesh):
     def body(w, x):
         turned = jnp.fft.fft(w)

@@ -107,7 +107,7 @@ class Generator:
 
         kinds = ["plain"] * 3 + ["integer"] * 2 + ["custom jvp", "axis_index", "vary"]
         if reverse:
-            kinds += ["custom"] * 3 + ["shares"]
+            kinds += ["custom"] * 3 + ["shares"] * 2
         if communicates:
             kinds += ["collective"] * 4
             if reverse:
@@ -137,7 +137,8 @@ class Generator:
         if kind == "vary":
             return Step(kind, pick(1), (choose(SPECS[1:]),))
         if kind == "shares":
-            return Step(kind, pick(2), (choose(["returned", "summed", "already summed"]),))
+            how = choose(["returned", "summed", "already summed", "summed as called"])
+            return Step(kind, pick(2), (how,))
         if kind == "straight":
             return Step(kind, pick(2))
         if kind == "collective":

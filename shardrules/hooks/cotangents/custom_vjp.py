@@ -11,19 +11,46 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from shardrules.door.internals import Door
+from shardrules.door.jaxprs import is_inexact, widened
 from shardrules.door.patching import Patches
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.cotangents.widened import WidenedFwd
+from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, Scope, State
 
-__all__ = ["CustomVjpHooks"]
+__all__ = ["CustomVjpHooks", "FlatBwd", "Run"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatBwd:
+    """A bwd, and what JAX flattens its cotangents with.
+
+    Args:
+      fun: the function.
+      in_tree: the pytree of the primals.
+      in_avals: their avals.
+      trees: the function that JAX hands on from fwd, which returns the outputs' and residuals'.
+      others: what else JAX's function takes.
+      scope: the scope that its forward ran under.
+    """
+
+    fun: Any
+    in_tree: Any
+    in_avals: tuple[Any, ...]
+    trees: Any
+    others: tuple[Any, ...]
+    scope: Scope
+
+
+Run = Callable[[FlatBwd], Any]
+Stage = Callable[[FlatBwd, Run], Any]  # calls what it is given with that bwd, or with another one
 
 
 class CustomVjpHooks(Hooks):
@@ -34,9 +61,6 @@ class CustomVjpHooks(Hooks):
         # From what JAX hands on from fwd to bwd (a function that returns their trees) to fwd,
         # whether that takes gradients, and which of its arguments are perturbed.
         self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-    def see(self, parts: CustomVjpInfo, *args) -> None:
-        """Note that a bwd runs with ``args``, where types are not on avals."""
 
     def install(self, patches: Patches) -> None:
         """Replace the three functions that flatten a custom_vjp's parts."""
@@ -59,14 +83,15 @@ class CustomVjpHooks(Hooks):
             perturbed[:] = [one.perturbed for one in leaves if isinstance(one, kind)]
 
         scoped = self._scoped(fun, self._inside(), gradients, see)
-        if self.state.active and self.door.typed:
-            widened = WidenedFwd(self.door, self.state)
-            flat, trees = widened.flatten(scoped, *rest, **options)
-        else:
-            flat, trees = self.door.flatten_fwd(scoped, *rest, **options)
-        if self.state.active:
-            self._forwards[trees] = scoped, gradients, perturbed
+        if not self.state.active:
+            return self.door.flatten_fwd(scoped, *rest, **options)
+        flat, trees = self._flat_fwd(scoped, *rest, **options)
+        self._forwards[trees] = scoped, gradients, perturbed
         return flat, trees
+
+    def _flat_fwd(self, fwd, *rest, **options):
+        """Return what JAX makes of a fwd: a flat function, and that which returns its trees."""
+        return WidenedFwd(self.door, self.state).flatten(fwd, *rest, **options)
 
     def trees_over(self, trees: Any, axes: frozenset[str]) -> Any:
         """Return the trees of a fwd that ran with its primals cast to vary over ``axes`` too."""
@@ -75,23 +100,31 @@ class CustomVjpHooks(Hooks):
             self._forwards[widened] = self._forwards[trees]
         return widened
 
-    def parts(self, bwd: Any, in_tree: Any, in_avals: Any, trees: Any) -> CustomVjpInfo:
-        """Return what a bwd belongs to, as JAX flattens it."""
-        fwd, gradients, perturbed = self._forwards.get(trees, (None, (), ()))
-        name, place = self.door.function_name(bwd), self.door.function_place(bwd)
-        return CustomVjpInfo(name, fwd, gradients, perturbed, in_tree, tuple(in_avals), place)
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What is done around each run of a bwd, outermost first."""
+        return self._widen, self._type
 
-    def _flatten_bwd(self, fun, *rest):
-        bwd, scope = fun, self._inside()
-        if scope.active:
-            parts = self.parts(bwd, *rest[:3])
-            if self.door.typed:
-                bwd = self.door.transformation(self._run_bwd)(bwd, scope, parts)
-            else:  # matched where replication sets are known: hooks/sets/rep.py
-                bwd = self.door.scoped(
-                    bwd, self.state.enter, scope, functools.partial(self.see, parts)
-                )
-        return self.door.flatten_bwd(bwd, *rest)
+    def _flatten_bwd(self, fun, in_tree, in_avals, trees, *others):
+        flat = self.door.flatten_bwd(fun, in_tree, in_avals, trees, *others)
+        scope = self._inside()
+        if not scope.active:
+            return flat
+        bwd = FlatBwd(fun, in_tree, tuple(in_avals), trees, others, scope)
+
+        def run(stages, bwd, args):
+            if stages:
+                return stages[0](bwd, lambda bwd: run(stages[1:], bwd, args))
+            rest = bwd.in_tree, bwd.in_avals, bwd.trees, *bwd.others
+            return self.door.flatten_bwd(bwd.fun, *rest).call_wrapped(*args)
+
+        return self.door.wrapped(lambda *args: run(self.stages, bwd, args), flat)
+
+    def parts(self, bwd: FlatBwd) -> CustomVjpInfo:
+        """Return what a bwd belongs to."""
+        fwd, gradients, perturbed = self._forwards.get(bwd.trees, (None, (), ()))
+        name, place = self.door.function_name(bwd.fun), self.door.function_place(bwd.fun)
+        return CustomVjpInfo(name, fwd, gradients, perturbed, bwd.in_tree, bwd.in_avals, place)
 
     def _inside(self) -> Scope:
         """Return the scope of fwd and bwd: the innermost reverse pass is not through these."""
@@ -117,7 +150,65 @@ class CustomVjpHooks(Hooks):
             context.enter_context(self.state.recording_gradients(gradients))
         return context
 
-    # bwd is traced when the scope that its forward ran under has closed.
+    # The stages of a bwd, which is traced when the scope that its forward ran under has closed.
+
+    def _widen(self, bwd: FlatBwd, run: Run) -> Any:
+        """Ask bwd for the cotangents of primals that vary more than those it was traced for."""
+        with self.state.of(Retyping).inside_bwd() as (axes, by_cast):
+            if not axes:
+                return run(bwd)
+            avals = tuple(self._wider(aval, axes) for aval in bwd.in_avals)
+            shares = self.door.transformation(self._shares)(bwd.fun, self.parts(bwd), axes, by_cast)
+            trees = self.trees_over(bwd.trees, by_cast)
+            return run(dataclasses.replace(bwd, fun=shares, in_avals=avals, trees=trees))
+
+    def _wider(self, aval: Any, axes: frozenset[str]) -> Any:
+        return self.door.with_axis_type(aval, widened(self.door.axis_type(aval), axes))
+
+    def _shares(self, fun, parts, axes, by_cast, *args):
+        """Run a bwd; of a cotangent that is the full sum, give each device its part.
+
+        A bwd that was written for an invariant primal may reduce its cotangent. The primal's cast
+        stands before the branch now, and its psum adds up what the devices return.
+
+        Raises:
+          CotangentError: a cotangent varies as its primal does after that cast, and may be the full
+            sum all the same: it is made of a residual whose type alone varies.
+        """
+        import jax
+
+        if by_cast:
+            avals = tuple(self._wider(aval, by_cast) for aval in parts.in_avals)
+            parts = dataclasses.replace(parts, fwd_avals=avals)
+        bwd = Bwd(self, fun, parts, args)
+        cotangents = bwd.cotangents() if by_cast else fun(*args)
+
+        def one(path, index, value):
+            if isinstance(value, self.door.SymbolicZero) or not is_inexact(value):
+                return value
+            aval = parts.in_avals[index]
+            have = self.door.axis_type(self.door.typeof(value))
+            want = self.door.cotangent_type(aval)
+            share = by_cast & have.varying - want.varying - want.unreduced
+            equal = share and share - bwd.differs(path)  # it varies by the cast alone
+            share -= equal
+            if share:
+                bwd.check_share(Cotangent(path, index, have, want), share)
+            whole = axes - self.door.axis_type(aval).axes - have.axes | equal
+            if not whole:
+                return value
+            of_device = bwd.share(path, whole) if by_cast else None
+            if of_device is not None:
+                return self.door.cast(of_device, have.vary(*whole))
+            order = tuple(a for a in self.door.manual_axes() if a in whole)
+            return self.door.cast(value / jax.lax.psum(1, order), have.vary(*whole))
+
+        return parts.each(cotangents, one)
+
+    def _type(self, bwd: FlatBwd, run: Run) -> Any:
+        """Give each cotangent its primal's type."""
+        typed = self.door.transformation(self._run_bwd)(bwd.fun, bwd.scope, self.parts(bwd))
+        return run(dataclasses.replace(bwd, fun=typed))
 
     def _run_bwd(self, bwd, scope, parts, *args):
         with self._enter(parts.name, scope):
@@ -129,33 +220,20 @@ class CustomVjpHooks(Hooks):
             return self._match(run, parts, cotangents)
 
     def _match(self, bwd, parts, cotangents):
-        """Give each cotangent its primal's type; what can't be matched is left to JAX's errors."""
+        """Give each cotangent its primal's type."""
         import jax
 
-        tree = jax.tree_util
-        if isinstance(cotangents, list):
-            cotangents = tuple(cotangents)
-        is_none = lambda x: x is None  # noqa: E731
-        primals = parts.primals()
-        try:
-            tree.tree_map(lambda ct, primal: ct, cotangents, primals, is_leaf=is_none)
-        except (ValueError, TypeError):
-            return cotangents
-
-        def one(path, ct, stand_in):
-            # None stands for a whole subtree of the primals; what stands for no leaf of theirs
-            # (a cotangent for an argument that is None) JAX drops.
-            index = parts.position(stand_in)
-            if ct is None or index is None or getattr(ct, "dtype", None) == jax.dtypes.float0:
-                return ct
+        def one(path, index, value):
+            if getattr(value, "dtype", None) == jax.dtypes.float0:
+                return value
             primal = parts.in_avals[index]
-            if isinstance(ct, self.door.SymbolicZero):  # zero varies over whatever it has to
+            if isinstance(value, self.door.SymbolicZero):  # zero varies over whatever it has to
                 return self.door.SymbolicZero(
-                    self.door.with_axis_type(ct.aval, self.door.cotangent_type(primal))
+                    self.door.with_axis_type(value.aval, self.door.cotangent_type(primal))
                 )
-            return self._cotangent(path, index, ct, primal, bwd)
+            return self._cotangent(path, index, value, primal, bwd)
 
-        return tree.tree_map_with_path(one, cotangents, primals, is_leaf=is_none)
+        return parts.each(cotangents, one)
 
     def _cotangent(self, path, index, value, primal, bwd):
         import jax

@@ -58,6 +58,29 @@ class CustomVjpInfo:
         """Return which leaf a stand-in stands for; None for what is none."""
         return self._stand_ins.get(id(stand_in), (None, None))[0]
 
+    def each(self, cotangents: Any, function: Callable[[Any, int, Any], Any]) -> Any:
+        """Apply a function to each cotangent's pytree path, its primal's index, and itself.
+
+        Not to a None, which stands for a whole subtree of the primals, nor to a cotangent for an
+        argument that is None, which JAX drops. Leave mismatches to JAX.
+        """
+        import jax
+
+        tree, is_none = jax.tree_util, lambda x: x is None
+        if isinstance(cotangents, list):
+            cotangents = tuple(cotangents)
+        primals = self.primals()
+        try:
+            tree.tree_map(lambda value, primal: value, cotangents, primals, is_leaf=is_none)
+        except (ValueError, TypeError):
+            return cotangents
+
+        def one(path, value, stand_in):
+            index = self.position(stand_in)
+            return value if value is None or index is None else function(path, index, value)
+
+        return tree.tree_map_with_path(one, cotangents, primals, is_leaf=is_none)
+
     def to_cast(self, door: Door, axes: frozenset[str]) -> str:
         """Say what to do where bwd is not the user's to change: cast before the call."""
         names = ", ".join(map(repr, sorted(axes)))

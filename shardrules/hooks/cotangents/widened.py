@@ -3,11 +3,7 @@
 What fwd saves may hold a function that JAX differentiated: ``jax.vjp``'s pullback sums over the
 devices what is invariant, and does so wherever bwd calls it. In a branch that some devices take
 only, that sum waits for the others for good. So fwd is traced with the types that its primals have
-there, and what it saves is each device's own.
-
-JAX traces fwd when it is differentiated, and tells it which tangents are not zero. These marks, and
-no others, reach it through whatever stands between: ``jit``, ``vmap``, another trace. They are part
-of the key by which JAX keeps what it traced.
+there (``retyping/marks.py``), and what it saves is each device's own.
 """
 
 from __future__ import annotations
@@ -17,30 +13,7 @@ from typing import Any
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import widened
 
-__all__ = ["Mark", "WidenedFwd"]
-
-
-class Mark:
-    """Whether a tangent is not zero, and over which axes its primal was cast to vary.
-
-    Args:
-      nonzero: whether it is not zero, or such a mark.
-      axes: mesh axes.
-    """
-
-    def __init__(self, nonzero: Any, axes: frozenset[str]):
-        self.nonzero = bool(nonzero)
-        self.axes = axes | getattr(nonzero, "axes", frozenset())
-
-    def __bool__(self) -> bool:
-        return self.nonzero
-
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, Mark) and (self.nonzero, self.axes) == (other.nonzero, other.axes)
-        return same
-
-    def __hash__(self) -> int:
-        return hash((self.nonzero, self.axes))
+__all__ = ["WidenedFwd"]
 
 
 class WidenedFwd:

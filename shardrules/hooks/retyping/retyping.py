@@ -9,9 +9,9 @@ that have become needless go, and no code of the user's runs twice.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
@@ -28,12 +28,9 @@ from shardrules.door.jaxprs import (
     widened,
 )
 from shardrules.door.patching import Patches
-from shardrules.errors import AxisError, CotangentError
-from shardrules.hooks.cotangents.bwd import Bwd
-from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
-from shardrules.hooks.cotangents.refusals import Cotangent
-from shardrules.hooks.cotangents.widened import Mark
+from shardrules.errors import AxisError
 from shardrules.hooks.retyping.equations import Equation
+from shardrules.hooks.retyping.marks import Mark
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.opaque import types_of
 from shardrules.registry.axistypes import AxisType, show_axes
@@ -49,37 +46,7 @@ class Retyping(Hooks):
         self._replayed: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
-        """Let a bwd be asked for cotangents of wider primals than it was traced for."""
-        owner, name = self.door.owner("flatten_bwd")
-        previous = getattr(owner, name)  # another hook's, by now
-
-        def flatten(fun, *rest):
-            flat = previous(fun, *rest)
-            if not self.state.active:
-                return flat  # else what is traced outside of shard_map may be run inside
-            in_tree, in_avals, trees, *others = rest
-
-            def wider(axes, by_cast):
-                hooks = self.state.of(CustomVjpHooks)
-                parts = hooks.parts(fun, in_tree, in_avals, trees)
-                avals = [self._wider(aval, axes) for aval in in_avals]
-                shares = self.door.transformation(self._shares)(fun, parts, axes, by_cast)
-                return previous(shares, in_tree, avals, hooks.trees_over(trees, by_cast), *others)
-
-            return self.door.transformation(self._run_bwd)(flat, wider)
-
-        patches.attribute(owner, name, flatten)
-
-    def _wider(self, aval: Any, axes: frozenset[str]) -> Any:
-        return self.door.with_axis_type(aval, widened(self.door.axis_type(aval), axes))
-
-    def _run_bwd(self, flat, wider, *args):
-        axes, by_cast = self.state.here.primals_over
-        if not axes:
-            return flat(*args)
-        # Not those of what bwd itself differentiates.
-        with self.state.locally(primals_over=(frozenset(), frozenset())):
-            return wider(axes, by_cast).call_wrapped(*args)
+        """Replace nothing: what is retyped is asked for."""
 
     def run_bwd(
         self, bwd: Any, axes: frozenset[str], args: Sequence[Any], by_cast: bool = False
@@ -103,65 +70,20 @@ class Retyping(Hooks):
         with self.state.locally(primals_over=(known - axes, cast - axes)):
             return callable_of(bwd)(*args)
 
-    def _shares(self, fun, parts, axes, by_cast, *args):
-        """Run a bwd; of a cotangent that is the full sum, give each device its part.
-
-        A bwd that was written for an invariant primal may reduce its cotangent. The primal's cast
-        stands before the branch now, and its psum adds up what the devices return.
-
-        Raises:
-          CotangentError: a cotangent varies as its primal does after that cast, and may be the full
-            sum all the same: it is made of a residual whose type alone varies.
-        """
-        import jax
-
-        if by_cast:
-            avals = tuple(self._wider(aval, by_cast) for aval in parts.in_avals)
-            parts = dataclasses.replace(parts, fwd_avals=avals)
-        bwd = Bwd(self, fun, parts, args)
-        cotangents = bwd.cotangents() if by_cast else fun(*args)
-
-        def one(path, ct, stand_in):
-            index = parts.position(stand_in)
-            if (
-                index is None
-                or ct is None
-                or isinstance(ct, self.door.SymbolicZero)
-                or not is_inexact(ct)
-            ):
-                return ct
-            aval = parts.in_avals[index]
-            have = self.door.axis_type(self.door.typeof(ct))
-            want = self.door.cotangent_type(aval)
-            share = by_cast & have.varying - want.varying - want.unreduced
-            equal = share and share - bwd.differs(path)  # it varies by the cast alone
-            share -= equal
-            if share:
-                bwd.check_share(Cotangent(path, index, have, want), share)
-            whole = axes - self.door.axis_type(aval).axes - have.axes | equal
-            if not whole:
-                return ct
-            of_device = bwd.share(path, whole) if by_cast else None
-            if of_device is not None:
-                return self.door.cast(of_device, have.vary(*whole))
-            order = tuple(a for a in self.door.manual_axes() if a in whole)
-            return self.door.cast(ct / jax.lax.psum(1, order), have.vary(*whole))
-
-        if isinstance(cotangents, list):
-            cotangents = tuple(cotangents)
-        try:
-            return jax.tree_util.tree_map_with_path(
-                one, cotangents, parts.primals(), is_leaf=lambda x: x is None
-            )
-        except CotangentError:
-            raise
-        except (TypeError, ValueError):  # another structure than the primals': JAX refuses it
-            return cotangents
-
     @property
     def over(self) -> frozenset[str]:
         """The axes over which the primals of the bwd that runs here vary too."""
         return self.state.here.primals_over[0]
+
+    @contextlib.contextmanager
+    def inside_bwd(self) -> Iterator[tuple[frozenset[str], frozenset[str]]]:
+        """Yield the axes of the bwd that runs here, which are not those of what it differentiates.
+
+        Those over which its primals vary too, and of these the ones over which they were cast.
+        """
+        over = self.state.here.primals_over
+        with self.state.locally(primals_over=(frozenset(), frozenset())):
+            yield over
 
     # What is chosen.
 

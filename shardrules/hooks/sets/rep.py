@@ -22,7 +22,7 @@ from shardrules.door.jaxprs import inner_jaxprs, is_inexact
 from shardrules.door.patching import Patches
 from shardrules.errors import RuleError
 from shardrules.hooks.cotangents.bwd import Bwd
-from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
+from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks, FlatBwd, Run
 from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.sets.calls import SetPallasHooks, SetPrimitiveHooks
@@ -31,7 +31,7 @@ from shardrules.hooks.types.calls.opaque import OpaqueCall, resolve
 from shardrules.hooks.types.redundant_casts import leave_out_zeros
 from shardrules.registry.axistypes import AxisType, Effect, Resolution
 
-__all__ = ["SetHooks"]
+__all__ = ["SetHooks", "SetVjpHooks"]
 
 
 # JAX's own, whose tables say less: a maximum within groups is each group's, and a generator without
@@ -87,6 +87,24 @@ class _Bwd(Bwd):
         return self.run.primals
 
 
+class SetVjpHooks(CustomVjpHooks):
+    """The hooks of ``jax.custom_vjp`` where cotangents are matched by replication sets."""
+
+    @property
+    def stages(self):
+        """What is done around each run of a bwd, outermost first."""
+        return (self._see,)
+
+    def _flat_fwd(self, fwd, *rest, **options):
+        return self.door.flatten_fwd(fwd, *rest, **options)
+
+    def _see(self, bwd: FlatBwd, run: Run) -> Any:
+        """Run bwd in its scope, and show what it is called with."""
+        see = functools.partial(self.state.of(SetHooks).see, self.parts(bwd))
+        scoped = self.door.scoped(bwd.fun, self.state.enter, bwd.scope, see)
+        return run(dataclasses.replace(bwd, fun=scoped))
+
+
 class SetHooks(Hooks):
     """The hooks of ``jax.experimental.shard_map``'s tables."""
 
@@ -94,7 +112,7 @@ class SetHooks(Hooks):
         super().__init__(door, state)
         self.pallas = state.of(SetPallasHooks)
         self.primitives = state.of(SetPrimitiveHooks)
-        self.custom_vjp = state.of(CustomVjpHooks)
+        self.custom_vjp = state.of(SetVjpHooks)
         # A user's primitive carries nothing from the rewrite, which runs in the scope of the trace,
         # to the check, which runs at its end, outside every op.
         self._rewritten: dict[tuple[str, str], OpaqueCall] = {}
@@ -137,7 +155,6 @@ class SetHooks(Hooks):
         patches.attribute(*door.owner("rule_missing"), self._missing)
         patches.attribute(*door.owner("rewrite_bwd"), self._rewrite_bwd)
         patches.attribute(*door.owner("match_replication"), self._match_replication)
-        patches.attribute(self.custom_vjp, "see", self._see)
 
     # The two tables.
 
@@ -317,7 +334,7 @@ class SetHooks(Hooks):
 
         return self.door.wrapped(run, rewritten)
 
-    def _see(self, parts: CustomVjpInfo, *args) -> None:
+    def see(self, parts: CustomVjpInfo, *args) -> None:
         """Note what a bwd belongs to, and how its outputs' cotangents arrive."""
         running = self.state.here.running
         # Once: what bwd differentiates may have a bwd of its own, which runs inside of it.

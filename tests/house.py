@@ -19,7 +19,34 @@ ARROWS = {
     "arguments": {"errors"},
     "registry": {"arguments", "errors"},
     "door": {"errors", "registry"},
-    "hooks": {"arguments", "errors", "registry", "door"},
+    # Inside of hooks, from what is below to what installs all of it.
+    "hooks": {"hooks.install", "hooks.sharded"},
+    "hooks.notes": set(),
+    "hooks.sharded": set("door errors".split()),
+    "hooks.state": set("door errors registry hooks.notes".split()),
+    "hooks.types": set("door errors registry hooks.notes hooks.state".split()),
+    "hooks.retyping": set("door errors registry hooks.notes hooks.state hooks.types".split()),
+    "hooks.cotangents": set(
+        "door errors registry hooks.notes hooks.state hooks.types hooks.retyping".split()
+    ),
+    "hooks.casts": set(
+        "door errors registry hooks.notes hooks.state hooks.types hooks.retyping hooks.cotangents".split()
+    ),
+    "hooks.sets": set(
+        "door errors registry hooks.notes hooks.state hooks.types hooks.cotangents".split()
+    ),
+    "hooks.selftest": set("door registry hooks.sharded hooks.state".split()),
+    "hooks.install": set(
+        "arguments door errors registry hooks.state hooks.types hooks.retyping hooks.cotangents "
+        "hooks.casts hooks.sets hooks.selftest".split()
+    ),
+    "hooks.explain": set(
+        "arguments door errors registry hooks.notes hooks.state hooks.types hooks.install".split()
+    ),
+    "hooks.user_casts": set(
+        "arguments door errors registry hooks.notes hooks.types hooks.install".split()
+    ),
+    "hooks.processes": set("arguments door errors registry hooks.install".split()),
     "pallas": {"errors", "registry", "door"},
     "hlo.reader": {"arguments", "errors"},
     "hlo.known": {"errors", "hlo.reader"},

@@ -21,7 +21,11 @@ from shardrules.hooks import selftest
 
 @pytest.fixture(autouse=True)
 def without_compilers(monkeypatch):
-    """None is loaded: that takes long, and not all environments have one."""
+    """None is loaded: that takes long, and not all environments have one.
+
+    An op that another test declared keeps the hooks, which stand in the place of JAX's functions.
+    """
+    sr.install().uninstall(ops=True)
     monkeypatch.setattr(aot, "missing_plugin", lambda name: None)
     monkeypatch.setattr(
         doctor, "_ABSENT", {"tpu": ("v5e:2x4", lambda: None), "gpu": ("8 h100", lambda: None)}

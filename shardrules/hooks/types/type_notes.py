@@ -127,7 +127,7 @@ class TypeNoteHooks(Hooks):
             names.update(entry if isinstance(entry, tuple) else (entry,))
         return self.door.axis_type(self.door.typeof(value)).varying - names
 
-    def _specs_error(self, function, mesh, tree, specs, fails):
+    def _specs_error(self, f, mesh, tree, specs, fails):
         """Write JAX's text, which it does once shard_map's bind has failed, and what was noted."""
         here = self.state.here
         (causes, outputs), here.refused = here.refused, ("", None)
@@ -135,13 +135,13 @@ class TypeNoteHooks(Hooks):
         varying = [getattr(one, "varying", one) if _fails(one) else frozenset() for one in fails]
         own = _of_outputs(fails, tree.num_leaves, outputs and outputs.wide)
         if own is None:
-            name = self.door.function_name(function)
+            name = self.door.function_name(f)
             return (
                 f"{_FROM}shard_map applied to the function {name!r} was given out_specs "
                 "which require replication, and one of its outputs varies over "
                 f"{show_axes(frozenset().union(*varying))}{causes}"
             )
-        text = self.door.specs_error(function, mesh, tree, specs, fails[own])
+        text = self.door.specs_error(f, mesh, tree, specs, fails[own])
         if len(fails) != tree.num_leaves:
             text = f"{text}\n{_text(tree, varying[own])}"
         return text + causes

@@ -172,6 +172,16 @@ def test_jax_internals_stand_behind_the_door_alone(path):
     assert [line for line in private_names(path.read_text()) if cited not in line] == []
 
 
+def test_the_form_of_the_check_is_chosen_once():
+    """Replication sets or axis types: install() chooses the hooks, and nothing else asks."""
+    asking = {
+        str(path.relative_to(PACKAGE)): path.read_text().count("door.typed")
+        for path in FILES
+        if "door.typed" in path.read_text()
+    }
+    assert asking == {"hooks/install.py": 1}
+
+
 @pytest.mark.parametrize("path", USERS, ids=lambda p: p.name)
 def test_examples_are_of_every_jax(path):
     assert list(private_names(path.read_text())) == []

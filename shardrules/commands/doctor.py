@@ -102,8 +102,10 @@ def _trouble() -> str:
         door = internals.load()
         if door.untested:
             print(f"JAX {door.version} is {door.untested}")
-        if not door.typed:
-            print("self-test: not run, it is for JAX 0.6 and newer")
+        try:
+            door.need_types("the self-test")
+        except UnsupportedJaxError as error:
+            print(f"self-test: not run; {error}")
             return ""
         different = selftest.differences(state())
         count = sum(1 for _ in selftest.bodies())

@@ -103,6 +103,26 @@ class Door:
             getattr(spec, "reduced", frozenset()) or frozenset(),
         )
 
+    def axes_of(self, aval: Any) -> frozenset[str] | None:
+        """Return the axes over which an aval differs; None on a JAX whose avals have no types."""
+        if not self.typed:
+            return None
+        have = self.axis_type(aval)
+        return have.varying | have.unreduced
+
+    def need_types(self, what: str) -> None:
+        """Refuse what asks for the axis type of a value, to JAX 0.5.3.
+
+        Raises:
+          UnsupportedJaxError: values have none.
+        """
+        if not self.typed:
+            raise UnsupportedJaxError(
+                f"{what} needs JAX 0.6 or newer, where values carry axis types, and this is JAX "
+                f"{self.version}",
+                version=self.version,
+            )
+
     def _type(self, mat: Any) -> AxisType:
         return self._types.setdefault(mat, AxisType(mat.varying, mat.unreduced, mat.reduced))
 

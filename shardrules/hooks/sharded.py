@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from shardrules.door import internals
-from shardrules.errors import UnsupportedJaxError
 
 __all__ = ["mesh_without_devices", "shard_map", "varying"]
 
@@ -17,11 +16,7 @@ def varying(value: Any) -> frozenset[str]:
       value: an array inside shard_map.
     """
     door = internals.load()
-    if not door.typed:
-        raise UnsupportedJaxError(
-            f"JAX {door.version} keeps no axis types on values; this needs JAX 0.6 or newer",
-            version=door.version,
-        )
+    door.need_types("hooks.varying")
     return door.axis_type(door.typeof(value)).varying
 
 

@@ -16,7 +16,7 @@ from shardrules.arguments import checked
 from shardrules.door import internals
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import DECLARED
-from shardrules.errors import AxisError, CotangentError, UnsupportedJaxError
+from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.install import held, hold_for_ops, state
 from shardrules.hooks.notes import Claims
 from shardrules.hooks.types.identities import mark, uncast
@@ -140,12 +140,7 @@ def already_summed(ct: Any, *axes: str) -> Any:
 
     door = internals.load()
     named = _axes(door, "already_summed(ct, ...)", axes)
-    if not door.typed:
-        raise UnsupportedJaxError(
-            f"already_summed needs JAX 0.6 or newer, where values carry axis types, and this is "
-            f"JAX {door.version}; let the last step of bwd be the collective, jax.lax.psum",
-            version=door.version,
-        )
+    door.need_types("already_summed (in its place, end bwd with the collective, jax.lax.psum)")
     if not door.checking():
         return ct
     claims = state().scope.claims

@@ -44,7 +44,10 @@ def test_what_a_bug_report_needs(capsys):
     assert f", Python {sys.version.split()[0]}, " in lines[0]
     count = len(list(selftest.bodies())) if versions.types_values() else 0
     tested = (
-        f"{count} programs are as expected" if count else "not run, it is for JAX 0.6 and newer"
+        f"{count} programs are as expected"
+        if count
+        else "not run; the self-test needs JAX 0.6 or newer, where values carry axis types, and "
+        f"this is JAX {jax.__version__}"
     )
     devices = jax.devices()
     assert lines[1:6] == [

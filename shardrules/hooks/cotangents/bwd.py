@@ -34,13 +34,15 @@ class Bwd:
       args: what it was called with: residuals, and the outputs' cotangents.
     """
 
+    refusals_of: type[Refusals] = Refusals
+
     def __init__(self, hooks, bwd, parts: CustomVjpInfo, args):
         self.hooks = hooks
         self.door = hooks.door
         self.bwd = bwd
         self.parts = parts
         self.args = args
-        self.refusals = Refusals(self.door, parts)
+        self.refusals = self.refusals_of(self.door, parts)
         self._traced: Trace | None = None
         self._origins: dict[Any, Origins] = {}
 

@@ -228,10 +228,8 @@ class Origins:
 
     def _constant(self, var: Any) -> Origin:
         """Return the origin of what is closed over; where avals have no types it may differ."""
-        if not self.door.typed:
-            return Origin(axes=self.mesh_axes)
-        have = self.door.axis_type(var.aval)
-        return Origin(axes=have.varying | have.unreduced)
+        axes = self.door.axes_of(var.aval)
+        return Origin(axes=self.mesh_axes if axes is None else axes)
 
     def _equation(self, jaxpr: Any, eqn: Any, operands: list[Origin], place: tuple) -> list[Origin]:
         name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
@@ -263,13 +261,11 @@ class Origins:
         over = named_axes(params)
         if over:
             return self._collective(jaxpr, eqn, operands, joined, over, place)
-        if self.door.typed:  # a draw that differs by device, say
-            entering = frozenset().union(*(self.door.axis_type(a.aval).axes for a in eqn.invars))
-            return [
-                joined.along(self.door.axis_type(var.aval).varying - entering)
-                for var in eqn.outvars
-            ]
-        return [joined] * count
+        # A draw that differs by device, say.
+        entering = frozenset().union(*(self.door.axis_type(a.aval).axes for a in eqn.invars))
+        return [
+            joined.along(self.door.axis_type(var.aval).varying - entering) for var in eqn.outvars
+        ]
 
     def _collective(
         self, jaxpr, eqn, operands, joined, over: frozenset[str], place

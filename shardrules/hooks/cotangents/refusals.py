@@ -11,7 +11,7 @@ from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.suggestions import is_library
 
-__all__ = ["Cotangent", "Refusals", "quoted"]
+__all__ = ["BOTH_USES", "Cotangent", "Refusals", "quoted"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,9 @@ class Cotangent:
         return self.have.varying & self.want.unreduced
 
 
+BOTH_USES = "Where the same function is to sum equal copies of such a primal, as the outer f of "
+
+
 class Refusals:
     """The errors about one bwd's cotangents.
 
@@ -78,49 +81,26 @@ class Refusals:
                 f"jax.lax.pcast(ct, ({names},), to='unreduced') from bwd; if it is the full sum "
                 f"already, return that of ct / jax.lax.axis_size(({names},)).",
             )
-        whole = f"shardrules.already_summed(ct, {names})"
-        share = (
-            "; a bwd that serves varying ones too is to return its share as it is, and this primal "
-            f"to be cast where the function is called, shardrules.vary(x, {names})"
-        )
-        if not self.door.typed:
-            whole, share = f"jax.lax.pmean(ct, ({names},))", ""
         return self._error(
             ct,
             axes,
             f"is {have}, for a primal that asks for {want}. One psum over {{{names}}} is missing "
             "if it is this device's share, and none if it is the full sum already; which of them "
             f"can't be told, because {why}. If it is a share, return jax.lax.psum(ct, ({names},)) "
-            f"from bwd. If it is summed already, return {whole}. Both are for primals that are "
-            f"invariant over {{{names}}}, as here{share}.",
+            f"from bwd. If it is summed already, return {self._whole(names)}. Both are for primals "
+            f"that are invariant over {{{names}}}, as here{self._share(names)}.",
         )
 
     def unmoved(self, ct: Cotangent, axis: str, output: int, why: str) -> CotangentError:
         """Say that each device would get the cotangents of all devices' copies of an output."""
-        casts = (
-            f"\n    each device's own, as with the check off: return shardrules.vary(y, {axis!r}) "
-            "from the function and from its fwd, and reduce it after the call where an invariant "
-            f"value is asked for, as by jax.lax.pmean(y, {axis!r})"
-        )
-        whole = (
-            f"\n    the whole (the primal was reduced before the call): make it of "
-            f"shardrules.vary(ct, {axis!r}) in bwd"
-        )
-        if is_library(self.parts.place):
-            casts = (
-                "\n    each device's own, as with the check off: cast the arguments that the "
-                f"output is made of, shardrules.vary(x, {axis!r})"
-            )
-            whole = ""
-        if not self.door.typed:
-            casts = whole = ""
+        own, whole = self._by_casts(axis)
         return self._error(
             ct,
             frozenset((axis,)),
             f"is made of the cotangent of output {output}, for a primal that varies over "
             f"{{{axis!r}}}. That output is invariant over {{{axis!r}}}, so its cotangent is the "
             f"sum over all devices; {why}, so each device would get the whole sum, where with the "
-            f"check off each gets its own part of it. Say which is meant:{casts}\n    the gradient "
+            f"check off each gets its own part of it. Say which is meant:{own}\n    the gradient "
             f"of a mean or a sum: pass jax.lax.pmean(x, {axis!r}) or jax.lax.psum(x, {axis!r}) for "
             f"that primal{whole}",
         )
@@ -146,15 +126,13 @@ class Refusals:
     def of_others(self, ct: Cotangent, axes: frozenset[str], by: str) -> CotangentError:
         """Say that a device would get the cotangents of other devices' values."""
         names = quoted(axes)
-        cast = f"shardrules.vary(jax.lax.psum(ct, ({names},)), {names})"
-        copies = f"; to keep copies equal, say so by a cast:\n    return ({cast},)"
         return self._error(
             ct,
             axes,
             f"it reduces over {{{names}}} (by {by}), for a primal that varies over {{{names}}} and "
             "that the forward does not move there: other devices' cotangents are those of other "
             "values, and JAX itself sums those of a value that was cast. Return this device's:\n"
-            f"    return (ct,){copies if self.door.typed else ''}",
+            f"    return (ct,){self._copies(names)}",
         )
 
     def lost(self, ct: Cotangent, axes: frozenset[str], lost: frozenset[str], by: str):
@@ -181,17 +159,45 @@ class Refusals:
             want=ct.want,
         )
 
+    # What is said of casts; JAX to 0.5.3 has none, see hooks/sets.
+
+    def _whole(self, names: str) -> str:
+        """Return what passes a full sum on."""
+        return f"shardrules.already_summed(ct, {names})"
+
+    def _share(self, names: str) -> str:
+        """Say what to do where the same bwd serves varying primals, too."""
+        return (
+            "; a bwd that serves varying ones too is to return its share as it is, and this primal "
+            f"to be cast where the function is called, shardrules.vary(x, {names})"
+        )
+
+    def _by_casts(self, axis: str) -> tuple[str, str]:
+        """Say how a cast keeps each device's own cotangent, and how it passes the whole on."""
+        if is_library(self.parts.place):
+            return (
+                "\n    each device's own, as with the check off: cast the arguments that the "
+                f"output is made of, shardrules.vary(x, {axis!r})"
+            ), ""
+        return (
+            f"\n    each device's own, as with the check off: return shardrules.vary(y, {axis!r}) "
+            "from the function and from its fwd, and reduce it after the call where an invariant "
+            f"value is asked for, as by jax.lax.pmean(y, {axis!r})"
+        ), (
+            f"\n    the whole (the primal was reduced before the call): make it of "
+            f"shardrules.vary(ct, {axis!r}) in bwd"
+        )
+
+    def _copies(self, names: str) -> str:
+        """Say how equal copies are kept equal."""
+        cast = f"shardrules.vary(jax.lax.psum(ct, ({names},)), {names})"
+        return f"; to keep copies equal, say so by a cast:\n    return ({cast},)"
+
     def _for_both(self, names: str) -> str:
         """Say what to do where one function sums shares at one use, and equal copies at another."""
-        use = "Where the same function is to sum equal copies of such a primal, as the outer f of "
-        if not self.door.typed:  # nothing can be cast there
-            return (
-                f"{use}f(f(x)) does, call another one there, whose bwd counts the copies:\n"
-                f"    return (ct * jax.lax.psum(1, ({names},)),)"
-            )
         return (
-            f"{use}f(f(x)) does, cast it at the call, f(shardrules.vary(x, {names})): then these "
-            "forms are right for both uses."
+            f"{BOTH_USES}f(f(x)) does, cast it at the call, f(shardrules.vary(x, {names})): then "
+            "these forms are right for both uses."
         )
 
 

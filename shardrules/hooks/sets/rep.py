@@ -26,6 +26,7 @@ from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks, FlatBwd, Run
 from shardrules.hooks.cotangents.refusals import Cotangent
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.sets.calls import SetPallasHooks, SetPrimitiveHooks
+from shardrules.hooks.sets.refusals import SetRefusals
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.opaque import OpaqueCall, resolve
 from shardrules.hooks.types.redundant_casts import leave_out_zeros
@@ -68,6 +69,8 @@ class _Run:
 
 class _Bwd(Bwd):
     """A bwd whose cotangents' types are known from replication sets."""
+
+    refusals_of = SetRefusals
 
     def __init__(self, hooks: CustomVjpHooks, run: _Run):
         super().__init__(hooks, lambda *args: tuple(run.call(*args)), run.parts, run.args)

@@ -81,6 +81,7 @@ class _Here(threading.local):
       gradients: where it is noted that a custom_vjp's forward takes gradients, or None.
       transposing: whether a linear program is being transposed whose casts were looked at.
       transposed_in: the trace in which a cond's transpose is bound, or None.
+      transposed: the branches of that cond before.
       widened: the axes over which a custom_vjp's primals were cast, whose trees are asked for.
       primals_over: the axes over which the primals of the bwd that runs vary too, and of these the
         ones over which they were cast.
@@ -103,6 +104,7 @@ class _Here(threading.local):
     gradients: list[None] | None = None
     transposing: bool = False
     transposed_in: Any = None
+    transposed: tuple[Any, ...] = ()
     widened: frozenset[str] = frozenset()
     primals_over: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     batched: list[Any] | None = None

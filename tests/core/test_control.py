@@ -394,3 +394,49 @@ def test_gradients_of_what_is_invariant_are_refused_where_devices_part(program, 
     with sr.install(), pytest.raises(AxisError, match=what) as error:
         jax.eval_shape(over_rows(program, None, cpu_mesh), X, W)
     assert "shardrules.vary(x, 'data'), which gives each device its own" in str(error.value)
+
+
+def quantizing(by):
+    """Return a custom_vjp whose bwd rounds its cotangent by a scale that devices agree on."""
+    op = jax.custom_vjp(scaled)
+
+    def bwd(saved, g):
+        x, w = saved
+        scale = by(jnp.abs(lax.stop_gradient(x)).max())
+        return jnp.round(g * jnp.sin(w) / scale) * scale, g * x * jnp.cos(w)
+
+    op.defvjp(lambda x, w: (scaled(x, w), (x, w)), bwd)
+    return op
+
+
+SCALES = {
+    "pmax": lambda s: lax.pmax(s, "data"),
+    "all_gather": lambda s: lax.all_gather(s, "data").max(),
+}
+
+
+@versions.where(versions.types_values)
+@pytest.mark.parametrize("name", SCALES)
+def test_what_a_bwd_communicates_in_one_branch_is_refused(name, cpu_mesh):
+    """Not a sum that could stand after the branches; it would wait for good, too."""
+    with sr.install(), pytest.raises(AxisError, match=f"a bwd communicates .{name}") as error:
+        jax.make_jaxpr(gradient(over_rows(in_one, quantizing(SCALES[name]), cpu_mesh)))(X, W)
+    assert "or call that function outside of the branches." in str(error.value)
+
+
+@versions.where(versions.types_values)
+def test_what_all_branches_communicate_stays(cpu_mesh):
+    with sr.install():
+        f = gradient(over_rows(in_both, quantizing(SCALES["pmax"]), cpu_mesh))
+        assert str(jax.make_jaxpr(f)(X, W)).count("pmax") == 2
+
+
+@versions.where(versions.types_values)
+def test_what_a_user_communicates_in_a_branch_is_theirs_in_the_gradient_too(cpu_mesh):
+    def program(op, x, w):
+        moved = lambda: lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(4)])  # noqa: E731
+        return lax.cond(x[0] > 0, moved, lambda: x * w)
+
+    with sr.install():
+        f = gradient(over_rows(program, None, cpu_mesh))
+        assert "ppermute" in str(jax.make_jaxpr(f)(X, W))

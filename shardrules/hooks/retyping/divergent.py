@@ -9,11 +9,20 @@ sum of a gradient they didn't write.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import KERNELS, SUMS, inner_jaxprs, is_transposed, named_axes, opened
+from shardrules.door.jaxprs import (
+    CASTS,
+    KERNELS,
+    SUMS,
+    inner_jaxprs,
+    is_transposed,
+    name_of,
+    named_axes,
+    opened,
+)
 from shardrules.door.patching import Patches
 from shardrules.errors import AxisError
 from shardrules.hooks.state import State
@@ -42,7 +51,8 @@ class Divergent:
                 patches.entry(table, cond, functools.partial(self._transpose, table[cond]))
 
     def _transpose(self, rule, *args, **params):
-        with self.state.locally(transposed_in=self.door.trace_here.trace):
+        trace = self.door.trace_here.trace
+        with self.state.locally(transposed_in=trace, transposed=params["branches"]):
             return rule(*args, **params)
 
     def check(self, trace: Any, over: frozenset[str], jaxprs: Sequence[Any], what: str) -> None:
@@ -58,68 +68,97 @@ class Divergent:
           AxisError: naming the sum, and what to write.
         """
         is_backward = trace is self.state.here.transposed_in
-        seen = [self._sums(jaxpr, over, is_backward) for jaxpr in jaxprs]
+        waits = self._waits(over) if is_backward else _sums
+        seen = [self._waiting(jaxpr, over, is_backward, waits) for jaxpr in jaxprs]
         found = next(filter(None, seen), None)
         is_loop = "while_loop" in what
         if found is None or not is_loop and all(_kinds(one) == _kinds(found) for one in seen):
             return
-        place = self.door.source_line(_first(found).source_info)
-        axes = named_axes(_first(found).params) & over
+        first = _first(found)
+        place = self.door.source_line(first.source_info)
+        axes = named_axes(first.params) & over
+        does = "sums" if _sums(first) else f"communicates ({name_of(first)})"
         names = ", ".join(map(repr, sorted(axes)))
         apart = ", ".join(map(repr, sorted(over)))
         whose = "a bwd" if is_backward else "a gradient that is taken there"
         own = (
-            "return this device's share from bwd, without that sum (the hooks sum it after the "
-            "branches)"
+            "call that function outside of the branches"
+            if not _sums(first)
+            else "return this device's share from bwd, without that sum (the hooks sum it after "
+            "the branches)"
             if is_backward
             else f"differentiate what varies, shardrules.vary(x, {names}), which gives each device "
             "its own gradient, or take it before"
         )
         raise AxisError(
             f"{what} varies over {show_axes(over)}, so that devices along them run different "
-            f"{'numbers of steps' if is_loop else 'branches'}, and {whose} sums over "
+            f"{'numbers of steps' if is_loop else 'branches'}, and {whose} {does} over "
             f"{show_axes(axes)}{f' (at {place})' if place else ''}, which not all of them reach: "
             f"the others would wait for good. Make the predicate the same on all devices, with "
             f"jax.lax.pmax over ({apart},), or {own}.",
             axes=axes,
         )
 
-    def _sums(self, jaxpr: Any, over: frozenset[str], everywhere: bool) -> list[Any]:
+    def _waits(self, over: frozenset[str]) -> Callable[[Any], bool]:
+        """Return what tells the collectives that a bwd put into the branches that are transposed.
+
+        Where the branches held collectives of their own, theirs are transposed with them, and
+        nothing tells these from a bwd's. Sums are never theirs: a psum's transpose is a cast.
+        """
+        branches = map(opened, self.state.here.transposed)
+        own = any(True for one in branches for _ in _found(one, over, True, _communicates))
+        return _sums if own else _communicates
+
+    def _waiting(
+        self, jaxpr: Any, over: frozenset[str], everywhere: bool, waits: Callable[[Any], bool]
+    ) -> list[Any]:
         jaxpr = opened(jaxpr)
-        if not any(True for _ in _found(jaxpr, over, everywhere)):
+        if not any(True for _ in _found(jaxpr, over, everywhere, waits)):
             return []
         # An unused cotangent's sum is dropped by XLA, too.
         used = self.door.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
-        return [*_found(used, over, everywhere)]
+        return [*_found(used, over, everywhere, waits)]
 
 
-def _found(jaxpr: Any, over: frozenset[str], everywhere: bool) -> Iterator[Any]:
-    """Yield the sums over some of ``over``, in their order; those in a call as (equation, list).
+def _sums(eqn: Any) -> bool:
+    return eqn.primitive.name in SUMS
+
+
+def _communicates(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    return name != "axis_index" and name not in CASTS and bool(named_axes(eqn.params))
+
+
+def _found(
+    jaxpr: Any, over: frozenset[str], everywhere: bool, waits: Callable[[Any], bool]
+) -> Iterator[Any]:
+    """Yield the collectives over some of ``over``, in order; those in a call as (equation, list).
 
     Args:
       jaxpr: without its constants.
       over: mesh axes.
       everywhere: whether all of it is a backward pass's; else what is marked as one.
+      waits: which collectives are meant.
     """
     for eqn in jaxpr.eqns:
         inside = everywhere or is_transposed(eqn)
-        name = eqn.primitive.name
-        if name in SUMS:
+        if waits(eqn):
             if inside and named_axes(eqn.params) & over:
                 yield eqn, []
-        elif name not in KERNELS:
-            inner = [[*_found(one, over, inside)] for one in inner_jaxprs(eqn.params)]
+        elif eqn.primitive.name not in KERNELS:
+            inner = [[*_found(one, over, inside, waits)] for one in inner_jaxprs(eqn.params)]
             if any(inner):
                 yield eqn, inner
 
 
 def _kinds(found: Sequence[Any]) -> list[Any]:
-    """Return what tells sums apart that devices would run instead of each other."""
+    """Return what tells collectives apart that devices would run instead of each other."""
     kinds: list[Any] = []
     for eqn, inner in found:
-        if eqn.primitive.name in SUMS:
+        if not inner:
             forms = [(var.aval.shape, var.aval.dtype) for var in eqn.invars]
-            kinds.append((named_axes(eqn.params), forms))
+            what = "sum" if _sums(eqn) else (eqn.primitive, str(eqn.params))
+            kinds.append((what, named_axes(eqn.params), forms))
         elif eqn.primitive.name in ("scan", "cond"):
             kinds.append((eqn.params.get("length"), [*map(_kinds, inner)]))
         elif eqn.primitive.name == "while":
@@ -130,6 +169,6 @@ def _kinds(found: Sequence[Any]) -> list[Any]:
 
 
 def _first(found: Sequence[Any]) -> Any:
-    """Return the equation of the first sum."""
+    """Return the equation of the first collective."""
     eqn, inner = found[0]
-    return eqn if eqn.primitive.name in SUMS else _first(next(filter(None, inner)))
+    return _first(next(filter(None, inner))) if inner else eqn

@@ -409,9 +409,15 @@ def quantizing(by):
     return op
 
 
+def largest(s):
+    """The largest of all devices', by a kernel (here, for want of devices, of a stand-in)."""
+    return kernels.make_copy(kernels.copy_kernel)(jnp.broadcast_to(s, (4, 2))).max()
+
+
 SCALES = {
     "pmax": lambda s: lax.pmax(s, "data"),
     "all_gather": lambda s: lax.all_gather(s, "data").max(),
+    "pallas_call": largest,
 }
 
 
@@ -419,6 +425,7 @@ SCALES = {
 @pytest.mark.parametrize("name", SCALES)
 def test_what_a_bwd_communicates_in_one_branch_is_refused(name, cpu_mesh):
     """Not a sum that could stand after the branches; it would wait for good, too."""
+    sr.register("copy_kernel", sr.all_gather("data"), replace=True)
     with sr.install(), pytest.raises(AxisError, match=f"a bwd communicates .{name}") as error:
         jax.make_jaxpr(gradient(over_rows(in_one, quantizing(SCALES[name]), cpu_mesh)))(X, W)
     assert "or call that function outside of the branches." in str(error.value)

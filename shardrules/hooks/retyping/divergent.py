@@ -31,6 +31,10 @@ from shardrules.registry.axistypes import show_axes
 __all__ = ["Divergent"]
 
 
+# From an equation to the mesh axes over which it waits for other devices.
+_AxesOf = Callable[[Any], frozenset[str]]
+
+
 class Divergent:
     """Refuses sums that some devices would wait in for good.
 
@@ -68,22 +72,22 @@ class Divergent:
           AxisError: naming the sum, and what to write.
         """
         is_backward = trace is self.state.here.transposed_in
-        waits = self._waits(over) if is_backward else _sums
-        seen = [self._waiting(jaxpr, over, is_backward, waits) for jaxpr in jaxprs]
+        axes_of = self._axes_of(over) if is_backward else _summed
+        seen = [self._waiting(jaxpr, over, is_backward, axes_of) for jaxpr in jaxprs]
         found = next(filter(None, seen), None)
         is_loop = "while_loop" in what
         if found is None or not is_loop and all(_kinds(one) == _kinds(found) for one in seen):
             return
         first = _first(found)
         place = self.door.source_line(first.source_info)
-        axes = named_axes(first.params) & over
-        does = "sums" if _sums(first) else f"communicates ({name_of(first)})"
+        axes = axes_of(first) & over
+        does = "sums" if _summed(first) else f"communicates ({name_of(first)})"
         names = ", ".join(map(repr, sorted(axes)))
         apart = ", ".join(map(repr, sorted(over)))
         whose = "a bwd" if is_backward else "a gradient that is taken there"
         own = (
             "call that function outside of the branches"
-            if not _sums(first)
+            if not _summed(first)
             else "return this device's share from bwd, without that sum (the hooks sum it after "
             "the branches)"
             if is_backward
@@ -99,54 +103,58 @@ class Divergent:
             axes=axes,
         )
 
-    def _waits(self, over: frozenset[str]) -> Callable[[Any], bool]:
-        """Return what tells the collectives that a bwd put into the branches that are transposed.
+    def _axes_of(self, over: frozenset[str]) -> _AxesOf:
+        """Return over which axes an equation waits that a bwd put into the transposed branches.
 
         Where the branches held collectives of their own, theirs are transposed with them, and
         nothing tells these from a bwd's. Sums are never theirs: a psum's transpose is a cast.
         """
         branches = map(opened, self.state.here.transposed)
-        own = any(True for one in branches for _ in _found(one, over, True, _communicates))
-        return _sums if own else _communicates
+        own = any(True for one in branches for _ in _found(one, over, True, self._communicated))
+        return _summed if own else self._communicated
+
+    def _communicated(self, eqn: Any) -> frozenset[str]:
+        """Return the axes over which a collective communicates, or a kernel as its rule says."""
+        known = self.state.known_of(eqn.primitive, eqn.params)
+        if known is None:
+            is_local = eqn.primitive.name == "axis_index" or eqn.primitive.name in CASTS
+            return frozenset() if is_local else named_axes(eqn.params)
+        rule = None if known.found is None else known.found.rule
+        if rule is None or rule.name == "per_device":  # which only asks where it runs
+            return frozenset()
+        effects = rule.effects(len(eqn.outvars) or 1)
+        return frozenset(axis for one in effects or () for axis in one.axes)
 
     def _waiting(
-        self, jaxpr: Any, over: frozenset[str], everywhere: bool, waits: Callable[[Any], bool]
+        self, jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf
     ) -> list[Any]:
         jaxpr = opened(jaxpr)
-        if not any(True for _ in _found(jaxpr, over, everywhere, waits)):
+        if not any(True for _ in _found(jaxpr, over, everywhere, axes_of)):
             return []
         # An unused cotangent's sum is dropped by XLA, too.
         used = self.door.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
-        return [*_found(used, over, everywhere, waits)]
+        return [*_found(used, over, everywhere, axes_of)]
 
 
-def _sums(eqn: Any) -> bool:
-    return eqn.primitive.name in SUMS
+def _summed(eqn: Any) -> frozenset[str]:
+    return named_axes(eqn.params) if eqn.primitive.name in SUMS else frozenset()
 
 
-def _communicates(eqn: Any) -> bool:
-    name = eqn.primitive.name
-    return name != "axis_index" and name not in CASTS and bool(named_axes(eqn.params))
-
-
-def _found(
-    jaxpr: Any, over: frozenset[str], everywhere: bool, waits: Callable[[Any], bool]
-) -> Iterator[Any]:
+def _found(jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf) -> Iterator[Any]:
     """Yield the collectives over some of ``over``, in order; those in a call as (equation, list).
 
     Args:
       jaxpr: without its constants.
       over: mesh axes.
       everywhere: whether all of it is a backward pass's; else what is marked as one.
-      waits: which collectives are meant.
+      axes_of: over which axes an equation waits for other devices.
     """
     for eqn in jaxpr.eqns:
         inside = everywhere or is_transposed(eqn)
-        if waits(eqn):
-            if inside and named_axes(eqn.params) & over:
-                yield eqn, []
+        if inside and axes_of(eqn) & over:
+            yield eqn, []
         elif eqn.primitive.name not in KERNELS:
-            inner = [[*_found(one, over, inside, waits)] for one in inner_jaxprs(eqn.params)]
+            inner = [[*_found(one, over, inside, axes_of)] for one in inner_jaxprs(eqn.params)]
             if any(inner):
                 yield eqn, inner
 
@@ -157,7 +165,7 @@ def _kinds(found: Sequence[Any]) -> list[Any]:
     for eqn, inner in found:
         if not inner:
             forms = [(var.aval.shape, var.aval.dtype) for var in eqn.invars]
-            what = "sum" if _sums(eqn) else (eqn.primitive, str(eqn.params))
+            what = "sum" if _summed(eqn) else (eqn.primitive, str(eqn.params))
             kinds.append((what, named_axes(eqn.params), forms))
         elif eqn.primitive.name in ("scan", "cond"):
             kinds.append((eqn.params.get("length"), [*map(_kinds, inner)]))

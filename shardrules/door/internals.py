@@ -250,12 +250,13 @@ class Door:
             axes=axes,
         )
 
-    def cast_outputs(self, jaxpr: Any, types: Sequence[AxisType]) -> Any:
+    def cast_outputs(self, jaxpr: Any, types: Sequence[AxisType], scope: str = "") -> Any:
         """Return a jaxpr whose outputs have these axis types, by casts at its end.
 
         Args:
           jaxpr: one with or without its constants.
           types: for each output, one that varies over the same axes or over more.
+          scope: the name scope of these casts.
         """
         import jax
 
@@ -269,9 +270,12 @@ class Door:
         if not wide:
             return jaxpr
         outvars = list(inner.outvars)
-        casts = jax.make_jaxpr(lambda *xs: [self.cast(x, types[i]) for x, i in zip(xs, wide)])(
-            *(outvars[i].aval for i in wide)
-        ).jaxpr
+
+        def cast(*values):
+            with jax.named_scope(scope) if scope else contextlib.nullcontext():
+                return [self.cast(x, types[i]) for x, i in zip(values, wide)]
+
+        casts = jax.make_jaxpr(cast)(*(outvars[i].aval for i in wide)).jaxpr
         known = dict(zip(casts.invars, (outvars[i] for i in wide)))
         eqns = [eqn.replace(invars=[known.get(v, v) for v in eqn.invars]) for eqn in casts.eqns]
         for i, var in zip(wide, casts.outvars):

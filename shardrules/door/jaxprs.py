@@ -14,6 +14,7 @@ __all__ = [
     "CALLS",
     "CASTS",
     "DECLARED",
+    "JOINED",
     "KERNELS",
     "SUMS",
     "TO_UNREDUCED",
@@ -23,6 +24,7 @@ __all__ = [
     "gradient_sums",
     "inner_jaxprs",
     "is_declared",
+    "is_in",
     "is_inexact",
     "is_transposed",
     "name_of",
@@ -41,6 +43,9 @@ CASTS = frozenset((*TO_VARYING, *TO_UNREDUCED, "pbroadcast", "preduced"))
 
 # The name scope of a cast that a user wrote with shardrules.vary, in which no other cast stands.
 DECLARED = "shardrules.vary"
+
+# The name scope of a cast that joins a branch's results with those of the others.
+JOINED = "shardrules.joined"
 
 # All-reduces that add.
 SUMS = ("psum", "psum_invariant", "psum2")
@@ -161,7 +166,12 @@ def is_transposed(eqn: Any) -> bool:
 
 def is_declared(eqn: Any) -> bool:
     """Whether an equation is a cast that a user wrote with ``shardrules.vary``."""
-    return any(getattr(m, "name", "") == DECLARED for m in eqn.source_info.name_stack.stack)
+    return is_in(eqn, DECLARED)
+
+
+def is_in(eqn: Any, scope: str) -> bool:
+    """Whether an equation, or what it is the transpose of, stands in a name scope."""
+    return any(getattr(m, "name", "") == scope for m in eqn.source_info.name_stack.stack)
 
 
 def gradient_sums(jaxpr: Any, in_gradient: bool = False) -> frozenset[str]:

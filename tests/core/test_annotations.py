@@ -31,6 +31,12 @@ def annotated(shape, *axes):
 annotates = versions.where(versions.annotates_outputs)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_told_yet():
+    """An op that another test declared keeps the hooks, and with them what was told."""
+    sr.install().uninstall(ops=True)
+
+
 def cast(x, axes):
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, axes, to="varying")
@@ -48,7 +54,6 @@ def copied(mesh, *axes, out_specs=P("data"), kernel=kernels.copy_kernel):
     return versions.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=out_specs)
 
 
-@versions.where(versions.annotates_outputs)
 @annotates
 def test_a_proof_widens_an_annotation_and_the_cast_after_it_does_nothing(cpu_mesh, hooks):
     f = copied(cpu_mesh, "data")
@@ -61,7 +66,6 @@ def test_a_proof_widens_an_annotation_and_the_cast_after_it_does_nothing(cpu_mes
         jax.eval_shape(copied(cpu_mesh, out_specs=P()), X)
 
 
-@versions.where(versions.annotates_outputs)
 @annotates
 def test_a_declared_rule_refuses_an_annotation(cpu_mesh, hooks):
     kernel = sr.no_communication(kernels.copy_kernel)
@@ -71,7 +75,6 @@ def test_a_declared_rule_refuses_an_annotation(cpu_mesh, hooks):
     assert "makes it 'varying over {data}'" in str(caught.value)
 
 
-@versions.where(versions.annotates_outputs)
 @annotates
 def test_a_cast_stays_an_error_without_the_hooks(cpu_mesh):
     f = versions.shard_map(

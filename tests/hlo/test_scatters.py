@@ -57,6 +57,7 @@ def test_a_fusion_for_tpu_is_the_reduce_scatter_that_it_is(name, axis, size, wir
         assert (entry.phase, entry.file, entry.line) == ("forward", "program.py", 12)
 
 
+@pytest.mark.tpu
 def test_what_xla_for_tpu_writes_now_is_no_defensive_psum(tpu_mesh):
     """psum_scatter over model as one fusion, as a reduce-scatter over data: no finding in either."""
     scattered = lambda x: (  # noqa: E731

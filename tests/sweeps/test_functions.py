@@ -120,7 +120,7 @@ def test_it_sees_a_primitive_that_forgets(monkeypatch, fresh):
 
 
 def test_it_sees_a_predicate_that_is_forgotten(monkeypatch, fresh):
-    monkeypatch.setattr(ReplayHooks, "_decides", lambda *args: None)
+    monkeypatch.setattr(ReplayHooks, "_decides", lambda *args: (None, frozenset()))
     found = sweep(named("jax.lax", "lax.cond", "lax.switch"), "value")
     assert set(map(pinned.function, found.wrong)) == {"lax.cond", "lax.switch"}
 

@@ -105,12 +105,13 @@ class CustomVjpHooks(Hooks):
         """What is done around each run of a bwd, outermost first."""
         return self._widen, self._type
 
-    def _flatten_bwd(self, fun, in_tree, in_avals, trees, *others):
-        flat = self.door.flatten_bwd(fun, in_tree, in_avals, trees, *others)
+    def _flatten_bwd(self, fun, *rest):
+        flat = self.door.flatten_bwd(fun, *rest)
         scope = self._inside()
         if not scope.active:
             return flat
-        bwd = FlatBwd(fun, in_tree, tuple(in_avals), trees, others, scope)
+        in_tree, in_avals, trees, *others = rest
+        bwd = FlatBwd(fun, in_tree, tuple(in_avals), trees, tuple(others), scope)
 
         def run(stages, bwd, args):
             if stages:

@@ -15,9 +15,11 @@ from typing import Any
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
     CASTS,
+    JOINED,
     KERNELS,
     SUMS,
     inner_jaxprs,
+    is_in,
     is_transposed,
     name_of,
     named_axes,
@@ -30,6 +32,9 @@ from shardrules.registry.axistypes import show_axes
 
 __all__ = ["Divergent"]
 
+
+# Primitives that name mesh axes and wait for no device along them.
+_LOCAL = CASTS | {"already_summed", "axis_index"}
 
 # From an equation to the mesh axes over which it waits for other devices.
 _AxesOf = Callable[[Any], frozenset[str]]
@@ -117,8 +122,7 @@ class Divergent:
         """Return the axes over which a collective communicates, or a kernel as its rule says."""
         known = self.state.known_of(eqn.primitive, eqn.params)
         if known is None:
-            is_local = eqn.primitive.name == "axis_index" or eqn.primitive.name in CASTS
-            return frozenset() if is_local else named_axes(eqn.params)
+            return frozenset() if eqn.primitive.name in _LOCAL else named_axes(eqn.params)
         rule = None if known.found is None else known.found.rule
         if rule is None or rule.name == "per_device":  # which only asks where it runs
             return frozenset()
@@ -151,7 +155,9 @@ def _found(jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf)
     """
     for eqn in jaxpr.eqns:
         inside = everywhere or is_transposed(eqn)
-        if inside and axes_of(eqn) & over:
+        # What is cast to join a branch is a collective's result, of one that its user wrote there:
+        # inputs were cast before. The sum waits as that one does.
+        if inside and axes_of(eqn) & over and not is_in(eqn, JOINED):
             yield eqn, []
         elif eqn.primitive.name not in KERNELS:
             inner = [[*_found(one, over, inside, axes_of)] for one in inner_jaxprs(eqn.params)]

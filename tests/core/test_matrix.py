@@ -110,12 +110,12 @@ def test_run_with_a_skip_or_without_tests_does_not_count(text, message, tmp_path
 
 
 def test_version_that_ran_a_part_only_is_named(tmp_path):
-    for version, passed in (("0.1", 100), ("0.2", 89), ("0.3", 95)):
+    for version, passed in (("0.1", 100), ("0.2", 79), ("0.3", 95)):
         (tmp_path / f"{version}.json").write_text(
             json.dumps({"jax": version, "passed": passed, "files": matrix.fingerprint()})
         )
     assert matrix.check(tmp_path, ["0.1", "0.2", "0.3"]) == [
-        "JAX 0.2: only 89 of 100 tests passed there"
+        "JAX 0.2: only 79 of 100 tests passed there"
     ]
 
 

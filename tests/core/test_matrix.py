@@ -47,7 +47,12 @@ def test_left_out_tests_are_recorded(tmp_path):
     path = report(tmp_path, PASSED)
     (tmp_path / "report.left_out.json").write_text('["b"]')
     assert matrix.record(tmp_path, jax.__version__, path) == ""
-    assert matrix.check(tmp_path, [jax.__version__]) == ["b runs on none of these JAX versions"]
+    result = json.loads((tmp_path / f"{jax.__version__}.json").read_text())
+    assert result["left_out"] == ["b"]
+    assert matrix.check(tmp_path, [jax.__version__]) == []  # one alone is no table
+    (tmp_path / "0.1.json").write_text(json.dumps({**result, "jax": "0.1"}))
+    versions = [jax.__version__, "0.1"]
+    assert matrix.check(tmp_path, versions) == ["b runs on none of these JAX versions"]
 
 
 MIXED = (

@@ -235,7 +235,7 @@ class State:
 
     @contextlib.contextmanager
     def locally(self, **changes: Any):
-        """Change what stands in ``here``, inside."""
+        """Change fields of ``here`` within the context."""
         before = {name: getattr(self.here, name) for name in changes}
         self.here.__dict__.update(changes)
         try:

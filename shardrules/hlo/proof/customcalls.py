@@ -263,7 +263,7 @@ class _Call:
             self.where = f"{self.op_name} ({line})" if self.op_name else line
 
     def blocker(self, why: str) -> hs.Blocker:
-        """Say what stands in the way of a proof."""
+        """Describe what blocks a proof."""
         name = "" if self.kernel == self.target else f" (kernel {self.kernel!r})"
         shown = f"custom call {self.target!r}{name if self.kernel else ' (kernel without a name)'}"
         return hs.Blocker(f"{shown} {why}", self.kernel, self.target, self.where)

@@ -48,7 +48,7 @@ def told(
         if sharding is not None and parameter.attribute("sharding") is None:
             added.append((parameter.inner[1] + 1, f", sharding={sharding}"))
     root = module.entry.instructions[module.entry.root]
-    # Of a module without a schedule (JAX 0.4.28), a sharding says that it is not partitioned yet.
+    # In a module without a schedule (JAX 0.4.28), a sharding means that it is not partitioned yet.
     is_late = module.header.get("is_scheduled") == "true"
     if is_late and outputs and None not in outputs and root.attribute("sharding") is None:
         shown = ", ".join(map(str, outputs))

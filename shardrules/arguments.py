@@ -98,7 +98,7 @@ def _refuse(f: Callable[..., Any], parameter: inspect.Parameter, hint: Any, valu
 
 
 def _home(f: Callable[..., Any]) -> str:
-    """Give the public module that a function is known by, with a dot."""
+    """Return the public module that exports a function, with a dot."""
     package = f.__module__.partition(".")[0]
     for module in (package, *(f"{package}.{m}" for m in ("testing", "report", "hlo", "aot"))):
         known = sys.modules.get(module)
@@ -126,14 +126,14 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Give what an annotation is at its root, and what stands in its brackets."""
+    """Return the root of an annotation, and what is in its brackets."""
     if isinstance(hint, TypeVar):
         hint = hint.__bound__ or Any
     return typing.get_origin(hint) or hint, typing.get_args(hint)
 
 
 def _by_type(hint: Any) -> bool:
-    """Whether a value's own type tells if it fits: no container's does."""
+    """Whether a value's type alone decides if it fits; no container's does."""
     root, inner = _parts(hint)
     if root in (typing.Union, types.UnionType):
         return all(map(_by_type, inner))

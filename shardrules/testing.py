@@ -188,7 +188,7 @@ _ORDER = ("redundant", "overwide", "unproven", "may hang", "declared", *hints.KI
 
 
 def _listed(found: list[findings.Finding]) -> str:
-    """Describe findings, those that are alike once, and no more than fit on a screen."""
+    """Describe findings, equal ones once, and no more than fit on a screen."""
     same = findings.alike(found)
     lines = [report.describe_finding(*members) for members in same[:_SHOWN]]
     left = same[_SHOWN:]
@@ -360,7 +360,6 @@ def assert_budget(
 
 
 def _no_budget(path, given, now, found, judgement) -> CollectiveAssertionError:
-    """Return the error for a budget that is not there, with what it would hold."""
     now.allow = dict.fromkeys(map(findings.allowance, found), "...")
     reasons = (
         f", once {given} says why each of its findings stays (a new file may hold just the "
@@ -375,7 +374,6 @@ def _no_budget(path, given, now, found, judgement) -> CollectiveAssertionError:
 
 
 def _not_allowed(path, given, bad, judgement) -> CollectiveAssertionError:
-    """Return the error for findings that a budget doesn't allow, with the lines that would."""
     names = dict.fromkeys(map(findings.allowance, bad))
     until = "; until then nothing is written there" if updates.wanted else ""
     return CollectiveAssertionError(

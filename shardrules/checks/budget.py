@@ -29,14 +29,7 @@ _ROW = (
 
 
 class Budget:
-    """What a budget file holds.
-
-    Attributes:
-      level: ``"compiled"`` or ``"logical"``.
-      mesh: ``"data=4,model=2"``, empty where no mesh is known.
-      rows: sums by what, element type and source, as ``comparing.grouped`` gives them.
-      allow: findings that may stay, with reasons.
-    """
+    """The contents of a budget file."""
 
     def __init__(
         self,
@@ -51,7 +44,7 @@ class Budget:
         self.allow = dict(allow or {})
 
     def differences(self, now: Budget) -> list[str]:
-        """Say line by line how another budget differs from this one; allowances don't count."""
+        """List how another budget differs, a line each; allowances are not compared."""
         lines = [
             f"~ {name} is {new or 'not known'}, was {old or 'not known'}"
             for name, old, new in (("level", self.level, now.level), ("mesh", self.mesh, now.mesh))
@@ -61,7 +54,7 @@ class Budget:
 
 
 def root_of(path: pathlib.Path) -> str:
-    """Return the folder that a budget's paths are relative to: the project's that holds it."""
+    """Return the project folder that a budget's paths are relative to."""
     folder = path.resolve().parent
     for parent in (folder, *folder.parents):
         if any(
@@ -72,7 +65,7 @@ def root_of(path: pathlib.Path) -> str:
 
 
 def of(account: accounts.Account, root: str) -> Budget:
-    """Make the budget that a program just meets."""
+    """Return the budget that a program just meets."""
     mesh = ",".join(f"{a}={n}" for a, n in (account.mesh or {}).items())
     return Budget(account.level, mesh, comparing.grouped(account, root))
 
@@ -101,7 +94,7 @@ def dump(budget: Budget) -> str:
 
 
 def allowed(what: str, reason: str) -> str:
-    """Write the entry by which a finding may stay."""
+    """Return the entry that lets a finding stay."""
     return f"[[allow]]\nwhat = {_quoted(what)}\nreason = {_quoted(reason)}\n"
 
 
@@ -111,11 +104,7 @@ def _quoted(text: str) -> str:
 
 
 def load(path: pathlib.Path) -> Budget:
-    """Read a budget.
-
-    Raises:
-      BudgetError: it can't be read; the message says where.
-    """
+    """Read a budget."""
     held = _read(path)
     if held.get("version") != VERSION:
         raise _fail(
@@ -142,11 +131,7 @@ def load(path: pathlib.Path) -> Budget:
 
 
 def allowances(path: pathlib.Path) -> dict[str, str]:
-    """Read what a budget allows, of a file that may hold nothing else.
-
-    Raises:
-      BudgetError: it can't be read.
-    """
+    """Read the allowances of a budget, which may hold nothing else yet."""
     return _allowances(path, _read(path)) if path.exists() else {}
 
 

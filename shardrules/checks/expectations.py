@@ -20,19 +20,16 @@ _NUMBERS = ("count", "bytes", "wire_bytes", "sites")
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """Expectations of one program.
+    """Expectations of one program; ``exact``, or upper bounds."""
 
-    Attributes:
-      numbers: from a selector (``"backward all-reduce(data)"``) to some of ``count``, ``bytes``,
-        ``wire_bytes`` (over all runs of one execution, on one device) and ``sites`` (places).
-      exact: they are met exactly; else from below, and what is not named must not be there.
-    """
-
+    # from a selector (``"backward all-reduce(data)"``) to some of ``count``, ``bytes``,
+    # ``wire_bytes`` (over all runs of one execution, on one device) and ``sites`` (places)
     numbers: Mapping[str, Mapping[str, int]]
+    # they are met exactly; else from below, and what is not named must not be there
     exact: bool = True
 
     def differences(self, account: accounts.Account) -> list[tuple[str, list[accounts.Entry]]]:
-        """List what differs: a line, and the collectives that it is about."""
+        """List each difference: a line, and its collectives."""
         selectors = {text: accounts.Selector.read(text) for text in self.numbers}
         for text, selector in selectors.items():
             selector.check_axes(text, account.mesh)
@@ -140,7 +137,7 @@ def _read(given: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def _platform(name: Any) -> str:
-    """Return what expectations call a platform, of JAX's names for it, too."""
+    """Return our name of a platform, from any of JAX's."""
     if str(name).lower() not in _NAMES:
         raise ShardrulesError(
             f"platform={name!r} is none of {', '.join(PLATFORMS)}"
@@ -151,11 +148,7 @@ def _platform(name: Any) -> str:
 
 
 def for_platforms(expect: Any) -> dict[str, Any]:
-    """Return the expectations for each platform, empty where they are not given so.
-
-    Raises:
-      ShardrulesError: two of them are for one platform, or one is for none.
-    """
+    """Return the expectations of each platform; empty where they are not given by platform."""
     if not isinstance(expect, Mapping) or not any(str(k).lower() in _NAMES for k in expect):
         return {}
     found = {_platform(name): one for name, one in expect.items()}
@@ -165,15 +158,7 @@ def for_platforms(expect: Any) -> dict[str, Any]:
 
 
 def pick(expect: Any, platform: str | None) -> Expected:
-    """Make expectations of what a caller gave, for one platform.
-
-    Args:
-      expect: an Expected, a mapping (exactly these), or one of these for each platform, by name.
-      platform: the program's, None where it isn't known.
-
-    Raises:
-      ShardrulesError: they can't be read, or hold nothing for the platform.
-    """
+    """Return the expectations for one platform (None: not known)."""
     if platform is not None:
         platform = _platform(platform)
     if isinstance(expect, Expected):

@@ -31,7 +31,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Say to assert_budget what was asked for."""
+    """Tell ``updates`` whether budgets are to be rewritten."""
     forced = config.getoption("--update-budgets-in-ci")
     if config.getoption("--update-budgets") and not forced and _in_ci():
         raise pytest.UsageError(
@@ -49,7 +49,7 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
-    """Take it back: a process may run pytest twice."""
+    """Reset it: a process may run pytest twice."""
     updates.wanted = False
 
 
@@ -59,7 +59,7 @@ def _in_ci() -> bool:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
-    """Keep back what a test writes until it has passed, its fixtures' ends included."""
+    """Hold back what a test writes until it has passed, with its fixtures."""
     if updates.wanted:
         _failed.clear()
         updates.wait()
@@ -73,7 +73,7 @@ _failed: list[str] = []
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Note that the test which runs failed, expected or not."""
+    """Note a failure, expected or not."""
     report = (yield).get_result()
     if report.failed or hasattr(report, "wasxfail"):
         _failed.append(report.nodeid)
@@ -81,7 +81,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-    """Give a worker's files to the process that writes the summary (pytest-xdist)."""
+    """Send a worker's file names to the process that prints the summary (pytest-xdist)."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["shardrules_budgets"] = [updates.written, updates.kept]
@@ -89,7 +89,7 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    """Take a worker's files (pytest-xdist)."""
+    """Receive a worker's file names (pytest-xdist)."""
     for mine, theirs in zip(
         (updates.written, updates.kept),
         getattr(node, "workeroutput", {}).get("shardrules_budgets", ()),

@@ -104,7 +104,7 @@ def _place(path: tuple[int, ...]) -> str:
 
 
 def _promised(judgement: hlo.Judgement) -> Iterator[tuple[hlo.Output, str, tuple[int, ...]]]:
-    """List each output that is called replicated, with its name and its tiles."""
+    """Yield each output that its sharding calls replicated, with its name and its tiles."""
     for output, promise in zip(judgement.outputs, judgement.promises or ()):
         if promise is None:
             continue
@@ -121,7 +121,6 @@ def _promised(judgement: hlo.Judgement) -> Iterator[tuple[hlo.Output, str, tuple
 
 
 def _found(judgement: hlo.Judgement) -> list[unequal.Unequal]:
-    """List the outputs that break their promise; raises where one can't be read."""
     list(_promised(judgement))
     return unequal.find(judgement)
 
@@ -136,7 +135,6 @@ def _shown(one: unequal.Unequal) -> str:
 
 
 def _declared(judgement: hlo.Judgement) -> list[str]:
-    """Describe the outputs whose proofs rest on what is only declared."""
     lines = []
     for output, name, tiles in _promised(judgement):
         weak = [s.what for s in findings.unaudited(output.supports)]
@@ -205,7 +203,6 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
 
 
 def _differing(name: str, array: Any) -> list[str]:
-    """Say where the shards of one array differ, if they do."""
     copies: dict[Any, dict[bytes, list[Any]]] = {}
     for shard in array.addressable_shards:
         index = tuple((s.start, s.stop) for s in shard.index)
@@ -240,7 +237,7 @@ def _differing(name: str, array: Any) -> list[str]:
 
 
 def _axes(sharding: Any, bad: Mapping[Any, Mapping[bytes, list[Any]]]) -> list[str]:
-    """Name the mesh axes along which the shards differ; empty where the sharding has no mesh."""
+    """Return the mesh axes along which shards differ; none where the sharding has no mesh."""
     mesh: Any = getattr(sharding, "mesh", None)
     devices = getattr(mesh, "devices", None)
     if devices is None:

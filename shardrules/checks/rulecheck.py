@@ -134,7 +134,7 @@ def _is_float(jax, leaf) -> bool:
 
 
 def _run(jax, f: Callable, values: list, weights: list, floats: tuple[int, ...]) -> tuple:
-    """Return f's leaves on the host, and the gradients of a loss of them by those arguments."""
+    """Return f's outputs, and the gradients of a loss of them, on the host."""
 
     def loss(*arguments):
         leaves = jax.tree_util.tree_leaves(f(*arguments))
@@ -153,7 +153,7 @@ def _run(jax, f: Callable, values: list, weights: list, floats: tuple[int, ...])
 
 
 def _compare_ways(what: str, results: dict[str, Any], rtol: float, drops: bool) -> None:
-    """Compare one result of all ways; with the check off it may differ where a rule drops axes."""
+    """Compare one result; with the check off it may differ where a rule drops axes."""
     off = results.pop("check off")
     _compare(what, results, rtol)
     try:
@@ -165,7 +165,6 @@ def _compare_ways(what: str, results: dict[str, Any], rtol: float, drops: bool) 
 
 
 def _with_gradients(jax, op, gradients: bool) -> Callable:
-    """Return op with the gradients of its floating-point arguments, on one device's blocks."""
 
     def total(*blocks):
         leaves = jax.tree_util.tree_leaves(op(*blocks))
@@ -240,7 +239,7 @@ def _spec_of(number: int, leaf: Any) -> Any:
 
 
 def _types(jax, op, mesh, values, in_specs, out_specs):
-    """Return each output's varying axes under the rule, and out_specs for them."""
+    """Return each output's varying axes under the rule, and matching out_specs."""
     P = jax.sharding.PartitionSpec
     types: list[frozenset[str]] = []
     specs: list[Any] = []
@@ -267,7 +266,7 @@ def _types(jax, op, mesh, values, in_specs, out_specs):
 
 
 def _check_equal(jax, op, mesh, values, in_specs, types) -> None:
-    """Compare, bit by bit, the blocks that the rule says are the same."""
+    """Compare, bit by bit, the blocks that the rule calls equal."""
     import numpy as np
 
     axes = tuple(mesh.axis_names)
@@ -297,7 +296,6 @@ def _check_equal(jax, op, mesh, values, in_specs, types) -> None:
 
 
 def _same_shapes(jax: Any, reference: Callable[..., Any], values: Any, shapes: Any) -> None:
-    """Refuse a reference whose outputs can't be compared with the op's, one by one."""
     __tracebackhide__ = True
     ours, theirs = (
         [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree_util.tree_leaves(tree)]
@@ -312,7 +310,7 @@ def _same_shapes(jax: Any, reference: Callable[..., Any], values: Any, shapes: A
 
 
 def _block_by_block(jax, op, mesh, values, in_specs, out_specs, shapes):
-    """Return op as a function of the global arrays, run for one device after the other."""
+    """Return op as a function of the global arrays that runs for one device after the other."""
     specs, tree = jax.tree_util.tree_flatten(
         out_specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
     )

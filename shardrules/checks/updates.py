@@ -13,13 +13,7 @@ _waiting: dict[pathlib.Path, tuple[str, str]] | None = None
 
 
 def write(path: pathlib.Path, text: str, shown: str) -> None:
-    """Write a budget, within a test when that has passed.
-
-    Args:
-      path: the file.
-      text: all that it is to hold.
-      shown: what its test calls it.
-    """
+    """Write a budget; inside a test, once the test has passed."""
     if _waiting is not None:
         _waiting[path] = (text, shown)
         return
@@ -30,13 +24,13 @@ def write(path: pathlib.Path, text: str, shown: str) -> None:
 
 
 def wait() -> None:
-    """Keep back what is written from now on, until ``settle``."""
+    """Hold back what is written until ``settle``."""
     global _waiting
     _waiting = {}
 
 
 def settle(passed: bool) -> None:
-    """Write what was kept back if its test passed; else leave the files as they were."""
+    """Write what was held back if the test passed."""
     global _waiting
     waiting, _waiting = _waiting or {}, None
     for path, (text, shown) in waiting.items():

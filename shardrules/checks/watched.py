@@ -11,7 +11,7 @@ _KEY = "shardrules"  # of what a process of pytest-xdist sends to the one that r
 
 
 class PytestWatch:
-    """A plugin of pytest; in a process of pytest-xdist it sends what it saw."""
+    """The plugin; in a worker of pytest-xdist it sends what it saw."""
 
     def __init__(self, config: Any):
         from shardrules.watching import programs
@@ -22,13 +22,13 @@ class PytestWatch:
         self._reports: list[dict[str, Any]] = []
 
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
-        """Take what a process of pytest-xdist saw."""
+        """Receive a worker's report (pytest-xdist)."""
         sent = getattr(node, "workeroutput", {}).get(_KEY)
         if sent is not None:
             self._reports.append({**sent, "process": node.gateway.id})
 
     def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
-        """Judge what was compiled here; findings turn a success into exit code 1."""
+        """Judge the programs; findings turn a success into exit code 1."""
         self._seen.__exit__()
         if len(self._seen):
             from shardrules.report import several
@@ -54,5 +54,4 @@ class PytestWatch:
 
 
 def _test() -> str:
-    """Name the test that runs, as pytest tells it."""
     return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]

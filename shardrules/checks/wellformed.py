@@ -17,18 +17,7 @@ _WHAT = "races, memory that is read before it is written, or reads out of bounds
 
 
 def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, values: Any) -> None:
-    """Run an op's kernels in JAX's TPU interpreter, and refuse what it finds.
-
-    Args:
-      run: the op, and its gradient where that is to be looked at, on one device's blocks.
-      blocks: the blocks of the first device.
-      whole: the op inside shard_map, for one that names mesh axes.
-      values: its global arguments.
-
-    Raises:
-      RuleCheckError: a race, memory that was read before it was written and shows in a result,
-        or a read out of bounds.
-    """
+    """Raise on races, uninitialized memory and reads out of bounds, in JAX's TPU interpreter."""
     import jax
 
     try:

@@ -167,11 +167,8 @@ def _added(walk, eqn, frame):
 
 @_for("sc:scatter")
 def _scatter(walk, eqn, frame):
-    """Ask for one order of the sums of one element.
-
-    A subcore's memory of its own gets a program's stores in the program's order; of one store it is
-    the lanes that may meet. (Rounds of a parallel_loop that meet are not well formed.)
-    """
+    # A subcore's own memory receives a program's stores in order; only lanes of one store may meet.
+    # (Rounds of a parallel_loop that meet are not well formed.)
     if not walk.touch(eqn, frame) or not eqn.params.get("add", True):
         return
     ref, _, indices, *_ = eqn.params["tree"].unflatten(eqn.invars)
@@ -209,7 +206,7 @@ def _draw(walk, eqn, frame):
     "jax:random_unwrap",
 )
 def _keyed(walk, eqn, frame):
-    """Take it for a function of its key, but for keys that stand for the device's own generator."""
+    # It is a function of its key, except for a key of the device's own generator.
     atoms = (*eqn.invars, *eqn.outvars)
     kinds = {kind for kind in (walk.names.key_kind(a.aval) for a in atoms) if kind is not None}
     if "stateful" in kinds and eqn.primitive.name == "random_bits" and not frame.seeded:
@@ -222,7 +219,7 @@ def _keyed(walk, eqn, frame):
 
 
 def _copy_operands(eqn: Any) -> tuple[Any, list]:
-    """Return the semaphore at a copy's source, and the devices that it names."""
+    """Return a copy's source semaphore, and the devices that it names."""
     operands = eqn.params["tree"].unflatten(eqn.invars)
     if len(operands) == 9:  # to JAX 0.9 refs and their views stood side by side
         return operands[6], operands[8:]
@@ -230,18 +227,16 @@ def _copy_operands(eqn: Any) -> tuple[Any, list]:
 
 
 def _is_remote(walk: Walk, device: Any) -> bool:
-    """Whether a device id names another device, and not another core of this one.
-
-    JAX takes an axis for the devices' wherever their mesh has one of that name, whatever the grid
-    or the cores' mesh calls its own (0.10.2 and 0.12.0.1).
-    """
+    """Whether a device id names another device, and not another core of this one."""
+    # JAX takes an axis for the devices' if their mesh has one of that name, whatever the grid or
+    # the cores' mesh calls its own (0.10.2 and 0.12.0.1).
     if isinstance(device, dict):
         return not set(device) <= walk.core_axes - walk.names.device_axes()
     return device is not None
 
 
 def _axes_of(device: Any) -> tuple[str, ...]:
-    """Return the mesh axes that a device id names; none where it doesn't say along which it is."""
+    """Return the mesh axes that a device id names, if it names any."""
     names = tuple(device) if isinstance(device, dict) else ()
     return names if all(isinstance(name, str) for name in names) else ()
 

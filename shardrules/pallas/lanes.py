@@ -10,10 +10,8 @@ __all__ = ["lanes_differ"]
 
 
 def lanes_differ(walk: Walk, frame: Frame, atom: Any) -> bool:
-    """Whether a vector is a count of its lanes, plus or minus what is the same in all of them.
-
-    Sums of integers wrap around, which keeps what differs apart.
-    """
+    """Whether a vector is iota plus or minus what is the same in all lanes."""
+    # Sums of integers wrap around, which keeps different values different.
     while True:
         name, eqn = _made_by(walk, frame, atom)
         if name not in ("jax:add", "jax:sub"):

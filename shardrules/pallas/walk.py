@@ -56,7 +56,7 @@ def mesh_axes(mesh: Any) -> tuple[str, ...]:
 
 
 def is_semaphore(aval: Any) -> bool:
-    """Whether a ref is one of semaphores or barriers."""
+    """Whether a ref holds semaphores or barriers."""
     dtype = getattr(aval, "dtype", "")
     if isinstance(dtype, np.dtype):  # JAX's own types are no NumPy types, which write slowly
         return False
@@ -66,27 +66,16 @@ def is_semaphore(aval: Any) -> bool:
 
 @dataclasses.dataclass
 class Buffer:
-    """One piece of memory, under all the names that nested jaxprs give it.
+    """One piece of memory, under all the names that nested jaxprs give it."""
 
-    Args:
-      atomics: the kinds of the atomic operations on it.
-      otherwise: whether anything else reads or stores to it.
-      last: the last atomic operation.
-    """
-
+    # the kinds of the atomic operations on it
     atomics: set[str] = dataclasses.field(default_factory=set)
-    otherwise: bool = False
-    last: Any = None
+    otherwise: bool = False  # whether anything else reads or stores to it
+    last: Any = None  # the last atomic operation
 
 
 class Frame:
-    """One use of one jaxpr.
-
-    Args:
-      jaxpr: the jaxpr.
-      buffers: from variables to the buffers that they stand for, where that is known.
-      seeded: whether a seed was set on every path to here; it stays set.
-    """
+    """One use of a jaxpr; ``seeded`` once a seed was set on every path to here."""
 
     def __init__(self, jaxpr: Any, buffers: dict[Any, Buffer], seeded: bool = False):
         self.jaxpr = jaxpr
@@ -95,30 +84,22 @@ class Frame:
 
     @functools.cached_property
     def used(self) -> set:
-        """The variables that an equation or the jaxpr's result looks at."""
+        """The variables that an equation or the result reads."""
         atoms = (*(a for eqn in self.jaxpr.eqns for a in eqn.invars), *self.jaxpr.outvars)
         return {a for a in atoms if not hasattr(a, "val")}
 
     @functools.cached_property
     def made_by(self) -> dict[Any, Any]:
-        """From each variable that an equation of this jaxpr makes to that equation."""
+        """From each variable to the equation that makes it."""
         return {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
 
     def uses(self, eqn: Any) -> bool:
-        """Whether somebody looks at an equation's results (JAX names swaps' in any case)."""
+        """Whether an equation's results are read."""
         return any(var in self.used for var in eqn.outvars)
 
 
 class Walk:
-    """The walk.
-
-    Args:
-      names: the door to JAX.
-      core_axes: axes of the cores or threads that the kernel runs on.
-      grid_axes: names that its grid has.
-      kernel_place: ``file:line`` of the kernel.
-      actions: what to do with a primitive that needs more than its name, from (walk, eqn, frame).
-    """
+    """The walk over a kernel, on cores or threads of ``core_axes``."""
 
     def __init__(
         self,
@@ -148,7 +129,7 @@ class Walk:
     # Jaxprs.
 
     def name(self, eqn: Any) -> str | None:
-        """Return an equation's primitive as ``family:name``; None for one that is not JAX's."""
+        """Return a primitive as ``family:name``; None if it isn't JAX's."""
         return self.names.known.get(eqn.primitive) or self.names.primitive(eqn.primitive)
 
     def run(self, frame: Frame) -> None:
@@ -187,15 +168,7 @@ class Walk:
         self.block(eqn, reason, communicates and not mine, axes)
 
     def enter(self, jaxpr: Any, frame: Frame, atoms: Iterable[Any], consts: bool = False) -> Frame:
-        """Walk over a jaxpr inside an equation; return its frame.
-
-        Args:
-          jaxpr: the jaxpr, open or closed.
-          frame: the equation's.
-          atoms: what its variables are, in order (constvars first where it is open); None for
-            those that are new or not known.
-          consts: whether ``atoms`` are for its constvars alone.
-        """
+        """Walk over a jaxpr inside an equation; return its frame."""
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         variables = list(inner.invars) if inner is not jaxpr else [*inner.constvars, *inner.invars]
         if consts:  # from JAX 0.12 each jaxpr is closed, and doesn't tell
@@ -224,11 +197,11 @@ class Walk:
         return self._buffers[-1]
 
     def buffer_of(self, frame: Frame, atom: Any) -> Buffer:
-        """Return the buffer that a variable stands for."""
+        """Return a variable's buffer."""
         return frame.buffers.get(atom, self._unknown)
 
     def touch(self, eqn: Any, frame: Frame) -> bool:
-        """Note an equation that reads or stores; return whether all its views are local."""
+        """Note a read or a store; return whether all its views are local."""
         for atom in eqn.invars:
             if self.is_ref(atom):
                 self.buffer_of(frame, atom).otherwise = True
@@ -237,7 +210,7 @@ class Walk:
         return self.is_local(eqn)
 
     def is_local(self, eqn: Any) -> bool:
-        """Check the views of refs in an equation's parameters; block those of other devices."""
+        """Block views of other devices' memory; return whether there are none."""
         trees = [one for value in eqn.params.values() for one in _trees(value)]
         problems = [problem for tree in trees for problem in self._strange_views(tree)]
         for name, remote in problems:
@@ -263,7 +236,7 @@ class Walk:
             yield from self._strange_views(child)
 
     def finish(self) -> None:
-        """Look at what atomic operations share their memory with."""
+        """Block atomic operations on memory that is also used otherwise."""
         for buffer in self._buffers:
             if len(buffer.atomics) > 1 or (buffer.atomics and buffer.otherwise):
                 self.block(
@@ -274,7 +247,6 @@ class Walk:
 
 
 def _trees(value: Any):
-    """Yield the trees that a parameter is or holds."""
     if hasattr(value, "node_data"):
         yield value
     elif isinstance(value, (tuple, list)):

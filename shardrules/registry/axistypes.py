@@ -27,7 +27,7 @@ __all__ = [
 
 
 def _named(axes: Any, call: str = "") -> frozenset[str]:
-    """Return mesh axes as a set; one may stand alone. ``call`` takes them one by one."""
+    """Return mesh axes as a set; one may be given alone. ``call`` takes them one by one."""
     try:
         found = (axes,) if isinstance(axes, str) else tuple(axes)
     except TypeError:  # nothing to iterate over
@@ -47,12 +47,7 @@ def _named(axes: Any, call: str = "") -> frozenset[str]:
 
 
 def one_by_one(call: str, axes: tuple[Any, ...]) -> str:
-    """Return what to type where axes were given in a tuple, a list or a set; empty if they weren't.
-
-    Args:
-      call: the call, with ``...`` where its axes stand.
-      axes: its arguments there.
-    """
+    """Return what to type for axes given in a tuple, a list or a set; empty otherwise."""
     flat: list[Any] = []
     for one in axes:
         if isinstance(one, (set, frozenset)):
@@ -197,7 +192,7 @@ class Effect:
 
 
 def format_effects(effects: Iterable[Effect]) -> str:
-    """Write effects as a tag's text: ``local;join(model)``, one for each output."""
+    """Write effects as the text of a tag: ``local;join(model)``, one for each output."""
     return ";".join(map(str, effects))
 
 
@@ -205,11 +200,7 @@ _EFFECT = re.compile(r"(local|unknown)|(join|exchange|typed)\(([^()]*)\)")
 
 
 def parse_effects(text: str) -> tuple[Effect, ...]:
-    """Read the text that ``format_effects`` writes.
-
-    Raises:
-      RuleError: if the text is not of that form.
-    """
+    """Read the text that ``format_effects`` writes."""
     if not text:
         return ()
     effects = []

@@ -34,10 +34,8 @@ class Binding:
 
 
 def caller_place() -> str:
-    """Return ``file:line`` of the nearest frame outside this package.
-
-    That of a ``with`` is behind contextlib's.
-    """
+    """Return ``file:line`` of the nearest frame outside this package."""
+    # The caller of a ``with`` is behind contextlib.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -48,15 +46,10 @@ def caller_place() -> str:
 
 
 class Declared:
-    """A function with a rule; calls go to ``Declared.caller``, everything else to the function.
+    """A function with a rule; calls go to ``Declared.caller``, everything else to the function."""
 
-    ``caller`` is told from above: what calls an op under its rule needs JAX, and this module runs
-    where none is installed.
-
-    Args:
-      target: the kernel body or op.
-      binding: its rule and where it was declared.
-    """
+    # ``caller`` is set from above: to call an op under its rule takes JAX, which this module does
+    # not need.
 
     caller: Callable[..., Any]
 
@@ -83,11 +76,7 @@ class Declared:
 
 
 def binding_of(function: Any) -> Binding | None:
-    """Return the binding of a function object, looking through ``partial`` and ``wraps``.
-
-    Args:
-      function: anything that was given as a kernel.
-    """
+    """Return a function's binding, looking through ``partial`` and ``wraps``."""
     seen = set()
     while function is not None and id(function) not in seen:
         seen.add(id(function))
@@ -101,15 +90,7 @@ def binding_of(function: Any) -> Binding | None:
 
 
 def declare(target: _F, rule: Any) -> _F:
-    """Bind ``rule`` to the function object ``target``.
-
-    Args:
-      target: a kernel body or an op.
-      rule: a shardrules.Rule.
-
-    Raises:
-      RegistrationError: if target is not callable, or carries another rule already.
-    """
+    """Bind ``rule`` to the function object ``target``."""
     where = caller_place()
     if not callable(target):
         raise RegistrationError(
@@ -142,7 +123,7 @@ def declare(target: _F, rule: Any) -> _F:
 
 
 def declared() -> list[tuple[str, Binding]]:
-    """Return (``module:name``, its binding) of all functions that were declared, sorted."""
+    """Return (``module:name``, binding) of all declared functions, sorted."""
     return [(name, bound) for (name, _), bound in sorted(list(_declared.items()), key=str)]
 
 

@@ -21,35 +21,20 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One thing that two processes may hold differently.
+    """One thing that two processes may hold differently."""
 
-    Args:
-      kind: what it is, for messages: ``rule``, ``rule in scope 1``, ``option``.
-      name: which one of its kind.
-      value: what is compared.
-      where: where it was said, for messages; not compared.
-      ordered: whether its place among those of its kind is compared.
-    """
-
-    kind: str
-    name: str
-    value: str
-    where: str = ""
-    ordered: bool = False
+    kind: str  # what it is, for messages: ``rule``, ``rule in scope 1``, ``option``
+    name: str  # which one of its kind
+    value: str  # what is compared
+    where: str = ""  # where it was said, for messages; not compared
+    ordered: bool = False  # whether its place among those of its kind is compared
 
     def __str__(self) -> str:
         return self.value + (f", at {self.where}" if self.where else "")
 
 
 def entries(registry: Registry) -> list[Entry]:
-    """Return all that a registry holds in this thread, scopes included, and declared functions.
-
-    Args:
-      registry: the declarations.
-
-    Raises:
-      RegistrationError: if the rules that a library ships can't be loaded.
-    """
+    """Return a registry's declarations in this thread, scopes included, and declared functions."""
     found = list(registry.entries())
     # Where a library's rules come from is the same everywhere; when it was imported is not.
     ours = [e for e in found if not e.library]
@@ -71,11 +56,7 @@ def _entry(e: Registration, kind: str, ordered: bool) -> Entry:
 
 
 def written(rule: Rule) -> str:
-    """Return a rule as text: its name, and of a function what it was compiled from.
-
-    Args:
-      rule: the rule.
-    """
+    """Return a rule as text: its name, and a digest of its code if it is a function."""
     if rule.identity is None:
         return rule.name
     code = hashlib.sha256(_text(rule.identity, ()).encode()).hexdigest()
@@ -83,11 +64,9 @@ def written(rule: Rule) -> str:
 
 
 def _text(value: Any, around: tuple[int, ...]) -> str:
-    """Return what a function or a value comes to, without addresses, paths and hash order.
-
-    A function is its code, its defaults, what it closes over, and the globals that its code
-    names; of an object, its type and attributes are compared.
-    """
+    """Return a function or a value as text, without addresses, paths and hash order."""
+    # A function is its code, its defaults, what it closes over, and the globals that its code
+    # names; an object is its type and attributes.
     if isinstance(value, _PLAIN):
         return repr(value)
     if id(value) in around or len(around) > 20:
@@ -132,7 +111,6 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _keyed(listed: Sequence[Entry]) -> dict[tuple[str, str, int], Entry]:
-    """Entries by kind and name, and by number where several share them."""
     found: dict[tuple[str, str, int], Entry] = {}
     for e in listed:
         number = sum(1 for kind, name, _ in found if (kind, name) == (e.kind, e.name))
@@ -141,11 +119,7 @@ def _keyed(listed: Sequence[Entry]) -> dict[tuple[str, str, int], Entry]:
 
 
 def digest(listed: Sequence[Entry]) -> str:
-    """Return a digest of what is compared.
-
-    Args:
-      listed: a process's entries.
-    """
+    """Return a digest of entries."""
     compared = [(e.kind, e.name, e.value) for e in listed]
     return hashlib.sha256(repr(compared).encode()).hexdigest()
 
@@ -153,14 +127,7 @@ def digest(listed: Sequence[Entry]) -> str:
 def differences(
     ours: Sequence[Entry], theirs: Sequence[Entry], us: str, them: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name of each entry that differs, and a line about it.
-
-    Args:
-      ours: one process's entries.
-      theirs: another's.
-      us: what the first is called: ``process 0``.
-      them: what the second is called.
-    """
+    """Yield the name of each entry that differs, and a line about it."""
     left, right = _keyed(ours), _keyed(theirs)
     for key in {**left, **right}:
         mine, other = left.get(key), right.get(key)

@@ -47,7 +47,7 @@ class Registration:
         return any(c in self.name for c in "*?[")
 
     def matches(self, name: str, module: str) -> bool:
-        """Return whether this is for the kernel ``name`` of ``module``, both normalised."""
+        """Whether this is for the kernel ``name`` of ``module``, both normalised."""
         of, _, bare = self.name.rpartition(":")
         if of and not fnmatch.fnmatchcase(module, of):
             return False
@@ -61,14 +61,14 @@ class Registration:
 
 
 def is_redeclaration(known: Registration, entry: Registration) -> bool:
-    """Whether a declaration is that of the same line, which ran before: in a notebook's cell."""
+    """Whether the same line made both declarations: a notebook's cell that runs again."""
     same = known.rule == entry.rule or known.rule.is_written_as(entry.rule)
     return same and (known.where, known.library) == (entry.where, entry.library)
 
 
 @dataclasses.dataclass(frozen=True)
 class Overlay:
-    """The declarations of a ``with rules(...)``; entered again, what was traced under it holds."""
+    """The declarations of one ``with rules(...)``."""
 
     entries: tuple[Registration, ...]
 
@@ -84,15 +84,7 @@ def normalise(name: str) -> str:
 
 
 def matches_op_name(entry: Registration, op_name: str, functions: bool) -> bool:
-    """Whether a declaration is for a call that a compiled text knows by its op_name alone.
-
-    Args:
-      entry: the declaration.
-      op_name: JAX's name for the call.
-      functions: its name may be that of the function whose jit the call stands in, ``jit(name)``,
-        though that may run another kernel; else it is the op_name, or the scope ``name/`` that
-        JAX makes of a kernel's ``name=``, ``jvp(name)/`` and the like in a gradient.
-    """
+    """Whether a declaration matches a call of which a compiled text tells the op_name only."""
     # XLA joins the names of two operations into one; what stands in front is then not its scope.
     scopes = [] if ";" in op_name else re.split(r"/(?![^\[]*\])", op_name)
     names = [op_name]

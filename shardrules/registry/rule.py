@@ -141,7 +141,7 @@ class Rule:
     def kept(
         self, inputs: tuple[AxisType, ...], output_count: int, mesh_axes: tuple[str, ...]
     ) -> Resolution | None:
-        """Return the answer to such a call, if it was given before and can't change."""
+        """Return the kept answer to such a call, if it can't change."""
         return self._resolved.get((inputs, output_count, mesh_axes))
 
     def _resolve(self, context: RuleContext) -> Resolution:
@@ -260,14 +260,9 @@ AnyRule = Rule | Callable[[RuleContext], Any]
 
 
 def as_rule(rule: AnyRule) -> Rule:
-    """Return ``rule`` as a Rule; a callable on a ``RuleContext`` answers for the outputs.
-
-    The callable's inputs are cast to the union of their varying axes. Its output types are
-    believed, and a verdict that rests on them says so.
-
-    Raises:
-      RuleError: if it is neither a Rule nor callable.
-    """
+    """Return ``rule`` as a Rule; a callable answers for the outputs."""
+    # Its inputs are cast to the union of their varying axes. Its output types are believed, and a
+    # verdict that rests on them says so.
     if isinstance(rule, Rule):
         return rule
     if not callable(rule) or isinstance(rule, type):

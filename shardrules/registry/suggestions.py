@@ -16,7 +16,7 @@ _STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib")
 
 
 def is_library(path: str) -> bool:
-    """Whether a source file (or ``file:line``) is of an installed library, or Python's own."""
+    """Whether a source file (or ``file:line``) is an installed library's, or Python's own."""
     parts = os.path.normpath(path).split(os.sep)
     return (
         "site-packages" in parts
@@ -27,7 +27,7 @@ def is_library(path: str) -> bool:
 
 
 def _is_own(place: str) -> bool:
-    """Whether ``file:line`` stands below the working directory or the script's."""
+    """Whether ``file:line`` is below the working directory or the script's."""
     path = os.path.abspath(place.rpartition(":")[0])
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [os.getcwd()] + ([os.path.dirname(os.path.abspath(script))] if script else [])
@@ -36,7 +36,7 @@ def _is_own(place: str) -> bool:
 
 
 def module_at(place: str) -> str:
-    """Return the name of the module whose file ``file:line`` stands in, or an empty one."""
+    """Return the name of the module at ``file:line``, or an empty one."""
     path = place.rpartition(":")[0]
     for name, module in list(sys.modules.items()):
         if path and getattr(module, "__file__", None) == path:
@@ -53,11 +53,7 @@ _LETTERS = 3  # that a pattern keeps: fewer would match what nobody looked at
 
 
 def pattern(kernel: str) -> str:
-    """Return a pattern for a kernel whatever its block sizes are; empty if its name holds none.
-
-    Args:
-      kernel: its name, ``gmm_bm128_bn256``: that becomes ``gmm_bm*_bn*``.
-    """
+    """Return a pattern for all block sizes of a kernel (``gmm_bm*_bn*``), or an empty one."""
 
     def sized(match: re.Match[str]) -> str:
         numbers = re.findall(r"\d+", match[2])
@@ -71,7 +67,7 @@ def pattern(kernel: str) -> str:
 
 
 def registered(kernel: str) -> str:
-    """Return the name under which a kernel is registered, where its own would be a pattern."""
+    """Return the name to register a kernel under, where its own would be a pattern."""
     return normalise(kernel) if any(c in kernel for c in "*?[") else kernel
 
 
@@ -84,17 +80,7 @@ def lines(
     communicates: bool = False,
     axes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Return the lines to paste for a kernel; each is right by itself.
-
-    Args:
-      kernel: its name.
-      module: the module of its function, where it is known.
-      place: where its function is defined, ``file:line``, or empty.
-      is_function: whether a Python function is behind the name, which others may share; an FFI
-        target or a primitive has its name to itself.
-      communicates: whether it is known to communicate: then it is not to be declared otherwise.
-      axes: the mesh axes that it may communicate over.
-    """
+    """Return the lines to paste for a kernel; each is enough."""
     rule = "shardrules.no_communication"
     after = ""
     if communicates:

@@ -44,13 +44,7 @@ ENTRY_POINTS = "shardrules.rules"
 
 
 class _Here(threading.local):
-    """What a thread is in.
-
-    Args:
-      overlays: its scopes, outermost first.
-      state: the registry's version and the scopes for which it has answers.
-      answers: what ``find`` answered then.
-    """
+    """A thread's scopes, and what ``find`` answered under them."""
 
     def __init__(self):
         self.overlays: tuple[Overlay, ...] = ()
@@ -161,14 +155,7 @@ class Registry:
         return entry
 
     def ship(self, name: str, rule: Any, library: str, where: str) -> Registration:
-        """Declare a rule for a library: the user's own for the same name wins.
-
-        Args:
-          name: as ``register`` takes it.
-          rule: a shardrules rule.
-          library: the distribution.
-          where: what the declaration stands on, for messages.
-        """
+        """Declare a rule for a library, which ``where`` justifies. The user's own rule wins."""
         return self._add(self._entry(name, rule, where, library), replace=False)
 
     def _changed(self) -> None:
@@ -206,10 +193,8 @@ class Registry:
                     ) from error
 
     def _load_shipped(self) -> None:
-        """Add what shardrules itself knows of the libraries that have been imported by now.
-
-        Nothing that was traced before depends on it, so listeners are not told.
-        """
+        """Add what shardrules knows of the libraries that are imported by now."""
+        # No program that was traced before depends on it, so listeners are not called.
         for library in [name for name in self._shipped if name in sys.modules]:
             with self._lock:
                 file = self._shipped.pop(library, None)
@@ -364,7 +349,7 @@ class Registry:
         return top[0]
 
     def _claim(self, entry: Registration, function: str) -> None:
-        """Refuse that one name drops an axis for two functions: it may be true of one only."""
+        """Refuse one name that drops an axis for two functions."""
         with self._lock:
             first = self._functions.setdefault((entry.name, entry.where), function)
         if first != function:
@@ -378,25 +363,13 @@ class Registry:
             )
 
     def add_prover(self, prover: Callable[[str, dict[str, Any], int], Any]) -> None:
-        """Ask ``prover`` about kernels, from now on.
-
-        Args:
-          prover: from a primitive's name, an equation's parameters and its operand count to an
-            audit (``proven``, ``contradicts_no_communication``, and a text), or None where it
-            can't read such a call.
-        """
+        """Add a function that audits kernels, or returns None for what it can't read."""
         with self._lock:
             if prover not in self._provers:
                 self._provers.append(prover)
 
     def audit(self, primitive: str, params: dict[str, Any], operand_count: int) -> Any:
-        """Return what the first prover that can read a call says about its kernel, or None.
-
-        Args:
-          primitive: the primitive's name.
-          params: the equation's parameters.
-          operand_count: how many operands it takes.
-        """
+        """Return the first prover's audit of a call, or None."""
         with self._lock:
             modules, self._prover_modules = self._prover_modules, ()
         for module in modules:
@@ -405,18 +378,7 @@ class Registry:
         return next((found for found in answers if found is not None), None)
 
     def find_by_op_name(self, op_name: str, functions: Collection[str] = ()) -> Registration | None:
-        """Return the user's declaration for a kernel of which a compiled text tells no name.
-
-        Args:
-          op_name: JAX's name for the call, ``jit(step)/jit(attention)/flash/pallas_call``. A
-            declaration's name is it, or a pattern of all of it, or the scope nearest to the call
-            (``flash``).
-          functions: declarations of these names are meant for the function nearest to the call,
-            too (``attention`` without the ``flash``).
-
-        Raises:
-          RegistrationError: if two declarations that match disagree and neither wins.
-        """
+        """Return the user's declaration for a kernel that a compiled text knows by op_name only."""
         scopes = [overlay.entries for overlay in reversed(self.overlays)]
         with self._lock:
             scopes.append(tuple(e for e in self._entries.values() if not e.library))
@@ -437,11 +399,11 @@ class Registry:
             return tuple(e for e in [*self._entries.values(), *scoped] if not e.library)
 
     def names(self) -> tuple[str, ...]:
-        """Return the names that the user gave a rule, sorted; not those that libraries ship."""
+        """Return the names that the user gave a rule, sorted; without those of libraries."""
         return tuple(sorted({e.name for e in self.own()}))
 
     def entries(self) -> tuple[Registration, ...]:
-        """Return all declarations but those of scopes, as they came; shipped ones first."""
+        """Return all declarations outside scopes, in order, shipped ones first."""
         self.load_libraries()
         self._load_shipped()
         with self._lock:

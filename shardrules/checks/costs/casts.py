@@ -36,7 +36,7 @@ def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def wasted(f: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[Any, ...]]:
-    """Return what the casts of a program's gradients waste, as text and as placements."""
+    """Return the placements that would save bytes, as text and as data."""
     from shardrules.hooks.explain.explain import explain
     from shardrules.hooks.explain.explanation import describe_placement
 

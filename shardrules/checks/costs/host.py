@@ -87,7 +87,7 @@ def assert_donated(
 
 
 def _leaves(found: programs.Program, args: tuple, kwargs: dict):
-    """Return what is known of a program's arguments, its results, and memory passed twice."""
+    """Return a program's arguments, its results, and which arguments share memory."""
     arguments = results = None
     shared: list[list[int]] = []
     if found.compiled is not None:
@@ -107,7 +107,6 @@ def _lost(
     shared: list[list[int]],
     allow: Collection[str],
 ) -> Iterator[tuple[int, str]]:
-    """Yield the number of each leaf whose memory is not reused, with the reason and the advice."""
     twice = {n: group for group in shared for n in group}
     for n in sorted(wanted):
         leaf, cause, reason = leaves[n], leaves[n].cause, leaves[n].reason
@@ -128,7 +127,6 @@ def _lost(
 
 
 def _below(path: str, names: Collection[str]) -> bool:
-    """Tell whether a path is one of the names, or a key below one."""
     return any(
         path == name or (path.startswith(name) and path[len(name)] in "[.") for name in names
     )

@@ -49,7 +49,7 @@ class Offloading:
 
     @property
     def bytes(self) -> int:
-        """Count the bytes on one device's host that are stored and loaded again."""
+        """The bytes on one device's host that are stored and loaded again."""
         return sum(b.bytes for b in self.buffers if b.stores and b.loads)
 
 
@@ -113,11 +113,6 @@ def assert_offloaded(
 
 
 def _traced(program: Any, args: tuple, kwargs: dict, names: Any) -> list[NamedValue]:
-    """Return the program's named values; none for a compiled one.
-
-    Raises:
-      ShardrulesError: a name is not there, or ``names`` without a function.
-    """
     if not callable(program) or hasattr(program, "as_text"):
         if names is None:
             return []
@@ -142,7 +137,6 @@ def _traced(program: Any, args: tuple, kwargs: dict, names: Any) -> list[NamedVa
 
 
 def _broken(told: Offloading, names: Collection[str], min_bytes: int) -> list[str]:
-    """Return a line for each name and buffer that is not offloaded as it should be."""
     lines = [
         f"  {v.name!r}, {v.shape}, {v.status}{f' at {v.source}' if v.source else ''}"
         f"\n    to do: {_advice(v)}"

@@ -208,7 +208,7 @@ class SteadyState:
 
 
 def _why_kept(arguments: list[watching.Argument], executable: Any) -> list[str]:
-    """Say of each argument why its memory was not taken, as if it had been donated."""
+    """Return why each argument's memory was not taken, as if it had been donated."""
     rows = [(a.path, a.donated, a.array.aval) for a in arguments]
     told = door.kept_leaves(executable, rows)
     text = door.executable_text(executable)
@@ -231,7 +231,6 @@ def _type(argument: watching.Argument) -> str:
 
 
 def _changes(old: list[watching.Argument], new: list[watching.Argument]) -> list[str]:
-    """List what differs between the arguments of two calls."""
     if [a.path for a in old] != [a.path for a in new]:
         came = [a.path for a in new if a.path not in {b.path for b in old}]
         went = [a.path for a in old if a.path not in {b.path for b in new}]
@@ -245,7 +244,6 @@ def _changes(old: list[watching.Argument], new: list[watching.Argument]) -> list
 
 
 def _live() -> collections.Counter:
-    """Count the bytes of live arrays, by type and size."""
     found: collections.Counter = collections.Counter()
     for kind, size in watching.live_arrays():
         found[kind, size] += size

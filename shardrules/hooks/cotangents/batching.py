@@ -13,23 +13,18 @@ __all__ = ["BatchedVjpHooks"]
 
 
 class BatchedVjpHooks(Hooks):
-    """The hooks on a custom_vjp under ``vmap(..., spmd_axis_name=...)``.
+    """The hooks on a custom_vjp under ``vmap(..., spmd_axis_name=...)``."""
 
-    vmap sums the cotangent of what is not batched over the batch, and each device holds its part of
-    the batch only: JAX (0.6.0 to 0.12) puts in no psum over the axes that carry the batch, and then
-    refuses the cotangent's type.
-
-    Args:
-      door: JAX's private names.
-      state: registry and scopes.
-    """
+    # vmap sums the cotangent of an unbatched primal over the batch, and each device holds a part of
+    # the batch: JAX (0.6.0 to 0.12) adds no psum over the axes that carry it, and then refuses the
+    # cotangent's type.
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         self.retyping = state.of(Retyping)
 
     def install(self, patches: Patches) -> None:
-        """Replace the two functions that see the primals, and the batched bwd."""
+        """Replace the functions that see the primals and the batched bwd."""
         trace = self.door.BatchTrace
         self._process = trace.process_custom_vjp_call
         process = lambda *args, **kwargs: self._see(*args, **kwargs)  # noqa: E731
@@ -43,7 +38,7 @@ class BatchedVjpHooks(Hooks):
             patches.entry(table, psum, functools.partial(self._batch_psum, table[psum]))
 
     def _batch_psum(self, rule, axis_data, vals_in, dims_in, axes):
-        """Batch a psum over mesh axes, which JAX 0.8.3 passes a parameter that it doesn't have."""
+        """Batch a psum without the parameter that JAX 0.8.3 wrongly passes it."""
         if not self.state.active or axis_data.name in axes or len(vals_in) != 1:
             return rule(axis_data, vals_in, dims_in, axes)
         return self.door.psum_invariant_p.bind(*vals_in, axes=axes), dims_in[0]
@@ -57,7 +52,6 @@ class BatchedVjpHooks(Hooks):
             return rule(axis_data, args, in_dims, **params)
 
     def _primals(self, values):
-        """Return a context manager in which vmap batches a custom_vjp of these primals."""
         return self.state.locally(batched=[self.door.typeof(x) for x in values])
 
     def _batch(self, bwd, tag, axis_data, *rest, **named):

@@ -25,14 +25,7 @@ __all__ = ["Bwd"]
 
 
 class Bwd:
-    """One run of a bwd.
-
-    Args:
-      hooks: the hooks.
-      bwd: the function.
-      parts: what it belongs to.
-      args: what it was called with: residuals, and the outputs' cotangents.
-    """
+    """One run of a bwd on ``args``: residuals, then the outputs' cotangents."""
 
     refusals_of: type[Refusals] = Refusals
 
@@ -47,11 +40,9 @@ class Bwd:
         self._origins: dict[Any, Origins] = {}
 
     def cotangents(self) -> Any:
-        """Run bwd.
-
-        bwd's jaxpr is asked about each of them. So bwd is traced to that jaxpr and this is what
-        runs: tracing its kernels twice would double the time that the backward pass takes to trace.
-        """
+        """Run bwd, by its jaxpr."""
+        # The checks read the jaxpr: tracing bwd's kernels twice would double the time of the
+        # backward pass.
         try:
             return self._trace().run()
         except AxisError as error:  # a gradient that is taken of what came to vary
@@ -64,20 +55,13 @@ class Bwd:
             ) from None
 
     def share(self, path, axes: frozenset[str]) -> Any:
-        """Return this device's share of a cotangent that bwd sums; None where that can't be told.
-
-        Args:
-          path: the cotangent's.
-          axes: mesh axes, over which it is summed.
-        """
+        """Return this device's share of a cotangent that bwd sums, or None if it can't be told."""
         trace = self._trace()
         return Shares(self.door, trace, axes).of(trace.paths.index(path))
 
     def differs(self, path) -> frozenset[str]:
-        """Return the axes along which devices may hold different values of one cotangent.
-
-        Its type may say more: a primal that was cast is equal along these axes all the same.
-        """
+        """Return the axes along which devices may hold different values of one cotangent."""
+        # The type may name more: a primal that was cast is still equal along these axes.
         entering = [_axes(one) for one in self._entering()]
         saved = self._forward.saved(len(self._arriving()), len(entering))
         if saved is None:
@@ -89,11 +73,7 @@ class Bwd:
     # What the jaxpr shows.
 
     def check(self, ct: Cotangent) -> None:
-        """Raise unless a cast and a psum are known to make of this cotangent its primal's.
-
-        Raises:
-          CotangentError: naming the cause, and the right forms.
-        """
+        """Raise unless a cast and a psum give this cotangent its primal's type."""
         self._check_sums(ct)
         self._check_whole(ct)
         if ct.missing:
@@ -103,16 +83,11 @@ class Bwd:
             self.check_share(ct, ct.extra | ct.partial)
 
     def check_share(self, ct: Cotangent, axes: frozenset[str]) -> None:
-        """Raise unless this cotangent is one device's share of the sum over ``axes``.
-
-        It is, if nothing that it depends on communicates over them, and each cotangent on which it
-        depends varies over them. Where one is invariant, the outputs are one value for all devices,
-        and what varies came from a residual: of an argument that was gathered before, it may be
-        the whole.
-
-        Raises:
-          CotangentError: naming the cause, and both right ways to write the bwd.
-        """
+        """Raise unless this cotangent is one device's share of the sum over ``axes``."""
+        # It is a share if nothing that it depends on communicates over them, and each cotangent
+        # that it depends on varies over them. If one is invariant, the outputs are one value for
+        # all devices, and what varies came from a residual, perhaps of a gathered argument: then it
+        # may be the whole.
         # Asked of all of bwd first: then it is so for each of its parts.
         for what in self._communicates(self._trace().jaxpr, axes):
             for what in self._communicates(self._sliced(ct.path), axes):
@@ -150,12 +125,10 @@ class Bwd:
             )
 
     def _check_sums(self, ct: Cotangent) -> None:
-        """Raise if what this cotangent depends on sums what is equal on the devices it sums over.
-
-        The cotangent of an output that is invariant over an axis arrives summed over it; a bwd that
-        is right with the check off (psum, psum_scatter) then gives N times the gradient. Only a
-        forward that itself sums equal values over the axis has such a bwd.
-        """
+        """Raise if this cotangent depends on a sum of what is equal on the devices."""
+        # The cotangent of an output that is invariant over an axis arrives summed over it; a bwd
+        # that is right with the check off (psum, psum_scatter) then gives N times the gradient.
+        # Only a forward that itself sums equal values over the axis has such a bwd.
         path, want = ct.path, ct.want
         arriving = frozenset().union(*(t.varying | t.unreduced for t in self._arriving()))
         dropped = (want.varying | want.unreduced) - arriving
@@ -188,13 +161,11 @@ class Bwd:
                     raise self.refusals.summed(ct, equal, one.text, kernel)
 
     def _check_whole(self, ct: Cotangent) -> None:
-        """Raise if each device would get the sum of all devices' cotangents of one output.
-
-        That is what an invariant output's cotangent is. For a primal that varies it is right where
-        the forward made the output of it by a collective along that axis, as a psum is transposed
-        to the identity. Where it did not (a gradient that is handed to a stand-in, as
-        straight-through estimators do), each device's cotangent was to be its own.
-        """
+        """Raise if each device would get the sum of all devices' cotangents of one output."""
+        # That sum is an invariant output's cotangent. For a primal that varies it is right where
+        # the forward made the output by a collective along that axis, since a psum is transposed to
+        # the identity. Elsewhere (straight-through estimators, gradients that are replaced) each
+        # device has a cotangent of its own.
         arriving = self._arriving()
         for axis in sorted(ct.want.varying):
             if all(axis in one.axes for one in arriving):
@@ -213,11 +184,8 @@ class Bwd:
                     raise self.refusals.unmoved(ct, axis, i, why)
 
     def _check_others(self, ct: Cotangent) -> None:
-        """Raise if a cotangent that is the same along axes is made of cotangents that differ.
-
-        Its primal differs there, so it is of what other devices' outputs owe to this device's
-        value: nothing, where the forward does not move it.
-        """
+        """Raise if a cotangent that is equal along axes is made of cotangents that differ."""
+        # Its primal differs there, so the sum holds the cotangents of other devices' values.
         arriving = self._arriving()
         used = self._used(ct.path)
         outputs = self._forward.outputs(len(arriving))
@@ -230,12 +198,9 @@ class Bwd:
                 raise self.refusals.of_others(ct, axes, by)
 
     def _check_type(self, ct: Cotangent) -> None:
-        """Raise unless a cotangent's type says rightly that it is invariant where it is.
-
-        JAX refuses a cotangent that varies less than its primal, and a cast makes it pass: where
-        the type is wrong (an opaque primitive that JAX types as invariant), that error was the
-        only sign of it.
-        """
+        """Raise if JAX typed this cotangent invariant and it isn't."""
+        # JAX refuses a cotangent that varies less than its primal, and our cast makes it pass:
+        # where the type is wrong (an opaque primitive), that error was the only sign of it.
         door = self.door
         for equation in equations(self._sliced(ct.path)):
             name = equation.primitive.name
@@ -265,7 +230,6 @@ class Bwd:
         return [self._type(leaf) for leaf in jax.tree_util.tree_leaves(self.args)]
 
     def _arriving(self) -> Sequence[AxisType]:
-        """Return the axis types of the outputs' cotangents."""
         import jax
 
         return [self._type(leaf) for leaf in jax.tree_util.tree_leaves(self.args[-1])]
@@ -282,26 +246,21 @@ class Bwd:
         )
 
     def _primals(self) -> Sequence[AxisType]:
-        """Return the axis type of each primal."""
         return [self.door.axis_type(aval) for aval in self.parts.in_avals]
 
     def _leaves(self, origin: Origin) -> set[int]:
-        """Return the leaves of the arguments that are an origin's inputs."""
+        """Return which leaves of the arguments an origin's inputs are."""
         return {self._trace().dynamic[i] for i in origin.inputs}
 
     def _of(self, path) -> Origins:
-        """Return the origins of what one cotangent depends on."""
         if path not in self._origins:
             self._origins[path] = self._from(path, [_axes(one) for one in self._entering()])
         return self._origins[path]
 
     def _reductions(self, path, arriving: frozenset[str]) -> Sequence[Reduction]:
-        """Return what one cotangent depends on that sums over mesh axes.
-
-        A residual's type says that it varies where it was cast, and it may be equal all the same.
-        That matters over an axis along which no cotangent differs (``arriving`` are those along
-        which one does), and the forward shows it.
-        """
+        """Return the sums over mesh axes that one cotangent depends on."""
+        # A residual that was cast may still be equal, whatever its type. That matters over an axis
+        # along which no cotangent differs (they differ along ``arriving``); the forward shows it.
         typed = self._of(path).reductions
         if all(one.axes & one.origin.axes <= arriving for one in typed):
             return typed
@@ -313,11 +272,9 @@ class Bwd:
         return self._from(path, [*differ, *entering[len(saved) :]]).reductions
 
     def _summed_before(self, residuals: Sequence[int], axes: frozenset[str]) -> frozenset[str]:
-        """Return over which axes the forward summed a gradient that a cotangent is made of.
-
-        What else it summed is a statistic, if it was saved with what varies there. A forward that
-        can't be traced again may have done either.
-        """
+        """Return the axes over which the forward summed a gradient that these residuals hold."""
+        # Other sums are statistics, if they were saved with what varies there. A forward that can't
+        # be traced again may have done either.
         entering = [_axes(one) for one in self._entering()]
         equal = axes.difference(*(entering[i] for i in residuals))
         asked = axes if self.parts.gradients else equal
@@ -331,7 +288,7 @@ class Bwd:
         return axes & gradients | equal & sums
 
     def _from(self, path, axes: Sequence[frozenset[str]], declared: str = "") -> Origins:
-        """Return the origins of one cotangent, where devices differ so in bwd's arguments."""
+        """Return one cotangent's origins, given the axes along which each argument differs."""
         return Origins(
             self.door,
             self.hooks.state.known_of,
@@ -348,22 +305,15 @@ class Bwd:
         return functools.reduce(Origin.__or__, origins.outputs, NOWHERE)
 
     def _used(self, path, declared: str = "") -> set[int]:
-        """Return the outputs of whose cotangents one is made; not of those cast by ``vary``.
-
-        Args:
-          path: of that cotangent.
-          declared: over which axis ``shardrules.vary`` casts those that don't count.
-        """
+        """Return the outputs whose cotangents it holds; without those cast over ``declared``."""
         first = len(self._entering()) - len(self._arriving())
         return {i - first for i in self._leaves(self._origin(path, declared)) if i >= first}
 
     def _is_zero(self, path) -> bool:
-        """Whether a cotangent is a constant zero, as ``jnp.zeros`` makes it."""
         return all(one.number == 0 for one in self._of(path).outputs)
 
     @functools.cached_property
     def _forward(self) -> Forward:
-        """What the forward shows, once it is asked."""
         known_of = self.hooks.state.known_of
         primals = [_axes(one) for one in self._primals()]
         return Forward(self.door, known_of, self.mesh_axes, self.parts, primals)
@@ -377,7 +327,6 @@ class Bwd:
         return self.door.dce_jaxpr(trace.jaxpr, used, instantiate=True)[0]
 
     def _trace(self) -> Trace:
-        """Trace bwd to a jaxpr, once."""
         if self._traced is None:
             self._traced = Trace(self.door, self.bwd, self.args)
         return self._traced
@@ -385,13 +334,7 @@ class Bwd:
     def _communicates(
         self, jaxpr, axes: frozenset[str], *, reductions: bool = False
     ) -> Iterator[str]:
-        """Yield a description of each equation that may move data along ``axes``.
-
-        Args:
-          jaxpr: where to look, inner jaxprs included.
-          axes: mesh axes.
-          reductions: only what sums over them.
-        """
+        """Describe each equation that may move data along ``axes``."""
         for equation in equations(jaxpr):
             name = equation.primitive.name
             known = self.hooks.state.known_of(equation.primitive, equation.params)

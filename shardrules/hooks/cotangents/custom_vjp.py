@@ -30,23 +30,14 @@ __all__ = ["CustomVjpHooks", "FlatBwd", "Run"]
 
 @dataclasses.dataclass(frozen=True)
 class FlatBwd:
-    """A bwd, and what JAX flattens its cotangents with.
-
-    Args:
-      fun: the function.
-      in_tree: the pytree of the primals.
-      in_avals: their avals.
-      trees: the function that JAX hands on from fwd, which returns the outputs' and residuals'.
-      others: what else JAX's function takes.
-      scope: the scope that its forward ran under.
-    """
+    """A bwd, and what JAX flattens its cotangents with."""
 
     fun: Any
-    in_tree: Any
+    in_tree: Any  # the pytree of the primals
     in_avals: tuple[Any, ...]
-    trees: Any
-    others: tuple[Any, ...]
-    scope: Scope
+    trees: Any  # returns the outputs' and residuals' trees, once fwd ran
+    others: tuple[Any, ...]  # what else JAX's function takes
+    scope: Scope  # the scope that its forward ran under
 
 
 Run = Callable[[FlatBwd], Any]
@@ -63,7 +54,7 @@ class CustomVjpHooks(Hooks):
         self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
-        """Replace the three functions that flatten a custom_vjp's parts."""
+        """Replace the three functions that flatten a custom_vjp's functions."""
         patches.attribute(*self.door.owner("flatten_primal"), self._flatten_primal)
         patches.attribute(*self.door.owner("flatten_fwd"), self._flatten_fwd)
         patches.attribute(*self.door.owner("flatten_bwd"), self._flatten_bwd)
@@ -90,11 +81,10 @@ class CustomVjpHooks(Hooks):
         return flat, trees
 
     def _flat_fwd(self, fwd, *rest, **options):
-        """Return what JAX makes of a fwd: a flat function, and that which returns its trees."""
         return WidenedFwd(self.door, self.state).flatten(fwd, *rest, **options)
 
     def trees_over(self, trees: Any, axes: frozenset[str]) -> Any:
-        """Return the trees of a fwd that ran with its primals cast to vary over ``axes`` too."""
+        """Return the trees of a fwd whose primals were cast to vary over ``axes`` too."""
         widened = self.state.widening(axes, trees)
         if trees in self._forwards:
             self._forwards[widened] = self._forwards[trees]
@@ -102,7 +92,7 @@ class CustomVjpHooks(Hooks):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """What is done around each run of a bwd, outermost first."""
+        """The wrappers of each run of a bwd, outermost first."""
         return self._widen, self._type
 
     def _flatten_bwd(self, fun, *rest):
@@ -122,13 +112,13 @@ class CustomVjpHooks(Hooks):
         return self.door.wrapped(lambda *args: run(self.stages, bwd, args), flat)
 
     def parts(self, bwd: FlatBwd) -> CustomVjpInfo:
-        """Return what a bwd belongs to."""
+        """Return the custom_vjp that a bwd belongs to."""
         fwd, gradients, perturbed = self._forwards.get(bwd.trees, (None, (), ()))
         name, place = self.door.function_name(bwd.fun), self.door.function_place(bwd.fun)
         return CustomVjpInfo(name, fwd, gradients, perturbed, bwd.in_tree, bwd.in_avals, place)
 
     def _inside(self) -> Scope:
-        """Return the scope of fwd and bwd: the innermost reverse pass is not through these."""
+        # fwd and bwd are not inside the innermost reverse pass themselves.
         scope = self.state.scope
         count = scope.derivatives_count
         return dataclasses.replace(scope, derivatives_count=count - 1) if count else scope
@@ -142,7 +132,7 @@ class CustomVjpHooks(Hooks):
         return self.door.scoped(fun, enter, scope, see)
 
     def _enter(self, name: str, scope: Scope, gradients: list[None] | None = None):
-        """Return a context with the scope of a custom_vjp; refuse to run it without the hooks."""
+        """Enter the scope of a custom_vjp; refuse to run it without the hooks."""
         if not self.state.patched and self.door.checking():
             raise self.state.outlived(f"{name!r}, of a custom_vjp,", function=name)
         context = contextlib.ExitStack()
@@ -154,7 +144,7 @@ class CustomVjpHooks(Hooks):
     # The stages of a bwd, which is traced when the scope that its forward ran under has closed.
 
     def _widen(self, bwd: FlatBwd, run: Run) -> Any:
-        """Ask bwd for the cotangents of primals that vary more than those it was traced for."""
+        """Ask bwd for cotangents of primals that vary more than when it was traced."""
         with self.state.of(Retyping).inside_bwd() as (axes, by_cast):
             if not axes:
                 return run(bwd)
@@ -167,15 +157,9 @@ class CustomVjpHooks(Hooks):
         return self.door.with_axis_type(aval, widened(self.door.axis_type(aval), axes))
 
     def _shares(self, fun, parts, axes, by_cast, *args):
-        """Run a bwd; of a cotangent that is the full sum, give each device its part.
-
-        A bwd that was written for an invariant primal may reduce its cotangent. The primal's cast
-        stands before the branch now, and its psum adds up what the devices return.
-
-        Raises:
-          CotangentError: a cotangent varies as its primal does after that cast, and may be the full
-            sum all the same: it is made of a residual whose type alone varies.
-        """
+        """Run a bwd; of a cotangent that is the full sum, give each device its part."""
+        # A bwd that was written for an invariant primal may reduce its cotangent. The primal's cast
+        # is before the branch now, and the cast's psum adds what the devices return.
         import jax
 
         if by_cast:
@@ -207,7 +191,6 @@ class CustomVjpHooks(Hooks):
         return parts.each(cotangents, one)
 
     def _type(self, bwd: FlatBwd, run: Run) -> Any:
-        """Give each cotangent its primal's type."""
         typed = self.door.transformation(self._run_bwd)(bwd.fun, bwd.scope, self.parts(bwd))
         return run(dataclasses.replace(bwd, fun=typed))
 
@@ -221,7 +204,6 @@ class CustomVjpHooks(Hooks):
             return self._match(run, parts, cotangents)
 
     def _match(self, bwd, parts, cotangents):
-        """Give each cotangent its primal's type."""
         import jax
 
         def one(path, index, value):

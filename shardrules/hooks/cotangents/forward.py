@@ -44,7 +44,6 @@ class ForwardHooks(Hooks):
         return __init__
 
     def _joined(self, trace, primal: Any, tangents) -> tuple[Any, list[Any]]:
-        """Cast a primal and its tangents to the join of their types."""
         values = [primal, *tangents]
         types = [self._type(one) for one in values]
         known = [one for one in types if one is not None]
@@ -59,7 +58,7 @@ class ForwardHooks(Hooks):
         return primal, tangents
 
     def _type(self, value: Any) -> Any:
-        """Return the axis type of what can be cast; None for a symbolic zero, a ref, a float0."""
+        """Return the axis type of a value; None for a symbolic zero, a ref or a float0."""
         import jax
 
         if isinstance(value, self.door.Zero):

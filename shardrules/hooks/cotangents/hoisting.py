@@ -25,13 +25,7 @@ _TOGETHER = frozenset({"add", "add_any", "sub"})
 
 
 class Shares:
-    """The shares of what a bwd's jaxpr sums over some mesh axes.
-
-    Args:
-      door: JAX's private names.
-      trace: the jaxpr, and what it is called with.
-      axes: the mesh axes.
-    """
+    """This device's shares of what a bwd's jaxpr sums over mesh axes."""
 
     def __init__(self, door: Door, trace: Trace, axes: frozenset[str]):
         self.door = door
@@ -41,11 +35,7 @@ class Shares:
         self._made = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
 
     def of(self, at: int) -> Any:
-        """Return one output's share; None where no sum over the axes can be left out.
-
-        Args:
-          at: which output.
-        """
+        """Return output ``at``'s share; None where its sum can't be left out."""
         inputs = self.jaxpr.constvars, self.jaxpr.invars
         known = [*map(len, inputs)] == [len(self._constants), len(self._arrays)]
         out = self.jaxpr.outvars[at]
@@ -54,10 +44,8 @@ class Shares:
         return self._share(out)
 
     def _is_sum(self, atom: Any) -> bool:
-        """Whether a value is linear in sums over the axes, and adds up from the shares of these.
-
-        What else it is made of is equal along them, as the output is.
-        """
+        """Whether a value is linear in sums over the axes, so that shares of them add up to it."""
+        # What else it is made of is equal along them, as the output is.
         eqn = None if hasattr(atom, "val") else self._made.get(atom)
         if eqn is None:
             return False
@@ -95,13 +83,12 @@ class Shares:
         return eqn.primitive.bind(*self._alike(operands), **eqn.params)
 
     def _alike(self, operands: list[Any]) -> list[Any]:
-        """Cast the operands of one operation, which have to vary alike."""
         types = [self.door.axis_type(self.door.typeof(x)) for x in operands]
         union = frozenset().union(*(one.varying for one in types))
         return [self.door.cast(x, one.vary(*union)) for x, one in zip(operands, types)]
 
     def _whole(self, atom: Any) -> Any:
-        """Return a value as bwd computes it."""
+        """Evaluate a value as bwd computes it."""
         import jax
 
         if hasattr(atom, "val"):

@@ -44,23 +44,19 @@ _OF_ONE_ZERO = frozenset("mul dot_general".split())
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What one value comes from.
+    """What one value comes from."""
 
-    Args:
-      inputs: the positions of the jaxpr's inputs on which it depends.
-      axes: the mesh axes along which devices may hold different values of it.
-      sums: the mesh axes over which something was summed that it depends on, or moved: what is
-        gathered may be added up.
-      gradients: of these, the ones over which a backward pass summed it.
-      crossed: pairs of an input and a mesh axis along which a collective brought it here.
-      number: what each of its elements is, where that is known: a constant of no input.
-    """
-
-    inputs: frozenset[int] = frozenset()
+    inputs: frozenset[int] = frozenset()  # the positions of the jaxpr's inputs on which it depends
+    # the mesh axes along which devices may hold different values of it
     axes: frozenset[str] = frozenset()
+    # the mesh axes over which something was summed that it depends on, or moved: what is gathered
+    # may be added up
     sums: frozenset[str] = frozenset()
+    # of these, the ones over which a backward pass summed it
     gradients: frozenset[str] = frozenset()
+    # pairs of an input and a mesh axis along which a collective brought it here
     crossed: frozenset[tuple[int, str]] = frozenset()
+    # what each of its elements is, where that is known: a constant of no input
     number: float | None = None
 
     def __or__(self, other: Origin) -> Origin:
@@ -76,25 +72,25 @@ class Origin:
         )
 
     def along(self, axes: frozenset[str]) -> Origin:
-        """Return this origin, of what differs along ``axes`` too."""
+        """Add axes along which it differs."""
         return self if axes <= self.axes else dataclasses.replace(self, axes=self.axes | axes)
 
     def moved(self, axes: frozenset[str]) -> Origin:
-        """Return this origin, of what comes from other devices along ``axes``."""
+        """Add axes along which it comes from other devices."""
         return dataclasses.replace(self, axes=self.axes | axes, sums=self.sums | axes)
 
     def equal(self, axes: frozenset[str]) -> Origin:
-        """Return this origin, of what is equal along ``axes``."""
+        """Remove axes along which it is equal."""
         return dataclasses.replace(self, axes=self.axes - axes)
 
     def summed(self, axes: frozenset[str], in_gradient: bool = False) -> Origin:
-        """Return this origin, of what is summed over ``axes``."""
+        """Replace axes along which it differs by axes over which it is summed."""
         gradients = self.gradients | axes if in_gradient else self.gradients
         axes, sums = self.axes - axes, self.sums | axes
         return dataclasses.replace(self, axes=axes, sums=sums, gradients=gradients)
 
     def crossing(self, axes: frozenset[str]) -> Origin:
-        """Return this origin, of what a collective brought along ``axes``."""
+        """Note that a collective brought its inputs along ``axes``."""
         pairs = frozenset((at, axis) for at in self.inputs for axis in axes)
         return dataclasses.replace(self, crossed=self.crossed | pairs, number=None)
 
@@ -104,36 +100,17 @@ NOWHERE = Origin()
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """One operand of an equation that sums over mesh axes.
+    """One operand of an equation that sums over mesh axes."""
 
-    Args:
-      text: the equation, for messages.
-      axes: the axes that it sums over.
-      origin: of what is summed.
-      divisor: by which known number what is summed, or the sum, is divided; 1 where by none.
-    """
-
-    text: str
-    axes: frozenset[str]
-    origin: Origin
+    text: str  # the equation, for messages
+    axes: frozenset[str]  # the axes that it sums over
+    origin: Origin  # of what is summed
+    # by which known number what is summed, or the sum, is divided; 1 where by none
     divisor: float = 1
 
 
 class Origins:
-    """The origins of what one jaxpr returns, and of what is summed in it.
-
-    Args:
-      door: JAX's private names.
-      opaque: from an equation's primitive and params to what is known of the opaque call, or None.
-      mesh_axes: every axis along which devices may differ.
-      jaxpr: the jaxpr.
-      inputs: the origin of each argument. What the function closes over stands before these in the
-        jaxpr: tracers, and from JAX 0.11 arrays too, which were its constants.
-      declared: a mesh axis; what ``shardrules.vary`` casts over it is taken to come from nowhere.
-
-    Attributes:
-      outputs: one origin for each output.
-    """
+    """The origins of the outputs of one jaxpr, and of what is summed in it."""
 
     def __init__(
         self,
@@ -163,11 +140,11 @@ class Origins:
         return list(self._reductions.values())
 
     def divisions(self, by: set[float | None]) -> int:
-        """Return how many equations divide by a number that is one of ``by``."""
+        """Count the equations that divide by a number in ``by``."""
         return sum(one in by for one in self._divisors.values())
 
     def scalings(self, by: set[float | None], elements: bool = False) -> int:
-        """Return how many of these make no mean over devices; nor over ``elements``, if asked."""
+        """Count those that make no mean over devices (nor over ``elements``)."""
         means = sum(one.divisor in by for one in self.reductions)
         return (
             self.divisions(by) - means - elements * sum(one in by for one in self._means.values())
@@ -211,7 +188,6 @@ class Origins:
                 return [read(atom) for atom in jaxpr.outvars]
 
     def _note_divisors(self, jaxpr: Any, number: _Number, place: tuple) -> None:
-        """Note by what a jaxpr's equations divide, once the numbers in it are known."""
         for eqn in jaxpr.eqns:
             here = (*place, id(eqn))
             self._divisors[here] = _divides_by(eqn, number)
@@ -227,7 +203,7 @@ class Origins:
                     self._reductions[(*here, i)] = dataclasses.replace(one, divisor=divisor)
 
     def _constant(self, var: Any) -> Origin:
-        """Return the origin of what is closed over; where avals have no types it may differ."""
+        """Return the origin of a closed-over value; without axes in its aval it may differ."""
         axes = self.door.axes_of(var.aval)
         return Origin(axes=self.mesh_axes if axes is None else axes)
 
@@ -311,7 +287,7 @@ class Origins:
         return joined.summed(over) if rule.drops and whole else joined.moved(over or self.mesh_axes)
 
     def _loop(self, body, operands, counts, place) -> list[Origin]:
-        """Follow a scan: what its body returns first is what it takes after its constants."""
+        """Follow a scan, whose first results are its carry."""
         constants, carries = counts
         while True:
             results = self._jaxpr(body, operands, place)
@@ -335,7 +311,7 @@ class Origins:
 
 
 def _divisor(jaxpr: Any, number: _Number, operand: Any, result: Any) -> float:
-    """Return by which number a sum's operand or each use of its result is divided, or 1."""
+    """Return the number that divides a sum's operand or each use of its result, or 1."""
     made = _made(jaxpr, operand)
     before = 1 if made is None else _divides_by(made, number)
     if before != 1:
@@ -352,7 +328,7 @@ def _divisor(jaxpr: Any, number: _Number, operand: Any, result: Any) -> float:
 
 
 def _made(jaxpr: Any, atom: Any) -> Any:
-    """Return the equation whose values an atom has, whatever form they have; None for an input."""
+    """Return the equation that made the values of an atom, in whatever shape; None for an input."""
     for eqn in reversed(jaxpr.eqns):
         if any(atom is var for var in eqn.outvars):
             if eqn.primitive.name not in _SAME_VALUES:
@@ -362,7 +338,7 @@ def _made(jaxpr: Any, atom: Any) -> Any:
 
 
 def _divides_by(eqn: Any, number: _Number) -> float:
-    """Return the number by which an equation divides what is not known, or 1."""
+    """Return the number by which an equation divides an unknown, or 1."""
     if eqn.primitive.name not in ("div", "mul"):
         return 1
     first, second = map(number, eqn.invars)
@@ -384,7 +360,6 @@ def _union(origins: Sequence[Origin]) -> Origin:
 
 
 def _literal(value: Any) -> Origin:
-    """Return the origin of a literal: its number, where it is one."""
     try:
         number = float(value)
     except (TypeError, ValueError):  # a key, a complex number
@@ -393,7 +368,7 @@ def _literal(value: Any) -> Origin:
 
 
 def _number(eqn: Any, operands: Sequence[Origin]) -> float | None:
-    """Return what each element of an equation's results is, where its operands tell."""
+    """Return the one number that an equation's results hold, if known."""
     name, numbers = eqn.primitive.name, [one.number for one in operands]
     if name == "select_n":
         del numbers[0]  # which of the others it is
@@ -415,7 +390,7 @@ def _number(eqn: Any, operands: Sequence[Origin]) -> float | None:
 
 
 def size_of(axes: frozenset[str]) -> int | None:
-    """Return the number of devices along mesh axes; None where one of them is no axis here."""
+    """Return the number of devices along mesh axes; None where one is not an axis here."""
     import jax
 
     try:

@@ -16,33 +16,26 @@ __all__ = ["BOTH_USES", "Cotangent", "Refusals", "quoted"]
 
 @dataclasses.dataclass(frozen=True)
 class Cotangent:
-    """One cotangent that a bwd returns.
+    """One cotangent that a bwd returns."""
 
-    Args:
-      path: its pytree path.
-      index: of its primal, among the flattened ones.
-      have: its axis type.
-      want: the axis type that a cotangent of its primal has.
-    """
-
-    path: Any
-    index: int
-    have: AxisType
-    want: AxisType
+    path: Any  # its pytree path
+    index: int  # of its primal, among the flattened ones
+    have: AxisType  # its axis type
+    want: AxisType  # the axis type that a cotangent of its primal has
 
     @property
     def missing(self) -> frozenset[str]:
-        """The axes over which its primal varies, and its own type does not."""
+        """The axes over which only its primal varies."""
         return self.want.varying - self.have.axes
 
     @property
     def extra(self) -> frozenset[str]:
-        """The axes over which its own type varies, and its primal's does not."""
+        """The axes over which only it varies, not its primal."""
         return self.have.varying - self.want.varying - self.partial
 
     @property
     def partial(self) -> frozenset[str]:
-        """The axes over which its primal is reduced: a partial sum is asked for."""
+        """The axes over which its primal is reduced, so that a partial sum is asked for."""
         return self.have.varying & self.want.unreduced
 
 
@@ -50,19 +43,14 @@ BOTH_USES = "Where the same function is to sum equal copies of such a primal, as
 
 
 class Refusals:
-    """The errors about one bwd's cotangents.
-
-    Args:
-      door: JAX's private names.
-      parts: what the bwd belongs to.
-    """
+    """The errors about one bwd's cotangents."""
 
     def __init__(self, door: Door, parts: CustomVjpInfo):
         self.door = door
         self.parts = parts
 
     def undecided(self, ct: Cotangent, axes: frozenset[str], why: str) -> CotangentError:
-        """Say that a cotangent may be one device's share, or the full sum."""
+        """Refuse what may be one device's share, or the full sum."""
         names, have, want = quoted(axes), ct.have, ct.want
         if is_library(self.parts.place):
             return self._error(
@@ -92,7 +80,7 @@ class Refusals:
         )
 
     def unmoved(self, ct: Cotangent, axis: str, output: int, why: str) -> CotangentError:
-        """Say that each device would get the cotangents of all devices' copies of an output."""
+        """Refuse what gives each device the cotangents of all devices' copies of an output."""
         own, whole = self._by_casts(axis)
         return self._error(
             ct,
@@ -108,7 +96,7 @@ class Refusals:
     def summed(
         self, ct: Cotangent, axes: frozenset[str], by: str, kernel: str | None
     ) -> CotangentError:
-        """Say that what is equal on the devices is summed over them."""
+        """Refuse a sum of what is equal on the devices."""
         names = quoted(axes)
         return self._error(
             ct,
@@ -124,7 +112,7 @@ class Refusals:
         )
 
     def of_others(self, ct: Cotangent, axes: frozenset[str], by: str) -> CotangentError:
-        """Say that a device would get the cotangents of other devices' values."""
+        """Refuse the sum of other devices' values' cotangents."""
         names = quoted(axes)
         return self._error(
             ct,
@@ -136,7 +124,7 @@ class Refusals:
         )
 
     def lost(self, ct: Cotangent, axes: frozenset[str], lost: frozenset[str], by: str):
-        """Say that JAX types a result as invariant that varies."""
+        """Refuse a result that varies and that JAX types as invariant."""
         names = quoted(axes)
         return self._error(
             ct,
@@ -162,18 +150,15 @@ class Refusals:
     # What is said of casts; JAX to 0.5.3 has none, see hooks/sets.
 
     def _whole(self, names: str) -> str:
-        """Return what passes a full sum on."""
         return f"shardrules.already_summed(ct, {names})"
 
     def _share(self, names: str) -> str:
-        """Say what to do where the same bwd serves varying primals, too."""
         return (
             "; a bwd that serves varying ones too is to return its share as it is, and this primal "
             f"to be cast where the function is called, shardrules.vary(x, {names})"
         )
 
     def _by_casts(self, axis: str) -> tuple[str, str]:
-        """Say how a cast keeps each device's own cotangent, and how it passes the whole on."""
         if is_library(self.parts.place):
             return (
                 "\n    each device's own, as with the check off: cast the arguments that the "
@@ -189,12 +174,10 @@ class Refusals:
         )
 
     def _copies(self, names: str) -> str:
-        """Say how equal copies are kept equal."""
         cast = f"shardrules.vary(jax.lax.psum(ct, ({names},)), {names})"
         return f"; to keep copies equal, say so by a cast:\n    return ({cast},)"
 
     def _for_both(self, names: str) -> str:
-        """Say what to do where one function sums shares at one use, and equal copies at another."""
         return (
             f"{BOTH_USES}f(f(x)) does, cast it at the call, f(shardrules.vary(x, {names})): then "
             "these forms are right for both uses."
@@ -202,5 +185,5 @@ class Refusals:
 
 
 def quoted(axes: frozenset[str]) -> str:
-    """Return the names of mesh axes as they are typed."""
+    """Return the names of mesh axes as Python writes them."""
     return ", ".join(map(repr, sorted(axes)))

@@ -17,26 +17,17 @@ __all__ = ["Forward", "CustomVjpInfo", "Trace"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CustomVjpInfo:
-    """What a bwd belongs to.
+    """The custom_vjp that a bwd belongs to."""
 
-    Args:
-      name: the bwd's, for messages.
-      fwd: the custom_vjp's fwd, as JAX wraps it.
-      gradients: not empty once its fwd took some.
-      perturbed: with ``symbolic_zeros=True``, whether each primal was, as fwd was called.
-      in_tree: the pytree of the primal inputs.
-      in_avals: their avals.
-      place: where the bwd is defined, ``file:line``, or empty.
-      fwd_avals: the primals' avals that fwd ran with, if others than ``in_avals``.
-    """
-
-    name: str
-    fwd: Any
-    gradients: Sequence[None]
+    name: str  # the bwd's, for messages
+    fwd: Any  # the custom_vjp's fwd, as JAX wraps it
+    gradients: Sequence[None]  # not empty once its fwd took some
+    # with ``symbolic_zeros=True``, whether each primal was, as fwd was called
     perturbed: Sequence[bool]
-    in_tree: Any
+    in_tree: Any  # the pytree of the primal inputs
     in_avals: tuple[Any, ...]
-    place: str = ""
+    place: str = ""  # where the bwd is defined, ``file:line``, or empty
+    # the primals' avals that fwd ran with, if others than ``in_avals``
     fwd_avals: tuple[Any, ...] | None = None
     _stand_ins: dict[int, tuple[int, object]] = dataclasses.field(init=False)
 
@@ -46,24 +37,20 @@ class CustomVjpInfo:
         object.__setattr__(self, "_stand_ins", {id(one): (i, one) for i, one in enumerate(made)})
 
     def primals(self) -> Any:
-        """Return the primal inputs' tree, filled with stand-ins for its leaves.
-
-        Classes may check what they hold, and know those that JAX itself fills trees with: objects.
-        """
+        """Return the primals' tree, filled with placeholders."""
+        # Plain objects: classes may check what they hold, and accept those, which JAX uses itself.
         import jax
 
         return jax.tree_util.tree_unflatten(self.in_tree, [o for _, o in self._stand_ins.values()])
 
     def position(self, stand_in: Any) -> int | None:
-        """Return which leaf a stand-in stands for; None for what is none."""
+        """Return which leaf a placeholder stands for, or None."""
         return self._stand_ins.get(id(stand_in), (None, None))[0]
 
     def each(self, cotangents: Any, function: Callable[[Any, int, Any], Any]) -> Any:
-        """Apply a function to each cotangent's pytree path, its primal's index, and itself.
-
-        Not to a None, which stands for a whole subtree of the primals, nor to a cotangent for an
-        argument that is None, which JAX drops. Leave mismatches to JAX.
-        """
+        """Map a function of (path, index of the primal, cotangent) over the cotangents."""
+        # A None covers a whole subtree of the primals, and JAX drops cotangents of None arguments.
+        # Leave mismatches to JAX.
         import jax
 
         tree, is_none = jax.tree_util, lambda x: x is None
@@ -82,7 +69,7 @@ class CustomVjpInfo:
         return tree.tree_map_with_path(one, cotangents, primals, is_leaf=is_none)
 
     def to_cast(self, door: Door, axes: frozenset[str]) -> str:
-        """Say what to do where bwd is not the user's to change: cast before the call."""
+        """Say which arguments of a library's function to cast before the call."""
         names = ", ".join(map(repr, sorted(axes)))
         types = map(door.cotangent_type, self.in_avals)
         cast = [i for i, one in enumerate(types) if not axes <= one.axes]
@@ -95,22 +82,7 @@ class CustomVjpInfo:
 
 
 class Trace:
-    """A bwd's jaxpr, which can run in its place.
-
-    Args:
-      door: JAX's.
-      bwd: the function.
-      args: residuals and cotangents; what is no array among them stays what it is, since a Python
-        number may be used as a static argument, and a SymbolicZero is asked for by its type.
-
-    Attributes:
-      dynamic: which leaves of the arguments are arrays, in their order.
-      arrays: these.
-      jaxpr: the jaxpr, from the arrays among the arguments to those among the cotangents.
-      constants: of the jaxpr.
-      paths: the pytree path of each cotangent that is an array.
-      returned: the paths of all.
-    """
+    """A bwd's jaxpr, which can run in its place."""
 
     def __init__(self, symbols: Door, bwd, args):
         import jax
@@ -159,17 +131,9 @@ class Trace:
 
 
 class Forward:
-    """What a custom_vjp's fwd does, where it can be traced once more.
+    """What a custom_vjp's fwd does, where it can be traced a second time."""
 
-    It may close over values of a trace that has ended.
-
-    Args:
-      door: JAX's.
-      known_of: from an equation's primitive and params to what is known of the opaque call.
-      mesh_axes: the manual mesh axes.
-      parts: of the custom_vjp: its fwd, and its primals.
-      primals: over which axes each primal varies.
-    """
+    # It may close over values of a trace that has ended.
 
     def __init__(
         self,
@@ -209,33 +173,26 @@ class Forward:
 
     @functools.cached_property
     def origins(self) -> Origins:
-        """The origins of what it returns: its outputs, then its residuals."""
+        """The origins of its outputs, then of its residuals."""
         inputs = [Origin(frozenset((at,)), axes) for at, axes in enumerate(self.primals)]
         return Origins(self.symbols, self.known_of, self.mesh_axes, self.jaxpr, inputs)
 
     def saved(self, output_count: int, count: int) -> Sequence[Origin] | None:
-        """Return the origins of its residuals; None where that can't be told.
-
-        Args:
-          output_count: how many outputs it has, leaf by leaf.
-          count: how many outputs and residuals.
-        """
+        """Return the residuals' origins, or None."""
         if self.jaxpr is None or len(self.jaxpr.outvars) != count:
             return None
         return self.origins.outputs[output_count:]
 
     def outputs(self, count: int) -> Sequence[tuple[AxisType, Origin]] | None:
-        """Return the type and the origin of each output; None where it can't be traced again."""
+        """Return the type and the origin of each output, or None."""
         if self.jaxpr is None:
             return None
         types = [self.symbols.axis_type(atom.aval) for atom in self.jaxpr.outvars[:count]]
         return list(zip(types, self.origins.outputs))
 
     def dropping(self, axes: frozenset[str]) -> str | None:
-        """Describe an opaque call whose rule makes outputs invariant over ``axes``.
-
-        Where the forward can't be traced again, the answer is that it may.
-        """
+        """Describe an opaque call whose rule makes outputs invariant over ``axes``."""
+        # A forward that can't be traced again may have one.
         if self.jaxpr is None:
             return None if self.parts.fwd is None else "a forward that can't be traced again"
         for equation in equations(self.jaxpr):
@@ -247,15 +204,13 @@ class Forward:
         return None
 
     def scalings(self, by: set[float | None]) -> int:
-        """Return how many equations divide by a number that is one of ``by``, and make no mean."""
+        """Count the divisions by a number in ``by`` that make no mean."""
         return 0 if self.jaxpr is None else self.origins.scalings(by, elements=True)
 
     def equals(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the axes over which it sums, and over which it averages, what is equal there.
-
-        Not those of what its primals don't reach (it counts the devices, say): no cotangent goes
-        through such a sum.
-        """
+        """Return the axes of redundant sums and of redundant means."""
+        # Not of sums that its primals don't reach (a count of the devices): no cotangent goes
+        # through these.
         summed: frozenset[str] = frozenset()
         averaged: frozenset[str] = frozenset()
         for one in [] if self.jaxpr is None else self.origins.reductions:

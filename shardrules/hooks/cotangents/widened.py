@@ -17,12 +17,7 @@ __all__ = ["WidenedFwd"]
 
 
 class WidenedFwd:
-    """A custom_vjp's fwd that obeys marks, and the trees of what it returned for each of them.
-
-    Args:
-      door: JAX's private names.
-      state: tells for which marks trees are asked.
-    """
+    """A custom_vjp's fwd that obeys marks, and its trees under each mark."""
 
     def __init__(self, door: Door, state: Any):
         self.door = door
@@ -32,13 +27,7 @@ class WidenedFwd:
         self._returned: Any = None
 
     def flatten(self, fwd: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:
-        """Return fwd, flat, and a function that returns the trees, as JAX does.
-
-        Args:
-          fwd: the user's function, as JAX wraps it.
-          *rest: the further arguments of JAX's function; the last returns the primal's outputs.
-          **options: those that are named.
-        """
+        """Return the flat fwd and the function that returns its trees, as JAX does."""
         *others, primal = rest
         seen = self.door.transformation(self._see)(fwd)
         flat, trees = self.door.flatten_fwd(seen, *others, self._typed_as(primal), **options)
@@ -50,7 +39,6 @@ class WidenedFwd:
         return self.door.transformation(self._run)(flat, trees), known
 
     def _run(self, flat, trees, *args):
-        """Run fwd; each primal is followed by whether its tangent is not zero."""
         values, marks = args[::2], args[1::2]
         axes = frozenset().union(*(getattr(one, "axes", frozenset()) for one in marks))
         if axes:
@@ -69,7 +57,7 @@ class WidenedFwd:
         return self._returned
 
     def _typed_as(self, primal):
-        """Return the primal's outputs with the types that fwd's have, which JAX compares."""
+        """Give the primal's outputs, which JAX compares with fwd's, the types that fwd's have."""
 
         def out_type():
             import jax

@@ -117,12 +117,7 @@ def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules
 
 
 def missing_rules(closed: Any, notes: Notes) -> tuple[MissingRule, ...]:
-    """List the kernels without a rule in what was traced.
-
-    Args:
-      closed: the jaxpr, None where the trace ended with an error.
-      notes: what the hooks noted.
-    """
+    """List the kernels without a rule in a traced program (None: the trace failed)."""
     walk = _Walk(notes)
     if closed is not None:
         walk.program(closed)
@@ -173,7 +168,7 @@ def _missing(walk: _Walk) -> tuple[MissingRule, ...]:
 
 @contextlib.contextmanager
 def _collecting() -> Iterator[Notes]:
-    """Act as after ``install()``, take notes, and never stop at a call without a rule."""
+    """Act as after ``install()``, take notes, and don't stop at a call without a rule."""
     notes = Notes()
     with held() as state:
         scope = dataclasses.replace(state.scope, active=True, policy=COLLECT, notes=notes)
@@ -198,23 +193,15 @@ def _traced(f: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where an equation stands.
+    """Where an equation is."""
 
-    Args:
-      stack: the name stacks of the equations around it.
-      at: its source line, or ``within`` and that of the innermost around it that has one.
-      checked: whether the check is on; None outside shard_map.
-      steps: how often it runs for the loops around it; None where that is not known.
-    """
-
-    stack: str = ""
-    at: str = ""
-    checked: bool | None = None
-    steps: int | None = 1
+    stack: str = ""  # the name stacks of the equations around it
+    at: str = ""  # its source line, or ``within`` and that of the innermost around it that has one
+    checked: bool | None = None  # whether the check is on; None outside shard_map
+    steps: int | None = 1  # how often it runs for the loops around it; None where that is not known
 
     @property
     def phase(self) -> str:
-        """Which part of a gradient it belongs to, by JAX's name stacks."""
         if "rematted_computation" in self.stack:
             return "recompute"
         return "backward" if "transpose(" in self.stack else "forward"
@@ -224,11 +211,7 @@ _LOOPS = {"scan": "scan", "while": "while_loop"}  # primitive: function
 
 
 class _Walk:
-    """Reads a jaxpr, nested ones too, and notes the calls, casts and psums inside shard_map.
-
-    Args:
-      notes: what the hooks noted while it was traced.
-    """
+    """Reads a jaxpr and notes the calls, casts and psums inside shard_map."""
 
     def __init__(self, notes: Notes):
         self.door = internals.load()
@@ -240,7 +223,6 @@ class _Walk:
         self.claims: list[str] = []
 
     def program(self, closed: Any) -> None:
-        """Read a whole program."""
         self.unknown = {(call.primitive, call.name, call.place) for call, *_ in self.notes.unknown}
         self._read(opened(closed), _Place())
 
@@ -334,7 +316,7 @@ class _Walk:
         )
 
     def _reason(self, uses: Sequence[tuple[Any, int]], outcome: str) -> str:
-        """Say what asked for a cast, from what its result is used for."""
+        """Say what asked for a cast, from the uses of its result."""
         if not uses:
             return f"{outcome}, to vary as the others do"
         eqn, i = uses[0]
@@ -384,7 +366,7 @@ class _Walk:
 
 
 def _uses(jaxpr: Any) -> dict[Any, list[tuple[Any, int]]]:
-    """Return, for each variable of a jaxpr, the equations that take it, and as which operand."""
+    """Map each variable to the equations that take it, and as which operand."""
     uses: dict[Any, list[tuple[Any, int]]] = {}
     for eqn in jaxpr.eqns:
         for i, var in enumerate(eqn.invars):
@@ -394,7 +376,6 @@ def _uses(jaxpr: Any) -> dict[Any, list[tuple[Any, int]]]:
 
 
 def _carries(eqn: Any, i: int) -> bool:
-    """Whether operand ``i`` of a loop is an initial carry."""
     params = eqn.params
     if eqn.primitive.name == "while":
         return i >= params["cond_nconsts"] + params["body_nconsts"]
@@ -403,13 +384,12 @@ def _carries(eqn: Any, i: int) -> bool:
 
 
 def _described(eqn: Any) -> tuple[tuple[str, ...], str, int]:
-    """Return the axes that an equation names, its operand's dtype and shape, and its bytes."""
+    """Return an equation's axes, its operand's dtype and shape, and its bytes."""
     aval = eqn.invars[0].aval
     text = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
     return tuple(sorted(named_axes(eqn.params))), text, math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _counted(rows: Sequence[Any]) -> list[Any]:
-    """Join equal rows, in the order of the first."""
     counts = collections.Counter(rows)
     return [dataclasses.replace(row, count=count) for row, count in counts.items()]

@@ -256,12 +256,12 @@ class MissingRules:
 
 
 def name_of(primitive: str, kernel: str) -> str:
-    """Return how messages call a kernel."""
+    """Return the name of a kernel in messages."""
     return str(Call(primitive, kernel))
 
 
 def short(at: str) -> str:
-    """Shorten a path under the working directory."""
+    """Shorten a path below the working directory."""
     return at.replace(os.getcwd() + os.sep, "", 1)
 
 
@@ -280,7 +280,7 @@ def _times(text: str, count: int) -> str:
 
 
 def _show(types: Sequence[AxisType]) -> str:
-    """Write types as short as can be: ``{data}``, ``{}``, ``{data} unreduced {model}``."""
+    """Write types in short: ``{data}``, ``{}``, ``{data} unreduced {model}``."""
 
     def one(t: AxisType) -> str:
         more = [
@@ -305,7 +305,7 @@ def _rule(call: ExplainedCall) -> str:
 
 
 def describe_placement(one: Placement) -> str:
-    """Say what placing casts saves, and the line that places each by hand."""
+    """Say what placing casts saves, with the line for each cast."""
     if one.why:
         return _wrap(f"casts stand where they stood: {one.why}")
     if one.after_bytes >= one.before_bytes:
@@ -328,7 +328,7 @@ def describe_placement(one: Placement) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Align the columns that fit side by side; the cells of the others stand below their row."""
+    """Align the columns that fit side by side; put the other cells below their row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     fit = len(widths)
     while fit > 1 and sum(widths[:fit]) + 2 * (fit - 1) > _COLUMNS:
@@ -342,7 +342,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _wrap(text: str, indent: str = "") -> str:
-    """Break a long line between words; what follows is indented further."""
     return textwrap.fill(
         text,
         _COLUMNS,

@@ -35,7 +35,7 @@ class NamedValue(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """A jaxpr, the equation that calls it, and the frame of that; how often it runs."""
+    """A jaxpr, the equation that calls it, its outer frame, and how often it runs."""
 
     jaxpr: Any
     equation: Any
@@ -103,7 +103,7 @@ def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Named
 
 
 def _is_backward(equation: Any) -> bool:
-    """Tell the equation that recomputes in a backward pass (``remat2``, ``checkpoint``)."""
+    """Whether an equation recomputes in a backward pass (``remat2``, ``checkpoint``)."""
     return bool(equation.params.get("differentiated")) and "policy" in equation.params
 
 
@@ -128,7 +128,7 @@ def _is_same(equation: Any) -> bool:
 
 
 def _to_host(equation: Any) -> bool:
-    """Tell a device_put to host memory; to JAX 0.4.31 its parameter is called ``device``."""
+    # To JAX 0.4.31 the parameter is called ``device``.
     params = equation.params
     where = params.get("devices", params.get("device"))
     return equation.primitive.name == "device_put" and "host" in str(where).lower()
@@ -145,7 +145,7 @@ def _status(frame: _Frame, variable: Any) -> str:
 
 
 def _readers(frame: _Frame, variable: Any) -> Iterator[Any]:
-    """Yield the equations that read a variable, or what is the same value."""
+    """Yield the equations that read a variable, or a copy of it."""
     for equation in frame.jaxpr.eqns:
         if any(operand is variable for operand in equation.invars):
             yield equation
@@ -158,10 +158,8 @@ def _returned(frame: _Frame, variable: Any) -> bool:
 
 
 def _reaches(frame: _Frame, variable: Any, seen: set[int]) -> bool:
-    """Tell whether a value gets, as it is, into a backward pass that recomputes.
-
-    Not through a loop's carry: there it is the next trip's input, and has no name any more.
-    """
+    """Whether a value, or a copy of it, enters a backward pass that recomputes."""
+    # Not through a loop's carry: there it is the next trip's input, and has no name any more.
     if id(variable) in seen:
         return False
     seen.add(id(variable))

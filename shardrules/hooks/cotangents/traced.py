@@ -22,49 +22,32 @@ class CustomVjpInfo:
     name: str  # the bwd's, for messages
     fwd: Any  # the custom_vjp's fwd, as JAX wraps it
     gradients: Sequence[None]  # not empty once its fwd took some
-    # with ``symbolic_zeros=True``, whether each primal was, as fwd was called
-    perturbed: Sequence[bool]
-    in_tree: Any  # the pytree of the primal inputs
+    perturbed: Sequence[bool]  # of each primal, with ``symbolic_zeros=True``; else empty
+    in_tree: Any  # the pytree of the primals
     in_avals: tuple[Any, ...]
     place: str = ""  # where the bwd is defined, ``file:line``, or empty
-    # the primals' avals that fwd ran with, if others than ``in_avals``
-    fwd_avals: tuple[Any, ...] | None = None
-    _stand_ins: dict[int, tuple[int, object]] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        # At once: two threads that make them together would each hold their own.
-        made = [object() for _ in self.in_avals]
-        object.__setattr__(self, "_stand_ins", {id(one): (i, one) for i, one in enumerate(made)})
-
-    def primals(self) -> Any:
-        """Return the primals' tree, filled with placeholders."""
-        # Plain objects: classes may check what they hold, and accept those, which JAX uses itself.
-        import jax
-
-        return jax.tree_util.tree_unflatten(self.in_tree, [o for _, o in self._stand_ins.values()])
-
-    def position(self, stand_in: Any) -> int | None:
-        """Return which leaf a placeholder stands for, or None."""
-        return self._stand_ins.get(id(stand_in), (None, None))[0]
+    fwd_avals: tuple[Any, ...] | None = None  # that fwd ran with, if not ``in_avals``
 
     def each(self, cotangents: Any, function: Callable[[Any, int, Any], Any]) -> Any:
         """Map a function of (path, index of the primal, cotangent) over the cotangents."""
-        # A None covers a whole subtree of the primals, and JAX drops cotangents of None arguments.
-        # Leave mismatches to JAX.
         import jax
 
         tree, is_none = jax.tree_util, lambda x: x is None
         if isinstance(cotangents, list):
             cotangents = tuple(cotangents)
-        primals = self.primals()
+        # Plain objects: classes may check what they hold, and accept those, which JAX uses itself.
+        placeholders = [object() for _ in self.in_avals]
+        indices = {id(one): index for index, one in enumerate(placeholders)}
+        primals = tree.tree_unflatten(self.in_tree, placeholders)
         try:
             tree.tree_map(lambda value, primal: value, cotangents, primals, is_leaf=is_none)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError):  # Leave mismatches to JAX.
             return cotangents
 
-        def one(path, value, stand_in):
-            index = self.position(stand_in)
-            return value if value is None or index is None else function(path, index, value)
+        def one(path, value, placeholder):
+            # A None covers a whole subtree of the primals, and JAX drops what is for a None.
+            index = None if value is None else indices.get(id(placeholder))
+            return value if index is None else function(path, index, value)
 
         return tree.tree_map_with_path(one, cotangents, primals, is_leaf=is_none)
 
@@ -84,7 +67,7 @@ class CustomVjpInfo:
 class Trace:
     """A bwd's jaxpr, which can run in its place."""
 
-    def __init__(self, symbols: Door, bwd, args):
+    def __init__(self, door: Door, bwd, args):
         import jax
 
         tree = jax.tree_util
@@ -108,7 +91,7 @@ class Trace:
 
         # Inlined, it leaves the equations that bwd would have left. Not by eval_jaxpr: without a
         # jit around the whole program JAX 0.6.0 can't run a kernel's equation by itself.
-        staged = symbols.staged(run, self.arrays)
+        staged = door.staged(run, self.arrays)
         if staged is not None:
             self.jaxpr, self.constants, self._put = staged
             return
@@ -137,13 +120,13 @@ class Forward:
 
     def __init__(
         self,
-        symbols: Door,
+        door: Door,
         known_of: Callable[[Any, dict], Any],
         mesh_axes: frozenset[str],
         parts: Any,
         primals: Sequence[frozenset[str]],
     ):
-        self.symbols = symbols
+        self.door = door
         self.known_of = known_of
         self.mesh_axes = mesh_axes
         self.parts = parts
@@ -154,14 +137,14 @@ class Forward:
         """The jaxpr from its primals to its outputs and residuals, or None."""
         import jax
 
-        symbols, parts = self.symbols, self.parts
+        door, parts = self.door, self.parts
         if parts.fwd is None:
             return None
         avals = parts.in_avals if parts.fwd_avals is None else parts.fwd_avals
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
         def run(*flat):
-            flat = [symbols.cast(x, symbols.axis_type(a)) for x, a in zip(flat, avals)]
+            flat = [door.cast(x, door.axis_type(a)) for x, a in zip(flat, avals)]
             if parts.perturbed:
                 flat = [*map(jax.custom_derivatives.CustomVJPPrimal, flat, parts.perturbed)]
             return parts.fwd.call_wrapped(*jax.tree_util.tree_unflatten(parts.in_tree, flat))
@@ -175,7 +158,7 @@ class Forward:
     def origins(self) -> Origins:
         """The origins of its outputs, then of its residuals."""
         inputs = [Origin(frozenset((at,)), axes) for at, axes in enumerate(self.primals)]
-        return Origins(self.symbols, self.known_of, self.mesh_axes, self.jaxpr, inputs)
+        return Origins(self.door, self.known_of, self.mesh_axes, self.jaxpr, inputs)
 
     def saved(self, output_count: int, count: int) -> Sequence[Origin] | None:
         """Return the residuals' origins, or None."""
@@ -187,7 +170,7 @@ class Forward:
         """Return the type and the origin of each output, or None."""
         if self.jaxpr is None:
             return None
-        types = [self.symbols.axis_type(atom.aval) for atom in self.jaxpr.outvars[:count]]
+        types = [self.door.axis_type(atom.aval) for atom in self.jaxpr.outvars[:count]]
         return list(zip(types, self.origins.outputs))
 
     def dropping(self, axes: frozenset[str]) -> str | None:

@@ -74,20 +74,8 @@ class _Bwd(Bwd):
 
     def __init__(self, hooks: CustomVjpHooks, run: _Run):
         super().__init__(hooks, lambda *args: tuple(run.call(*args)), run.parts, run.args)
-        self.run = run
-
-    @property
-    def mesh_axes(self):
-        return self.run.axes
-
-    def _entering(self):
-        return self.run.entering
-
-    def _arriving(self):
-        return self.run.entering[len(self.run.entering) - self.run.arriving :]
-
-    def _primals(self):
-        return self.run.primals
+        self.mesh_axes, self.primals = run.axes, run.primals
+        self.entering, self.first = run.entering, len(run.entering) - run.arriving
 
 
 class SetVjpHooks(CustomVjpHooks):

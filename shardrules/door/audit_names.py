@@ -12,6 +12,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from shardrules.door.versions import tested
 from shardrules.errors import UnsupportedJaxError
 
 __all__ = ["AUDIT_MODULES", "AUDIT_SYMBOLS", "AuditNames", "load_audit"]
@@ -148,8 +149,7 @@ def load_audit() -> AuditNames:
             raise UnsupportedJaxError(
                 f"shardrules can't audit kernels on JAX {jax.__version__}: {module}:{attribute} "
                 f"is missing. It is used for: {reason}. Declare your kernels instead "
-                "(shardrules.no_communication), or install a JAX that the README's table of "
-                "versions lists.",
+                f"(shardrules.no_communication), or install JAX {tested()}.",
                 version=jax.__version__,
                 symbol=f"{module}:{attribute}",
             ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["NEWEST", "OLDEST", "is_untested", "order", "release", "too_old"]
+__all__ = ["NEWEST", "OLDEST", "is_untested", "order", "release", "tested", "too_old"]
 
 OLDEST = "0.4.28"  # the JAX that the first report was written on
 NEWEST = (0, 12)  # the last release series that the test matrix runs
@@ -70,6 +70,11 @@ def too_old(version: str) -> str:
     except ValueError as error:
         return str(error)
     return f"it is older than {OLDEST}" if is_older else ""
+
+
+def tested() -> str:
+    """Return the range of versions that the test matrix runs, as text."""
+    return f"{OLDEST} to {'.'.join(map(str, NEWEST))}"
 
 
 def is_untested(version: str) -> bool:

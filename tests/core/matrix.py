@@ -46,7 +46,7 @@ LANDING = ("0.4.28", "0.5.3", "0.7.2", "0.10.2", "0.12.0.1")
 
 
 def table():
-    """Return the README's table of versions."""
+    """Return the table in docs/versions.md."""
     rows = [("JAX", "Python", "tested"), ("---",) * 3]
     rows += [(jax, python, tested) for jax, (python, _, tested) in VERSIONS.items()]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace(

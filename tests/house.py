@@ -5,14 +5,13 @@ Reads the sources and imports nothing of them: it runs with any Python and no pa
 
 import ast
 import pathlib
-import re
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "shardrules"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# From each part of the package to the parts that it may import (CONTRIBUTING.md draws them). A part
+# From each part of the package to the parts that it may import. A part
 # is a file or folder at the top, or a folder's folder where it has arrows of its own.
 ARROWS = {
     "errors": set(),
@@ -174,9 +173,7 @@ def part_arrows():
 
 
 def map_of(text):
-    """What CONTRIBUTING.md draws: its arrows as ARROWS holds them, and the paths of its map."""
-    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", text, re.MULTILINE)
-    arrows = {part: set(re.findall(r"`([\w.]+)`", row)) for part, row in rows}
+    """The paths of the map in CONTRIBUTING.md."""
     drawn = text[text.index("```\nshardrules/\n") :].split("```")[1]
     paths, folders = set(), []
     for line in drawn.splitlines()[2:]:
@@ -186,7 +183,7 @@ def map_of(text):
             folders = [*folders[: depth - 1], path]
             paths.add("".join(folders))
             folders = folders if path.endswith("/") else folders[:-1]
-    return arrows, paths
+    return paths
 
 
 def main():

@@ -41,8 +41,8 @@ from shardrules import report, testing
 BATCH = ("fsdp", "expert")  # the mesh axes of the batch
 ARMS = {
     "check off": (False, contextlib.nullcontext),
-    "late casts": (True, shardrules.install),
-    "cheapest casts": (True, functools.partial(shardrules.install, casts="cheapest")),
+    "late casts": (True, functools.partial(shardrules.install, casts="late")),
+    "cheapest casts": (True, shardrules.install),
 }
 
 

@@ -34,7 +34,7 @@ _GRADIENTS_CHANGE = (
     "  and a psum in what is differentiated passes its cotangent on once, and not once for each",
     "    device: compare the values of a step before and after",
 )
-_INSTALL = 'import shardrules\n\nshardrules.install(casts="cheapest")\n'
+_INSTALL = "import shardrules\n\nshardrules.install()\n"
 
 
 class Row(NamedTuple):
@@ -125,7 +125,7 @@ def written(found: Sequence[Row]) -> str:
         "",
         "(bytes: what one device sends for the all-reduces of a call and of its derivative by\n"
         "every argument of a float type, once for each kind of arguments; as traced, before XLA;\n"
-        'then with shardrules.install(casts="cheapest"))',
+        "then with shardrules.install())",
     ]
     for row in found:
         lines += _told(row)
@@ -220,7 +220,7 @@ def patch(found: Sequence[Row], script: str, rules: Sequence[str] = ()) -> tuple
                 added.pop()
             lines[where:where] = [line + newline for line in added]
     else:
-        left.append(f'{script}: call shardrules.install(casts="cheapest") there')
+        left.append(f"{script}: call shardrules.install() there")
         left += [f"{script}: write {line} there" for line in rules]
     diff: list[str] = []
     for file in texts:

@@ -129,11 +129,11 @@ def install(*, unknown: str = "error", prove: bool = True, casts: str | None = N
         the former with a warning.
       prove: whether a kernel that nobody declares may be proven not to communicate by its own
         jaxpr; with False, declarations alone count.
-      casts: where what is differentiated is cast to varying, whose transpose is a psum: ``late``,
-        at the first operation that asks for it, as JAX does; or ``cheapest``, where the psums of
-        the gradient move the fewest bytes (from JAX 0.6; before, casts stand where they stand).
-        If None, as the ``install()`` that is in force says, else ``late``. One that says otherwise
-        than that wins, with a warning.
+      casts: where what is differentiated is cast to varying; the cast's transpose is a psum.
+        ``cheapest``: where the gradient's psums move the fewest bytes. ``late``: at the first
+        operation that asks for it, as JAX does; JAX to 0.5.3 always does. If None, as the
+        ``install()`` that is in force says, else ``cheapest``. A value that differs from the one
+        in force wins, with a warning.
 
     Returns:
       A handle; ``handle.uninstall()``, or leaving ``with install():``, puts JAX back as it was.
@@ -170,7 +170,7 @@ def install(*, unknown: str = "error", prove: bool = True, casts: str | None = N
                 "still in force; say it once, in the application",
                 stacklevel=3,
             )
-        _state.push(handle, Scope(True, unknown, prove=prove, casts=casts or said or "late"))
+        _state.push(handle, Scope(True, unknown, prove=prove, casts=casts or said or "cheapest"))
     return handle
 
 

@@ -67,7 +67,7 @@ class Placement:
       before_bytes: what the psums of its casts sum on each device, where JAX put them.
       after_bytes: the same where they are the fewest.
       casts: the casts there, if they are fewer.
-      applied: whether they were placed; by ``install(casts="cheapest")`` or ``place_casts``.
+      applied: whether they were placed; by ``install()`` or ``place_casts``.
       why: why they stand where they stood, if that could not be told to be the cheapest.
     """
 

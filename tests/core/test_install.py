@@ -396,4 +396,6 @@ def test_a_second_install_keeps_where_casts_stand_unless_it_says_otherwise():
             assert state().scope.casts == "late"
         assert state().scope.casts == "cheapest"
     with sr.install():
+        assert state().scope.casts == "cheapest"
+    with sr.install(casts="late"), sr.install():
         assert state().scope.casts == "late"

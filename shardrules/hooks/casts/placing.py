@@ -1,4 +1,4 @@
-"""Casts of tangents at the minimum cut: ``install(casts="cheapest")``.
+"""Casts of tangents at the minimum cut: what ``install()`` does unless it says ``casts="late"``.
 
 JAX casts as late as it can, and the psum that a cast becomes stands there in the backward pass: in
 every step of a scan, or over the many rows that one row was repeated to. Just before JAX transposes

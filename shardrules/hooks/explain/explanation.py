@@ -310,12 +310,15 @@ def describe_placement(one: Placement) -> str:
         return _wrap(f"casts stand where they stood: {one.why}")
     if one.after_bytes >= one.before_bytes:
         return ""
-    done = "placed by" if one.applied else "placed by hand, or all by"
+    done = (
+        "placed by shardrules.install()"
+        if one.applied
+        else 'placed by hand, or all by shardrules.install(casts="cheapest")'
+    )
     lines = [
         _wrap(
             f"the casts' psums sum {one.before_bytes:,} B on each device where JAX casts, and "
-            f"{one.after_bytes:,} B where that is the fewest ({done} "
-            'shardrules.install(casts="cheapest")):'
+            f"{one.after_bytes:,} B where that is the fewest ({done}):"
         )
     ]
     for cast in one.casts:

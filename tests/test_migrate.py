@@ -168,7 +168,7 @@ def test_hooks_are_installed_once_and_where_the_environment_is_set(
     assert left == []
     pathlib.Path("on.patch").write_text(patch)
     subprocess.run(["patch", "-p1", "-i", "on.patch"], check=True)
-    added = '\nimport shardrules\n\nshardrules.install()\n\n' if after else ""
+    added = "\nimport shardrules\n\nshardrules.install()\n\n" if after else ""
     rest = before.removeprefix(after)
     assert path.read_text().replace("\n\n\n", "\n\n") == (
         f"{after}{added}{rest}x = shard_map(f, check_vma=True)\n".replace("\n\n\n", "\n\n")

@@ -5,8 +5,13 @@ are held to it, and to what setup.cfg and the repository have.
 """
 
 import configparser
+import os
 import pathlib
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -37,6 +42,40 @@ def test_each_block_is_of_a_language_that_is_tried():
     kinds = {kind for page in PAGES for kind, _ in FENCE.findall(page.read_text())}
     assert kinds - {" { .python }"} == {"python", "text", "sh", "toml"}
     assert len(INSTALLS) >= 5 and len(blocks("toml")) == 2
+
+
+TRANSCRIPTS = [(page, text) for page, text in blocks("text") if text.startswith("$ shardrules")]
+
+
+def wrong_lines(shown, printed):
+    """The lines of a transcript that a command didn't print, in this order; ``...`` leaves some out."""
+    rest = iter([re.sub(r"[ -]{2,}", " ", line).strip() for line in printed.splitlines()])
+    for line in shown.splitlines():
+        asked = re.sub(r"[ -]{2,}", " ", line).strip()
+        if asked and asked != "..." and not any(asked == other for other in rest):
+            yield line
+
+
+@pytest.mark.parametrize("page, text", TRANSCRIPTS, ids=[page for page, _ in TRANSCRIPTS])
+def test_a_transcript_is_what_is_printed(page, text, tmp_path):
+    """Commands that a page shows behind ``$``, run in a copy of what they name."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SHARDRULES_"))}
+    for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE):
+        assert command.startswith("shardrules ")
+        done = subprocess.run(
+            [sys.executable, "-m", *shlex.split(command)],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+        assert list(wrong_lines(shown, done.stdout + done.stderr)) == [], command
+
+
+def test_a_transcript_that_is_wrong_is_seen():
+    assert list(wrong_lines("a  b\n...\nd\n", "a b\nc\nd\n")) == []
+    assert list(wrong_lines("a\nd\nc\n", "a\nc\nd\n")) == ["c"]
 
 
 def test_what_is_installed_is_what_ci_installs():

@@ -1,4 +1,4 @@
-"""A test of a training step: ``pytest --shardrules examples/test_train.py`` also judges what it compiles."""
+"""A test of train.py: ``pytest --shardrules`` also judges what it compiles."""
 
 import jax
 import numpy as np

@@ -17,7 +17,6 @@ __all__ = [
     "parameter_shardings",
     "placed",
     "platform",
-    "profile_data",
     "promised",
     "result_paths",
     "temp_bytes",
@@ -223,25 +222,6 @@ def _array_shape(aval: Any) -> tuple[int, ...]:
 
 # Where HloModule stood in JAX 0.10 to 0.12, 0.6.2 to 0.9, and before.
 _HLO_MODULE = ("jaxlib._hlo", "jaxlib._jax", "jaxlib.xla_extension")
-
-
-def profile_data(serialized: bytes) -> Any:
-    """Return ``jax.profiler.ProfileData`` of a serialized XSpace.
-
-    Raises:
-      ProfileError: this JAX has no such reader, or it refuses the bytes.
-    """
-    import jax.profiler
-
-    kind = getattr(jax.profiler, "ProfileData", None)
-    if kind is None:
-        raise ProfileError(
-            f"JAX {jax.__version__} can't read profiles; read it with JAX 0.6.2 or newer"
-        )
-    try:
-        return kind.from_serialized_xspace(serialized)
-    except RuntimeError as error:
-        raise ProfileError(f"JAX can't read it as a profile: {error}") from error
 
 
 def hlo_text(module_proto: bytes) -> str:

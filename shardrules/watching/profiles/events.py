@@ -12,182 +12,215 @@ xla/tsl/profiler/utils/xplane_schema.cc):
 
 from __future__ import annotations
 
-import array
-import bisect
-import collections
-import dataclasses
 import re
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from shardrules.watching.profiles.wire import Program
+import numpy as np
 
-__all__ = ["Events", "Run", "Timeline"]
+from shardrules.watching.profiles import wire
+from shardrules.watching.profiles.planes import Batch, Line, Plane, planes
 
+__all__ = ["UNKNOWN_RUN", "Events", "Ran", "Timeline"]
+
+UNKNOWN_RUN = np.iinfo(np.int64).min
 _DEVICE = re.compile(r"/device:(TPU|GPU):\d+")
 _OPERATION = re.compile(r"%?([^\s=]+)(?: = |$)")  # %all-reduce.1 = f32[8] all-reduce(...
-_MODULE = re.compile(r"(.*)\((\d+)\)")
 _STEP = "step_num"  # of jax.profiler.StepTraceAnnotation
-# Named by the Python function that was called; only step markers among them say anything here.
-_PYTHON_CALL = "$"
+_STATS = ("hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal", _STEP)
 
 
-class Run(NamedTuple):
-    """One execution of an operation, in nanoseconds, and the run of the program it was part of.
+class Ran(NamedTuple):
+    """Executions of operations: which, from when to when, in which run of the program.
 
-    Attributes:
-      start, end: in nanoseconds.
-      run: equal for operations of one run of the program; None where the profile doesn't say.
+    ``operation`` is a number of ``Events.numbers``, ``start`` and ``end`` are in nanoseconds,
+    ``run`` is UNKNOWN_RUN where the profile doesn't say.
     """
 
-    start: float
-    end: float
-    run: Any
+    operation: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    run: np.ndarray
 
 
-@dataclasses.dataclass
 class Timeline:
-    """What one device did for one program.
+    """What one device did for one program; ``windows`` are its runs where the profile has them."""
 
-    Attributes:
-      wanted: the executions of each operation that was asked for.
-      spans: from each run of the program to its first start and last end.
-      busy: starts and ends of what else ran, in turns.
-    """
+    def __init__(self) -> None:
+        self._parts: list[Ran] = []
+        self.windows: dict[int, tuple[float, float]] = {}
 
-    wanted: dict[str, list[Run]] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(list)
-    )
-    spans: dict[Any, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    busy: array.array = dataclasses.field(default_factory=lambda: array.array("d"))
+    def add(self, part: Ran) -> None:
+        """Add executions."""
+        self._parts.append(part)
 
-    def add(
-        self,
-        operation: str,
-        run: Run,
-        wanted: bool,
-        covers: bool,
-        span: tuple[float, float] | None = None,
-    ) -> None:
-        """Add one execution.
+    def merge(self, other: Timeline) -> None:
+        """Add those of the same program compiled a second time."""
+        self._parts += other._parts
+        self.windows |= other.windows
 
-        Args:
-          operation: the instruction's name.
-          run: when it ran.
-          wanted: whether it was asked for.
-          covers: whether it hides a collective that runs at the same time.
-          span: when the program's run began and ended, where the profile says so.
-        """
-        first, last = self.spans.get(run.run, span or (run.start, run.end))
-        self.spans[run.run] = min(first, run.start), max(last, run.end)
-        if wanted:
-            self.wanted[operation].append(run)
-        if covers:
-            self.busy.extend((run.start, run.end))
+    def ran(self) -> Ran:
+        """Return all executions."""
+        if len(self._parts) > 1:
+            self._parts = [Ran(*map(np.concatenate, zip(*self._parts)))]
+        return self._parts[0]
+
+    def spans(self) -> dict[int, tuple[float, float]]:
+        """Return first start and last end of each run of the program, in their order."""
+        ran = self.ran()
+        runs, of = np.unique(ran.run, return_inverse=True)
+        first, last = np.full(len(runs), np.inf), np.full(len(runs), -np.inf)
+        np.minimum.at(first, of, ran.start)
+        np.maximum.at(last, of, ran.end)
+        found = {}
+        for run, start, end in zip(runs.tolist(), first.tolist(), last.tolist()):
+            window = self.windows.get(run, (start, end))
+            found[run] = min(start, window[0]), max(end, window[1])
+        return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
 class Events:
     """The events of one profile, of one or several hosts.
 
-    Args:
-      programs: those that are judged, with the operations asked for and those that hide nothing.
-
     Attributes:
-      timelines: by device and program.
+      timelines: by device and program; a program that the profile doesn't hold has no proto.
+      numbers: from an operation's name to its number.
       markers: when each step began and ended, as the host marked it; of each host.
       planes: the planes that were understood, with how many events of operations they held.
-      unknown: names of programs that ran and are not among those that are judged.
     """
 
-    def __init__(self, programs: Iterable[tuple[Program, frozenset[str], frozenset[str]]]):
-        self._wanted = {program: (wanted, idle) for program, wanted, idle in programs}
-        self._by_id = {number: p for p in self._wanted for number in p.ids}
-        names = collections.Counter(p.name for p in self._wanted)
-        self._by_name = {p.name: p for p in self._wanted if names[p.name] == 1}
-        self.timelines: dict[tuple[str, Program], Timeline] = {}
+    def __init__(self) -> None:
+        self._origin: int | None = None
+        self._by_id: dict[int, wire.Program] = {}
+        self._by_name: dict[str, wire.Program] = {}
+        self._others: dict[tuple[str, int], wire.Program] = {}
+        self.timelines: dict[tuple[str, wire.Program], Timeline] = {}
+        self.numbers: dict[str, int] = {}
         self.markers: dict[str, list[tuple[float, float]]] = {}
         self.planes: dict[str, int] = {}
-        self.unknown: set[str] = set()
 
-    def read(self, profile: Any, host: str) -> None:
-        """Add the events of one host's profile.
+    def read(self, data: memoryview, host: str, programs: Sequence[wire.Program] = ()) -> None:
+        """Add the events of one host's serialized XSpace.
 
         Args:
-          profile: a ``jax.profiler.ProfileData``.
+          data: its bytes.
           host: its name, which tells its devices from those of others.
+          programs: those that it holds; their ids are the host's own.
         """
-        for plane in profile.planes:
+        self._by_id = {_signed(number): p for p in programs for number in p.ids}
+        names = [p.name for p in programs]
+        self._by_name = {p.name: p for p in programs if names.count(p.name) == 1}
+        self._others = {}
+        for plane in planes(data):
             device = _DEVICE.fullmatch(plane.name)
             if device and device[1] == "TPU":
                 count = self._tpu(plane, host)
             elif device or plane.name == "/host:CPU":
-                count = self._by_stats(plane, host)
+                count = sum(
+                    self._by_stats(plane, batch, host)
+                    for line in plane.lines()
+                    for batch in self._batches(line, _STATS)
+                )
             else:
                 continue
             if count:
                 name = f"{host} {plane.name}"
                 self.planes[name] = self.planes.get(name, 0) + count
 
-    def _by_stats(self, plane: Any, host: str) -> int:
-        count = 0
-        of_host = plane.name == "/host:CPU"
-        for line in plane.lines:
-            for event in line.events:
-                if event.name.startswith(_PYTHON_CALL):
-                    continue
-                stats = dict(event.stats)
-                operation = stats.get("hlo_op")
-                if operation is None:
-                    if of_host and _STEP in stats:
-                        end = event.start_ns + event.duration_ns
-                        self.markers.setdefault(host, []).append((event.start_ns, end))
-                    continue
-                name = plane.name
-                if of_host:
-                    name = f"CPU {stats.get('device_ordinal', 0)}"
-                module, number = stats.get("hlo_module", ""), stats.get("program_id")
-                run = Run(event.start_ns, event.start_ns + event.duration_ns, stats.get("run_id"))
-                count += self._add(f"{host} {name}", module, number, operation, run)
-        return count
+    def operations(self, program: wire.Program) -> set[str]:
+        """Return the names of all operations of a program that ran."""
+        names = list(self.numbers)
+        return {
+            names[number]
+            for (_, other), timeline in self.timelines.items()
+            if other is program
+            for number in np.unique(timeline.ran().operation).tolist()
+        }
 
-    def _tpu(self, plane: Any, host: str) -> int:
-        lines = {line.name: line for line in plane.lines}
-        windows = []
-        for event in lines["XLA Modules"].events if "XLA Modules" in lines else ():
-            known = _MODULE.fullmatch(event.name)
-            name, number = (known[1], int(known[2])) if known else (event.name, None)
-            windows.append((event.start_ns, event.start_ns + event.duration_ns, name, number))
-        windows.sort()
-        starts = [window[0] for window in windows]
-        count, seen = 0, set()
+    def _by_stats(self, plane: Plane, batch: Batch, host: str) -> int:
+        nothing = np.zeros(len(batch.name), bool), np.zeros(len(batch.name), np.int64)
+        op, module, number, run, ordinal, step = (batch.stats.get(name, nothing) for name in _STATS)
+        of_host = plane.name == "/host:CPU"
+        if of_host:
+            marks = np.flatnonzero(step[0] & ~op[0])
+            self.markers.setdefault(host, []).extend(
+                zip(batch.start[marks].tolist(), batch.end[marks].tolist())
+            )
+        where = np.flatnonzero(op[0])
+        runs = np.where(run[0], run[1], UNKNOWN_RUN)
+        keys = np.stack([module[1], number[1], ordinal[1]], 1)[where]
+        for key in np.unique(keys, axis=0):
+            rows = where[(keys == key).all(1)]
+            name = plane.texts.get(int(key[0]), "")
+            device = f"CPU {key[2]}" if of_host else plane.name
+            timeline = self._timeline(f"{host} {device}", name, int(key[1]))
+            codes = self._codes(op[1][rows], plane.texts)
+            timeline.add(Ran(codes, batch.start[rows], batch.end[rows], runs[rows]))
+        return len(where)
+
+    def _tpu(self, plane: Plane, host: str) -> int:
+        lines = {line.name: line for line in plane.lines()}
+        runs: list[tuple[float, float, str]] = []
+        for batch in self._batches(lines.get("XLA Modules")):
+            titles = (plane.events.get(n, "") for n in batch.name.tolist())
+            runs += zip(batch.start.tolist(), batch.end.tolist(), titles)
+        runs.sort()
+        starts = np.array([start for start, _, _ in runs])
+        count, seen = 0, np.array([], np.int64)
         for line_name in ("XLA Ops", "Async XLA Ops"):
-            of_line = set()
-            for event in lines[line_name].events if line_name in lines else ():
-                found = _OPERATION.match(event.name)
-                at = bisect.bisect_right(starts, event.start_ns) - 1
-                if found is None or at < 0 or found[1] in seen:
-                    continue  # the second line tells again of what the first one holds
-                of_line.add(found[1])
-                run = Run(event.start_ns, event.start_ns + event.duration_ns, at)
-                start, end, name, number = windows[at]
-                device = f"{host} {plane.name}"
-                count += self._add(device, name, number, found[1], run, (start, end))
-            seen |= of_line
+            of_line = [seen]
+            for batch in self._batches(lines.get(line_name)):
+                names = {}
+                for event in np.unique(batch.name).tolist():
+                    match = _OPERATION.match(plane.events.get(event, ""))
+                    if match:
+                        names[event] = match[1]
+                codes = self._codes(batch.name, names)
+                at = np.searchsorted(starts, batch.start, side="right") - 1
+                # The second line tells again of what the first one holds.
+                kept = (at >= 0) & (codes >= 0) & ~np.isin(codes, seen)
+                of_line.append(np.unique(codes[kept]))
+                count += int(kept.sum())
+                for run in np.unique(at[kept]).tolist():
+                    rows = np.flatnonzero(kept & (at == run))
+                    start, end, name = runs[run]
+                    match = wire.PROGRAM_NAME.fullmatch(name)
+                    name, number = (match[1], int(match[2])) if match else (name, 0)
+                    timeline = self._timeline(f"{host} {plane.name}", name, _signed(number))
+                    timeline.windows[run] = start, end
+                    timeline.add(Ran(codes[rows], batch.start[rows], batch.end[rows], at[rows]))
+            seen = np.concatenate(of_line)
         if "Steps" in lines and host not in self.markers:
             self.markers[host] = [
-                (event.start_ns, event.start_ns + event.duration_ns)
-                for event in lines["Steps"].events
+                mark
+                for batch in self._batches(lines["Steps"])
+                for mark in zip(batch.start.tolist(), batch.end.tolist())
             ]
         return count
 
-    def _add(
-        self, device: str, name: str, number: Any, operation: str, run: Run, span: Any = None
-    ) -> int:
+    def _batches(self, line: Line | None, stats: Sequence[str] = ()) -> Iterator[Batch]:
+        """Yield a line's events, with times after the first line's start."""
+        if line is not None:
+            if self._origin is None:
+                self._origin = line.start_ns
+            yield from line.batches(self._origin, stats)
+
+    def _timeline(self, device: str, name: str, number: int) -> Timeline:
         program = self._by_id.get(number) or self._by_name.get(name)
         if program is None or program.name != name:
-            self.unknown.add(name)
-            return 1
-        wanted, idle = self._wanted[program]
-        timeline = self.timelines.setdefault((device, program), Timeline())
-        timeline.add(operation, run, operation in wanted, operation not in idle, span)
-        return 1
+            program = self._others.setdefault((name, number), wire.Program(name, [number], b""))
+        return self.timelines.setdefault((device, program), Timeline())
+
+    def _codes(self, column: np.ndarray, names: dict[int, str]) -> np.ndarray:
+        """Return operations' numbers for the numbers that a plane has for their names, else -1."""
+        known, of = np.unique(column, return_inverse=True)
+        codes = [
+            self.numbers.setdefault(names[number], len(self.numbers)) if number in names else -1
+            for number in known.tolist()
+        ]
+        return np.array(codes, np.int64)[of]
+
+
+def _signed(number: int) -> int:
+    """Return the 64 bits of an unsigned number as a signed one, as columns hold them."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

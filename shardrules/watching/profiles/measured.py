@@ -3,48 +3,46 @@
 from __future__ import annotations
 
 import bisect
-import collections
 import itertools
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardrules import hlo
-from shardrules.watching.profiles.events import Run, Timeline
+import numpy as np
 
-__all__ = ["Measured", "Site", "covering_nothing", "measure", "sites", "step_seconds", "steps_of"]
+from shardrules import hlo
+from shardrules.costs.timings import Timing
+from shardrules.hlo.proof.collectives import KINDS
+from shardrules.watching.profiles.events import UNKNOWN_RUN, Timeline
+
+__all__ = [
+    "Covered",
+    "Executions",
+    "Site",
+    "covers_nothing",
+    "covering_nothing",
+    "executions",
+    "measure",
+    "sites",
+    "step_seconds",
+    "steps_of",
+]
 
 # These run other operations, which have events of their own.
-_CONTAINERS = {"while", "conditional", "call"}
+_CONTAINERS = ("while", "conditional", "call")
 _INSIDE = ("fusion", "async-start", "call")  # an event of theirs is that of what they call
+_STEM = re.compile(r"[a-z-]+")
 
 
 class Site(NamedTuple):
     """The operations by which a profile names one collective.
 
-    Attributes:
-      first: whose events are the collective's, or its start's.
-      done: the operation that waits for its end; None where ``first`` does.
+    ``first`` is the collective, or its start; ``done`` waits for its end, if anything else does.
     """
 
     first: str
     done: str | None
-
-
-class Measured(NamedTuple):
-    """What one collective took in a step.
-
-    Attributes:
-      seconds: the median over steps, on the slowest device.
-      exposed_seconds: the part of it in which that device did nothing else.
-      fastest_seconds: the same median on the fastest device.
-      runs: how often it ran, on one device in one step.
-    """
-
-    seconds: float
-    exposed_seconds: float
-    fastest_seconds: float
-    runs: float
 
 
 def sites(module: hlo.Module, collectives: Iterable[hlo.Collective]) -> dict[str, Site]:
@@ -60,17 +58,17 @@ def sites(module: hlo.Module, collectives: Iterable[hlo.Collective]) -> dict[str
             if instruction.opcode.endswith("-done") and instruction.operands:
                 started = computation.instructions[instruction.operands[0]].name
                 users[started] = instruction.name
-    found = {}
-    for one in collectives:
-        name, inside = one.name, one.computation
+    of = {}
+    for collective in collectives:
+        name, inside = collective.name, collective.computation
         while inside in callers:
             caller, around = callers[inside]
             name, inside = caller.name, around.name
-        found[one.name] = Site(name, users.get(name))
-    return found
+        of[collective.name] = Site(name, users.get(name))
+    return of
 
 
-def covering_nothing(module: hlo.Module, of: Mapping[str, Site]) -> frozenset[str]:
+def covering_nothing(module: hlo.Module, of: Mapping[str, Site]) -> set[str]:
     """Return the operations that hide no collective: loops and branches, starts and ends."""
     names = {
         instruction.name
@@ -78,7 +76,14 @@ def covering_nothing(module: hlo.Module, of: Mapping[str, Site]) -> frozenset[st
         for instruction in computation.instructions
         if instruction.opcode in _CONTAINERS or instruction.opcode.endswith(("-start", "-done"))
     }
-    return frozenset(names) | {site.first for site in of.values()}
+    return names | {site.first for site in of.values()}
+
+
+def covers_nothing(operation: str) -> bool:
+    """Tell by its name alone whether an operation hides no collective."""
+    match = _STEM.match(operation)
+    stem = match[0] if match else ""
+    return stem in (*_CONTAINERS, *KINDS) or stem.endswith(("-start", "-done"))
 
 
 def steps_of(starts: Sequence[float], markers: Sequence[float]) -> list[int]:
@@ -103,97 +108,91 @@ def step_seconds(markers: Sequence[tuple[float, float]]) -> float:
     return statistics.median([*took, markers[-1][1] - markers[-1][0]]) / 1e9
 
 
-def measure(
-    timelines: Mapping[str, Timeline],
-    markers: Mapping[str, Sequence[float]],
-    of: Mapping[str, Site],
-) -> dict[str, Measured]:
-    """Return what each collective took in a step.
+class Executions(NamedTuple):
+    """All executions of one collective on one device: when, and in which step."""
 
-    Args:
-      timelines: of one program, by device.
-      markers: when the steps began, by device.
-      of: the collectives' sites.
-    """
+    start: np.ndarray
+    end: np.ndarray
+    step: np.ndarray
+
+
+def executions(
+    timeline: Timeline, numbers: Mapping[str, int], markers: Sequence[float], of: Mapping[str, Site]
+) -> dict[str, Executions]:
+    """Return the executions of each collective on a device, from its start to its end."""
+    ran = timeline.ran()
+    spans = timeline.spans()
+    step = dict(zip(spans, steps_of([start for start, _ in spans.values()], markers)))
     found = {}
-    covered = {device: _Covered(timeline.busy) for device, timeline in timelines.items()}
     for name, site in of.items():
-        of_device = {}
-        for device, timeline in timelines.items():
-            runs = _executions(timeline, site)
-            if runs:
-                step_count = max(len(markers[device]), 1)
-                of_device[device] = _medians(
-                    runs, _steps(timeline, site, runs, markers[device]), covered[device], step_count
-                )
-        if of_device:
-            slowest = max(of_device.values())
-            fastest = min(of_device.values())
-            found[name] = Measured(slowest[0], slowest[1], fastest[0], slowest[2])
+        first, last = (_rows(ran, numbers.get(of_it or "", -1)) for of_it in site)
+        if not len(first):
+            continue
+        start, end = ran.start[first], ran.end[first]
+        if len(first) == len(last):  # else, on a GPU, the start's kernel is the whole of it
+            end = np.maximum(end, ran.end[last])
+        runs = ran.run[first]
+        if np.any(runs == UNKNOWN_RUN):
+            steps = steps_of(start.tolist(), markers)
+        else:
+            steps = [step[run] for run in runs.tolist()]
+        found[name] = Executions(start, end, np.array(steps))
     return found
 
 
-def _executions(timeline: Timeline, site: Site) -> list[Run]:
-    """Return each execution of a collective, from its start to its end."""
-    first = sorted(timeline.wanted.get(site.first, ()))
-    last = sorted(timeline.wanted.get(site.done or "", ()))
-    if len(first) != len(last):  # on a GPU, the start's kernel is the whole of it
-        return first
-    return [Run(a.start, max(a.end, b.end), a.run) for a, b in zip(first, last)]
+def _rows(ran: Any, number: int) -> np.ndarray:
+    """Return where an operation's executions stand, in the order of their starts."""
+    rows = np.flatnonzero(ran.operation == number)
+    return rows[np.argsort(ran.start[rows], kind="stable")]
 
 
-def _steps(timeline: Timeline, site: Site, runs: list[Run], markers: Sequence[float]) -> list[int]:
-    """Return the step of each execution."""
-    if all(run.run is not None for run in runs):
-        keys = sorted(timeline.spans, key=lambda key: timeline.spans[key])
-        starts = [timeline.spans[key][0] for key in keys]
-        step = dict(zip(keys, steps_of(starts, markers)))
-        return [step[run.run] for run in runs]
-    return steps_of([run.start for run in runs], markers)
-
-
-def _medians(
-    runs: list[Run], steps: list[int], covered: _Covered, step_count: int
-) -> tuple[float, float, float]:
-    """Return the median over steps of the seconds, the exposed ones, and the count of runs."""
-    took: dict[int, float] = collections.defaultdict(float)
-    exposed: dict[int, float] = collections.defaultdict(float)
-    for run, step in zip(runs, steps):
-        took[step] += run.end - run.start
-        exposed[step] += run.end - run.start - covered.within(run.start, run.end)
-    known = range(step_count)
-    return (
-        statistics.median(took[step] for step in known) / 1e9,
-        statistics.median(exposed[step] for step in known) / 1e9,
-        len(runs) / step_count,
-    )
-
-
-class _Covered:
-    """How long anything ran within a window.
+def measure(
+    ran: Mapping[str, Mapping[str, Executions]],
+    step_counts: Mapping[str, int],
+    covered: Mapping[str, Covered],
+) -> dict[str, Timing]:
+    """Return what each collective took in a step.
 
     Args:
-      busy: starts and ends of executions, in turns, which may overlap.
+      ran: of one program, its collectives' executions by device and name.
+      step_counts: by device.
+      covered: when else something ran, by device.
     """
+    of_device: dict[str, list[tuple[float, float, float, str]]] = {}
+    for device, collectives in ran.items():
+        count = max(step_counts[device], 1)
+        for name, (start, end, step) in collectives.items():
+            took, exposed = (
+                float(np.median(np.bincount(step, seconds, count)[:count])) / 1e9
+                for seconds in (end - start, end - start - covered[device].within(start, end))
+            )
+            of_device.setdefault(name, []).append((took, exposed, len(start) / count, device))
+    found = {}
+    for name, medians in of_device.items():
+        slowest, fastest = max(medians), min(medians)
+        found[name] = Timing(slowest[0], slowest[1], fastest[0], slowest[2], slowest[3], fastest[3])
+    return found
 
-    def __init__(self, busy: Sequence[float]):
-        self._starts: list[float] = []
-        self._ends: list[float] = []
-        for start, end in sorted(zip(busy[::2], busy[1::2])):
-            if self._ends and start <= self._ends[-1]:
-                self._ends[-1] = max(self._ends[-1], end)
-            else:
-                self._starts.append(start)
-                self._ends.append(end)
-        lengths = (end - start for start, end in zip(self._starts, self._ends))
-        self._before = [0.0, *itertools.accumulate(lengths)]
 
-    def within(self, start: float, end: float) -> float:
-        """Return the covered part of a window."""
+class Covered:
+    """How long anything ran within a window, by starts and ends that may overlap."""
+
+    def __init__(self, start: np.ndarray, end: np.ndarray):
+        order = np.argsort(start, kind="stable")
+        start, latest = start[order], np.maximum.accumulate(end[order])
+        apart = np.flatnonzero(np.append(True, start[1:] > latest[:-1])[: len(start)])
+        self.starts: np.ndarray = start[apart]
+        self.ends: np.ndarray = latest[np.append(apart[1:], len(start))[: len(apart)] - 1]
+        self._before = np.append(0.0, np.cumsum(self.ends - self.starts))
+
+    def within(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Return the covered part of each of some windows."""
         return self._until(end) - self._until(start)
 
-    def _until(self, time: float) -> float:
-        at = bisect.bisect_right(self._starts, time)
-        if not at:
-            return 0.0
-        return self._before[at - 1] + min(time, self._ends[at - 1]) - self._starts[at - 1]
+    def _until(self, time: np.ndarray) -> np.ndarray:
+        if not len(self.starts):
+            return np.zeros(len(time))
+        at = np.searchsorted(self.starts, time, side="right")
+        last = np.maximum(at - 1, 0)
+        part = np.minimum(time, self.ends[last]) - self.starts[last]
+        return np.where(at > 0, self._before[last] + part, 0.0)

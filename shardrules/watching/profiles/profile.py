@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from shardrules import hlo, report
 from shardrules.arguments import checked
-from shardrules.costs import accounts, findings
-from shardrules.errors import HloError, ProfileError
-from shardrules.report.grouping import counted
-from shardrules.watching.profiles import events, measured, wire
-from shardrules.watching.profiles.shown import Line, Profile, ProfiledProgram
+from shardrules.costs import findings, timings
+from shardrules.errors import HloError, ProfileError, ShardrulesError
+from shardrules.watching.profiles import dumps, events, measured, wire
+from shardrules.watching.profiles.shown import Profile, ProfiledProgram
 
-__all__ = ["profile"]
+__all__ = ["profile", "read"]
 
 _FILES = "*.xplane.pb"
 _HOW = "with jax.profiler.trace(DIR): run some steps"
 _NO_HLO = (
-    "it holds no program's HLO: set enable_hlo_proto = True of jax.profiler.ProfileOptions if it "
-    "was switched off, or pass a folder that XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text' "
-    "wrote, as --hlo DIR (hlo=)"
+    "the profile holds no HLO of it: leave enable_hlo_proto = True of jax.profiler.ProfileOptions, "
+    "or pass a folder that XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text' wrote as --hlo DIR "
+    "(hlo=)"
 )
+_NO_OPERATIONS = (
+    "it holds no operation of a CPU, GPU or TPU device: leave host_tracer_level = 2 of "
+    "jax.profiler.ProfileOptions (for CPU) and device_tracer_level = 1 (for GPU and TPU), and let "
+    f"whole steps end before the trace does (block_until_ready): {_HOW}"
+)
+_BUSY = 2000  # intervals that are drawn; shorter gaps are closed first
+
+# From a program's HLO text and its name to its judgement.
+Judge = Callable[[str, str], hlo.Judgement]
 
 
 @checked
@@ -56,143 +68,78 @@ def profile(
       >>> print(shardrules.profile("/tmp/trace"))  # doctest: +SKIP
       avoidable: 3.1 ms of 41.0 ms a step (7.6%)
     """
-    files = _files(pathlib.Path(path))
-    texts: dict[str, wire.Program] = {}
-    kept: dict[tuple[str, str], wire.Program] = {}
-    for file in files:
-        for program in _read(file, lambda data: wire.programs(memoryview(data))):
-            text = _text(program)
-            same = kept.setdefault((program.name, _body(text)), program)
-            same.ids.update(program.ids)
-            if same is program:
-                texts[text] = program
-    if hlo is not None:
-        texts |= _dumped(pathlib.Path(hlo), {program.name for program in texts.values()})
-    if not texts:
-        raise ProfileError(f"{path}: {_NO_HLO}")
     notes: list[str] = []
-    judged = [
-        (program, *_judged(text, program, mesh, registry, notes)) for text, program in texts.items()
-    ]
-    judged = [one for one in judged if one[1] is not None]
-    seen = events.Events(
-        (program, frozenset(_operations(of)), measured.covering_nothing(judgement.module, of))
-        for program, judgement, of in judged
-    )
-    from shardrules.door.compiled import profile_data
-
-    for file in files:
-        host = file.name.removesuffix(".xplane.pb")
-        seen.read(_read(file, profile_data), host)
-    if not seen.timelines:
-        raise ProfileError(
-            f"{path}: no operation of its {counted(len(judged), 'program')} ran in it; "
-            f"planes of CPU, GPU and TPU are understood. Trace whole steps: {_HOW}"
-        )
-    if seen.unknown:
-        notes.append(
-            "ran, and is not judged, since the profile has no HLO of it: "
-            + ", ".join(sorted(seen.unknown))
-        )
-    return _profile(str(path), judged, seen, notes, strict, allow)
+    judge = _judge(mesh, registry, notes)
+    return read(path, judge, folder=hlo, notes=notes, strict=strict, allow=allow)
 
 
-def _profile(
-    source: str,
-    judged: Sequence[tuple[wire.Program, Any, Mapping[str, measured.Site]]],
-    seen: events.Events,
-    notes: list[str],
-    strict: bool,
-    allow: Mapping[str, str] | None,
+def read(
+    path: str | pathlib.Path,
+    judge: Judge,
+    *,
+    folder: str | pathlib.Path | None = None,
+    notes: list[str] | None = None,
+    **options: Any,
 ) -> Profile:
-    """Put verdicts and times together."""
+    """Read a profile's programs and times, and put each program's judgement beside them.
+
+    Args:
+      path: as for ``profile``.
+      judge: judges a program; what it raises of HloError is noted.
+      folder: of dumps, for programs whose HLO the profile lacks.
+      notes: is added to; the profile shows it.
+      **options: of ``report.content``; ``allow`` is a mapping.
+    """
+    notes = [] if notes is None else notes
+    seen = _events(_files(pathlib.Path(path)))
+    if not seen.timelines:
+        raise ProfileError(f"{path}: {_NO_OPERATIONS}")
+    texts = _texts(seen, dumps.Dumps(folder), notes)
+    if not texts:
+        names = ", ".join(sorted({program.name for _, program in seen.timelines}))
+        raise ProfileError(f"{path}: no program can be judged ({names}); {_NO_HLO}")
+    judged = {}
+    for program, text in texts.items():
+        try:
+            judged[program] = judge(text, program.name)
+        except HloError as error:
+            notes.append(f"{program.name} is not judged: {_first_line(error)}")
+    allow = findings.Allowances(options.pop("allow", None))
     marked, markers = _markers(seen)
+    covered = _covered(seen, judged)
+    step_seconds = max(map(measured.step_seconds, markers.values()))
     programs = []
-    for program, judgement, of in judged:
-        timelines = {
-            device: one for (device, other), one in seen.timelines.items() if other is program
-        }
-        if not timelines or not judgement.verdicts:
-            continue
-        starts = {device: [start for start, _ in markers[device]] for device in timelines}
-        took = measured.measure(timelines, starts, of)
-        content = report.content(
-            judgement, title=program.name, strict=strict, allow=findings.Allowances(allow)
-        )
-        programs.append(ProfiledProgram(program.name, content, _lines(program, content, took)))
-    steps = max(markers.values(), key=len)
+    for program, judgement in judged.items():
+        if judgement.verdicts:
+            content = report.content(judgement, title=program.name, allow=allow, **options)
+            times = _timings(program, content, seen, markers, covered, step_seconds)
+            programs.append(ProfiledProgram(program.name, content, times))
     return Profile(
-        source=source,
+        source=str(path),
         programs=tuple(programs),
-        step_count=len(steps),
-        step_seconds=max(map(measured.step_seconds, markers.values())),
+        step_count=len(max(markers.values(), key=len)),
+        step_seconds=step_seconds,
         marked=marked,
         planes=seen.planes,
         notes=tuple(dict.fromkeys(notes)),
     )
 
 
-def _markers(seen: events.Events) -> tuple[bool, dict[str, list[tuple[float, float]]]]:
-    """Return whether steps are marked, and when each began and ended, by device.
+def _judge(mesh: Mapping[str, int] | None, registry: Any, notes: list[str]) -> Judge:
+    def judge(text: str, name: str) -> hlo.Judgement:
+        module = hlo.parse(text, name=name)
+        try:
+            return hlo.judge(module, registry=registry, mesh=mesh, unpartitioned=True)
+        except HloError as error:  # a program of fewer devices, say
+            if mesh is None:
+                raise
+            notes.append(f"{name} is judged without the mesh: {_first_line(error)}")
+            return hlo.judge(module, registry=registry, unpartitioned=True)
 
-    Without markers, the runs of the program that took longest are the steps.
-    """
-    hosts = {device: device.partition(" ")[0] for device, _ in seen.timelines}
-    if all(seen.markers.get(host) for host in hosts.values()):
-        return True, {device: sorted(seen.markers[host]) for device, host in hosts.items()}
-    found: dict[str, list[tuple[float, float]]] = {}
-    for device in hosts:
-        runs = [
-            sorted(timeline.spans.values())
-            for (other, _), timeline in seen.timelines.items()
-            if other == device
-        ]
-        found[device] = max(runs, key=lambda spans: sum(end - start for start, end in spans))
-    return False, found
+    return judge
 
 
-def _lines(
-    program: wire.Program, content: report.Content, took: Mapping[str, measured.Measured]
-) -> tuple[Line, ...]:
-    wrong = {id(finding.verdict): finding for finding in content.findings}
-    verdicts, entries = content.judgement.verdicts, content.account.entries
-    whole: dict[str, int] = {}
-    for verdict in verdicts:
-        name = verdict.collective.name
-        whole[name] = whole.get(name, 0) + verdict.bytes
-    return tuple(
-        Line(
-            program.name,
-            verdict,
-            entry,
-            wrong.get(id(verdict)),
-            took.get(verdict.collective.name),
-            verdict.bytes / whole[verdict.collective.name] if whole[verdict.collective.name] else 1,
-            _avoidable(verdict, entry),
-        )
-        for verdict, entry in zip(verdicts, entries)
-    )
-
-
-def _avoidable(verdict: hlo.Verdict, entry: accounts.Entry) -> float:
-    """Return the part of a collective's wire bytes that its verdict shows to be for nothing."""
-    if verdict.verdict == "redundant":
-        return 1.0
-    if verdict.verdict != "overwide" or not entry.wire_bytes:
-        return 0.0
-    needed_count = verdict.collective.group_size // verdict.copies
-    needed = accounts.wire_bytes(entry.kind, verdict.bytes, needed_count)
-    return max(0.0, 1 - needed / entry.wire_bytes)
-
-
-def _operations(of: Mapping[str, measured.Site]) -> Iterable[str]:
-    for site in of.values():
-        yield site.first
-        if site.done is not None:
-            yield site.done
-
-
-# Reading.
+# Files.
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
@@ -203,17 +150,22 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
         raise ProfileError(
             f"{path}: there is no such file or folder; a profile is written by {_HOW}"
         )
-    found = sorted(path.rglob(_FILES))
-    if not found:
+    files = sorted(path.rglob(_FILES))
+    if not files:
         raise ProfileError(f"{path} holds no profile ({_FILES}); it is written by {_HOW}")
-    last = max(found, key=lambda file: (file.stat().st_mtime, file.parent.name)).parent
-    return [file for file in found if file.parent == last]
+    last = max(files, key=lambda file: (file.stat().st_mtime, file.parent.name)).parent
+    return [file for file in files if file.parent == last]
 
 
-def _read(file: pathlib.Path, reader):
-    """Return what a reader makes of a file's bytes; name the file where it can't."""
+@contextlib.contextmanager
+def _mapped(file: pathlib.Path) -> Iterator[memoryview]:
+    """Map a file into memory; name it where it can't be read."""
     try:
-        return reader(file.read_bytes())
+        with file.open("rb") as opened:
+            if not file.stat().st_size:
+                raise ProfileError("it is empty")
+            # No `with`: arrays of its bytes may live on in a traceback.
+            yield memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise ProfileError(f"can't read {file}: {error.strerror}") from error
     except ProfileError as error:
@@ -221,6 +173,46 @@ def _read(file: pathlib.Path, reader):
             f"{file} is not a whole profile of JAX's: {error}; give the .xplane.pb of a trace that "
             "has ended, or its folder"
         ) from error
+
+
+def _events(files: list[pathlib.Path]) -> events.Events:
+    seen = events.Events()
+    for file in files:
+        with _mapped(file) as data:
+            seen.read(data, file.name.removesuffix(".xplane.pb"), list(wire.programs(data)))
+    return seen
+
+
+def _texts(seen: events.Events, dumped: dumps.Dumps, notes: list[str]) -> dict[wire.Program, str]:
+    """Return the HLO of each program that ran; programs of one text become one."""
+    from shardrules.door.compiled import hlo_text
+
+    texts: dict[wire.Program, str] = {}
+    first: dict[tuple[str, str], wire.Program] = {}
+    kept: dict[wire.Program, wire.Program] = {}
+    lacking = []
+    for program in dict.fromkeys(program for _, program in seen.timelines):
+        text = None
+        try:
+            if program.proto:
+                text = hlo_text(program.proto)
+            else:
+                text = dumped.text(program.name, program.ids, seen.operations(program))
+        except ProfileError as error:
+            notes.append(str(error))
+        if text is None:
+            lacking.append(program)
+        else:
+            kept[program] = first.setdefault((program.name, _body(text)), program)
+            texts.setdefault(kept[program], text)
+    for (device, program), timeline in list(seen.timelines.items()):
+        if kept.get(program, program) is not program:
+            del seen.timelines[device, program]
+            seen.timelines.setdefault((device, kept[program]), events.Timeline()).merge(timeline)
+    if lacking and texts:
+        names = ", ".join(sorted({program.name for program in lacking}))
+        notes.append(f"ran, and is not judged: {names}; {_NO_HLO}")
+    return texts
 
 
 def _body(text: str) -> str:
@@ -231,42 +223,129 @@ def _body(text: str) -> str:
     return text[max(text.find("\n%"), 0) :]
 
 
-def _text(program: wire.Program) -> str:
-    from shardrules.door.compiled import hlo_text
-
-    return hlo_text(program.proto)
-
-
-def _dumped(folder: pathlib.Path, known: set[str]) -> dict[str, wire.Program]:
-    """Return the programs of a folder of dumps that the profile lacks, by their texts."""
-    from shardrules import program as programs
-
-    found = {}
-    for file in sorted(folder.glob("*after_optimizations.txt")):
-        read = programs.read_file(file)
-        name = hlo.parse(read.text, name=read.name).name
-        if name not in known:
-            found[read.text] = wire.Program(name, [], b"")
-    return found
-
-
-def _judged(text: str, program: wire.Program, mesh: Any, registry: Any, notes: list[str]):
-    """Return a program's judgement and its collectives' sites; None where it can't be judged."""
-    try:
-        module = hlo.parse(text, name=program.name)
-        try:
-            judgement = hlo.judge(module, registry=registry, mesh=mesh, unpartitioned=True)
-        except HloError as error:  # a program of fewer devices, say
-            if mesh is None:
-                raise
-            notes.append(f"{program.name} is judged without the mesh: {_first_line(error)}")
-            judgement = hlo.judge(module, registry=registry, unpartitioned=True)
-    except HloError as error:
-        notes.append(f"{program.name} is not judged: {_first_line(error)}")
-        return None, {}
-    collectives = [verdict.collective for verdict in judgement.verdicts]
-    return judgement, measured.sites(judgement.module, collectives)
-
-
-def _first_line(error: Exception) -> str:
+def _first_line(error: ShardrulesError) -> str:
     return str(error).splitlines()[0]
+
+
+# Times.
+
+
+def _markers(seen: events.Events) -> tuple[bool, dict[str, list[tuple[float, float]]]]:
+    """Return whether steps are marked, and when each began and ended, by device.
+
+    Without markers, the runs of the program that took longest are the steps.
+    """
+    hosts = {device: device.partition(" ")[0] for device, _ in seen.timelines}
+    if all(seen.markers.get(host) for host in hosts.values()):
+        return True, {device: sorted(seen.markers[host]) for device, host in hosts.items()}
+    markers: dict[str, list[tuple[float, float]]] = {}
+    for device in hosts:
+        runs = [
+            list(timeline.spans().values())
+            for (other, _), timeline in seen.timelines.items()
+            if other == device
+        ]
+        markers[device] = max(runs, key=lambda spans: sum(end - start for start, end in spans))
+    return False, markers
+
+
+def _covered(
+    seen: events.Events, judged: Mapping[wire.Program, hlo.Judgement]
+) -> dict[str, measured.Covered]:
+    """Return by device when anything ran that hides collectives."""
+    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for (device, program), timeline in seen.timelines.items():
+        judgement = judged.get(program)
+        if judgement is None:
+            idle = set(filter(measured.covers_nothing, seen.numbers))
+        else:
+            idle = measured.covering_nothing(judgement.module, _sites(judgement))
+        numbers = [seen.numbers[name] for name in idle if name in seen.numbers]
+        ran = timeline.ran()
+        busy = ~np.isin(ran.operation, numbers)
+        parts.setdefault(device, []).append((ran.start[busy], ran.end[busy]))
+    return {
+        device: measured.Covered(*map(np.concatenate, zip(*pairs)))
+        for device, pairs in parts.items()
+    }
+
+
+def _sites(judgement: hlo.Judgement) -> dict[str, measured.Site]:
+    collectives = [verdict.collective for verdict in judgement.verdicts]
+    return measured.sites(judgement.module, collectives)
+
+
+def _timings(
+    program: wire.Program,
+    content: report.Content,
+    seen: events.Events,
+    markers: Mapping[str, list[tuple[float, float]]],
+    covered: Mapping[str, measured.Covered],
+    step_seconds: float,
+) -> timings.Timings:
+    """Return what each of a program's verdicts took, and one step of its slowest device."""
+    verdicts, of = content.judgement.verdicts, _sites(content.judgement)
+    ran = {
+        device: measured.executions(
+            timeline, seen.numbers, [start for start, _ in markers[device]], of
+        )
+        for (device, other), timeline in seen.timelines.items()
+        if other is program
+    }
+    took = measured.measure(ran, {d: len(marks) for d, marks in markers.items()}, covered)
+    whole: dict[str, int] = {}
+    for verdict in verdicts:
+        name = verdict.collective.name
+        whole[name] = whole.get(name, 0) + verdict.bytes
+    each: list[timings.Timing | None] = []
+    for verdict, entry in zip(verdicts, content.account.entries):
+        name = verdict.collective.name
+        timing = took.get(name)
+        if timing is not None:
+            share = verdict.bytes / whole[name] if whole[name] else 1.0
+            timing = timing.part(share, timings.avoidable(verdict, entry))
+        each.append(timing)
+    drawn = _drawn(verdicts, took, ran, markers, covered) if took else {}
+    return timings.Timings(step_seconds, tuple(each), **drawn)
+
+
+def _drawn(
+    verdicts: Any,
+    took: Mapping[str, timings.Timing],
+    ran: Mapping[str, Mapping[str, measured.Executions]],
+    markers: Mapping[str, list[tuple[float, float]]],
+    covered: Mapping[str, measured.Covered],
+) -> dict[str, Any]:
+    """Return one step of the device that waits longest: the one in the middle by its length."""
+    exposed: dict[str, float] = {}
+    for timing in took.values():
+        exposed[timing.device] = exposed.get(timing.device, 0.0) + timing.exposed_seconds
+    device = max(exposed, key=lambda name: exposed[name])
+    collectives = ran[device]
+    sums: dict[int, float] = {}
+    for starts, ends, steps in collectives.values():
+        for number, took_ns in zip(steps.tolist(), (ends - starts).tolist()):
+            sums[number] = sums.get(number, 0.0) + took_ns
+    middle = sorted(sums, key=lambda number: sums[number])[len(sums) // 2]
+    numbers: dict[str, int] = {}
+    for number, verdict in enumerate(verdicts):
+        numbers.setdefault(verdict.collective.name, number)
+    shown = sorted(
+        (start, end, numbers[name])
+        for name, (starts, ends, steps) in collectives.items()
+        for start, end in zip(starts[steps == middle].tolist(), ends[steps == middle].tolist())
+    )
+    # Devices lag behind the host, whose markers say how long a step is and not where it begins.
+    begin, last = shown[0][0], max(end for _, end, _ in shown)
+    cover = covered[device]
+    inside = (cover.ends > begin) & (cover.starts < last)
+    busy = np.stack([cover.starts[inside], cover.ends[inside]], 1)
+    if len(busy) > _BUSY:
+        gaps = busy[1:, 0] - busy[:-1, 1]
+        cuts = np.sort(np.argsort(gaps)[-(_BUSY - 1) :])
+        busy = np.stack([busy[np.append(0, cuts + 1), 0], busy[np.append(cuts, -1), 1]], 1)
+    return {
+        "device": device,
+        "ran": tuple((n, (a - begin) / 1e9, (b - begin) / 1e9) for a, b, n in shown),
+        "busy": tuple((max(a - begin, 0) / 1e9, (b - begin) / 1e9) for a, b in busy.tolist()),
+    }

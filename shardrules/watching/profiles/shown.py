@@ -10,13 +10,12 @@ from typing import Any
 
 from shardrules import hlo, report
 from shardrules.costs import accounts, findings
+from shardrules.costs.timings import Timing, Timings
 from shardrules.report import grouping
 from shardrules.report.grouping import counted
-from shardrules.watching.profiles import measured
 
 __all__ = ["Line", "Profile", "ProfiledProgram"]
 
-_SPREAD = 0.1  # of the slowest device's time: below it, devices take as long as each other
 _SHOWN_COUNT = 30  # rows of needed collectives
 
 
@@ -29,35 +28,36 @@ class Line:
       verdict: the verifier's.
       entry: its line in the account.
       finding: what is wrong with it, None if nothing.
-      measured: what its collective took in a step; None where the profile has no event of it.
-      share: of a combined collective's time, by its bytes.
-      avoidable: the share of its own time that goes if the finding's advice is followed.
+      timing: what its collective took in a step; None where the profile has no event of it.
     """
 
     program: str
     verdict: hlo.Verdict
     entry: accounts.Entry
     finding: findings.Finding | None
-    measured: measured.Measured | None
-    share: float
-    avoidable: float
+    timing: Timing | None
 
     @property
     def seconds(self) -> float:
         """Give the seconds a step."""
-        return self.measured.seconds * self.share if self.measured else 0.0
+        return self.timing.seconds if self.timing else 0.0
 
     @property
     def exposed_seconds(self) -> float:
         """Give the seconds a step in which nothing else ran."""
-        return self.measured.exposed_seconds * self.share if self.measured else 0.0
+        return self.timing.exposed_seconds if self.timing else 0.0
+
+    @property
+    def avoidable_seconds(self) -> float:
+        """Give the exposed seconds a step that go if the finding's advice is followed."""
+        return self.timing.avoidable_seconds if self.timing and self.finding else 0.0
 
     @property
     def bytes_per_s(self) -> float | None:
         """Give what one device sends in a second while it runs; None where that isn't known."""
-        if self.measured is None or not self.seconds:
+        if self.timing is None or not self.seconds:
             return None
-        return self.entry.wire_bytes * self.measured.runs / self.seconds
+        return self.entry.wire_bytes * self.timing.runs / self.seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +67,22 @@ class ProfiledProgram:
     Attributes:
       name: the module's.
       content: what a report says of it.
-      lines: its verdicts with their times.
+      timings: what each of its verdicts took.
     """
 
     name: str
     content: report.Content
-    lines: tuple[Line, ...]
+    timings: Timings
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """List its verdicts with their times."""
+        judgement, account = self.content.judgement, self.content.account
+        wrong = {id(finding.verdict): finding for finding in self.content.findings}
+        return tuple(
+            Line(self.name, verdict, entry, wrong.get(id(verdict)), timing)
+            for verdict, entry, timing in zip(judgement.verdicts, account.entries, self.timings.of)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +124,7 @@ class Profile:
     @property
     def avoidable_seconds(self) -> float:
         """Add up the exposed time a step that goes if every finding's advice is followed."""
-        return sum(line.exposed_seconds * line.avoidable for line in self.findings)
+        return sum(line.avoidable_seconds for line in self.findings)
 
     @property
     def headline(self) -> str:
@@ -137,7 +147,7 @@ class Profile:
             return "\n".join([*lines, "no collectives in any program that ran"]) + "\n"
         seldom = 0
         for line in self.findings:
-            if line.measured is not None and not line.seconds:
+            if line.timing is not None and not line.seconds:
                 seldom += 1
             else:
                 lines += ["", *_told(line, self.step_seconds)]
@@ -180,7 +190,7 @@ def _told(line: Line, step_seconds: float) -> list[str]:
     """Say what a finding takes, then what a report says of it."""
     assert line.finding is not None
     share = f", {line.seconds / step_seconds:.1%} of it" if step_seconds else ""
-    if line.measured is None:
+    if line.timing is None:
         took = "not measured: the profile has no event of it"
     else:
         took = f"{_ms(line.seconds)} a step{share}; {_ms(line.exposed_seconds)} exposed"
@@ -195,8 +205,8 @@ def _table(lines: Sequence[Line], step_seconds: float) -> list[list[str]]:
         speed = line.bytes_per_s
         rows.append(
             [
-                _ms(line.seconds) + _spread(line) if line.measured else "?",
-                _ms(line.exposed_seconds) if line.measured else "?",
+                _ms(line.seconds) + _spread(line) if line.timing else "?",
+                _ms(line.exposed_seconds) if line.timing else "?",
                 f"{line.seconds / step_seconds:.1%}" if step_seconds else "?",
                 line.entry.what,
                 grouping.size(line.entry.bytes),
@@ -208,15 +218,15 @@ def _table(lines: Sequence[Line], step_seconds: float) -> list[list[str]]:
 
 
 def _spread(line: Line) -> str:
-    """Say how far devices are apart, where they are: a straggler then, not a collective."""
-    found = line.measured
-    if found is None or found.seconds - found.fastest_seconds <= _SPREAD * found.seconds:
+    """Say how far devices are apart, where they are: a straggler then, not a slow collective."""
+    timing = line.timing
+    if timing is None or not timing.spread:
         return ""
-    return f" (from {_ms(found.fastest_seconds * line.share)})"
+    return f" (from {_ms(timing.fastest_seconds)}, on {timing.fastest_device})"
 
 
 def _json(line: Line) -> dict[str, Any]:
-    found = line.measured
+    timing = line.timing
     return {
         "program": line.program,
         "instruction": line.verdict.collective.name,
@@ -227,10 +237,12 @@ def _json(line: Line) -> dict[str, Any]:
         "bytes": line.entry.bytes,
         "wire_bytes": line.entry.wire_bytes,
         "source": line.entry.source,
-        "seconds": line.seconds if found else None,
-        "exposed_seconds": line.exposed_seconds if found else None,
-        "fastest_seconds": found.fastest_seconds * line.share if found else None,
-        "runs": found.runs if found else None,
+        "seconds": line.seconds if timing else None,
+        "exposed_seconds": line.exposed_seconds if timing else None,
+        "fastest_seconds": timing.fastest_seconds if timing else None,
+        "runs": timing.runs if timing else None,
         "bytes_per_s": line.bytes_per_s,
-        "avoidable": line.avoidable if line.finding else 0.0,
+        "avoidable_seconds": line.avoidable_seconds,
+        "slowest_device": timing.device if timing else None,
+        "fastest_device": timing.fastest_device if timing else None,
     }

@@ -1,0 +1,77 @@
+"""What a profile measured of a program's collectives, for each verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from shardrules import hlo
+from shardrules.costs import accounts
+
+__all__ = ["Timing", "Timings", "avoidable"]
+
+
+class Timing(NamedTuple):
+    """What one collective took in a step.
+
+    Attributes:
+      seconds: the median over steps, on the slowest device.
+      exposed_seconds: the part of it in which that device did nothing else.
+      fastest_seconds: the same median on the fastest device.
+      runs: how often it ran, on one device in one step.
+      device: the slowest one.
+      fastest_device: the fastest one, for which the others wait.
+      avoidable_seconds: the exposed part that goes if the verdict's advice is followed.
+    """
+
+    seconds: float
+    exposed_seconds: float
+    fastest_seconds: float
+    runs: float
+    device: str
+    fastest_device: str
+    avoidable_seconds: float = 0.0
+
+    def part(self, share: float, avoidable_share: float) -> Timing:
+        """Return the timing of one operand of a combined collective, by its share of the bytes."""
+        return self._replace(
+            seconds=self.seconds * share,
+            exposed_seconds=self.exposed_seconds * share,
+            fastest_seconds=self.fastest_seconds * share,
+            avoidable_seconds=self.exposed_seconds * share * avoidable_share,
+        )
+
+    @property
+    def spread(self) -> bool:
+        """Tell whether devices differ by more than a tenth: a straggler, not a slow collective."""
+        return self.seconds - self.fastest_seconds > 0.1 * self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """What a profile measured of one program.
+
+    Attributes:
+      step_seconds: the median step.
+      of: a timing for each of the judgement's verdicts, None where the profile has no event.
+      device: whose step is drawn.
+      ran: of that step, number of the verdict, start and end in seconds after the step began.
+      busy: when else that device ran anything, likewise.
+    """
+
+    step_seconds: float
+    of: tuple[Timing | None, ...]
+    device: str = ""
+    ran: tuple[tuple[int, float, float], ...] = ()
+    busy: tuple[tuple[float, float], ...] = ()
+
+
+def avoidable(verdict: hlo.Verdict, entry: accounts.Entry) -> float:
+    """Return the part of a collective's wire bytes that its verdict shows to be for nothing."""
+    if verdict.verdict == "redundant":
+        return 1.0
+    if verdict.verdict != "overwide" or not entry.wire_bytes:
+        return 0.0
+    needed_count = verdict.collective.group_size // verdict.copies
+    needed = accounts.wire_bytes(entry.kind, verdict.bytes, needed_count)
+    return max(0.0, 1 - needed / entry.wire_bytes)

@@ -1,0 +1,171 @@
+"""The events of a profile's planes, many at a time, as columns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from shardrules.watching.profiles import wire
+
+__all__ = ["Batch", "Line", "Plane", "planes"]
+
+_BATCH = 1 << 16  # events that are read at once
+# Named so are calls of Python functions, and ends of operations on CPU: each has another event, or
+# none, that says what they do.
+_SILENT = ("$", "end: ")
+
+
+@dataclasses.dataclass
+class Batch:
+    """Some events of a line.
+
+    Attributes:
+      name: each one's number among ``Plane.events``.
+      start, end: in nanoseconds after the origin.
+      stats: from a stat's name to which events have it, and their values; a text's value is its
+        number among ``Plane.texts``.
+    """
+
+    name: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    stats: dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+class Line:
+    """One line of a plane: a device's queue, or a thread of the host; it began at ``start_ns``."""
+
+    def __init__(self, plane: Plane, start: int, end: int):
+        self._plane = plane
+        self._starts, self._ends, others = wire.places(plane.data, start, end, wire.LINE_EVENTS)
+        held = {number: (at, to) for number, at, to in others}
+        at, to = held.get(wire.LINE_NAME, (0, 0))
+        self.name = wire.text(plane.data[at:to])
+        self.start_ns = held.get(wire.LINE_START, (0, -1))[0]
+
+    def batches(self, origin: int, stats: Sequence[str] = ()) -> Iterator[Batch]:
+        """Yield its events, with those stats that are asked for.
+
+        Args:
+          origin: what times are relative to, in nanoseconds: a float of nanoseconds since 1970
+            holds multiples of 256 alone.
+          stats: their names.
+        """
+        silent = np.array(sorted(self._plane.silent))
+        for at in range(0, len(self._starts), _BATCH):
+            starts, ends = (places[at : at + _BATCH] for places in (self._starts, self._ends))
+            # An event begins with its name's number.
+            first = next(wire.fields_of_many(self._plane.bytes, starts, ends))
+            if len(first.of) == len(starts) and np.all(first.number == wire.EVENT_NAME):
+                kept = ~np.isin(first.value, silent)
+                starts, ends = starts[kept], ends[kept]
+            if len(starts):
+                yield self._batch(starts, ends, self.start_ns - origin, stats)
+
+    def _batch(
+        self, starts: np.ndarray, ends: np.ndarray, begin: int, stats: Sequence[str]
+    ) -> Batch:
+        count = len(starts)
+        columns = {
+            number: np.zeros(count, np.int64)
+            for number in (wire.EVENT_NAME, wire.EVENT_OFFSET, wire.EVENT_DURATION)
+        }
+        held = []
+        for some in wire.fields_of_many(self._plane.bytes, starts, ends):
+            for number, column in columns.items():
+                chosen = some.numbers(number)
+                column[chosen.of] = chosen.value
+            if stats:
+                held.append(some.bytes(wire.EVENT_STATS))
+        start = begin + columns[wire.EVENT_OFFSET] / 1e3
+        return Batch(
+            columns[wire.EVENT_NAME],
+            start,
+            start + columns[wire.EVENT_DURATION] / 1e3,
+            self._stats(count, held, stats),
+        )
+
+    def _stats(
+        self, count: int, held: Sequence[wire.Fields], names: Sequence[str]
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        if not held:
+            return {}
+        of, _, starts, ends = (np.concatenate(column) for column in zip(*held))
+        name = np.zeros(len(of), np.int64)
+        value = np.zeros(len(of), np.int64)
+        for some in wire.fields_of_many(self._plane.bytes, starts, ends):
+            chosen = some.numbers(wire.STAT_NAME)
+            name[chosen.of] = chosen.value
+            chosen = some.numbers(*wire.STAT_NUMBERS)
+            value[chosen.of] = chosen.value
+            texts = some.bytes(wire.STAT_TEXT)
+            for at, start, end in zip(*(c.tolist() for c in (texts.of, texts.value, texts.end))):
+                value[at] = self._plane.number_of(wire.text(self._plane.data[start:end]))
+        found = {}
+        for wanted in names:
+            number = self._plane.stats.get(wanted)
+            mask = name == number
+            if number is None or not mask.any():
+                continue
+            has, column = np.zeros(count, bool), np.zeros(count, np.int64)
+            has[of[mask]] = True
+            column[of[mask]] = value[mask]
+            found[wanted] = has, column
+        return found
+
+
+class Plane:
+    """One plane: a device, or the host.
+
+    Attributes:
+      name: ``/device:TPU:0``, say.
+      events: from numbers to events' names.
+      texts: from numbers to stats' names, and to texts that are stats' values.
+      stats: from a stat's name to its number.
+      silent: numbers of events that are left out.
+    """
+
+    def __init__(self, data: memoryview, bytes_: np.ndarray, start: int, end: int):
+        self.data = data
+        self.bytes = bytes_
+        self._place = start, end
+        whole = data[start:end]
+        self.name: str = "".join(map(wire.text, wire.messages(whole, wire.PLANE_NAME)))
+        self.events: dict[int, str] = {}
+        self.texts: dict[int, str] = {}
+        for number, names in ((wire.EVENT_METADATA, self.events), (wire.STAT_METADATA, self.texts)):
+            for key, value in wire.map_values(whole, number):
+                names[key] = "".join(map(wire.text, wire.messages(value, wire.METADATA_NAME)))
+        self.stats: dict[str, int] = {name: number for number, name in self.texts.items()}
+        self._added: dict[str, int] = {}
+        self.silent: set[int] = {n for n, name in self.events.items() if name.startswith(_SILENT)}
+
+    def number_of(self, text: str) -> int:
+        """Give a text that stands in an event itself a number of ``texts``, below zero."""
+        number = self._added.setdefault(text, -1 - len(self._added))
+        self.texts[number] = text
+        return number
+
+    def lines(self) -> Iterator[Line]:
+        """Yield its lines."""
+        for number, start, end in wire.spans(self.data, *self._place):
+            if number == wire.LINES and end >= 0:
+                yield Line(self, start, end)
+
+
+def planes(data: memoryview) -> Iterator[Plane]:
+    """Yield the planes of a serialized XSpace that say what ran.
+
+    Raises:
+      ProfileError: it is not an XSpace, or is cut off.
+    """
+    if not len(data):
+        return
+    bytes_ = np.frombuffer(data, np.uint8)
+    for number, start, end in wire.spans(data, 0, len(data)):
+        if number == wire.PLANES and end >= 0:
+            name = "".join(map(wire.text, wire.messages(data[start:end], wire.PLANE_NAME)))
+            if name != wire.PROGRAMS:
+                yield Plane(data, bytes_, start, end)

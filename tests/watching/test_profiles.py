@@ -291,9 +291,54 @@ def test_a_program_without_its_hlo_is_taken_from_dumps(tmp_path):
         shardrules.profile(folder)
     dump = tmp_path / "dump"
     dump.mkdir()
-    (dump / "module_0001.jit_step.gpu_after_optimizations.txt").write_text(ASYNC)
+    with pytest.raises(errors.ProfileError, match="holds no HLO text"):
+        shardrules.profile(folder, hlo=dump)
+    before = ASYNC.replace("%work", "%other")  # the same name, without the operation that ran
+    (dump / "module_0001.jit_step.gpu_after_optimizations.txt").write_text(before)
+    with pytest.raises(errors.ProfileError, match="holds none with these operations"):
+        shardrules.profile(folder, hlo=dump)
+    (dump / "module_0002.jit_step.gpu_after_optimizations.txt").write_text(ASYNC)
     (line,) = shardrules.profile(folder, hlo=dump).lines
     assert line.seconds == pytest.approx(30e-6)
+    more = ASYNC.replace("multiply", "subtract")
+    (dump / "module_0009.jit_step.gpu_after_optimizations.txt").write_text(more)
+    with pytest.raises(errors.ProfileError, match="holds 2 programs jit_step"):
+        shardrules.profile(folder, hlo=dump)
+
+
+@pytest.mark.parametrize(
+    "option, value, said",
+    [
+        ("enable_hlo_proto", False, "leave enable_hlo_proto"),
+        ("host_tracer_level", 0, "at 1 or more"),
+    ],
+)
+def test_what_the_profiler_left_out_is_said(option, value, said, tmp_path, cpu_mesh):
+    options = jax.profiler.ProfileOptions()
+    setattr(options, option, value)
+    f = jax.jit(
+        jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=cpu_mesh, in_specs=P(), out_specs=P())
+    )
+    x = np.ones(8, np.float32)
+    f(x).block_until_ready()
+    with jax.profiler.trace(str(tmp_path), profiler_options=options):
+        f(x).block_until_ready()
+    with pytest.raises(errors.ProfileError, match=said):
+        shardrules.profile(tmp_path)
+
+
+def test_what_another_program_does_on_the_device_covers_a_collective(tmp_path):
+    other = plane(
+        "/device:GPU:0",
+        {"Stream #3": [("nccl", 15, 10, {"hlo_op": "fusion.1", "hlo_module": "jit_other"})]},
+        ["nccl"],
+        ("hlo_op", "hlo_module"),
+    )
+    written(tmp_path, "host", ASYNC, "jit_step", on_gpu(0, 5) + other)
+    found = shardrules.profile(tmp_path)
+    (line,) = found.lines
+    assert line.exposed_seconds == pytest.approx(20e-6)
+    assert any("ran, and is not judged: jit_other" in note for note in found.notes)
 
 
 # --- what can't be read -------------------------------------------------------------------------
@@ -326,6 +371,31 @@ def test_what_is_no_profile_is_said_in_one_line(kind, said, tmp_path, recorded, 
     assert main(["profile", str(path)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("shardrules: ") and said in line
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_changed_by_chance_end_in_a_report_or_in_one_line(seed, tmp_path, recorded):
+    (file,) = recorded.rglob("*.xplane.pb")
+    random = np.random.default_rng(seed)
+    path = tmp_path / "host.xplane.pb"
+    for _ in range(20):
+        data = np.frombuffer(file.read_bytes(), np.uint8).copy()
+        at = random.integers(0, len(data), random.choice([1, 2, 50]))
+        data[at] ^= np.left_shift(1, random.integers(0, 8, len(at))).astype(np.uint8)
+        path.write_bytes(data.tobytes())
+        try:
+            str(shardrules.profile(path))
+        except errors.ProfileError as error:
+            assert "\n" not in str(error)
+
+
+def test_an_event_of_endless_fields_is_refused(tmp_path):
+    event = b"\x08\x01" * 100_000
+    host = field(2, b"/host:CPU") + field(3, field(4, event))
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(field(1, host))
+    with pytest.raises(errors.ProfileError, match="more than 256 fields"):
+        shardrules.profile(path)
 
 
 @pytest.mark.parametrize(

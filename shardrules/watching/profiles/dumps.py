@@ -20,9 +20,28 @@ _NUMBER = re.compile(
 class Dumps:
     """The programs of a folder of ``--xla_dump_to`` or ``run --keep``."""
 
-    def __init__(self, folder: str | pathlib.Path | None):
-        self._folder = None if folder is None else pathlib.Path(folder)
-        self._read: dict[str, list[tuple[int | None, str, hlo.Module]]] | None = None
+    def __init__(self, folder: pathlib.Path):
+        from shardrules import program
+
+        self._folder = folder
+        self._modules: dict[str, list[tuple[int | None, str, hlo.Module]]] = {}
+        if not folder.is_dir():
+            raise ProfileError(f"--hlo {folder} is not a folder")
+        files = sorted({file for pattern in _FILES for file in folder.glob(pattern)})
+        if not files:
+            raise ProfileError(
+                f"--hlo {folder} holds no HLO text ({', '.join(_FILES[::2])}); write it with "
+                "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text'"
+            )
+        for file in files:
+            text = program.read_file(file).text
+            try:
+                module = hlo.parse(text, name=file.name)
+            except HloError:
+                continue  # what can't be read is no program of the profile
+            match = _NUMBER.match(file.name)
+            number = int(match[1]) if match else None
+            self._modules.setdefault(module.name, []).append((number, text, module))
 
     def text(self, name: str, ids: Iterable[int], operations: Iterable[str]) -> str | None:
         """Return the text of the one program that has this name and all operations that ran.
@@ -33,14 +52,12 @@ class Dumps:
           operations: that the profile saw run: a program's fingerprint.
 
         Raises:
-          ProfileError: the folder holds no dump, or several programs that fit.
+          ProfileError: several programs fit.
         """
-        if self._folder is None:
-            return None
         ran = set(operations)
         fitting = [
             (number, text)
-            for number, text, module in self._modules().get(name, ())
+            for number, text, module in self._modules.get(name, ())
             if ran <= _operations(module)
         ]
         numbered = [text for number, text in fitting if number in set(ids)]
@@ -51,31 +68,6 @@ class Dumps:
                 "leave one of them there, or dump the process that was profiled"
             )
         return texts[0] if texts else None
-
-    def _modules(self) -> dict[str, list[tuple[int | None, str, hlo.Module]]]:
-        from shardrules import program
-
-        if self._read is None:
-            self._read = {}
-            assert self._folder is not None
-            if not self._folder.is_dir():
-                raise ProfileError(f"--hlo {self._folder} is not a folder")
-            files = sorted({file for pattern in _FILES for file in self._folder.glob(pattern)})
-            if not files:
-                raise ProfileError(
-                    f"--hlo {self._folder} holds no HLO text ({', '.join(_FILES[::2])}); write it "
-                    "with XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text'"
-                )
-            for file in files:
-                text = program.read_file(file).text
-                try:
-                    module = hlo.parse(text, name=file.name)
-                except HloError:
-                    continue  # what can't be read is no program of the profile
-                match = _NUMBER.match(file.name)
-                number = int(match[1]) if match else None
-                self._read.setdefault(module.name, []).append((number, text, module))
-        return self._read
 
 
 def _operations(module: hlo.Module) -> set[str]:

@@ -27,8 +27,8 @@ _NO_HLO = (
     "(hlo=)"
 )
 _NO_OPERATIONS = (
-    "it holds no operation of a CPU, GPU or TPU device: leave host_tracer_level = 2 of "
-    "jax.profiler.ProfileOptions (for CPU) and device_tracer_level = 1 (for GPU and TPU), and let "
+    "it holds no operation of a CPU, GPU or TPU device: in jax.profiler.ProfileOptions leave "
+    "host_tracer_level (for CPU) and device_tracer_level (for GPU and TPU) at 1 or more, and let "
     f"whole steps end before the trace does (block_until_ready): {_HOW}"
 )
 _BUSY = 2000  # intervals that are drawn; shorter gaps are closed first
@@ -94,10 +94,12 @@ def read(
     seen = _events(_files(pathlib.Path(path)))
     if not seen.timelines:
         raise ProfileError(f"{path}: {_NO_OPERATIONS}")
-    texts = _texts(seen, dumps.Dumps(folder), notes)
+    texts = _texts(seen, None if folder is None else dumps.Dumps(pathlib.Path(folder)), notes)
     if not texts:
         names = ", ".join(sorted({program.name for _, program in seen.timelines}))
-        raise ProfileError(f"{path}: no program can be judged ({names}); {_NO_HLO}")
+        lacks = _NO_HLO if folder is None else f"{folder} holds none with these operations, either"
+        lacks = notes[0] if notes else lacks
+        raise ProfileError(f"{path}: no program can be judged ({names}); {lacks}")
     judged = {}
     for program, text in texts.items():
         try:
@@ -183,7 +185,9 @@ def _events(files: list[pathlib.Path]) -> events.Events:
     return seen
 
 
-def _texts(seen: events.Events, dumped: dumps.Dumps, notes: list[str]) -> dict[wire.Program, str]:
+def _texts(
+    seen: events.Events, dumped: dumps.Dumps | None, notes: list[str]
+) -> dict[wire.Program, str]:
     """Return the HLO of each program that ran; programs of one text become one."""
     from shardrules.door.compiled import hlo_text
 
@@ -196,7 +200,7 @@ def _texts(seen: events.Events, dumped: dumps.Dumps, notes: list[str]) -> dict[w
         try:
             if program.proto:
                 text = hlo_text(program.proto)
-            else:
+            elif dumped is not None:
                 text = dumped.text(program.name, program.ids, seen.operations(program))
         except ProfileError as error:
             notes.append(str(error))

@@ -113,7 +113,7 @@ def test_right_forms_for_gathered_features(cpu_mesh):
 
     def finished(finish):
         op = op_of(
-            mean_of(lambda a: a), lambda res, g: (finish(share(res, g)[0]), share(res, g)[1])
+            mean_of(lambda a: a), lambda res, g: (finish(share(res, g)[0]), share(res, g)[1] / 4)
         )
         return gradient(lambda w, x: op(w, gather(x)), cpu_mesh)
 
@@ -121,7 +121,8 @@ def test_right_forms_for_gathered_features(cpu_mesh):
     if versions.types_values():
         assert finished(lambda ct: sr.already_summed(ct, "data")) == X.sum()
     op = op_of(
-        mean_of(lambda a: a), lambda res, g: (lax.psum(share(res, g)[0] / 4, "data"), g * res[1])
+        mean_of(lambda a: a),
+        lambda res, g: (lax.psum(share(res, g)[0] / 4, "data"), g * res[1] / 4),
     )
     assert gradient(op, cpu_mesh) == X.sum() / 4
 
@@ -176,7 +177,7 @@ def test_cotangents_that_it_does_not_depend_on_may_be_whole(cpu_mesh):
 def test_zeros_are_no_share(cpu_mesh):
     op = op_of(
         mean_of(lambda a: a),
-        lambda res, g: (jnp.zeros_like(res[1]).sum(), g * jnp.ones_like(res[1])),
+        lambda res, g: (jnp.zeros_like(res[1]).sum(), g * jnp.ones_like(res[1]) / 4),
     )
     assert gradient(op, cpu_mesh) == 0
 

@@ -178,6 +178,68 @@ def test_a_forward_that_cannot_be_traced_again(cpu_mesh):
         gradient(with_loss(op), cpu_mesh)
 
 
+def softmax_loss(divide=lambda g: g):
+    """A loss that averages over the devices and saves its own gradient, as fused losses do."""
+    return op_of(
+        lambda x: (mean(jax.nn.logsumexp(x)), jax.nn.softmax(x)), lambda p, g: (divide(g) * p,)
+    )
+
+
+AVERAGED = {
+    "pmean": (mean, lambda g: g),
+    "by a literal": (lambda x: total(x) / 4, lambda g: g),
+    "divided before": (lambda x: total(x / 4), lambda g: g),
+    "times a fraction": (lambda x: total(x) * 0.25, lambda g: g),
+    "by a count": (lambda x: total(x) / lax.psum(jnp.ones(()), "data"), lambda g: g),
+    "square of a mean": (lambda x: mean(x) ** 2, lambda g: 2 * g),
+    "rounded": (lambda x: jnp.round(mean(x)), lambda g: g),
+    "jit": (jax.jit(mean), jax.jit(lambda g: g)),
+    "loop": (lambda x: lax.fori_loop(0, 2, lambda _, c: c + mean(x), 0 * mean(x)), lambda g: g),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_the_cotangent_of_a_mean_is_divided(name, cpu_mesh):
+    """Right with the check off; with it on, each device would get all devices' cotangents."""
+    forward, backward = AVERAGED[name]
+    op = op_of(lambda x: (forward(x), None), lambda _, g: (backward(g),))
+    with pytest.raises(errors.CotangentError) as caught:
+        gradient(lambda w, x: op((w * x).sum()), cpu_mesh)
+    text = str(caught.value)
+    assert "the forward averages that primal, and bwd doesn't divide by the device count" in text
+    assert "the gradient of that mean: return ct / jax.lax.psum(1, 'data')" in text
+
+
+def test_a_fused_loss_that_averages(cpu_mesh):
+    body = lambda op: lambda w, x: op(w * x)  # noqa: E731
+    want = gradient(body(lambda x: mean(jax.nn.logsumexp(x))), cpu_mesh)
+    assert gradient(body(softmax_loss()), cpu_mesh, check=False) == pytest.approx(want)
+    with pytest.raises(errors.CotangentError, match="the forward averages that primal"):
+        gradient(body(softmax_loss()), cpu_mesh)
+    divided = softmax_loss(lambda g: g / lax.psum(1, "data"))
+    assert gradient(body(divided), cpu_mesh) == pytest.approx(want)
+    if not versions.types_values():  # its transpose sums again
+        return
+    pullback = op_of(
+        lambda x: jax.vjp(lambda x: mean(jax.nn.logsumexp(x)), x), lambda pullback, g: pullback(g)
+    )
+    assert gradient(body(pullback), cpu_mesh) == pytest.approx(want)
+
+
+@typed  # JAX 0.4.28 has no rule for pmax
+@pytest.mark.parametrize("extreme", [lax.pmax, lax.pmin])
+def test_the_largest_value_hands_its_cotangent_to_one_device(extreme, cpu_mesh):
+    def fwd(x):
+        top = extreme(x, "data")
+        return top, x == top
+
+    body = lambda op: lambda w, x: op((w * x).sum())  # noqa: E731
+    one = op_of(fwd, lambda is_top, g: (jnp.where(is_top, g, 0.0),))
+    assert gradient(body(one), cpu_mesh) == {lax.pmax: 15, lax.pmin: 3}[extreme]
+    with pytest.raises(errors.CotangentError, match="the forward keeps the largest or smallest"):
+        gradient(body(op_of(fwd, lambda is_top, g: (g,))), cpu_mesh)
+
+
 # What the error says to type.
 
 

@@ -7,6 +7,7 @@ answer is an error that shows both right forms.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -102,10 +103,10 @@ class Bwd:
     def differs(self, path) -> frozenset[str]:
         """Return the axes along which devices may hold different values of one cotangent."""
         # The type may name more: a primal that was cast is still equal along these axes.
-        differ = self._differing()
-        if differ is None:
+        seen = self._seen()
+        if seen is None:
             return self.mesh_axes
-        return frozenset().union(*(one.axes for one in self._origins(path, differ).outputs))
+        return frozenset().union(*(one.axes for one in self._origins(path, seen).outputs))
 
     # What the jaxpr shows.
 
@@ -179,7 +180,7 @@ class Bwd:
             equal = one.axes - one.origin.axes
             if not equal or all(i < self.first for i in self._leaves(one.origin)):
                 continue
-            sizes: set[float | None] = {size_of(equal), size_of(one.axes)}
+            sizes = {size_of(equal), size_of(one.axes)}
             # A mean of equal values changes nothing; where the forward divides by the number
             # of devices, it is the psum that is right with the check off, and that division.
             again = origins.scalings(sizes) - self._forward.scalings(sizes)
@@ -207,13 +208,32 @@ class Bwd:
                     continue
                 outputs = self._forward.outputs(len(arriving))
                 why = "whether the forward makes it of that primal can't be seen a second time"
+                averaged = False
                 if outputs is not None:
                     have, origin = outputs[i]
-                    if axis in have.axes or (ct.index, axis) in origin.crossed:
+                    if axis in have.axes:
                         continue
                     why = "the forward does not make it of that primal"
-                if i in self._used(ct.path, axis):
-                    raise self.refusals.unmoved(ct, axis, i, why)
+                    if (ct.index, axis) in origin.crossed:
+                        why, averaged = self._unscaled(ct, axis)
+                if why and i in self._used(ct.path, axis):
+                    raise self.refusals.unmoved(ct, axis, i, why, averaged)
+
+    def _unscaled(self, ct: Cotangent, axis: str) -> tuple[str, bool]:
+        """Say why the whole is not each device's cotangent, and whether the forward averages."""
+        size = size_of(frozenset((axis,)))
+        if size == 1:
+            return "", False
+        sums = self._forward.sums(ct.index, axis)
+        sizes = {size, *(size_of(one.axes) for one in sums)}
+        if sums and all(one.divisor in sizes for one in sums):
+            divisions = self._origins(ct.path, self._seen() or ()).divisions(sizes)
+            divided = divisions or self._forward.scalings(sizes) > 0
+            text = "the forward averages that primal, and bwd doesn't divide by the device count"
+            return ("" if divided else text), True
+        if not sums and self._forward.selects(axis) and axis not in self.differs(ct.path):
+            return "the forward keeps the largest or smallest of that primal", False
+        return "", False
 
     def _check_others(self, ct: Cotangent) -> None:
         """Raise if a cotangent that is equal along axes is made of cotangents that differ."""
@@ -261,20 +281,29 @@ class Bwd:
     def _saved(self) -> Sequence[Origin] | None:
         return self._forward.saved(len(self.entering) - self.first, len(self.entering))
 
-    def _differing(self) -> list[frozenset[str]] | None:
-        """Return the axes along which each argument differs, whatever was cast; None if unknown."""
-        saved, entering = self._saved(), [_axes(one) for one in self.entering]
+    def _seen(self) -> list[Origin] | None:
+        """Return the axes along which each argument differs, and constants, as fwd shows them."""
+        saved, entering = self._saved(), [Origin(axes=_axes(one)) for one in self.entering]
         if saved is None:
             return None
-        return [a & b.axes for a, b in zip(entering, saved)] + entering[len(saved) :]
+        kept = [
+            Origin(axes=have.axes & made.axes, number=made.number)
+            for have, made in zip(entering, saved)
+        ]
+        return kept + entering[len(saved) :]
 
-    def _origins(self, path, differ: Sequence[frozenset[str]] = (), declared: str = "") -> Origins:
-        """Return one cotangent's origins; ``differ``: the axes along which each argument does."""
-        kept = not differ and not declared
+    def _origins(self, path, seen: Sequence[Origin] = (), declared: str = "") -> Origins:
+        """Return one cotangent's origins, by the types of bwd's arguments or by what fwd shows."""
+        kept = not seen and not declared
         if kept and path in self._cached:
             return self._cached[path]
-        differ, dynamic = differ or [_axes(one) for one in self.entering], self._trace.dynamic
-        inputs = [Origin(frozenset((at,)), differ[leaf]) for at, leaf in enumerate(dynamic)]
+        seen = seen or [Origin(axes=_axes(one)) for one in self.entering]
+        inputs = [
+            seen[leaf]
+            if seen[leaf].number is not None
+            else dataclasses.replace(seen[leaf], inputs=frozenset((at,)))
+            for at, leaf in enumerate(self._trace.dynamic)
+        ]
         known_of, jaxpr = self.hooks.state.known_of, self._sliced(path)
         origins = Origins(self.door, known_of, self.mesh_axes, jaxpr, inputs, declared)
         if kept:
@@ -301,8 +330,8 @@ class Bwd:
         typed = self._origins(path).reductions
         if all(one.axes & one.origin.axes <= arriving for one in typed):
             return typed
-        differ = self._differing()
-        return typed if differ is None else self._origins(path, differ).reductions
+        seen = self._seen()
+        return typed if seen is None else self._origins(path, seen).reductions
 
     def _summed_before(self, residuals: Sequence[int], axes: frozenset[str]) -> frozenset[str]:
         """Return the axes over which the forward summed a gradient that these residuals hold."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
@@ -139,11 +139,11 @@ class Origins:
         """Each operand that is summed over mesh axes."""
         return list(self._reductions.values())
 
-    def divisions(self, by: set[float | None]) -> int:
+    def divisions(self, by: Collection[float | None]) -> int:
         """Count the equations that divide by a number in ``by``."""
         return sum(one in by for one in self._divisors.values())
 
-    def scalings(self, by: set[float | None], elements: bool = False) -> int:
+    def scalings(self, by: Collection[float | None], elements: bool = False) -> int:
         """Count those that make no mean over devices (nor over ``elements``)."""
         means = sum(one.divisor in by for one in self.reductions)
         return (

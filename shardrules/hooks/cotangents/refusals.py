@@ -79,18 +79,24 @@ class Refusals:
             f"that are invariant over {{{names}}}, as here{self._share(names)}.",
         )
 
-    def unmoved(self, ct: Cotangent, axis: str, output: int, why: str) -> CotangentError:
+    def unmoved(
+        self, ct: Cotangent, axis: str, output: int, why: str, averaged: bool
+    ) -> CotangentError:
         """Refuse what gives each device the cotangents of all devices' copies of an output."""
         own, whole = self._by_casts(axis)
+        form = (
+            f"the gradient of that mean: return ct / jax.lax.psum(1, {axis!r})"
+            if averaged
+            else f"the gradient of a mean or a sum: pass jax.lax.pmean(x, {axis!r}) or "
+            f"jax.lax.psum(x, {axis!r}) for that primal"
+        )
         return self._error(
             ct,
             frozenset((axis,)),
             f"is made of the cotangent of output {output}, for a primal that varies over "
             f"{{{axis!r}}}. That output is invariant over {{{axis!r}}}, so its cotangent is the "
             f"sum over all devices; {why}, so each device would get the whole sum, where with the "
-            f"check off each gets its own part of it. Say which is meant:{own}\n    the gradient "
-            f"of a mean or a sum: pass jax.lax.pmean(x, {axis!r}) or jax.lax.psum(x, {axis!r}) for "
-            f"that primal{whole}",
+            f"check off each gets its own part of it. Say which is meant:{own}\n    {form}{whole}",
         )
 
     def summed(

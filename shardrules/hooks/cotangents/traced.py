@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import equations
-from shardrules.hooks.cotangents.origins import Origin, Origins, size_of
+from shardrules.door.jaxprs import CASTS, equations, named_axes
+from shardrules.hooks.cotangents.origins import Origin, Origins, Reduction, size_of
 from shardrules.registry.axistypes import AxisType
 
 __all__ = ["Forward", "CustomVjpInfo", "Trace"]
@@ -186,7 +186,21 @@ class Forward:
                     return f"{known.call}, whose rule is {known.found.rule!r}"
         return None
 
-    def scalings(self, by: set[float | None]) -> int:
+    def sums(self, primal: int, axis: str) -> list[Reduction]:
+        """Return the sums over an axis of different values that are made of a primal."""
+        sums = [one for one in self.origins.reductions if primal in one.origin.inputs]
+        return [one for one in sums if axis in one.axes & one.origin.axes]
+
+    def selects(self, axis: str) -> bool:
+        """Whether ``pmax`` and ``pmin`` alone move data along an axis."""
+        moving = set()
+        for eqn in equations(self.jaxpr):
+            known = self.known_of(eqn.primitive, eqn.params) is not None
+            if known or axis in named_axes(eqn.params) and eqn.primitive.name not in CASTS:
+                moving.add(eqn.primitive.name)
+        return bool(moving) and moving <= {"pmax", "pmin"}
+
+    def scalings(self, by: Collection[float | None]) -> int:
         """Count the divisions by a number in ``by`` that make no mean."""
         return 0 if self.jaxpr is None else self.origins.scalings(by, elements=True)
 

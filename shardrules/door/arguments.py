@@ -50,18 +50,10 @@ def _executable(compiled: Any) -> Any:
 
 
 def argument_leaves(compiled: Any) -> list[Leaf] | None:
-    """List path, donated, kept, whole shape and sharding of each leaf of the arguments.
-
-    The paths begin with the parameters' names, as JAX keeps them for its own messages. Which leaves
-    a program kept stands on no public attribute before JAX 0.5 (and ``input_shardings`` raises for
-    a program that pruned one).
-
-    Args:
-      compiled: a jax.stages.Compiled.
-
-    Returns:
-      The leaves, or None if the program does not say (a deserialized one, say).
-    """
+    """List path, donated, kept, whole shape and sharding of each leaf of the arguments."""
+    # The paths begin with the parameters' names, as JAX keeps them for its own messages. Which
+    # leaves a program kept stands on no public attribute before JAX 0.5 (and ``input_shardings``
+    # raises for a program that pruned one).
     import jax
 
     if getattr(compiled, "args_info", None) is None:
@@ -90,12 +82,7 @@ def argument_names(compiled: Any) -> list[str]:
 
 
 def kept_leaves(executable: Any, rows: Sequence[tuple[str, bool, Any]]) -> list[Leaf] | None:
-    """Tell of path, donated and aval which leaves an executable kept, and how they are sharded.
-
-    Args:
-      executable: what JAX runs, below a jax.stages.Compiled or a jitted function.
-      rows: of each leaf of the arguments.
-    """
+    """List the leaves that an executable kept, and their shardings."""
     kept = getattr(executable, "_kept_var_idx", None)
     if kept is None:
         return None
@@ -112,7 +99,7 @@ def kept_leaves(executable: Any, rows: Sequence[tuple[str, bool, Any]]) -> list[
 
 
 def executable_text(executable: Any) -> str | None:
-    """Return the HLO of what JAX runs, None where it does not give it."""
+    """Return the HLO of what JAX runs, or None if the backend doesn't give it."""
     try:
         (module,) = executable.xla_executable.hlo_modules()
     except Exception:  # whatever the backend's C API reports; or there are several
@@ -140,28 +127,16 @@ def result_leaves(compiled: Any) -> list[tuple[str, str, str]] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """An output with its sharding, for people and to compare.
+    """An output with its sharding, as text and to compare."""
 
-    Attributes:
-      path: below the whole output, empty for all of it.
-      sharding: its spec, or how HLO writes it.
-      rank: how many dimensions it has.
-      own: JAX's sharding.
-      mesh: the one mesh of the program, if there is one.
-    """
-
-    path: str
-    sharding: str
-    rank: int
-    own: Any
-    mesh: Any
+    path: str  # below the whole output, empty for all of it
+    sharding: str  # its spec, or how HLO writes it
+    rank: int  # how many dimensions it has
+    own: Any  # JAX's sharding
+    mesh: Any  # the one mesh of the program, if there is one
 
     def differs(self, wanted: Any) -> str | None:
-        """Write the sharding that was wanted, if it is another; None where it is this one.
-
-        Raises:
-          ShardrulesError: it is neither a PartitionSpec nor a sharding, or a spec without a mesh.
-        """
+        """Return the wanted sharding as text if it is another; else None."""
         import jax
 
         if isinstance(wanted, jax.sharding.PartitionSpec):
@@ -201,16 +176,7 @@ def placed_results(compiled: Any) -> list[Placed] | None:
 
 
 def shared_buffers(compiled: Any, args: Sequence[Any], kwargs: dict) -> list[list[int]]:
-    """List the leaves of a call's arguments that are the same memory, each set by its positions.
-
-    Args:
-      compiled: a jax.stages.Compiled of the function.
-      args: what it is called with, static ones too.
-      kwargs: its keyword arguments, static ones too.
-
-    Returns:
-      Sets of two or more positions in ``argument_leaves``; none where the arguments are no arrays.
-    """
+    """List sets of positions of argument leaves that share memory."""
     import jax
 
     leaves = _dynamic(compiled.in_tree, args, kwargs)
@@ -226,7 +192,7 @@ def shared_buffers(compiled: Any, args: Sequence[Any], kwargs: dict) -> list[lis
 
 
 def _dynamic(tree: Any, args: Sequence[Any], kwargs: dict) -> list[Any] | None:
-    """Flatten the arguments that a program was traced for: without the static ones."""
+    """Flatten the arguments that a program was traced for, without the static ones."""
     import jax
 
     positional, keywords = tree.children()

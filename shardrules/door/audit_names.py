@@ -62,11 +62,9 @@ _PURE_GENERATORS = frozenset(
 
 
 class AuditNames:
-    """What the auditor knows of JAX.
+    """What the auditor knows of JAX."""
 
-    Args:
-      symbols: those of ``AUDIT_SYMBOLS``, by key.
-    """
+    # symbols: those of ``AUDIT_SYMBOLS``, by key.
 
     def __init__(self, symbols: dict[str, Any]):
         self.__dict__.update(symbols)
@@ -92,13 +90,7 @@ class AuditNames:
         return self.known.get(primitive)
 
     def key_kind(self, aval: Any) -> str | None:
-        """Say what kind of generator random keys are of.
-
-        Returns:
-          ``pure``: its bits are a function of the key; ``stateful``: they are the device's own
-          generator's (``pltpu.stateful_uniform`` draws with such a key); ``unknown``: somebody
-          else's functions make them; None for what holds no keys.
-        """
+        """Say what kind of generator random keys are of."""
         generator = getattr(getattr(aval, "dtype", None), "_impl", None)
         if generator is None:
             return None
@@ -134,11 +126,7 @@ class AuditNames:
 
 @functools.lru_cache(maxsize=1)
 def load_audit() -> AuditNames:
-    """Look up what the auditor needs of the JAX that is installed.
-
-    Raises:
-      UnsupportedJaxError: if one is missing.
-    """
+    """Look up what the auditor needs of the JAX that is installed."""
     import jax
 
     symbols = {}

@@ -25,11 +25,7 @@ __all__ = [
 
 
 def mesh_shape(tree: Any) -> dict[str, int] | None:
-    """Return the axis sizes of the one mesh that the shardings in ``tree`` use, else None.
-
-    Args:
-      tree: a pytree of shardings, or of arrays and ShapeDtypeStructs that carry them.
-    """
+    """Return the axis sizes of the one mesh that the shardings in ``tree`` use, else None."""
     import jax
 
     meshes = set()
@@ -41,17 +37,8 @@ def mesh_shape(tree: Any) -> dict[str, int] | None:
 
 
 def parameter_shardings(compiled: Any) -> list[tuple[tuple[int, ...], str]] | None:
-    """Return shape and HLO sharding of each parameter that a compiled program kept.
-
-    ``input_shardings`` holds None for pruned arguments (JAX 0.10.2), which are no parameters.
-
-    Args:
-      compiled: a jax.stages.Compiled.
-
-    Returns:
-      For each parameter its shape on one device and its sharding as HLO prints it, or None if
-      the program does not say.
-    """
+    """Return shape and HLO sharding of each parameter that a compiled program kept."""
+    # ``input_shardings`` holds None for pruned arguments (JAX 0.10.2), which are no parameters.
     import jax
 
     is_none = lambda x: x is None  # noqa: E731
@@ -69,12 +56,7 @@ def parameter_shardings(compiled: Any) -> list[tuple[tuple[int, ...], str]] | No
 
 
 def placed(avals: Any, shardings: Any) -> list[tuple[tuple[int, ...], str]]:
-    """Return shape on one device and HLO sharding of arrays.
-
-    Args:
-      avals: their whole shapes and dtypes.
-      shardings: JAX's.
-    """
+    """Return shape on one device and HLO sharding of arrays."""
     found = []
     for aval, sharding in zip(avals, shardings):
         shape = _array_shape(aval)
@@ -83,17 +65,8 @@ def placed(avals: Any, shardings: Any) -> list[tuple[tuple[int, ...], str]]:
 
 
 def output_shardings(compiled: Any, shapes: list[str]) -> list[tuple[str, str] | None] | None:
-    """Return path and HLO sharding of each array that a compiled program returns.
-
-    The tokens of ordered effects stand before a program's own outputs and have no sharding.
-
-    Args:
-      compiled: a jax.stages.Compiled.
-      shapes: each array's shape on one device as HLO prints it, ``"f32[8,16]"``.
-
-    Returns:
-      One entry for each array, None for a token; or None if the program does not say.
-    """
+    """Return path and HLO sharding of each array that a compiled program returns."""
+    # The tokens of ordered effects stand before a program's own outputs and have no sharding.
     import jax
 
     told = _told(compiled, "output_shardings")
@@ -106,12 +79,7 @@ def output_shardings(compiled: Any, shapes: list[str]) -> list[tuple[str, str] |
 def promised(
     leaves: Sequence[tuple[str, Any]], shapes: list[str]
 ) -> list[tuple[str, str] | None] | None:
-    """Return path and HLO sharding of each array of a program's result, as output_shardings does.
-
-    Args:
-      leaves: path and JAX's sharding of each, tokens left out.
-      shapes: as for output_shardings.
-    """
+    """Return path and HLO sharding of each array of a traced program's result."""
     tokens = len(shapes) - len(leaves)
     if tokens < 0 or any(shape != "token[]" for shape in shapes[:tokens]):
         return None
@@ -129,7 +97,7 @@ def promised(
 
 
 def result_paths(closed_jaxpr: Any) -> tuple[str, ...] | None:
-    """Return the path of each result of a function that was traced, None where JAX kept none."""
+    """Return the path of each result of a traced function, None if JAX kept none."""
     info = getattr(getattr(closed_jaxpr, "jaxpr", closed_jaxpr), "debug_info", None)
     paths = getattr(info, "result_paths", None)
     if not isinstance(paths, (tuple, list)):
@@ -153,10 +121,8 @@ def platform(compiled: Any) -> str | None:
 
 
 def temp_bytes(compiled: Any) -> tuple[int | None, int | None]:
-    """Return the bytes of a program's temporaries on the host and on one device, if it says.
-
-    The host's are not told before JAX 0.4.31, and by some backends not at all.
-    """
+    """Return the bytes of a program's temporaries on the host and on one device, if it says."""
+    # The host's are not told before JAX 0.4.31, and by some backends not at all.
     try:
         stats = compiled.memory_analysis()
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -168,13 +134,8 @@ def temp_bytes(compiled: Any) -> tuple[int | None, int | None]:
 
 
 def unoptimized_text(lowered: Any) -> str:
-    """Return the HLO of a lowered program before any of XLA's passes, with source lines.
-
-    Before JAX 0.4.36 it holds neither these nor the op_names that tell the phase.
-
-    Args:
-      lowered: a jax.stages.Lowered.
-    """
+    """Return the HLO of a lowered program before any of XLA's passes, with source lines."""
+    # Before JAX 0.4.36 it holds neither these nor the op_names that tell the phase.
     try:
         return lowered.as_text(dialect="hlo", debug_info=True)
     except TypeError:  # debug_info is new in JAX 0.4.36
@@ -182,12 +143,7 @@ def unoptimized_text(lowered: Any) -> str:
 
 
 def mesh_of_lowered(lowered: Any, arguments: Any) -> dict[str, int] | None:
-    """Return the axis sizes of the one mesh of a lowered program, else None.
-
-    Args:
-      lowered: a jax.stages.Lowered.
-      arguments: a pytree of what it was lowered with, for the shardings that these carry.
-    """
+    """Return the axis sizes of the one mesh of a lowered program, else None."""
     found = mesh_shape(arguments)
     if found is not None:
         return found
@@ -201,10 +157,8 @@ def mesh_of(compiled: Any) -> dict[str, int] | None:
 
 
 def _told(compiled: Any, name: str) -> Any:
-    """Return an attribute of a compiled program, None where it can't give it.
-
-    JAX 0.4.28 raises ValueError for the input_shardings of a program with a pruned argument.
-    """
+    """Return an attribute of a compiled program, or None if it can't give it."""
+    # JAX 0.4.28 raises ValueError for the input_shardings of a program with a pruned argument.
     try:
         return getattr(compiled, name)
     except (AttributeError, NotImplementedError, ValueError):
@@ -212,7 +166,7 @@ def _told(compiled: Any, name: str) -> Any:
 
 
 def _array_shape(aval: Any) -> tuple[int, ...]:
-    """Return the shape of the array that holds an argument: a key's data has more dimensions."""
+    """Return the shape of an argument's array; a key's data has more dimensions."""
     import jax
 
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
@@ -225,11 +179,7 @@ _HLO_MODULE = ("jaxlib._hlo", "jaxlib._jax", "jaxlib.xla_extension")
 
 
 def hlo_text(module_proto: bytes) -> str:
-    """Return the text of a serialized HloModuleProto.
-
-    Raises:
-      ProfileError: jaxlib can't read it.
-    """
+    """Return the text of a serialized HloModuleProto."""
     for name in _HLO_MODULE:
         try:
             kind = getattr(importlib.import_module(name), "HloModule", None)

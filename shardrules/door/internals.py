@@ -44,13 +44,7 @@ def _manual_axes(mesh: Any) -> tuple[str, ...]:
 
 
 class Door:
-    """JAX's private symbols as attributes, and the few operations that are built from them.
-
-    Args:
-      version: the JAX version.
-      symbols: what was found, by key.
-      owners: for each key, the module that holds it and its name there.
-    """
+    """JAX's private symbols as attributes, and the operations that are built from them."""
 
     def __init__(self, version: str, symbols: dict[str, Any], owners: dict[str, tuple[Any, str]]):
         self.__dict__.update(symbols)
@@ -76,13 +70,13 @@ class Door:
         def __getattr__(self, name: str) -> Any: ...
 
     def owner(self, key: str) -> tuple[Any, str]:
-        """Return where a symbol lives: the module, and the attribute's name there."""
+        """Return the module that holds a symbol, and its name there."""
         return self._owners[key]
 
     # Axis types.
 
     def axis_type(self, aval: Any) -> AxisType:
-        """Return an aval's axis type; invariant for what carries none (tokens, keys' bases)."""
+        """Return an aval's axis type; invariant if it carries none (tokens, keys' bases)."""
         try:
             return self._types[aval.manual_axis_type]  # a ref's is that of what it holds
         except (AttributeError, KeyError):
@@ -111,11 +105,7 @@ class Door:
         return have.varying | have.unreduced
 
     def need_types(self, what: str) -> None:
-        """Refuse what asks for the axis type of a value, to JAX 0.5.3.
-
-        Raises:
-          UnsupportedJaxError: values have none.
-        """
+        """Raise UnsupportedJaxError on a JAX whose values have no axis types."""
         if not self.typed:
             raise UnsupportedJaxError(
                 f"{what} needs JAX 0.6 or newer, where values carry axis types, and this is JAX "
@@ -127,7 +117,7 @@ class Door:
         return self._types.setdefault(mat, AxisType(mat.varying, mat.unreduced, mat.reduced))
 
     def with_axis_type(self, aval: Any, axis_type: AxisType) -> Any:
-        """Return ``aval`` with another axis type; what can't carry one is returned as it is."""
+        """Return ``aval`` with another axis type, or as it is if it can't carry one."""
         if self.typed and isinstance(aval, self.AbstractRef):
             return aval.update(inner_aval=self.with_axis_type(aval.inner_aval, axis_type))
         if (
@@ -171,11 +161,7 @@ class Door:
         return primal
 
     def annotation(self, shape: Any) -> AxisType | None:
-        """Return the axis type that the user wrote on an output, or None.
-
-        Args:
-          shape: one leaf of pallas_call's ``out_shape`` or of ffi_call's ``result_shape_dtypes``.
-        """
+        """Return the axis type that the user wrote on an output, or None."""
         import jax
 
         if not isinstance(shape, jax.ShapeDtypeStruct):
@@ -195,10 +181,7 @@ class Door:
         return isinstance(aval, self.ShapedArray)
 
     def manual_axes(self) -> tuple[str, ...]:
-        """Return the manual mesh axes here, in the mesh's order; empty outside shard_map.
-
-        Where axis types are no part of avals, what ``over_axes`` says.
-        """
+        """Return the manual mesh axes here, in the mesh's order; empty outside shard_map."""
         if not self.typed:
             return getattr(self._here, "axes", ())
         mesh = self.abstract_mesh()
@@ -206,7 +189,7 @@ class Door:
 
     @contextlib.contextmanager
     def over_axes(self, axes: tuple[str, ...]):
-        """Let ``manual_axes`` answer ``axes``, where no aval's mesh can tell."""
+        """Let ``manual_axes`` return ``axes`` on a JAX whose avals have no mesh."""
         before = getattr(self._here, "axes", ())
         self._here.axes = axes
         try:
@@ -215,7 +198,7 @@ class Door:
             self._here.axes = before
 
     def checking(self) -> bool:
-        """Whether we are inside a shard_map that tracks how values vary, by types."""
+        """Whether we are inside a shard_map that checks types."""
         return self.typed and bool(self.check_vma.value) and bool(self.manual_axes())
 
     def unchecked(self):
@@ -223,11 +206,7 @@ class Door:
         return self.check_vma(False) if self.typed else contextlib.nullcontext()
 
     def cast(self, value: Any, want: AxisType) -> Any:
-        """Cast an array from its own axis type to a type that varies over more axes.
-
-        Raises:
-          RuleError: if it takes a cast that this JAX doesn't have.
-        """
+        """Cast an array from its own axis type to a type that varies over more axes."""
         have = self.axis_type(self.typeof(value))
         if have == want:
             return value
@@ -251,13 +230,7 @@ class Door:
         )
 
     def cast_outputs(self, jaxpr: Any, types: Sequence[AxisType], scope: str = "") -> Any:
-        """Return a jaxpr whose outputs have these axis types, by casts at its end.
-
-        Args:
-          jaxpr: one with or without its constants.
-          types: for each output, one that varies over the same axes or over more.
-          scope: the name scope of these casts.
-        """
+        """Return a jaxpr whose outputs have these axis types, by casts at its end."""
         import jax
 
         inner = getattr(jaxpr, "jaxpr", jaxpr)
@@ -286,12 +259,7 @@ class Door:
     # Kernels.
 
     def describe_kernel(self, jaxpr: Any, params: dict[str, Any]) -> tuple[str, str]:
-        """Return a Pallas kernel's name and ``file:line``.
-
-        Args:
-          jaxpr: the kernel's.
-          params: the call's parameters, as far as they are known.
-        """
+        """Return a Pallas kernel's name and ``file:line``."""
         info = getattr(jaxpr, "debug_info", None)
         function, _, place = (getattr(info, "func_src_info", None) or "").partition(" at ")
         # JAX 0.4.31 to 0.5.0 keep both in one parameter, 0.4.28 the name alone.
@@ -306,15 +274,9 @@ class Door:
         return name, place
 
     def kernel_jaxpr(self, traced: Any) -> tuple[Any, Any]:
-        """Return the kernel's jaxpr in what ``trace_kernel`` returned, and all of that.
-
-        JAX to 0.6.2 caches the jaxpr. Two calls of one function would share it, and what is known
-        of the one (its annotations, its scope) would be taken for the other's; so there, it is
-        made an object of its own.
-
-        Args:
-          traced: the returned tuple.
-        """
+        """Return the kernel's jaxpr in what ``trace_kernel`` returned, and all of that."""
+        # JAX to 0.6.2 caches the jaxpr. Two calls of one function would share it, and with it
+        # their annotations and scopes; so each call gets its own copy.
         index = 0
         while not hasattr(traced[index], "eqns"):
             index += 1
@@ -325,10 +287,8 @@ class Door:
         return jaxpr, traced
 
     def source_line(self, source_info: Any) -> str:
-        """Return the user's line behind an equation, ``file:line``; empty if JAX keeps none.
-
-        That is not a library's line where one of the user's own called it.
-        """
+        """Return the user's ``file:line`` of an equation; empty if JAX keeps none."""
+        # Not a library's line if the user's own code called it.
         for info in (getattr(source_info, "traceback", None), source_info):
             with contextlib.suppress(AttributeError, TypeError):  # to JAX 0.6 it took the info
                 frames = list(self.user_frames(info))
@@ -344,11 +304,7 @@ class Door:
     # Loops.
 
     def body_tracers(self) -> frozenset[Any]:
-        """Return the code of JAX's functions that trace the body of a user's loop.
-
-        Raises:
-          UnsupportedJaxError: if they aren't there.
-        """
+        """Return the code objects of JAX's functions that trace a user's loop body."""
         key = "promote_carries" if self.promote_carry is None else "promote_carry"
         loops = self.owner(key)[0]
         try:
@@ -380,11 +336,9 @@ class Door:
     def staged(
         self, function: Any, arrays: Sequence[Any]
     ) -> tuple[Any, Sequence[Any], Callable[[], list[Any]]] | None:
-        """Return a function's jaxpr, its constants, and what leaves its equations here.
-
-        As ``jax.jit(function, inline=True)`` does, which takes five times as long for a small one.
-        None where no jaxpr is being traced here, for equations of HiJAX, and to JAX 0.6.
-        """
+        """Return a function's jaxpr, its constants, and a function that removes its inputs here."""
+        # As ``jax.jit(function, inline=True)`` does, which takes five times as long for a small
+        # one. None where no jaxpr is being traced here, for equations of HiJAX, and to JAX 0.6.
         if self.stage_jaxpr is None:
             return None
         trace = self.trace_here.trace
@@ -434,10 +388,8 @@ class Door:
     # jit's trace key.
 
     def trace_key(self) -> Any:
-        """Return an object that keeps traces apart: ``key(value)`` here, ``key.set_global(value)``.
-
-        From JAX 0.7.2 that is ``jax.make_user_context()``.
-        """
+        """Return an object that puts a value into JAX's trace key, here or for all threads."""
+        # From JAX 0.7.2 that is ``jax.make_user_context()``.
         if self.make_user_context is None:
             return MeshKey(self.config)
         context = self.make_user_context()
@@ -462,12 +414,7 @@ def _yield_scoped(enter, scope, see, *args, **kwargs):
 
 @functools.lru_cache(maxsize=1)
 def load() -> Door:
-    """Look up every private symbol of the JAX that is installed.
-
-    Raises:
-      UnsupportedJaxError: if one is missing or has other parameters, or if this JAX is too old;
-        nothing was changed.
-    """
+    """Look up every private symbol of the JAX that is installed."""
     try:
         import jax
     except ModuleNotFoundError as error:

@@ -21,12 +21,10 @@ _MODULE = "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
 
 
 class Races:
-    """What one run of the interpreter found.
+    """The data races that one run of the interpreter found."""
 
-    Args:
-      states: JAX's records, one for each kernel that ran.
-      printed: what it printed of them.
-    """
+    # states: JAX's records, one for each kernel that ran.
+    # printed: what it printed of them.
 
     def __init__(self, states: list, printed: io.StringIO):
         self._states = states
@@ -34,7 +32,7 @@ class Races:
 
     @property
     def found(self) -> bool:
-        """Whether two accesses of one memory were not ordered."""
+        """Whether two accesses of one memory were unordered."""
         return any(state.races_found for state in self._states)
 
     def __str__(self) -> str:
@@ -44,15 +42,7 @@ class Races:
 
 @contextlib.contextmanager
 def interpreted(fill: Literal["nan", "zero"]) -> Iterator[Races]:
-    """Run the Pallas kernels that are traced inside the ``with`` in JAX's TPU interpreter.
-
-    Args:
-      fill: what memory holds before it is written: ``nan`` (the largest number for integers) or
-        ``zero``.
-
-    Raises:
-      UnsupportedJaxError: if this JAX has no such interpreter.
-    """
+    """Run the Pallas kernels that are traced inside the ``with`` in JAX's TPU interpreter."""
     try:
         from jax.experimental.pallas import tpu as pltpu
 

@@ -80,7 +80,7 @@ def widened(have: AxisType, axes: Iterable[str]) -> AxisType:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return how many of a scan's operands are constants, and how many after these its carry."""
+    """Return the number of a scan's constants and of its carries."""
     if "ft_in" in params:  # from JAX 0.11: pytrees of the constants, the carry and the rest
         constants, carry, _ = map(len, params["ft_in"].unpack())
         return constants, carry
@@ -88,7 +88,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def opened(value: Any) -> Any:
-    """Return a jaxpr without its constants; None for what is no jaxpr."""
+    """Return a jaxpr without its constants; None if ``value`` is not a jaxpr."""
     value = getattr(value, "jaxpr", value)
     return value if hasattr(value, "eqns") and hasattr(value, "invars") else None
 
@@ -122,7 +122,7 @@ def variable(like: Any, aval: Any) -> Any:
 
 
 def callable_of(function: Any) -> Callable:
-    """Return what can be called with arrays; a WrappedFun is no callable."""
+    """Return what can be called with arrays; a WrappedFun can't."""
     return getattr(function, "call_wrapped", function)
 
 
@@ -146,7 +146,7 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield a jaxpr's equations, and those of the jaxprs inside; a kernel's own are not opened."""
+    """Yield a jaxpr's equations and those of inner jaxprs, but not a kernel's."""
     for equation in jaxpr.eqns:
         yield equation
         if equation.primitive.name not in KERNELS:
@@ -155,10 +155,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def is_transposed(eqn: Any) -> bool:
-    """Whether an equation is a backward pass's, by the mark that JAX leaves.
-
-    Those of the jaxprs inside of it have none.
-    """
+    """Whether an equation carries JAX's mark of a backward pass."""
+    # Those of the jaxprs inside of it have none.
     # To JAX 0.6 the stack's text has it in named scopes alone.
     marks = eqn.source_info.name_stack.stack
     return any(type(m).__name__ == "Transform" and m.name == "transpose" for m in marks)
@@ -170,17 +168,12 @@ def is_declared(eqn: Any) -> bool:
 
 
 def is_in(eqn: Any, scope: str) -> bool:
-    """Whether an equation, or what it is the transpose of, stands in a name scope."""
+    """Whether an equation, or the one it is the transpose of, is in a name scope."""
     return any(getattr(m, "name", "") == scope for m in eqn.source_info.name_stack.stack)
 
 
 def gradient_sums(jaxpr: Any, in_gradient: bool = False) -> frozenset[str]:
-    """Return the mesh axes over which backward passes in a jaxpr sum.
-
-    Args:
-      jaxpr: the jaxpr.
-      in_gradient: whether all of it is a backward pass's.
-    """
+    """Return the mesh axes over which backward passes in a jaxpr sum."""
     found: frozenset[str] = frozenset()
     for eqn in jaxpr.eqns:
         inside = in_gradient or is_transposed(eqn)

@@ -16,27 +16,18 @@ __all__ = ["Symbol", "find", "is_cached", "look", "read", "unsupported"]
 
 @dataclasses.dataclass(frozen=True)
 class Symbol:
-    """One private name of JAX, and in which versions it exists.
+    """One private name of JAX, and the versions that have it."""
 
-    Args:
-      key: what this package calls it.
-      path: ``module:attribute``, or a module.
-      first: the first release that has it so.
-      last: the last one (``0.9``: all of 0.9), or None: all newer ones, too.
-      parameters: parameter names that the hooks pass or read; checked before use.
-      reason: what it is needed for.
-    """
-
-    key: str
-    path: str
-    first: str
-    last: str | None
-    parameters: tuple[str, ...]
-    reason: str
+    key: str  # what this package calls it
+    path: str  # ``module:attribute``, or a module
+    first: str  # the first release that has it so
+    last: str | None  # the last one (``0.9``: all of 0.9), or None: all newer ones, too
+    parameters: tuple[str, ...]  # parameter names that the hooks pass or read; checked before use
+    reason: str  # what it is needed for
 
     @property
     def versions(self) -> str:
-        """The versions of JAX in which it was read."""
+        """The versions of JAX in which it was read, as text."""
         last = self.last or ".".join(map(str, versions.NEWEST))
         return self.first if last == self.first else f"{self.first}-{last}"
 
@@ -55,11 +46,7 @@ _ROW = re.compile(r" +(\w+) +([\d.]+)(?:-([\d.]+)|(\+))?\s+([\w.]+(?::\w+)?)(?:\
 
 
 def read(table: str) -> tuple[Symbol, ...]:
-    """Return the symbols of a table; ``symbols.py`` says how it is written.
-
-    Raises:
-      ValueError: if a part of it is not written so.
-    """
+    """Return the symbols of a table; ``symbols.py`` says how it is written."""
     symbols, reason, at = [], "", 0
     while at < len(table):
         row = _ROW.match(table, at)
@@ -85,7 +72,7 @@ def is_cached(function: Any) -> bool:
 
 
 def look(symbol: Symbol) -> tuple[Any, tuple[Any, str], str]:
-    """Return a symbol, its owner, and what is wrong with it (empty if nothing is)."""
+    """Return a symbol, its owner, and what is wrong with it (empty if nothing)."""
     module, _, attribute = symbol.path.partition(":")
     try:
         owner = importlib.import_module(module)
@@ -119,13 +106,8 @@ def unsupported(version: str, what: str, **data: Any) -> UnsupportedJaxError:
 
 
 def find(version: str, symbols: tuple[Symbol, ...]) -> tuple[dict, dict]:
-    """Look up all symbols that exist in a version of JAX; return them and their owners.
-
-    A symbol that this version does not have is None.
-
-    Raises:
-      UnsupportedJaxError: if one that it must have is missing or has other parameters.
-    """
+    """Look up all symbols that exist in a version of JAX; return them and their owners."""
+    # A symbol that this version does not have is None.
     values: dict[str, Any] = {symbol.key: None for symbol in symbols}
     owners: dict[str, tuple[Any, str]] = {}
     for symbol in symbols:

@@ -19,14 +19,7 @@ NAME = "_create_jaxpr"
 
 
 def body_tracers(*functions: Any) -> frozenset[Any]:
-    """Return the code objects of the local functions that trace bodies; one for each function.
-
-    Args:
-      *functions: ``scan`` and ``while_loop``.
-
-    Raises:
-      LookupError: naming the function that has no such local function.
-    """
+    """Return the code object of the local function that traces bodies, of each function."""
     found = []
     for function in map(inspect.unwrap, functions):
         codes = [
@@ -41,10 +34,5 @@ def body_tracers(*functions: Any) -> frozenset[Any]:
 
 
 def is_body(tracers: frozenset[Any], debug_info: Any) -> bool:
-    """Whether who calls this was called to trace the body of a loop that a user wrote.
-
-    Args:
-      tracers: what ``body_tracers`` returned.
-      debug_info: of the function that is traced; it may be a ``while_loop``'s condition.
-    """
+    """Whether the caller was called to trace the body of a loop that a user wrote."""
     return sys._getframe(2).f_code in tracers and debug_info.traced_for != "while_cond"

@@ -16,14 +16,9 @@ __all__ = ["TellingTuple"]
 
 
 class TellingTuple(tuple):
-    """A tuple that calls ``refuse`` before it is read.
+    """A tuple that calls ``refuse`` before it is read."""
 
-    Args:
-      values: its elements.
-      refuse: raises where it may not be read.
-    """
-
-    refuse: Callable[[], None]
+    refuse: Callable[[], None]  # raises where it may not be read
 
     @classmethod
     def of(cls, values: Iterable[Any], refuse: Callable[[], None]) -> TellingTuple:

@@ -45,12 +45,7 @@ class Patches:
 
 
 class ModuleProxy:
-    """A module in which some functions are others.
-
-    Args:
-      module: the module.
-      functions: from names to what stands there instead.
-    """
+    """A module in which some functions are replaced."""
 
     def __init__(self, module: Any, functions: dict[str, Any]):
         self.__dict__.update(functions)

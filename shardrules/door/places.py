@@ -27,7 +27,7 @@ SHARD_MAPS = ("jax._src.shard_map", "jax.experimental.shard_map")
 
 
 def is_wrapper(module: str | None) -> bool:
-    """Whether a module's frames stand between a shard_map and who asks for it."""
+    """Whether a module's frames are between a shard_map and its caller."""
     return module in (*SHARD_MAPS, "jax._src.traceback_util")
 
 
@@ -40,14 +40,7 @@ def owns(path: str) -> bool:
 
 
 def compilers(compiler: Any) -> list[tuple[Any, str]]:
-    """Return owner and name of all that compiles, the function that lowers a jaxpr for it last.
-
-    Args:
-      compiler: the module ``COMPILER``.
-
-    Raises:
-      UnsupportedJaxError: this JAX does not have one of them.
-    """
+    """Return owner and name of everything that compiles; what lowers a jaxpr comes last."""
     kinds = [getattr(compiler, "MeshComputation", None)]
     if hasattr(compiler, "PmapComputation"):  # to JAX 0.9; after it pmap is a jit
         kinds.append(compiler.PmapComputation)
@@ -65,14 +58,14 @@ def compilers(compiler: Any) -> list[tuple[Any, str]]:
 
 
 def devices() -> list[Any]:
-    """Return the devices of JAX's default platform, which it opens for that."""
+    """Return the devices of JAX's default platform, which it initializes."""
     import jax
 
     return jax.devices()
 
 
 def leave_out_frames(folder: str) -> None:
-    """Leave a folder's frames out of JAX's source lines: what a program says of itself stays."""
+    """Leave a folder's frames out of JAX's source lines."""
     from jax._src import source_info_util  # jax.extend has it too, and may not be imported yet
 
     source_info_util.register_exclusion(folder)

@@ -18,7 +18,7 @@ class ContextKey:
         self._context = context
 
     def set_global(self, value: Any) -> None:
-        """Set what threads have in their trace key that set nothing themselves."""
+        """Set the value for threads that set none themselves."""
         self._context._obj.set_global(value)
 
     def __call__(self, value: Any):
@@ -31,14 +31,10 @@ class _Mark(tuple):
 
 
 class MeshKey:
-    """jit's trace key before ``jax.make_user_context`` (JAX to 0.7.1).
+    """jit's trace key before ``jax.make_user_context`` (JAX to 0.7.1)."""
 
-    The list of meshes entered by ``with mesh:`` is in the key, and nothing else reads it from
-    there, so one thread's scope can stand in it too. A change for all threads clears the caches.
-
-    Args:
-      config: jax's config module.
-    """
+    # The list of meshes entered by ``with mesh:`` is in the key, and nothing else reads it from
+    # there, so one thread's scope can stand in it too. A change for all threads clears the caches.
 
     def __init__(self, config: Any):
         self._config = config
@@ -54,7 +50,7 @@ class MeshKey:
 
     @contextlib.contextmanager
     def __call__(self, value: Any):
-        """Put ``value`` into this thread's trace key, inside."""
+        """Put ``value`` into this thread's trace key."""
         before = self._read()
         self._write((*(m for m in before if not isinstance(m, _Mark)), _Mark((value,))))
         try:

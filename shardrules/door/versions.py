@@ -22,25 +22,13 @@ _PHASES = {"a": 0, "alpha": 0, "b": 1, "beta": 1, "c": 2, "rc": 2, "pre": 2, "pr
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the release number of a version: ``(0, 13)`` for ``0.13.0.dev1``.
-
-    Raises:
-      ValueError: if the text is not a version.
-    """
+    """Return the release number of a version: ``(0, 13)`` for ``0.13.0.dev1``."""
     return order(version)[0]
 
 
 def order(version: str) -> tuple:
-    """Return a key that sorts as PEP 440 does: 0.13.0.dev1 < 0.13.0rc1 < 0.13.0 < 0.13.0.post1.
-
-    What follows a ``+`` (a local build) is left out.
-
-    Args:
-      version: such as ``0.12.0.1``.
-
-    Raises:
-      ValueError: if the text is not a version.
-    """
+    """Return a key that sorts as PEP 440 does: 0.13.0.dev1 < 0.13.0rc1 < 0.13.0 < 0.13.0.post1."""
+    # What follows a ``+`` (a local build) is left out.
     match = _VERSION.fullmatch(version.strip())
     if match is None:
         raise ValueError(f"{version!r} is no version; one looks like '0.12.0' or '0.13.0.dev1'")
@@ -60,11 +48,7 @@ def order(version: str) -> tuple:
 
 
 def too_old(version: str) -> str:
-    """Say what keeps a JAX from being one that hooks were written for; empty if nothing.
-
-    Args:
-      version: ``jax.__version__``.
-    """
+    """Say what keeps a JAX from being one that hooks were written for; empty if nothing."""
     try:
         is_older = order(version) < order(OLDEST)
     except ValueError as error:

@@ -28,27 +28,22 @@ __all__ = ["Argument", "Listener", "around", "forget_fast_paths", "live_arrays",
 
 
 class Argument(NamedTuple):
-    """One leaf of a call's arguments.
+    """One leaf of a call's arguments."""
 
-    Attributes:
-      path: the parameter's name and the keys below it.
-      shape, dtype, weak_type, sharding: of the array, as text; sharding is empty for a value of
-        NumPy or Python.
-      array: what was passed.
-      donated: whether it was declared donated.
-    """
+    # shape, dtype, weak_type, sharding: of the array, as text; sharding is empty for a value of
+    # NumPy or Python.
 
-    path: str
+    path: str  # the parameter's name and the keys below it
     shape: str
     dtype: str
     weak_type: str
     sharding: str
-    array: Any
-    donated: bool
+    array: Any  # what was passed
+    donated: bool  # whether it was declared donated
 
 
 class Listener(Protocol):
-    """What is told, on the thread that watches."""
+    """Called on the thread that watches."""
 
     def called(self, name: str, arguments: list[Argument]) -> None:
         """Note that a compiled function is about to run."""
@@ -73,15 +68,7 @@ _thread = threading.local()
 
 
 def start(listener: Listener) -> Callable[[], None]:
-    """Tell a listener what this thread does from here on.
-
-    Returns:
-      What tells it no more; with the last listener of all threads, everything is put back. Any
-      thread may call it.
-
-    Raises:
-      UnsupportedJaxError: this JAX has no such functions; nothing is changed.
-    """
+    """Call a listener for what this thread does from now on; return what stops it."""
     global _watchers
     with _lock:
         if _watchers == 0:
@@ -137,7 +124,7 @@ def _install() -> None:
 
 
 def around(wrapper: Any, original: Any) -> Any:
-    """Return what takes a function's place and hands it to ``wrapper``, before its arguments."""
+    """Return a function that calls ``wrapper`` with the original and the arguments."""
 
     @functools.wraps(original)
     def function(*args, **kwargs):
@@ -147,7 +134,7 @@ def around(wrapper: Any, original: Any) -> Any:
 
 
 def forget_fast_paths() -> None:
-    """Drop what C++ keeps of functions that it called; the traces and executables stay."""
+    """Drop C++'s fast paths of called functions; traces and executables stay."""
     try:
         from jax._src.lib import _jax as library
     except ImportError:
@@ -189,7 +176,6 @@ def _call(original: Any, *args, **params) -> Any:
 
 @contextlib.contextmanager
 def _told(listeners: list[Listener], name: str, arguments: list[Argument]) -> Iterator[None]:
-    """Tell the listeners that a function is called, and if it raised."""
     for listener in listeners:
         listener.called(name, arguments)
     try:
@@ -270,7 +256,7 @@ def _read_by_numpy(original: Any, *args, how: str, **kwargs) -> Any:
 
 
 def _explicit() -> bool:
-    """Tell whether ``jax.device_get`` reads: it asks for the transfer in so many words."""
+    """Whether ``jax.device_get`` reads."""
     import jax
     from jax._src import config
 
@@ -282,7 +268,7 @@ def _explicit() -> bool:
 
 
 def live_arrays() -> list[tuple[str, int]]:
-    """List type and bytes, on this process's devices, of every array that is not deleted."""
+    """List type, and bytes on this process's devices, of every array that is not deleted."""
     import jax
 
     found = []

@@ -10,91 +10,60 @@ __all__ = ["Claims", "NotedSum", "Notes", "PlacedCast", "Placement"]
 
 @dataclasses.dataclass(eq=False)
 class Claims:
-    """The claims of ``already_summed`` that are being compared; equal to itself alone.
+    """The claims of ``already_summed`` that are being compared. Compared by identity."""
 
-    Args:
-      made: the source place and axes of each.
-      wrong: those of the claims that two devices contradict.
-    """
-
+    # the source place and axes of each
     made: set[tuple[str, tuple[str, ...]]] = dataclasses.field(default_factory=set)
+    # those of the claims that two devices contradict
     wrong: set[tuple[str, tuple[str, ...]]] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(frozen=True)
 class NotedSum:
-    """A psum that the hooks put in.
+    """A psum that the hooks put in."""
 
-    Args:
-      axes: the mesh axes, sorted.
-      shape: the local shape of what is summed.
-      dtype: its dtype.
-      at: the source line behind it, or empty.
-      why: what asked for it.
-    """
-
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: Any
-    at: str
-    why: str
+    axes: tuple[str, ...]  # the mesh axes, sorted
+    shape: tuple[int, ...]  # the local shape of what is summed
+    dtype: Any  # its dtype
+    at: str  # the source line behind it, or empty
+    why: str  # what asked for it
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacedCast:
-    """One cast, where its psum moves the fewest bytes.
+    """One cast, where its psum moves the fewest bytes."""
 
-    Args:
-      at: the source line that makes what is cast; empty for an argument of what is differentiated.
-      value: its dtype and local shape.
-      axes: the mesh axes, sorted.
-      runs: how often the loops around run it.
-      function: what is differentiated, ``name at file:line``, or empty.
-    """
-
+    # the source line that makes what is cast; empty for an argument of what is differentiated
     at: str
-    value: str
-    axes: tuple[str, ...]
-    runs: int
-    function: str = ""
+    value: str  # its dtype and local shape
+    axes: tuple[str, ...]  # the mesh axes, sorted
+    runs: int  # how often the loops around run it
+    function: str = ""  # what is differentiated, ``name at file:line``, or empty
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The casts of one linear program, and where they move the fewest bytes.
+    """The casts of one linear program, placed where they move the fewest bytes."""
 
-    Args:
-      before_bytes: what the psums of its casts sum on each device, where JAX put them.
-      after_bytes: the same where they are the fewest.
-      casts: the casts there, if they are fewer.
-      applied: whether they were placed; by ``install()`` or ``place_casts``.
-      why: why they stand where they stood, if that could not be told to be the cheapest.
-    """
-
-    before_bytes: int
-    after_bytes: int
-    casts: tuple[PlacedCast, ...]
-    applied: bool
-    why: str
+    before_bytes: int  # what the psums of its casts sum on each device, where JAX put them
+    after_bytes: int  # the same where they are the fewest
+    casts: tuple[PlacedCast, ...]  # the casts there, if they are fewer
+    applied: bool  # whether they were placed; by ``install()`` or ``place_casts``
+    why: str  # why they stand where they stood, if that could not be told to be the cheapest
 
 
 @dataclasses.dataclass(eq=False)
 class Notes:
-    """What the hooks note while a program is traced to look at it only; equal to itself alone.
+    """What the hooks record while a program is traced only to look at it. Compared by identity."""
 
-    Args:
-      unknown: each call without rule or proof, with its operands' axis types and the lines to
-        paste.
-      sums: each psum that was put in.
-      placements: where casts were placed anew.
-      declared: where each declaration that a call obeys stands.
-      annotations: each annotation of an output that its kernel contradicts, as a sentence.
-    """
-
+    # each call without rule or proof, with its operands' axis types and the lines to paste
     unknown: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = dataclasses.field(
         default_factory=list
     )
-    sums: list[NotedSum] = dataclasses.field(default_factory=list)
+    sums: list[NotedSum] = dataclasses.field(default_factory=list)  # each psum that was put in
+    # where casts were placed anew
     placements: list[Placement] = dataclasses.field(default_factory=list)
+    # where each declaration that a call obeys stands
     declared: list[str] = dataclasses.field(default_factory=list)
+    # each annotation of an output that its kernel contradicts, as a sentence
     annotations: list[str] = dataclasses.field(default_factory=list)

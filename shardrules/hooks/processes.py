@@ -71,7 +71,7 @@ def assert_same_rules(*, timeout_s: float = 60.0) -> None:
 
 
 def _listed(door: Any) -> list[Entry]:
-    """All that makes a program's trace differ from another process's."""
+    """Return everything that can make a program's trace differ from another process's."""
     import shardrules
 
     state = hook_state()
@@ -86,10 +86,8 @@ def _listed(door: Any) -> list[Entry]:
 
 
 def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
-    """Meet the other processes; raise if one is missing, or differs.
-
-    Only digests are stored, and whole lists where one differs.
-    """
+    """Meet the other processes; raise if one is missing, or differs."""
+    # Only digests are stored, and whole lists where one differs.
     client, me = job.client, str(job.process_id)
     calls = f"{_ROOT}/calls/{me}/"
     # How often this process called, as the store has it: jax.distributed may have been restarted.

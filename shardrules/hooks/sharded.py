@@ -10,26 +10,14 @@ __all__ = ["mesh_without_devices", "shard_map", "varying"]
 
 
 def varying(value: Any) -> frozenset[str]:
-    """Return the mesh axes over which a value varies, as its type here says.
-
-    Args:
-      value: an array inside shard_map.
-    """
+    """Return the mesh axes over which a value varies, as its type here says."""
     door = internals.load()
     door.need_types("hooks.varying")
     return door.axis_type(door.typeof(value)).varying
 
 
 def shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, *, check: bool) -> Any:
-    """Return ``f`` in shard_map, by whatever name this JAX has for it and for its check.
-
-    Args:
-      f: the function of one device's blocks.
-      mesh: the mesh.
-      in_specs: the arguments' specs.
-      out_specs: the results' specs.
-      check: whether shard_map tracks how values vary.
-    """
+    """Return ``f`` in shard_map, by the names that this JAX has for it and for its check."""
     import jax
 
     if hasattr(jax, "shard_map"):
@@ -40,7 +28,7 @@ def shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, *, check: bool) 
 
 
 def mesh_without_devices() -> Any:
-    """Return a mesh of two by two devices, data and model, over which programs can be traced."""
+    """Return an abstract mesh of 2 x 2 (data, model) for tracing only."""
     import jax
 
     sizes, names = (2, 2), ("data", "model")

@@ -26,89 +26,71 @@ COLLECT = "collect"  # internal: note the call, take it for one that does not co
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """What a trace runs under, and what its backward pass, traced later, runs under too.
+    """What a trace runs under; its backward pass, traced later, runs under it too."""
 
-    Args:
-      active: whether the hooks act.
-      policy: what happens to an opaque call without rule or proof.
-      binding: the rule of the innermost op declared by ``@no_communication``, or None.
-      overlays: the registry's scopes, outermost first.
-      claims: where the claims of ``already_summed`` are compared, or None.
-      notes: where the hooks take notes of a trace that is for looking at only, or None.
-      prove: whether a kernel's own jaxpr may prove what nobody declares.
-      casts: ``late``, where JAX puts them, or ``cheapest``.
-      derivatives_count: how many reverse passes there will be through what is traced here; counted
-        where casts are placed.
-    """
-
-    active: bool = False
-    policy: str = "error"
+    active: bool = False  # whether the hooks act
+    policy: str = "error"  # what happens to an opaque call without rule or proof
+    # the rule of the innermost op declared by ``@no_communication``, or None
     binding: Binding | None = None
-    overlays: tuple[Overlay, ...] = ()
-    claims: Claims | None = None
+    overlays: tuple[Overlay, ...] = ()  # the registry's scopes, outermost first
+    claims: Claims | None = None  # where the claims of ``already_summed`` are compared, or None
+    # where the hooks take notes of a trace that is for looking at only, or None
     notes: Notes | None = None
-    prove: bool = True
-    casts: str = "late"
+    prove: bool = True  # whether a kernel's own jaxpr may prove what nobody declares
+    casts: str = "late"  # ``late``, where JAX puts them, or ``cheapest``
+    # how many reverse passes there will be through what is traced here; counted where casts are
+    # placed
     derivatives_count: int = 0
 
 
 class _Key:
-    """One scope and registry version in JAX's trace key, and no other's.
+    """One scope and registry version in JAX's trace key."""
 
-    Compared by identity, which costs nothing: jit hashes its trace key at every call.
-    """
+    # Compared by identity, which costs nothing: jit hashes its trace key at every call.
 
     __slots__ = ("__weakref__",)
 
 
 class _Here(threading.local):
-    """What a thread is in.
+    """The state of one thread."""
 
-    Args:
-      scope: the scope that was entered, or None.
-      annotations: for each output of a kernel as it is converted, what the user wrote on it.
-      kernel_annotations: the same of the mesh kernel that is being called.
-      checked: whether the check was on around the ``plgpu.kernel`` that is being called.
-      outer: the primitive that is being bound and what is known of its call: what a
-        transformation binds instead of it inside obeys the same rule.
-      settled: a kernel's jaxpr, its operands' axis types and its outputs', while it is bound.
-      lowering: the context of the opaque call that is being lowered.
-      type_notes: operations whose results vary more than JAX says, in the shard_map here, or None.
-      refused: of the outputs that JAX's next error about out_specs is about, what it is to say of
-        those operations, and their pytree with which of them vary too much, or None.
-      contradictions: annotations in the shard_map here that a kernel contradicts, or None.
-      heard: where sums of cotangents are noted that a bwd is traced for alone, or None.
-      gradients: where it is noted that a custom_vjp's forward takes gradients, or None.
-      transposing: whether a linear program is being transposed whose casts were looked at.
-      transposed_in: the trace in which a cond's transpose is bound, or None.
-      transposed: the branches of that cond before.
-      widened: the axes over which a custom_vjp's primals were cast, whose trees are asked for.
-      primals_over: the axes over which the primals of the bwd that runs vary too, and of these the
-        ones over which they were cast.
-      batched: avals of the primals of the custom_vjp that vmap is batching, or None.
-      running: the bwds that run, outermost first, where replication sets are kept.
-      under: its overlays, the scope outside of them, and that scope with them.
-    """
-
-    scope: Scope | None = None
+    scope: Scope | None = None  # the scope that was entered, or None
+    # for each output of a kernel as it is converted, what the user wrote on it
     annotations: list[Any]
-    kernel_annotations: tuple[Any, ...] = ()
+    kernel_annotations: tuple[Any, ...] = ()  # the same of the mesh kernel that is being called
+    # whether the check was on around the ``plgpu.kernel`` that is being called
     checked: bool = False
+    # the primitive that is being bound and what is known of its call: what a transformation binds
+    # instead of it inside obeys the same rule
     outer: tuple[Any, Any] = (None, None)
+    # a kernel's jaxpr, its operands' axis types and its outputs', while it is bound
     settled: tuple[Any, Any, Any] = (None, None, None)
-    lowering: Any = None
+    lowering: Any = None  # the context of the opaque call that is being lowered
+    # operations whose results vary more than JAX says, in the shard_map here, or None
     type_notes: dict[tuple[str, frozenset[str]], Any] | None = None
+    # of the outputs that JAX's next error about out_specs is about, what it is to say of those
+    # operations, and their pytree with which of them vary too much, or None
     refused: tuple[str, Any] = ("", None)
+    # annotations in the shard_map here that a kernel contradicts, or None
     contradictions: list[Any] | None = None
+    # where sums of cotangents are noted that a bwd is traced for alone, or None
     heard: list[tuple[int, frozenset[str]]] | None = None
+    # where it is noted that a custom_vjp's forward takes gradients, or None
     gradients: list[None] | None = None
+    # whether a linear program is being transposed whose casts were looked at
     transposing: bool = False
-    transposed_in: Any = None
-    transposed: tuple[Any, ...] = ()
+    transposed_in: Any = None  # the trace in which a cond's transpose is bound, or None
+    transposed: tuple[Any, ...] = ()  # the branches of that cond before
+    # the axes over which a custom_vjp's primals were cast, whose trees are asked for
     widened: frozenset[str] = frozenset()
+    # the axes over which the primals of the bwd that runs vary too, and of these the ones over
+    # which they were cast
     primals_over: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    # avals of the primals of the custom_vjp that vmap is batching, or None
     batched: list[Any] | None = None
+    # the bwds that run, outermost first, where replication sets are kept
     running: tuple[Any, ...] = ()
+    # its overlays, the scope outside of them, and that scope with them
     under: tuple[Any, Any, Any] = (None, None, None)
 
     def __init__(self):
@@ -116,11 +98,9 @@ class _Here(threading.local):
 
 
 class State:
-    """The active scope of every thread.
+    """The active scope of every thread."""
 
-    Args:
-      registry: the declarations that the hooks ask.
-    """
+    # registry: the declarations that the hooks ask.
 
     def __init__(self, registry: Registry):
         self.registry = registry
@@ -140,11 +120,11 @@ class State:
     # Hooks.
 
     def of(self, kind: type[_H]) -> _H:
-        """Return the hooks of a class; for those that come after it in the order."""
+        """Return the hooks of a class that comes earlier in the order."""
         return self.hooks[kind]  # type: ignore[return-value]  # each is kept under its own class
 
     def judge(self, law: str) -> Hooks | None:
-        """Return the hooks that judge what obeys a law; None if JAX's check does."""
+        """Return the hooks that judge a law; None if JAX's check does."""
         return next((hooks for hooks in self.hooks.values() if law in hooks.laws), None)
 
     # Handles.
@@ -165,12 +145,7 @@ class State:
             return bool(self._installed)
 
     def outlived(self, what: str, **data: Any) -> ShardrulesError:
-        """Return the error for what was traced under the hooks and is run without them.
-
-        Args:
-          what: the subject of the sentence.
-          **data: the values behind it.
-        """
+        """Return the error for what was traced under the hooks and is run without them."""
         return ShardrulesError(
             f"{what} was traced in shard_map under shardrules' hooks and is run after they were "
             "taken back (by handle.uninstall(), or at the end of `with shardrules.install()`); "
@@ -222,20 +197,20 @@ class State:
         return self._trace_key(self._key(self.scope))
 
     def note_sum(self, axes: tuple[str, ...], value: Any, at: str, why: str) -> None:
-        """Note a psum of ``value`` that the hooks put in, if anybody looks."""
+        """Record a psum of ``value`` that the hooks put in, if anybody listens."""
         notes = self.scope.notes
         if notes is not None:
             notes.sums.append(NotedSum(tuple(sorted(axes)), value.shape, value.dtype, at, why))
 
     def note_placement(self, placement: Placement) -> None:
-        """Note where casts were placed anew, if anybody looks."""
+        """Record where casts were placed, if anybody listens."""
         notes = self.scope.notes
         if notes is not None:
             notes.placements.append(placement)
 
     @contextlib.contextmanager
     def locally(self, **changes: Any):
-        """Change fields of ``here`` within the context."""
+        """Change fields of ``here`` inside the context."""
         before = {name: getattr(self.here, name) for name in changes}
         self.here.__dict__.update(changes)
         try:
@@ -245,7 +220,7 @@ class State:
 
     @contextlib.contextmanager
     def recording_sums(self):
-        """Note which cotangents of a bwd are summed in here: its place among them, and the axes."""
+        """Record which cotangents of a bwd are summed inside, by position, and over which axes."""
         heard: list[tuple[int, frozenset[str]]] = []
         with self.locally(heard=heard):
             yield heard
@@ -260,17 +235,17 @@ class State:
 
     @property
     def transposing(self) -> bool:
-        """Whether a linear program is being transposed here whose casts were looked at."""
+        """Whether we are inside a transposition whose casts are already placed."""
         return self.here.transposing
 
     def record_sum(self, index: int, axes: frozenset[str]) -> None:
-        """Note that the hooks sum a bwd's cotangent, if anybody listens."""
+        """Record that the hooks sum a bwd's cotangent, if anybody listens."""
         if self.here.heard is not None:
             self.here.heard.append((index, axes))
 
     @contextlib.contextmanager
     def recording_gradients(self, heard: list[None]):
-        """Note in ``heard`` that something is differentiated in reverse in here, if it is."""
+        """Record in ``heard`` that something inside is differentiated in reverse."""
         outer = self.here.gradients
         with self.locally(gradients=heard):
             yield
@@ -283,17 +258,17 @@ class State:
         return self.here.gradients is not None
 
     def record_gradient(self) -> None:
-        """Note that something is differentiated in reverse, if anybody listens."""
+        """Record that something is differentiated in reverse, if anybody listens."""
         if self.here.gradients is not None:
             self.here.gradients.append(None)
 
     @property
     def widened(self) -> frozenset[str]:
-        """The axes over which a custom_vjp's primals were cast, whose trees are asked for here."""
+        """The axes over which the primals of the custom_vjp at hand were cast."""
         return self.here.widened
 
     def widening(self, axes: frozenset[str], trees: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a custom_vjp's trees where its primals were cast to vary over ``axes`` too."""
+        """Return a custom_vjp's trees for primals that were cast to vary over ``axes`` too."""
 
         def asked():
             with self.locally(widened=self.here.widened | axes):
@@ -311,7 +286,7 @@ class State:
         self.refresh()
 
     def refresh(self) -> None:
-        """Tell JAX that what was traced under another registry or policy is stale."""
+        """Make what was traced under another registry or policy stale."""
         if self._trace_key is not None:
             self._trace_key.set_global(self._key(self.everywhere))
 
@@ -325,28 +300,19 @@ class State:
 
 
 class Hooks:
-    """What is hooked into one part of JAX; ``install.TYPES`` and ``install.SETS`` list them all.
+    """Hooks on one part of JAX; ``install.TYPES`` and ``install.SETS`` list them all."""
 
-    Args:
-      door: JAX's private names.
-      state: registry and scopes.
-
-    Attributes:
-      laws: the laws that it judges by.
-    """
-
-    laws: tuple[str, ...] = ()
+    laws: tuple[str, ...] = ()  # the laws that it judges by
 
     def __init__(self, door: Door, state: State):
         self.door = door
         self.state = state
 
     def install(self, patches: Patches) -> None:
-        """Replace what it replaces in this JAX; ``patches`` undoes it."""
-        raise NotImplementedError
+        """Replace functions of JAX, if any; ``patches`` undoes it."""
 
     def law(self, primitive: Any, row: Any) -> Any:
-        """Return what a primitive obeys whose row names one of ``laws``."""
+        """Return the law of a primitive whose row names one of ``laws``."""
         raise NotImplementedError
 
     @property

@@ -41,12 +41,7 @@ _AxesOf = Callable[[Any], frozenset[str]]
 
 
 class Divergent:
-    """Refuses sums that some devices would wait in for good.
-
-    Args:
-      door: JAX's private names.
-      state: tells whether a cond is bound as the transpose of one.
-    """
+    """Refuses sums that some devices would wait in forever."""
 
     def __init__(self, door: Door, state: State):
         self.door = door
@@ -65,17 +60,7 @@ class Divergent:
             return rule(*args, **params)
 
     def check(self, trace: Any, over: frozenset[str], jaxprs: Sequence[Any], what: str) -> None:
-        """Raise if devices that decide differently would sum gradients differently.
-
-        Args:
-          trace: the one that the cond or loop is bound in.
-          over: the mesh axes over which the predicate varies.
-          jaxprs: the branches, or a loop's body and condition.
-          what: the predicate, for messages.
-
-        Raises:
-          AxisError: naming the sum, and what to write.
-        """
+        """Raise AxisError if devices that decide differently would sum gradients differently."""
         is_backward = trace is self.state.here.transposed_in
         axes_of = self._axes_of(over) if is_backward else _summed
         seen = [self._waiting(jaxpr, over, is_backward, axes_of) for jaxpr in jaxprs]
@@ -109,17 +94,15 @@ class Divergent:
         )
 
     def _axes_of(self, over: frozenset[str]) -> _AxesOf:
-        """Return over which axes an equation waits that a bwd put into the transposed branches.
-
-        Where the branches held collectives of their own, theirs are transposed with them, and
-        nothing tells these from a bwd's. Sums are never theirs: a psum's transpose is a cast.
-        """
+        """Return what finds the axes over which a bwd's equation waits in transposed branches."""
+        # Where the branches held collectives of their own, theirs are transposed with them, and
+        # nothing tells these from a bwd's. Sums are never theirs: a psum's transpose is a cast.
         branches = map(opened, self.state.here.transposed)
         own = any(True for one in branches for _ in _found(one, over, True, self._communicated))
         return _summed if own else self._communicated
 
     def _communicated(self, eqn: Any) -> frozenset[str]:
-        """Return the axes over which a collective communicates, or a kernel as its rule says."""
+        """Return the axes over which a collective, or a kernel by its rule, communicates."""
         known = self.state.known_of(eqn.primitive, eqn.params)
         if known is None:
             return frozenset() if eqn.primitive.name in _LOCAL else named_axes(eqn.params)
@@ -145,14 +128,7 @@ def _summed(eqn: Any) -> frozenset[str]:
 
 
 def _found(jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf) -> Iterator[Any]:
-    """Yield the collectives over some of ``over``, in order; those in a call as (equation, list).
-
-    Args:
-      jaxpr: without its constants.
-      over: mesh axes.
-      everywhere: whether all of it is a backward pass's; else what is marked as one.
-      axes_of: over which axes an equation waits for other devices.
-    """
+    """Yield the collectives over some of ``over`` in order; of a call, (equation, list)."""
     for eqn in jaxpr.eqns:
         inside = everywhere or is_transposed(eqn)
         # What is cast to join a branch is a collective's result, of one that its user wrote there:
@@ -166,7 +142,7 @@ def _found(jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf)
 
 
 def _kinds(found: Sequence[Any]) -> list[Any]:
-    """Return what tells collectives apart that devices would run instead of each other."""
+    """Return what distinguishes collectives that devices would run in each other's place."""
     kinds: list[Any] = []
     for eqn, inner in found:
         if not inner:
@@ -183,6 +159,5 @@ def _kinds(found: Sequence[Any]) -> list[Any]:
 
 
 def _first(found: Sequence[Any]) -> Any:
-    """Return the equation of the first collective."""
     eqn, inner = found[0]
     return _first(next(filter(None, inner))) if inner else eqn

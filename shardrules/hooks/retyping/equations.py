@@ -19,15 +19,13 @@ __all__ = ["Equation", "transposed_by_jax"]
 
 
 class Equation:
-    """One equation whose operands have become more varying.
+    """One equation whose operands have become more varying."""
 
-    Args:
-      retyping: the hooks.
-      eqn: the equation.
-      operands: what its operands have become.
-      env: from the old jaxpr's variables to what they have become; its outputs are noted there.
-      what: that which it stands in, for messages.
-    """
+    # retyping: the hooks.
+    # eqn: the equation.
+    # operands: what its operands have become.
+    # env: from the old jaxpr's variables to what they have become; its outputs are noted there.
+    # what: that which it stands in, for messages.
 
     def __init__(
         self, retyping: Any, eqn: Any, operands: list[Any], env: dict[Any, Any], what: str | None
@@ -42,11 +40,11 @@ class Equation:
 
     @property
     def types(self) -> list[AxisType]:
-        """The axis types of what its operands have become."""
+        """The operands' axis types."""
         return [*types_of(self.door, (atom.aval for atom in self.operands))]
 
     def retyped(self) -> list[Any]:
-        """Return the equations that take its place."""
+        """Return the equations that replace this one."""
         eqn = self.eqn
         if eqn.primitive.name in TO_VARYING:
             return self._recast()
@@ -62,7 +60,7 @@ class Equation:
         return self._done(renewal.changes, renewal.results)
 
     def _recast(self) -> list[Any]:
-        """Cast over those axes only over which the operand doesn't vary yet."""
+        """Cast only over the axes over which the operand doesn't vary yet."""
         (var,) = self.operands
         have, (out,) = self.door.axis_type(var.aval), self.eqn.outvars
         want = widened(have, self.door.axis_type(out.aval).varying)
@@ -71,7 +69,7 @@ class Equation:
         return self.eqns
 
     def _operation(self) -> list[Any]:
-        """Renew an operation by its abstract eval; its operands vary alike, as JAX asks."""
+        """Retype by the abstract eval; the operands vary alike, as JAX requires."""
         eqn = self.eqn
         if self.retyping.state.known_of(eqn.primitive, eqn.params) is None and any(
             var.aval.shape for inner in inner_jaxprs(eqn.params) for var in inner.invars
@@ -101,10 +99,8 @@ class Equation:
         return self._done({}, types_of(self.door, avals))
 
     def _sums_unseen(self) -> bool:
-        """Whether an author's function gives the cotangents, and nothing says what it does.
-
-        Written for an invariant operand it sums, and the cast before sums once more.
-        """
+        """Whether an author's function that no rule describes gives the cotangents."""
+        # Written for an invariant operand it sums, and the cast before sums once more.
         door, (primitive, params) = self.door, (self.eqn.primitive, self.eqn.params)
         if not any(is_inexact(atom.aval) for atom in self.operands):
             return False
@@ -118,7 +114,7 @@ class Equation:
         return not type(called).__module__.startswith("jax.")
 
     def _gained(self) -> frozenset[str]:
-        """Return the axes over which an operand varies that did not vary over them before."""
+        """Return the axes over which an operand varies now and did not before."""
         return frozenset().union(
             *(
                 new.varying - old.varying
@@ -153,7 +149,7 @@ class Equation:
             self.operands[i] = known.get(var, var)
 
     def _done(self, changes: dict[str, Any], types: Sequence[AxisType]) -> list[Any]:
-        """Return the casts and the equation, with these parameters and outputs of these types."""
+        """Return the casts and the equation with these parameters and output types."""
         outvars = [
             self.retyping.renew(var, one, self.env) for var, one in zip(self.eqn.outvars, types)
         ]
@@ -188,10 +184,8 @@ class Equation:
 
 
 def transposed_by_jax(primitive: Any) -> bool:
-    """Whether a primitive's transpose is JAX's or ours: linear, and with no collective inside.
-
-    A user's may clip a cotangent, or sum it, and has to be given what it was given before.
-    """
+    """Whether a primitive's transpose is JAX's or ours, linear and without collectives."""
+    # A user's may clip a cotangent, or sum it, and has to be given what it was given before.
     from jax.interpreters import ad
 
     queue = [ad.primitive_transposes.get(primitive)]

@@ -19,29 +19,19 @@ _THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # of custom_vjp and custom_jvp
 
 
 class Retyped(NamedTuple):
-    """What becomes of a call.
+    """The result of retyping a call."""
 
-    Args:
-      operands: the axis types to which its operands are to be cast.
-      changes: its parameters that are others now.
-      results: the axis types of what it returns.
-    """
-
-    operands: Sequence[AxisType]
-    changes: dict[str, Any]
-    results: Sequence[AxisType]
+    operands: Sequence[AxisType]  # the axis types to which its operands are to be cast
+    changes: dict[str, Any]  # its parameters that are others now
+    results: Sequence[AxisType]  # the axis types of what it returns
 
 
 class HigherOrderOp:
-    """A call of jaxprs.
+    """A call of jaxprs."""
 
-    Args:
-      retyping: renews the jaxprs.
-      params: the call's parameters.
-
-    Attributes:
-      traced: the types of operands that its jaxprs were traced with.
-    """
+    # retyping: renews the jaxprs.
+    # params: the call's parameters.
+    # traced: the types of operands that its jaxprs were traced with.
 
     def __init__(self, retyping: Any, params: dict[str, Any], traced: Sequence[AxisType]):
         self.retyping = retyping
@@ -52,14 +42,7 @@ class HigherOrderOp:
     def of(
         retyping: Any, primitive: Any, params: dict[str, Any], avals: Sequence[Any]
     ) -> HigherOrderOp | None:
-        """Return the call; None for what is none, or calls jaxprs with other values than it takes.
-
-        Args:
-          retyping: renews the jaxprs.
-          primitive: the primitive.
-          params: its parameters.
-          avals: its operands'.
-        """
+        """Return the call; None if it calls no jaxpr, or calls one with other values."""
 
         def entering(key):
             inner = params[key][0] if key == "branches" else params[key]
@@ -88,16 +71,11 @@ class HigherOrderOp:
         return None
 
     def wanted(self, have: Sequence[AxisType]) -> list[AxisType]:
-        """Return the types that operands are cast to first: those that the jaxprs take, or more."""
+        """Return the types to cast operands to first: those that the jaxprs take, or more."""
         return [widened(one, traced.varying) for one, traced in zip(have, self.traced)]
 
     def retyped(self, types: Sequence[AxisType], what: str | None) -> Retyped | None:
-        """Return what becomes of the call with operands of these types; None where it fits.
-
-        Args:
-          types: for each operand, one that varies over as many axes as it was traced with, or more.
-          what: that which it stands in, for messages, or None.
-        """
+        """Return the call retyped for operands of these types; None if it fits."""
         raise NotImplementedError
 
     def _gained(self, types: Sequence[AxisType]) -> frozenset[str]:
@@ -145,7 +123,7 @@ class _Scan(HigherOrderOp):
 
 
 class _Alike(HigherOrderOp):
-    """A call that users wrote the transpose of: all operands vary alike, as its result does."""
+    """A call whose transpose users wrote: all operands and the result vary alike."""
 
     def wanted(self, have):
         axes = frozenset().union(*(one.varying for one in (*have, *self.traced)))
@@ -184,11 +162,9 @@ class _LinearSolve(_Alike):
 
 
 class _Call(HigherOrderOp):
-    """What calls one jaxpr with all of its operands.
+    """An op that calls one jaxpr with all of its operands."""
 
-    Args:
-      key: the parameter with the jaxpr.
-    """
+    # key: the parameter with the jaxpr.
 
     def __init__(self, retyping, params, traced, key: str):
         super().__init__(retyping, params, traced)
@@ -215,11 +191,11 @@ class _Call(HigherOrderOp):
 
 
 class _LinearCall(_Alike, _Call):
-    """``linear_call``."""
+    """A ``linear_call``."""
 
 
 def _alike(door: Any, variables: Sequence[Any], avals: Sequence[Any]) -> bool:
-    """Whether a jaxpr takes what a call takes: then it is called with that."""
+    """Whether a jaxpr takes the operands of its call as they are."""
 
     def form(aval):
         return (getattr(aval, "shape", None), getattr(aval, "dtype", None), door.can_cast(aval))

@@ -13,12 +13,10 @@ __all__ = ["Mark"]
 
 
 class Mark:
-    """Whether a tangent is not zero, and over which axes its primal was cast to vary.
+    """Whether a tangent is not zero, and over which axes its primal was cast to vary."""
 
-    Args:
-      nonzero: whether it is not zero, or such a mark.
-      axes: mesh axes.
-    """
+    # nonzero: whether it is not zero, or such a mark.
+    # axes: mesh axes.
 
     def __init__(self, nonzero: Any, axes: frozenset[str]):
         self.nonzero = bool(nonzero)

@@ -47,12 +47,7 @@ __all__ = ["ReplayHooks"]
 
 
 class ReplayHooks(Hooks):
-    """The hooks on how primitives are bound to operands of other types than they were traced with.
-
-    Args:
-      door: JAX's private names.
-      state: registry and scopes.
-    """
+    """Hooks on binding primitives to operands of other types than they were traced with."""
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
@@ -62,7 +57,7 @@ class ReplayHooks(Hooks):
         funnel.calls, funnel.refused = self._called, self._refused
 
     def install(self, patches: Patches) -> None:
-        """Replace how an equation's context is entered, and custom_vjp's way back from a jaxpr."""
+        """Replace how an equation's context is entered, and how custom_vjp leaves a jaxpr."""
         door = self.door
         self.divergent.install(patches)
         patches.attribute(door.JaxprEqnContext, "manager", self._managed())
@@ -81,7 +76,7 @@ class ReplayHooks(Hooks):
             )
 
     def _called(self, rest, primitive, trace, args, params):
-        """Bind what calls jaxprs, fitted to its operands."""
+        """Bind a primitive that calls jaxprs, fitted to its operands."""
         if not self.acts:
             return rest(primitive, trace, args, params)
         if self.state.records_gradients and any(map(gradient_sums, inner_jaxprs(params))):
@@ -102,7 +97,7 @@ class ReplayHooks(Hooks):
             )
 
     def _refused(self, primitive, trace, args, params, error):
-        """Bind what JAX refuses once more, where it would cast by itself; else raise its error."""
+        """Bind; if JAX refuses, cast where it would cast by itself and bind again."""
         # Only here, where JAX would fail: other programs pay nothing, and stay the same.
         if not (self.acts and self._casts_by_itself()):
             raise error
@@ -110,15 +105,13 @@ class ReplayHooks(Hooks):
             return self._again(primitive, args, params, error)
 
     def _casts_by_itself(self) -> bool:
-        """Whether JAX's functions cast what they are called with; JAX 0.10 can be told not to."""
+        """Whether JAX's functions cast their operands; JAX 0.10 has an option against it."""
         return self.door.auto_pcast is None or bool(self.door.auto_pcast.value)
 
     def _managed(self):
-        """Return how an equation's context is entered: under the mesh here, if traced under none.
-
-        JAX (0.6 to 0.12) runs what was traced outside of shard_map under no mesh inside, where
-        nothing tells that types are followed.
-        """
+        """Return how an equation's context is entered: with the current mesh if it had none."""
+        # JAX (0.6 to 0.12) runs what was traced outside of shard_map under no mesh inside, where
+        # nothing tells that types are followed.
         hooks, door, plain = self, self.door, self.door.JaxprEqnContextManager
         full: Any = None  # the mesh, not an empty one, that was seen last: a program has but one
 
@@ -159,7 +152,7 @@ class ReplayHooks(Hooks):
     # Operations.
 
     def _again(self, primitive, args, params, error):
-        """Bind what JAX refused once more, with its operands cast; else raise JAX's error."""
+        """Bind with cast operands what JAX refused, or raise JAX's error."""
         door = self.door
         if primitive.name in TO_VARYING:
             return self._cast_rest(primitive, args, params, error)
@@ -177,7 +170,7 @@ class ReplayHooks(Hooks):
             raise error from None
 
     def _cast_rest(self, primitive, args, params, error):
-        """Cast over those axes only over which a value doesn't vary yet."""
+        """Cast over the axes over which a value doesn't vary yet."""
         have = types_of(self.door, map(self.door.typeof, args))
         if not any(one.varying & named_axes(params) for one in have):
             raise error
@@ -195,7 +188,7 @@ class ReplayHooks(Hooks):
     # What calls jaxprs.
 
     def _fitted(self, primitive, trace, args, params):
-        """Return to which types operands are cast, and changed parameters; None if nothing is."""
+        """Return the types to cast operands to, and changed parameters; None if nothing changes."""
         avals = [*map(self.door.typeof, args)]
         if primitive.name in CALLS and _as_traced(params.get(CALLS[primitive.name]), avals):
             return None
@@ -221,7 +214,7 @@ class ReplayHooks(Hooks):
         return None if types == have else (types, {})
 
     def _decides(self, primitive, avals, params) -> tuple[str | None, frozenset[str]]:
-        """Return what devices decide differently here, None for nothing, and along which axes."""
+        """Return what devices decide differently here, if anything, and along which axes."""
         door = self.door
         if primitive is door.cond_p:
             decides, what = avals[0], "the predicate of a cond or switch"
@@ -265,16 +258,12 @@ class ReplayHooks(Hooks):
 
 
 class _Replayed:
-    """A custom_vjp's bwd as a jaxpr's equation calls it.
+    """A custom_vjp's bwd as a jaxpr's equation calls it."""
 
-    Args:
-      retyping: knows how to run it for primals that vary over more axes.
-      bwd: the function.
-      traced: the primals' types when the jaxpr was traced.
-
-    Attributes:
-      axes: the axes over which the primals vary now that did not.
-    """
+    # retyping: knows how to run it for primals that vary over more axes.
+    # bwd: the function.
+    # traced: the primals' types when the jaxpr was traced.
+    # axes: the axes over which the primals vary now that did not.
 
     def __init__(self, retyping: Retyping, bwd: Any, traced: Sequence[AxisType]):
         self.retyping = retyping
@@ -288,7 +277,7 @@ class _Replayed:
 
 
 def _as_traced(jaxpr: Any, avals: Sequence[Any]) -> bool:
-    """Whether a jaxpr is called with the very avals that it was traced with, as jit mostly is."""
+    """Whether a jaxpr is called with the avals that it was traced with, as jit mostly is."""
     jaxpr = opened(jaxpr)
     if jaxpr is None or len(jaxpr.invars) != len(avals):
         return False

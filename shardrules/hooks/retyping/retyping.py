@@ -28,7 +28,6 @@ from shardrules.door.jaxprs import (
     variable,
     widened,
 )
-from shardrules.door.patching import Patches
 from shardrules.errors import AxisError
 from shardrules.hooks.retyping.equations import Equation
 from shardrules.hooks.retyping.marks import Mark
@@ -40,48 +39,36 @@ __all__ = ["Retyping"]
 
 
 class Retyping(Hooks):
-    """From a jaxpr and its inputs' axis types to the jaxpr in which all types follow from these."""
+    """From a jaxpr and its inputs' axis types to the jaxpr with all types derived from these."""
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         self._replayed: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
 
-    def install(self, patches: Patches) -> None:
-        """Replace nothing: what is retyped is asked for."""
-
     def run_bwd(
         self, bwd: Any, axes: frozenset[str], args: Sequence[Any], by_cast: bool = False
     ) -> Any:
-        """Run a custom_vjp's bwd, for primals that vary over ``axes`` too.
-
-        Args:
-          bwd: the function.
-          axes: mesh axes.
-          args: residuals and cotangents.
-          by_cast: the primals were cast to vary, and bwd is for those that are invariant.
-        """
+        """Run a custom_vjp's bwd for primals that vary over ``axes`` too."""
         known, cast = self.state.here.primals_over
         over = axes | known, cast | axes if by_cast else cast
         with self.state.locally(primals_over=over):
             return callable_of(bwd)(*args)
 
     def run_hiding(self, bwd: Any, axes: frozenset[str], args: Sequence[Any]) -> Any:
-        """Run a bwd where types don't show ``axes``: those of vmap's ``spmd_axis_name``, inside."""
+        """Run a bwd inside vmap's ``spmd_axis_name``, whose ``axes`` types don't show."""
         known, cast = self.state.here.primals_over
         with self.state.locally(primals_over=(known - axes, cast - axes)):
             return callable_of(bwd)(*args)
 
     @property
     def over(self) -> frozenset[str]:
-        """The axes over which the primals of the bwd that runs here vary too."""
+        """The axes over which the primals of the current bwd vary too."""
         return self.state.here.primals_over[0]
 
     @contextlib.contextmanager
     def inside_bwd(self) -> Iterator[tuple[frozenset[str], frozenset[str]]]:
-        """Yield the axes of the bwd that runs here, which are not those of what it differentiates.
-
-        Those over which its primals vary too, and of these the ones over which they were cast.
-        """
+        """Yield the axes of the current bwd, and hide them from what it differentiates."""
+        # Those over which its primals vary too, and of these the ones over which they were cast.
         over = self.state.here.primals_over
         with self.state.locally(primals_over=(frozenset(), frozenset())):
             yield over
@@ -95,17 +82,7 @@ class Retyping(Hooks):
         branches: Sequence[Any],
         what: str | None,
     ) -> tuple[list[AxisType], tuple[Any, ...]] | None:
-        """Return the types that a cond's operands must be cast to, and its branches for these.
-
-        Args:
-          over: the axes over which the predicate varies.
-          operands: the operands' types, without the predicate's.
-          branches: jaxprs.
-          what: the cond, for messages.
-
-        Returns:
-          None where the branches fit as they are.
-        """
+        """Return the types of a cond's operands and its branches for these; None if it fits."""
         door = self.door
         avals = [var.aval for var in opened(branches[0]).invars]
         wide = any(one.varying - door.axis_type(aval).varying for one, aval in zip(operands, avals))
@@ -131,18 +108,8 @@ class Retyping(Hooks):
     def loop(
         self, types: Sequence[AxisType], params: dict[str, Any], what: str | None
     ) -> tuple[list[AxisType], dict[str, Any]] | None:
-        """Return the types that a while_loop's operands must be cast to, and its parameters then.
-
-        A carry that the body hands on as it is holds the same however often the body runs.
-
-        Args:
-          types: the operands' types: of the constants of the condition and of the body, the carry.
-          params: the loop's parameters.
-          what: the loop, for messages.
-
-        Returns:
-          None where the loop fits as it is.
-        """
+        """Return the types of a loop's operands and its parameters; None if it fits."""
+        # A carry that the body hands on as it is holds the same however often the body runs.
         door = self.door
         first, second = params["cond_nconsts"], params["body_nconsts"]
         constants, carry = list(types[: first + second]), list(types[first + second :])
@@ -169,7 +136,7 @@ class Retyping(Hooks):
         )
 
     def _missing(self, over: frozenset[str], avals: Iterable[Any]) -> bool:
-        """Whether what is chosen is typed as if all devices along ``over`` chose alike."""
+        """Whether a chosen value is typed as if all devices along ``over`` chose alike."""
         for aval in avals:
             have = self.door.axis_type(aval)
             if self.door.can_cast(aval) and over - have.varying - have.unreduced:
@@ -177,7 +144,7 @@ class Retyping(Hooks):
         return False
 
     def _casts_inside(self, over, operands, avals, branches) -> bool:
-        """Whether a branch casts what may come from an operand: then its gradient is a psum."""
+        """Whether a branch casts what may come from an operand: its gradient is then a psum."""
         narrow = [
             i
             for i, (one, aval) in enumerate(zip(operands, avals))
@@ -218,17 +185,7 @@ class Retyping(Hooks):
     # A jaxpr.
 
     def jaxpr(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
-        """Return a jaxpr for inputs of these types; the same one where they are what it takes.
-
-        Args:
-          jaxpr: with or without its constants, which stay as they are.
-          types: for each input, one that varies over as many axes or more; a ref's is ignored.
-          what: that which it is a branch or a body of, for messages, where devices may run other
-            branches or steps: nothing may be left in it to cast. None where all run it alike.
-
-        Raises:
-          AxisError: if an equation can't take what varies more.
-        """
+        """Return a jaxpr for inputs of these types; the same object if they are what it takes."""
         if what is not None:
             return self._renewed(jaxpr, types, what)
         invars = opened(jaxpr).invars
@@ -246,18 +203,9 @@ class Retyping(Hooks):
         return jaxpr if known[key] is None else known[key]
 
     def check_gradients(self, jaxpr: Any, inputs: Sequence[tuple[Any, Any]]) -> None:
-        """Refuse that a jaxpr sums a gradient over axes along which an input came to vary.
-
-        The gradient of what is invariant is summed over the devices; of what varies, each has its
-        own. The jaxpr doesn't say which psum belongs to which of its inputs.
-
-        Args:
-          jaxpr: without its constants.
-          inputs: for each input, its aval when the jaxpr was traced, and now.
-
-        Raises:
-          AxisError: naming the axes, and what is to be cast before.
-        """
+        """Raise AxisError if a jaxpr sums a gradient over axes that an input gained."""
+        # The gradient of what is invariant is summed over the devices; of what varies, each has its
+        # own. The jaxpr doesn't say which psum belongs to which of its inputs.
         gained = frozenset().union(
             *(
                 self.door.axis_type(new).varying - self.door.axis_type(old).varying
@@ -281,7 +229,7 @@ class Retyping(Hooks):
             )
 
     def _retraced(self, jaxpr: Any, types: Sequence[AxisType]) -> Any:
-        """Trace a jaxpr's equations again, bound to values of these types."""
+        """Trace a jaxpr's equations again with values of these types."""
         import jax
 
         inner, constants = opened(jaxpr), getattr(jaxpr, "consts", ())
@@ -313,7 +261,7 @@ class Retyping(Hooks):
         return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
     def renew(self, var: Any, one: AxisType, env: dict[Any, Any]) -> Any:
-        """Return a variable of this type, noted as the one that ``var`` has become."""
+        """Return a variable of this type, recorded as the replacement of ``var``."""
         if not self.door.can_cast(var.aval) or self.door.axis_type(var.aval) == one:
             return var
         env[var] = variable(var, self.door.with_axis_type(var.aval, one))
@@ -326,16 +274,7 @@ class Retyping(Hooks):
         what: str | None,
         cast: frozenset[str] = frozenset(),
     ) -> Any:
-        """Return a custom rule's thunk, whose jaxpr is retyped when it is asked for.
-
-        Args:
-          thunk: from which inputs are zero to a jaxpr, its constants and, of a custom_jvp, which
-            tangents are zero that it returns.
-          types: of the primals; the jaxpr's further inputs are the tangents of those that are not
-            zero, each of its primal's type, and so are those that it returns.
-          what: for messages.
-          cast: the axes over which a custom_vjp's primals were cast, whose fwd is to know it.
-        """
+        """Return a custom rule's thunk that retypes its jaxpr when called."""
         known: dict[tuple, Any] = {}
 
         def run(*zeros):
@@ -367,7 +306,7 @@ class Retyping(Hooks):
         return self.door.wrapped(run, thunk)
 
     def bwd(self, bwd: Any, axes: frozenset[str], by_cast: bool = False) -> Any:
-        """Return a custom_vjp's bwd, for primals that vary over ``axes`` too; as ``run_bwd``."""
+        """Return a custom_vjp's bwd for primals that vary over ``axes`` too."""
 
         def run(*args):
             return self.run_bwd(bwd, axes, args, by_cast)

@@ -14,7 +14,7 @@ __all__ = ["SetPallasHooks", "SetPrimitiveHooks"]
 
 
 class SetPallasHooks(PallasHooks):
-    """The hooks of ``pallas_call``: what traces a kernel."""
+    """Hooks on ``pallas_call``."""
 
     def install(self, patches: Patches) -> None:
         """Replace what traces a kernel."""
@@ -22,17 +22,17 @@ class SetPallasHooks(PallasHooks):
 
 
 class SetPrimitiveHooks(PrimitiveHooks):
-    """The hooks of opaque primitives."""
+    """Hooks on opaque primitives."""
 
     def install(self, patches: Patches) -> None:
-        """Replace nothing: the funnel notes the calls."""
+        """Replace nothing: the funnel records the calls."""
 
     def bound_in(self, trace: Any):
-        """Return a context in which what is bound is bound in ``trace``."""
+        """Return a context in which ``bind`` uses ``trace``."""
         if self.door.set_current_trace is None:  # to JAX 0.4.35 the operands say where
             return contextlib.nullcontext()
         return super().bound_in(trace)
 
     def unchecked(self, known: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
-        """Return parameters that carry what is known: the check reads it, outside the scope."""
+        """Return parameters that carry the OpaqueCall: the check reads it outside the scope."""
         return params if known.found is None else self.carrying(known, params)

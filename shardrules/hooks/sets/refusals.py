@@ -8,7 +8,7 @@ __all__ = ["SetRefusals"]
 
 
 class SetRefusals(Refusals):
-    """The errors about one bwd's cotangents, without the forms that take a cast."""
+    """Errors about a bwd's cotangents, without the forms that use a cast."""
 
     def _whole(self, names: str) -> str:
         return f"jax.lax.pmean(ct, ({names},))"

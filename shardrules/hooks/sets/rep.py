@@ -42,33 +42,22 @@ _BY_DEVICE = frozenset(("pmax", "pmin", "rng_uniform"))
 
 @dataclasses.dataclass
 class _Run:
-    """One run of a custom_vjp's bwd: cotangents are matched in order once it has returned.
+    """One run of a custom_vjp's bwd; its cotangents are matched in order after it returned."""
 
-    Args:
-      call: bwd, from and to flat lists.
-      args: its arguments.
-      axes: the mesh's.
-      parts: what it belongs to.
-      primals: the axis types of its primals.
-      entering: those of its arguments, leaf by leaf, its outputs' cotangents last.
-      arriving: how many these are; none before bwd is entered.
-      returned: whether it has.
-      matched: how many cotangents were.
-    """
-
-    call: Any
-    args: tuple[Any, ...]
-    axes: frozenset[str]
-    parts: CustomVjpInfo
-    primals: tuple[AxisType, ...] = ()
+    call: Any  # bwd, from and to flat lists
+    args: tuple[Any, ...]  # its arguments
+    axes: frozenset[str]  # the mesh's
+    parts: CustomVjpInfo  # what it belongs to
+    primals: tuple[AxisType, ...] = ()  # the axis types of its primals
+    # those of its arguments, leaf by leaf, its outputs' cotangents last
     entering: tuple[AxisType, ...] = ()
-    arriving: int = 0
-    returned: bool = False
-    matched: int = 0
+    arriving: int = 0  # how many these are; none before bwd is entered
+    returned: bool = False  # whether it has
+    matched: int = 0  # how many cotangents were
 
 
 class _Bwd(Bwd):
-    """A bwd whose cotangents' types are known from replication sets."""
+    """A bwd whose cotangents' types come from replication sets."""
 
     refusals_of = SetRefusals
 
@@ -79,25 +68,25 @@ class _Bwd(Bwd):
 
 
 class SetVjpHooks(CustomVjpHooks):
-    """The hooks of ``jax.custom_vjp`` where cotangents are matched by replication sets."""
+    """Hooks on ``jax.custom_vjp`` where cotangents are matched by replication sets."""
 
     @property
     def stages(self):
-        """What is done around each run of a bwd, outermost first."""
+        """The wrappers of each run of a bwd, outermost first."""
         return (self._see,)
 
     def _flat_fwd(self, fwd, *rest, **options):
         return self.door.flatten_fwd(fwd, *rest, **options)
 
     def _see(self, bwd: FlatBwd, run: Run) -> Any:
-        """Run bwd in its scope, and show what it is called with."""
+        """Run bwd in its scope, and record its arguments."""
         see = functools.partial(self.state.of(SetHooks).see, self.parts(bwd))
         scoped = self.door.scoped(bwd.fun, self.state.enter, bwd.scope, see)
         return run(dataclasses.replace(bwd, fun=scoped))
 
 
 class SetHooks(Hooks):
-    """The hooks of ``jax.experimental.shard_map``'s tables."""
+    """Hooks on ``jax.experimental.shard_map``'s tables."""
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
@@ -110,7 +99,7 @@ class SetHooks(Hooks):
         self._counts: dict[tuple[str, str], int] = {}  # of results, where parameters don't tell
 
     def install(self, patches: Patches) -> None:
-        """Put the entries in, and replace what is done where there is none."""
+        """Add the table entries, and replace the fallbacks for missing ones."""
         door = self.door
         leave_out_zeros(door, patches)
         for primitive in (
@@ -150,12 +139,10 @@ class SetHooks(Hooks):
     # The two tables.
 
     def _check_by_device(self, original, mesh, *in_rep, **params):
-        """Say that what each device gets for itself is not replicated."""
         rep = original(mesh, *in_rep, **params)
         return self._by_device(mesh, rep, params)
 
     def _rewrite_by_device(self, original, mesh, in_rep, *args, **params):
-        """Bind as JAX does, and say the same of the outputs."""
         results, reps = original(mesh, in_rep, *args, **params)
         return results, [self._by_device(mesh, rep, params) for rep in reps]
 
@@ -170,7 +157,7 @@ class SetHooks(Hooks):
         return set(rep) - set(axes if isinstance(axes, tuple) else (axes,))
 
     def rewrite(self, primitive, original, mesh, in_rep, /, *args, **params):
-        """Cast the operands as the rule says, bind, and say how the outputs are replicated."""
+        """Cast the operands as the rule says, bind, and return the outputs' replication."""
         known = self._known(primitive, params)
         if self._leaves(primitive, original, known):
             return original(mesh, in_rep, *args, **params)
@@ -187,7 +174,7 @@ class SetHooks(Hooks):
         return (results if primitive.multiple_results else [results]), reps
 
     def check(self, primitive, original, mesh, /, *in_rep, **params):
-        """Say how the outputs are replicated."""
+        """Return the outputs' replication."""
         known = self._known(primitive, params)
         if known.found is None:
             known = self._rewritten.get((primitive.name, known.call.name), known)
@@ -212,11 +199,9 @@ class SetHooks(Hooks):
         return reps if primitive.multiple_results else reps[0]
 
     def _rewrite_cond(self, original, mesh, in_rep, /, *args, **params):
-        """Cast operands before branches that devices choose differently.
-
-        A cast in a branch is a psum in its gradient, to which the devices that took another branch
-        never come (JAX 0.5.3: the program hangs).
-        """
+        """Cast operands before branches that devices choose differently."""
+        # A cast in a branch is a psum in its gradient, to which the devices that took another
+        # branch never come (JAX 0.5.3: the program hangs).
         args, in_rep = [*args], [*in_rep]
         over = _type(mesh, in_rep[0]).varying if self.state.active else frozenset()
         for i, (x, rep) in enumerate(zip(args, in_rep)):
@@ -227,7 +212,7 @@ class SetHooks(Hooks):
         return original(mesh, in_rep, *args, **params)
 
     def _missing(self, primitive, /, *args, **params):
-        """Stand in for a primitive that no table holds, as a user's own."""
+        """Answer for a primitive that no table holds, as for a user's own."""
         original = functools.partial(self.door.rule_missing, primitive)
         if next(inner_jaxprs(params), None) is not None:
             return original(*args, **params)  # not opaque: to 0.4.35, JAX has no rule for cond
@@ -326,7 +311,7 @@ class SetHooks(Hooks):
         return self.door.wrapped(run, rewritten)
 
     def see(self, parts: CustomVjpInfo, *args) -> None:
-        """Note what a bwd belongs to, and how its outputs' cotangents arrive."""
+        """Record a bwd's CustomVjpInfo and the types of its arguments."""
         running = self.state.here.running
         # Once: what bwd differentiates may have a bwd of its own, which runs inside of it.
         if running and not running[-1].returned and not running[-1].arriving:
@@ -340,7 +325,7 @@ class SetHooks(Hooks):
             run.arriving = len(jax.tree_util.tree_leaves(args[-1]))
 
     def _match_replication(self, src, dst, x):
-        """Sum a cotangent that varies where its primal doesn't, if it can't be whole already."""
+        """Sum a cotangent that varies where its primal doesn't, unless it is whole already."""
         running = self.state.here.running
         if not running or not running[-1].returned:  # a custom_jvp's tangents
             return self.door.match_replication(src, dst, x)
@@ -361,12 +346,12 @@ class SetHooks(Hooks):
 
 
 def _type(mesh, rep) -> AxisType:
-    """Return the axis type of a replication set; None stands for a constant."""
+    """Return the axis type of a replication set; None is a constant."""
     return AxisType() if rep is None else AxisType(frozenset(mesh.axis_names) - frozenset(rep))
 
 
 def _varying(axes: frozenset[str], value: Any) -> frozenset[str]:
-    """Return over which axes a value varies, also in a tracer of vmap or of a derivative."""
+    """Return the axes over which a value varies, also in a tracer of vmap or of a derivative."""
     if hasattr(value, "rep"):
         return axes - frozenset(value.rep)
     inner = (getattr(value, name, None) for name in ("val", "primal", "tangent"))
@@ -374,10 +359,8 @@ def _varying(axes: frozenset[str], value: Any) -> frozenset[str]:
 
 
 def _weaker(known: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
-    """Return what holds for a call that was rewritten before, for other replication sets.
-
-    Only ``typed(axes)`` depends on them: equal on devices that differ only along other axes.
-    """
+    """Return the effects that hold for both of a call's rewrites."""
+    # Only ``typed(axes)`` depends on them: equal on devices that differ only along other axes.
     if known is None or len(known) != len(effects):
         return effects
     return tuple(

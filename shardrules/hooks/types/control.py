@@ -24,14 +24,14 @@ __all__ = ["ControlHooks"]
 
 
 class ControlHooks(Hooks):
-    """The hooks of ``scan``, ``while_loop``, ``cond``, ``switch``, and what is made of them."""
+    """Hooks on ``scan``, ``while_loop``, ``cond``, ``switch``, and what is made of them."""
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         self._body_tracers = door.body_tracers()
 
     def install(self, patches: Patches) -> None:
-        """Replace the functions in which this JAX traces bodies and branches and compares them."""
+        """Replace the functions in which this JAX traces and compares bodies and branches."""
         door = self.door
         hooks: dict[str, Any]
         if door.promote_carry is not None:  # from JAX 0.8.2
@@ -55,7 +55,7 @@ class ControlHooks(Hooks):
     # Loops.
 
     def _trace(self, fun, in_avals, debug_info, *rest, **kwargs):
-        """Trace a loop's body with the carry at its fixpoint; everything else as JAX does."""
+        """Trace a loop's body with the carry at its fixpoint."""
         traced = self.door.trace_to_jaxpr(fun, in_avals, debug_info, *rest, **kwargs)
         if not (is_body(self._body_tracers, debug_info) and self.acts):
             return traced
@@ -73,7 +73,7 @@ class ControlHooks(Hooks):
         return self._cast(jaxpr, types), _retyped(self.door, out_avals, types)
 
     def _trace_body(self, trace, fun, in_tree, in_avals, debug_info):
-        """As ``_trace``, with the functions that JAX to 0.7 traces a body with."""
+        """Do what ``_trace`` does, on JAX to 0.7."""
         traced = trace(fun, in_tree, in_avals, debug_info)
         if not (is_body(self._body_tracers, debug_info) and self.acts):
             return traced
@@ -89,17 +89,7 @@ class ControlHooks(Hooks):
         return self._cast(jaxpr, types), *others
 
     def _fixpoint(self, carry, traced, results, again):
-        """Trace a body until its carry is as varying as what it returns.
-
-        Args:
-          carry: the avals with which it was traced.
-          traced: what tracing returned.
-          results: from that to the avals of what the body returns, the carry first.
-          again: from the carry's axis types to what tracing returns for them.
-
-        Returns:
-          The carry's types, none where JAX is to refuse it, and what tracing returned.
-        """
+        """Trace a body until its carry varies as much as what it returns."""
         door, first = self.door, traced
         types = [door.axis_type(aval) for aval in carry]
         while True:
@@ -113,7 +103,7 @@ class ControlHooks(Hooks):
             traced = again(types)
 
     def _cast(self, jaxpr, types: Sequence[AxisType]):
-        """Cast a body's first outputs, those it carries."""
+        """Cast a body's first outputs, its carry."""
         have = [self.door.axis_type(aval) for aval in jaxpr.out_avals]
         return self.door.cast_outputs(jaxpr, [*types, *have[len(types) :]])
 
@@ -128,7 +118,7 @@ class ControlHooks(Hooks):
         return self.door.cast(value, joined), True
 
     def _promote_carries(self, in_vals, in_avals, out_avals):
-        """As ``_promote``, where JAX to 0.7 does it for all of a carry at once."""
+        """Do what ``_promote`` does for a whole carry, on JAX to 0.7."""
         values, changed = self.door.promote_carries(in_vals, in_avals, out_avals)
         if not self.acts or not len(values) == len(in_avals) == len(out_avals):
             return values, changed
@@ -140,7 +130,7 @@ class ControlHooks(Hooks):
     # Branches.
 
     def _trace_branches(self, *args, **kwargs):
-        """Cast each branch to the join over all branches, where JAX to 0.7 traces them."""
+        """Cast each branch to the join over all branches, on JAX to 0.7."""
         jaxprs, *others = self.door.trace_branches(*args, **kwargs)
         if self.acts:
             types = _joined(self.door, [jaxpr.out_avals for jaxpr in jaxprs])
@@ -157,7 +147,7 @@ class ControlHooks(Hooks):
         return self.door.merge_branches(jaxprs, all_consts)
 
     def _check_branches(self, api_name, name1, name2, f1, f2, out_avals1, out_avals2):
-        """Compare two branches as they are now: what was cast was traced with another type."""
+        """Compare two branches with the types they are cast to."""
         if self.acts:
             types = _joined(self.door, [out_avals1.vals, out_avals2.vals])
             if types is not None:
@@ -168,12 +158,7 @@ class ControlHooks(Hooks):
 
 
 def _carry_count(operands: Any, results: Any) -> int:
-    """Return how many leaves a carry has; 0 where the body returns another pytree.
-
-    Args:
-      operands: the body's, as a treedef: (carry, slice), or the carry alone for a while_loop.
-      results: its results: (carry, slice), or the carry.
-    """
+    """Return how many leaves a carry has; 0 if the body returns another pytree."""
     parts = operands.children()
     if len(parts) == 2:
         if len(results.children()) != 2:
@@ -189,14 +174,7 @@ def _retyped(door: Door, avals: Any, types: Sequence[AxisType]) -> Any:
 
 
 def _join(door: Door, a: Any, b: Any, carry: bool = False) -> AxisType | None:
-    """Return the least type to which two avals can be cast; None if they differ in more.
-
-    Args:
-      door: JAX's private names.
-      a: an aval; that of the carry before the body, where ``carry`` is set.
-      b: the other aval.
-      carry: whether a weak type of ``a`` may give way, as JAX lets it.
-    """
+    """Return the least type to which two avals can be cast; None if they differ in more."""
     if a == b:
         return door.axis_type(a)
     if not (isinstance(a, door.ShapedArray) and isinstance(b, door.ShapedArray)):
@@ -213,7 +191,7 @@ def _join(door: Door, a: Any, b: Any, carry: bool = False) -> AxisType | None:
 
 
 def _joined(door: Door, branches: Sequence[Sequence[Any]]) -> list[AxisType] | None:
-    """Return the join of each output over all branches; None if nothing is to be cast."""
+    """Return the join of each output over all branches; None if nothing needs a cast."""
     if len({len(avals) for avals in branches}) != 1:
         return None
     types = []

@@ -27,29 +27,25 @@ __all__ = ["Funnel", "Law"]
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """What one primitive obeys. What is None is left to JAX.
+    """What one primitive obeys; None leaves it to JAX."""
 
-    Args:
-      typed: from the primitive's own abstract eval to one that gives the types.
-      cast: from ``(trace, args, avals, params)`` to the operands after their casts, None for the
-        same ones; asked under the check only.
-      bind: called as ``bind(rest, primitive, trace, args, params)`` instead of JAX; ``rest`` binds
-        what it is given as JAX does.
-      always: whether ``bind`` is called where the check is off, too.
-      known_of: from an equation's parameters to its opaque call.
-      tagged: the same for an equation that is lowered; its custom call gets the tag.
-    """
-
+    # from the primitive's own abstract eval to one that gives the types
     typed: Callable[..., Any] | None = None
+    # from ``(trace, args, avals, params)`` to the operands after their casts, None for the same
+    # ones; asked under the check only
     cast: Callable[..., Any] | None = None
+    # called as ``bind(rest, primitive, trace, args, params)`` instead of JAX; ``rest`` binds what
+    # it is given as JAX does
     bind: Callable[..., Any] | None = None
-    always: bool = False
+    always: bool = False  # whether ``bind`` is called where the check is off, too
+    # from an equation's parameters to its opaque call
     known_of: Callable[[dict[str, Any]], Any] | None = None
+    # the same for an equation that is lowered; its custom call gets the tag
     tagged: Callable[[dict[str, Any]], Any] | None = None
 
 
 class _Evaluations(dict):
-    """Each primitive's abstract eval as its law has it, found when JAX first asks for it."""
+    """Each primitive's abstract eval under its law, made when JAX first asks for it."""
 
     def __init__(self, original: Any, law_of: Callable[[Any], Law]):
         super().__init__()
@@ -65,7 +61,7 @@ class _Evaluations(dict):
         return self[primitive]
 
     def descriptor(self) -> property:
-        """Return the data descriptor; what it calls is C's, so that reading it costs no frame."""
+        """Return the data descriptor; it calls C, so that reading it costs no Python frame."""
         return property(self.__getitem__, self._define, self._delete)
 
     def _define(self, primitive: Any, evaluate: Any) -> None:
@@ -78,16 +74,10 @@ class _Evaluations(dict):
 
 
 class Funnel(Hooks):
-    """The three seams that all primitives share.
+    """The three seams that all primitives share."""
 
-    Args:
-      door: JAX's private names.
-      state: registry and scopes.
-
-    Attributes:
-      calls: as ``Law.bind``, for what calls jaxprs.
-      refused: called with ``(primitive, trace, args, params, error)`` where JAX refuses a bind.
-    """
+    # calls: as ``Law.bind``, for what calls jaxprs.
+    # refused: called with ``(primitive, trace, args, params, error)`` where JAX refuses a bind.
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
@@ -131,7 +121,7 @@ class Funnel(Hooks):
         return law
 
     def row(self, primitive: Any) -> Row:
-        """Return a primitive's row of the table; it is the same for good."""
+        """Return a primitive's row of the table."""
         row = self._rows.get(primitive)
         if row is None:
             row = self._rows[primitive] = self._row(primitive)
@@ -148,16 +138,11 @@ class Funnel(Hooks):
         return ROWS.get(primitive.name, DEFAULT)
 
     def declare(self, primitive: Any, law: Law) -> None:
-        """Say what a primitive of the hooks' own obeys."""
+        """Set the law of one of the hooks' own primitives."""
         self._declared[primitive] = law
 
     def known_of(self, primitive: Any, params: dict[str, Any]) -> Any:
-        """Return the OpaqueCall of an equation; None if it isn't an opaque call.
-
-        Args:
-          primitive: the equation's primitive.
-          params: its parameters.
-        """
+        """Return the OpaqueCall of an equation, or None."""
         known_of = self.law_of(primitive).known_of
         return None if known_of is None else known_of(params)
 
@@ -219,7 +204,7 @@ class Funnel(Hooks):
         return by_avals if takes_avals else by_args
 
     def _meet(self, primitive, params, rest):
-        """Return how a primitive is bound; asked once for each, at its first equation."""
+        """Return how a primitive is bound; called once for each, at its first equation."""
         law = self.law_of(primitive)
         calls = law.known_of is None and next(inner_jaxprs(params), None) is not None
         bind = None
@@ -267,7 +252,7 @@ class Funnel(Hooks):
         return lower
 
     def _meet_lowered(self, primitive):
-        """Return what tells of a primitive's calls as they are lowered; asked once for each."""
+        """Return what finds a primitive's OpaqueCall at lowering; called once for each."""
         is_one = isinstance(primitive, self.door.Primitive)  # JAX lowers more than equations
         self._tagged[primitive] = self.law_of(primitive).tagged if is_one else None
         return self._tagged[primitive]

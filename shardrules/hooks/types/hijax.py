@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from shardrules.door.patching import Patches
 from shardrules.errors import AxisError
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.funnel import Law
@@ -22,21 +21,12 @@ __all__ = ["HijaxHooks"]
 
 
 class HijaxHooks(Hooks):
-    """The hooks on the calls of hijax primitives."""
+    """Hooks on the calls of hijax primitives."""
 
     laws = ("hijax",)
 
-    def install(self, patches: Patches) -> None:
-        """Replace nothing: the funnel has them."""
-
     def law(self, primitive: Any, row: Row) -> Law:
-        """Return the law of a hijax primitive.
-
-        Args:
-          primitive: the one that carries others, each an object with ``expand``, or one that is an
-            object of a class of its own (JAX to 0.11).
-          row: its row of the table.
-        """
+        """Return the law of a hijax primitive."""
         if self.door.HiPrimitive is not None and isinstance(primitive, self.door.HiPrimitive):
             return Law(bind=self._bind_object)
         if primitive is self.door.hi_primitive_p:
@@ -62,11 +52,7 @@ class HijaxHooks(Hooks):
         return result
 
     def _check(self, called: Any, expand: Callable[..., Any], args, outputs) -> None:
-        """Raise if a result is typed less varying than what the call expands to.
-
-        Raises:
-          AxisError: naming the result, and what to give as its type.
-        """
+        """Raise AxisError if a result is typed less varying than what the call expands to."""
         door = self.door
         if not self.acts or type(called).__module__.startswith("jax."):  # JAX's own are traced
             return
@@ -92,7 +78,7 @@ class HijaxHooks(Hooks):
                 )
 
     def _expanded(self, expand: Callable[..., Any], takes) -> list[Any]:
-        """Return the avals of what it expands to, where operands are made of arrays as here."""
+        """Return the avals of the results when the call is expanded to arrays."""
         import jax
 
         arrays = [one for aval in takes for one in aval.lo_ty()]

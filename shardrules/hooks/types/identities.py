@@ -15,29 +15,18 @@ MARK = "place_casts"
 
 
 def uncast(x: Any, axes: tuple[str, ...]) -> Any:
-    """Type as invariant what is known to be the same on all devices along ``axes``.
-
-    Args:
-      x: an array that varies over the axes by its type alone.
-      axes: mesh axes, in the mesh's order.
-    """
+    """Type ``x`` as invariant over ``axes``, along which it is known to be equal."""
     return _uncast().bind(x, axes=axes)
 
 
 def retype_varying(x: Any, axes: tuple[str, ...]) -> Any:
-    """Type as varying what is called invariant, and differs by device all the same.
-
-    No cast, whose transpose would sum what each device has of its own; so it has none.
-
-    Args:
-      x: an array.
-      axes: mesh axes.
-    """
+    """Type ``x`` as varying over ``axes``, along which it differs."""
+    # No cast, whose transpose would sum what each device has of its own; so it has none.
     return _regained().bind(x, axes=axes)
 
 
 def mark(x: Any) -> Any:
-    """Return ``x``; the linear program that its tangent is part of has its casts placed."""
+    """Return ``x``, marked so that casts are placed in the linear program of its tangent."""
     return _mark().bind(x)
 
 
@@ -77,13 +66,11 @@ def _regained() -> Any:
 
 @functools.cache
 def _uncast() -> Any:
-    """Return the primitive: the identity, whose type is invariant over ``axes``.
-
-    Its types are computed from its operand at every bind. It is linear. From the whole mesh
-    it takes the values of N devices that are equal by claim, and returns their common value,
-    which is their mean; so its transpose gives each of them the Nth part of the cotangent, and
-    what reduces over the axes before it (the all_gather's transpose, say) adds up to the whole.
-    """
+    """Return the identity primitive whose result is invariant over ``axes``."""
+    # Its types are computed from its operand at every bind. It is linear. From the whole mesh it
+    # takes the values of N devices that are equal by claim, and returns their common value, which
+    # is their mean; so its transpose gives each of them the Nth part of the cotangent, and what
+    # reduces over the axes before it (the all_gather's transpose, say) adds up to the whole.
     import jax
     from jax.interpreters import ad
 
@@ -102,7 +89,7 @@ def _uncast() -> Any:
 
 
 def _identity(name: str, typed: Any) -> Any:
-    """Return a primitive that returns its operand, of the aval that ``typed`` gives."""
+    """Return a primitive that returns its operand with the aval that ``typed`` gives."""
     from jax.extend.core import Primitive
     from jax.interpreters import batching, mlir
 

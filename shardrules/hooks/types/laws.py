@@ -19,27 +19,21 @@ __all__ = ["DEFAULT", "HIJAX", "OURS", "ROWS", "USERS", "Row"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of the table.
+    """A row of the table."""
 
-    Args:
-      law: which of the hooks judges the primitive: ``join`` (the law above), ``called`` (the
-        types are those of the jaxprs that it calls), ``ref``, ``pallas_call``, ``mesh_kernel``,
-        ``opaque`` (a rule or a proof), ``hijax``.
-      drops: it may drop the axes that it names: what it returns is equal along them, or is typed
-        reduced or unreduced. Within groups (``axis_index_groups``) it is neither.
-      adds: it adds the axes that it names: what comes from where is up to each device.
-      draws: it draws on every device for itself, whatever it takes: all mesh axes.
-      each: each result comes from the operand at its position alone.
-      last: the result is the last operand; the others are there for the order of things.
-      keeps: its operands are not cast: it calls jaxprs that were traced with them as they are.
-    """
-
+    # which of the hooks judges the primitive: ``join`` (the law above), ``called`` (the types are
+    # those of the jaxprs that it calls), ``ref``, ``pallas_call``, ``mesh_kernel``, ``opaque`` (a
+    # rule or a proof), ``hijax``
     law: str = "join"
+    # it may drop the axes that it names: what it returns is equal along them, or is typed reduced
+    # or unreduced. Within groups (``axis_index_groups``) it is neither.
     drops: bool = False
-    adds: bool = False
-    draws: bool = False
-    each: bool = False
+    adds: bool = False  # it adds the axes that it names: what comes from where is up to each device
+    draws: bool = False  # it draws on every device for itself, whatever it takes: all mesh axes
+    each: bool = False  # each result comes from the operand at its position alone
+    # the result is the last operand; the others are there for the order of things
     last: bool = False
+    # its operands are not cast: it calls jaxprs that were traced with them as they are
     keeps: bool = False
 
 

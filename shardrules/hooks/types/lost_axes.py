@@ -22,7 +22,7 @@ __all__ = ["LostAxesHooks"]
 
 
 class LostAxesHooks(Hooks):
-    """The hooks of JAX's own primitives, and of shard_map inside of another."""
+    """Hooks on JAX's own primitives, and on a shard_map inside another."""
 
     laws = ("join", "called")
 
@@ -48,10 +48,8 @@ class LostAxesHooks(Hooks):
         return by_avals if "avals" in inspect.signature(original).parameters else by_args
 
     def _retyped(self, trace, args, params, outputs):
-        """Let what a shard_map inside of another returns vary as what it takes, if unchecked.
-
-        JAX (0.6.2 to 0.12) drops the types of the one around there.
-        """
+        """Let an unchecked inner shard_map's results vary as its operands do."""
+        # JAX (0.6.2 to 0.12) drops the types of the one around there.
         door = self.door
         if params.get("check_vma", True) or not self.acts:
             return outputs
@@ -70,12 +68,7 @@ class LostAxesHooks(Hooks):
     # The law.
 
     def law(self, primitive: Any, row: Row) -> Law:
-        """Return the law of one of JAX's primitives.
-
-        Args:
-          primitive: the primitive.
-          row: its row of the table.
-        """
+        """Return the law of one of JAX's primitives."""
         evaluate = vars(primitive).get("abstract_eval")
         if (
             row.law == "called"
@@ -91,7 +84,7 @@ class LostAxesHooks(Hooks):
         )
 
     def _is_lawful(self, evaluate: Any) -> bool:
-        """Whether JAX's standard rule gives the type, which asks that all operands' are one."""
+        """Whether JAX's standard rule gives the type; it requires equal operand types."""
         evaluate = _held(evaluate)
         return isinstance(evaluate, functools.partial) and any(
             getattr(one, "func", None) is self.door.standard_vma_rule for one in evaluate.args
@@ -112,7 +105,7 @@ class LostAxesHooks(Hooks):
         return abstract_eval
 
     def _kept(self, name: str, row: Row, avals, outputs, params) -> Sequence[Any]:
-        """Return the outputs' avals, varying as the law says; the same ones where they do."""
+        """Return the outputs' avals, widened to what the law says."""
         door = self.door
         joined = [door.axis_type(aval).varying for aval in avals]
         if row.each and len(joined) == len(outputs):
@@ -141,7 +134,7 @@ class LostAxesHooks(Hooks):
         return frozenset()
 
     def _cast(self, row: Row, trace, args, avals, params):
-        """Cast operands to their join: the psum of a gradient is a cast's transpose."""
+        """Cast operands to their join; the transpose of the cast sums the gradient."""
         if len(args) < 2:  # of one operand the type is its own
             return None
         door = self.door
@@ -163,7 +156,7 @@ class LostAxesHooks(Hooks):
 
 
 def _dropped(row: Row, params: dict[str, Any]) -> frozenset[str]:
-    """Return the axes that a collective may drop: all that it names, unless within groups."""
+    """Return the axes that a collective may drop: all that it names, none within groups."""
     if not row.drops or params.get("axis_index_groups") is not None:
         return frozenset()
     return _named(params)
@@ -176,7 +169,7 @@ def _named(params: dict[str, Any]) -> frozenset[str]:
 
 
 def _held(evaluate: Any) -> Any:
-    """Return the function that was given to ``def_abstract_eval``, inside what JAX made of it."""
+    """Return the function that was given to ``def_abstract_eval``."""
     for cell in getattr(evaluate, "__closure__", None) or ():
         if callable(cell.cell_contents):
             evaluate = cell.cell_contents

@@ -20,21 +20,15 @@ _DEPTH = 5  # functools.partial of a closure of a closure: what JAX's helpers ma
 
 
 class Owners:
-    """Tells users' primitives from JAX's.
-
-    Args:
-      door: JAX's private names.
-    """
+    """Tells users' primitives from JAX's."""
 
     def __init__(self, door: Door):
         self.door = door
 
     def is_users(self, primitive: Any) -> bool:
-        """Whether a primitive isn't JAX's own: some function of its own is from elsewhere.
-
-        A lowering alone doesn't tell: a plugin may lower JAX's primitives its own way. Then it is
-        asked whether JAX holds the primitive.
-        """
+        """Whether a primitive isn't JAX's own: one of its functions comes from elsewhere."""
+        # A lowering alone doesn't tell: a plugin may lower JAX's primitives its own way. Then it is
+        # asked whether JAX holds the primitive.
         own = [vars(primitive).get(name) for name in ("abstract_eval", "impl")]
         if any(map(_is_foreign, own)):
             return True
@@ -52,12 +46,7 @@ def _is_foreign(function: Any) -> bool:
 
 
 def code_modules(function: Any, depth: int = _DEPTH) -> Iterator[str]:
-    """Yield the package of each Python function that a function is made of.
-
-    Args:
-      function: one, or a ``functools.partial`` or closure over some.
-      depth: how deep closures and partials are opened.
-    """
+    """Yield the top package of each Python function that ``function`` is made of."""
     if isinstance(function, functools.partial):
         inside: tuple[Any, ...] = (function.func, *function.args, *function.keywords.values())
     elif isinstance(function, types.MethodType):
@@ -82,7 +71,7 @@ def _contents(function: Any) -> Iterator[Any]:
 
 
 def is_held_by_jax(primitive: Any) -> bool:
-    """Whether a module of JAX's has the primitive under a name."""
+    """Whether a module of JAX has the primitive as an attribute."""
     return any(
         value is primitive
         for name, module in list(sys.modules.items())

@@ -26,12 +26,7 @@ _CASTS_AND_SUMS = ("pbroadcast", "psum2", "pvary", "psum_invariant")
 
 
 def leave_out_zeros(door: Door, patches: Patches) -> None:
-    """Let transposes of casts and sums of several values leave out cotangents that are zero.
-
-    Args:
-      door: JAX's private names.
-      patches: what to undo.
-    """
+    """Let transposes of casts and of psums of several values skip zero cotangents."""
     from jax.interpreters import ad
 
     table = ad.primitive_transposes
@@ -48,10 +43,10 @@ def _transpose_nonzero(Zero: Any, rule, cts, *args, **params):
 
 
 class RedundantCastHooks(Hooks):
-    """The hooks of ``jax.lax.pcast`` and ``pvary``."""
+    """Hooks on ``jax.lax.pcast`` and ``pvary``."""
 
     def install(self, patches: Patches) -> None:
-        """Replace transposes that take zeros, and how pcast tells from which state it starts."""
+        """Replace transposes that take zeros, and how pcast finds the state that it starts from."""
         door = self.door
         if door.transpose_cast is not None:  # to JAX 0.6.1
             leave_out_zeros(door, patches)
@@ -62,7 +57,7 @@ class RedundantCastHooks(Hooks):
             patches.entry(door.pcast_steps, ("invarying", "varying"), cast)
 
     def _from(self, aval: Any, axes: tuple[Any, ...], name: str) -> str:
-        """Return the state over those axes that are left to be cast, where some vary by then."""
+        """Return the state over the axes that are still to be cast."""
         if self.acts and name == "jax.lax.pcast":
             varying = self.door.axis_type(aval).varying
             left = tuple(a for a in axes if a not in varying)

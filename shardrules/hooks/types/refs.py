@@ -26,12 +26,7 @@ __all__ = ["RefHooks", "check_written", "written", "written_variables"]
 
 
 def written(door: Door, effects: Iterable[Any]) -> set[Any]:
-    """Return the inputs that effects write or add to: positions after an abstract eval.
-
-    Args:
-      door: JAX's private names.
-      effects: of a jaxpr (then the inputs are its variables, from JAX 0.10), or of a call.
-    """
+    """Return the positions of the inputs that effects write or add to."""
     return {
         effect.input if hasattr(effect, "input") else effect.input_index
         for effect in effects
@@ -40,7 +35,7 @@ def written(door: Door, effects: Iterable[Any]) -> set[Any]:
 
 
 def written_variables(door: Door, jaxpr: Any) -> set[Any]:
-    """Return those of a jaxpr's variables that it writes or adds to."""
+    """Return the variables of a jaxpr that it writes or adds to."""
     own = (*jaxpr.constvars, *jaxpr.invars)  # JAX to 0.9 gives an effect's input as a position
     return {own[i] if isinstance(i, int) else i for i in written(door, jaxpr.effects)}
 
@@ -54,19 +49,7 @@ def check_written(
     which: str = "that it is written to",
     stored: bool = True,
 ) -> None:
-    """Refuse that ``value`` goes into a ref that is less varying, or not unreduced as it is.
-
-    Args:
-      door: JAX's private names.
-      what: what has that type, for the message.
-      ref: the ref's aval.
-      value: the axis type of what is written, or of what decides about it.
-      which: which ref, for the message.
-      stored: whether the value itself is stored; an index or a predicate isn't.
-
-    Raises:
-      RefError: with both types, and how to make the ref.
-    """
+    """Raise RefError if ``value`` goes into a ref that varies less."""
     have = door.axis_type(ref)
     extra = value.varying - have.varying
     if not extra and (not stored or value.unreduced == have.unreduced):
@@ -92,7 +75,7 @@ def check_written(
 
 
 class RefHooks(Hooks):
-    """The hooks of ``new_ref``'s reads and writes, of ``run_state``, and of branches that write."""
+    """Hooks on reads and writes of refs, on ``run_state``, and on branches that write."""
 
     laws = ("ref",)
 
@@ -101,12 +84,7 @@ class RefHooks(Hooks):
         patches.attribute(*self.door.owner("trace_run_state"), self._trace_run_state)
 
     def law(self, primitive: Any, row: Row) -> Law:
-        """Return the law of what reads or writes refs, or decides about that.
-
-        Args:
-          primitive: one of JAX's.
-          row: its row of the table.
-        """
+        """Return the law of a primitive that reads or writes refs, or decides about that."""
         door = self.door
         if primitive in (door.swap_p, door.addupdate_p):
             return Law(typed=functools.partial(self._first, self._store), cast=self._cast_stored)
@@ -133,14 +111,14 @@ class RefHooks(Hooks):
         return abstract_eval
 
     def _read(self, answer, avals, params):
-        """Let what an index picks vary as the index does, too."""
+        """Let a value that an index picks vary as the index does."""
         out, effects = answer
         have = self.door.axis_type(out)
         index = _union(types_of(self.door, avals[1:]))
         return self.door.with_axis_type(out, have.vary(*(index - have.varying))), effects
 
     def _store(self, avals) -> None:
-        """Refuse a store before JAX does (0.12), whose error run_state could not grow by."""
+        """Raise before JAX does (0.12), with an error that run_state can grow by."""
         ref, value, *indices = avals
         check_written(self.door, "a value", ref, self.door.axis_type(value))
         check_written(
@@ -192,12 +170,10 @@ class RefHooks(Hooks):
     # run_state: its refs can be made again, from values that were cast.
 
     def _trace_run_state(self, fun, in_tree, in_avals, dbg):
-        """Trace a run_state's body with its refs' types at their fixpoint.
-
-        A store that does not fit ends the trace: were it noted, and traced on, the jaxprs of the
-        jits inside would lie in JAX's caches under the narrow types, and no one would check them
-        where a ref that can't grow has these (a test in tests/hooks/types/test_refs.py).
-        """
+        """Trace a run_state's body with its refs' types at their fixpoint."""
+        # A store that does not fit ends the trace: were it noted, and traced on, the jaxprs of the
+        # jits inside would lie in JAX's caches under the narrow types, and no one would check them
+        # where a ref that can't grow has these (a test in tests/hooks/types/test_refs.py).
         trace = self.door.trace_run_state
         if not self.acts:
             return trace(fun, in_tree, in_avals, dbg)
@@ -212,7 +188,7 @@ class RefHooks(Hooks):
                 avals = wider
 
     def _widened(self, avals: Sequence[Any], error: RefError) -> list[Any] | None:
-        """Return avals in which the ref that was too narrow is not; None if it is another's."""
+        """Return avals with the ref of the error widened; None if it is another's ref."""
         extra = error.value.varying - error.have.varying
         same = [i for i, aval in enumerate(avals) if aval is error.ref]
         # A trace inside of this one (of a jit, a scan) may know the ref by an equal aval only.
@@ -250,7 +226,7 @@ class RefHooks(Hooks):
         return rest(primitive, trace, args, params)
 
     def _replayed(self, jaxpr: Any, avals: Sequence[Any]) -> Any:
-        """Trace a body again, where it is replayed with values that vary more."""
+        """Trace a body again for values that vary more."""
         import jax
 
         tree = jax.tree_util.tree_structure(list(avals))

@@ -35,19 +35,15 @@ _ONE_BY_ONE = "'_rem_singleton'"
 
 @dataclasses.dataclass(frozen=True)
 class _Returned:
-    """What a shard_map's body returns.
+    """What a shard_map's body returns."""
 
-    Args:
-      tree: its pytree.
-      wide: for each leaf, over which mesh axes it varies that its spec doesn't name.
-    """
-
-    tree: Any
+    tree: Any  # its pytree
+    # for each leaf, over which mesh axes it varies that its spec doesn't name
     wide: list[frozenset[str]]
 
 
 def _text(tree: Any, axes: list[frozenset[str]]) -> str:
-    """Name the outputs of a pytree that vary over axes which their specs don't name."""
+    """Name the outputs that vary over axes which their specs don't name."""
     from jax.tree_util import keystr, tree_flatten_with_path
 
     paths, _ = tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))
@@ -60,11 +56,9 @@ def _text(tree: Any, axes: list[frozenset[str]]) -> str:
 
 
 def _of_outputs(fails: list[Any], count: int, wide: list[frozenset[str]] | None) -> slice | None:
-    """Return where JAX tells of a shard_map's outputs, in what it tells of its residuals too.
-
-    The residuals come first where JAX linearizes at once (0.7 to 0.10), else last. They never
-    fail: their specs are made of their types. None where there are tangents too, to JAX 0.8.
-    """
+    """Return which failures are the shard_map's outputs; the others are residuals."""
+    # The residuals come first where JAX linearizes at once (0.7 to 0.10), else last. They never
+    # fail: their specs are made of their types. None where there are tangents too, to JAX 0.8.
     import jax
 
     if len(fails) == count:
@@ -86,7 +80,7 @@ def _fails(one: Any) -> bool:
 
 
 class TypeNoteHooks(Hooks):
-    """The hook around shard_map, in which JAX's errors are raised."""
+    """The hook around shard_map that adds causes to JAX's errors."""
 
     def install(self, patches: Patches) -> None:
         """Replace how shard_map is bound: its body is traced inside."""
@@ -109,7 +103,7 @@ class TypeNoteHooks(Hooks):
         patches.attribute(*door.owner("specs_error"), self._specs_error)
 
     def _seen(self, function: Callable, returned: list[_Returned]) -> Callable:
-        """Return the body of a shard_map, which notes what it returns, as it is called."""
+        """Return a shard_map's body that records its outputs' types when called."""
 
         def run(*args):
             outputs = function(*args)
@@ -121,14 +115,14 @@ class TypeNoteHooks(Hooks):
         return run
 
     def _beyond(self, value: Any, spec: Any) -> frozenset[str]:
-        """Return over which axes an output varies that its spec doesn't name."""
+        """Return the axes over which an output varies and that its spec doesn't name."""
         names: set[str] = set()
         for entry in spec or ():
             names.update(entry if isinstance(entry, tuple) else (entry,))
         return self.door.axis_type(self.door.typeof(value)).varying - names
 
     def _specs_error(self, f, mesh, tree, specs, fails):
-        """Write JAX's text, which it does once shard_map's bind has failed, and what was noted."""
+        """Return JAX's message for out_specs, about the outputs alone, with the causes."""
         here = self.state.here
         (causes, outputs), here.refused = here.refused, ("", None)
         tree = tree if outputs is None else outputs.tree
@@ -147,12 +141,7 @@ class TypeNoteHooks(Hooks):
         return text + causes
 
     def note(self, what: str, axes: frozenset[str]) -> None:
-        """Note that what an operation returns varies over ``axes``, where JAX says it doesn't.
-
-        Args:
-          what: the operation, for messages.
-          axes: the mesh axes that were added to its type.
-        """
+        """Record that an operation's result varies over ``axes`` though JAX types it invariant."""
         noted = self.state.here.type_notes
         if noted is not None:
             noted[what, axes] = self.door.current_source()

@@ -33,19 +33,8 @@ _OURS = os.path.join(os.path.dirname(sys.modules["shardrules"].__path__[0]), "sh
 def check_annotations(
     door: Door, state: State, known: OpaqueCall, types: tuple[AxisType, ...]
 ) -> None:
-    """Hold annotations to what a call answers; one that varies over more is only wider.
-
-    Less than a proof says is widened, and noted to be told.
-
-    Args:
-      door: JAX's private names.
-      state: where it is noted.
-      known: the call; its contradictions are set.
-      types: its outputs' axis types, by its rule or proof.
-
-    Raises:
-      RuleError: where a declared rule says more, with the annotation and the rule.
-    """
+    """Compare annotations with the rule's or proof's answer; a wider one is accepted."""
+    # Less than a proof says is widened, and noted to be told.
     found = []
     for i, (note, one) in enumerate(zip(known.annotations, types)):
         if note is None or (one.varying <= note.varying and one.unreduced == note.unreduced):
@@ -77,28 +66,15 @@ def check_annotations(
 
 
 def note_results(state: State, known: OpaqueCall, results: Any) -> None:
-    """Note what JAX returns for a call's outputs, where an annotation of one is contradicted.
-
-    Args:
-      state: where contradictions wait for a cast.
-      known: the call.
-      results: what it returns.
-    """
+    """Record the results of a call that has a contradicted annotation."""
     for one in known.contradictions if state.here.contradictions else ():
         one.values.append(weakref.ref(results[one.output]))
 
 
 def note_called(state: State, jaxpr: Any, results: Any) -> None:
-    """Note what JAX returns for the outputs of a jit that returns a kernel's.
-
-    Between the kernel and the jit's end they may have been converted, reshaped or masked: no
-    gradient flows into anything but the kernel there.
-
-    Args:
-      state: for what is known of an equation.
-      jaxpr: the one that is called.
-      results: what the call returns.
-    """
+    """Record the results of a jit that returns a contradicted kernel's output."""
+    # Between the kernel and the jit's end they may have been converted, reshaped or masked: no
+    # gradient flows into anything but the kernel there.
     makers = _makers(jaxpr)
     for variable, result in zip(jaxpr.outvars, results):
         for one in _origin(state, jaxpr, makers, variable)[0]:
@@ -108,10 +84,8 @@ def note_called(state: State, jaxpr: Any, results: Any) -> None:
 def _origin(
     state: State, jaxpr: Any, makers: dict[Any, Any], variable: Any
 ) -> tuple[Sequence[Contradiction], int | None]:
-    """Return the contradictions of the kernel's output, or the input, that a variable is made of.
-
-    Both are empty where a gradient may flow into more than one of its operands.
-    """
+    """Return the contradictions of the kernel output that makes a variable, or else the input."""
+    # Both are empty where a gradient may flow into more than one of its operands.
     while not hasattr(variable, "val"):
         eqn = makers.get(variable)
         if eqn is None:
@@ -143,7 +117,7 @@ def _makers(jaxpr: Any) -> dict[Any, Any]:
 
 
 def _is_differentiable(makers: dict[Any, Any], atom: Any) -> bool:
-    """Whether a gradient may flow into an operand: not into integers, nor what is made of one."""
+    """Whether a gradient may flow into an operand: not into what is made of integers."""
     while not hasattr(atom, "val") and is_inexact(atom.aval):
         eqn = makers.get(atom)
         if eqn is None or len(eqn.invars) != 1 or len(eqn.outvars) != 1:
@@ -153,14 +127,7 @@ def _is_differentiable(makers: dict[Any, Any], atom: Any) -> bool:
 
 
 def note_cast(state: State, value: Any, axes: Any, result: Any) -> None:
-    """Note that the program casts a value to more axes, or to some over which it varies by then.
-
-    Args:
-      state: where contradictions wait for such a cast.
-      value: what is cast.
-      axes: the axes that the cast names.
-      result: what the cast returns.
-    """
+    """Record that the program casts a value to vary over ``axes``."""
     for one in state.here.contradictions or ():
         if any(its() is value for its in one.values):
             one.lost -= frozenset(axes)
@@ -168,13 +135,7 @@ def note_cast(state: State, value: Any, axes: Any, result: Any) -> None:
 
 
 def tell(door: Door, state: State, found: list[Contradiction]) -> None:
-    """Warn of annotations that a kernel contradicts, once for each kernel and place.
-
-    Args:
-      door: JAX's private names.
-      state: if a trace is for looking at only, they go to its notes instead.
-      found: the contradictions; those whose axes were added by a cast are left out.
-    """
+    """Warn of contradicted annotations, once for each kernel and place."""
     for one in found:
         one.values.clear()
         if not one.lost:
@@ -204,7 +165,7 @@ def tell(door: Door, state: State, found: list[Contradiction]) -> None:
 
 
 def _calling_line() -> str:
-    """Return the program's line that calls a kernel; JAX's own source is empty here (0.10)."""
+    """Return the program's line that calls a kernel; JAX's own record is empty here (0.10)."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

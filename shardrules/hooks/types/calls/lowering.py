@@ -17,27 +17,14 @@ _ATTRIBUTES = "mhlo.frontend_attributes"  # what XLA prints as frontend_attribut
 
 
 class Lowering:
-    """Lowers opaque calls.
-
-    Args:
-      door: JAX's private names.
-      state: registry and scopes.
-    """
+    """Lowers opaque calls."""
 
     def __init__(self, door: Door, state: State):
         self.door = door
         self.state = state
 
     def lower(self, rule, known, ctx, *operands, **params):
-        """Lower one opaque call; interpret what is to be interpreted without types, tag the rest.
-
-        Args:
-          rule: lowers it as JAX does.
-          known: the OpaqueCall.
-          ctx: the context of the lowering.
-          *operands: the lowered operands.
-          **params: the equation's parameters.
-        """
+        """Lower one opaque call: interpret without types, or tag the custom call."""
         count = len(operands) if known.operand_count is None else known.operand_count
         confirm(known, self.state, ctx.primitive.name, params, count)
         if params.get("interpret"):
@@ -51,11 +38,9 @@ class Lowering:
         return results
 
     def _interpret(self, original, ctx, *operands, **params):
-        """Interpret without types: the interpreter's loops mix inputs that vary differently.
-
-        JAX 0.10.2 traces the interpreter with the operands' types and fails on its while_loop's
-        carry. The call's own types were settled outside, so here nothing is left to check.
-        """
+        """Interpret without types: the interpreter's loops mix inputs that vary differently."""
+        # JAX 0.10.2 traces the interpreter with the operands' types and fails on its while_loop's
+        # carry. The call's own types were settled outside, so here nothing is left to check.
         stripped = lambda avals: [  # noqa: E731
             self.door.with_axis_type(a, AxisType()) for a in avals
         ]
@@ -131,10 +116,8 @@ def _custom_calls(operands: Any, results: Any) -> list[Any]:
 
 
 def _placed(effects: tuple[Effect, ...], call: Any, results: Any) -> tuple[Effect, ...]:
-    """Give each result of a custom call its effect.
-
-    Mosaic GPU returns a kernel's scratch in global memory, too (JAX 0.10.2): that is no output.
-    """
+    """Return the effect on each result of a custom call."""
+    # Mosaic GPU returns a kernel's scratch in global memory, too (JAX 0.10.2): that is no output.
     own = list(call.results)
     at = {
         own.index(value): effect for effect, value in zip(effects, _flat(results)) if value in own

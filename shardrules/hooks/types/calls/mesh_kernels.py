@@ -45,15 +45,10 @@ _PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a part
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Where a kernel's jaxpr comes from: a function, or a jaxpr that was rewritten.
+    """Where a kernel's jaxpr comes from: a function, or a jaxpr that was rewritten."""
 
-    Args:
-      function: the user's function, or None.
-      jaxpr: the jaxpr, or None.
-    """
-
-    function: Any = None
-    jaxpr: Any = None
+    function: Any = None  # the user's function, or None
+    jaxpr: Any = None  # the jaxpr, or None
 
 
 _KINDS = {
@@ -70,12 +65,7 @@ _KINDS = {
 
 
 class MeshKernelHooks(Hooks):
-    """The hooks of ``mpmd_map`` and ``core_map``.
-
-    Args:
-      door: JAX's private names.
-      state: registry and scopes.
-    """
+    """Hooks on ``mpmd_map`` and ``core_map``."""
 
     laws = ("mesh_kernel",)
 
@@ -96,7 +86,7 @@ class MeshKernelHooks(Hooks):
             patches.attribute(door.custom_vmap, "__call__", self._custom_vmap())
 
     def _noting(self, module: Any) -> ModuleProxy:
-        """Return a module whose functions that trace kernels note what they trace."""
+        """Return a module whose tracing functions record what they trace."""
         noting = {
             "trace_to_jaxpr_dynamic": self._trace,
             "trace_to_jaxpr": self._trace,
@@ -112,12 +102,7 @@ class MeshKernelHooks(Hooks):
         )
 
     def law(self, primitive: Any, row: Row) -> Law:
-        """Return the law of ``mpmd_map``, ``core_map``, or of the custom_vmap around them.
-
-        Args:
-          primitive: one of these.
-          row: its row of the table.
-        """
+        """Return the law of ``mpmd_map``, ``core_map``, or the custom_vmap around them."""
         if primitive is self.door.custom_vmap_p:
             return Law(bind=self._bind_custom_vmap)
         kind = _KINDS[primitive.name]
@@ -138,7 +123,7 @@ class MeshKernelHooks(Hooks):
     # Where function object and jaxpr meet.
 
     def _trace(self, trace, fun, *args, **kwargs):
-        """Trace as JAX does, and note of what the jaxpr is."""
+        """Trace as JAX does, and record the function that the jaxpr was made of."""
         traced_for = getattr(getattr(fun, "debug_info", None), "traced_for", "")
         if traced_for == "pallas_call index_map":
             return trace(fun, *args, **kwargs)
@@ -150,7 +135,7 @@ class MeshKernelHooks(Hooks):
         return traced
 
     def _lower(self, lower, closed, *args, **kwargs):
-        """Lower a kernel's types as JAX does, and note of what the new jaxpr is."""
+        """Lower a kernel's types as JAX does, and record the jaxpr that the new one was made of."""
         lowered = lower(closed, *args, **kwargs)
         self._note(lowered, _Source(jaxpr=getattr(closed, "jaxpr", closed)))
         return lowered
@@ -171,7 +156,7 @@ class MeshKernelHooks(Hooks):
         return _Source(function)
 
     def _origin(self, jaxpr: Any) -> tuple[MeshKernel | None, Any]:
-        """Return the kernel of which a jaxpr was made, and the function of which that was."""
+        """Return the known kernel, or the function, that a jaxpr was made of."""
         source = self._sources.get(jaxpr)
         while source is not None and source.jaxpr is not None:
             if source.jaxpr in self._kernels:
@@ -180,7 +165,7 @@ class MeshKernelHooks(Hooks):
         return None, None if source is None else source.function
 
     def _mpmd_map(self, meshes_and_fns, /, out_types=(), **kwargs):
-        """Make the kernel, with the check on again where plgpu.kernel switched it off."""
+        """Make the kernel; turn the check on again where plgpu.kernel turned it off."""
         door, here = self.door, self.state.here
         again = (
             here.checked
@@ -219,7 +204,7 @@ class MeshKernelHooks(Hooks):
         return call
 
     def _bind_custom_vmap(self, rest, primitive, trace, args, params):
-        """Trace the function again where its types are those of other operands (JAX 0.10.2)."""
+        """Trace the function again if the operands' types differ (JAX 0.10.2)."""
         if self.acts:
             import jax
 
@@ -258,10 +243,8 @@ class MeshKernelHooks(Hooks):
         return known
 
     def _proven(self, primitive: Any, params: dict[str, Any], known: MeshKernel) -> MeshKernel:
-        """Look for a proof where there is no declaration.
-
-        Not as soon as a kernel is bound: Mosaic GPU binds a core_map inside of kernels, too.
-        """
+        """Look for a proof where there is no declaration."""
+        # Not as soon as a kernel is bound: Mosaic GPU binds a core_map inside of kernels, too.
         if known.layout is not None:
             known.operand_count = known.layout.operand_count
             prove(known, self.state, primitive.name, params, known.operand_count)
@@ -290,7 +273,6 @@ class MeshKernelHooks(Hooks):
     # Rewrite and check.
 
     def _bind(self, kind: Kind, rest, primitive, trace, args, params):
-        """Cast the inputs as the rule says, then bind."""
         if not self._acts(kind, params):
             return rest(primitive, trace, args, params)
         first = kind.jaxprs(params)[0] not in self._kernels
@@ -320,7 +302,7 @@ class MeshKernelHooks(Hooks):
         return results
 
     def _typed(self, kind: Kind, primitive: Any, evaluate):
-        """Return the abstract eval that types outputs by the rule, and holds written refs to it."""
+        """Return the abstract eval that types outputs by the rule and checks written refs."""
 
         def abstract_eval(*avals, **params):
             if not self._acts(kind, params):
@@ -370,7 +352,7 @@ class MeshKernelHooks(Hooks):
 
 
 def _innermost(function: Any) -> Any:
-    """Return the function with a source line: inside of partial, wraps and a declaration."""
+    """Return the function that has a source line, inside partial, wraps and declarations."""
     seen: set[int] = set()
     while id(function) not in seen:
         seen.add(id(function))
@@ -387,7 +369,6 @@ def _module(function: Any) -> str:
 
 
 def _held(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of a function's closure."""
     code = getattr(function, "__code__", None)
     for name, cell in zip(
         getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or ()
@@ -397,11 +378,7 @@ def _held(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _binding(name: str, functions: Sequence[Any]) -> Binding | None:
-    """Return the rule that is bound to all of a kernel's functions, or None.
-
-    Raises:
-      RegistrationError: if they have different rules.
-    """
+    """Return the rule that is bound to all of a kernel's functions, or None."""
     bindings = []
     for function in functions:
         binding = binding_of(function)

@@ -16,37 +16,27 @@ __all__ = ["Kind", "Layout", "MeshKernel", "layout_of"]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How to read the parameters of one of the two primitives.
+    """How to read the parameters of one of the two primitives."""
 
-    Args:
-      jaxprs: one for each group of cores.
-      operands: from a jaxpr and a number of operands to its variables for them.
-      out_avals: the avals of the arrays that it returns.
-      aliases: from such an array's position to that of the operand that it overwrites.
-    """
-
-    jaxprs: Callable[[dict], Sequence[Any]]
+    jaxprs: Callable[[dict], Sequence[Any]]  # one for each group of cores
+    # from a jaxpr and a number of operands to its variables for them
     operands: Callable[[Any, int], Sequence[Any]]
-    out_avals: Callable[[dict], Sequence[Any]]
+    out_avals: Callable[[dict], Sequence[Any]]  # the avals of the arrays that it returns
+    # from such an array's position to that of the operand that it overwrites
     aliases: Callable[[dict], dict[int, int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """For which of its outputs a call's rule answers: what it writes.
+    """The outputs that a call's rule answers for: what the kernel writes."""
 
-    Args:
-      answers: for each returned array the position of the rule's answer, None where the kernel
-        leaves the operand as it is (a ref that was discharged and is read only).
-      overwritten: for each returned array the operand that it overwrites, or None.
-      refs: the operands that are refs and are written; their answers come last.
-      operand_count: how many operands there are.
-    """
-
+    # for each returned array the position of the rule's answer, None where the kernel leaves the
+    # operand as it is (a ref that was discharged and is read only)
     answers: tuple[int | None, ...]
+    # for each returned array the operand that it overwrites, or None
     overwritten: tuple[int | None, ...]
-    refs: tuple[int, ...]
-    operand_count: int
+    refs: tuple[int, ...]  # the operands that are refs and are written; their answers come last
+    operand_count: int  # how many operands there are
 
     @property
     def count(self) -> int:
@@ -69,22 +59,18 @@ class Layout:
 
 @dataclasses.dataclass
 class MeshKernel(OpaqueCall):
-    """What is known of one mesh kernel.
+    """An opaque call that is a mesh kernel."""
 
-    Args:
-      layout: as it was last bound.
-    """
-
-    layout: Layout | None = None
+    layout: Layout | None = None  # as it was last bound
 
     def answer_count(self, output_count: int) -> int:
-        """Return for how many results a rule answers: those that the kernel writes."""
+        """Return how many results the rule answers for: those that the kernel writes."""
         if self.layout is None or len(self.layout.answers) != output_count:
             return output_count
         return self.layout.count
 
     def placed(self, effects: tuple[Effect, ...], output_count: int) -> tuple[Effect, ...]:
-        """Return the effect on each output; one that is left as it is has none."""
+        """Return the effect on each output; one that the kernel doesn't write has none."""
         if self.layout is None or len(self.layout.answers) != output_count:
             return effects
         return tuple(
@@ -93,14 +79,7 @@ class MeshKernel(OpaqueCall):
 
 
 def layout_of(door: Door, kind: Kind, params: dict[str, Any], avals: Sequence[Any]) -> Layout:
-    """Return for which of its outputs a call's rule answers.
-
-    Args:
-      door: JAX's private names.
-      kind: the primitive's.
-      params: the call's.
-      avals: its operands'.
-    """
+    """Return the outputs that a call's rule answers for."""
     stored = {
         at
         for jaxpr in kind.jaxprs(params)

@@ -35,25 +35,15 @@ __all__ = [
 
 
 class Call(NamedTuple):
-    """One opaque call, named for messages.
+    """The identity of one opaque call: names for messages and for the registry."""
 
-    Args:
-      primitive: the primitive's name, ``pallas_call``.
-      name: the kernel name.
-      place: where the kernel is defined, ``file:line``, or empty.
-      module: the module of its function, or empty.
-      binding: the rule bound to its function object, or None.
-      target: the primitive, where a rule may be registered for the object.
-      aliases: further names to ask for, the primitive's last.
-    """
-
-    primitive: str
-    name: str
-    place: str = ""
-    module: str = ""
-    binding: Binding | None = None
-    target: Any = None
-    aliases: tuple[str, ...] = ()
+    primitive: str  # the primitive's name, ``pallas_call``
+    name: str  # the kernel name
+    place: str = ""  # where the kernel is defined, ``file:line``, or empty
+    module: str = ""  # the module of its function, or empty
+    binding: Binding | None = None  # the rule bound to its function object, or None
+    target: Any = None  # the primitive, where a rule may be registered for the object
+    aliases: tuple[str, ...] = ()  # further names to ask for, the primitive's last
 
     def __str__(self) -> str:
         kernel = "" if self.name == self.primitive else f" kernel {self.name!r}"
@@ -62,72 +52,56 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Contradiction:
-    """An output annotated less varying than its kernel's own jaxpr shows that it is.
+    """An output whose annotation varies less than its kernel's own jaxpr proves."""
 
-    Args:
-      call: the kernel's.
-      at: the source line of the call, or empty.
-      output: which of its outputs.
-      annotation: the axis type that the user wrote.
-      proven: the axis type that it has.
-      lost: the axes that the annotation lacks and that no cast of the output has added since.
-      values: what JAX made of the output so far, casts of it included, each as a weak reference.
-    """
-
-    call: Call
-    at: str
-    output: int
-    annotation: AxisType
-    proven: AxisType
+    call: Call  # the kernel's
+    at: str  # the source line of the call, or empty
+    output: int  # which of its outputs
+    annotation: AxisType  # the axis type that the user wrote
+    proven: AxisType  # the axis type that it has
+    # the axes that the annotation lacks and that no cast of the output has added since
     lost: frozenset[str]
+    # what JAX made of the output so far, casts of it included, each as a weak reference
     values: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
 class OpaqueCall:
-    """What is known of one opaque call, wherever transformations carry it.
+    """An opaque call and what the hooks know of it; transformations keep it."""
 
-    Args:
-      call: its name, place and binding.
-      annotations: for each output, the axis type that the user wrote, or None.
-      found: the declaration it obeys; settled when it is first bound.
-      scope: the scope in which that was.
-      effects: what the call does, where avals carry no types to tell it when it is lowered.
-      audit: what its kernel's jaxpr says, once it was asked.
-      operand_count: how many operands the audit is to take, if not as many as are lowered.
-      contradictions: the annotations that its kernel contradicts.
-    """
-
-    call: Call
+    call: Call  # its name, place and binding
+    # for each output, the axis type that the user wrote, or None
     annotations: tuple[AxisType | None, ...] = ()
-    found: Registration | None = None
-    scope: Scope | None = None
+    found: Registration | None = None  # the declaration it obeys; settled when it is first bound
+    scope: Scope | None = None  # the scope in which that was
+    # what the call does, where avals carry no types to tell it when it is lowered
     effects: tuple[Effect, ...] | None = None
-    audit: Any = None
+    audit: Any = None  # what its kernel's jaxpr says, once it was asked
+    # how many operands the audit is to take, if not as many as are lowered
     operand_count: int | None = None
-    contradictions: tuple[Contradiction, ...] = ()
+    contradictions: tuple[Contradiction, ...] = ()  # the annotations that its kernel contradicts
 
     def active(self, state: State) -> bool:
-        """Whether the hooks act on it: here, or because they did when it was bound."""
+        """Whether the hooks act on the call: here, or because they did when it was bound."""
         return state.active or (self.scope is not None and self.scope.active)
 
     def answer_count(self, output_count: int) -> int:
-        """Return for how many results a rule answers."""
+        """Return how many results the rule answers for."""
         return output_count
 
     def placed(self, effects: tuple[Effect, ...], output_count: int) -> tuple[Effect, ...]:
-        """Return the effect on each output, from those that the rule answers."""
+        """Return the effect on each output, from the rule's answers."""
         return effects
 
     def governing(self, state: State) -> Scope:
-        """Return the scope whose policy and rules it obeys."""
+        """Return the scope whose policy and rules the call obeys."""
         return self.scope if self.scope is not None and self.scope.active else state.scope
 
 
 def typed(
     door: Door, known: OpaqueCall, avals: Any, types: tuple[AxisType, ...]
 ) -> tuple[Any, ...]:
-    """Return avals with their types; an annotation that is wider widens them."""
+    """Return avals with their axis types, widened by wider annotations."""
     if any(known.annotations):
         types = tuple(
             one if note is None else one.vary(*(note.varying - one.axes))
@@ -137,11 +111,9 @@ def typed(
 
 
 def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
-    """Return the declaration that a call obeys, or None.
-
-    A rule bound to the kernel's function object comes first, then that of the declared op around
-    it, then the name in the registry.
-    """
+    """Return the declaration that a call obeys, or None."""
+    # A rule bound to the kernel's function object comes first, then that of the declared op around
+    # it, then the name in the registry.
     for binding in (call.binding, scope.binding):
         if binding is not None:
             return Registration(call.name, binding.rule, binding.where)
@@ -158,15 +130,7 @@ def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
 def prove(
     known: OpaqueCall, state: State, primitive: str, params: dict[str, Any], operand_count: int
 ) -> None:
-    """Settle a call without a declaration by its kernel's own jaxpr, where that proves it.
-
-    Args:
-      known: the call; ``found`` and ``audit`` are set.
-      state: for the registry's provers.
-      primitive: the equation's, which a transformation may have changed.
-      params: the equation's parameters.
-      operand_count: how many operands it takes.
-    """
+    """Set the call's rule from a proof of its kernel's own jaxpr, if there is one."""
     if known.found is None and known.audit is None and known.governing(state).prove:
         known.audit = state.registry.audit(primitive, params, operand_count)
         if known.audit is not None and known.audit.proven:
@@ -178,22 +142,10 @@ def prove(
 def confirm(
     known: OpaqueCall, state: State, primitive: str, params: dict[str, Any], operand_count: int
 ) -> None:
-    """Hold a declaration that a call doesn't communicate against its kernel's own jaxpr.
-
-    What the jaxpr proves is marked audited; what it merely can't confirm stands, as declared. Done
-    when a call is lowered, so that tracing doesn't wait for it, and when it is bound where the
-    jaxpr has an effect beyond its refs. ``explain`` and ``scan_calls`` ask for every call.
-
-    Args:
-      known: the call; the status of ``found`` may change.
-      state: for the registry's provers.
-      primitive: the equation's, which a transformation may have changed.
-      params: the equation's parameters.
-      operand_count: how many operands it takes.
-
-    Raises:
-      RuleError: if the jaxpr shows that the kernel communicates.
-    """
+    """Raise RuleError if a kernel's own jaxpr contradicts its declaration ``no_communication``."""
+    # What the jaxpr proves is marked audited; what it merely can't confirm stands, as declared.
+    # Done when a call is lowered, so that tracing doesn't wait for it, and when it is bound where
+    # the jaxpr has an effect beyond its refs. ``explain`` and ``scan_calls`` ask for every call.
     found = known.found
     if found is None or found.status == "audited" or found.rule != no_communication:
         return
@@ -237,22 +189,7 @@ def resolve(
     output_count: int,
     audit: Any = None,
 ) -> Resolution:
-    """Apply the rule of one call where it stands.
-
-    Args:
-      door: JAX's private names.
-      state: for the registry's names, in messages.
-      scope: its policy decides about a call without a rule.
-      call: the call.
-      found: what ``find_rule`` answered.
-      inputs: the operands' axis types.
-      output_count: how many outputs the call has.
-      audit: what the kernel's jaxpr said, for the message where there is no rule.
-
-    Raises:
-      UnknownKernelError: if there is no rule and the policy is ``error``.
-      RuleError: if the rule's answer can't be used.
-    """
+    """Apply a call's rule to the types of its operands."""
     axes = door.manual_axes()
     kept = None if found is None else found.rule.kept(inputs, output_count, axes)
     if kept is not None:
@@ -277,7 +214,7 @@ def resolve(
 
 
 def _answer(call: Call, found: Registration, context: RuleContext) -> Resolution:
-    """Return what a rule answers; an error names the call and where the rule was declared."""
+    """Return the rule's answer; errors name the call and where the rule was declared."""
     try:
         return found.rule.resolve(context)
     except RuleError as error:
@@ -334,13 +271,7 @@ def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> Unkn
 
 
 def to_paste(call: Call, audit: Any, axes: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the lines that would give a call its rule.
-
-    Args:
-      call: the call.
-      audit: what its kernel's jaxpr says, or None.
-      axes: the manual mesh axes, as far as they are known.
-    """
+    """Return the lines to type that give a call a rule."""
     blockers = () if audit is None else audit.blockers
     shown = [blocker.axes for blocker in blockers if blocker.communicates]
     named = tuple(dict.fromkeys(axis for one in shown for axis in one if axis in axes))

@@ -46,7 +46,7 @@ def _module_of(function: Any) -> str:
 
 
 class _Traced(NamedTuple):
-    """What only the kernel tracer sees: the function's module and rule, what the user wrote."""
+    """What only the kernel's tracer sees: module, rule, and the user's annotations."""
 
     module: str
     binding: Binding | None
@@ -54,7 +54,7 @@ class _Traced(NamedTuple):
 
 
 class PallasHooks(Hooks):
-    """The hooks of ``pallas_call``."""
+    """Hooks on ``pallas_call``."""
 
     laws = ("pallas_call",)
 
@@ -67,7 +67,7 @@ class PallasHooks(Hooks):
         )
 
     def install(self, patches: Patches) -> None:
-        """Replace what traces a kernel, and what converts its outputs' shapes."""
+        """Replace what traces a kernel and what converts its output shapes."""
         door = self.door
         patches.attribute(*door.owner("trace_kernel"), self._tracer(door.trace_kernel))
         if door.convert_out_shape is not None:
@@ -86,7 +86,7 @@ class PallasHooks(Hooks):
     # Where function object and jaxpr meet.
 
     def _convert_out_shape(self, out_shape):
-        """Take an output without annotation; note the annotation of one that has it."""
+        """Accept an output without annotation; record the annotation of one that has it."""
         if self.state.active and self.door.checking():
             annotation = self.door.annotation(out_shape)
             self.state.here.annotations.append(annotation)
@@ -124,7 +124,7 @@ class PallasHooks(Hooks):
     # Rewrite and check.
 
     def kernel_of(self, params: dict[str, Any]) -> OpaqueCall:
-        """Return what is known of the kernel of a bind or an equation."""
+        """Return the OpaqueCall of a bind or an equation."""
         jaxpr = params["jaxpr"]
         kernel = self._kernels.get(jaxpr)
         if not isinstance(kernel, OpaqueCall):
@@ -158,7 +158,6 @@ class PallasHooks(Hooks):
         return isinstance(kernel, OpaqueCall) and kernel.active(self.state)
 
     def _bind(self, rest, primitive, trace, args, params):
-        """Cast the inputs as the rule says, then bind."""
         jaxpr, here = params["jaxpr"], self.state.here
         if not self._acts(jaxpr):
             return rest(primitive, trace, args, params)
@@ -205,12 +204,12 @@ class PallasHooks(Hooks):
         return results
 
     def _refuse(self, name: str) -> None:
-        """Refuse that a typed kernel is interpreted where the hooks are gone."""
+        """Raise if a typed kernel is interpreted after the hooks were uninstalled."""
         if not self.state.patched and self.door.checking():
             raise self.state.outlived(f"pallas_call kernel {name!r}")
 
     def _typed(self, evaluate):
-        """Return the abstract eval that gives the outputs the types that the rule says."""
+        """Return the abstract eval that types the outputs by the rule."""
 
         def abstract_eval(*avals, **params):
             outputs, effects = evaluate(*avals, **params)
@@ -234,10 +233,8 @@ class PallasHooks(Hooks):
     def _check_refs(
         self, kernel: OpaqueCall, jaxpr: Any, avals, types: tuple[AxisType, ...]
     ) -> None:
-        """Refuse that what varies goes into a ref that a kernel closes over, and that is narrower.
-
-        A rule speaks for the arrays that a kernel returns, not for what it stores.
-        """
+        """Raise if a kernel may store varying data into a closed-over ref that varies less."""
+        # A rule speaks for the arrays that a kernel returns, not for what it stores.
         stored = written_variables(self.door, jaxpr)
         varying = frozenset().union(*(one.varying for one in (*types_of(self.door, avals), *types)))
         for variable, ref in zip(jaxpr.constvars, avals):  # these operands come first

@@ -35,17 +35,16 @@ __all__ = ["PrimitiveHooks"]
 
 
 class _Noted(tuple):
-    """Result avals, with what the user wrote on them."""
+    """Result avals with the user's annotations."""
 
     notes: tuple[AxisType | None, ...] = ()
 
 
 class _Settled(tuple):
-    """Result avals of a call that was bound under the hooks; carries what is known of it.
+    """Result avals of a call that was bound under the hooks, with its OpaqueCall."""
 
-    To JAX's tree utilities it is a tuple: where the hooks are gone, JAX maps over the avals that a
-    callback hands on.
-    """
+    # To JAX's tree utilities it is a tuple: where the hooks are gone, JAX maps over the avals that
+    # a callback hands on.
 
     known: OpaqueCall
 
@@ -56,7 +55,7 @@ def _plain(_, avals: Any) -> Any:
 
 @functools.cache
 def _register() -> None:
-    """Tell JAX of the class, once, and not before the program itself has imported JAX."""
+    """Register the class with JAX once, after the program has imported JAX."""
     import jax
 
     jax.tree_util.register_pytree_node(_Settled, lambda avals: (tuple(avals), None), _plain)
@@ -64,21 +63,15 @@ def _register() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """How to read one primitive's parameters.
+    """How to read one primitive's parameters."""
 
-    Args:
-      names: from its params to the kernel's function, or None, and the names to ask for.
-      results: the parameter that holds its result avals, or empty.
-      own: whether it is a user's: then its own answer counts where it is wide enough.
-    """
-
+    # from its params to the kernel's function, or None, and the names to ask for
     names: Callable[[dict[str, Any]], tuple[Any, tuple[str, ...]]]
-    results: str = ""
-    own: bool = False
+    results: str = ""  # the parameter that holds its result avals, or empty
+    own: bool = False  # whether it is a user's: then its own answer counts where it is wide enough
 
 
 def _called(key: str) -> Callable:
-    """Read the name in ``params[key]``."""
     return lambda params: (None, (params[key],) if params.get(key) else ())
 
 
@@ -97,7 +90,7 @@ def _exported(params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
 
 
 def _users(params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    """Read whatever names a kernel in a primitive that is not JAX's (jax-triton: ``fn``)."""
+    """Read whatever names a kernel in a user's primitive (jax-triton: ``fn``)."""
     function = params.get("fn")
     names = [params.get(key) for key in ("kernel_name", "target_name", "name")]
     names.append(getattr(getattr(function, "fn", function), "__name__", None))
@@ -117,7 +110,7 @@ _USERS = _Kind(_users, own=True)
 
 
 class PrimitiveHooks(Hooks):
-    """The hooks of opaque primitives."""
+    """Hooks on opaque primitives."""
 
     laws = ("opaque",)
 
@@ -127,19 +120,14 @@ class PrimitiveHooks(Hooks):
         self._kinds: dict[Any, _Kind] = {}
 
     def install(self, patches: Patches) -> None:
-        """Replace what converts result avals, and what looks up a user's transpose rule."""
+        """Replace what converts result avals and what looks up a transpose rule."""
         _register()
         door = self.door
         patches.attribute(*door.owner("result_avals"), self._result_avals)
         patches.attribute(*door.owner("transpose_of"), self._transpose_of)
 
     def law(self, primitive: Any, row: Row) -> Law:
-        """Return the law of an opaque primitive.
-
-        Args:
-          primitive: JAX's own, or a user's.
-          row: its row of the table.
-        """
+        """Return the law of an opaque primitive, JAX's own or a user's."""
         kind = _USERS if row is USERS else _KINDS[primitive.name]
         self._kinds[primitive] = kind
         known_of = functools.partial(self._known, kind, primitive)
@@ -152,17 +140,15 @@ class PrimitiveHooks(Hooks):
         )
 
     def _transpose_of(self, p: Any) -> Any:
-        """Return a primitive's transpose rule; a user's is held to its operands' types."""
+        """Return a primitive's transpose rule; a user's is checked against operand types."""
         rule = self.door.transpose_of(p)
         if self._kinds.get(p) is not _USERS:
             return rule
         return functools.partial(self._transpose, rule, p.name)
 
     def _transpose(self, rule, name: str, cotangents, *args, **params):
-        """Transpose a user's primitive; refuse shares for an operand that is invariant.
-
-        JAX to 0.7.2 takes them for the whole, and from 0.8.3 it names neither primitive nor axes.
-        """
+        """Transpose a user's primitive; raise if an invariant operand gets a varying cotangent."""
+        # JAX to 0.7.2 takes them for the whole, and from 0.8.3 it names neither primitive nor axes.
         found = rule(cotangents, *args, **params)
         if self.door.checking() and isinstance(found, (list, tuple)):
             for i, (ct, x) in enumerate(zip(found, args)):
@@ -189,11 +175,11 @@ class PrimitiveHooks(Hooks):
     # What is known of a call.
 
     def opaque(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
-        """Return what is known of a call of any primitive, taken for a user's."""
+        """Return the OpaqueCall of a primitive that is taken for a user's."""
         return self._known(self._kinds.get(primitive, _USERS), primitive, params)
 
     def carrying(self, known: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
-        """Return params that carry what is known to wherever the call is looked at next."""
+        """Return params that carry the OpaqueCall to later abstract evals and lowerings."""
         kind = self._kinds.get(known.call.target)
         if kind is None or kind.results not in params:
             return params
@@ -202,7 +188,7 @@ class PrimitiveHooks(Hooks):
         return {**params, kind.results: settled}
 
     def _result_avals(self, results):
-        """Take annotated results; JAX 0.8.3 to 0.12 fail on an assertion."""
+        """Accept annotated results; JAX 0.8.3 to 0.12 fail on an assertion."""
         if not self.state.active:
             return self.door.result_avals(results)
         notes, plain = [], []
@@ -243,7 +229,6 @@ class PrimitiveHooks(Hooks):
     # Rewrite and check.
 
     def _bind(self, kind: _Kind, rest, primitive, trace, args, params):
-        """Cast the operands as the rule says, then bind."""
         known = self._known(kind, primitive, params)
         if not known.active(self.state):
             return rest(primitive, trace, args, params)
@@ -265,7 +250,7 @@ class PrimitiveHooks(Hooks):
             here.outer = before
 
     def bound_in(self, trace: Any):
-        """Return a context in which what is bound is bound in ``trace``."""
+        """Return a context in which ``bind`` uses ``trace``."""
         return self.door.set_current_trace(trace)
 
     def unchecked(self, known: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
@@ -273,7 +258,7 @@ class PrimitiveHooks(Hooks):
         return params
 
     def _ruled(self, kind: _Kind, known: OpaqueCall, primitive, trace, args, params):
-        """Return the operands, cast, and the parameters, with the results' types."""
+        """Return the cast operands, and the parameters with the results' types."""
         results = params.get(kind.results)
         avals = [self.door.typeof(x) for x in args]
         may_answer = known.found is None and self._may_answer(kind, known)
@@ -302,7 +287,7 @@ class PrimitiveHooks(Hooks):
         return args, params
 
     def _typed(self, kind: _Kind, primitive: Any, evaluate: Callable) -> Callable:
-        """Return the abstract eval that gives the types that the rule says."""
+        """Return the abstract eval that types the results by the rule."""
 
         def abstract_eval(*avals, **params):
             answer = evaluate(*avals, **params)
@@ -333,16 +318,14 @@ class PrimitiveHooks(Hooks):
             return evaluate(*plain, **params)[0]
 
     def _is_wide(self, avals, outputs) -> bool:
-        """Whether an answer's types vary as a kernel's that doesn't communicate would."""
+        """Whether the results vary as those of a kernel that doesn't communicate would."""
         types = types_of(self.door, outputs)
         union = frozenset().union(*(t.varying for t in types_of(self.door, avals)))
         return all(union <= t.varying for t in types) and any(t.axes for t in types)
 
     def _may_answer(self, kind: _Kind, known: OpaqueCall) -> bool:
-        """Whether a call without a rule may keep its own abstract eval's types, if wide enough.
-
-        A user's primitive may know about axis types. Its inputs are then its own to cast.
-        """
+        """Whether a call without a rule may keep its own abstract eval's types, if wide enough."""
+        # A user's primitive may know about axis types. Its inputs are then its own to cast.
         return kind.own and known.governing(self.state).policy in ("error", COLLECT)
 
     def _resolve(self, known: OpaqueCall, avals, output_count: int):

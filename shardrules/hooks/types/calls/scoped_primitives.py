@@ -27,7 +27,7 @@ _TABLES = ("jax.interpreters.ad", "jax.interpreters.batching", "jax.interpreters
 
 
 def is_lent(known: OpaqueCall) -> bool:
-    """Whether a call has its rule from a scope, be it ``rules(...)`` or a declared op."""
+    """Whether a call's rule comes from a scope: ``rules(...)`` or a declared op."""
     found, scope = known.found, known.scope
     if found is None or scope is None:
         return False
@@ -38,13 +38,9 @@ def is_lent(known: OpaqueCall) -> bool:
 
 
 class Carriers:
-    """The carriers that were made, one for each primitive and what its scopes say.
+    """The carriers that were made, one for each primitive and scope."""
 
-    Args:
-      door: JAX's private names.
-      state: for entering scopes.
-      funnel: for what they obey.
-    """
+    # funnel: for what they obey.
 
     def __init__(self, door: Door, state: State, funnel: Funnel):
         self.door = door
@@ -53,19 +49,12 @@ class Carriers:
         self._made: dict[Any, Any] = {}
 
     def bind(self, primitive: Any, scope: Scope, operands: Any, params: dict[str, Any]) -> Any:
-        """Bind the carrier of a primitive for a scope.
-
-        Args:
-          primitive: the user's.
-          scope: the one that its rule came from.
-          operands: what it is bound to.
-          params: its parameters.
-        """
+        """Bind the carrier of a user's primitive for a scope."""
         carrier = self._carrier(primitive, scope)
         return type(carrier).bind(carrier, *operands, **params)
 
     def enter(self, scope: Scope):
-        """Return a context in which the rules of ``scope`` hold; observers of this one stay."""
+        """Return a context in which the rules of ``scope`` hold; current observers stay."""
         here = self.state.scope
         return self.state.enter(dataclasses.replace(scope, claims=here.claims, notes=here.notes))
 

@@ -137,7 +137,6 @@ OPCODES = (
 
 
 def _full(value: ranges.Exact, shape: Shape) -> np.ndarray | None:
-    """Give rows of the array's shape."""
     if not value.splat:
         return value.array
     if shape.element_count > ranges.MAX_ELEMENTS:
@@ -152,10 +151,7 @@ def evaluate(
     shapes: Sequence[Shape],
     device_count: int,
 ) -> tuple[np.ndarray, bool] | None:
-    """Compute an instruction's rows from its operands' and say whether each row is one number.
-
-    Returns None where the result is not certain, or too large to keep.
-    """
+    """Compute an instruction's rows from its operands' and say whether each row is one number."""
     if not all(s.element_count for s in (*shapes, instruction.shape)):
         return None
     # A computation may be given other arrays than its parameters' shapes say, in damaged text.
@@ -285,11 +281,9 @@ def _elementwise(instruction, operands, shapes):
 
 
 def clamped_index(index: ranges.Exact, last: int) -> np.ndarray | None:
-    """Clamp a slice's start on each device to 0 and ``last``; None where that isn't certain.
-
-    Backends bring an index to their own width before they clamp it: what doesn't fit 32 signed
-    bits may be cut, and an unsigned one with its highest bit set taken for negative.
-    """
+    """Clamp a slice's start on each device to 0 and ``last``; None where that isn't certain."""
+    # Backends cut an index to their own width before they clamp it: what doesn't fit 32 signed
+    # bits may change, and an unsigned number with its highest bit set may become negative.
     rows = index.array
     if rows.dtype == np.bool_ or rows[0].size != 1 or not 0 <= last < 2**31:
         return None

@@ -27,11 +27,7 @@ _TEXT = "bW9kdWxl"  # "module" in base64
 
 
 def is_local(config: str) -> bool:
-    """Tell whether a backend_config holds a kernel whose text names local operations alone.
-
-    Args:
-      config: the attribute's text, JSON or a quoted string of it.
-    """
+    """Tell whether a backend_config holds a kernel whose text names local operations alone."""
     if f'"{_TEXT}' not in config.replace("\\", ""):
         return False
     try:

@@ -22,30 +22,16 @@ _STEPS = 16  # instructions between a piece and the all-reduce, or between zeros
 
 
 class Piece(NamedTuple):
-    """What a dynamic-update-slice writes at a place that the device's number gives.
+    """What a dynamic-update-slice writes at a place that the device's number gives."""
 
-    Attributes:
-      state: of what it writes.
-      shape: of that.
-      dimension: along which the places differ.
-      starts: where it begins on each device.
-    """
-
-    state: int
+    state: int  # of what it writes
     shape: hm.Shape
-    dimension: int
-    starts: Exact
+    dimension: int  # along which the places differ
+    starts: Exact  # where it begins on each device
 
 
 def written(full: hm.Shape, block: hm.Shape, state: int, starts: Sequence[Any]) -> Piece | None:
-    """Describe an update whose place differs along one dimension, by numbers that are known.
-
-    Args:
-      full: the shape of what it is written into.
-      block: the shape of what is written.
-      state: of what is written.
-      starts: where it begins, clamped.
-    """
+    """Describe an update whose place differs along one dimension, by numbers that are known."""
     sizes = zip(full.dimensions, block.dimensions)
     partial = [n for n, (whole, part) in enumerate(sizes) if whole != part]
     if len(partial) != 1 or len(starts) != len(full.dimensions) or full.dynamic or block.dynamic:
@@ -63,15 +49,7 @@ def of(
     pieces: dict[tuple[str, str], Piece | None],
     groups: np.ndarray | None,
 ) -> Piece | None:
-    """Give the piece that each device adds to an all-reduce; None where it is no all-gather.
-
-    Args:
-      module: the module.
-      computation: the one that holds the all-reduce.
-      position: the operand's.
-      pieces: what the proof saw written, by computation and instruction.
-      groups: the device groups, one in a row.
-    """
+    """Give the piece that each device adds to an all-reduce; None where it is no all-gather."""
     within: _Within = [(computation, None)]
     update = computation.instructions[_passed_on(computation, position)]
     if update.opcode == "fusion" and len(update.calls) == 1:

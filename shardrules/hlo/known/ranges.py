@@ -23,16 +23,12 @@ MAX_ELEMENTS = 8192  # an integer array of more elements is not evaluated
 
 
 class Ranged:
-    """An array in row-major order, cut into ranges.
-
-    Attributes:
-      cuts: pairs of the element at which a range stops and the range's state.
-    """
+    """An array in row-major order, cut into ranges."""
 
     __slots__ = ("cuts",)
 
     def __init__(self, cuts: tuple[tuple[int, int], ...]):
-        self.cuts = cuts
+        self.cuts = cuts  # pairs of the element at which a range stops and the range's state
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Ranged) and self.cuts == other.cuts
@@ -42,20 +38,14 @@ class Ranged:
 
 
 class Exact:
-    """Integers or booleans known on every device.
-
-    Attributes:
-      state: the state that follows from them.
-      array: one row per device, or one row for all; a row has the array's shape.
-      splat: a row is one number, which all elements of the array have.
-    """
+    """Integers or booleans known on every device."""
 
     __slots__ = ("state", "array", "splat", "_key")
 
     def __init__(self, state: int, array: np.ndarray, splat: bool):
         self.state = state
-        self.array = array
-        self.splat = splat
+        self.array = array  # one row per device, or one row for all; a row has the array's shape
+        self.splat = splat  # a row is one number, which all elements of the array have
         self._key = (state, splat, array.dtype.str, array.shape, array.tobytes())
 
     def __eq__(self, other: Any) -> bool:
@@ -86,10 +76,7 @@ class Started:
 
 
 def normal(cuts: Sequence[tuple[int, int]]) -> Any:
-    """Make a value of cuts, with empty ranges dropped: one state where there is one range.
-
-    An array without elements is the same everywhere.
-    """
+    """Make a value of cuts, with empty ranges dropped: one state where there is one range."""
     kept = []
     last = 0
     for stop, state in cuts:
@@ -129,12 +116,7 @@ def between(cuts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tupl
 
 
 def without_padding(cuts: Sequence[tuple[int, int]], constant) -> list[tuple[int, int]]:
-    """Join ranges that hold constants alone to the range before them, at the start to the next.
-
-    Args:
-      cuts: the ranges.
-      constant: tells whether a state is that of constants.
-    """
+    """Join ranges that hold constants alone to the range before them, at the start to the next."""
     kept: list[tuple[int, int]] = []
     for stop, state in cuts:
         if kept and constant(state):
@@ -147,12 +129,9 @@ def without_padding(cuts: Sequence[tuple[int, int]], constant) -> list[tuple[int
 
 
 def keeps_order(before: Shape, after: Shape) -> bool:
-    """Tell whether a bitcast leaves the elements' row-major order as it is.
-
-    A bitcast reads the same bytes under another layout: where the layouts differ, or the widths of
-    the elements, it permutes or cuts them. Text may be printed without layouts: nobody knows then,
-    but of a lone element.
-    """
+    """Tell whether a bitcast leaves the elements' row-major order as it is."""
+    # A bitcast reads the same bytes under another layout: where layouts or element widths differ,
+    # it permutes or cuts elements. Without printed layouts only a lone element is certain.
     return before.element_type == after.element_type and (
         before.element_count == after.element_count == 1
         or before.is_row_major

@@ -13,17 +13,11 @@ _KEEP = 8  # blockers that a state lists; a path through more names these
 
 
 class Cause(NamedTuple):
-    """Why a value differs between devices.
+    """Why a value differs between devices."""
 
-    Attributes:
-      what: the thing that differs, ``"parameter 0 ('x')"``.
-      how: what it does, ``"is sharded"``; the axes are put after it where they are known.
-      detail: what is put there where they are not, ``"as {devices=...}"``.
-    """
-
-    what: str
-    how: str
-    detail: str = ""
+    what: str  # the thing that differs, ``"parameter 0 ('x')"``
+    how: str  # what it does, ``"is sharded"``; the axes are put after it where they are known
+    detail: str = ""  # what is put there where they are not, ``"as {devices=...}"``
 
 
 class Blocker(NamedTuple):
@@ -65,28 +59,23 @@ class Support(NamedTuple):
 
 
 class State(NamedTuple):
-    """One interned state.
+    """One interned state."""
 
-    Attributes:
-      proven: relation that is proven.
-      optimistic: the relation that would hold if every blocker gave equal values everywhere.
-      causes: pairs of relation and cause whose refinement is at least as fine as ``optimistic``.
-      blockers: what stands on the path, at most a few.
-      supports: all that the proof rests on: one that is left out would pass as audited.
-      constant: it is made of the program's constants alone, as what an array is padded with.
-      apart: the relation in which devices are equal unless they are known to be computed from
-        different data, by steps that keep data different (see ``known.evening``).
-      moved: the relation in which devices are equal that data was moved between, one to another:
-        what is computed of both may be the same on them, as the sum that a ring of permutes makes.
-    """
-
-    proven: int = hd.EQUAL
+    proven: int = hd.EQUAL  # relation that is proven
+    # The relation that would hold if every blocker gave equal values everywhere.
     optimistic: int = hd.EQUAL
+    # Pairs of relation and cause whose refinement is at least as fine as ``optimistic``.
     causes: tuple[tuple[int, Cause], ...] = ()
-    blockers: tuple[Blocker, ...] = ()
+    blockers: tuple[Blocker, ...] = ()  # what stands on the path, at most a few
+    # All that the proof rests on: one that is left out would pass as audited.
     supports: tuple[Support, ...] = ()
+    # It is made of the program's constants alone, as what an array is padded with.
     constant: bool = False
+    # The relation in which devices are equal unless they are known to be computed from different
+    # data, by steps that keep data different (see ``known.evening``).
     apart: int = hd.EQUAL
+    # The relation in which devices are equal that data was moved between, one to another: what is
+    # computed of both may be the same on them, as the sum that a ring of permutes makes.
     moved: int = hd.DISTINCT
 
 

@@ -45,23 +45,18 @@ def _labels(rows: np.ndarray) -> np.ndarray:
 
 
 class Values:
-    """How values combine.
-
-    Attributes:
-      states: the states of which values are made.
-      relations: the relations of which states are made.
-      unwritten: the states of buffers that hold whatever lay there, each with the state of one that
-        is filled, if a loop around fills it piece by piece, else with itself.
-      pieces: what each device writes at its own place, by computation and instruction.
-      budget: what may still be evaluated, in instructions; large arrays and many ranges count as
-        several.
-    """
+    """How values combine."""
 
     def __init__(self, states: hs.States, budget: int):
         self.states = states
         self.relations = states.relations
+        # The states of buffers that hold whatever lay there, each with the state of one that is
+        # filled, if a loop around fills it piece by piece, else with itself.
         self.unwritten: dict[int, int] = {}
+        # What each device writes at its own place, by computation and instruction.
         self.pieces: dict[tuple[str, str], pieces.Piece | None] = {}
+        # What may still be evaluated, in instructions; large arrays and many ranges count as
+        # several.
         self.budget = budget
 
     def collapse(self, value: Any) -> int:
@@ -92,12 +87,7 @@ class Values:
         return len({self.states[self.collapse(value)].apart for value in values}) <= 1
 
     def join(self, a: Any, b: Any, combine: Callable[[int, int], int] | None = None) -> Any:
-        """Give a value that is equal only where both are: what may be either of them.
-
-        Args:
-          a, b: the values.
-          combine: of two states another one; of what is either of them if None.
-        """
+        """Give a value that is equal only where both are: what may be either of them."""
         if a is b or a == b:
             return a
         combine = combine or self.states.either
@@ -204,7 +194,6 @@ class Values:
         return self.merged(operands)
 
     def _clamped(self, computation, instruction, operands) -> list[Any]:
-        """Replace known index operands by what they are clamped to."""
         first = 1 if instruction.opcode == "dynamic-slice" else 2
         if len(operands) < first:
             return operands
@@ -243,12 +232,7 @@ class Values:
         return self.choose(predicate, [operands[2], operands[1]])
 
     def choose(self, which: Exact, options: list[Any]) -> Any:
-        """Give the value that on each device is the option of that number.
-
-        Args:
-          which: one number for each device; beyond the options it means the last one.
-          options: the values to choose from.
-        """
+        """Give the value that on each device is the option of that number."""
         numbers = which.array.reshape(-1).astype(np.int64)
         count = self.relations.device_count
         numbers = np.where((numbers < 0) | (numbers >= len(options)), len(options) - 1, numbers)
@@ -333,10 +317,8 @@ class Values:
         return instruction.shape.elements is None and instruction.shape.dimensions == ()
 
     def _scaled(self, state: int, number: int) -> int:
-        """Combine a range's state with that of one number, the same everywhere.
-
-        Padding stays padding: all its elements are still alike.
-        """
+        """Combine a range's state with that of one number, the same everywhere."""
+        # Padding stays padding: all its elements are still alike.
         constant = self.states[state].constant
         return self.states.without_detail(self.states.refine(state, number), constant=constant)
 
@@ -391,7 +373,6 @@ class Values:
         return ranges.normal(ranges.between(cuts, *place))
 
     def _uniform(self, indices) -> list[int] | None:
-        """Give index operands as numbers, if they are known and the same on all devices."""
         found = []
         for index in indices:
             if not isinstance(index, Exact) or index.array.size != 1:

@@ -62,25 +62,16 @@ _WHOLE = re.compile(r"[su]\d+|pred")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Channel:
-    """How one collective instruction connects devices.
+    """How one collective instruction connects devices."""
 
-    Attributes:
-      kind: one of KINDS.
-      groups: the device groups; for a permute, the pairs' connected devices.
-      ordered: the result depends on the order of the group's members.
-      mesh: the mesh that the notation names, if it does.
-      reduction: the reduction's opcode, "" where it has none; several operations have a checksum.
-      dimension: along which parts are put together or taken apart, "" where it says none.
-      unread: what in its attributes is not understood, "" if nothing is.
-    """
-
-    kind: str
-    groups: hd.Groups
-    ordered: bool
-    mesh: hn.TextMesh | None
+    kind: str  # one of KINDS
+    groups: hd.Groups  # the device groups; for a permute, the pairs' connected devices
+    ordered: bool  # the result depends on the order of the group's members
+    mesh: hn.TextMesh | None  # the mesh that the notation names, if it does
+    # The reduction's opcode, "" where it has none; several operations have a checksum.
     reduction: str
-    dimension: str = ""
-    unread: str = ""
+    dimension: str = ""  # along which parts are put together or taken apart, "" where it says none
+    unread: str = ""  # what in its attributes is not understood, "" if nothing is
 
 
 def make_groups(rows: list[list[int]], relations: hd.Relations) -> hd.Groups:
@@ -102,11 +93,7 @@ def read_channel(
     relations: hd.Relations,
     cache: dict[Any, Any],
 ) -> Channel:
-    """Read a collective's attributes.
-
-    Raises:
-      HloSyntaxError: its groups or pairs can't be read, or don't fit the module.
-    """
+    """Read a collective's attributes."""
     values, unread = _attributes(instruction)
     connections, doubt = _connections(module, instruction, kind, values, relations, cache)
     groups, mesh = connections
@@ -122,7 +109,6 @@ def read_channel(
 
 
 def _attributes(instruction: hm.Instruction) -> tuple[dict[str, tuple[str, int]], str]:
-    """Read attributes, each with its place; say what isn't understood of them."""
     values: dict[str, tuple[str, int]] = {}
     unread = ""
     for key, start, end in instruction.attributes():
@@ -185,11 +171,6 @@ def _connections(
 
 
 def _groups(text: str, channel: bool, flat: bool | None, relations: hd.Relations) -> _Connections:
-    """Read groups, and the mesh that they name.
-
-    Args:
-      flat: use_global_device_ids, None for the kinds that don't have it.
-    """
     rows, mesh = hn.read_groups(text)
     if flat is None:
         mode = "cross_partition" if channel else "cross_replica"
@@ -261,11 +242,7 @@ def _reduction(computation: hm.Computation) -> str:
 
 
 def read_pairs(text: str, channel: bool, _: bool | None, relations: hd.Relations) -> _Connections:
-    """Read a permute's pairs, as the groups of devices that they connect.
-
-    Raises:
-      NotationError: they are none, or of devices that there are not.
-    """
+    """Read a permute's pairs, as the groups of devices that they connect."""
     if not text:
         raise hn.NotationError("a collective-permute without source_target_pairs")
     partitions, replicas = relations.partitions, relations.replicas
@@ -321,13 +298,7 @@ class Transfer:
         self._states: dict[Any, tuple[int, Any]] = {}
 
     def relation(self, channel: Channel, how: str, relation: int) -> int:
-        """Give the result's relation for an operand's.
-
-        Args:
-          channel: how the collective connects devices.
-          relation: the operand's.
-          how: ``join``, ``exchange``, ``permute`` or ``first``.
-        """
+        """Give the result's relation for an operand's."""
         groups = channel.groups
         # Groups of one relation may order their members differently, and permutes of one group
         # may move them differently: they are part of the key, which keeps them from being freed.
@@ -361,15 +332,7 @@ class Transfer:
         return result
 
     def state(self, channel: Channel, how: str, state: int, guard: int, what: str) -> int:
-        """Give the result's state.
-
-        Args:
-          channel: how it connects devices.
-          how: as for ``relation``.
-          state: the operand's.
-          guard: the state of the predicates under which the collective runs.
-          what: the collective, for reasons.
-        """
+        """Give the result's state."""
         rest = what if how == "exchange" else ""
         key = (how, channel.ordered, state, guard, id(channel.groups), rest)
         known = self._states.get(key)
@@ -417,11 +380,9 @@ class Transfer:
         return result
 
     def _apart(self, channel: Channel, how: str, apart: int, uniform: bool) -> int:
-        """Give the relation of devices that surely hold different data after a collective.
-
-        What moved may be put together again, as a ring of permutes sums: members of a group count
-        as equal. Groups differ if their members' data do, in whatever order.
-        """
+        """Give the relation of devices that surely hold different data after a collective."""
+        # A later step may add up what moved with what stayed, as a ring of permutes does: members
+        # of a group count as equal. Groups differ if their members' data do, in whatever order.
         if apart == hd.EQUAL or not (uniform and channel.groups.complete):
             return hd.EQUAL
         if how == "first":

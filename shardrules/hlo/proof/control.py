@@ -61,11 +61,9 @@ def _settle(proof: Proof, condition, body, start: Any, guard: int, trips: int | 
 
 
 def _unrolled(proof: Proof, condition, body, carry: Any, guard: int, trips: int) -> Any:
-    """Follow a loop of known trip count until its carry's states repeat; None if too long.
-
-    What a carry starts as doesn't matter after the iteration that replaces it: a carry that
-    starts sharded and is summed in each iteration comes out equal.
-    """
+    """Follow a loop of known trip count until its carry's states repeat; None if too long."""
+    # What a carry starts as doesn't matter after the iteration that replaces it: a carry that
+    # starts sharded and is summed in each iteration comes out equal.
     if not proof.values.unwritten or trips < 2 or not isinstance(carry, tuple):
         return _iterated(proof, condition, body, carry, guard, trips)
     filled = _filled(proof, body, carry, guard, trips)
@@ -83,11 +81,9 @@ def _unrolled(proof: Proof, condition, body, carry: Any, guard: int, trips: int)
 
 
 def _filled(proof: Proof, body, carry: tuple, guard: int, trips: int) -> set[int]:
-    """Find the carried buffers that a loop fills, by what its first two iterations write.
-
-    The second must write as much as the first, elsewhere, and so much that all iterations fill
-    the buffer. That the others go on like these is assumed, and said where it is used.
-    """
+    """Find the carried buffers that a loop fills, by what its first two iterations write."""
+    # The second must write as much as the first, elsewhere, and so much that all iterations fill
+    # the buffer. FILLED says that the others are assumed to go on like these.
     steps: list[Any] = [carry]
     for _ in range(2):
         steps.append(proof.evaluate(body, (steps[-1],), guard))
@@ -104,7 +100,6 @@ def _filled(proof: Proof, body, carry: tuple, guard: int, trips: int) -> set[int
 
 
 def _unwritten_count(values: Values, value: Any, count: int) -> int:
-    """Count the elements of an array that nothing was written to."""
     if type(value) is int:
         return count if value in values.unwritten else 0
     if not isinstance(value, Ranged):
@@ -114,7 +109,6 @@ def _unwritten_count(values: Values, value: Any, count: int) -> int:
 
 
 def _renamed(value: Any, names: dict[int, int]) -> Any:
-    """Replace states that stand alone."""
     if type(value) is int:
         return names.get(value, value)
     if isinstance(value, tuple):
@@ -142,10 +136,7 @@ def _iterated(proof: Proof, condition, body, carry: Any, guard: int, trips: int)
 
 
 def _stepped(proof: Proof, condition, body, carry: Any, guard: int, told: int | None) -> Any:
-    """Follow a loop whose predicate is known on every device; None where it isn't.
-
-    None, too, where the predicate contradicts the count that the text tells.
-    """
+    """Follow a loop whose predicate is known on every device; None where it isn't."""
     settling = _settling(body, proof.reach.deterministic, proof.module.strange)
     for step in range(_MAX_STEPS + 1):
         predicate = proof.evaluate(condition, (carry,), guard)
@@ -174,7 +165,6 @@ def _stepped(proof: Proof, condition, body, carry: Any, guard: int, told: int | 
 
 
 def _settled(proof: Proof, body: hm.Computation, settling, step: int, guard: int) -> bool:
-    """Tell whether an element is after so many steps what each further step makes of it."""
     if settling is None or settling[0] > step:
         return False
     proven = proof.values.states[guard].proven
@@ -294,10 +284,7 @@ def _origin(
     index: int,
     strange: dict[int, str],
 ) -> Any:
-    """Say what a branch returns as element ``index``: the caller's instruction, or a constant.
-
-    None where the branch computes it.
-    """
+    """Say what a branch returns as element ``index``: the caller's instruction, or a constant."""
     root = branch.instructions[branch.root]
     if root.opcode == "tuple" and index < len(root.operands):
         result = _behind_copies(branch, root.operands[index], strange)
@@ -322,15 +309,9 @@ def _behind_copies(computation: hm.Computation, position: int, strange: dict[int
 def _settling(
     body: hm.Computation, pure, strange: dict[int, str]
 ) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """Find the elements of a loop's carry that stop changing, however long the loop goes on.
-
-    An element that the body passes on never changes; one that is a deterministic function of
-    those is the same after every iteration but the first, and so on.
-
-    Returns:
-      For each such element after how many iterations, and the places in the body of the
-      collectives through which it goes.
-    """
+    """Find the elements of a loop's carry that stop changing, however long the loop goes on."""
+    # An element that the body passes on never changes; a deterministic function of such elements
+    # is the same after every iteration but the first, and so on.
     root = body.instructions[body.root]
     if root.opcode != "tuple":
         return {}
@@ -385,10 +366,8 @@ def _needs(body: hm.Computation, result: int, pure) -> tuple[set[int], tuple[int
 
 
 def _passed(computation: hm.Computation, index: int, strange: dict[int, str]) -> int | None:
-    """Give the parameter's element that a computation returns unchanged as element ``index``.
-
-    A copy with an attribute that isn't known may be more than a copy.
-    """
+    """Give the parameter's element that a computation returns unchanged as element ``index``."""
+    # A copy with an attribute that isn't known may be more than a copy.
     root = computation.instructions[computation.root]
     if root.opcode != "tuple" or index >= len(root.operands):
         return None

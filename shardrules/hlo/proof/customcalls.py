@@ -153,12 +153,7 @@ def read_mesh(text: str) -> dict[str, int] | None:
 
 
 def empty_buffer(values: Values, filling: bool) -> int:
-    """Give the state of a buffer that holds whatever lay there.
-
-    Args:
-      values: where states are interned.
-      filling: a loop fills it piece by piece; this is its state inside of the loop.
-    """
+    """Give the state of a buffer that holds whatever lay there."""
     loop = ", in a loop that fills it" if filling else ""
     state = values.states.blocked(
         hs.Blocker(f"an uninitialised buffer that nothing is shown to fill{loop}")
@@ -176,11 +171,7 @@ def aliased(instruction: Instruction) -> set[int]:
 
 
 def spread_steps(module: Module) -> set[tuple[str, int]]:
-    """Find the instructions that are steps of a collective whose done stands elsewhere.
-
-    TPU's compiler spreads a collective over fusions (see ASYNC_DONE); counting
-    each of them would count its bytes several times.
-    """
+    """Find the instructions that are steps of a collective whose done stands elsewhere."""
     steps: dict[str, list[tuple[str, int]]] = {}
     done: set[str] = set()
     if ASYNC_DONE not in module.text:
@@ -215,65 +206,46 @@ def spread_steps(module: Module) -> set[tuple[str, int]]:
 
 
 class Resolution:
-    """What was found out about one custom call.
-
-    Attributes:
-      effects: one for each output, or None: unknown, for the reason that ``blocker`` gives.
-      support: what the effects rest on.
-      mesh: the tag's mesh.
-      blocker: set where effects is None.
-      uninitialised: its result is whatever lay in memory.
-    """
+    """What was found out about one custom call."""
 
     __slots__ = ("effects", "support", "mesh", "blocker", "uninitialised")
 
     def __init__(self, effects, support, mesh, blocker, uninitialised=False):
+        # One for each output, or None: unknown, for the reason that ``blocker`` gives.
         self.effects = effects
         self.support = support
-        self.mesh = mesh
-        self.blocker = blocker
-        self.uninitialised = uninitialised
+        self.mesh = mesh  # the tag's mesh
+        self.blocker = blocker  # set where effects is None
+        self.uninitialised = uninitialised  # its result is whatever lay in memory
 
 
 class _Call:
-    """A custom call as its text describes it.
-
-    Attributes:
-      target: its custom_call_target.
-      config: its backend_config, None where it has none.
-      tag: its frontend attributes.
-      outputs: how many arrays it returns.
-      op_name: JAX's name for it.
-      kernel: the kernel's name, None where the text holds none.
-      where: its op_name and source line, for people.
-    """
+    """A custom call as its text describes it."""
 
     def __init__(self, module: Module, instruction: Instruction):
         given = {key: instruction.text[a:b] for key, a, b in instruction.attributes()}
         parts = instruction.shape.elements
         metadata = module.frames.metadata(given.get("metadata", ""))
         self.target = given.get("custom_call_target", "").strip('"')
-        self.config = given.get("backend_config")
+        self.config = given.get("backend_config")  # its backend_config, None where it has none
         self.tag = frontend_attributes(given.get("frontend_attributes"))
-        self.outputs = 1 if parts is None else len(parts)
-        self.op_name = self.where = metadata.op_name
+        self.outputs = 1 if parts is None else len(parts)  # how many arrays it returns
+        self.op_name = self.where = metadata.op_name  # its op_name and source line, for people
+        # The kernel's name, None where the text holds none.
         self.kernel = kernel_name(self.config, self.target, self.tag, metadata)
         if metadata.frames:
             line = str(metadata.frames[0])
             self.where = f"{self.op_name} ({line})" if self.op_name else line
 
     def blocker(self, why: str) -> hs.Blocker:
-        """Describe what blocks a proof."""
         name = "" if self.kernel == self.target else f" (kernel {self.kernel!r})"
         shown = f"custom call {self.target!r}{name if self.kernel else ' (kernel without a name)'}"
         return hs.Blocker(f"{shown} {why}", self.kernel, self.target, self.where)
 
     def unknown(self, why: str, mesh: dict[str, int] | None = None) -> Resolution:
-        """Resolve to nothing."""
         return Resolution(None, None, mesh, self.blocker(why))
 
     def local(self, support: hs.Support | None = None) -> Resolution:
-        """Resolve to a function of the operands on each device."""
         return Resolution((axistypes.Effect("local"),) * self.outputs, support, None, None)
 
 
@@ -348,7 +320,6 @@ def _ruled(call: _Call, found: Registration, name: str) -> Resolution:
 
 
 def _by_table(call: _Call) -> Resolution | None:
-    """Look up XLA's and jaxlib's own targets."""
     if call.target in UNINITIALISED:
         return Resolution((), None, None, None, uninitialised=True)
     own = call.target in OWN_TARGETS or call.target in JAXLIB.targets

@@ -74,7 +74,6 @@ def collective(proof: Proof, computation, position, instruction, operands, guard
 
 
 def _channel(proof: Proof, instruction, kind: str) -> hc.Channel:
-    """Read how a collective connects devices."""
     channel = hc.read_channel(proof.module, instruction, kind, proof.values.relations, proof.cache)
     own = proof.reach.applied(instruction)
     return dataclasses.replace(channel, unread=f"a reduction by {own}") if own else channel
@@ -127,11 +126,6 @@ def _how(proof: Proof, computation, instruction, kind: str, channel: hc.Channel,
 
 
 def _known(proof: Proof, channel: hc.Channel, value: Any, guard: int) -> Any:
-    """Compute what a collective gives of numbers that are known on every device.
-
-    None where its result isn't a reduction of integers, or one device's copy, or where not
-    every member of a group is sure to take part.
-    """
     if not isinstance(value, Exact) or not proof.transfer.uniform(
         proof.values.states[guard].proven, channel
     ):
@@ -227,7 +221,6 @@ def custom_call(proof: Proof, computation, position, instruction, operands, guar
 
 
 def _effect(proof: Proof, effect, state: int, found, guard: int) -> int:
-    """Give the state of one of a custom call's outputs."""
     states = proof.values.states
     if effect.kind == "local":
         return state

@@ -21,56 +21,30 @@ _MAX_DEPTH = 150  # nested calls; each takes a few of Python's frames
 
 
 class Record:
-    """What the proof saw at one collective, over all callers.
-
-    Attributes:
-      operands: each operand's value.
-      guard: the state of the predicates under which it runs.
-      channel: how it connects devices.
-    """
+    """What the proof saw at one collective, over all callers."""
 
     __slots__ = ("operands", "guard", "channel")
 
     def __init__(self, operands, guard, channel):
-        self.operands = operands
-        self.guard = guard
-        self.channel = channel
+        self.operands = operands  # each operand's value
+        self.guard = guard  # the state of the predicates under which it runs
+        self.channel = channel  # how it connects devices
 
 
 class Handlers(NamedTuple):
-    """What evaluates instructions.
+    """What evaluates instructions."""
 
-    Attributes:
-      by_opcode: None for a function of its operands at the same places, PARAMETER for parameters.
-      unusual: for other opcodes.
-      strange: for instructions with an attribute that is not known.
-    """
-
+    # None for a function of its operands at the same places, PARAMETER for parameters.
     by_opcode: Mapping[str, Any]
-    unusual: Callable[..., Any]
-    strange: Callable[..., Any]
+    unusual: Callable[..., Any]  # for other opcodes
+    strange: Callable[..., Any]  # for instructions with an attribute that is not known
 
 
 PARAMETER = object()
 
 
 class Proof:
-    """A module under evaluation, and what was found.
-
-    Attributes:
-      module: the module.
-      registry: rules for kernels that carry no tag.
-      values: how values combine; holds the states.
-      handlers: what evaluates instructions.
-      default_mesh: axis sizes for rules that name axes without a mesh of their own.
-      reach: what computations reach.
-      transfer: what collectives do to states.
-      records: by computation name and position, what was seen at each collective.
-      channels: by computation name and position, how each collective connects devices.
-      opaque: by computation name and position, what was found out about each custom call.
-      cache: what handlers read of the text, by what they read it from.
-      result: the entry computation's value.
-    """
+    """A module under evaluation, and what was found."""
 
     def __init__(
         self,
@@ -81,17 +55,21 @@ class Proof:
         default_mesh: dict[str, int] | None = None,
     ):
         self.module = module
-        self.registry = registry
-        self.values = values
-        self.handlers = handlers
+        self.registry = registry  # rules for kernels that carry no tag
+        self.values = values  # how values combine; holds the states
+        self.handlers = handlers  # what evaluates instructions
+        # Axis sizes for rules that name axes without a mesh of their own.
         self.default_mesh = default_mesh
         self.reach = Reach(module)
-        self.transfer = hc.Transfer(values.states)
+        self.transfer = hc.Transfer(values.states)  # what collectives do to states
+        # By computation name and position, what was seen at each collective.
         self.records: dict[tuple[str, int], Record] = {}
+        # By computation name and position, how each collective connects devices.
         self.channels: dict[tuple[str, int], hc.Channel] = {}
+        # By computation name and position, what was found out about each custom call.
         self.opaque: dict[tuple[str, int], customcalls.Resolution] = {}
-        self.cache: dict[Any, Any] = {}
-        self.result: Any = 0
+        self.cache: dict[Any, Any] = {}  # what handlers read of the text, by what they read it from
+        self.result: Any = 0  # the entry computation's value
         self._memo: dict[Any, Any] = {}
         self._depth = 0
 
@@ -100,13 +78,7 @@ class Proof:
         return self.values.blocked(self.reach.abandon(names, why), operands)
 
     def evaluate(self, computation: hm.Computation, arguments: tuple[Any, ...], guard: int) -> Any:
-        """Give the root's value for these arguments.
-
-        Args:
-          computation: what is evaluated.
-          arguments: the values of its parameters.
-          guard: the state of the predicates under which it runs.
-        """
+        """Give the root's value for these arguments."""
         name = computation.name
         if guard == hs.SAME or guard and not self.reach.talks(name):
             guard = 0

@@ -28,14 +28,9 @@ _SHARDING_MESH = re.compile(r"sharding=\{+(?=mesh\[')")
 
 
 def devices(module: hm.Module, mesh: Mapping[str, int] | None) -> hd.Relations:
-    """Give the relations over the devices that a module is for.
-
-    A header without either count (dumps of old versions) leaves them to the mesh, else to the
-    largest device that a group or sharding names.
-
-    Raises:
-      HloError: they are too many.
-    """
+    """Give the relations over the devices that a module is for."""
+    # Dumps of old versions have neither count: then the mesh decides, else the largest device in a
+    # group or sharding.
     size = None
     if mesh is not None:
         size = math.prod(n for n in dict(mesh).values() if isinstance(n, int))
@@ -87,10 +82,7 @@ def _counts_in_text(module: hm.Module, mesh_size: int | None) -> tuple[int, int]
 
 
 def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
-    """Find the one mesh that the text names, in tags or in shardings; None if there is none.
-
-    What the notation of one collective names is that collective's alone.
-    """
+    """Find the one mesh that the text names, in tags or in shardings; None if there is none."""
     text = module.text
     named: set[tuple[tuple[str, int], ...]] = set()
     if "shardrules.mesh" in text:
@@ -121,11 +113,7 @@ def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
 def promises(
     module: hm.Module, given: Sequence[tuple[str, str] | None] | None
 ) -> tuple[tuple[str, str] | None, ...] | None:
-    """Give path and sharding of each output; None where nobody tells them.
-
-    Raises:
-      HloError: ``given`` does not have one entry for each output.
-    """
+    """Give path and sharding of each output; None where nobody tells them."""
     root = module.entry.instructions[module.entry.root]
     count = len(root.shape.leaves())
     if given is not None and len(given) != count:
@@ -148,16 +136,7 @@ def promises(
 def parameter_values(
     module: hm.Module, states: hs.States, given: Sequence[str | None] | None
 ) -> list[Any]:
-    """Give the entry parameters' values by their shardings.
-
-    Args:
-      module: the module.
-      states: where states are interned.
-      given: shardings by parameter number, for parameters that have none in the text.
-
-    Raises:
-      HloError: ``given`` does not have one entry for each parameter.
-    """
+    """Give the entry parameters' values by their shardings."""
     parameters = module.entry.parameters
     if given is not None and len(given) != len(parameters):
         raise errors.HloError(
@@ -210,16 +189,6 @@ class _Shardings:
         self._relations: dict[tuple[str, bool], int | None] = {}
 
     def state(self, text: str, shared: bool, name: str) -> int:
-        """Give the state of an array.
-
-        Args:
-          text: its sharding.
-          shared: all replicas hold the same.
-          name: the array's, for reasons.
-
-        Raises:
-          NotationError: the sharding can't be read, or is for another number of devices.
-        """
         if (text, shared) not in self._relations:
             self._relations[text, shared] = self._relation(text, shared)
         relation = self._relations[text, shared]
@@ -229,7 +198,6 @@ class _Shardings:
         return self._states.source(relation, hs.Cause(name, "is sharded", f"as {text}"), True)
 
     def _relation(self, text: str, shared: bool) -> int | None:
-        """Give a sharding's relation; None where each device has its own."""
         relations = self._states.relations
         partitions = relations.partitions
         tiles = shardings.read_sharding(text, partitions).tiles

@@ -166,21 +166,15 @@ class Verdict:
 
 
 class Broken(NamedTuple):
-    """A promise that devices hold the same of an output, which is not proven.
+    """A promise that devices hold the same of an output, which is not proven."""
 
-    Attributes:
-      differs: it comes from different data by steps that keep data different; else it may be equal.
-      axes: the mesh axes along which it is not proven, None where they aren't known.
-      groups: the devices that are called equal and are not proven so.
-      reason: why it may differ, ``"parameter 1 ('x') is sharded over data"``.
-      cause: what that is about, ``"parameter 1 ('x')"``; empty for what is opaque.
-    """
-
+    # It comes from different data by steps that keep data different; else it may be equal.
     differs: bool
+    # The mesh axes along which it is not proven, None where they aren't known.
     axes: tuple[str, ...] | None
-    groups: tuple[tuple[int, ...], ...]
-    reason: str
-    cause: str
+    groups: tuple[tuple[int, ...], ...]  # the devices that are called equal and are not proven so
+    reason: str  # why it may differ, ``"parameter 1 ('x') is sharded over data"``
+    cause: str  # what that is about, ``"parameter 1 ('x')"``; empty for what is opaque
 
 
 class Output:

@@ -18,19 +18,13 @@ _Start = Callable[[int], "int | None"]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How a computation runs.
+    """How a computation runs."""
 
-    Attributes:
-      depth: how many while loops stand around it.
-      count: how often it runs in one execution of the module; None where a count isn't known.
-      at_most: it stands in a branch, and the count is what it is if each branch ran.
-      each: how often it runs if each loop whose count isn't known makes one trip.
-    """
-
-    depth: int
+    depth: int  # how many while loops stand around it
+    # How often it runs in one execution of the module; None where a count isn't known.
     count: int | None
-    at_most: bool = False
-    each: int = 1
+    at_most: bool = False  # it stands in a branch, and the count is what it is if each branch ran
+    each: int = 1  # how often it runs if each loop whose count isn't known makes one trip
 
 
 # What runs each computation that it names once; others may run them any number of times.
@@ -64,7 +58,6 @@ def executions(module: hm.Module) -> dict[str, Run]:
 
 
 def _calls(module, computation, instruction, outer: Run) -> Iterator[tuple[str, Run]]:
-    """Give what an instruction calls, with how it runs each time that the instruction does."""
     opcode = instruction.opcode
     if opcode != "while":
         at_most = outer.at_most or (opcode == "conditional" and len(instruction.calls) > 1)
@@ -82,11 +75,7 @@ def _calls(module, computation, instruction, outer: Run) -> Iterator[tuple[str, 
 
 
 def parts(module: hm.Module, loop: hm.Instruction) -> tuple[hm.Computation, hm.Computation]:
-    """Give a while's condition and body, wherever they are written.
-
-    Raises:
-      HloSyntaxError: it has only one of them, or none.
-    """
+    """Give a while's condition and body, wherever they are written."""
     keys = {key for key, _, _ in loop.attributes()}
     if len(loop.calls) != 2 or not {"condition", "body"} <= keys:
         raise hm.syntax_error(
@@ -96,11 +85,9 @@ def parts(module: hm.Module, loop: hm.Instruction) -> tuple[hm.Computation, hm.C
 
 
 def trip_count(module: hm.Module, computation: hm.Computation, loop: hm.Instruction) -> int | None:
-    """Give a while loop's trip count, for what it costs; None where it isn't static.
-
-    XLA prints ``known_trip_count`` on CPU and GPU. TPU prints none: there the count follows from
-    the condition's bound, the initial value and the step, where all three are constants.
-    """
+    """Give a while loop's trip count, for what it costs; None where it isn't static."""
+    # XLA prints known_trip_count on CPU and GPU. On TPU the count follows from bound, start and
+    # step, where all three are constants.
     told = told_count(loop)
     if told is not None:
         return told
@@ -117,13 +104,7 @@ def told_count(loop: hm.Instruction) -> int | None:
 
 
 def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | None:
-    """Give the trip count that follows from a loop's own counter; None where none does.
-
-    Args:
-      module: the module.
-      loop: the while.
-      start: gives the number that an element of the carry starts as, None where it is not known.
-    """
+    """Give the trip count that follows from a loop's own counter; None where none does."""
     if module.strange and _holds_strange(module, loop):
         return None
     return _Induction(module, loop, *parts(module, loop), start).count()
@@ -199,10 +180,8 @@ class _Induction:
         return (root.attribute("direction"), *sides)
 
     def _outer(self, computation, operands, side):
-        """Say what a side inside of a fusion is to the computation that holds the fusion.
-
-        An element inside of it is of the fusion's own operand, not of the loop's carry.
-        """
+        """Say what a side inside of a fusion is to the computation that holds the fusion."""
+        # An element inside of it belongs to the fusion's own operand, not to the loop's carry.
         if side is None or side[0] == "element":
             return None
         if side[0] != "parameter":

@@ -60,11 +60,7 @@ def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:
 
 
 class _Places:
-    """Positions of instructions, each for a range of a flat array's elements.
-
-    Args:
-      ranges: the first element, the one after the last, and the position.
-    """
+    """Positions of instructions, each for a range of a flat array's elements."""
 
     def __init__(self, ranges: list[tuple[int, int, int]]):
         self._ranges = sorted(ranges)
@@ -83,11 +79,7 @@ class _Places:
 
 
 class PartNames:
-    """What the text says of a module's collectives, and of each part of combined ones.
-
-    Args:
-      module: the module.
-    """
+    """What the text says of a module's collectives, and of each part of combined ones."""
 
     def __init__(self, module: hm.Module):
         self._module = module
@@ -112,14 +104,7 @@ class PartNames:
         operand: int,
         elements: tuple[int, int] | None = None,
     ) -> tuple[str, hm.Metadata]:
-        """Return the phase and the metadata of one part; no op_name where it has none.
-
-        Args:
-          computation: the one that holds the collective.
-          position: the collective's.
-          operand: the number of its operand.
-          elements: of a flat operand, the first of the part's and the one after its last.
-        """
+        """Return the phase and the metadata of one part; no op_name where it has none."""
         takers = self._takers(computation, position, operand, elements)
         found = self._own(computation, takers)
         if found:
@@ -187,7 +172,6 @@ class PartNames:
         return self._cuts[where].overlapping(*elements)
 
     def _own(self, computation: hm.Computation, takers: Sequence[int]) -> list[_Weighed]:
-        """List the names on takers, or on what has the same elements in another form."""
         found, users = [], self._users_in(computation)
         for position in takers:
             for _ in range(16):
@@ -254,7 +238,6 @@ class PartNames:
         return found
 
     def _slice(self, instruction: hm.Instruction) -> tuple[int, int] | None:
-        """Return the elements of a flat array that a slice takes, one in a fusion too."""
         if (
             instruction.opcode == "fusion"
             and len(instruction.operands) == len(instruction.calls) == 1

@@ -40,15 +40,12 @@ _NAMED = re.compile(r"[={,]\s*%?([\w.\-]+)")
 
 
 class Reach:
-    """What a module's computations reach, themselves or in what they call.
-
-    Attributes:
-      unfollowed: by name, why a computation runs in a way that no evaluation covers: nothing
-        holds for the collectives in it, whatever other callers showed.
-    """
+    """What a module's computations reach, themselves or in what they call."""
 
     def __init__(self, module: hm.Module):
         self.module = module
+        # By name, why a computation runs in a way that no evaluation covers: nothing holds for the
+        # collectives in it, whatever other callers showed.
         self.unfollowed: dict[str, hs.Blocker] = {}
         self._talking: dict[str, bool] = {}
         self._impure: dict[str, bool] = {}
@@ -90,15 +87,7 @@ class Reach:
         return blocker
 
     def find_unfollowed(self, handled: Iterable[str]) -> None:
-        """Abandon what instructions name that evaluate none of the computations they name.
-
-        Args:
-          handled: the opcodes that the proof knows.
-
-        Raises:
-          HloSyntaxError: one lacks operands, or the computations that it runs, or is a collective
-            of a kind that isn't known: it would count as none.
-        """
+        """Abandon what instructions name that evaluate none of the computations they name."""
         handled = frozenset(handled)
         strange = self.module.strange
         for computation in self.module.computations.values():
@@ -124,7 +113,6 @@ class Reach:
                     self.abandon(names, why)
 
     def _check(self, instruction: hm.Instruction, handled: bool) -> None:
-        """Refuse an instruction that lacks what its opcode takes."""
         opcode = instruction.opcode
         if not handled and hc.unknown_kind(instruction):
             raise self.error(
@@ -149,7 +137,6 @@ class Reach:
         return hm.syntax_error(self.module.text, instruction.start, f"{name} {what}")
 
     def _named(self, instruction: hm.Instruction) -> list[str]:
-        """List all computations that an instruction names, in whatever attribute."""
         text = instruction.text[instruction.attributes_start : instruction.end]
         return [w for w in _NAMED.findall(text) if w in self.module.computations]
 

@@ -38,18 +38,7 @@ def prove(
     states: hs.States,
     mesh: dict[str, int] | None = None,
 ) -> Proof:
-    """Evaluate a module.
-
-    Args:
-      module: the module.
-      registry: rules for kernels that carry no tag.
-      parameters: the values of the entry's parameters.
-      states: where states are interned.
-      mesh: axis sizes for rules that name axes without a mesh of their own.
-
-    Raises:
-      HloSyntaxError: an instruction lacks what its opcode takes.
-    """
+    """Evaluate a module."""
     size = sum(len(c.instructions) for c in module.computations.values())
     values = Values(states, budget_for(size))
     proof = Proof(module, registry, values, HANDLERS, mesh)
@@ -59,11 +48,9 @@ def prove(
 
 
 def budget_for(size: int) -> int:
-    """Say how many instructions are evaluated of a module that holds ``size``.
-
-    Called again and again with ever new arguments, text that was made to do so would take
-    exponential time; real modules stay below 3 evaluations for each instruction.
-    """
+    """Say how many instructions are evaluated of a module that holds ``size``."""
+    # Text made to call computations with ever new arguments would take exponential time; real
+    # modules stay below 3 evaluations for each instruction.
     return 40 * size + 100_000
 
 
@@ -177,12 +164,10 @@ def _evening(proof: Proof, computation, position, instruction, operands, guard):
 
 
 def _strange(proof: Proof, computation, position, instruction, operands, guard) -> int:
-    """Block what has an attribute that may mean anything."""
     return proof.values.blocked(proof.reach.unknown_attribute(instruction), operands)
 
 
 def _source(proof: Proof, computation, position, instruction, operands, guard):
-    """Give the state of what each device reads or draws for itself."""
     states, partitions = proof.values.states, proof.values.relations.partitions
     what = f"{instruction.opcode} {instruction.name!r}"
     own = states.source(hd.DISTINCT, hs.Cause(what, _SOURCES[instruction.opcode]))

@@ -33,15 +33,11 @@ _FORMS = frozenset("bitcast reshape copy transpose convert".split())
 
 @dataclasses.dataclass(frozen=True)
 class Scatter:
-    """A fusion that is a reduce-scatter.
+    """A fusion that is a reduce-scatter."""
 
-    Attributes:
-      computation, position: where the fusion stands.
-      channel: how the reduce-scatter connects devices: a group's members in the order of pieces.
-    """
-
-    computation: hm.Computation
+    computation: hm.Computation  # where the fusion stands
     position: int
+    # How the reduce-scatter connects devices: a group's members in the order of pieces.
     channel: hc.Channel
 
 
@@ -158,10 +154,7 @@ def _numbers(proof: Proof, inside: hm.Computation) -> list[Any]:
 def _order(
     inside: hm.Computation, piece: hm.Instruction, numbers: list[Any], members: np.ndarray
 ) -> tuple[int, np.ndarray] | None:
-    """Give the dimension along which pieces are cut, and each group's members by their pieces.
-
-    None where the devices of a group don't get all pieces, one each.
-    """
+    """Give the dimension along which pieces are cut, and each group's members by their pieces."""
     full = inside.instructions[piece.operands[0]].shape.dimensions
     sizes = tuple(ranges.read_ints(piece.attribute("dynamic_slice_sizes")))
     cut = [k for k, (whole, size) in enumerate(zip(full, sizes)) if whole != size]

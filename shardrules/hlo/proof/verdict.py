@@ -114,7 +114,6 @@ def _too_deep(module: hm.Module) -> errors.HloError:
 
 
 def _rules(registry: Any) -> Any:
-    """Return the default registry for None; raise HloError for what holds no rules."""
     if registry is None:
         return rule_registry.default
     if isinstance(registry, (str, bytes)) or not callable(getattr(registry, "find", None)):
@@ -164,7 +163,6 @@ class _Judge:
         )
 
     def check_mesh(self, parameters: Sequence[Any]) -> None:
-        """Refuse a mesh that groups contradict."""
         seen = [self.states[self.proof.values.collapse(v)].proven for v in parameters]
         groups = {name: channel.groups for name, channel in self.channels.items()}
         if self.mesh is not None:
@@ -289,7 +287,6 @@ class _Judge:
         return Record(operands, record.guard, record.channel), False
 
     def _collective(self, computation, position: int, channel: hc.Channel) -> Collective:
-        """Describe a collective, but for what differs between its operands."""
         instruction = computation.instructions[position]
         phase, metadata = self.names.whole(computation, position)
         run = self.runs.get(computation.name)
@@ -326,15 +323,7 @@ class _Judge:
         position: int | None,
         elements: tuple[int, int] | None = None,
     ) -> Collective:
-        """Return a collective as it is for one of its operands, or a range of one.
-
-        Args:
-          base: the collective.
-          own: the operand's number, bytes and element type.
-          position: of the collective, where XLA may have combined it: the part has a phase and a
-            source of its own; None where it has not.
-          elements: the range.
-        """
+        """Return a collective as it is for one of its operands, or a range of one."""
         found = object.__new__(Collective)  # dataclasses.replace takes ten times as long
         fields = found.__dict__
         fields.update(base.__dict__)
@@ -353,7 +342,6 @@ class _Judge:
         return found
 
     def _pair_axes(self, groups: hd.Groups) -> tuple[str, ...] | None:
-        """Name the axes along which a permute moves data."""
         if self.mesh is None:
             return None
         sizes = [s for _, s in self.mesh.axes]

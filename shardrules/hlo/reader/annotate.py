@@ -24,14 +24,7 @@ def told(
     shardings: Sequence[str | None] | None,
     outputs: Sequence[str | None] | None = None,
 ) -> str:
-    """Return a module's text with its mesh, and shardings of what has none in it.
-
-    Args:
-      module: a parsed module.
-      mesh: axis names and sizes in the order of the devices, None where it isn't known.
-      shardings: by parameter number, None where they aren't known.
-      outputs: of each array that it returns; None where they aren't known.
-    """
+    """Return a module's text with its mesh, and shardings of what has none in it."""
     text = module.text
     added: list[tuple[int, str]] = []
     name = _NAME.match(text)

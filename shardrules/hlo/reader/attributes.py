@@ -82,11 +82,9 @@ def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
 
 
 def blanked(text: str) -> str:
-    """Put spaces in the place of comments, where one stands that XLA would not print.
-
-    XLA prints ``, /*index=5*/`` alone. Its parser takes them anywhere, as in a parameter's number
-    or between replica groups.
-    """
+    """Put spaces in the place of comments, where one stands that XLA would not print."""
+    # XLA prints only `, /*index=5*/`. Its parser takes comments anywhere, as in a parameter's
+    # number or between replica groups.
     if not _UNPRINTED.search(text):
         return text
     return _KEPT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
@@ -99,10 +97,7 @@ def skip(text: str, position: int, end: int = sys.maxsize) -> int:
 
 
 def match_bracket(text: str, start: int, end: int) -> int:
-    """Find the end of the bracket that opens at ``start``; HloSyntaxError where it never closes.
-
-    Angle brackets don't count, and neither does anything inside quotes.
-    """
+    """Find the end of the bracket that opens at ``start``; HloSyntaxError where it never closes."""
     open_at: list[int] = []
     position = start
     while True:
@@ -166,13 +161,7 @@ def value_end(text: str, key: str, start: int, end: int) -> int:
 
 
 def iter_attributes(text: str, start: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """Yield ``(key, value_start, value_end)`` for ``, key=value, key=value``.
-
-    What follows the last of them is not looked at.
-
-    Raises:
-      HloSyntaxError: a comma is not followed by an attribute, or a value never ends.
-    """
+    """Yield ``(key, value_start, value_end)`` for ``, key=value, key=value``."""
     position = start
     while True:
         printed = _PRINTED.match(text, position, end)

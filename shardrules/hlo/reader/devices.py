@@ -26,19 +26,13 @@ DISTINCT = 1  # the relation in which every device holds its own
 
 
 class Relations:
-    """The interned relations over a module's devices.
-
-    Attributes:
-      partitions, replicas: how many devices the module is for.
-      device_count: how many that are in all.
-      told: somebody said how many; else it is the most that the text names.
-    """
+    """The interned relations over a module's devices."""
 
     def __init__(self, partitions: int, replicas: int = 1, told: bool = True):
-        self.partitions = partitions
+        self.partitions = partitions  # how many devices the module is for
         self.replicas = replicas
-        self.device_count = device_count = partitions * replicas
-        self.told = told
+        self.device_count = device_count = partitions * replicas  # how many that are in all
+        self.told = told  # somebody said how many; else it is the most that the text names
         self._ids: dict[bytes, int] = {}
         self._arrays: list[np.ndarray] = []
         self._refined: dict[tuple[int, int], int] = {}
@@ -125,20 +119,16 @@ class Relations:
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The device groups of one collective, as flattened device ids.
+    """The device groups of one collective, as flattened device ids."""
 
-    Attributes:
-      rows: one tuple per group, in the order in which the collective takes its members; of a
-        permute the sets of devices that its pairs connect.
-      relation: the relation in which the members of a group are equal; devices of no group are
-        each their own.
-      complete: every device is in exactly one group.
-      pairs: source and target devices of a permute, else None.
-    """
-
+    # One tuple per group, in the order in which the collective takes its members; of a permute the
+    # sets of devices that its pairs connect.
     rows: tuple[tuple[int, ...], ...]
+    # The relation in which the members of a group are equal; devices of no group are each their
+    # own.
     relation: int
-    complete: bool
+    complete: bool  # every device is in exactly one group
+    # Source and target devices of a permute, else None.
     pairs: tuple[tuple[int, int], ...] | None = None
 
     @functools.cached_property
@@ -260,10 +250,7 @@ class Mesh:
         return self._names[relation]
 
     def better_order(self, relations: Sequence[int]) -> tuple[tuple[str, int], ...] | None:
-        """Give an order of the axes under which all these relations, and more, are along axes.
-
-        None where this order explains as many as any other that explains the same.
-        """
+        """Give an order of the axes under which all these relations, and more, are along axes."""
         explained = [r for r in set(relations) if self.along(r) is not None]
         rest = [r for r in set(relations) if self.along(r) is None]
         best, most = None, 0
@@ -285,11 +272,7 @@ def mesh_of(named: notations.TextMesh | None, relations: Relations) -> Mesh | No
 
 
 def axes_of(mesh: object) -> dict[str, int] | None:
-    """Return the axes of a mesh that a caller gave: a mapping, a jax Mesh (its ``shape``), None.
-
-    Raises:
-      HloError: it is none of these.
-    """
+    """Return the axes of a mesh that a caller gave: a mapping, a jax Mesh (its ``shape``), None."""
     if mesh is None:
         return None
     shape = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
@@ -302,11 +285,7 @@ def axes_of(mesh: object) -> dict[str, int] | None:
 
 
 def make_mesh(axes: Mapping[str, int], relations: Relations, module_name: str) -> Mesh:
-    """Check a caller's mesh against the module.
-
-    Raises:
-      HloError: its size is not the number of devices.
-    """
+    """Check a caller's mesh against the module."""
     for name, length in dict(axes).items():
         if not isinstance(length, (int, np.integer)) or length < 1:
             raise errors.HloError(
@@ -330,19 +309,7 @@ def make_mesh(axes: Mapping[str, int], relations: Relations, module_name: str) -
 def check_order(
     mesh: Mesh, relations: Relations, seen: Sequence[int], groups: Mapping[str, Groups]
 ) -> None:
-    """Refuse a mesh that groups contradict: along no axes of it, but of another order.
-
-    Groups that no order explains, as those of axis_index_groups, say nothing.
-
-    Args:
-      mesh: as it was told.
-      relations: of the module.
-      seen: relations of the entry's parameters, which an order is to explain, too.
-      groups: those of the collectives, by their names.
-
-    Raises:
-      HloError: another order of its axes explains more of them.
-    """
+    """Refuse a mesh that groups contradict: along no axes of it, but of another order."""
     groups = {n: g for n, g in groups.items() if g.pairs is None and g.complete}
     order = mesh.better_order([*seen, *(g.relation for g in groups.values())])
     if order is None:

@@ -28,15 +28,7 @@ _INSTEAD = (
 
 
 def decode(data: bytes, name: str) -> str:
-    """Return the text that a file holds, unpacked if it is gzip's.
-
-    Args:
-      data: its bytes.
-      name: the file's, for messages.
-
-    Raises:
-      HloError: it is cut off, binary, or in another encoding than UTF-8.
-    """
+    """Return the text that a file holds, unpacked if it is gzip's."""
     if data.startswith(_GZIP):
         try:
             data = gzip.decompress(data)
@@ -71,7 +63,6 @@ def decode(data: bytes, name: str) -> str:
 
 
 def _decodes(data: bytes, encoding: str) -> bool:
-    """Tell a text in a wide encoding from bytes that begin as one does."""
     try:
         return "\0" not in codecs.getincrementaldecoder(encoding)().decode(data[:_LOOKED_AT])
     except UnicodeDecodeError:

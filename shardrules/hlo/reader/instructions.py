@@ -64,40 +64,27 @@ _make = tuple.__new__
 
 
 class Scope:
-    """A computation that is being read.
-
-    Attributes:
-      name: of the computation.
-      instructions: what was read so far.
-      index: places in ``instructions`` by name.
-      late: places of instructions whose operands were not all known, with the operands' names.
-      numbers: where each parameter starts.
-      root: the place of ROOT, negative where none was marked yet.
-      alone: this is the text of one instruction: operands that nothing defines are parameters.
-    """
+    """A computation that is being read."""
 
     def __init__(self, name: str, alone: bool = False):
         self.name = name
-        self.instructions: list[hm.Instruction] = []
-        self.index: dict[str, int] = {}
+        self.instructions: list[hm.Instruction] = []  # what was read so far
+        self.index: dict[str, int] = {}  # places in ``instructions`` by name
+        # Places of instructions whose operands were not all known, with the operands' names.
         self.late: list[tuple[int, list[str]]] = []
-        self.numbers: dict[int, int] = {}
-        self.root = -1
+        self.numbers: dict[int, int] = {}  # where each parameter starts
+        self.root = -1  # the place of ROOT, negative where none was marked yet
+        # This is the text of one instruction: operands that nothing defines are parameters.
         self.alone = alone
 
 
 class Reader:
-    """Reads computations of one text.
-
-    Attributes:
-      text: the module's text.
-      computations: those that are read already, by name.
-      strange: by the offset at which an instruction starts, an attribute that is not known.
-    """
+    """Reads computations of one text."""
 
     def __init__(self, text: str):
         self.text = text
-        self.computations: dict[str, hm.Computation] = {}
+        self.computations: dict[str, hm.Computation] = {}  # those that are read already, by name
+        # By the offset at which an instruction starts, an attribute that is not known.
         self.strange: dict[int, str] = {}
         self._shapes: dict[str, hm.Shape] = {}
         self._names: dict[str, str] = {}
@@ -174,7 +161,6 @@ class Reader:
         instructions.append(_make(hm.Instruction, found))
 
     def _shape(self, text: str, offset: int) -> hm.Shape:
-        """Read a shape, once per distinct text."""
         shape, end = shapes.read(self.text, offset)
         if end != offset + len(text):
             raise self.error(end, "expected an opcode after the shape")
@@ -182,7 +168,6 @@ class Reader:
         return shape
 
     def _parameter(self, scope: Scope, start: int, inner: tuple[int, int]) -> None:
-        """Note the number of a parameter."""
         number = self.text[inner[0] : inner[1]].strip()
         if not number.isdecimal() or len(number) > 9:
             raise self.error(inner[0], "expected the parameter's number")
@@ -287,11 +272,9 @@ class Reader:
             return ()
 
     def _operands(self, scope: Scope, position: int) -> tuple[list[str], int]:
-        """Read operands from behind the '('; give their names and the place behind the ')'.
-
-        An operand may be an instruction itself, without a name and attributes, or the element of
-        a tuple (``%t#0#1``); both become instructions before the one that uses them.
-        """
+        """Read operands from behind the '('; give their names and the place behind the ')'."""
+        # An operand may be an instruction itself, without a name and attributes, or the element of
+        # a tuple (%t#0#1); both become instructions before the one that uses them.
         text = self.text
         plain = _NAMES.match(text, position)
         if plain:
@@ -338,7 +321,6 @@ class Reader:
         return labels, at + 1
 
     def _free(self, scope: Scope, label: str, shape: hm.Shape, start: int) -> None:
-        """Add a parameter for an operand of an instruction that stands alone."""
         number = str(len(scope.numbers))
         scope.numbers[int(number)] = start
         scope.index[label] = len(scope.instructions)
@@ -382,7 +364,6 @@ class Reader:
             place = scope.index[name]
 
     def _literal_end(self, opening: int) -> int:
-        """Find the end of a literal, in which only round brackets count."""
         depth = 0
         for found in _PAREN.finditer(self.text, opening):
             depth += (found[0] == "(") - (found[0] == ")")
@@ -395,12 +376,6 @@ class Reader:
     # -- computations -------------------------------------------------------------------------
 
     def _calls(self, keys: dict[str, tuple[int, int]], label: str) -> tuple[str, ...]:
-        """List the computations that an instruction calls.
-
-        Args:
-          keys: by its attributes' names, where their values stand.
-          label: the instruction's name.
-        """
         found: list[str] = []
         for key in _CALL_KEYS:
             if key not in keys:
@@ -435,7 +410,6 @@ class Reader:
         return found
 
     def _inline(self, name: str, start: int) -> str:
-        """Read a computation that is written where it is called, and give it a name."""
         if self._depth >= _MAX_DEPTH:
             raise self.error(start, "computations nested deeper than any reader follows")
         name = f"{name}.{start}"

@@ -35,11 +35,7 @@ class NotationError(ValueError):
 
 
 def read_ints(text: str) -> list[int]:
-    """Read all numbers in a text.
-
-    Raises:
-      NotationError: one has ten digits or more.
-    """
+    """Read all numbers in a text."""
     values = [int(n) for n in _NUMBERS.findall(text) if len(n) < 10]
     if len(values) != len(_NUMBERS.findall(text)):
         raise NotationError(f"a number in {text[:60]!r} is too large")
@@ -116,10 +112,8 @@ def read_mesh(text: str) -> tuple[TextMesh, int]:
 
 
 def axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndarray:
-    """Group a mesh's devices over axes and sub-axes.
-
-    ``'a':(2)2`` is the factor of size 2 that has 2 before it.
-    """
+    """Group a mesh's devices over axes and sub-axes."""
+    # 'a':(2)2 is the factor of size 2 that has 2 before it.
     names = [name for name, _ in mesh.axes]
     sizes: list[int] = []
     slots: dict[tuple[int, int, int], int] = {}
@@ -195,15 +189,7 @@ def id_count(mode: str, partitions: int, replicas: int) -> int:
 def flatten_groups(
     rows: list[list[int]], mode: str, partitions: int, replicas: int
 ) -> list[list[int]]:
-    """Turn the ids of a collective's groups into flattened device ids.
-
-    Args:
-      rows: the ids of each group.
-      partitions: how many the module is for.
-      replicas: how many the module is for.
-      mode: which ids the groups hold, by XLA's GetCollectiveOpGroupMode: ``"cross_replica"``,
-        ``"cross_partition"``, ``"cross_replica_and_partition"`` or ``"flattened"``.
-    """
+    """Turn the ids of a collective's groups into flattened device ids."""
     limit = id_count(mode, partitions, replicas)
     members = [member for row in rows for member in row]
     if len(set(members)) < len(members) or max(members, default=0) >= limit:

@@ -8,12 +8,7 @@ from shardrules.hlo.reader import module as hm
 
 
 def _order(edges: list[list[int]], cycle: Callable[[int, int], Exception]) -> list[int]:
-    """Order nodes so that each one stands after those that its edges name.
-
-    Args:
-      edges: for each node those that must stand before it.
-      cycle: makes the error for a node and a target of its that depends on it.
-    """
+    """Order nodes so that each one stands after those that its edges name."""
     order: list[int] = []
     state = [0] * len(edges)
     for first in range(len(edges)):
@@ -45,19 +40,7 @@ def operands_first(
     index: dict[str, int],
     root: int,
 ) -> tuple[list[hm.Instruction], int]:
-    """Put operands before their users, for text that was written by hand.
-
-    Args:
-      error: makes a syntax error from an offset and a message.
-      name: the computation's.
-      instructions: in the order of the text.
-      index: from names to places in that order.
-      late: the instructions whose operands were not all known, with the operands' names.
-      root: the place of ROOT, negative where the last one is it.
-
-    Raises:
-      HloSyntaxError: an operand is not defined, or an instruction depends on itself.
-    """
+    """Put operands before their users, for text that was written by hand."""
     edges = [list(i.operands) for i in instructions]
     for position, labels in late:
         for label in labels:
@@ -82,11 +65,7 @@ def operands_first(
 
 
 def callees_first(error, computations: dict[str, hm.Computation]) -> tuple[str, ...]:
-    """Check that calls have targets and no cycles; give an order with callees first.
-
-    Raises:
-      HloSyntaxError: a callee is not in the text, or a computation calls itself.
-    """
+    """Check that calls have targets and no cycles; give an order with callees first."""
     names = list(computations)
     place = {name: number for number, name in enumerate(names)}
     edges: list[list[int]] = []

@@ -27,11 +27,7 @@ def begins(text: str, position: int) -> bool:
 
 
 def read(text: str, position: int) -> tuple[hm.Shape, int]:
-    """Read a shape, and give its end; iterative, so that no nesting exhausts the stack.
-
-    Raises:
-      HloSyntaxError: there is no shape at this place.
-    """
+    """Read a shape, and give its end; iterative, so that no nesting exhausts the stack."""
     stack: list[list[hm.Shape]] = []
     while True:
         position = skip(text, position)
@@ -115,14 +111,7 @@ _PARTS = {"c64": "f32", "c128": "f64"}
 def infer(
     opcode: str, operands: list[hm.Shape], attribute: Callable[[str], str], called: hm.Shape | None
 ) -> hm.Shape | None:
-    """Infer a result's shape that the text leaves out; None where that takes more than this.
-
-    Args:
-      opcode: the instruction's.
-      operands: the operands' shapes.
-      attribute: gives the text of an attribute, "" where it is absent.
-      called: the result of the first computation that it calls.
-    """
+    """Infer a result's shape that the text leaves out; None where that takes more than this."""
     if opcode in _FIXED:
         return _FIXED[opcode]
     if opcode in ("call", "conditional", "fusion"):

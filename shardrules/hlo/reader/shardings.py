@@ -43,28 +43,18 @@ def split_tuple_sharding(text: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """A sharding, as far as equality of shards goes.
-
-    Attributes:
-      text: as given.
-      tiles: for each partition the number of the tile that it holds; None where every device must
-        be taken to hold its own (maximal, manual, unreduced, unknown).
-      mesh: the mesh that the notation names, if it does.
-      why: what the sharding says, for reasons.
-    """
+    """A sharding, as far as equality of shards goes."""
 
     text: str
+    # For each partition the number of the tile that it holds; None where every device must be
+    # taken to hold its own (maximal, manual, unreduced, unknown).
     tiles: tuple[int, ...] | None
-    mesh: hn.TextMesh | None = None
-    why: str = ""
+    mesh: hn.TextMesh | None = None  # the mesh that the notation names, if it does
+    why: str = ""  # what the sharding says, for reasons
 
 
 def read_sharding(text: str, partitions: int) -> Sharding:
-    """Read one leaf's sharding.
-
-    Raises:
-      NotationError: it is for another number of devices, or in a notation that isn't known.
-    """
+    """Read one leaf's sharding."""
     inner = _METADATA.sub("", text.strip())
     if inner.startswith("{") and inner.endswith("}"):
         inner = inner[1:-1]

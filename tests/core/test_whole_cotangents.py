@@ -389,6 +389,10 @@ MEANS = {
     "times a count's reciprocal": lambda g: total(g) * (1 / counted()),
     "by a count of halves": lambda g: total(g) / (2 * lax.psum(jnp.full((), 0.5), "data")),
     "by a broadcast count": lambda g: (total(jnp.stack([g])) / lax.psum(jnp.ones(1), "data"))[0],
+    "times a power of a count": lambda g: total(g) * counted() ** -1,
+    "by a clipped count": lambda g: total(g) / jnp.clip(jnp.maximum(counted(), 1.0), 1.0),
+    "by a count without a gradient": lambda g: total(g) / lax.stop_gradient(counted()),
+    "by a count of elements": lambda g: total(g) / total(jnp.ones(2).sum() / 2),
     "by a count in a jit": jax.jit(lambda g: total(g) / counted()),
     "by a count that a jit takes": lambda g: jax.jit(lambda g, n: total(g) / n)(g, counted()),
     "by a count in a loop": lambda g: lax.scan(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -32,14 +33,30 @@ _Number = Callable[[Any], "float | None"]  # from an atom to what each of its el
 __all__ = ["NOWHERE", "Origin", "Origins", "Reduction", "size_of"]
 
 # Equations that change the form of what they take, and not its values.
-_SAME_VALUES = CASTS | {"convert_element_type", "reshape", "broadcast_in_dim", "squeeze"}
+_SAME_VALUES = CASTS | set(
+    "broadcast_in_dim convert_element_type reshape squeeze stop_gradient".split()
+)
 
 # Equations whose results hold one number where all of their operands hold it.
 _SAME_NUMBER = _SAME_VALUES | {"transpose", "copy", "slice", "rev", "select_n", "pmax", "pmin"}
 
 # Equations that make zeros of zeros, and those that need only one of them.
-_OF_ZEROS = frozenset("reduce_sum neg add add_any sub cumsum".split())
+_OF_ZEROS = frozenset("neg add add_any sub cumsum".split())
 _OF_ONE_ZERO = frozenset("mul dot_general".split())
+
+# Equations on floating-point numbers that make one known number of others.
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "add": operator.add,
+    "add_any": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "neg": operator.neg,
+    "max": max,
+    "min": min,
+    "integer_pow": lambda number, y: number**y,
+    "clamp": lambda low, number, high: max(low, min(number, high)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,21 +389,29 @@ def _number(eqn: Any, operands: Sequence[Origin]) -> float | None:
     name, numbers = eqn.primitive.name, [one.number for one in operands]
     if name == "select_n":
         del numbers[0]  # which of the others it is
-    first = numbers[0] if numbers else None
-    if (name in _OF_ONE_ZERO and 0 in numbers) or (name == "div" and first == 0):
+    if (name in _OF_ONE_ZERO and 0 in numbers) or (name == "div" and numbers[0] == 0):
         return 0
-    if first is not None and name in ("mul", "div") and numbers[1]:
-        return first * numbers[1] if name == "mul" else first / numbers[1]
-    if first is None or any(one != first for one in numbers):
+    known = [one for one in numbers if one is not None]
+    if not known or len(known) < len(numbers):
         return None
-    grouped = eqn.params.get("axis_index_groups") is not None
-    if name in SUMS and not grouped:
+    first, is_float = known[0], is_inexact(eqn.outvars[0].aval)
+    if name in _ARITHMETIC and is_float:
+        try:
+            return _ARITHMETIC[name](*known, **{k: v for k, v in eqn.params.items() if k == "y"})
+        except (ArithmeticError, TypeError):
+            return None
+    if any(one != first for one in known) or eqn.params.get("axis_index_groups") is not None:
+        return None
+    if name in SUMS:
         size = size_of(named_axes(eqn.params))
         return None if size is None else first * size
-    if first and (name not in _SAME_NUMBER or not is_inexact(eqn.outvars[0].aval)):
-        return None
-    known = name in _SAME_NUMBER or name in _OF_ZEROS
-    return first if known and not grouped else None
+    if name == "reduce_sum":
+        return first * eqn.invars[0].aval.size / max(eqn.outvars[0].aval.size, 1)
+    return (
+        first
+        if name in _SAME_NUMBER and (is_float or not first) or not first and name in _OF_ZEROS
+        else None
+    )
 
 
 def size_of(axes: frozenset[str]) -> int | None:

@@ -26,7 +26,7 @@ from shardrules.checks.costs.steady import steady_state
 from shardrules.checks.expectations import at_most, exactly, for_platforms, pick
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
-from shardrules.costs import accounts, findings, hints
+from shardrules.costs import accounts, findings, waste
 from shardrules.errors import CollectiveAssertionError, ShardrulesError
 from shardrules.program import judge
 from shardrules.registry.binding import caller_place
@@ -160,7 +160,7 @@ def assert_no_defensive_psum(
     allowances.check_axes(judgement.mesh)
     found = findings.find(judgement, strict)
     bad, _, unused = allowances.split(
-        found + (hints.dearer(hints.hints(judgement)) if cheapest else [])
+        found + (waste.dearer(waste.hints(judgement)) if cheapest else [])
     )
     if bad:
         counts = collections.Counter(f.kind for f in bad)
@@ -184,7 +184,7 @@ def assert_no_defensive_psum(
 
 _LINES = 24  # of a budget's differences, and
 _SHOWN = 6  # of findings, in a failing test's message
-_ORDER = ("redundant", "overwide", "unproven", "may hang", "declared", *hints.KINDS)
+_ORDER = ("redundant", "overwide", "unproven", "may hang", "declared", *waste.KINDS)
 
 
 def _listed(found: list[findings.Finding]) -> str:

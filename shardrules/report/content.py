@@ -13,7 +13,7 @@ from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import accounts, estimates, findings, outputs, transfers
 from shardrules.costs.findings import Finding
-from shardrules.costs.hints import Hint, dearer, hints
+from shardrules.costs.waste import Hint, dearer, hints
 from shardrules.report import grouping
 from shardrules.report.sections import Section, sections
 

@@ -9,7 +9,7 @@ from typing import Any
 from shardrules.arguments import checked
 from shardrules.costs.accounts import Entry
 from shardrules.costs.findings import Finding, advice
-from shardrules.costs.hints import KINDS
+from shardrules.costs.waste import KINDS
 from shardrules.hlo import Judgement, Verdict
 from shardrules.report.content import Content
 from shardrules.report.grouping import Remark, alike, here, size, sizes

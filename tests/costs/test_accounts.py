@@ -11,7 +11,7 @@ from hlo import text as T
 from jax.sharding import PartitionSpec as P
 
 from shardrules import errors, hlo, testing
-from shardrules.costs import accounts, comparing, findings, hints
+from shardrules.costs import accounts, comparing, findings, waste
 from shardrules.registry.table import PROVEN
 
 TRIPS = 32
@@ -265,14 +265,14 @@ def loop(operand="%twice", limit="constant(32)"):
 
 def test_a_gather_that_a_loop_repeats_is_named():
     judgement = testing.judge(loop(), mesh=T.MESH)
-    (hint,) = hints.hints(judgement)
+    (hint,) = waste.hints(judgement)
     assert (hint.kind, hint.bytes_before, hint.bytes_after) == ("repeated", 32 * 32, 32)
     assert hint.advice == (
         "its operand is the same on every trip of the loop: run it before the loop, and 1024 B "
         "become 32 B (the result then stays in memory)"
     )
     for changing in ("%x.in", "%mixed"):
-        assert hints.hints(testing.judge(loop(changing), mesh=T.MESH)) == []
+        assert waste.hints(testing.judge(loop(changing), mesh=T.MESH)) == []
 
 
 def test_a_loop_of_unknown_length_is_said():
@@ -288,7 +288,7 @@ def test_a_loop_of_unknown_length_is_said():
         "found 0, 0 B (1 in loops whose trip count isn't known: give 'sites' for these)"
     ) in str(caught.value)
     testing.assert_collectives(text, mesh=T.MESH, expect={"all-reduce(data)": {"sites": 1}})
-    (hint,) = hints.hints(testing.judge(text, mesh=T.MESH))
+    (hint,) = waste.hints(testing.judge(text, mesh=T.MESH))
     assert "32 B on every trip become 32 B" in hint.advice and hint.bytes_before is None
 
 
@@ -304,7 +304,7 @@ def test_reduce_before_you_psum(cpu_mesh):
         (lambda x: (lambda y: y.sum(0) + y[0])(jax.lax.psum(x, "data")), 0),
     ):
         g = jax.shard_map(fun, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
-        found = hints.hints(testing.judge(jax.jit(g), *args))
+        found = waste.hints(testing.judge(jax.jit(g), *args))
         assert [h.kind for h in found] == ["reduce first"] * expected
         for hint in found:
             assert (hint.bytes_before, hint.bytes_after) == (1024, 512)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardrules import errors, hlo, testing
-from shardrules.costs import hints
+from shardrules.costs import waste
 from shardrules.hlo.reader import module
 
 # The loss is one float; two weights and two biases.
@@ -223,11 +223,11 @@ def calls(f, *args):
 
 
 @pytest.mark.parametrize("text", [combined, flat])
-@pytest.mark.parametrize("of", [hlo.judge, hints.hints], ids=["verdicts", "hints"])
+@pytest.mark.parametrize("of", [hlo.judge, waste.hints], ids=["verdicts", "hints"])
 def test_the_cost_grows_with_the_parts(text, of):
     """Not with their square."""
     few, many = (text(count) for count in (60, 240))
-    if of is hints.hints:
+    if of is waste.hints:
         few, many = hlo.judge(few), hlo.judge(many)
     assert len(hlo.judge(text(60)).verdicts) == 60
     assert calls(of, many) < 5 * calls(of, few)

@@ -1,7 +1,7 @@
 """Texts that no compiler wrote: what is called again and again, and what is left out."""
 
 from shardrules import hlo
-from shardrules.costs import hints, launches, transfers
+from shardrules.costs import launches, transfers, waste
 
 from . import text as T
 
@@ -56,7 +56,7 @@ ENTRY = f"""{T.parameter(T.BOTH)}
 def test_hints_for_a_loop_that_calls_twice():
     loop = LOOP.replace("LAST", f"f{DEPTH - 1}").replace("REDUCED", T.all_reduce("%used"))
     module = hlo.parse(T.module(ENTRY, doubled("fusion", "kind=kLoop, calls") + loop))
-    (hint,) = hints.hints(hlo.judge(module))
+    (hint,) = waste.hints(hlo.judge(module))
     assert hint.kind == "repeated"
 
 

@@ -1,0 +1,40 @@
+"""Waste: collectives that are needed and could be cheaper, each kind in a module of its own.
+
+A kind is a ``Kind`` in ``KIND`` of its module and a name in ``_MODULES``.
+"""
+
+from __future__ import annotations
+
+from shardrules import hlo
+from shardrules.costs import findings
+from shardrules.costs.waste import add_first, after_loop, only_returned, reduce_first, repeated
+from shardrules.costs.waste.program import Hint, Kind, Program
+
+__all__ = ["KINDS", "Hint", "Kind", "dearer", "hints", "rows"]
+
+# A collective gets the hint of the first kind that it is of.
+_MODULES = (repeated, after_loop, only_returned, reduce_first, add_first)
+
+rows: tuple[Kind, ...] = tuple(module.KIND for module in _MODULES)
+KINDS = tuple(kind.name for kind in rows)
+
+
+def hints(judgement: hlo.Judgement) -> list[Hint]:
+    """List the needed collectives that could be cheaper, as far as the program shows it."""
+    program = Program(judgement)
+    found = []
+    for site in program.sites:
+        if site.needed:
+            hint = next((h for kind in rows if (h := kind.find(site)) is not None), None)
+            if hint is not None:
+                found.append(hint)
+    return found
+
+
+def dearer(found: list[Hint]) -> list[findings.Finding]:
+    """List the all-reduces among hints as findings, with the bytes now and then."""
+    return [
+        findings.Finding(h.kind, h.verdict, h.entry, h.advice)
+        for h in found
+        if h.entry.kind == "all-reduce"
+    ]

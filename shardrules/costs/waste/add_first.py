@@ -1,0 +1,32 @@
+"""Two all-reduces over the same devices whose results are only added: one of the sum does."""
+
+from __future__ import annotations
+
+from shardrules.costs import sums
+from shardrules.costs.waste.program import Hint, Kind, Site, line
+
+__all__ = ["KIND"]
+
+
+def _find(site: Site) -> Hint | None:
+    size = site.entry.bytes
+    if not (site.adds and site.whole):
+        return None
+    where = (site.module, site.computation, site.users, site.position, site.operand)
+    if not sums.added_to_another(*where):
+        return None
+    advice = (
+        "its result is only added to that of another psum over the same devices: add the operands "
+        f"and psum that once, and {2 * size} B of both become {size} B (equal up to "
+        f"rounding){line(site.entry)}"
+    )
+    return site.hint(KIND.name, advice, bytes_after=0, trips_after=0)
+
+
+KIND = Kind(
+    "add first",
+    "an all-reduce whose result is only added to that of another one over the same devices",
+    "add the operands and psum the sum",
+    "add the arrays before the reduction over the sharded dimension",
+    _find,
+)

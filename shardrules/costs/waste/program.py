@@ -1,0 +1,437 @@
+"""A judged program, and what each kind of waste looks up in it: uses, loops, overlap, hints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from shardrules import hlo
+from shardrules.costs import accounts
+from shardrules.costs.waste import loop_flow
+from shardrules.hlo.proof import loops
+from shardrules.hlo.reader.module import Users
+
+__all__ = ["SMALL", "Hint", "Kind", "Loop", "Program", "Site", "line"]
+
+_T = TypeVar("_T")
+
+# Bytes of one run up to which a collective takes about the time of its round trip: at 100 GB/s an
+# all-reduce of so many takes 5 us.
+SMALL = 256 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Hint:
+    """A collective that is needed and could be cheaper.
+
+    Attributes:
+      kind: a kind's name, one of ``KINDS``.
+      verdict: the verifier's.
+      entry: its line in the account.
+      bytes_before, bytes_after: operand bytes on one device, over all runs of one execution;
+        ``bytes_before`` is None where a loop's trip count isn't known.
+      advice: the change.
+      round_trips_before, round_trips_after: how often all devices of a group wait for each other,
+        over all runs; of a combined collective its first part counts them. None as for bytes.
+      sent_before, sent_after: what one device sends, as an account's wire bytes, over all runs.
+      waited_for: nothing large in its computation is independent of it, so that nothing can
+        overlap with it.
+    """
+
+    kind: str
+    verdict: hlo.Verdict
+    entry: accounts.Entry
+    bytes_before: int | None
+    bytes_after: int | None
+    advice: str
+    round_trips_before: int | None = None
+    round_trips_after: int | None = None
+    sent_before: int | None = None
+    sent_after: int | None = None
+    waited_for: bool = False
+
+
+class Kind(NamedTuple):
+    """One kind of waste.
+
+    Attributes:
+      name: of the hints.
+      looks: what it looks like in a program.
+      shard_map, jit: what to do about it in a shard_map, and in a jit with shardings.
+      find: gives the hint for a collective, or None.
+    """
+
+    name: str
+    looks: str
+    shard_map: str
+    jit: str
+    find: Callable[[Site], Hint | None]
+
+
+# Computations from the outermost in, each with the position of the fusion outside that calls it.
+_Outside = tuple[tuple[hlo.Computation, int], ...]
+
+
+class Use(NamedTuple):
+    """What takes a value: the computations it stands in, its position, and the operand's."""
+
+    outside: _Outside
+    user: int
+    used: int
+
+    @property
+    def instruction(self) -> hlo.Instruction:
+        """Give the user."""
+        return self.outside[-1][0].instructions[self.user]
+
+    @property
+    def before(self) -> hlo.Instruction:
+        """Give what it takes."""
+        return self.outside[-1][0].instructions[self.used]
+
+
+class Loop(NamedTuple):
+    """A while: its body, the computation and the position it stands at, and its conditions."""
+
+    body: str
+    around: str
+    position: int
+    conditions: tuple[hlo.Computation, ...]
+
+
+class Program:
+    """A judged program, and what is looked up in it again and again."""
+
+    def __init__(self, judgement: hlo.Judgement):
+        self.judgement = judgement
+        self.module = judgement.module
+        self.runs = loops.executions(self.module)
+        self.entries = accounts.of(judgement).entries
+        self._numbers: dict[str, dict[str, int]] = {}
+        self._users: dict[str, Users] = {}
+        self._remembered: dict[tuple[str, str], Any] = {}
+        self._busy: dict[tuple[str, int], bool] = {}
+
+    @functools.cached_property
+    def loops(self) -> dict[str, Loop]:
+        """List the loops by their bodies' names; a body of two loops is none here."""
+        found: dict[str, list[Loop]] = {}
+        for computation in self.module.computations.values():
+            for position in computation.calling:
+                if computation.instructions[position].opcode == "while":
+                    condition, body = loops.parts(self.module, computation.instructions[position])
+                    loop = Loop(body.name, computation.name, position, (condition,))
+                    found.setdefault(body.name, []).append(loop)
+        return {name: these[0] for name, these in found.items() if len(these) == 1}
+
+    @functools.cached_property
+    def sites(self) -> list[Site]:
+        """List the places of all verdicts, in their order."""
+        return [
+            Site(self, verdict, entry)
+            for verdict, entry in zip(self.judgement.verdicts, self.entries)
+        ]
+
+    @functools.cached_property
+    def _at(self) -> dict[tuple[str, int], list[Site]]:
+        found: dict[tuple[str, int], list[Site]] = {}
+        for site in self.sites:
+            found.setdefault((site.computation.name, site.position), []).append(site)
+        return found
+
+    def parts(self, name: str, position: int) -> list[Site]:
+        """List the places that one instruction's verdicts have."""
+        return self._at.get((name, position), [])
+
+    def users(self, name: str) -> Users:
+        """Give a computation's users of each instruction."""
+        if name not in self._users:
+            self._users[name] = self.module.computations[name].users()
+        return self._users[name]
+
+    def position(self, computation: str, name: str) -> int:
+        """Give an instruction's position by its name."""
+        if computation not in self._numbers:
+            instructions = self.module.computations[computation].instructions
+            self._numbers[computation] = {i.name: n for n, i in enumerate(instructions)}
+        return self._numbers[computation][name]
+
+    def remembered(
+        self, look: Callable[[hlo.Module, hlo.Computation], _T], computation: hlo.Computation
+    ) -> _T:
+        """Give what a function finds in a computation, which is looked at once."""
+        key = (look.__name__, computation.name)
+        if key not in self._remembered:
+            self._remembered[key] = look(self.module, computation)
+        return self._remembered[key]
+
+    # -- for loop_flow ----------------------------------------------------------------------------
+
+    @functools.cached_property
+    def unread(self) -> dict[loop_flow.Source, loop_flow.Unread]:
+        """List the results of collectives in loops that no trip reads."""
+        return loop_flow.unread(self)
+
+    def results_in(self, name: str) -> list[loop_flow.Source]:
+        """List the results in a computation that might be made after the loop."""
+        return [
+            s
+            for (where, at) in self._at
+            if where == name
+            for s in self.results_at(name, at).values()
+        ]
+
+    def results_at(self, name: str, position: int) -> dict[int, loop_flow.Source]:
+        """Give one collective's results that might be made after the loop, by operand or range."""
+        sites = self.parts(name, position)
+        kinds = ("all-reduce", "all-gather")
+        packed = len({s.verdict.collective.operand for s in sites}) == 1
+        if any(s.verdict.range and not packed for s in sites):
+            return {}
+        return {
+            s.part: (name, position, s.part)
+            for s in sites
+            if s.needed and s.verdict.collective.kind in kinds
+        }
+
+    def ranges(self, name: str, position: int) -> tuple[tuple[int, int, loop_flow.Source], ...]:
+        """Give the ranges of a flat result that XLA packed from several."""
+        return tuple(
+            (s.verdict.range.start, s.verdict.range.stop, (name, position, s.part))
+            for s in self.parts(name, position)
+            if s.verdict.range
+        )
+
+    def is_linear(self, name: str, position: int) -> bool:
+        """Tell whether the sum of a collective's results is its result of the sum."""
+        for site in self.parts(name, position):
+            return site.verdict.collective.kind == "all-gather" or site.adds
+        return False
+
+    def is_constant(self, computation: hlo.Computation, position: int) -> bool:
+        """Tell whether a value is made of constants alone, or is a buffer that nobody filled."""
+        stack, seen = [(computation, position)], 0
+        while stack and (seen := seen + 1) < 64:
+            where, at = stack.pop()
+            one = where.instructions[at]
+            if one.opcode == "fusion":
+                called = self.module.computations[one.calls[0]]
+                stack.append((called, called.root))
+            elif (
+                one.opcode == "custom-call"
+                and '"AllocateBuffer"' not in one.text[one.start : one.end]
+            ):
+                return False
+            elif one.opcode not in loop_flow.FUNCTIONS | {"constant", "parameter", "custom-call"}:
+                return False
+            elif one.opcode == "parameter" and where is computation:
+                return False
+            stack += [(where, o) for o in one.operands]
+        return not stack
+
+    # -- uses -------------------------------------------------------------------------------------
+
+    def uses(
+        self, computation: hlo.Computation, position: int, element: int, through: frozenset[str]
+    ) -> list[Use] | None:
+        """List what takes a value, in fusions too, behind instructions that are in ``through``.
+
+        None where it leaves its computation, or there are too many.
+        """
+        ends: list[Use] = []
+        stack: list[tuple[_Outside, int, int]] = [(((computation, -1),), position, element)]
+        steps = 0
+        while stack:
+            outside, at, part = stack.pop()
+            here = outside[-1][0]
+            steps += 1
+            if steps > 256:
+                return None
+            if at == here.root:
+                if len(outside) == 1:
+                    return None
+                stack.append((outside[:-1], outside[-1][1], part))
+                continue
+            for user in self.users(here.name).taking(at, part):
+                one = here.instructions[user]
+                if one.opcode == "fusion":
+                    inner = self.module.computations[one.calls[0]]
+                    for n, i in enumerate(inner.instructions):
+                        number = int(i.literal) if i.opcode == "parameter" else -1
+                        if 0 <= number < len(one.operands) and one.operands[number] == at:
+                            stack.append(((*outside, (inner, user)), n, 0))
+                elif one.opcode == "tuple" and user == here.root and len(outside) > 1:
+                    back = [k for k, o in enumerate(one.operands) if o == at]
+                    stack += [(outside[:-1], outside[-1][1], k) for k in back]
+                elif one.opcode in through or one.opcode == "get-tuple-element":
+                    stack.append((outside, user, 0))
+                else:
+                    ends.append(Use(outside, user, at))
+        return ends
+
+    def origin(self, outside: _Outside, position: int) -> tuple[_Outside, int]:
+        """Follow a fusion's parameter to what it is given outside."""
+        while len(outside) > 1:
+            here, caller = outside[-1]
+            one = here.instructions[position]
+            if one.opcode != "parameter":
+                break
+            outside = outside[:-1]
+            position = outside[-1][0].instructions[caller].operands[int(one.literal)]
+        return outside, position
+
+    # -- overlap ----------------------------------------------------------------------------------
+
+    def overlaps(self, name: str, position: int) -> bool:
+        """Tell whether anything large in a computation neither makes nor takes an instruction."""
+        key = (name, position)
+        if key not in self._busy:
+            computation = self.module.computations[name]
+            tied = reached(computation, self.users(name), position)
+            self._busy[key] = any(
+                n not in tied and self.is_large(i) for n, i in enumerate(computation.instructions)
+            )
+        return self._busy[key]
+
+    def is_large(self, instruction: hlo.Instruction) -> bool:
+        """Tell whether an instruction may take as long as a round trip."""
+        opcode = instruction.opcode
+        if opcode in ("dot", "convolution", "custom-call", "while", "sort", "conditional"):
+            return bool(instruction.operands)
+        if opcode in ("fusion", "call"):
+            names = instruction.calls
+            inner = [i for c in names for i in self.module.computations[c].instructions]
+            if any(i.opcode in ("dot", "convolution", "custom-call") for i in inner):
+                return True
+        still = opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "constant")
+        return not still and instruction.shape.bytes >= 2**20
+
+
+def reached(computation: hlo.Computation, users: Users, position: int) -> set[int]:
+    """List the positions of an instruction, of what it is made of, and of what is made of it."""
+    found = {position}
+    for follow in (lambda n: computation.instructions[n].operands, lambda n: users[n]):
+        seen, stack = {position}, [position]
+        while stack:
+            fresh = set(follow(stack.pop())) - seen
+            seen |= fresh
+            stack += fresh
+        found |= seen
+    return found
+
+
+class Site:
+    """Where a collective, a part of a combined one or a range of a flat one stands."""
+
+    def __init__(self, program: Program, verdict: hlo.Verdict, entry: accounts.Entry):
+        collective = verdict.collective
+        self.program = program
+        self.module = program.module
+        self.verdict = verdict
+        self.entry = entry
+        self.collective = collective
+        self.computation = program.module.computations[collective.computation]
+        self.position = program.position(collective.computation, collective.name)
+        self.operand = collective.operand
+        self.part = verdict.range.start if verdict.range else collective.operand
+        self.needed = verdict.verdict == "needed" and not verdict.divergent
+        self.adds = collective.kind == "all-reduce" and collective.reduction == "add"
+
+    @property
+    def users(self) -> Users:
+        """Give the users of each instruction beside it."""
+        return self.program.users(self.computation.name)
+
+    @property
+    def instruction(self) -> hlo.Instruction:
+        """Give the collective."""
+        return self.computation.instructions[self.position]
+
+    @property
+    def source(self) -> int:
+        """Give the position of its operand."""
+        return self.instruction.operands[self.operand]
+
+    @property
+    def whole(self) -> bool:
+        """Tell whether it is one operand, not a range of a flat one."""
+        return self.verdict.range is None
+
+    @property
+    def in_loop(self) -> bool:
+        """Tell whether it stands directly in a loop that may make more than one trip."""
+        return self.computation.name in self.program.loops and self.entry.runs != 1
+
+    @property
+    def in_shard_map(self) -> bool:
+        """Tell what a shard_map holds from what XLA's partitioner made."""
+        name = self.collective.op_name
+        return not name or "shard_map" in name or "pmap" in name
+
+    @property
+    def over(self) -> str:
+        """Name its axes for a line of code, ``'data'``."""
+        return ", ".join(map(repr, self.entry.axes or ())) or "axis_name"
+
+    def runs_of(self, computation: str) -> int:
+        """Count how often another computation runs, 1 where it isn't known."""
+        run = self.program.runs.get(computation)
+        return (run.count if run else None) or 1
+
+    def hint(
+        self,
+        kind: str,
+        advice: str,
+        *,
+        bytes_after: int | None,
+        trips_after: int | None,
+        sent_after: int | None = None,
+        trips_before: int | None = -1,
+    ) -> Hint:
+        """Make a hint: what is after the change, over all runs; what is now is in the account.
+
+        ``sent_after`` follows from ``bytes_after`` where the kind of collective stays.
+        """
+        entry = self.entry
+        first = self.program.parts(self.computation.name, self.position)[0] is self
+        if trips_before == -1:
+            trips_before = entry.runs if first else 0
+        if sent_after is None and bytes_after is not None and entry.bytes:
+            sent_after = -(-bytes_after * entry.wire_bytes // entry.bytes)
+        return Hint(
+            kind,
+            self.verdict,
+            entry,
+            None if entry.runs is None else entry.runs * entry.bytes,
+            bytes_after,
+            advice,
+            trips_before,
+            trips_after if first else 0,
+            None if entry.runs is None else entry.runs * entry.wire_bytes,
+            sent_after,
+            not self.program.overlaps(self.computation.name, self.position),
+        )
+
+    def once(self, kind: str, change: str, note: str, more: str = "") -> Hint | None:
+        """Make the hint that one run beside the loop replaces those in it; None if that is more."""
+        entry = self.entry
+        times = self.runs_of(self.program.loops[self.computation.name].around)
+        after = entry.bytes * times
+        if entry.runs is not None and entry.runs * entry.bytes <= after:
+            return None
+        now = f"{entry.bytes} B on every trip"
+        now = now if entry.runs is None else f"{entry.runs * entry.bytes} B"
+        advice = f"{change}, and {now} become {after} B ({note}){more}"
+        return self.hint(kind, advice, bytes_after=after, trips_after=times)
+
+
+def line(entry: accounts.Entry) -> str:
+    """Return the line to type where the psum is a cast's transpose, or nothing."""
+    if entry.phase != "backward" or not entry.axes:
+        return ""
+    axes = ", ".join(map(repr, entry.axes))
+    return (
+        f"; where it is the psum of a cast's cotangent, cast there: x = shardrules.vary(x, {axes})"
+    )

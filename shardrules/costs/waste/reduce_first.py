@@ -1,0 +1,39 @@
+"""An all-reduce whose result is only summed up on each device: the sum may come first."""
+
+from __future__ import annotations
+
+from shardrules.costs import sums
+from shardrules.costs.waste.program import Hint, Kind, Site, line
+
+__all__ = ["KIND"]
+
+
+def _find(site: Site) -> Hint | None:
+    entry = site.entry
+    if not (site.adds and site.whole):
+        return None
+    where = (site.module, site.computation, site.users, site.position, site.operand)
+    size = sums.reduced_after(*where)
+    if size is None or size >= entry.bytes:
+        return None
+    change = (
+        "reduce before you psum (or cast earlier, with shardrules.vary before the broadcast)"
+        if site.in_shard_map
+        else "sum up over the dimensions that are not sharded first"
+    )
+    advice = (
+        f"its result is only summed up on each device: {change}, and {entry.bytes} B become "
+        f"{size} B{line(entry)}"
+    )
+    return site.hint(
+        KIND.name, advice, bytes_after=size * (entry.runs or 1), trips_after=entry.runs
+    )
+
+
+KIND = Kind(
+    "reduce first",
+    "an all-reduce whose result each device only sums up, or scatters into fewer places",
+    "reduce before the psum, or cast with shardrules.vary before the broadcast",
+    "sum up over the dimensions that are not sharded first",
+    _find,
+)

@@ -8,14 +8,13 @@ import io
 import os
 import re
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardrules.costs.accounts import wire_bytes
+from shardrules.hooks.retrace import sent_bytes
+from shardrules.hooks.unchecked import Call, Site
 from shardrules.report.grouping import size
 from shardrules.report.text import table
-from shardrules.watching.check_off import Call, Site
-from shardrules.watching.retrace import Sum
 
 __all__ = ["Row", "patch", "rows", "written"]
 
@@ -64,15 +63,7 @@ class Row(NamedTuple):
         open_ended = sum(one.runs is None for one in known)
         if any(some is None for some in sums):
             return "?"
-        return size(_moved(known)) + (f" and {open_ended} in while loops" if open_ended else "")
-
-
-def _moved(sums: Iterable[Sum]) -> int:
-    """Count wire bytes; what stands in loops of unknown length counts once."""
-    return sum(
-        (1 if one.runs is None else one.runs) * wire_bytes("all-reduce", one.bytes, one.group_size)
-        for one in sums
-    )
+        return size(sent_bytes(known)) + (f" and {open_ended} in while loops" if open_ended else "")
 
 
 def rows(calls: Sequence[Call]) -> list[Row]:
@@ -93,7 +84,7 @@ def _verdict(calls: Sequence[Call]) -> str:
     if any(call.takes_gradients for call in calls):
         return GRADIENTS
     before, after = (
-        sum(_moved(some or ()) for some in sums)
+        sum(sent_bytes(some or ()) for some in sums)
         for sums in ([call.before for call in calls], [call.after for call in calls])
     )
     known = all(call.before is not None for call in calls if call.inside is None)

@@ -34,10 +34,12 @@ ARROWS = {
     "hooks.sets": set(
         "door errors registry hooks.notes hooks.state hooks.types hooks.cotangents".split()
     ),
+    "hooks.retrace": {"door"},
+    "hooks.unchecked": set("door hooks.notes hooks.state hooks.retrace".split()),
     "hooks.selftest": set("door registry hooks.sharded hooks.state".split()),
     "hooks.install": set(
         "arguments door errors registry hooks.state hooks.types hooks.retyping hooks.cotangents "
-        "hooks.casts hooks.sets hooks.selftest".split()
+        "hooks.casts hooks.sets hooks.selftest hooks.unchecked".split()
     ),
     "hooks.explain": set(
         "arguments door errors registry hooks.notes hooks.state hooks.types hooks.install".split()
@@ -45,7 +47,7 @@ ARROWS = {
     "hooks.user_casts": set(
         "arguments door errors registry hooks.notes hooks.types hooks.install".split()
     ),
-    "hooks.processes": set("arguments door errors registry hooks.install".split()),
+    "hooks.processes": set("arguments door errors registry hooks.install hooks.unchecked".split()),
     "pallas": {"errors", "registry", "door"},
     "hlo.reader": {"arguments", "errors"},
     "hlo.known": {"errors", "hlo.reader"},

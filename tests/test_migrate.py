@@ -13,7 +13,7 @@ import tokenize
 import pytest
 
 from shardrules import migration
-from shardrules.watching.check_off import Call, Site
+from shardrules.hooks.unchecked import Call, Site
 
 SCRIPT = '''\
 """Trains."""

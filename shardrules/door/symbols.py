@@ -67,6 +67,11 @@ an entry of the table of lowering rules, where it isn't the rule itself
     LoweringRuleEntry      0.7.0+         .interpreters.mlir:LoweringRuleEntry(rule, inline)
 binds in the trace that an operation is bound in, not in the one around it
     set_current_trace      0.5.0+         .core:set_current_trace(trace)
+makes a shard_map of a function
+    make_shard_map         0.4.28-0.6.0   jax.experimental.shard_map:_shard_map(f)
+    make_shard_map         0.6.1+         .shard_map:_shard_map(f)
+whether anything is being traced
+    at_top                 0.4.28+        .core:trace_state_clean
 users' primitives
     Primitive              0.4.28+        .core:Primitive
 writes the tag on the lowered call

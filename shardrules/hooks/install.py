@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardrules.arguments import checked
@@ -26,7 +26,7 @@ from shardrules.hooks.retyping.replay import ReplayHooks
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.sets.calls import SetPallasHooks, SetPrimitiveHooks
 from shardrules.hooks.sets.rep import SetHooks, SetVjpHooks
-from shardrules.hooks.state import CASTS, POLICIES, Hooks, Scope, State
+from shardrules.hooks.state import CASTS, POLICIES, UNCHECKED, Hooks, Scope, State
 from shardrules.hooks.types.calls.mesh_kernels import MeshKernelHooks
 from shardrules.hooks.types.calls.pallas_call import PallasHooks
 from shardrules.hooks.types.calls.primitives import PrimitiveHooks
@@ -37,6 +37,7 @@ from shardrules.hooks.types.lost_axes import LostAxesHooks
 from shardrules.hooks.types.redundant_casts import RedundantCastHooks
 from shardrules.hooks.types.refs import RefHooks
 from shardrules.hooks.types.type_notes import TypeNoteHooks
+from shardrules.hooks.unchecked import UncheckedHooks, UncheckedSite, costliest
 from shardrules.registry.binding import Binding, Declared
 from shardrules.registry.table import default
 
@@ -72,6 +73,7 @@ TYPES: tuple[type[Hooks], ...] = (  # from JAX 0.6, where axis types are on aval
     MeshKernelHooks,
     RefHooks,
     CastHooks,
+    UncheckedHooks,
 )
 SETS: tuple[type[Hooks], ...] = (  # to JAX 0.5.3, where replication sets are kept beside values
     Funnel,
@@ -79,6 +81,7 @@ SETS: tuple[type[Hooks], ...] = (  # to JAX 0.5.3, where replication sets are ke
     SetVjpHooks,
     SetPrimitiveHooks,
     SetHooks,
+    UncheckedHooks,
 )
 
 _lock = threading.RLock()
@@ -91,8 +94,17 @@ _held_for_ops = False
 class Handle:
     """What ``install`` returns; a context manager. ``uninstall`` may be called repeatedly."""
 
-    def __init__(self):
+    def __init__(self, decisions: Mapping[Any, UncheckedSite]):
         self._installed = True
+        self._decisions = decisions
+
+    def unchecked(self) -> tuple[UncheckedSite, ...]:
+        """List the shard_maps that were met with their check off, the costliest first.
+
+        Empty without ``install(unchecked="check")``. What was met before another handle was
+        uninstalled is among them.
+        """
+        return costliest(self._decisions.values())
 
     def uninstall(self, *, ops: bool = False) -> None:
         """Put JAX back as it was; other handles stay.
@@ -120,7 +132,13 @@ class Handle:
 
 
 @checked
-def install(*, unknown: str = "error", prove: bool = True, casts: str | None = None) -> Handle:
+def install(
+    *,
+    unknown: str = "error",
+    prove: bool = True,
+    casts: str | None = None,
+    unchecked: str = "leave",
+) -> Handle:
     """Make shard_map's check follow the registry. For applications to call, once.
 
     Args:
@@ -134,17 +152,23 @@ def install(*, unknown: str = "error", prove: bool = True, casts: str | None = N
         operation that asks for it, as JAX does; JAX to 0.5.3 always does. If None, as the
         ``install()`` that is in force says, else ``cheapest``. A value that differs from the one
         in force wins, with a warning.
+      unchecked: what happens to a ``jax.shard_map`` that a program, or a library, asks for with
+        ``check_vma=False``. ``leave``: it runs as written. ``check``: it is traced with its check
+        on, and that is used where values and gradients are equal and its all-reduces move no more
+        bytes; else it runs as written, and ``handle.unchecked()`` says why. ``check`` stays in
+        force, whatever a later ``install()`` says, until its handle is uninstalled.
 
     Returns:
       A handle; ``handle.uninstall()``, or leaving ``with install():``, puts JAX back as it was.
 
     Raises:
       UnsupportedJaxError: if this JAX lacks a private name that the hooks use, or is newer than
-        all that were tested and fails their self-test; nothing was changed.
+        all that were tested and fails their self-test; nothing was changed. Also for
+        ``unchecked="check"`` before JAX 0.6.1.
 
     Warns:
       UntestedJaxWarning: once, where that self-test passed.
-      ShardrulesError: if ``unknown`` or ``casts`` is none of these.
+      ShardrulesError: if ``unknown``, ``casts`` or ``unchecked`` is none of these.
 
     Examples:
       >>> with shardrules.install() as handle:  # or shardrules.install(), once, in an application
@@ -152,17 +176,25 @@ def install(*, unknown: str = "error", prove: bool = True, casts: str | None = N
       >>> handle = shardrules.install(unknown="varying")
       >>> handle.uninstall()
     """
-    for name, given, known in (("unknown", unknown, POLICIES), ("casts", casts, (None, *CASTS))):
+    for name, given, known in (
+        ("unknown", unknown, POLICIES),
+        ("casts", casts, (None, *CASTS)),
+        ("unchecked", unchecked, UNCHECKED),
+    ):
         if given not in known:
             raise ShardrulesError(
                 f"install({name}={given!r}) is not known; it is one of "
                 f"{', '.join(repr(one) for one in known if one)}",
-                **{name if name == "casts" else "policy": given},
+                **{"policy" if name == "unknown" else name: given},
             )
+    if unchecked == "check":
+        internals.load().need_types('install(unchecked="check")')
     with _lock:
         _hold()
-        handle = Handle()
+        handle = Handle(_state.of(UncheckedHooks).decisions)
         now = _state.everywhere
+        if now.active and now.unchecked == "check":
+            unchecked = "check"
         said = now.casts if now.active else None
         if said is not None and casts not in (None, said):
             warnings.warn(
@@ -170,7 +202,10 @@ def install(*, unknown: str = "error", prove: bool = True, casts: str | None = N
                 "still in force; say it once, in the application",
                 stacklevel=3,
             )
-        _state.push(handle, Scope(True, unknown, prove=prove, casts=casts or said or "cheapest"))
+        scope = Scope(
+            True, unknown, prove=prove, casts=casts or said or "cheapest", unchecked=unchecked
+        )
+        _state.push(handle, scope)
     return handle
 
 
@@ -281,6 +316,7 @@ def _release() -> None:
         if not _holders:
             _state.patched = False
             _state.warned.clear()
+            _state.of(UncheckedHooks).forget()
             _patches.undo()
 
 

@@ -67,3 +67,5 @@ class Notes:
     declared: list[str] = dataclasses.field(default_factory=list)
     # each annotation of an output that its kernel contradicts, as a sentence
     annotations: list[str] = dataclasses.field(default_factory=list)
+    doubts: list[str] = dataclasses.field(default_factory=list)  # why gradients may be others
+    unchecked: list[Any] = dataclasses.field(default_factory=list)  # unchecked shard_maps

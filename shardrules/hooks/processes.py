@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import threading
 import time
 from typing import Any
@@ -13,6 +14,7 @@ from shardrules.arguments import checked
 from shardrules.door import internals
 from shardrules.errors import MissingProcessError, RulesDifferError, ShardrulesError
 from shardrules.hooks.install import state as hook_state
+from shardrules.hooks.unchecked import UncheckedHooks
 from shardrules.registry import fingerprint
 from shardrules.registry.fingerprint import Entry
 
@@ -76,11 +78,20 @@ def _listed(door: Any) -> list[Entry]:
 
     state = hook_state()
     scope = state.scope
-    options = f"unknown={scope.policy!r}, prove={scope.prove}, casts={scope.casts!r}"
+    options = (
+        f"unknown={scope.policy!r}, prove={scope.prove}, casts={scope.casts!r}, "
+        f"unchecked={scope.unchecked!r}"
+    )
+    decided = state.of(UncheckedHooks).decisions.values() if scope.active else ()
+    sites = sorted(
+        (f"{os.path.basename(one.file)}:{one.line} ({one.function}) {one.arguments}", one.reason)
+        for one in decided
+    )
     return [
         Entry("version of", "shardrules", shardrules.__version__),
         Entry("version of", "jax", door.version),
         Entry("options of", "install", options if scope.active else "not installed"),
+        *(Entry("check of", site, reason or "switched on") for site, reason in dict(sites).items()),
         *fingerprint.entries(state.registry),
     ]
 

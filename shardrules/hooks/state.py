@@ -19,6 +19,7 @@ from shardrules.registry.table import Overlay, Registry
 __all__ = ["COLLECT", "Hooks", "Scope", "State", "POLICIES"]
 
 POLICIES = ("error", "warn", "varying")
+UNCHECKED = ("leave", "check")  # what becomes of a shard_map whose check is off
 CASTS = ("late", "cheapest")  # where casts of what is differentiated stand
 _H = TypeVar("_H", bound="Hooks")
 COLLECT = "collect"  # internal: note the call, take it for one that does not communicate
@@ -38,6 +39,9 @@ class Scope:
     notes: Notes | None = None
     prove: bool = True  # whether a kernel's own jaxpr may prove what nobody declares
     casts: str = "late"  # ``late``, where JAX puts them, or ``cheapest``
+    # what becomes of a shard_map whose check is off: ``leave``; ``check`` switches it on where that
+    # is equal; ``on`` and ``off`` inside of one that was decided
+    unchecked: str = "leave"
     # how many reverse passes there will be through what is traced here; counted where casts are
     # placed
     derivatives_count: int = 0
@@ -90,6 +94,10 @@ class _Here(threading.local):
     batched: list[Any] | None = None
     # the bwds that run, outermost first, where replication sets are kept
     running: tuple[Any, ...] = ()
+    # the sites of unchecked shard_maps inside of one that is looked at, or None
+    met: list[Any] | None = None
+    # errors of these, each with the innermost site that it came from
+    blamed: list[Any] = []
     # its overlays, the scope outside of them, and that scope with them
     under: tuple[Any, Any, Any] = (None, None, None)
 

@@ -17,7 +17,9 @@ from jax.sharding import PartitionSpec as P
 import shardrules
 from shardrules import migration
 from shardrules.door import internals
-from shardrules.watching import check_off, retrace
+from shardrules.hooks import retrace, unchecked
+from shardrules.hooks.install import touched
+from shardrules.watching import check_off
 
 X = np.ones((8, 16), np.float32)
 W = np.full((2, 16), 0.5, np.float32)
@@ -278,7 +280,7 @@ def test_what_is_to_happen_before_a_look_happens_once(cpu_mesh):
     finally:
         stop()
     assert [call.error for call in found] == ["it can't be looked at: not there yet", "", ""]
-    assert len(happened) == 2 and check_off._before == []
+    assert len(happened) == 2
 
 
 @pytest.mark.parametrize(
@@ -335,7 +337,7 @@ def test_what_goes_wrong_in_the_look_is_not_the_programs(cpu_mesh, monkeypatch):
     def broken(*_):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(check_off, "_look", broken)
+    monkeypatch.setattr(unchecked._Unchecked, "look", broken)
     with looking() as found:
         off(lambda x: 2 * x, cpu_mesh, P("data"), P("data"))(X)
     assert one(found).verdict == migration.LIMIT
@@ -346,4 +348,4 @@ def test_checks_that_are_on_and_jaxs_own_are_left_alone(cpu_mesh):
     with looking() as found:
         old(lambda x: x, mesh=cpu_mesh, in_specs=P("data"), out_specs=P("data"))(X)
         jax.pmap(lambda x: x)(np.ones((8, 2), np.float32))
-    assert found == [] and check_off._patches.touched() == ()
+    assert found == [] and touched() == ()

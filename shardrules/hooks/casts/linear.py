@@ -21,7 +21,7 @@ from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, is_inexact, name_of, opened, scan_counts
-from shardrules.hooks.casts.linearity import linear_in, strings
+from shardrules.hooks.cotangents.linearity import linear_in, strings
 from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.retyping.equations import transposed_by_jax
 from shardrules.hooks.types.identities import MARK

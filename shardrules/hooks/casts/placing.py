@@ -18,7 +18,7 @@ from shardrules.door.jaxprs import CALLS, name_of, opened, read, scan_counts, va
 from shardrules.door.patching import Patches
 from shardrules.hooks.casts.cheapest import Labels, cheapest, cost, cost_as_traced
 from shardrules.hooks.casts.linear import IDENTITIES, Graph, Step, Unplaceable, Value, Where
-from shardrules.hooks.casts.linearity import linear_in
+from shardrules.hooks.cotangents.linearity import linear_in
 from shardrules.hooks.notes import PlacedCast, Placement
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.retyping.retyping import Retyping

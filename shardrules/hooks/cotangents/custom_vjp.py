@@ -20,6 +20,7 @@ from shardrules.door.jaxprs import is_inexact, widened
 from shardrules.door.patching import Patches
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.refusals import Cotangent
+from shardrules.hooks.cotangents.shares import doubt
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.cotangents.widened import WidenedFwd
 from shardrules.hooks.retyping.retyping import Retyping
@@ -201,6 +202,8 @@ class CustomVjpHooks(Hooks):
             run = Bwd(self, bwd, parts, args)
             with self.state.in_bwd():
                 cotangents = run.cotangents()
+                if self.state.scope.notes is not None:
+                    self.state.scope.notes.doubts += filter(None, [doubt(run, cotangents)])
             return self._match(run, parts, cotangents)
 
     def _match(self, bwd, parts, cotangents):

@@ -8,7 +8,7 @@ from jax import lax
 from hooks import bodies
 from shardrules.door import internals
 from shardrules.hooks.casts.linear import Graph, Unplaceable
-from shardrules.hooks.casts.linearity import linear_in
+from shardrules.hooks.cotangents.linearity import linear_in
 
 DATA, NONE = frozenset({"data"}), frozenset()
 

@@ -6,23 +6,27 @@ again.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from shardrules.door.jaxprs import KERNELS, SUMS, inner_jaxprs, opened
+from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, equations, inner_jaxprs, name_of, opened
 
 __all__ = [
     "Output",
     "Sum",
+    "computed",
     "first_line",
     "outputs",
     "quiet",
+    "sent_bytes",
     "state_kept",
+    "summed_bytes",
     "sums",
     "traced",
     "words",
@@ -178,6 +182,32 @@ def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterato
             inside = [max(inside, key=lambda some: sum(s.bytes * (s.runs or 1) for s in some))]
         for some in inside:
             yield from some
+
+
+def sent_bytes(sums: Iterable[Sum]) -> int:
+    """Count what one device sends for all-reduces, by rings; a while_loop's body counts once."""
+    return sum(
+        (one.runs or 1) * -(-2 * (one.group_size - 1) * one.bytes // one.group_size) for one in sums
+    )
+
+
+def summed_bytes(sums: Iterable[Sum]) -> int:
+    """Count the operand bytes of all-reduces on one device; a while_loop's body counts once."""
+    return sum((one.runs or 1) * one.bytes for one in sums)
+
+
+def computed(closed: Any) -> collections.Counter[tuple[str, str]]:
+    """Count what a jaxpr computes, by primitive and result; casts of either kind are left out."""
+    return collections.Counter(
+        (
+            "psum" if name_of(eqn) in SUMS else name_of(eqn),
+            f"{getattr(var.aval, 'dtype', '')}{getattr(var.aval, 'shape', '')}",
+        )
+        for eqn in equations(opened(closed))
+        # A Python number that is cast to vary is converted after that (JAX 0.12).
+        if eqn.primitive.name not in CASTS | {"convert_element_type"}
+        for var in eqn.outvars
+    )
 
 
 def first_line(error: BaseException) -> str:

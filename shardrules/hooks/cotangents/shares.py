@@ -1,0 +1,62 @@
+"""Whether a bwd makes the gradients that it makes with the check off.
+
+With the check off each device passes on its own share of the cotangent of a replicated value, and
+shard_map adds the shares up at its inputs; with the check on, all devices pass on the sum. The
+gradients are equal where a bwd makes of the sum what it makes of the shares, added up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardrules.door.jaxprs import equations, is_inexact
+from shardrules.hooks.cotangents.bwd import Bwd
+from shardrules.hooks.cotangents.linearity import linear_in
+
+__all__ = ["doubt"]
+
+
+def doubt(bwd: Bwd, cotangents: Any) -> str:
+    """Say why its gradients may be others than with the check off; empty if they are equal."""
+    import jax
+
+    door, name = bwd.door, bwd.parts.name
+    leaves = jax.tree_util.tree_leaves(bwd.args[-1])
+    live = [
+        one.varying | one.unreduced
+        for leaf, one in zip(leaves, bwd._arriving)
+        if isinstance(leaf, jax.Array) and is_inexact(leaf)
+    ]
+    primals = [one.axes for one, aval in zip(bwd.primals, bwd.parts.in_avals) if is_inexact(aval)]
+    returned = []
+
+    def note(path, index, value):
+        zero = isinstance(value, door.SymbolicZero) or not is_inexact(value)
+        if not zero and any(one.number != 0 for one in bwd._origins(path).outputs):
+            have, primal = door.axis_type(door.typeof(value)), bwd.primals[index]
+            returned.append((path, have.axes | primal.axes))
+        return value
+
+    bwd.parts.each(cotangents, note)
+    for axis in sorted(bwd.mesh_axes) if live and returned else ():
+        differs = {axis in axes for axes in live}
+        if differs == {True}:
+            if any(axis not in axes for _, axes in returned):
+                return f"the bwd {name!r} returns a gradient that is summed over {axis!r}"
+        elif len(differs) > 1 or any(axis in axes for axes in primals):
+            return f"the forward of the bwd {name!r} makes results equal over {axis!r}"
+        elif next(bwd._communicates(bwd._trace.jaxpr, frozenset({axis})), None):
+            return f"the bwd {name!r} communicates over {axis!r}"
+        elif not all(_is_linear(bwd, path) for path, _ in returned):
+            return f"the bwd {name!r} is not known to be linear"
+    return ""
+
+
+def _is_linear(bwd: Bwd, path: Any) -> bool:
+    """Whether a cotangent is linear in those that arrive; kernels are taken to be."""
+    jaxpr, dynamic = bwd._sliced(path), bwd._trace.dynamic
+    inputs = jaxpr.invars[len(jaxpr.invars) - len(dynamic) :]
+    arriving = [var for var, leaf in zip(inputs, dynamic) if leaf >= bwd.first]
+    known_of = bwd.hooks.state.known_of
+    opaque = any(known_of(one.primitive, one.params) is not None for one in equations(jaxpr))
+    return opaque or linear_in(jaxpr, arriving) is not None

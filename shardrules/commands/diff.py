@@ -1,7 +1,8 @@
 """Compare two programs' collectives; exit 1 if any came, went, grew or shrank.
 
 A and B hold compiled HLO text (``compiled.as_text()``, or files of ``--xla_dump_to``, gzip's too);
-- is stdin.
+- is stdin. Of two profiles that JAX wrote (folders, or .xplane.pb files), the report says what each
+change saved, in milliseconds.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import argparse
 
 from shardrules import report
-from shardrules.commands import flags, reading
+from shardrules.commands import flags, reading, rules
 from shardrules.costs import comparing
 from shardrules.errors import ShardrulesError
+from shardrules.watching.profiles import compared, profile
 
 __all__ = ["add_arguments", "run"]
 
@@ -35,6 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     given = arguments.before, arguments.after
     if given.count("-") > 1:
         raise ShardrulesError("only one of the two programs can be read from stdin")
+    profiles = [profile.is_profile(name) for name in given]
+    if any(profiles):
+        return _of_profiles(given, profiles, arguments)
     found = reading.judged(given, arguments, each_alone=True)
     before, after = (report.content(one.judgement, title=one.name) for one in found)
     names = comparing.common_names(before.account, after.account)
@@ -43,3 +48,23 @@ def run(arguments: argparse.Namespace) -> int:
     )
     reading.write(report.DIFFS[arguments.format](before, after, changes), arguments)
     return reading.FOUND if changes else reading.CLEAN
+
+
+def _of_profiles(
+    given: tuple[str, str], profiles: list[bool], arguments: argparse.Namespace
+) -> int:
+    if not all(profiles):
+        raise ShardrulesError(
+            f"{given[profiles.index(False)]} is no profile, and the other one is; give two profiles"
+        )
+    if arguments.format not in compared.WRITERS:
+        raise ShardrulesError(
+            f"profiles are compared as {', '.join(compared.WRITERS)}, not as {arguments.format}"
+        )
+    mesh = reading.mesh_of(arguments.mesh)
+    registry = rules.Rules(arguments)
+    found = compared.compare(
+        *(profile.profile(name, mesh=mesh, registry=registry) for name in given)
+    )
+    reading.write(compared.WRITERS[arguments.format](found), arguments)
+    return reading.FOUND if found.changed else reading.CLEAN

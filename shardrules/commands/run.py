@@ -11,9 +11,12 @@ or one can't be judged, 0 if every collective is needed. Programs that other pro
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import pathlib
 import re
 import sys
+import tempfile
 from typing import TYPE_CHECKING
 
 from shardrules.commands import flags, rules, script
@@ -21,6 +24,7 @@ from shardrules.errors import HloError, ShardrulesError
 
 if TYPE_CHECKING:
     from shardrules.report.several import Several
+    from shardrules.watching.profiles.recording import Recorder
     from shardrules.watching.programs import Watched
 
 __all__ = ["add_arguments", "run"]
@@ -45,7 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="write the HLO of each program there, for verify, report and diff",
     )
+    parser.add_argument(
+        "--profile",
+        action=flags.Once,
+        type=_count,
+        metavar="STEPS",
+        help="record that many steps with jax.profiler once the script has warmed up, and say what "
+        "each collective took; a step is what jax.profiler.StepTraceAnnotation marks, else a call "
+        "of the first program with collectives that is called again",
+    )
     script.add_arguments(parser)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count of steps; write --profile 3")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,25 +81,46 @@ def run(arguments: argparse.Namespace) -> int:
     rules.check(arguments)
     seen = programs.watch(strict=arguments.strict, allow=flags.allowances(arguments))
     seen.target, seen.cheapest = arguments.target, arguments.cheapest
-    code = script.run(target, seen, lambda: _report(seen, arguments, keep))
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as around:
+        around.enter_context(seen)
+        recorder = None
+        if arguments.profile is not None:
+            from shardrules.watching.profiles import recording
+
+            folder = stack.enter_context(tempfile.TemporaryDirectory()) if keep is None else keep
+            recorder = recording.Recorder(arguments.profile, str(folder))
+            around.enter_context(recorder)
+        code = script.run(target, around, lambda: _report(seen, arguments, keep, recorder))
     if code == script.INTERRUPTED:
         script.end_by_interrupt()
     return code
 
 
-def _report(seen: Watched, arguments: argparse.Namespace, keep: pathlib.Path | None) -> int:
+def _report(
+    seen: Watched,
+    arguments: argparse.Namespace,
+    keep: pathlib.Path | None,
+    recorder: Recorder | None,
+) -> int:
     """Judge what was compiled, write it, and return what that means as an exit code."""
+    if recorder is not None:
+        recorder.end()
     if not len(seen):
         _say("the script compiled no program with JAX; nothing was judged")
         return UNUSABLE
     try:
-        return _written(seen, arguments, keep)
+        return _written(seen, arguments, keep, recorder)
     except (ShardrulesError, OSError) as error:
         _say(str(error))
         return UNUSABLE
 
 
-def _written(seen: Watched, arguments: argparse.Namespace, keep: pathlib.Path | None) -> int:
+def _written(
+    seen: Watched,
+    arguments: argparse.Namespace,
+    keep: pathlib.Path | None,
+    recorder: Recorder | None,
+) -> int:
     from shardrules.report import several
 
     # Not before the script has ended: its programs are traced as without them.
@@ -99,6 +139,12 @@ def _written(seen: Watched, arguments: argparse.Namespace, keep: pathlib.Path | 
     for line in given.unused(content.judgement for content in found.contents):
         _say(line)
     text = several.WRITERS[arguments.format](found)
+    code = _exit_code(found)
+    if recorder is not None and recorder.trouble:
+        _say(f"--profile recorded nothing: {recorder.trouble}")
+        code = UNUSABLE
+    elif recorder is not None:
+        text = _profiled(seen, arguments, recorder, text)
     if arguments.output is None:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -108,13 +154,33 @@ def _written(seen: Watched, arguments: argparse.Namespace, keep: pathlib.Path | 
     else:
         pathlib.Path(arguments.output).write_text(text, encoding="utf-8")
         _say(f"{found.headline}; the report is in {arguments.output}")
-    return _exit_code(found)
+    return code
 
 
 def _exit_code(found: Several) -> int:
     if found.findings or found.unused:
         return FOUND
     return CLEAN if found.clean else UNUSABLE
+
+
+def _profiled(seen: Watched, arguments: argparse.Namespace, recorder: Recorder, report: str) -> str:
+    """Put what the profile shows before a report of text, and into one of JSON."""
+    from shardrules.watching.profiles import profile
+
+    if recorder.left:
+        recorded = arguments.profile - recorder.left
+        _say(f"the script ended after {recorded} of --profile's {arguments.profile} steps")
+    measured = profile.of_watched(
+        recorder.folder,
+        seen,
+        strict=arguments.strict,
+        allow=flags.allowances(arguments),
+        target=arguments.target,
+        cheapest=arguments.cheapest,
+    )
+    if arguments.format == "json":
+        return json.dumps({**json.loads(report), "profile": measured.as_dict()}, indent=1) + "\n"
+    return f"{measured}\n{report}" if arguments.format == "text" else report
 
 
 def _keep(seen: Watched, folder: pathlib.Path) -> None:

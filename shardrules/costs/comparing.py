@@ -7,11 +7,11 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from shardrules.costs.accounts import Entry, Totals
 
-__all__ = ["Change", "common_names", "compare", "grouped", "relative_file"]
+__all__ = ["Change", "common_names", "compare", "each", "grouped", "key_of", "relative_file"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,37 +103,50 @@ def grouped(
     """
     found: dict[tuple[str, ...], Totals] = {}
     for entry in entries:
-        source = (names or {}).get(entry.file) or relative_file(entry.file, root)
-        if source and entry.function:
-            source += f" ({entry.function})"
-        how = entry.groups + (
-            f" by {entry.reduction}" if entry.reduction not in ("", "add") else ""
-        )
-        how += f" along dimension {entry.dimension}" if entry.dimension else ""
-        how += " in a branch" if entry.at_most else ""
-        key = (entry.what, entry.element_type, source, *([how] if groups else []))
+        key = key_of(entry, root, groups, names)
         found[key] = found.get(key, Totals()).plus(entry)
     return found
+
+
+def key_of(
+    entry: Entry, root: str = ".", groups: bool = False, names: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Return by what ``grouped`` sums an entry up."""
+    source = (names or {}).get(entry.file) or relative_file(entry.file, root)
+    if source and entry.function:
+        source += f" ({entry.function})"
+    if not groups:
+        return entry.what, entry.element_type, source
+    how = entry.groups + (f" by {entry.reduction}" if entry.reduction not in ("", "add") else "")
+    how += f" along dimension {entry.dimension}" if entry.dimension else ""
+    how += " in a branch" if entry.at_most else ""
+    return entry.what, entry.element_type, source, how
 
 
 def compare(
     before: Mapping[tuple[str, ...], Totals], after: Mapping[tuple[str, ...], Totals]
 ) -> list[Change]:
     """List the differences between two results of ``grouped``, the costliest first."""
-    changes = []
+    changes = [change for _, change in each(before, after) if change.status != "same"]
+    return sorted(changes, key=lambda c: (-abs(c.after.wire_bytes - c.before.wire_bytes), c.what))
+
+
+def each(
+    before: Mapping[tuple[str, ...], Totals], after: Mapping[tuple[str, ...], Totals]
+) -> Iterator[tuple[tuple[str, ...], Change]]:
+    """Yield what became of each key of two results of ``grouped``, what stays the ``same``, too."""
     keys = list(dict.fromkeys([*before, *after]))
     alike = collections.Counter(key[:3] for key in keys)
     for key in keys:
         a, b = before.get(key), after.get(key)
-        if a == b:
-            continue
         what = f"{key[0]} {key[1]}" + (f" at {key[2]}" if key[2] else "")
         if alike[key[:3]] > 1:  # only the groups tell them apart
             what += f" in {key[3]}"
         if a is None or b is None:
             status = "came" if a is None else "went"
+        elif a == b:
+            status = "same"
         else:
             was, now = ((t.bytes, t.count, t.unknown_bytes) for t in (a, b))
             status = "moved" if was == now else "grew" if now > was else "shrank"
-        changes.append(Change(status, what, a or Totals(), b or Totals()))
-    return sorted(changes, key=lambda c: (-abs(c.after.wire_bytes - c.before.wire_bytes), c.what))
+        yield key, Change(status, what, a or Totals(), b or Totals())

@@ -43,12 +43,14 @@ class Argument(NamedTuple):
 
 
 class Listener(Protocol):
-    """Called on the thread that watches."""
+    """Called on the thread that watches; arguments are listed where a listener wants them."""
+
+    wants_arguments: bool
 
     def called(self, name: str, arguments: list[Argument]) -> None:
         """Note that a compiled function is about to run."""
 
-    def returned(self, name: str, arguments: list[Argument], executable: Any) -> None:
+    def returned(self, name: str, arguments: list[Argument], executable: Any, results: Any) -> None:
         """Note that it ran; what it donated is deleted now."""
 
     def failed(self) -> None:
@@ -166,11 +168,12 @@ def _call(original: Any, *args, **params) -> Any:
     arguments = [
         _argument(names[n] if n < len(names) and names[n] else f"argument {n}", arg, donated)
         for n, (arg, donated) in enumerate(zip(args, params["donated_invars"]))
+        if any(listener.wants_arguments for listener in listeners)
     ]
     with _told(listeners, name, arguments):
         found = original(*args, **params)
-    for listener in listeners:
-        listener.returned(name, arguments, found[1])
+    for listener in tuple(listeners):  # one may end its watching here
+        listener.returned(name, arguments, found[1], found[0])
     return found
 
 
@@ -202,8 +205,8 @@ def _compiled_call(original: Any, self: Any, *args, **kwargs) -> Any:
     name = getattr(getattr(executable, "unsafe_call", None), "name", "a compiled function")
     with _told(listeners, name, arguments):
         found = original(self, *args, **kwargs)
-    for listener in listeners:
-        listener.returned(name, arguments, executable)
+    for listener in tuple(listeners):  # one may end its watching here
+        listener.returned(name, arguments, executable, found)
     return found
 
 

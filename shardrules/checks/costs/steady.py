@@ -58,6 +58,8 @@ def steady_state(*, warmup_count: int = 0, growth_bytes: int = 0) -> SteadyState
 class SteadyState:
     """What ``steady_state`` returns: a context manager with ``tick``."""
 
+    wants_arguments = True
+
     def __init__(self, warmup_count: int, growth_bytes: int):
         for name, value in (("warmup_count", warmup_count), ("growth_bytes", growth_bytes)):
             if value < 0:
@@ -182,7 +184,9 @@ class SteadyState:
                 "the device\n  to do: read it after the loop, or ask for it with jax.device_get"
             )
 
-    def returned(self, name: str, arguments: list[watching.Argument], executable: Any) -> None:
+    def returned(
+        self, name: str, arguments: list[watching.Argument], executable: Any, results: Any
+    ) -> None:
         """See ``watching.Listener``."""
         self._current.pop()
         # The arrays themselves would live on here.

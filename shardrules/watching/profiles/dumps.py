@@ -9,12 +9,23 @@ from collections.abc import Iterable
 from shardrules import hlo
 from shardrules.errors import HloError, ProfileError
 
-__all__ = ["Dumps"]
+__all__ = ["Dumps", "body"]
 
 _FILES = ("*after_optimizations.txt", "*after_optimizations.txt.gz", "*.hlo", "*.hlo.gz")
 _NUMBER = re.compile(
     r"module_0*(\d+)\."
 )  # XLA's number of the module, on CPU the program's id, too
+
+
+_FRAME = re.compile(r" stack_frame_id=\d+")  # in tables that each copy of a text has anew
+
+
+def body(text: str) -> str:
+    """Return a module's computations, without what points to its tables of source lines.
+
+    One step compiled twice, for the first call and for the others, differs in these alone.
+    """
+    return _FRAME.sub("", text[max(text.find("\n%"), 0) :])
 
 
 class Dumps:
@@ -61,8 +72,8 @@ class Dumps:
             if ran <= _operations(module)
         ]
         numbered = [text for number, text in fitting if number in set(ids)]
-        texts = list(dict.fromkeys(numbered or [text for _, text in fitting]))
-        if len(texts) > 1:
+        texts = numbered or [text for _, text in fitting]
+        if len({body(text) for text in texts}) > 1:
             raise ProfileError(
                 f"{self._folder} holds {len(texts)} programs {name} with the operations that ran; "
                 "leave one of them there, or dump the process that was profiled"

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,9 +17,13 @@ from shardrules.errors import HloError, ProfileError, ShardrulesError
 from shardrules.watching.profiles import dumps, events, measured, wire
 from shardrules.watching.profiles.shown import Profile, ProfiledProgram
 
-__all__ = ["profile", "read"]
+if TYPE_CHECKING:
+    from shardrules.watching.programs import Watched, WatchedProgram
+
+__all__ = ["is_profile", "of_watched", "profile", "read"]
 
 _FILES = "*.xplane.pb"
+_KEPT = "*.hlo"  # programs that run --keep wrote beside the profile
 _HOW = "with jax.profiler.trace(DIR): run some steps"
 _NO_HLO = (
     "the profile holds no HLO of it: leave enable_hlo_proto = True of jax.profiler.ProfileOptions, "
@@ -53,7 +57,8 @@ def profile(
       path: a folder in which ``jax.profiler.trace`` wrote, or one of its ``.xplane.pb`` files. Of
         several traces in a folder, the last one is read.
       mesh: axis names and sizes in the order of the devices; a profile holds none.
-      hlo: a folder of ``--xla_dump_to``, for programs whose HLO the profile lacks.
+      hlo: a folder of ``--xla_dump_to`` or ``run --keep``, for programs whose HLO or mesh the
+        profile lacks; the path itself if it holds any.
       strict: accept proofs alone: verdicts that rest on declared rules are findings too.
       allow: known findings, with their reasons.
       registry: rules for custom calls that carry no tag; the default registry if None.
@@ -79,6 +84,7 @@ def read(
     *,
     folder: str | pathlib.Path | None = None,
     notes: list[str] | None = None,
+    source: str = "",
     **options: Any,
 ) -> Profile:
     """Read a profile's programs and times, and put each program's judgement beside them.
@@ -86,11 +92,14 @@ def read(
     Args:
       path: as for ``profile``.
       judge: judges a program; what it raises of HloError is noted.
-      folder: of dumps, for programs whose HLO the profile lacks.
+      folder: as ``hlo`` for ``profile``.
       notes: is added to; the profile shows it.
+      source: what the profile is called; its path if empty.
       **options: of ``report.content``; ``allow`` is a mapping.
     """
     notes = [] if notes is None else notes
+    if folder is None and next(pathlib.Path(path).glob(_KEPT), None) is not None:
+        folder = path
     seen = _events(_files(pathlib.Path(path)))
     if not seen.timelines:
         raise ProfileError(f"{path}: {_NO_OPERATIONS}")
@@ -117,7 +126,7 @@ def read(
             times = _timings(program, content, seen, markers, covered, step_seconds)
             programs.append(ProfiledProgram(program.name, content, times))
     return Profile(
-        source=str(path),
+        source=source or str(path),
         programs=tuple(programs),
         step_count=len(max(markers.values(), key=len)),
         step_seconds=step_seconds,
@@ -125,6 +134,22 @@ def read(
         planes=seen.planes,
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def of_watched(folder: str, seen: Watched, **options: Any) -> Profile:
+    """Read the profile of a process whose programs were watched: their meshes are known."""
+    watched: dict[str, WatchedProgram] = {}
+    for program in seen:
+        with contextlib.suppress(ShardrulesError):
+            watched.setdefault(dumps.body(program.text), program)
+    notes: list[str] = []
+    judge_alone = _judge(None, seen.registry, notes)
+
+    def judge(text: str, name: str) -> hlo.Judgement:
+        program = watched.get(dumps.body(text))
+        return judge_alone(text, name) if program is None else program.judgement
+
+    return read(folder, judge, notes=notes, source="the script", **options)
 
 
 def _judge(mesh: Mapping[str, int] | None, registry: Any, notes: list[str]) -> Judge:
@@ -142,6 +167,14 @@ def _judge(mesh: Mapping[str, int] | None, registry: Any, notes: list[str]) -> J
 
 
 # Files.
+
+
+def is_profile(name: str) -> bool:
+    """Tell whether a path is a file of JAX's profiler, or a folder that holds one."""
+    path = pathlib.Path(name)
+    if path.is_dir():
+        return next(path.rglob(_FILES), None) is not None
+    return name.endswith(_FILES[1:])
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
@@ -198,16 +231,19 @@ def _texts(
     for program in dict.fromkeys(program for _, program in seen.timelines):
         text = None
         try:
-            if program.proto:
-                text = hlo_text(program.proto)
-            elif dumped is not None:
+            if dumped is not None:  # it may say more than the profile: run --keep writes the mesh
                 text = dumped.text(program.name, program.ids, seen.operations(program))
+        except ProfileError as error:
+            notes += [] if program.proto else [str(error)]
+        try:
+            if text is None and program.proto:
+                text = hlo_text(program.proto)
         except ProfileError as error:
             notes.append(str(error))
         if text is None:
             lacking.append(program)
         else:
-            kept[program] = first.setdefault((program.name, _body(text)), program)
+            kept[program] = first.setdefault((program.name, dumps.body(text)), program)
             texts.setdefault(kept[program], text)
     for (device, program), timeline in list(seen.timelines.items()):
         if kept.get(program, program) is not program:
@@ -217,14 +253,6 @@ def _texts(
         names = ", ".join(sorted({program.name for program in lacking}))
         notes.append(f"ran, and is not judged: {names}; {_NO_HLO}")
     return texts
-
-
-def _body(text: str) -> str:
-    """Return a module's computations without its tables of source lines.
-
-    One step compiled twice, for the first call and for the others, differs in these alone.
-    """
-    return text[max(text.find("\n%"), 0) :]
 
 
 def _first_line(error: ShardrulesError) -> str:

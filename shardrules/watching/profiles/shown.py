@@ -163,23 +163,24 @@ class Profile:
                 lines.append(f"and {len(needed) - _SHOWN_COUNT} more, which took less")
         return "\n".join(lines) + "\n"
 
+    def as_dict(self) -> dict[str, Any]:
+        """Give all of it as JSON's types."""
+        return {
+            "source": self.source,
+            "steps": {
+                "count": self.step_count,
+                "seconds": self.step_seconds,
+                "marked": self.marked,
+            },
+            "avoidable_seconds": self.avoidable_seconds,
+            "planes": dict(self.planes),
+            "notes": list(self.notes),
+            "collectives": [_json(line) for line in self.lines],
+        }
+
     def as_json(self) -> str:
         """Write all of it as JSON."""
-        return json.dumps(
-            {
-                "source": self.source,
-                "steps": {
-                    "count": self.step_count,
-                    "seconds": self.step_seconds,
-                    "marked": self.marked,
-                },
-                "avoidable_seconds": self.avoidable_seconds,
-                "planes": dict(self.planes),
-                "notes": list(self.notes),
-                "collectives": [_json(line) for line in self.lines],
-            },
-            indent=2,
-        )
+        return json.dumps(self.as_dict(), indent=2)
 
 
 def _ms(seconds: float) -> str:

@@ -1,0 +1,140 @@
+"""Two profiles beside each other: what each change of the collectives saved, in milliseconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+from shardrules import report
+from shardrules.costs import comparing
+from shardrules.costs.accounts import Entry
+from shardrules.report.grouping import counted, duration
+from shardrules.watching.profiles.shown import Profile
+
+__all__ = ["WRITERS", "Compared", "TimedChange", "compare"]
+
+_SAME = "same"
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedChange(comparing.Change):
+    """The collectives of one kind, axes, element type and source in two profiles.
+
+    Attributes:
+      status, what, before, after: as in ``Change``; what stays the ``same`` is listed, too.
+      seconds: what all of them took in a step, before and after.
+      exposed_seconds: the part of it in which their device did nothing else.
+    """
+
+    seconds: tuple[float, float]
+    exposed_seconds: tuple[float, float]
+
+    @property
+    def saved_seconds(self) -> float:
+        """Give the exposed seconds a step that the change saved."""
+        return self.exposed_seconds[0] - self.exposed_seconds[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """What changed between two profiles; ``changes`` begin with what saved or cost most."""
+
+    before: Profile
+    after: Profile
+    changes: tuple[TimedChange, ...]
+
+    @property
+    def changed(self) -> list[TimedChange]:
+        """List what came, went or has other bytes."""
+        return [change for change in self.changes if change.status != _SAME]
+
+    @property
+    def headline(self) -> str:
+        """Say in one line what it comes to."""
+        took = [duration(profile.step_seconds) for profile in (self.before, self.after)]
+        avoidable = [duration(p.avoidable_seconds) for p in (self.before, self.after)]
+        saved = sum(change.saved_seconds for change in self.changed)
+        word, changes = "saved" if saved >= 0 else "lost", counted(len(self.changed), "change")
+        return (
+            f"{word} {duration(abs(saved))} a step by {changes} of collectives; a step took "
+            f"{took[0]}, now {took[1]}; avoidable {avoidable[0]}, now {avoidable[1]}"
+        )
+
+
+def compare(before: Profile, after: Profile) -> Compared:
+    """Match the collectives of two profiles as ``comparing.compare`` matches those of programs."""
+    entries = [[line.entry for line in found.lines] for found in (before, after)]
+    names = comparing.common_names(*entries)
+
+    def key(entry: Entry) -> tuple[str, ...]:
+        return comparing.key_of(entry, groups=True, names=names)
+
+    totals = [comparing.grouped(some, groups=True, names=names) for some in entries]
+    times: dict[tuple[str, ...], list[float]] = {}
+    for number, profile in enumerate((before, after)):
+        for line in profile.lines:
+            sums = times.setdefault(key(line.entry), [0.0] * 4)
+            sums[number] += line.seconds
+            sums[2 + number] += line.exposed_seconds
+    changes = []
+    for name, change in comparing.each(*totals):
+        was, now, exposed_was, exposed_now = times[name]
+        timed = TimedChange(
+            **vars(change), seconds=(was, now), exposed_seconds=(exposed_was, exposed_now)
+        )
+        changes.append(timed)
+    changes.sort(key=lambda change: (change.status == _SAME, -abs(change.saved_seconds)))
+    return Compared(before, after, tuple(changes))
+
+
+_COLUMNS = ("change", "exposed before", "now", "saved", "wire bytes before", "now", "collective")
+
+
+def _rows(found: Compared) -> list[tuple[str, ...]]:
+    return [
+        (
+            change.status,
+            *(duration(seconds) if seconds else "-" for seconds in change.exposed_seconds),
+            ("-" if change.saved_seconds < 0 else "") + duration(abs(change.saved_seconds)),
+            report.size(change.before.wire_bytes),
+            report.size(change.after.wire_bytes),
+            change.what,
+        )
+        for change in found.changes
+    ]
+
+
+def _plain(found: Compared) -> str:
+    lines = [found.headline, f"- {found.before.source}", f"+ {found.after.source}"]
+    if found.changes:
+        lines += ["", report.table([_COLUMNS, *_rows(found)])]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown(found: Compared) -> str:
+    lines = [f"# {found.before.source} and {found.after.source}", "", f"{found.headline}.", ""]
+    rows = [_COLUMNS, ("---",) * len(_COLUMNS), *_rows(found)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _json(found: Compared) -> str:
+    def side(profile: Profile) -> dict[str, object]:
+        held = profile.as_dict()
+        return {name: held[name] for name in ("source", "steps", "avoidable_seconds", "notes")}
+
+    changes = [
+        {**dataclasses.asdict(change), "saved_seconds": change.saved_seconds}
+        for change in found.changes
+    ]
+    shown = {"before": side(found.before), "after": side(found.after), "changes": changes}
+    return json.dumps(shown, indent=1) + "\n"
+
+
+# From a format to what writes it.
+WRITERS: dict[str, Callable[[Compared], str]] = {
+    "text": _plain,
+    "markdown": _markdown,
+    "json": _json,
+}

@@ -1,0 +1,179 @@
+"""Records a few steps of a running script after its warm-up, as ``run --profile`` asks."""
+
+from __future__ import annotations
+
+import collections
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from shardrules.door import watching
+from shardrules.door.patching import Patches
+from shardrules.errors import UnsupportedJaxError
+from shardrules.hlo.proof.collectives import KINDS
+from shardrules.watching import compiling
+
+__all__ = ["Recorder"]
+
+_CALLS = 2  # of a program since the last compilation, after which the script has warmed up
+_COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
+
+
+class Recorder:
+    """Starts JAX's profiler when a script has warmed up, and ends it some steps later.
+
+    A step is what the script marks with ``jax.profiler.StepTraceAnnotation``, else a call of the
+    program with collectives that is called again first. Only the main thread's calls are seen.
+
+    Attributes:
+      left: steps that are still to be recorded.
+      trouble: why nothing is recorded.
+      folder: where the profile is written.
+    """
+
+    wants_arguments = False
+
+    def __init__(self, step_count: int, folder: str):
+        self.left = self._wanted = step_count
+        self.trouble: str = (
+            "no program with collectives was called three times in the main thread, without any "
+            "compilation between the calls"
+        )
+        self.folder: str = folder
+        self._calls: collections.Counter[int] = collections.Counter()
+        self._communicating: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._program: Any = None  # whose calls are the steps
+        self._results: Any = None  # of its last call, where steps are marked
+        self._marked = False
+        self._recording = False
+        self._stops: list[Callable[[], None]] = []
+        self._patches = Patches()
+
+    def __enter__(self) -> Recorder:
+        self._stops.append(compiling.start(self._begin))
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End recording, if it is on, and look at the script no longer."""
+        if self._recording:
+            self._stop()
+            if self.left == self._wanted:
+                self.trouble = "the script ended before a step did"
+        while self._stops:
+            self._stops.pop()()
+        self._patches.undo()
+
+    def _begin(self, program: Any) -> None:
+        """Watch calls once JAX is there and compiles the first program."""
+        if threading.current_thread() is not threading.main_thread() or len(self._stops) != 1:
+            return
+        import jax
+
+        try:
+            self._stops.append(watching.start(self))
+        except UnsupportedJaxError as error:
+            self.trouble = str(error)
+            self._stops.append(lambda: None)
+            return
+        marker = jax.profiler.StepTraceAnnotation
+        # A marker begins where it is made.
+        for name, wrapper in (("__init__", self._mark_begins), ("__exit__", self._mark_ends)):
+            by = watching.around(wrapper, getattr(marker, name))
+            self._patches.attribute(marker, name, by)
+
+    def called(self, name: str, arguments: list[watching.Argument]) -> None:
+        """See ``watching.Listener``."""
+
+    def failed(self) -> None:
+        """See ``watching.Listener``."""
+
+    def reading(self, array: Any, how: str) -> None:
+        """See ``watching.Listener``."""
+
+    def compiling(self, name: str) -> None:
+        """See ``watching.Listener``."""
+        if not self._recording:
+            self._calls.clear()
+
+    def returned(
+        self, name: str, arguments: list[watching.Argument], executable: Any, results: Any
+    ) -> None:
+        """See ``watching.Listener``."""
+        if not self.left or executable is None or not self._communicates(executable):
+            return
+        self._calls[id(executable)] += 1
+        if self._marked:
+            self._results = results
+        elif self._recording and executable is self._program:
+            self._count(results)
+        elif not self._recording and self._calls[id(executable)] == _CALLS:
+            self._program = executable
+            self._start(results)
+
+    def _mark_begins(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._recording:
+            self._marked = True
+            if self.left and max(self._calls.values(), default=0) >= _CALLS:
+                self._start(self._results)
+        return original(*args, **kwargs)
+
+    def _mark_ends(self, original: Callable[..., Any], marker: Any, *error: Any) -> Any:
+        result = original(marker, *error)
+        if self._recording and self._marked:
+            self._count(self._results)
+        return result
+
+    def _communicates(self, executable: Any) -> bool:
+        if executable not in self._communicating:
+            try:
+                modules = executable.xla_executable.hlo_modules()
+                found = any(_COLLECTIVE.search(module.to_string()) for module in modules)
+            except Exception:  # whatever the backend's C API reports
+                found = False
+            self._communicating[executable] = found
+        return self._communicating[executable]
+
+    def _count(self, results: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            _wait(results)
+            self.end()
+
+    def _start(self, results: Any) -> None:
+        import jax
+
+        _wait(results)
+        options: Any = getattr(jax.profiler, "ProfileOptions", None)
+        given = {}
+        if options is not None:
+            given["profiler_options"] = options()
+            given["profiler_options"].python_tracer_level = 0  # Python's calls take time and room
+        try:
+            jax.profiler.start_trace(self.folder, **given)
+        except Exception as error:  # the script records a profile itself, say
+            self.trouble = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.left = 0
+            return
+        self._recording, self.trouble = True, ""
+
+    def _stop(self) -> None:
+        import jax
+
+        self._recording = False
+        try:
+            jax.profiler.stop_trace()
+        except Exception as error:  # the script ended it itself
+            self.trouble = f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _wait(results: Any) -> None:
+    import jax
+
+    for leaf in jax.tree_util.tree_leaves(results):
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            leaf.block_until_ready()

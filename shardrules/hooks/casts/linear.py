@@ -20,13 +20,24 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import CALLS, is_inexact, name_of, opened, scan_counts
+from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, scan_counts
 from shardrules.hooks.cotangents.linearity import linear_in, strings
 from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.retyping.equations import transposed_by_jax
 from shardrules.hooks.types.identities import MARK
 
-__all__ = ["CAST", "IDENTITIES", "Graph", "Step", "Unplaceable", "Value", "Where"]
+__all__ = [
+    "Axes",
+    "CAST",
+    "Graph",
+    "IDENTITIES",
+    "Step",
+    "Sums",
+    "Unplaceable",
+    "Value",
+    "Where",
+    "absent_tangents",
+]
 
 # The cast from invariant to varying, and what else is its operand with another type.
 CAST = "pvary"
@@ -34,6 +45,8 @@ IDENTITIES = (CAST, MARK)
 # What makes no new ref of one: it reads, stores or adds.
 REFS = ("get", "swap", "addupdate")
 
+Axes = frozenset[str]
+Sums = Sequence[tuple[int, Axes]]
 Where = tuple[Any, ...]  # the indices of the equations around a jaxpr, branches' numbers among them
 
 
@@ -124,9 +137,6 @@ class Graph:
       jaxpr: the program.
       linear: for each of its inputs, whether it is a tangent.
       wanted: for each of its outputs, whether its cotangent is not zero.
-      custom: from an equation of a custom_vjp's linear part to what the hooks sum of its tangents'
-        cotangents (``Step.sums``, ``Step.moves``), and the axes over which its bwd sums by itself,
-        None where that is not linear.
       opaque: whether an equation is an opaque call.
       again: whether the program's transpose is differentiated in reverse mode.
 
@@ -140,16 +150,12 @@ class Graph:
         jaxpr: Any,
         linear: Sequence[bool],
         wanted: Sequence[bool],
-        custom: Callable[
-            [Any], tuple[list[tuple[int, frozenset[str]]], frozenset[str], frozenset[str] | None]
-        ],
         opaque: Callable[[Any], bool],
         again: bool = False,
     ):
         from jax import lax
 
         self.door = door
-        self.custom = custom
         self.opaque = opaque
         self.again = again
         info = getattr(jaxpr, "debug_info", None)
@@ -159,13 +165,14 @@ class Graph:
         self.steps: list[Step] = []
         self.at: dict[tuple[Where, int], Step] = {}  # an equation's own step
         self.residuals: dict[tuple[Where, Any], Residual] = {}
+        self._customs: list[tuple[Step, Any, int]] = []
+        self.summed: list[tuple[Value, frozenset[str]]] = []  # by psums of the program
         # As they stand: what is cast, and the result.
         self.casts: list[tuple[Value, Value]] = []
         ends = self._walk(jaxpr, (), linear, 1, True)
         self.inputs = [self.values[(), v] for v, is_in in zip(jaxpr.invars, linear) if is_in]
         self.ends = [value for value in ends if value is not None]
         self._live([value for value, used in zip(ends, wanted) if value is not None and used])
-        self._keep_precision()
 
     def device_count(self, axes: frozenset[str]) -> int:
         """Return how many devices there are along mesh axes."""
@@ -303,12 +310,11 @@ class Graph:
         if self.again:
             self._take_residuals(eqn, inside[:-1], step)
         if name_of(eqn) == "custom_lin":
-            sums, step.moves, by_itself = self.custom(eqn)
-            every = frozenset(self.door.manual_axes())
-            varied = frozenset().union(*(self._axes(atom) for atom in (*eqn.invars, *eqn.outvars)))
-            step.fixed = (every if by_itself is None else varied | by_itself) - step.moves
-            step.sums = [(count * tangents[0].runs, axes) for count, axes in sums]
+            self._customs.append((step, eqn, tangents[0].runs))
+            self._custom(step, eqn, tangents[0].runs, *self._most_sums(eqn))
             return
+        if name_of(eqn) in SUMS:
+            self.summed += [(value, strings(eqn.params)) for value in outputs]
         types = [self._axes(atom) for atom in eqn.invars]
         joined = frozenset().union(*types)
         alike = all(one == joined for one in types) and all(
@@ -333,6 +339,39 @@ class Graph:
             )
         else:
             step.fixed = None
+
+    def _custom(self, step: Step, eqn: Any, runs: int, sums: Sums, moves: Axes, by_itself) -> None:
+        varied = frozenset().union(*(self._axes(atom) for atom in (*eqn.invars, *eqn.outvars)))
+        every = frozenset(self.door.manual_axes())
+        step.moves = moves
+        step.fixed = (every if by_itself is None else varied | by_itself) - moves
+        step.sums = [(count * runs, axes) for count, axes in sums]
+
+    def _most_sums(self, eqn: Any) -> tuple[Sums, Axes, Axes]:
+        """Return what ``settle`` is told of a custom_vjp whose bwd sums nothing by itself."""
+        count = eqn.params["num_res"]
+        tangents = eqn.invars[count:]
+        arriving = frozenset().union(*map(self._axes, (*eqn.invars[:count], *eqn.outvars)))
+        sums = [
+            (math.prod(atom.aval.shape) * atom.aval.dtype.itemsize, arriving - self._axes(atom))
+            for atom, absent in zip(tangents, absent_tangents(eqn))
+            if not absent and arriving - self._axes(atom)
+        ]
+        return sums, arriving & frozenset().union(*(axes for _, axes in sums)), frozenset()
+
+    def settle(self, custom: Callable[[Any], tuple[Sums, Axes, Axes | None]]) -> None:
+        """Ask each custom_vjp's bwd what it sums, and tell where what is summed is less precise.
+
+        Until then each step's sums are the most that they may be.
+
+        Args:
+          custom: from an equation of a custom_vjp's linear part to what the hooks sum of its
+            tangents' cotangents (``Step.sums``, ``Step.moves``), and the axes over which its bwd
+            sums by itself, None where that is not linear.
+        """
+        for step, eqn, runs in self._customs:
+            self._custom(step, eqn, runs, *custom(eqn))
+        self._keep_precision()
 
     def _solves(self, eqn: Any) -> bool:
         """Whether it is a linear solve by functions that are known to be linear on each device.
@@ -434,6 +473,11 @@ def _precision(value: Value) -> tuple[int, int]:
         return 0, 0
     kind = numpy.finfo(value.aval.dtype)
     return kind.nmant, kind.nexp
+
+
+def absent_tangents(eqn: Any) -> Sequence[bool]:
+    """Return which tangents of a custom_vjp's linear part are zero; JAX 0.6.0 takes all of them."""
+    return eqn.params.get("in_zeros", [False] * (len(eqn.invars) - eqn.params["num_res"]))
 
 
 def _linear_outputs(

@@ -20,6 +20,7 @@ class Network:
         self._heads: list[int] = []
         self._left: list[int] = []  # what each edge can still take; edge e's reverse is e ^ 1
         self._edges: list[list[int]] = []
+        self._total = 0
         self.source, self.sink = self.node(), self.node()
 
     def node(self) -> int:
@@ -27,21 +28,32 @@ class Network:
         self._edges.append([])
         return len(self._edges) - 1
 
-    def edge(self, tail: int, head: int, capacity: int = INFINITE) -> None:
+    def edge(self, tail: int, head: int, capacity: int = INFINITE) -> int:
         """Add an edge: where the cut leaves ``tail`` at the source, it pays or keeps ``head``."""
-        for one, other, can in ((tail, head, capacity), (head, tail, 0)):
-            self._edges[one].append(len(self._heads))
-            self._heads.append(other)
-            self._left.append(can)
+        number = len(self._heads)
+        self._heads += head, tail
+        self._left += capacity, 0
+        self._edges[tail] += (number,)
+        self._edges[head] += (number + 1,)
+        return number
 
-    def sink_side(self) -> set[int]:
-        """Return the nodes at the sink's side of the minimum cut that lies nearest to the sink.
+    def sent(self, edge: int) -> int:
+        """Return what flows over an edge."""
+        return self._left[edge ^ 1]
+
+    def flow(self) -> int:
+        """Send all that the network can take, and return how much that is in all.
 
         Raises:
           ValueError: if each cut takes an edge of infinite capacity.
         """
         while (level := self._levels()) is not None:
             self._block(level)
+        return self._total
+
+    def sink_side(self) -> set[int]:
+        """Return the nodes at the sink's side of the minimum cut that lies nearest to the sink."""
+        self.flow()
         found, queue = {self.sink}, [self.sink]
         while queue:
             for edge in self._edges[queue.pop()]:
@@ -73,6 +85,7 @@ class Network:
                 amount = min(self._left[edge] for edge in path)
                 if 2 * amount > INFINITE:
                     raise ValueError("each cut takes an edge of infinite capacity")
+                self._total += amount
                 for edge in path:
                     self._left[edge] -= amount
                     self._left[edge ^ 1] += amount

@@ -16,8 +16,16 @@ from typing import Any
 
 from shardrules.door.jaxprs import CALLS, name_of, opened, read, scan_counts, variable
 from shardrules.door.patching import Patches
-from shardrules.hooks.casts.cheapest import Labels, cheapest, cost, cost_as_traced
-from shardrules.hooks.casts.linear import IDENTITIES, Graph, Step, Unplaceable, Value, Where
+from shardrules.hooks.casts.cheapest import Labels, cheapest, cost, cost_as_traced, least_bytes
+from shardrules.hooks.casts.linear import (
+    IDENTITIES,
+    Graph,
+    Step,
+    Unplaceable,
+    Value,
+    Where,
+    absent_tangents,
+)
 from shardrules.hooks.cotangents.linearity import linear_in
 from shardrules.hooks.notes import PlacedCast, Placement
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
@@ -107,12 +115,17 @@ class CastHooks(Hooks):
         again = self.state.scope.derivatives_count > 0
         why, before_bytes = "", 0
         try:
-            graph = Graph(self.door, jaxpr, linear, wanted, self._sums, self._is_opaque, again)
+            graph = Graph(self.door, jaxpr, linear, wanted, self._is_opaque, again)
+            before = cost_as_traced(graph)
+            noted = self.state.scope.notes is not None
+            if not noted and (not before.bytes or least_bytes(graph) >= before.bytes):
+                return jaxpr  # as of most programs: no move can save a byte
+            graph.settle(self._sums)
             before = cost_as_traced(graph)
             before_bytes = before.bytes
-            labels = cheapest(graph) if before_bytes else None
-            after = before if labels is None else cost(graph, labels)
-            if labels is not None and after < before and after.within(before):
+            labels = cheapest(graph)
+            after = cost(graph, labels)
+            if after < before and after.within(before):
                 writer = Writer(self, graph, labels)
                 placed = writer.jaxpr(jaxpr, (), [atom.aval for atom in jaxpr.outvars])
                 self.state.note_placement(
@@ -176,8 +189,7 @@ class CastHooks(Hooks):
         variables = traced.jaxpr.invars  # from JAX 0.11 what it closes over stands first
         by_itself = linear_in(traced.jaxpr, variables[len(variables) - len(eqn.outvars) :])
         summed: dict[int, frozenset[str]] = dict(heard)
-        absent = params.get("in_zeros", [False] * len(tangents))  # JAX 0.6.0 takes all of them
-        indices = [i for i, zero in enumerate(absent) if not zero]
+        indices = [i for i, zero in enumerate(absent_tangents(eqn)) if not zero]
         sums = [
             (math.prod(atom.aval.shape) * atom.aval.dtype.itemsize, summed[i])
             for i, atom in zip(indices, tangents)

@@ -24,14 +24,9 @@ def graph(f, mesh, wanted=None):
         closed = jax.make_jaxpr(f)(r, t)
         assert not closed.consts
         used = [True] * len(closed.jaxpr.outvars) if wanted is None else wanted
-        return Graph(
-            internals.load(),
-            closed.jaxpr,
-            [False, True],
-            used,
-            lambda eqn: ({}, NONE),
-            lambda eqn: False,
-        )
+        made = Graph(internals.load(), closed.jaxpr, [False, True], used, lambda eqn: False)
+        made.settle(lambda eqn: ([], NONE, None))
+        return made
 
     return bodies.inside(mesh, look, ("data",), ())
 

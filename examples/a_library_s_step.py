@@ -1,11 +1,11 @@
-"""A training step of libraries that know nothing of shardrules: flax or equinox, with optax.
+"""Hold a training step of flax or equinox, with optax, to what it should cost.
 
     pip install flax equinox optax
     python examples/a_library_s_step.py
 
-What the assertions say of a step as their documentations write it: whether its state is reused,
-whether it talks to the host, what its loop over layers costs on an H100 that need not be
-here, and what it closes over.
+The steps are written as these libraries' own documentation writes them. The assertions tell whether
+the state's memory is reused, whether the step talks to the host, what its loop over layers costs on
+an H100 (no GPU is needed), and which arrays it closes over.
 """
 
 import os
@@ -115,7 +115,7 @@ def main():
             loops = str(error).splitlines()[0]
         before = jax.tree_util.tree_leaves(state)
         state, _ = jitted(state, batch)
-        assert sum(array.is_deleted() for array in before) == len(reused)  # what happens is told
+        assert sum(array.is_deleted() for array in before) == len(reused)
         try:
             with testing.steady_state() as steady:
                 for _ in range(3):

@@ -1,10 +1,10 @@
 """The program of jax#21855, without flax and in f32: where its backward pass reduces, and why.
 
-A copy kernel in a custom_vjp, on a mesh of (4 data, 2 model), batch over data. Nothing in it needs
-a collective. For each platform whose compiler is installed, and each way to write it, this prints
-the collectives of the compiled gradient and the verifier's verdict on each.
-
     python examples/issue_21855.py
+
+A copy kernel in a custom_vjp, on a mesh of (4 data, 2 model) with the batch over data. Nothing in it
+needs a collective. For each platform whose compiler is installed, and each version of the program, it
+prints the collectives of the compiled gradient and the verifier's verdict on each.
 """
 
 import os

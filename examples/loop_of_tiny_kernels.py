@@ -1,10 +1,10 @@
-"""jax#7024: a sampler of tiny arrays in a while_loop, slower on a GPU than on a CPU by far.
+"""jax#7024: a sampler of tiny arrays in a while_loop, far slower on a GPU than on a CPU.
 
     python examples/loop_of_tiny_kernels.py
 
-The report's program, in plain jnp, written in five ways and compiled for an H100 that need not be
-here: what one trip launches, how many trips there are, and who decides whether there is another.
-Where there is a GPU, the five are timed too.
+The report's program in five versions, compiled for an H100 (no GPU is needed): what one trip launches,
+how many trips there are, and whether the host or the GPU decides on the next one. Where there is a
+GPU, the five are timed too.
 """
 
 import functools

@@ -1,9 +1,9 @@
-"""jax#23215: a loop on the host whose steps are compiled, and what keeps it fast.
+"""jax#23215: a Python loop over compiled steps, and what keeps it fast.
 
     JAX_PLATFORMS=cpu python examples/loop_on_the_host.py
 
-Control flow stays on the host, so each step must give its state's memory on and must not talk to
-the host. The table shows, for the report's loop written in four ways, what the assertions say.
+Control flow stays on the host. So each step must reuse its state's memory and must not talk to the
+host. The table shows what the assertions say about the report's loop in four versions.
 """
 
 import warnings

@@ -1,12 +1,10 @@
-"""jax#2926: jit of pmap, and the same programs as jit of shard_map.
+"""jax#2926: three programs as jit of pmap and as jit of shard_map.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
-        python examples/pmap_to_shard_map.py
+    python examples/pmap_to_shard_map.py
 
-Three programs of the report: an array that is closed over (2 GB there, 2 MB here) and lands on each
-device; a while_loop whose length depends on data, with a kernel in its body, inside of shard_map,
-which the report's last question doubts; and evolution strategies, in which each device sends one
-number to the others on each step.
+An array that the program closes over (2 GB in the report, 2 MB here) and that lands on each device; a
+while_loop of data-dependent length with a kernel in its body, inside of shard_map; and evolution
+strategies, where each device sends one number to the others on each step.
 """
 
 import os

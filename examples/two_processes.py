@@ -1,10 +1,10 @@
-"""One program in two processes of four CPU devices each; it launches both by itself.
+"""Run one program in two processes of four CPU devices each; this script launches both.
 
     python examples/two_processes.py
 
-Every process of a job must hold the same rules, or each traces another program and the job hangs.
-Here both run the same step and get the same gradients; then process 1 alone registers one more
-rule, and ``shardrules.assert_same_rules()`` says so in both instead.
+Every process of a job must hold the same rules, or the processes trace different programs and the job
+hangs. Both run the same step and get the same gradients. Then process 1 registers one more rule, and
+``shardrules.assert_same_rules()`` raises in both.
 """
 
 import os

@@ -3,9 +3,9 @@
     pip install flax equinox optax
     python examples/a_library_s_step.py
 
-The steps are written as these libraries' own documentation writes them. The assertions tell whether
-the state's memory is reused, whether the step talks to the host, what its loop over layers costs on
-an H100 (no GPU is needed), and which arrays it closes over.
+The steps are written as these libraries' own documentation writes them. The assertions tell
+whether the state's memory is reused, whether the step talks to the host, what its loop over
+layers costs on an H100 (no GPU is needed), and which arrays it closes over.
 """
 
 import os

@@ -2,9 +2,9 @@
 
     python examples/issue_21855.py
 
-A copy kernel in a custom_vjp, on a mesh of (4 data, 2 model) with the batch over data. Nothing in it
-needs a collective. For each platform whose compiler is installed, and each version of the program, it
-prints the collectives of the compiled gradient and the verifier's verdict on each.
+A copy kernel in a custom_vjp, on a mesh of (4 data, 2 model) with the batch over data. Nothing in
+it needs a collective. For each platform whose compiler is installed, and each version of the
+program, it prints the collectives of the compiled gradient and the verifier's verdict on each.
 """
 
 import os

@@ -2,9 +2,9 @@
 
     python examples/loop_of_tiny_kernels.py
 
-The report's program in five versions, compiled for an H100 (no GPU is needed): what one trip launches,
-how many trips there are, and whether the host or the GPU decides on the next one. Where there is a
-GPU, the five are timed too.
+The report's program in five versions, compiled for an H100 (no GPU is needed): what one trip
+launches, how many trips there are, and whether the host or the GPU decides on the next one. Where
+there is a GPU, the five are timed too.
 """
 
 import functools

@@ -2,8 +2,8 @@
 
     JAX_PLATFORMS=cpu python examples/loop_on_the_host.py
 
-Control flow stays on the host. So each step must reuse its state's memory and must not talk to the
-host. The table shows what the assertions say about the report's loop in four versions.
+Control flow stays on the host. So each step must reuse its state's memory and must not talk to
+the host. The table shows what the assertions say about the report's loop in four versions.
 """
 
 import warnings

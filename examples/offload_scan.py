@@ -2,11 +2,11 @@
 
     python examples/offload_scan.py
 
-The report's model, without its module library. The block's activation is named "hidden", its output
-"residual", and a policy offloads one of them to the host. Offloading "hidden" works. Offloading
-"residual" does nothing and says nothing, because the backward pass of a block reads the block's
-*input*. Naming the input offloads it. Everything is compiled for a TPU and an H100 (neither is
-needed), and the gradients are compared on CPU.
+The report's model, without its module library. The block's activation is named "hidden", its
+output "residual", and a policy offloads one of them to the host. Offloading "hidden" works.
+Offloading "residual" does nothing and says nothing, because the backward pass of a block reads
+the block's *input*. Naming the input offloads it. Everything is compiled for a TPU and an H100
+(neither is needed), and the gradients are compared on CPU.
 """
 
 import os

@@ -2,9 +2,9 @@
 
     python examples/pmap_to_shard_map.py
 
-An array that the program closes over (2 GB in the report, 2 MB here) and that lands on each device; a
-while_loop of data-dependent length with a kernel in its body, inside of shard_map; and evolution
-strategies, where each device sends one number to the others on each step.
+An array that the program closes over (2 GB in the report, 2 MB here) and that lands on each
+device; a while_loop of data-dependent length with a kernel in its body, inside of shard_map; and
+evolution strategies, where each device sends one number to the others on each step.
 """
 
 import os

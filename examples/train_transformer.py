@@ -2,16 +2,16 @@
 
     python examples/train_transformer.py [STEPS]
 
-Flash attention, RMS norm and the grouped matmul of a mixture of experts are Pallas kernels. None of
-them is declared: their own jaxprs prove what they depend on. Each runs in a shard_map of its own, and
-the compiler partitions the rest. The mesh is (2 fsdp, 2 expert, 2 model). Weights are sharded over
-fsdp and gathered layer by layer, heads and hidden features over model, experts over expert, the batch
-over fsdp and expert. Layers are scanned and recomputed.
+Flash attention, RMS norm and the grouped matmul of a mixture of experts are Pallas kernels. None
+of them is declared: their own jaxprs prove what they depend on. Each runs in a shard_map of its
+own, and the compiler partitions the rest. The mesh is (2 fsdp, 2 expert, 2 model). Weights are
+sharded over fsdp and gathered layer by layer, heads and hidden features over model, experts over
+expert, the batch over fsdp and expert. Layers are scanned and recomputed.
 
-It trains on eight CPU devices three times: with shard_map's check off, with the check on and casts
-where JAX puts them, and with casts where they cost the fewest bytes. The losses are equal; the bytes
-that the gradients' all-reduces move are not. ``benchmarks/transformer.py`` compiles the same step for
-TPUs and GPUs.
+It trains on eight CPU devices three times: with shard_map's check off, with the check on and
+casts where JAX puts them, and with casts where they cost the fewest bytes. The losses are equal;
+the bytes that the gradients' all-reduces move are not. ``benchmarks/transformer.py`` compiles the
+same step for TPUs and GPUs.
 """
 
 import os

@@ -2,9 +2,9 @@
 
     python examples/two_processes.py
 
-Every process of a job must hold the same rules, or the processes trace different programs and the job
-hangs. Both run the same step and get the same gradients. Then process 1 registers one more rule, and
-``shardrules.assert_same_rules()`` raises in both.
+Every process of a job must hold the same rules, or the processes trace different programs and the
+job hangs. Both run the same step and get the same gradients. Then process 1 registers one more
+rule, and ``shardrules.assert_same_rules()`` raises in both.
 """
 
 import os

@@ -36,8 +36,8 @@ def drop_a_join(monkeypatch):
     """Take what an all-reduce gives to be equal everywhere, not in its groups."""
     original = collectives.Transfer.relation
 
-    def relation(self, channel, how, number):
-        return devices.EQUAL if how == "join" else original(self, channel, how, number)
+    def relation(self, groups, ordered, how, number):
+        return devices.EQUAL if how == "join" else original(self, groups, ordered, how, number)
 
     monkeypatch.setattr(collectives.Transfer, "relation", relation)
 
@@ -47,11 +47,11 @@ def swap_groups(monkeypatch):
     original = notations.read_groups
 
     def read(text):
-        rows, mesh = original(text)
-        if len(rows) > 1:
-            rows = [list(r) for r in rows]
-            rows[0][0], rows[1][0] = rows[1][0], rows[0][0]
-        return rows, mesh
+        (members, sizes), mesh = original(text)
+        if len(sizes) > 1:
+            members = members.copy()
+            members[[0, sizes[0]]] = members[[sizes[0], 0]]
+        return (members, sizes), mesh
 
     monkeypatch.setattr(notations, "read_groups", read)
 

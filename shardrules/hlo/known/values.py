@@ -36,14 +36,6 @@ _RANGED = frozenset(
 )
 
 
-def _labels(rows: np.ndarray) -> np.ndarray:
-    """Give a number for each row, the same for the same ones."""
-    if rows.shape[1] == 1:
-        return np.unique(rows, return_inverse=True)[1].reshape(-1)
-    found: dict[bytes, int] = {}  # np.unique sorts whole rows, in fifty times as long
-    return np.array([found.setdefault(row.tobytes(), len(found)) for row in rows])
-
-
 class Values:
     """How values combine."""
 
@@ -147,7 +139,7 @@ class Values:
         """Make a value of computed rows."""
         if rows.shape[0] > 1:
             self.budget -= rows.size >> 10
-            relation = self.relations.intern(_labels(rows.reshape(len(rows), rows[0].size)))
+            relation = self.relations.intern(hd.row_numbers(rows.reshape(len(rows), rows[0].size)))
         else:
             relation = hd.EQUAL
         if relation == hd.EQUAL:

@@ -74,16 +74,13 @@ class Channel:
     unread: str = ""  # what in its attributes is not understood, "" if nothing is
 
 
-def make_groups(rows: list[list[int]], relations: hd.Relations) -> hd.Groups:
+def make_groups(lists: hn.IdLists, relations: hd.Relations) -> hd.Groups:
     """Make groups of flattened ids."""
+    members, sizes = lists
     labels = np.arange(relations.device_count)
-    members = [m for row in rows for m in row]
-    labels[members] = [row[0] for row in rows for _ in row]
-    return hd.Groups(
-        tuple(tuple(r) for r in rows),
-        relations.intern(labels),
-        len(members) == relations.device_count,
-    )
+    labels[members] = np.repeat(members[np.cumsum(sizes) - sizes], sizes)
+    complete = members.size == relations.device_count
+    return hd.Groups(members, sizes, relations.intern(labels), complete)
 
 
 def read_channel(
@@ -161,7 +158,7 @@ def _connections(
             module.text, place, f"{instruction.opcode} {instruction.name!r}: {refused}"
         )
     doubt = ""
-    if number and len(readings) > 1 and [f[0].rows for f in found] != [found[0][0].rows] * 2:
+    if number and len(readings) > 1 and not (len(found) == 2 and found[0][0] == found[1][0]):
         doubt = f"channel_id={number}, which XLA reads in two ways"
     elif not permute and "replica_groups" not in values:  # XLA prints them even where it has none
         doubt = "no replica_groups: is the text printed without attributes?"
@@ -171,7 +168,7 @@ def _connections(
 
 
 def _groups(text: str, channel: bool, flat: bool | None, relations: hd.Relations) -> _Connections:
-    rows, mesh = hn.read_groups(text)
+    lists, mesh = hn.read_groups(text)
     if flat is None:
         mode = "cross_partition" if channel else "cross_replica"
     elif flat and not channel:
@@ -184,8 +181,8 @@ def _groups(text: str, channel: bool, flat: bool | None, relations: hd.Relations
         count = hn.id_count(mode, relations.partitions, relations.replicas)
         if mesh.devices.size != count:
             raise hn.NotationError(f"a mesh of {mesh.devices.size} devices in a module for {count}")
-    flattened = hn.flatten_groups(rows, mode, relations.partitions, relations.replicas)
-    return make_groups(flattened, relations), mesh
+    lists = hn.flatten_groups(lists, mode, relations.partitions, relations.replicas)
+    return make_groups(lists, relations), mesh
 
 
 def unknown_kind(instruction: hm.Instruction) -> bool:
@@ -246,45 +243,40 @@ def read_pairs(text: str, channel: bool, _: bool | None, relations: hd.Relations
     if not text:
         raise hn.NotationError("a collective-permute without source_target_pairs")
     partitions, replicas = relations.partitions, relations.replicas
-    rows = hn.read_groups(text)[0]
+    members, sizes = hn.read_groups(text)[0]
     limit = partitions if channel else replicas
-    if set(map(len, rows)) - {2}:
+    if (sizes != 2).any():
         raise hn.NotationError(f"expected pairs {{{{0,1}},{{1,2}}}}, got {text[:60]!r}")
-    ends = np.array(rows, np.int64).reshape(-1, 2)
-    if ends.size and ends.max() >= limit:
-        beyond = ends[ends >= limit][0]
-        raise hn.NotationError(f"id {beyond} is beyond the {limit} that the module has")
-    if np.unique(ends[:, 1]).size != len(ends):
+    beyond = members[members >= limit]
+    if beyond.size:
+        raise hn.NotationError(f"id {beyond[0]} is beyond the {limit} that the module has")
+    pairs = members.reshape(-1, 2)
+    if np.unique(pairs[:, 1]).size != len(pairs):
         raise hn.NotationError("a device is the target of two pairs")
     if channel:
-        ends = (ends + np.arange(replicas).reshape(-1, 1, 1) * partitions).reshape(-1, 2)
+        pairs = (pairs + np.arange(replicas).reshape(-1, 1, 1) * partitions).reshape(-1, 2)
     else:
-        ends = (ends * partitions + np.arange(partitions).reshape(-1, 1, 1)).reshape(-1, 2)
-    pairs = tuple(zip(*ends.T.tolist()))
-    relation = relations.linked(ends.T)
+        pairs = (pairs * partitions + np.arange(partitions).reshape(-1, 1, 1)).reshape(-1, 2)
+    ends = pairs.T
+    relation = relations.linked(ends)
     labels = relations.labels(relation)
     connected = np.zeros(relations.device_count, bool)
     connected[labels[ends]] = True
     devices = np.flatnonzero(connected[labels])
     devices = devices[np.argsort(labels[devices], kind="stable")]
-    starts = np.flatnonzero(np.diff(labels[devices], prepend=-1)).tolist()
-    members = devices.tolist()
-    groups = [tuple(members[a:b]) for a, b in zip(starts, [*starts[1:], len(members)])]
-    complete = len(members) == relations.device_count
-    return hd.Groups(tuple(groups), relation, complete, pairs), None
+    starts = np.flatnonzero(np.diff(labels[devices], prepend=-1))
+    sizes = np.diff(starts, append=devices.size)
+    return hd.Groups(devices, sizes, relation, devices.size == relations.device_count, ends), None
 
 
-def _sequence_numbers(labels: np.ndarray, groups: hd.Groups, sort: bool) -> list[int]:
+def _sequence_numbers(labels: np.ndarray, groups: hd.Groups, sort: bool) -> Any:
     """Give each group a number: the same for the same labels of members, in order or sorted."""
+    if groups.matrix is not None:
+        seen = labels[groups.matrix]
+        return hd.row_numbers(np.sort(seen, axis=1) if sort else seen)
     numbers: dict[bytes, int] = {}
-    if groups.matrix is None:
-        rows = [labels[list(row)] for row in groups.rows]
-        keys = [(np.sort(row) if sort else row).tobytes() for row in rows]
-    else:
-        seen = np.ascontiguousarray(labels[groups.matrix])
-        data = (np.sort(seen, axis=1) if sort else seen).tobytes()
-        width = len(data) // len(seen)
-        keys = [data[at : at + width] for at in range(0, len(data), width)]
+    rows = np.split(labels[groups.members], groups.starts[1:])
+    keys = [(np.sort(row) if sort else row).tobytes() for row in rows]
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
@@ -297,56 +289,61 @@ class Transfer:
         self._relations: dict[Any, tuple[int, Any]] = {}
         self._states: dict[Any, tuple[int, Any]] = {}
 
-    def relation(self, channel: Channel, how: str, relation: int) -> int:
-        """Give the result's relation for an operand's."""
-        groups = channel.groups
+    def relation(self, groups: hd.Groups, ordered: bool, how: str, relation: int) -> int:
+        """Give the relation of a result; ``how`` is join, exchange, permute or first."""
+        if how == "join" and relation == hd.DISTINCT:
+            return groups.relation
         # Groups of one relation may order their members differently, and permutes of one group
         # may move them differently: they are part of the key, which keeps them from being freed.
-        key = (how, channel.ordered, relation, id(groups))
+        key = (how, ordered, relation, id(groups))
         known = self._relations.get(key)
-        if known is not None:
-            return known[0]
+        if known is None:
+            labels = self._moved(groups, ordered, how, relation)
+            known = self._relations[key] = (self.relations.intern(labels), groups)
+        return known[0]
+
+    def _moved(self, groups: hd.Groups, ordered: bool, how: str, relation: int) -> np.ndarray:
+        """Give the labels of devices after a collective."""
         labels = self.relations.labels(relation)
         count = self.relations.device_count
-        found = np.arange(count) + 2 * count  # a device in no group: its own
         if how == "permute":
-            found = np.full(count, count)  # a device that is no target: zeros
+            moved = np.full(count, count)  # a device that is no target: zeros
             sources, targets = groups.ends
-            found[targets] = labels[sources]
-        elif groups.rows:
-            if how == "first":
-                values: Any = labels[[row[0] for row in groups.rows]]
-            elif relation == hd.EQUAL:  # groups of one size hold the same
-                values = groups.sizes
-            elif relation == hd.DISTINCT:
-                values = range(len(groups.rows))
-            else:
-                sort = how == "join" and not channel.ordered
-                values = _sequence_numbers(labels, groups, sort)
-            numbers = np.repeat(np.array(values), groups.sizes)
-            if how == "exchange":
-                numbers = numbers * groups.size + groups.places + 4 * count
-            found[groups.members] = numbers
-        result = self.relations.intern(found)
-        self._relations[key] = (result, groups)
-        return result
+            moved[targets] = labels[sources]
+            return moved
+        if how == "first":
+            values: Any = labels[groups.members[groups.starts]]
+        elif relation == hd.EQUAL:  # groups of one size hold the same
+            values = groups.sizes
+        elif relation == hd.DISTINCT:
+            values = np.arange(groups.sizes.size)
+        else:
+            values = _sequence_numbers(labels, groups, how == "join" and not ordered)
+        numbers = np.repeat(values, groups.sizes)
+        if how == "exchange":
+            numbers = numbers * groups.size + groups.places + 4 * count
+        moved = np.arange(count) + 2 * count  # a device in no group: its own
+        moved[groups.members] = numbers
+        return moved
 
     def state(self, channel: Channel, how: str, state: int, guard: int, what: str) -> int:
-        """Give the result's state."""
+        """Give the state of a result; ``guard`` is that of the predicates under which it runs."""
+        groups, ordered = channel.groups, channel.ordered
         rest = what if how == "exchange" else ""
-        key = (how, channel.ordered, state, guard, id(channel.groups), rest)
+        key = (how, ordered, state, guard, id(groups), rest)
         known = self._states.get(key)
         if known is not None:
             return known[0]
         old, rules = self.states[state], self.states[guard]
-        proven = self.relation(channel, how, old.proven)
-        optimistic = self.relation(channel, how, old.optimistic)
+        proven = self.relation(groups, ordered, how, old.proven)
+        optimistic = self.relation(groups, ordered, how, old.optimistic)
         # An exchange makes every position differ; what the operands add shows as in a join.
         plain = "join" if how == "exchange" else how
-        causes = [(self.relation(channel, plain, r), c) for r, c in old.causes]
+        causes = [(self.relation(groups, ordered, plain, r), c) for r, c in old.causes]
         if how == "exchange":
             cause = hs.Cause(what, "gives each position its own piece")
-            causes += [(self.relation(channel, how, hd.EQUAL), cause), (optimistic, cause)]
+            equal = self.relation(groups, ordered, how, hd.EQUAL)
+            causes += [(equal, cause), (optimistic, cause)]
         elif how == "permute":
             causes.append((optimistic, hs.Cause(what, "moves data between devices")))
         elif old.causes:
@@ -358,9 +355,9 @@ class Transfer:
             proven = hd.DISTINCT
         if not self.uniform(rules.optimistic, channel):
             optimistic = hd.DISTINCT
-            causes.append(
-                (optimistic, hs.Cause(what, "runs under a predicate that differs within a group"))
-            )
+            cause = hs.Cause(what, "runs under a predicate that differs within a group")
+            causes.append((optimistic, cause))
+        moves = how in ("exchange", "permute")
         result = self.states.intern(
             hs.State(
                 proven,
@@ -369,25 +366,20 @@ class Transfer:
                 hs.union(old.blockers, rules.blockers if proven == hd.DISTINCT else ()),
                 hs.union(old.supports, rules.supports),
                 old.constant and rules.constant and proven == hd.EQUAL,
-                self._apart(channel, how, old.apart, uniform),
-                self.relations.coarsen(
-                    old.moved,
-                    channel.groups.relation if how in ("exchange", "permute") else hd.DISTINCT,
-                ),
+                self._apart(groups, how, old.apart, uniform),
+                self.relations.coarsen(old.moved, groups.relation if moves else hd.DISTINCT),
             )
         )
-        self._states[key] = (result, channel.groups)
+        self._states[key] = (result, groups)
         return result
 
-    def _apart(self, channel: Channel, how: str, apart: int, uniform: bool) -> int:
+    def _apart(self, groups: hd.Groups, how: str, apart: int, uniform: bool) -> int:
         """Give the relation of devices that surely hold different data after a collective."""
         # A later step may add up what moved with what stayed, as a ring of permutes does: members
         # of a group count as equal. Groups differ if their members' data do, in whatever order.
-        if apart == hd.EQUAL or not (uniform and channel.groups.complete):
+        if apart == hd.EQUAL or not (uniform and groups.complete):
             return hd.EQUAL
-        if how == "first":
-            return self.relation(channel, how, apart)
-        return self.relation(dataclasses.replace(channel, ordered=False), "join", apart)
+        return self.relation(groups, False, "first" if how == "first" else "join", apart)
 
     def uniform(self, relation: int, channel: Channel) -> bool:
         """Tell whether the members of every group are equal."""

@@ -268,11 +268,9 @@ def _mesh_channel(proof: Proof, effect, sizes: dict[str, int]) -> hc.Channel:
     rest = [i for i, n in enumerate(names) if n not in along]
     order = [names.index(n) for n in (along if effect.kind == "typed" else effect.axes)]
     width = math.prod(sizes[names[i]] for i in order)
-    rows = ids.transpose(rest + order).reshape(-1, width).tolist()
-    rows = [
-        [r * proof.values.relations.partitions + d for d in row]
-        for r in range(proof.values.relations.replicas)
-        for row in rows
-    ]
-    groups = hc.make_groups(rows, proof.values.relations)
+    rows = ids.transpose(rest + order).reshape(-1)
+    replicas = np.arange(proof.values.relations.replicas)[:, None]
+    members = (replicas * proof.values.relations.partitions + rows).reshape(-1)
+    lists = members, np.full(members.size // width, width)
+    groups = hc.make_groups(lists, proof.values.relations)
     return hc.Channel("custom-call", groups, True, None, "")

@@ -70,8 +70,8 @@ def _counts_in_text(module: hm.Module, mesh_size: int | None) -> tuple[int, int]
                         sizes = re.search(r"devices=(\[[\d,]*\])", value)
                         count = int(np.prod(ranges.read_ints(sizes[1]))) if sizes else 1
                     else:
-                        rows, _ = hn.read_groups(value)
-                        count = max([m + 1 for r in rows for m in r], default=1)
+                        (members, _), _ = hn.read_groups(value)
+                        count = int(members.max(initial=0)) + 1
                 except (hn.NotationError, OverflowError):
                     continue
                 if key != "sharding" and i.attribute("channel_id") is None:

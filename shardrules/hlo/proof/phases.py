@@ -83,6 +83,7 @@ class PartNames:
 
     def __init__(self, module: hm.Module):
         self._module = module
+        self._named = "op_name" in module.text
         self._users: dict[str, list[list[int]]] = {}
         # By where a collective stands, what takes its elements, and ranges of its flat array.
         self._elements: dict[tuple[str, int], dict[str | None, list[int]]] = {}
@@ -118,6 +119,8 @@ class PartNames:
         self, computation: hm.Computation, made_of: Sequence[int], takers: Sequence[int]
     ) -> tuple[str, hm.Metadata]:
         """Return phase and source of the nearest that have a name, those before a value first."""
+        if not self._named:
+            return "unknown", hm.Metadata()
         instructions, users = computation.instructions, self._users_in(computation)
         names = self._nearest(computation, made_of, lambda one: instructions[one].operands)
         if not names:

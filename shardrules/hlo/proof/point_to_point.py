@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import numpy as np
+
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.reader import devices as hd
@@ -49,7 +51,8 @@ def read_channel(instruction: Instruction, relations: hd.Relations) -> hc.Channe
         channel = number.strip("0") != ""
         groups, _ = hc.read_pairs(found[1], channel, None, relations)
     except hn.NotationError:
-        everyone = hc.make_groups([list(range(relations.device_count))], relations)
+        count = relations.device_count
+        everyone = hc.make_groups((np.arange(count), np.array([count])), relations)
         # Along no axes: incomplete groups have none.
         groups = dataclasses.replace(everyone, complete=False)
     return hc.Channel(KIND, groups, True, None, "", "no proof of what is received")

@@ -95,11 +95,11 @@ def _read(proof: Proof, inside: hm.Computation, position: int) -> hc.Channel | N
         along.append(str(read[0]))
     if any((order != orders[0]).any() for order in orders):
         return None
-    rows = np.take_along_axis(groups.matrix, orders[0], axis=1).tolist()
+    members = np.take_along_axis(groups.matrix, orders[0], axis=1).reshape(-1)
     return dataclasses.replace(
         record.channel,
         kind="reduce-scatter",
-        groups=hc.make_groups(rows, proof.values.relations),
+        groups=dataclasses.replace(groups, members=members),
         ordered=True,
         dimension=",".join(dict.fromkeys(along)),
     )

@@ -292,7 +292,7 @@ class _Judge:
         run = self.runs.get(computation.name)
         mesh = self.mesh or hd.mesh_of(channel.mesh, self.relations)
         axes = mesh.axes_of(channel.groups) if mesh else None
-        if self.mesh and axes is None and channel.groups.pairs is not None:
+        if self.mesh and axes is None and channel.groups.ends is not None:
             axes = self._pair_axes(channel.groups)
         return Collective(
             kind=channel.kind,
@@ -416,7 +416,7 @@ class _Judge:
         found = self._restricted.get(key)
         if found is None:
             found = self.relations.refine(groups.relation, relation)
-            if groups.pairs is not None:
+            if groups.ends is not None:
                 sources, targets = self.relations.labels(relation)[groups.ends]
                 found = found if (sources != targets).any() else groups.relation
             self._restricted[key] = found
@@ -432,6 +432,8 @@ class _Judge:
                 sizes = dict(self.mesh.axes)
                 copies = math.prod(sizes[a] for a in spare)
                 return f"{reason}needed over {','.join(needed)}", needed, copies
+        if proven == hd.DISTINCT:
+            return None
         key = (id(channel.groups), proven)
         if key not in self._widths:
             self._widths[key] = self._subgroups(channel, proven)

@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -117,46 +118,66 @@ class Relations:
         return self.intern(lowest[before])  # of the circle that a device's path ends in
 
 
-@dataclasses.dataclass(frozen=True)
+def row_numbers(rows: np.ndarray) -> np.ndarray:
+    """Give each row a number, the same for equal rows."""
+    if rows.shape[1] <= 1:
+        return np.unique(rows.sum(axis=1), return_inverse=True)[1].reshape(-1)
+    width = rows.shape[1] * rows.itemsize
+    numbers: dict[bytes, int] = {}  # np.unique sorts whole rows, in fifty times as long
+    keys = np.ascontiguousarray(rows).view(f"V{width}").reshape(-1).tolist()
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Groups:
     """The device groups of one collective, as flattened device ids."""
 
-    # One tuple per group, in the order in which the collective takes its members; of a permute the
+    # Group by group, in the order in which the collective takes its members; for a permute the
     # sets of devices that its pairs connect.
-    rows: tuple[tuple[int, ...], ...]
-    # The relation in which the members of a group are equal; devices of no group are each their
-    # own.
+    members: np.ndarray
+    sizes: np.ndarray  # the number of members of each group
+    # Members of a group are equal under it; devices in no group are each their own.
     relation: int
     complete: bool  # every device is in exactly one group
-    # Source and target devices of a permute, else None.
-    pairs: tuple[tuple[int, int], ...] | None = None
+    ends: Any = None  # the array of a permute's sources and targets, else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Groups) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @functools.cached_property
+    def _key(self) -> tuple:
+        return self.rows, self.pairs, self.complete
+
+    @functools.cached_property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """List the members of each group."""
+        members, stops = self.members.tolist(), np.cumsum(self.sizes).tolist()
+        return tuple([tuple(members[a:b]) for a, b in zip([0, *stops], stops)])
+
+    @functools.cached_property
+    def pairs(self) -> tuple[tuple[int, int], ...] | None:
+        """List a permute's source and target devices; None for other kinds."""
+        return None if self.ends is None else tuple(zip(*self.ends.tolist()))
 
     @functools.cached_property
     def matrix(self) -> np.ndarray | None:
-        """Give the rows as an array, None where they are of unequal lengths."""
-        if not self.rows or (self.sizes != self.sizes[0]).any():
+        """Give the groups as rows of an array, None where they are of unequal sizes."""
+        if not self.sizes.size or (self.sizes != self.sizes[0]).any():
             return None
-        return self.members.reshape(len(self.rows), -1)
+        return self.members.reshape(self.sizes.size, -1)
 
     @functools.cached_property
-    def ends(self) -> np.ndarray:
-        """Give the sources and the targets of the pairs."""
-        return np.array(self.pairs, np.int64).reshape(-1, 2).T
-
-    @functools.cached_property
-    def members(self) -> np.ndarray:
-        """List the members of all groups, group by group."""
-        return np.array([m for row in self.rows for m in row], np.int64)
-
-    @functools.cached_property
-    def sizes(self) -> np.ndarray:
-        """Count the members of each group."""
-        return np.array([len(row) for row in self.rows], np.int64)
+    def starts(self) -> np.ndarray:
+        """Give the place in ``members`` at which each group begins."""
+        return np.cumsum(self.sizes) - self.sizes
 
     @functools.cached_property
     def places(self) -> np.ndarray:
         """Give each member's place in its group, in the order of ``members``."""
-        return np.concatenate([np.arange(size) for size in self.sizes])
+        return np.arange(self.members.size) - np.repeat(self.starts, self.sizes)
 
     @functools.cached_property
     def size(self) -> int:
@@ -166,12 +187,12 @@ class Groups:
     @functools.cached_property
     def moves(self) -> bool:
         """Tell whether a permute moves anything to another device."""
-        return self.pairs is None or any(s != t for s, t in self.pairs)
+        return self.ends is None or bool((self.ends[0] != self.ends[1]).any())
 
     @functools.cached_property
     def reaches_all(self) -> bool:
         """Tell whether each device gets data: of a permute, none that is no target gets zeros."""
-        targets = self.members if self.pairs is None else self.ends[1]
+        targets = self.members if self.ends is None else self.ends[1]
         return self.complete and np.unique(targets).size == self.members.size
 
     @functools.cached_property

@@ -194,6 +194,8 @@ class Instruction(NamedTuple):
 
     def attribute(self, key: str) -> str | None:
         """Give the text of one attribute's value, None where it is absent."""
+        if self.text.find(key, self.attributes_start, self.end) < 0:
+            return None  # quickly: long device groups are not read
         for name, start, end in self.attributes():
             if name == key:
                 return self.text[start:end]

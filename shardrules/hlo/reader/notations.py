@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import zlib
@@ -19,7 +18,6 @@ _IOTA = re.compile(r"\[([\d,\s]*)\]\s*<=\s*\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?
 # Possessive: spaces between groups could be split in 2**n ways.
 _LIST = re.compile(r"\{\s*+(?:\{[\d,\s]*+\}\s*+,?\s*+)*+\}")
 _AS_LISTED = str.maketrans("[]()", "{}{}", " ")
-_AS_JSON = str.maketrans("{}", "[]")
 _INNER = re.compile(r"\{([\d,\s]*)\}")
 _MESH = re.compile(r"mesh\[([^\]]*?)(?:,\s*(device_ids=\(.*?\)\)?))?\]")
 _AXIS = re.compile(r"'((?:[^'\\]|\\.)*)'\s*=\s*(\d+)")
@@ -28,6 +26,8 @@ _DEVICE_IDS = re.compile(
 )
 AXIS_REF = re.compile(r"'((?:[^'\\]|\\.)*)'(?::\((\d+)\)(\d+))?")
 _MAX_DEVICES = 1 << 20
+# Lists of ids, one behind the other, and how long each is.
+IdLists = tuple[np.ndarray, np.ndarray]
 
 
 class NotationError(ValueError):
@@ -152,7 +152,7 @@ def axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndar
     return mesh.devices.reshape(sizes).transpose(rest + grouped).reshape(-1, width)
 
 
-def read_groups(text: str) -> tuple[list[list[int]], TextMesh | None]:
+def read_groups(text: str) -> tuple[IdLists, TextMesh | None]:
     """Read a ``replica_groups`` value into lists of ids, and the mesh if it names one."""
     text = text.strip()
     if text.startswith("mesh"):
@@ -160,24 +160,46 @@ def read_groups(text: str) -> tuple[list[list[int]], TextMesh | None]:
         rest = text[end:].strip().lstrip(",").strip()
         if not (rest.startswith("{") and rest.endswith("}")):
             raise NotationError(f"expected {{'axis',...}} after the mesh in {text[:80]!r}")
-        return axis_groups(mesh, AXIS_REF.findall(rest)).tolist(), mesh
+        return _lists_of(axis_groups(mesh, AXIS_REF.findall(rest))), mesh
     if text.startswith("["):
         found = _IOTA.fullmatch(text)
         tiles = iota_tiles(text)
         if not found or tiles.ndim != 2:
             raise NotationError(f"expected [groups,members]<=[...], got {text[:60]!r}")
-        return tiles.tolist(), None
+        return _lists_of(tiles), None
+    printed = _read_printed(text)
+    if printed is not None:
+        return printed, None
     if not _LIST.fullmatch(text):
         raise NotationError(
             f"expected {{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh[...] {{...}}, got {text[:60]!r}"
         )
-    try:
-        rows = json.loads(text.translate(_AS_JSON))
-    except ValueError:  # it has commas that XLA's parser takes, or leading zeros
-        rows = None
-    if rows is None or max(map(max, filter(None, rows)), default=0) >= 10**9:
-        rows = [read_ints(m[1]) for m in _INNER.finditer(text, 1)]
-    return [r for r in rows if r], None
+    rows = [row for row in (read_ints(m[1]) for m in _INNER.finditer(text, 1)) if row]
+    sizes = np.array([len(row) for row in rows], np.int64)
+    return (np.array([n for row in rows for n in row], np.int64), sizes), None
+
+
+def _lists_of(matrix: np.ndarray) -> IdLists:
+    return matrix.reshape(-1).astype(np.int64), np.full(len(matrix), matrix.shape[1], np.int64)
+
+
+def _read_printed(text: str) -> IdLists | None:
+    """Read ``{{0,1},{2,3}}`` as XLA prints it, lists of one length; None for any other text."""
+    if not text.isascii():
+        return None
+    data = text.encode()
+    frame = data.translate(None, b"0123456789")
+    count = frame.count(b"{") - 1
+    width = (frame.count(b",") + 1) // max(count, 1)
+    if count < 1 or frame != b"{" + b",".join([b"{" + b"," * (width - 1) + b"}"] * count) + b"}":
+        return None
+    flat = data.translate(None, b"{}")
+    if not flat or b",," in flat or flat.startswith(b",") or flat.endswith(b","):
+        return None
+    members = np.fromstring(flat.decode(), np.int64, sep=",")
+    if members.size != count * width or members.max() >= 10**9:
+        return None
+    return members, np.full(count, width, np.int64)
 
 
 def id_count(mode: str, partitions: int, replicas: int) -> int:
@@ -186,29 +208,34 @@ def id_count(mode: str, partitions: int, replicas: int) -> int:
     return counts.get(mode, replicas)
 
 
-def flatten_groups(
-    rows: list[list[int]], mode: str, partitions: int, replicas: int
-) -> list[list[int]]:
-    """Turn the ids of a collective's groups into flattened device ids."""
+def flatten_groups(groups: IdLists, mode: str, partitions: int, replicas: int) -> IdLists:
+    """Turn the ids of a collective's groups into flattened device ids.
+
+    The mode says what the ids are, as XLA's GetCollectiveOpGroupMode does.
+    """
+    members, sizes = groups
     limit = id_count(mode, partitions, replicas)
-    members = [member for row in rows for member in row]
-    if len(set(members)) < len(members) or max(members, default=0) >= limit:
-        used: set[int] = set()
-        for member in members:
-            if member >= limit:
-                raise NotationError(f"id {member} is beyond the {limit} that the module has")
-            if member in used:
-                raise NotationError(f"id {member} stands in two places")
-            used.add(member)
-    if not rows:
-        rows = [list(range(limit))]
-    if mode == "flattened":
-        return rows
-    if mode == "cross_partition":
-        return [[r * partitions + p for p in row] for r in range(replicas) for row in rows]
-    if mode == "cross_replica":
-        return [[r * partitions + p for r in row] for row in rows for p in range(partitions)]
-    return [[r * partitions + p for r in row for p in range(partitions)] for row in rows]
+    beyond = members[members >= limit]
+    if beyond.size:
+        raise NotationError(f"id {beyond[0]} is beyond the {limit} that the module has")
+    counts = np.bincount(members, minlength=1)
+    if counts.max() > 1:
+        raise NotationError(f"id {counts.argmax()} stands in two places")
+    if not members.size:
+        members, sizes = np.arange(limit), np.array([limit])
+    if mode == "cross_partition" and replicas > 1:
+        members = (np.arange(replicas)[:, None] * partitions + members).reshape(-1)
+        sizes = np.tile(sizes, replicas)
+    elif mode == "cross_replica_and_partition" and partitions > 1:
+        members = (members[:, None] * partitions + np.arange(partitions)).reshape(-1)
+        sizes = sizes * partitions
+    elif mode == "cross_replica" and partitions > 1:
+        row = np.repeat(np.arange(sizes.size), sizes)
+        copies = np.arange(partitions)
+        order = np.argsort((row[:, None] * partitions + copies).reshape(-1), kind="stable")
+        members = (members[:, None] * partitions + copies).reshape(-1)[order]
+        sizes = np.repeat(sizes, partitions)
+    return members, sizes
 
 
 def notation(rows: Sequence[Sequence[int]], ordered: bool = False) -> str:

@@ -226,6 +226,36 @@ def test_a_fused_loss_that_averages(cpu_mesh):
     assert gradient(body(pullback), cpu_mesh) == pytest.approx(want)
 
 
+def squares(local, divide, saved=lambda x: x):
+    """The mean over data of the mean of squares, its elements averaged in two ways."""
+    return op_of(lambda x: (mean(local(x)), saved(x)), lambda x, g: (divide(2 * x * g),))
+
+
+OF_ELEMENTS = {
+    "two divisions": lambda ct: ct / 2,
+    "one division": lambda ct: ct / 2,
+    "saved": lambda ct: ct,
+    "four elements": lambda ct: ct * 2 / 4,
+}
+HALVES = {
+    "two divisions": (lambda x: jnp.mean(x**2), lambda ct: ct / 2 / 4, lambda x: x),
+    "one division": (lambda x: (x**2).sum() / 2, lambda ct: ct / 8, lambda x: x),
+    "saved": (lambda x: jnp.mean(x**2), lambda ct: ct / 4, lambda x: x / 2),
+    "four elements": (lambda x: jnp.mean(jnp.tile(x**2, 2)), lambda ct: ct * 2 / 16, lambda x: x),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_mean_over_elements_and_devices(name, cpu_mesh):
+    local, divide, saved = HALVES[name]
+    body = lambda op: lambda w, x: op(w * x)  # noqa: E731
+    want = 2 * W * (X**2).mean()
+    assert gradient(body(squares(local, divide, saved)), cpu_mesh) == want
+    undivided = squares(local, OF_ELEMENTS[name], saved)
+    with pytest.raises(errors.CotangentError, match="the forward averages that primal"):
+        gradient(body(undivided), cpu_mesh)
+
+
 @typed  # JAX 0.4.28 has no rule for pmax
 @pytest.mark.parametrize("extreme", [lax.pmax, lax.pmin])
 def test_the_largest_value_hands_its_cotangent_to_one_device(extreme, cpu_mesh):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -184,7 +185,7 @@ class Bwd:
             # A mean of equal values changes nothing; where the forward divides by the number
             # of devices, it is the psum that is right with the check off, and that division.
             again = origins.scalings(sizes) - self._forward.scalings(sizes)
-            if one.divisor in sizes and again >= 0:
+            if one.is_mean(*sizes) and again >= 0:
                 continue  # pmean
             summed, averaged = self._forward.equals()
             equal -= summed
@@ -225,12 +226,14 @@ class Bwd:
         if size == 1:
             return "", False
         sums = self._forward.sums(ct.index, axis)
-        sizes = {size, *(size_of(one.axes) for one in sums)}
-        if sums and all(one.divisor in sizes for one in sums):
-            divisions = self._origins(ct.path, self._seen() or ()).divisions(sizes)
-            divided = divisions or self._forward.scalings(sizes) > 0
+        if size and sums and all(one.is_mean(size, size_of(one.axes)) for one in sums):
+            scale = self._origins(ct.path, self._seen() or ()).scale
+            scale *= self._forward.saved_scale(len(self._arriving))
+            # A mean over elements is divided by their number too, if bwd does so visibly.
+            elements = self._forward.origins.mean_size
+            needed = size * (elements if _divides(elements, scale) else 1)
             text = "the forward averages that primal, and bwd doesn't divide by the device count"
-            return ("" if divided else text), True
+            return ("" if _divides(needed, scale) else text), True
         if not sums and self._forward.selects(axis) and axis not in self.differs(ct.path):
             return "the forward keeps the largest or smallest of that primal", False
         return "", False
@@ -392,3 +395,7 @@ class Bwd:
 
 def _axes(type_: AxisType) -> frozenset[str]:
     return type_.varying | type_.unreduced
+
+
+def _divides(number: float, scale: float) -> bool:
+    return math.isclose(scale / number, max(1, round(scale / number)), rel_tol=1e-5)

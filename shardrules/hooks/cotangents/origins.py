@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
@@ -122,8 +122,11 @@ class Reduction:
     text: str  # the equation, for messages
     axes: frozenset[str]  # the axes that it sums over
     origin: Origin  # of what is summed
-    # by which known number what is summed, or the sum, is divided; 1 where by none
-    divisor: float = 1
+    divisors: frozenset[float] = frozenset()  # known numbers that divide the operand or the sum
+
+    def is_mean(self, *sizes: float | None) -> bool:
+        """Whether it is divided by one of these numbers of devices."""
+        return not self.divisors.isdisjoint(sizes)
 
 
 class Origins:
@@ -162,10 +165,23 @@ class Origins:
 
     def scalings(self, by: Collection[float | None], elements: bool = False) -> int:
         """Count those that make no mean over devices (nor over ``elements``)."""
-        means = sum(one.divisor in by for one in self.reductions)
+        means = sum(one.is_mean(*by) for one in self.reductions)
         return (
             self.divisions(by) - means - elements * sum(one in by for one in self._means.values())
         )
+
+    @property
+    def mean_size(self) -> float:
+        """The product of the numbers of elements that are averaged on one device."""
+        return _product(self._means.values())
+
+    @property
+    def scale(self) -> float:
+        """The product of the known divisors that make no mean."""
+        sizes = [
+            size_of(one.axes) or 1 for one in self.reductions if one.is_mean(size_of(one.axes))
+        ]
+        return _product(self._divisors.values()) / (self.mean_size * _product(sizes))
 
     def _jaxpr(self, jaxpr: Any, inputs: Sequence[Origin], place: tuple) -> list[Origin]:
         env = dict(zip(jaxpr.constvars, map(self._constant, jaxpr.constvars)))
@@ -216,8 +232,8 @@ class Origins:
                 one = self._reductions.get((*here, i))
                 if one is not None:
                     result = eqn.outvars[min(i, len(eqn.outvars) - 1)]
-                    divisor = _divisor(jaxpr, number, operand, result)
-                    self._reductions[(*here, i)] = dataclasses.replace(one, divisor=divisor)
+                    divisors = _divisors(jaxpr, number, operand, result)
+                    self._reductions[(*here, i)] = dataclasses.replace(one, divisors=divisors)
 
     def _constant(self, var: Any) -> Origin:
         """Return the origin of a closed-over value; without axes in its aval it may differ."""
@@ -327,21 +343,30 @@ class Origins:
             carry = wider
 
 
-def _divisor(jaxpr: Any, number: _Number, operand: Any, result: Any) -> float:
-    """Return the number that divides a sum's operand or each use of its result, or 1."""
+def _divisors(jaxpr: Any, number: _Number, operand: Any, result: Any) -> frozenset[float]:
+    """Return the known numbers that divide a sum's operand, or its result wherever it is used."""
+    divisors: set[float] = set()
     made = _made(jaxpr, operand)
-    before = 1 if made is None else _divides_by(made, number)
-    if before != 1:
-        return before
-    names, found = {result}, set()
-    for eqn in jaxpr.eqns:
-        if not names.isdisjoint(a for a in eqn.invars if not hasattr(a, "val")):
+    while made is not None and (divisor := _divides_by(made, number)) != 1:
+        divisors.add(divisor)
+        made = _made(jaxpr, next(atom for atom in made.invars if number(atom) is None))
+    names, variables = {result}, lambda atoms: {a for a in atoms if not hasattr(a, "val")}
+    while names.isdisjoint(variables(jaxpr.outvars)):
+        uses: set[float] = set()
+        divided: set[Any] = set()
+        for eqn in jaxpr.eqns:
+            if names.isdisjoint(variables(eqn.invars)):
+                continue
             if eqn.primitive.name in _SAME_VALUES:
                 names.update(eqn.outvars)
             else:
-                found.add(_divides_by(eqn, number))
-    returned = not names.isdisjoint(a for a in jaxpr.outvars if not hasattr(a, "val"))
-    return found.pop() if len(found) == 1 and not returned else 1
+                uses.add(_divides_by(eqn, number))
+                divided.update(eqn.outvars)
+        if len(uses) != 1 or 1 in uses or not names.isdisjoint(variables(jaxpr.outvars)):
+            break
+        divisors |= uses
+        names = divided
+    return frozenset(divisors)
 
 
 def _made(jaxpr: Any, atom: Any) -> Any:
@@ -367,6 +392,10 @@ def _divides_by(eqn: Any, number: _Number) -> float:
     divisor = 1 / factor if factor else 1
     whole = round(divisor)  # a third in float32, say
     return whole if math.isclose(divisor, whole, rel_tol=1e-6) else divisor
+
+
+def _product(divisors: Iterable[float]) -> float:
+    return math.prod(one for one in divisors if one > 1)
 
 
 def _union(origins: Sequence[Origin]) -> Origin:

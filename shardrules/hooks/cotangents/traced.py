@@ -157,8 +157,11 @@ class Forward:
     @functools.cached_property
     def origins(self) -> Origins:
         """The origins of its outputs, then of its residuals."""
+        return self._origins_of(self.jaxpr)
+
+    def _origins_of(self, jaxpr: Any) -> Origins:
         inputs = [Origin(frozenset((at,)), axes) for at, axes in enumerate(self.primals)]
-        return Origins(self.door, self.known_of, self.mesh_axes, self.jaxpr, inputs)
+        return Origins(self.door, self.known_of, self.mesh_axes, jaxpr, inputs)
 
     def saved(self, output_count: int, count: int) -> Sequence[Origin] | None:
         """Return the residuals' origins, or None."""
@@ -191,6 +194,12 @@ class Forward:
         sums = [one for one in self.origins.reductions if primal in one.origin.inputs]
         return [one for one in sums if axis in one.axes & one.origin.axes]
 
+    def saved_scale(self, output_count: int) -> float:
+        """Return by what its residuals are divided."""
+        used = [at >= output_count for at in range(len(self.jaxpr.outvars))]
+        jaxpr = self.door.dce_jaxpr(self.jaxpr, used, instantiate=True)[0]
+        return self._origins_of(jaxpr).scale
+
     def selects(self, axis: str) -> bool:
         """Whether ``pmax`` and ``pmin`` alone move data along an axis."""
         moving = set()
@@ -212,7 +221,7 @@ class Forward:
         averaged: frozenset[str] = frozenset()
         for one in [] if self.jaxpr is None else self.origins.reductions:
             equal = one.axes - one.origin.axes if one.origin.inputs else frozenset()
-            if equal and one.divisor in (size_of(equal), size_of(one.axes)):
+            if equal and one.is_mean(size_of(equal), size_of(one.axes)):
                 averaged |= equal
             else:
                 summed |= equal

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import io
 import os
 import re
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shardrules.hooks.retrace import sent_bytes
-from shardrules.hooks.unchecked import Call, Site
+from shardrules.hooks.unchecked import Call, Site, UncheckedSite, costliest
 from shardrules.report.grouping import size
 from shardrules.report.text import table
 
-__all__ = ["Row", "patch", "rows", "written"]
+__all__ = ["Row", "decided", "patch", "rows", "written"]
 
 SWITCH, MORE, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER = (
     "switch it now",
@@ -93,8 +94,7 @@ def _verdict(calls: Sequence[Call]) -> str:
 
 def place(site: Site) -> str:
     """Write a site as ``file:line (function)``, below the current folder without that."""
-    path = os.path.relpath(site.file) if _is_here(site.file) else site.file
-    return f"{path}:{site.line} ({site.function})"
+    return f"{_short(site.file)}:{site.line} ({site.function})"
 
 
 def written(found: Sequence[Row]) -> str:
@@ -145,7 +145,41 @@ def _told(row: Row) -> list[str]:
     return ["", f"{place(row.site)}: {row.verdict}", *lines] if lines else []
 
 
+def decided(sites: Iterable[UncheckedSite]) -> str:
+    """Return the table of what ``install(unchecked="check")`` made of each site."""
+    groups: dict[UncheckedSite, list[UncheckedSite]] = {}
+    for one in costliest(sites):
+        place = dataclasses.replace(one, before_bytes=None, after_bytes=None, arguments="")
+        groups.setdefault(place, []).append(one)
+    if not groups:
+        return "no shard_map with its check off was called"
+
+    def moved(some: list[int | None]) -> str:
+        known = [one for one in some if one is not None]
+        return size(sum(known)) if known else "?"
+
+    on_count = sum(one.switched for one in groups)
+    rows = [
+        (
+            f"{_short(one.file)}:{one.line} ({one.function})",
+            moved([each.before_bytes for each in some]),
+            moved([each.after_bytes for each in some]),
+            "runs with its check on" if one.switched else f"as written: {one.reason}",
+        )
+        for one, some in groups.items()
+    ]
+    return (
+        f"{len(groups)} shard_map{'s' if len(groups) > 1 else ''} with the check off: {on_count} "
+        f"switched on, {len(groups) - on_count} left\n"
+        + table([("shard_map", "bytes off", "bytes on", "outcome"), *rows])
+    )
+
+
 # -- the patch -------------------------------------------------------------------------------------
+
+
+def _short(file: str) -> str:
+    return os.path.relpath(file) if _is_here(file) else file
 
 
 def _is_here(file: str) -> bool:

@@ -57,7 +57,9 @@ ARROWS = {
     "report": {"arguments", "errors", "hlo", "costs"},
     "program": {"arguments", "errors", "registry", "hlo", "door", "hooks"},
     "watching": set("arguments errors hlo costs report program door hooks".split()),
-    "checks": set("arguments errors registry hlo costs report program door hooks watching".split()),
+    "checks": set(
+        "arguments errors registry hlo costs report program door hooks watching migration".split()
+    ),
     "testing": set("arguments errors registry hlo costs report program checks door hooks".split()),
     "aot": {"arguments", "errors"},
     "migration": {"costs", "report", "hooks", "watching"},

@@ -1,4 +1,4 @@
-"""The options ``--update-budgets`` and ``--shardrules`` for pytest."""
+"""The options ``--update-budgets``, ``--shardrules`` and ``--shardrules-check`` for pytest."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ def pytest_addoption(parser):
         "--shardrules",
         action="store_true",
         help="judge every program that the tests compile with JAX; findings are exit code 1",
+    )
+    group.addoption(
+        "--shardrules-check",
+        action="store_true",
+        help="run shard_maps that say check_vma=False with their check on where that is equal; a "
+        "table tells which",
     )
     group.addoption(
         "--update-budgets",
@@ -42,10 +48,11 @@ def pytest_configure(config):
     updates.wanted = forced or config.getoption("--update-budgets")
     updates.written.clear()
     updates.kept.clear()
-    if config.getoption("--shardrules"):
-        from shardrules.checks import watched
+    for option, plugin in (("--shardrules", "PytestWatch"), ("--shardrules-check", "PytestCheck")):
+        if config.getoption(option):
+            from shardrules.checks import watched
 
-        config.pluginmanager.register(watched.PytestWatch(config), "shardrules.watched")
+            config.pluginmanager.register(getattr(watched, plugin)(config), f"shardrules.{plugin}")
 
 
 def pytest_unconfigure(config):

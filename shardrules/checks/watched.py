@@ -1,13 +1,22 @@
-"""``pytest --shardrules``: every program that the tests compile, judged when they are done."""
+"""``pytest --shardrules``: every program that the tests compile, judged when they are done.
+
+``pytest --shardrules-check``: the tests run with ``install(unchecked="check")``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
-__all__ = ["PytestWatch"]
+from shardrules.watching import check_off
 
-_KEY = "shardrules"  # of what a process of pytest-xdist sends to the one that reports
+__all__ = ["PytestCheck", "PytestWatch"]
+
+_KEY, _CHECKED = (
+    "shardrules",
+    "shardrules_checked",
+)  # of what a process of pytest-xdist sends to the one that reports
 
 
 class PytestWatch:
@@ -51,6 +60,39 @@ class PytestWatch:
             terminalreporter.write_line(report["text"].rstrip())
         if not self._reports:
             terminalreporter.write_line("shardrules: no test compiled a program with JAX")
+
+
+class PytestCheck:
+    """The plugin that switches on the check of shard_maps, and says of which."""
+
+    def __init__(self, config: Any):
+        self._config = config
+        self._stack = contextlib.ExitStack()
+        self._handles: list[Any] = []
+        self._texts: list[str] = []
+        self._stack.enter_context(
+            check_off.switching(self._handles, lambda: None, self._texts.append)
+        )
+
+    def pytest_testnodedown(self, node: Any, error: Any) -> None:
+        """Receive a worker's table (pytest-xdist)."""
+        self._texts += getattr(node, "workeroutput", {}).get(_CHECKED, [])
+
+    def pytest_sessionfinish(self, session: Any) -> None:
+        """Write the table, and take the hooks back."""
+        self._stack.close()
+        from shardrules import migration
+
+        sites = [site for handle in self._handles for site in handle.unchecked()]
+        self._texts += [migration.decided(sites)] if sites else []
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput[_CHECKED] = self._texts
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Show the table."""
+        terminalreporter.section("shardrules: shard_maps with the check off")
+        for text in self._texts or ["none was called"]:
+            terminalreporter.write_line(text)
 
 
 def _test() -> str:

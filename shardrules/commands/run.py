@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import pathlib
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardrules.commands import flags, rules, script
 from shardrules.errors import HloError, ShardrulesError
 
 if TYPE_CHECKING:
+    from shardrules.hooks.install import Handle
     from shardrules.report.several import Several
     from shardrules.watching.profiles.recording import Recorder
     from shardrules.watching.programs import Watched
@@ -42,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=flags.Once,
         metavar="FILE",
         help="write the report there instead of to stderr; - is stdout",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="install the hooks when JAX is imported; shard_maps that say check_vma=False run with "
+        "their check on where values and gradients are equal and no more bytes move; a table "
+        "tells which",
     )
     parser.add_argument(
         "--keep",
@@ -70,7 +80,7 @@ def _count(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Run the script, write the report, and return the exit code."""
     # Nothing here may import jax or numpy: the script sets what they read from its environment.
-    from shardrules.watching import programs
+    from shardrules.watching import check_off, programs
 
     target = script.find(arguments)
     keep = None if arguments.keep is None else pathlib.Path(arguments.keep)
@@ -83,6 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
     seen.target, seen.cheapest = arguments.target, arguments.cheapest
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as around:
         around.enter_context(seen)
+        handles: list[Handle] = []
+        if arguments.check:
+            before = functools.partial(rules.register, arguments)
+            around.enter_context(check_off.switching(handles, before, _say))
         recorder = None
         if arguments.profile is not None:
             from shardrules.watching.profiles import recording
@@ -90,7 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
             folder = stack.enter_context(tempfile.TemporaryDirectory()) if keep is None else keep
             recorder = recording.Recorder(arguments.profile, str(folder))
             around.enter_context(recorder)
-        code = script.run(target, around, lambda: _report(seen, arguments, keep, recorder))
+        end = functools.partial(_report, seen, arguments, keep, recorder, handles)
+        code = script.run(target, around, end)
     if code == script.INTERRUPTED:
         script.end_by_interrupt()
     return code
@@ -101,6 +116,7 @@ def _report(
     arguments: argparse.Namespace,
     keep: pathlib.Path | None,
     recorder: Recorder | None,
+    handles: Sequence[Handle],
 ) -> int:
     """Judge what was compiled, write it, and return what that means as an exit code."""
     if recorder is not None:
@@ -109,7 +125,7 @@ def _report(
         _say("the script compiled no program with JAX; nothing was judged")
         return UNUSABLE
     try:
-        return _written(seen, arguments, keep, recorder)
+        return _written(seen, arguments, keep, recorder, handles)
     except (ShardrulesError, OSError) as error:
         _say(str(error))
         return UNUSABLE
@@ -120,7 +136,9 @@ def _written(
     arguments: argparse.Namespace,
     keep: pathlib.Path | None,
     recorder: Recorder | None,
+    handles: Sequence[Handle],
 ) -> int:
+    from shardrules import migration
     from shardrules.report import several
 
     # Not before the script has ended: its programs are traced as without them.
@@ -154,6 +172,8 @@ def _written(
     else:
         pathlib.Path(arguments.output).write_text(text, encoding="utf-8")
         _say(f"{found.headline}; the report is in {arguments.output}")
+    for handle in handles:
+        print(f"\n{migration.decided(handle.unchecked())}", file=sys.stderr, flush=True)
     return code
 
 

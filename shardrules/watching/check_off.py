@@ -1,16 +1,17 @@
-"""Looks at every shard_map of a process whose check is off: what it would be with the check on."""
+"""Looks at every shard_map of a process whose check is off, or switches on those that it can."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from shardrules.hooks.install import held, state
+from shardrules.errors import ShardrulesError
+from shardrules.hooks.install import Handle, held, install, state
 from shardrules.hooks.unchecked import Call, UncheckedHooks
 from shardrules.watching.importing import WhenImported
 
-__all__ = ["start"]
+__all__ = ["start", "switching"]
 
 _lock = threading.RLock()
 
@@ -51,3 +52,29 @@ def start(
         hold.close()
 
     return stop
+
+
+@contextlib.contextmanager
+def switching(
+    handles: list[Handle], before: Callable[[], object], failed: Callable[[str], object]
+) -> Iterator[None]:
+    """Install the hooks with ``unchecked="check"`` once JAX is imported, and keep their handle.
+
+    ``before`` is called before; ``failed`` is told why they can't be installed.
+    """
+
+    def installed(_: object) -> None:
+        try:
+            before()
+            handles.append(install(unchecked="check"))
+        except ShardrulesError as error:  # the program runs as written
+            failed(f"every shard_map runs as written: {error}")
+
+    imported = WhenImported(("jax",), installed)
+    imported.start()
+    try:
+        yield
+    finally:
+        imported.stop()
+        for handle in handles:
+            handle.uninstall()

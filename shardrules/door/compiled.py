@@ -174,20 +174,41 @@ def _array_shape(aval: Any) -> tuple[int, ...]:
     return tuple(aval.shape)
 
 
-# Where HloModule stood in JAX 0.10 to 0.12, 0.6.2 to 0.9, and before.
+# Where HloModule and HloSharding stood in JAX 0.10 to 0.12, 0.6.2 to 0.9, and before.
 _HLO_MODULE = ("jaxlib._hlo", "jaxlib._jax", "jaxlib.xla_extension")
 
 
 def hlo_text(module_proto: bytes) -> str:
-    """Return the text of a serialized HloModuleProto."""
-    for name in _HLO_MODULE:
+    """Return the text of a serialized HloModuleProto.
+
+    Raises:
+      ProfileError: jaxlib can't read it.
+    """
+    kind = _of_jaxlib("HloModule")
+    if kind is None:
+        raise ProfileError("this jaxlib has no HloModule to read a program with")
+    try:
+        return kind.from_serialized_hlo_module_proto(module_proto).to_string()
+    except Exception as error:  # jaxlib's own, of no class that it names
+        raise ProfileError(f"jaxlib can't read a program of it: {error}") from error
+
+
+def sharding_text(op_sharding: bytes) -> str | None:
+    """Return the text of a serialized OpSharding, None where jaxlib can't read it."""
+    try:
+        proto = _of_jaxlib("OpSharding")()
+        proto.ParseFromString(op_sharding)
+        return str(_of_jaxlib("HloSharding").from_proto(proto))
+    except Exception:  # jaxlib's own, of no class that it names
+        return None
+
+
+def _of_jaxlib(name: str) -> Any:
+    for module in _HLO_MODULE:
         try:
-            kind = getattr(importlib.import_module(name), "HloModule", None)
+            kind = getattr(importlib.import_module(module), name, None)
         except ImportError:
             continue
         if kind is not None:
-            try:
-                return kind.from_serialized_hlo_module_proto(module_proto).to_string()
-            except Exception as error:  # jaxlib's own, of no class that it names
-                raise ProfileError(f"jaxlib can't read a program of it: {error}") from error
-    raise ProfileError("this jaxlib has no HloModule to read a program with")
+            return kind
+    return None

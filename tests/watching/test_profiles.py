@@ -13,10 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from jaxlib import _hlo
 
 import shardrules
 from shardrules import errors
+
+try:
+    from jaxlib._hlo import hlo_module_from_text
+except ImportError:  # to JAX 0.9
+    from jaxlib._jax import hlo_module_from_text
 from shardrules.__main__ import main
 from shardrules.watching.profiles import events, measured, wire
 
@@ -147,9 +151,10 @@ def field(number, data):
     return bytes([number << 3 | 2]) + length + bytes([size]) + data
 
 
-def written(folder, host, text, program, planes):
-    """Write an .xplane.pb: a program's HLO, and planes as text."""
-    proto = _hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
+def written(folder, host, text, program, planes, shardings=()):
+    """Write an .xplane.pb: a program's HLO, its parameters' OpShardings, and planes as text."""
+    proto = hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    proto += b"".join(field(14, sharding) for sharding in shardings)
     stat = field(6, field(1, proto))
     metadata = field(2, f"{program}(7)".encode()) + field(5, stat)
     plane = field(2, b"/host:metadata") + field(4, field(2, metadata))
@@ -273,6 +278,15 @@ def test_on_a_tpu_an_asynchronous_pair_lasts_to_the_end_of_its_done(tmp_path):
     (line,) = shardrules.profile(tmp_path).lines
     assert line.seconds == pytest.approx(30e-6)
     assert line.exposed_seconds == pytest.approx(10e-6)
+
+
+@pytest.mark.parametrize("shardings, verdict", [((), "unproven"), ((b"", b""), "redundant")])
+def test_shardings_that_stand_beside_the_program_count(shardings, verdict, tmp_path):
+    """JAX 0.11 and newer print none; no bytes are the sharding of what is replicated."""
+    text = re.sub(r", sharding=\{.*?\}$", "", ASYNC, flags=re.MULTILINE)
+    written(tmp_path, "host", text, "jit_step", on_gpu(0, 5), shardings)
+    (line,) = shardrules.profile(tmp_path).lines
+    assert line.verdict.verdict == verdict
 
 
 def test_hosts_are_read_together(tmp_path):

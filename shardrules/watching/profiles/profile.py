@@ -14,6 +14,7 @@ from shardrules import hlo, report
 from shardrules.arguments import checked
 from shardrules.costs import findings, timings
 from shardrules.errors import HloError, ProfileError, ShardrulesError
+from shardrules.hlo.reader import annotate
 from shardrules.watching.profiles import dumps, events, measured, wire
 from shardrules.watching.profiles.shown import Profile, ProfiledProgram
 
@@ -37,8 +38,8 @@ _NO_OPERATIONS = (
 )
 _BUSY = 2000  # intervals that are drawn; shorter gaps are closed first
 
-# From a program's HLO text and its name to its judgement.
-Judge = Callable[[str, str], hlo.Judgement]
+# From a program and its HLO text to its judgement.
+Judge = Callable[[wire.Program, str], hlo.Judgement]
 
 
 @checked
@@ -112,7 +113,7 @@ def read(
     judged = {}
     for program, text in texts.items():
         try:
-            judged[program] = judge(text, program.name)
+            judged[program] = judge(program, text)
         except HloError as error:
             notes.append(f"{program.name} is not judged: {_first_line(error)}")
     allow = findings.Allowances(options.pop("allow", None))
@@ -145,22 +146,27 @@ def of_watched(folder: str, seen: Watched, **options: Any) -> Profile:
     notes: list[str] = []
     judge_alone = _judge(None, seen.registry, notes)
 
-    def judge(text: str, name: str) -> hlo.Judgement:
-        program = watched.get(dumps.body(text))
-        return judge_alone(text, name) if program is None else program.judgement
+    def judge(program: wire.Program, text: str) -> hlo.Judgement:
+        known = watched.get(dumps.body(text))
+        return judge_alone(program, text) if known is None else known.judgement
 
     return read(folder, judge, notes=notes, source="the script", **options)
 
 
 def _judge(mesh: Mapping[str, int] | None, registry: Any, notes: list[str]) -> Judge:
-    def judge(text: str, name: str) -> hlo.Judgement:
-        module = hlo.parse(text, name=name)
+    from shardrules.door.compiled import sharding_text
+
+    def judge(program: wire.Program, text: str) -> hlo.Judgement:
+        module = hlo.parse(text, name=program.name)
+        if len(program.shardings) == len(module.entry.parameters):
+            told = annotate.told(module, None, list(map(sharding_text, program.shardings)))
+            module = module if told == module.text else hlo.parse(told, name=program.name)
         try:
-            return hlo.judge(module, registry=registry, mesh=mesh, unpartitioned=True)
+            return hlo.judge(module, mesh=mesh, registry=registry, unpartitioned=True)
         except HloError as error:  # a program of fewer devices, say
             if mesh is None:
                 raise
-            notes.append(f"{name} is judged without the mesh: {_first_line(error)}")
+            notes.append(f"{program.name} is judged without the mesh: {_first_line(error)}")
             return hlo.judge(module, registry=registry, unpartitioned=True)
 
     return judge

@@ -28,6 +28,7 @@ EVENT_NAME, EVENT_OFFSET, EVENT_DURATION, EVENT_STATS = 1, 2, 3, 4  # XEvent
 STAT_NAME, STAT_TEXT, STAT_BYTES = 1, 5, 6  # XStat
 STAT_NUMBERS = (3, 4, 7)  # XStat: unsigned, signed, and the text's number in the plane's table
 HLO_MODULE = 1  # HloProto
+SHARDINGS = 14  # HloModuleProto.spmd_parameters_shardings
 
 PROGRAMS = "/host:metadata"  # the plane whose events' metadata are programs
 PROGRAM_NAME = re.compile(r"(.*)\((\d+)\)")  # jit_step(8): the module's name, its program id
@@ -39,13 +40,15 @@ _MOST_FIELDS = 256  # of an event; those that profilers write have about ten
 class Program:
     """One program of a profile: the module's name, ``jit_step``, and its serialized HloModuleProto.
 
-    Events name it by ``ids``; there are several where one text was compiled several times.
+    Events name it by ``ids``. Each of ``shardings`` is a parameter's serialized OpSharding, which
+    JAX 0.11 and newer print no more.
     """
 
     def __init__(self, name: str, ids: Iterable[int], proto: bytes):
         self.name: str = name
         self.ids: set[int] = set(ids)
         self.proto: bytes = proto
+        self.shardings: list[bytes] = list(map(bytes, messages(memoryview(proto), SHARDINGS)))
 
 
 def _varint(data: memoryview, at: int, end: int) -> tuple[int, int]:

@@ -103,6 +103,28 @@ def test_a_scan_over_microbatches(platform):
         assert found(f, mesh, shapes, specs) == expected
 
 
+def test_a_loop_of_unknown_length_counts_as_run(platform):
+    """Until the averaged loss is small, or as often as an argument says."""
+
+    def step(reduce, w, x, count):
+        def one(carry):
+            w, steps, _ = carry
+            value, grad = jax.value_and_grad(loss)(w, x)
+            return w - 0.1 * reduce(grad), steps + 1, lax.pmean(value, "data")
+
+        start = (w, 0, jnp.float32(1))
+        until = lambda carry: (carry[1] < count) & (carry[2] > 1e-3)  # noqa: E731
+        return {"loop": lax.while_loop(until, one, start)[0], "count": count + 1}
+
+    mesh, specs = platform[1], (P(), P("data"), P())
+    for reduce, expected in (
+        (lambda g: g, {"output['loop']": ("differs", ("data",))}),
+        (lambda g: lax.pmean(g, "data"), {}),
+    ):
+        f = unchecked(lambda *args, r=reduce: step(r, *args), mesh, specs)
+        assert found(f, mesh, (*SHAPES, ()), specs) == expected
+
+
 def ring(x):
     """A sum over data, as a ring of permutes: equal up to the order of the sum, and not proven."""
     total = x

@@ -15,6 +15,8 @@ different data by steps that keep data different. These don't, and end that clai
   ``axis_index``, two of one state may be one value;
 - steps with several results that are made of operands which vary over other axes (sort, argmax, a
   kernel with a rule): which result depends on which operand is not told;
+- loops of unknown length that devices may leave at different iterations. One that all leave
+  together counts as run: what its body makes of different data differs;
 - random numbers and infeeds that each device draws for itself, and what is opaque.
 
 Float arithmetic, sums, max of floats, sort, gather and select of arrays keep data different. By

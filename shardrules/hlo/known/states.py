@@ -163,7 +163,7 @@ class States:
                 known = joined
         return tuple(kept)
 
-    def without_detail(self, state: int, **changes) -> int:
+    def changed(self, state: int, **changes) -> int:
         """Replace fields of a state."""
         return self.intern(self._all[state]._replace(**changes))
 

@@ -312,7 +312,7 @@ class Values:
         """Combine a range's state with that of one number, the same everywhere."""
         # Padding stays padding: all its elements are still alike.
         constant = self.states[state].constant
-        return self.states.without_detail(self.states.refine(state, number), constant=constant)
+        return self.states.changed(self.states.refine(state, number), constant=constant)
 
     def _ranges(self, computation, instruction, operands) -> Any:
         """Follow element ranges; None where they are lost."""

@@ -11,6 +11,7 @@ from shardrules.hlo.known.values import Values
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import customcalls, loops
 from shardrules.hlo.proof.evaluation import Proof
+from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 
 _MAX_STEPS = 12  # iterations of a loop that are followed one by one
@@ -53,11 +54,25 @@ def _settle(proof: Proof, condition, body, start: Any, guard: int, trips: int | 
         if joined == carry and inner == before:
             if trips is not None:  # what a loop gives that is known to run is what body gives
                 return out if trips else start
-            return _keep(proof, body, carry, _diverged(proof.values, carry, predicate))
+            run = _diverged(proof.values, carry, predicate)
+            if proof.values.states[predicate].proven == hd.EQUAL:
+                run = _apart_as(proof.values, run, out)
+            return _keep(proof, body, carry, run)
         carry = joined
         if step >= 32:  # a chain of carries: take them all together
             carry = proof.values.with_state(carry, proof.values.collapse(carry))
     return None
+
+
+def _apart_as(values: Values, value: Any, out: Any) -> Any:
+    """Give a loop's value the differences that its body makes in whatever it is given."""
+    # What differs after each iteration differs after a loop that runs at all, though the carry
+    # may have been equal before it.
+    if isinstance(value, tuple) and isinstance(out, tuple) and len(value) == len(out):
+        return tuple([_apart_as(values, v, o) for v, o in zip(value, out)])
+    if type(value) is not int or type(out) is not int:
+        return value
+    return values.states.changed(value, apart=values.states[out].apart)
 
 
 def _unrolled(proof: Proof, condition, body, carry: Any, guard: int, trips: int) -> Any:

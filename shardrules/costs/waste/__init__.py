@@ -7,13 +7,41 @@ from __future__ import annotations
 
 from shardrules import hlo
 from shardrules.costs import findings
-from shardrules.costs.waste import add_first, after_loop, only_returned, reduce_first, repeated
-from shardrules.costs.waste.program import Hint, Kind, Program
+from shardrules.costs.waste import (
+    add_first,
+    after_loop,
+    gathered_too,
+    gathered_twice,
+    left_apart,
+    narrow_first,
+    one_part,
+    only_a_slice,
+    only_returned,
+    reduce_first,
+    reduce_instead,
+    repeated,
+    undone,
+)
+from shardrules.costs.waste.shared.program import Hint, Kind, Program
 
 __all__ = ["KINDS", "Hint", "Kind", "dearer", "hints", "rows"]
 
 # A collective gets the hint of the first kind that it is of.
-_MODULES = (repeated, after_loop, only_returned, reduce_first, add_first)
+_MODULES = (
+    repeated,
+    after_loop,
+    only_returned,
+    reduce_first,
+    reduce_instead,
+    add_first,
+    only_a_slice,
+    one_part,
+    undone,
+    gathered_too,
+    narrow_first,
+    gathered_twice,
+    left_apart,
+)
 
 rows: tuple[Kind, ...] = tuple(module.KIND for module in _MODULES)
 KINDS = tuple(kind.name for kind in rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardrules.costs import sums
-from shardrules.costs.waste.program import Hint, Kind, Site, line
+from shardrules.costs.waste.shared.program import Hint, Kind, Site, line
 
 __all__ = ["KIND"]
 

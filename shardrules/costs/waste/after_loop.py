@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardrules.costs.waste.loop_flow import Unread
-from shardrules.costs.waste.program import SMALL, Hint, Kind, Site, line
+from shardrules.costs.waste.shared.loop_flow import Unread
+from shardrules.costs.waste.shared.program import SMALL, Hint, Kind, Site, line
 
 __all__ = ["KIND"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardrules import hlo
-from shardrules.costs.waste.program import Hint, Kind, Site
+from shardrules.costs.waste.shared.program import Hint, Kind, Site
 
 __all__ = ["KIND"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardrules import hlo
 from shardrules.costs import sums
-from shardrules.costs.waste.program import Hint, Kind, Site
+from shardrules.costs.waste.shared.program import Hint, Kind, Site
 
 __all__ = ["KIND"]
 
@@ -27,7 +27,7 @@ _IMPURE = frozenset(
 def _find(site: Site) -> Hint | None:
     if not site.in_loop:
         return None
-    stays = site.program.remembered(_invariant, site.computation)
+    stays = site.program.remembered(_invariant, site.module, site.computation)
     if site.source not in stays:
         return None
     change = "its operand is the same on every trip of the loop: run it before the loop"

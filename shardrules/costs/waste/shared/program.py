@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from shardrules import hlo
-from shardrules.costs import accounts
-from shardrules.costs.waste import loop_flow
+from shardrules.costs import accounts, launches
+from shardrules.costs.waste.shared import loop_flow
+from shardrules.costs.waste.shared.values import Values, reached
 from shardrules.hlo.proof import loops
 from shardrules.hlo.reader.module import Users
 
-__all__ = ["SMALL", "Hint", "Kind", "Loop", "Program", "Site", "line"]
+__all__ = ["SMALL", "Hint", "Kind", "Program", "Site", "line"]
 
 _T = TypeVar("_T")
 
@@ -70,61 +71,19 @@ class Kind(NamedTuple):
     find: Callable[[Site], Hint | None]
 
 
-# Computations from the outermost in, each with the position of the fusion outside that calls it.
-_Outside = tuple[tuple[hlo.Computation, int], ...]
-
-
-class Use(NamedTuple):
-    """What takes a value: the computations it stands in, its position, and the operand's."""
-
-    outside: _Outside
-    user: int
-    used: int
-
-    @property
-    def instruction(self) -> hlo.Instruction:
-        """Give the user."""
-        return self.outside[-1][0].instructions[self.user]
-
-    @property
-    def before(self) -> hlo.Instruction:
-        """Give what it takes."""
-        return self.outside[-1][0].instructions[self.used]
-
-
-class Loop(NamedTuple):
-    """A while: its body, the computation and the position it stands at, and its conditions."""
-
-    body: str
-    around: str
-    position: int
-    conditions: tuple[hlo.Computation, ...]
-
-
-class Program:
+class Program(Values):
     """A judged program, and what is looked up in it again and again."""
 
     def __init__(self, judgement: hlo.Judgement):
+        super().__init__(judgement.module)
         self.judgement = judgement
-        self.module = judgement.module
         self.runs = loops.executions(self.module)
+        self.partitions = judgement.partitions
+        self.device_count = judgement.partitions * judgement.replicas
         self.entries = accounts.of(judgement).entries
         self._numbers: dict[str, dict[str, int]] = {}
-        self._users: dict[str, Users] = {}
-        self._remembered: dict[tuple[str, str], Any] = {}
+        self._remembered: dict[tuple[Any, ...], Any] = {}
         self._busy: dict[tuple[str, int], bool] = {}
-
-    @functools.cached_property
-    def loops(self) -> dict[str, Loop]:
-        """List the loops by their bodies' names; a body of two loops is none here."""
-        found: dict[str, list[Loop]] = {}
-        for computation in self.module.computations.values():
-            for position in computation.calling:
-                if computation.instructions[position].opcode == "while":
-                    condition, body = loops.parts(self.module, computation.instructions[position])
-                    loop = Loop(body.name, computation.name, position, (condition,))
-                    found.setdefault(body.name, []).append(loop)
-        return {name: these[0] for name, these in found.items() if len(these) == 1}
 
     @functools.cached_property
     def sites(self) -> list[Site]:
@@ -145,12 +104,6 @@ class Program:
         """List the places that one instruction's verdicts have."""
         return self._at.get((name, position), [])
 
-    def users(self, name: str) -> Users:
-        """Give a computation's users of each instruction."""
-        if name not in self._users:
-            self._users[name] = self.module.computations[name].users()
-        return self._users[name]
-
     def position(self, computation: str, name: str) -> int:
         """Give an instruction's position by its name."""
         if computation not in self._numbers:
@@ -158,13 +111,11 @@ class Program:
             self._numbers[computation] = {i.name: n for n, i in enumerate(instructions)}
         return self._numbers[computation][name]
 
-    def remembered(
-        self, look: Callable[[hlo.Module, hlo.Computation], _T], computation: hlo.Computation
-    ) -> _T:
-        """Give what a function finds in a computation, which is looked at once."""
-        key = (look.__name__, computation.name)
+    def remembered(self, look: Callable[..., _T], *of: Any) -> _T:
+        """Give what a function finds, which is called once for each of its arguments."""
+        key = (look, *map(id, of))
         if key not in self._remembered:
-            self._remembered[key] = look(self.module, computation)
+            self._remembered[key] = look(*of)
         return self._remembered[key]
 
     # -- for loop_flow ----------------------------------------------------------------------------
@@ -210,79 +161,12 @@ class Program:
             return site.verdict.collective.kind == "all-gather" or site.adds
         return False
 
-    def is_constant(self, computation: hlo.Computation, position: int) -> bool:
-        """Tell whether a value is made of constants alone, or is a buffer that nobody filled."""
-        stack, seen = [(computation, position)], 0
-        while stack and (seen := seen + 1) < 64:
-            where, at = stack.pop()
-            one = where.instructions[at]
-            if one.opcode == "fusion":
-                called = self.module.computations[one.calls[0]]
-                stack.append((called, called.root))
-            elif (
-                one.opcode == "custom-call"
-                and '"AllocateBuffer"' not in one.text[one.start : one.end]
-            ):
-                return False
-            elif one.opcode not in loop_flow.FUNCTIONS | {"constant", "parameter", "custom-call"}:
-                return False
-            elif one.opcode == "parameter" and where is computation:
-                return False
-            stack += [(where, o) for o in one.operands]
-        return not stack
-
-    # -- uses -------------------------------------------------------------------------------------
-
-    def uses(
-        self, computation: hlo.Computation, position: int, element: int, through: frozenset[str]
-    ) -> list[Use] | None:
-        """List what takes a value, in fusions too, behind instructions that are in ``through``.
-
-        None where it leaves its computation, or there are too many.
-        """
-        ends: list[Use] = []
-        stack: list[tuple[_Outside, int, int]] = [(((computation, -1),), position, element)]
-        steps = 0
-        while stack:
-            outside, at, part = stack.pop()
-            here = outside[-1][0]
-            steps += 1
-            if steps > 256:
-                return None
-            if at == here.root:
-                if len(outside) == 1:
-                    return None
-                stack.append((outside[:-1], outside[-1][1], part))
-                continue
-            for user in self.users(here.name).taking(at, part):
-                one = here.instructions[user]
-                if one.opcode == "fusion":
-                    inner = self.module.computations[one.calls[0]]
-                    for n, i in enumerate(inner.instructions):
-                        number = int(i.literal) if i.opcode == "parameter" else -1
-                        if 0 <= number < len(one.operands) and one.operands[number] == at:
-                            stack.append(((*outside, (inner, user)), n, 0))
-                elif one.opcode == "tuple" and user == here.root and len(outside) > 1:
-                    back = [k for k, o in enumerate(one.operands) if o == at]
-                    stack += [(outside[:-1], outside[-1][1], k) for k in back]
-                elif one.opcode in through or one.opcode == "get-tuple-element":
-                    stack.append((outside, user, 0))
-                else:
-                    ends.append(Use(outside, user, at))
-        return ends
-
-    def origin(self, outside: _Outside, position: int) -> tuple[_Outside, int]:
-        """Follow a fusion's parameter to what it is given outside."""
-        while len(outside) > 1:
-            here, caller = outside[-1]
-            one = here.instructions[position]
-            if one.opcode != "parameter":
-                break
-            outside = outside[:-1]
-            position = outside[-1][0].instructions[caller].operands[int(one.literal)]
-        return outside, position
-
     # -- overlap ----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def narrow_floats(self) -> bool:
+        """Tell whether the compiler keeps floats of 16 bits: XLA's for CPU makes 32 of them."""
+        return launches.platform(self.module) is not None
 
     def overlaps(self, name: str, position: int) -> bool:
         """Tell whether anything large in a computation neither makes nor takes an instruction."""
@@ -309,17 +193,9 @@ class Program:
         return not still and instruction.shape.bytes >= 2**20
 
 
-def reached(computation: hlo.Computation, users: Users, position: int) -> set[int]:
-    """List the positions of an instruction, of what it is made of, and of what is made of it."""
-    found = {position}
-    for follow in (lambda n: computation.instructions[n].operands, lambda n: users[n]):
-        seen, stack = {position}, [position]
-        while stack:
-            fresh = set(follow(stack.pop())) - seen
-            seen |= fresh
-            stack += fresh
-        found |= seen
-    return found
+def _results(instruction: hlo.Instruction) -> list[hlo.Shape]:
+    leaves, count = instruction.shape.leaves(), len(instruction.operands)
+    return leaves[-count:] if len(leaves) in (count, 2 * count) else []
 
 
 class Site:
@@ -353,6 +229,17 @@ class Site:
     def source(self) -> int:
         """Give the position of its operand."""
         return self.instruction.operands[self.operand]
+
+    @property
+    def taken(self) -> hlo.Shape:
+        """Give its operand's shape."""
+        return self.computation.instructions[self.source].shape
+
+    @property
+    def result(self) -> hlo.Shape | None:
+        """Give the shape of its operand's result; None where the text shows it otherwise."""
+        results = self.program.remembered(_results, self.instruction)
+        return results[self.operand] if results else None
 
     @property
     def whole(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from shardrules import hlo
 from shardrules.hlo.proof.collectives import OPCODES
 
-__all__ = ["FUNCTIONS", "Source", "Unread", "unread"]
+__all__ = ["FUNCTIONS", "UNARY", "Source", "Unread", "unread"]
 
 # A collective's result: its computation, its position, and which operand or range of one it is.
 Source = tuple[str, int, int]
@@ -61,11 +61,14 @@ _MOVES = frozenset(
 _IN_PLACE = frozenset(
     "copy copy-start copy-done bitcast reshape optimization-barrier opt-barrier".split()
 )
-_ELEMENTWISE = frozenset(
-    "abs add and atan2 cbrt ceil clamp compare complex convert cosine divide erf exponential "
-    "exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum multiply "
-    "negate not or power real reduce-precision remainder round-nearest-afz round-nearest-even "
-    "rsqrt select sign sine sqrt subtract tan tanh xor".split()
+UNARY = frozenset(
+    "abs cbrt ceil convert cosine erf exponential exponential-minus-one floor imag is-finite log "
+    "log-plus-one logistic negate not real reduce-precision round-nearest-afz round-nearest-even "
+    "rsqrt sign sine sqrt tan tanh".split()
+)
+_ELEMENTWISE = UNARY | frozenset(
+    "add and atan2 clamp compare complex divide maximum minimum multiply or power remainder select "
+    "subtract xor".split()
 )
 FUNCTIONS = _ELEMENTWISE | _MOVES | frozenset("iota concatenate pad reduce dot".split())
 _FLOATS = re.compile(r"(bf|f|c)\d")

@@ -1,0 +1,112 @@
+"""An array that is gathered in the forward pass and again in the backward pass."""
+
+from __future__ import annotations
+
+from shardrules import hlo
+from shardrules.costs.waste.shared.program import Hint, Kind, Program, Site
+
+__all__ = ["KIND"]
+
+_MOVES = frozenset(
+    "bitcast reshape copy transpose convert copy-done copy-start optimization-barrier "
+    "opt-barrier".split()
+)
+
+
+def _find(site: Site) -> Hint | None:
+    entry = site.entry
+    if site.collective.kind != "all-gather" or entry.phase not in ("backward", "recompute"):
+        return None
+    for first in site.program.remembered(_forward, site.program):
+        if _alike(first, site) and _origin(first) == _origin(site):
+            return _hint(site, first)
+    return None
+
+
+def _forward(program: Program) -> list[Site]:
+    return [
+        s for s in program.sites if s.collective.kind == "all-gather" and s.entry.phase == "forward"
+    ]
+
+
+def _alike(first: Site, site: Site) -> bool:
+    one, other = first.collective, site.collective
+    same = first.taken.element_count == site.taken.element_count
+    return same and one.notation == other.notation and _at_most(site.entry.runs, first.entry.runs)
+
+
+def _at_most(runs: int | None, others: int | None) -> bool:
+    return runs == others or (runs is not None and others is not None and runs < others)
+
+
+def _hint(site: Site, first: Site) -> Hint:
+    entry, runs = site.entry, site.entry.runs or 1
+    kept = entry.bytes * site.collective.group_size * runs
+    where = f" at {first.entry.source}" if first.entry.source else f" ({first.collective.name})"
+    keep = (
+        "w = checkpoint_name(w, 'gathered') and policy="
+        "jax.checkpoint_policies.save_only_these_names('gathered') keep it"
+        if entry.phase == "recompute" or "remat" in site.collective.op_name
+        else "return it from fwd as a residual to keep it"
+    )
+    advice = (
+        f"the forward pass gathers the same array{where}: gathered again, it sends "
+        f"{entry.wire_bytes * runs} B; kept, it takes {kept} B of memory on each device: {keep}"
+    )
+    return site.hint(KIND.name, advice, bytes_after=0, trips_after=0)
+
+
+def _origin(site: Site) -> tuple[str, int, str] | None:
+    """Follow an operand back to the array that it is, or is one trip's slice of."""
+    program, here, position, part = site.program, site.computation, site.source, ""
+    for _ in range(64):
+        outside, position = program.made_by(((here, -1),), position, _MOVES)
+        at = outside[-1][0]
+        one = at.instructions[position]
+        if one.opcode in ("dynamic-slice", "slice"):
+            # A trip that XLA took out of a loop has a slice where the others have a dynamic one.
+            trip = one.opcode != "slice" or one.shape.dimensions[:1] == (1,)
+            part += "" if trip else one.attribute("slice") or ""
+            outside, position = program.made_by(outside, one.operands[0], _MOVES)
+            at = outside[-1][0]
+            one = at.instructions[position]
+        if len(outside) > 1:
+            return None
+        here = at
+        if one.opcode != "get-tuple-element":
+            return (here.name, position, part) if here.is_entry else None
+        before = program.before_loop(here, position) or _stacked(program, here, one)
+        if before is None:
+            return here.name, position, part
+        here, position = before
+    return None
+
+
+def _stacked(
+    program: Program, here: hlo.Computation, one: hlo.Instruction
+) -> tuple[hlo.Computation, int] | None:
+    """Give what a loop stacks, or passes on, in the element of its result that is taken."""
+    loop = here.instructions[one.operands[0]]
+    if loop.opcode != "while":
+        return None
+    body = program.module.computations[loop.calls[1]]
+    root, index = body.instructions[body.root], int(one.attribute("index") or -1)
+    if loop.calls[1] not in program.loops or root.opcode != "tuple":
+        return None
+    outside, position = program.made_by(((body, -1),), root.operands[index], frozenset(["copy"]))
+    written = outside[-1][0].instructions[position]
+    if written.opcode == "dynamic-update-slice":
+        outside, position = program.made_by(outside, written.operands[1], _MOVES)
+        written = outside[-1][0].instructions[position]
+        if written.opcode == "dynamic-slice":
+            outside, position = program.made_by(outside, written.operands[0], _MOVES)
+    return (outside[0][0], position) if len(outside) == 1 else None
+
+
+KIND = Kind(
+    "gathered twice",
+    "an array that is gathered in the forward pass and again in the backward pass, or recomputed",
+    "name it by jax.ad_checkpoint.checkpoint_name and save it by the policy of jax.checkpoint",
+    "the same: name the array behind its constraint, and save it by the policy of jax.checkpoint",
+    _find,
+)

@@ -1,0 +1,110 @@
+"""Small collectives of one kind side by side, which the compiler left apart: one does."""
+
+from __future__ import annotations
+
+from shardrules.costs.waste.shared.program import SMALL, Hint, Kind, Site
+from shardrules.hlo.proof.collectives import OPCODES
+
+__all__ = ["KIND"]
+
+_KINDS = ("all-reduce", "all-gather", "collective-permute", "all-to-all")
+
+
+def _find(site: Site) -> Hint | None:
+    """Find those beside a collective: the first keeps its round trip, each later one saves it."""
+    if site.collective.kind not in _KINDS or not site.whole or not _alone(site):
+        return None
+    groups = site.program.remembered(_together, site.program)
+    for group in groups:
+        if site in group[1:]:
+            return _hint(site, group)
+    return None
+
+
+def _hint(site: Site, group: list[Site]) -> Hint:
+    first, runs = group[0], site.entry.runs
+    size = sum(s.entry.bytes for s in group)
+    where = f" at {first.entry.source}" if first.entry.source else f" ({first.collective.name})"
+    change = "concatenate the operands, flattened, and split the result"
+    if site.collective.kind != "all-reduce":
+        change = "stack the operands and take the result apart"
+    advice = (
+        f"it is independent of the {site.collective.kind}{where}, which runs over the same "
+        f"devices: {change}: {len(group)} round trips become 1, with the same {size} B"
+    )
+    return site.hint(
+        KIND.name,
+        advice,
+        bytes_after=None if runs is None else runs * site.entry.bytes,
+        trips_after=0,
+    )
+
+
+def _alone(site: Site) -> bool:
+    """Tell whether a collective has one operand."""
+    return len(site.instruction.operands) == 1 and not site.collective.in_place
+
+
+def _together(program) -> list[list[Site]]:
+    """Gather the collectives that one could replace."""
+    alike: dict[tuple[object, ...], list[Site]] = {}
+    for site in program.sites:
+        one = site.collective
+        if site.needed and one.kind in _KINDS and site.whole and _alone(site):
+            key = (one.computation, one.kind, one.notation, one.reduction, one.dimension)
+            shape = () if one.kind == "all-reduce" else site.taken.dimensions
+            alike.setdefault((*key, one.element_type, shape), []).append(site)
+    groups: list[list[Site]] = []
+    for sites in alike.values():
+        sites.sort(key=lambda s: s.position)
+        group: list[Site] = []
+        for site in sites:
+            fits = sum(s.entry.bytes for s in (*group, site)) <= SMALL
+            if group and fits and _beside(program, group, site):
+                group.append(site)
+            else:
+                groups.append(group)
+                group = [site] if site.entry.bytes <= SMALL else []
+        groups.append(group)
+    return [group for group in groups if len(group) > 1]
+
+
+def _beside(program, group: list[Site], site: Site) -> bool:
+    """Tell whether a collective takes none of a group's, and waits for what these wait for."""
+    needed = program.remembered(_needed, program, site.computation)
+    if needed is None:
+        return False
+    collectives, large = needed
+    mine = large[site.position]
+    return all(
+        large[s.position] == mine and not collectives[site.position] >> s.position & 1
+        for s in group
+    )
+
+
+def _needed(program, computation) -> tuple[list[int], list[int]] | None:
+    """Give what each instruction is made of, as bits: the collectives, and what is large."""
+    instructions = computation.instructions
+    if len(instructions) > 20000:  # the bits would take more memory than the program
+        return None
+    collectives: list[int] = []
+    large: list[int] = []
+    for position, one in enumerate(instructions):
+        took, made = 0, 0
+        for operand in set(one.operands):
+            took |= collectives[operand]
+            made |= large[operand]
+        heavy = program.is_large(one)
+        collectives.append(took | (one.opcode in OPCODES) << position)
+        large.append(made | heavy << position)
+    return collectives, large
+
+
+KIND = Kind(
+    "left apart",
+    "small collectives of one kind over the same devices, which neither take each other's results "
+    "nor wait for other work, and which the compiler did not combine",
+    "concatenate or stack the operands, and run one collective",
+    "concatenate or stack the arrays before the reduction or the constraint",
+    _find,
+)

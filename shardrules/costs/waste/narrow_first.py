@@ -1,0 +1,157 @@
+"""An array that is moved wider than it is read, or than it was made: convert it first."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from shardrules.costs.waste.shared.program import Hint, Kind, Site
+from shardrules.costs.waste.shared.values import Outside
+
+__all__ = ["KIND"]
+
+# They move elements and change none, so that a conversion may stand on either side.
+_KINDS = ("all-gather", "collective-permute", "all-to-all")
+_MOVES = frozenset(
+    "bitcast reshape copy transpose slice dynamic-slice concatenate get-tuple-element copy-start "
+    "copy-done all-gather-done all-to-all-done collective-permute-done optimization-barrier "
+    "opt-barrier".split()
+)
+_BACK = frozenset("bitcast reshape copy transpose copy-done".split())
+_NARROW_FLOAT = re.compile(r"(bf|f)(16|8|4)")
+
+
+class _Narrower(NamedTuple):
+    """What would do: the element type, its bytes, why, and the change."""
+
+    element_type: str
+    bytes: int
+    why: str
+    change: str
+
+
+def _find(site: Site) -> Hint | None:
+    if site.collective.kind not in _KINDS or not site.whole or site.collective.in_place:
+        return None
+    if len(site.instruction.operands) > 1 and site.collective.kind == "all-to-all":
+        return None
+    narrower = _one_hot(site) or _widened(site) or _narrowed(site)
+    if narrower is None or narrower.bytes >= site.entry.bytes:
+        return None
+    if _NARROW_FLOAT.match(narrower.element_type) and not site.program.narrow_floats:
+        return None
+    runs = site.entry.runs
+    advice = (
+        f"{narrower.why}: {narrower.change}, and {site.entry.bytes} B become {narrower.bytes} B "
+        "(the values are the same)"
+    )
+    after = None if runs is None else runs * narrower.bytes
+    return site.hint(KIND.name, advice, bytes_after=after, trips_after=runs)
+
+
+def _size(site: Site, bits: int) -> int:
+    return (site.taken.element_count * bits + 7) // 8
+
+
+def _before(site: Site) -> tuple[Outside, int]:
+    """Give what made the operand."""
+    outside: Outside = ((site.computation, -1),)
+    return site.program.made_by(outside, site.source, _BACK)
+
+
+def _widened(site: Site) -> _Narrower | None:
+    """Find an operand that was converted from a narrower type just before."""
+    outside, position = _before(site)
+    here = outside[-1][0]
+    one = here.instructions[position]
+    if one.opcode != "convert":
+        return None
+    before, after = here.instructions[one.operands[0]].shape, one.shape
+    if before.bits >= after.bits or after.element_type != site.taken.element_type:
+        return None
+    why = (
+        f"its operand was converted from {before.element_type} to {after.element_type} just before"
+    )
+    change = "move it as it was, and convert the result"
+    return _Narrower(before.element_type, _size(site, before.bits), why, change)
+
+
+def _one_hot(site: Site) -> _Narrower | None:
+    """Find a one-hot array that is made of indices just before."""
+    start: Outside = ((site.computation, -1),)
+    outside, position = site.program.made_by(start, site.source, _BACK | {"convert"})
+    one = outside[-1][0].instructions[position]
+    if one.opcode != "compare" or one.attribute("direction") != "EQ":
+        return None
+    if one.shape.dimensions != site.taken.dimensions or site.collective.kind == "all-to-all":
+        return None
+    sides = [site.program.made_by(outside, o, _BACK) for o in one.operands]
+    made = [o[-1][0].instructions[p] for o, p in sides]
+    names = [i.opcode for i in made]
+    if sorted(names) != ["broadcast", "iota"]:
+        return None
+    counter, spread = made[names.index("iota")], made[names.index("broadcast")]
+    if {i.shape.dimensions for i in made} != {one.shape.dimensions}:
+        return None
+    # Indices for all dimensions but the counted one, along which nothing is gathered.
+    counted = counter.attribute("iota_dimension") or ""
+    others = [str(d) for d in range(len(one.shape.dimensions)) if str(d) != counted]
+    if re.findall(r"\d+", spread.attribute("dimensions") or "") != others:
+        return None
+    outside = sides[names.index("broadcast")][0]
+    indices = outside[-1][0].instructions[spread.operands[0]].shape
+    if site.collective.dimension == counted or not counted:
+        return None
+    row = one.shape.dimensions[int(counted)]
+    why = f"it moves {row} numbers for each index, of which one is not zero"
+    change = "move the indices, and make the one-hot array of the result"
+    return _Narrower(indices.element_type, indices.bytes, why, change)
+
+
+def _narrowed(site: Site) -> _Narrower | None:
+    """Find a result of which every use converts it to a narrower type first."""
+    uses = site.program.uses(site.computation, site.position, site.operand, _MOVES, True)
+    if not uses:
+        return None
+    wide = site.taken
+    read = []
+    for use in uses:
+        one = use.instruction
+        if one.opcode != "convert" or use.before.shape.element_type != wide.element_type:
+            return None
+        read.append(one.shape)
+    widest = max(read, key=lambda shape: shape.bits)
+    if {s.element_type for s in read} != {widest.element_type} or widest.bits >= wide.bits:
+        return None
+    loop = any(use.outside[0][0] is not site.computation for use in uses)
+    held = "each use converts it"
+    if loop:
+        held = "the loop that reads it converts it on each trip"
+    elif not site.in_shard_map:
+        held = "the conversion stands behind the constraint that gathers it, or XLA moved it there"
+    why = f"it moves {wide.element_type}, and only {widest.element_type} is read ({held})"
+    change = (
+        f"convert before it, x.astype({_dtype(widest.element_type)}), and if the compiler moves "
+        "that back, hold it by jax.lax.optimization_barrier"
+    )
+    return _Narrower(widest.element_type, _size(site, widest.bits), why, change)
+
+
+def _dtype(element_type: str) -> str:
+    """Give JAX's name of an element type."""
+    names = {"bf16": "bfloat16", "f16": "float16", "pred": "bool"}
+    return "jnp." + names.get(element_type, re.sub(r"^([suf])(\d)", _spelled, element_type))
+
+
+def _spelled(match: re.Match[str]) -> str:
+    return {"s": "int", "u": "uint", "f": "float"}[match[1]] + match[2]
+
+
+KIND = Kind(
+    "narrow first",
+    "an all-gather, permute or all-to-all of an array that was widened just before or is narrowed "
+    "by every use: f32 for bf16, s64 for s32, s32 for a predicate, a one-hot array for indices",
+    "convert before it; hold the conversion by jax.lax.optimization_barrier",
+    "convert, hold it by jax.lax.optimization_barrier, then constrain",
+    _find,
+)

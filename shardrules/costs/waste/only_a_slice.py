@@ -1,0 +1,50 @@
+"""An all-reduce of which each device reads only its own slice: a reduce-scatter moves half."""
+
+from __future__ import annotations
+
+from shardrules.costs import accounts
+from shardrules.costs.waste.shared import parts
+from shardrules.costs.waste.shared.program import Hint, Kind, Site
+
+__all__ = ["KIND"]
+
+
+def _find(site: Site) -> Hint | None:
+    entry, size = site.entry, site.collective.group_size
+    part = parts.read(site) if site.adds and site.whole and size > 1 else None
+    if part is None or site.result is None:
+        return None
+    if site.result.dimensions[part.dimension] != size * part.size:
+        return None
+    for group in site.collective.groups:
+        if [part.starts[d] for d in group] != [place * part.size for place in range(size)]:
+            return None
+    runs = entry.runs
+    sent = accounts.wire_bytes("reduce-scatter", entry.bytes, size)
+    change = (
+        f"jax.lax.psum_scatter(x, {site.over}, scatter_dimension={part.dimension}, tiled=True) "
+        "instead of the psum and the dynamic_slice"
+        if site.in_shard_map
+        else "XLA's partitioner made it: under jax.shard_map, jax.lax.psum_scatter of each "
+        "device's own sum"
+    )
+    advice = (
+        f"each device reads only its own 1/{size} of the result: {change} sends {sent} B where it "
+        f"sends {entry.wire_bytes} B"
+    )
+    return site.hint(
+        KIND.name,
+        advice,
+        bytes_after=None if runs is None else runs * entry.bytes,
+        trips_after=runs,
+        sent_after=None if runs is None else runs * sent,
+    )
+
+
+KIND = Kind(
+    "only a slice",
+    "an all-reduce of which each device reads only its own slice",
+    "psum_scatter instead of the psum and the dynamic_slice",
+    "a shard_map around it, with psum_scatter: on TPU and GPU XLA often makes one itself",
+    _find,
+)

@@ -1,0 +1,88 @@
+"""An all-gather whose result is only reduced over what it gathered: an all-reduce does."""
+
+from __future__ import annotations
+
+import re
+
+from shardrules.costs import accounts
+from shardrules.costs.waste.shared.program import Hint, Kind, Site
+
+__all__ = ["KIND"]
+
+_MOVES = frozenset("copy get-tuple-element all-gather-done copy-start copy-done bitcast".split())
+_NAMES = {"add": "psum", "maximum": "pmax", "minimum": "pmin"}
+
+
+def _find(site: Site) -> Hint | None:
+    entry, size = site.entry, site.collective.group_size
+    along = site.collective.dimension
+    if site.collective.kind != "all-gather" or size < 2 or not along.isdecimal():
+        return None
+    result = site.result
+    uses = site.program.uses(site.computation, site.position, site.operand, _MOVES)
+    if result is None or not uses or len(uses) != 1:
+        return None
+    (use,) = uses
+    reduce = use.instruction
+    if reduce.opcode != "reduce" or len(reduce.operands) != 2 or reduce.operands[0] != use.used:
+        return None
+    if not _gathered_apart(use.before.shape, result, int(along), size):
+        return None
+    over = re.findall(r"\d+", reduce.attribute("dimensions") or "")
+    called = site.module.computations.get((reduce.attribute("to_apply") or "").lstrip("%"))
+    if along not in over or called is None or len(called.instructions) != 3:
+        return None
+    operation = called.instructions[called.root].opcode
+    if operation not in _NAMES or not _starts_from_nothing(site, use, operation):
+        return None
+    after = (reduce.shape.element_count * site.taken.bits + 7) // 8
+    sent = accounts.wire_bytes("all-reduce", after, size)
+    if sent >= entry.wire_bytes:
+        return None
+    runs, name = entry.runs, _NAMES[operation]
+    note = " (equal up to rounding)" if operation == "add" else ""
+    change = f"reduce on each device and {name} that"
+    if not site.in_shard_map:
+        change = "reduce the sharded array itself, without a constraint that replicates it"
+    advice = (
+        f"its result is only reduced over what it gathered: {change}, and a device sends {sent} B "
+        f"where it sends {entry.wire_bytes} B{note}"
+    )
+    return site.hint(
+        KIND.name,
+        advice,
+        bytes_after=None if runs is None else runs * after,
+        trips_after=runs,
+        sent_after=None if runs is None else runs * sent,
+    )
+
+
+def _gathered_apart(shape, result, along: int, size: int) -> bool:
+    """Tell whether what is reduced is the result, whole or with its shards along one dimension."""
+    own, sizes = result.dimensions, shape.dimensions
+    if shape.element_type != result.element_type:
+        return False
+    split = (*own[:along], size, own[along] // size, *own[along + 1 :])
+    return sizes == own or (sizes == split and own[along] % size == 0)
+
+
+def _starts_from_nothing(site: Site, use, operation: str) -> bool:
+    """Tell whether a reduction starts from what changes nothing, however often it is taken."""
+    outside, position = site.program.origin(use.outside, use.instruction.operands[1])
+    start = outside[-1][0].instructions[position]
+    if start.opcode != "constant":
+        return False
+    value = start.literal.strip()
+    if operation == "add":
+        return re.fullmatch(r"-?0(\.0*)?", value) is not None
+    return True  # max and min take the same start any number of times
+
+
+KIND = Kind(
+    "reduce instead",
+    "an all-gather whose result is only summed up, or whose maximum or minimum is taken, over what "
+    "it gathered",
+    "reduce on each device, then psum, pmax or pmin",
+    "reduce the sharded array itself, without a constraint that replicates it",
+    _find,
+)

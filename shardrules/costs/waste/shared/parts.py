@@ -1,0 +1,95 @@
+"""Which part of a collective's result each device reads, by an index made of its number."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shardrules.costs.waste.shared.program import Program, Site
+from shardrules.costs.waste.shared.values import Outside, Use
+from shardrules.hlo.known import exact
+from shardrules.hlo.known.ranges import Exact
+
+__all__ = ["Part", "device_rows", "read"]
+
+_MOVES = frozenset(
+    "bitcast copy get-tuple-element all-reduce-done all-gather-done copy-start copy-done "
+    "optimization-barrier opt-barrier".split()
+)
+
+
+class Part(NamedTuple):
+    """What each device reads of a result, and nothing else of it.
+
+    Attributes:
+      dimension: along which it is sliced; all of the others are read.
+      size: of the slice.
+      starts: where each device's slice begins.
+    """
+
+    dimension: int
+    size: int
+    starts: tuple[int, ...]
+
+
+def read(site: Site) -> Part | None:
+    """Give the one part of a result that each device reads; None if it reads another, or all."""
+    result = site.result
+    if result is None:
+        return None
+    uses = site.program.uses(site.computation, site.position, site.operand, _MOVES)
+    parts = {_part(site.program, use, result.dimensions) for use in uses or ()}
+    return parts.pop() if len(parts) == 1 else None
+
+
+def _part(program: Program, use: Use, sizes: tuple[int, ...]) -> Part | None:
+    one = use.instruction
+    if one.opcode != "dynamic-slice" or one.operands[0] != use.used:
+        return None
+    if use.before.shape.dimensions != sizes or use.used in one.operands[1:]:
+        return None
+    cut = [d for d, size in enumerate(one.shape.dimensions) if size != sizes[d]]
+    if len(cut) != 1:
+        return None
+    (dimension,) = cut
+    size = one.shape.dimensions[dimension]
+    index = device_rows(program, use.outside, one.operands[1 + dimension])
+    starts = None if index is None else exact.clamped_index(index, sizes[dimension] - size)
+    if starts is None:
+        return None
+    devices = program.device_count
+    return Part(dimension, size, tuple(int(n) for n in np.broadcast_to(starts, (devices,))))
+
+
+def device_rows(program: Program, outside: Outside, position: int, depth: int = 0) -> Exact | None:
+    """Evaluate an integer for each device, out of fusions and of loops that pass it on."""
+    outside, position = program.origin(outside, position)
+    computation = outside[-1][0]
+    one = computation.instructions[position]
+    if depth > 64:
+        return None
+    if one.opcode == "constant":
+        rows = exact.literal(one.literal, one.shape)
+        return None if rows is None else Exact(0, rows, False)
+    if one.opcode in ("partition-id", "replica-id"):
+        ids = np.arange(program.device_count, dtype=np.uint32)
+        own = ids % program.partitions
+        return Exact(0, own if one.opcode == "partition-id" else ids // program.partitions, False)
+    if one.opcode == "get-tuple-element":
+        passed = program.before_loop(computation, position)
+        if passed is None:
+            return None
+        return device_rows(program, ((passed[0], -1),), passed[1], depth + 1)
+    if one.opcode == "fusion" and len(one.calls) == 1:
+        called = program.module.computations[one.calls[0]]
+        return device_rows(program, (*outside, (called, position)), called.root, depth + 1)
+    if one.opcode not in exact.OPCODES:
+        return None
+    operands = [device_rows(program, outside, o, depth + 1) for o in one.operands]
+    if not operands or any(o is None for o in operands):
+        return None
+    shapes = [computation.instructions[o].shape for o in one.operands]
+    given = [o for o in operands if o is not None]
+    found = exact.evaluate(one, given, shapes, program.device_count)
+    return None if found is None else Exact(0, np.ascontiguousarray(found[0]), found[1])

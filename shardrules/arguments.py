@@ -33,13 +33,6 @@ def checked(f: Any = None, *, own: tuple[str, ...] = ()) -> Any:
     """Make a function refuse arguments that its annotations don't allow.
 
     Arguments that don't fit the signature are left to Python's own words.
-
-    Args:
-      f: the function.
-      own: parameters that it checks itself.
-
-    Raises:
-      ArgumentError: when called, naming the parameter, what it takes and what was given.
     """
     if f is None:
         return functools.partial(checked, own=own)

@@ -64,12 +64,8 @@ class Expected:
                     if unsure
                     else ""
                 )
-                found.append(
-                    (
-                        f"{text}: {word} {_numbers(wanted)}, found {_found(totals, wanted)}{note}",
-                        taken[text],
-                    )
-                )
+                line = f"{text}: {word} {_numbers(wanted)}, found {_found(totals, wanted)}{note}"
+                found.append((line, taken[text]))
         if rest:
             found.append(("not expected:", rest))
         return found
@@ -118,14 +114,8 @@ def _read(given: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     for key, value in given.items():
         accounts.Selector.read(key)
         wanted = dict(value) if isinstance(value, Mapping) else {"count": value}
-        if (
-            not wanted
-            or not set(wanted) <= set(_NUMBERS)
-            or any(
-                not isinstance(n, numbers.Integral) or isinstance(n, bool) or n < 0
-                for n in wanted.values()
-            )
-        ):
+        known = wanted and set(wanted) <= set(_NUMBERS)
+        if not known or not all(map(_is_count, wanted.values())):
             raise ShardrulesError(
                 f"{value!r} for {key!r} is no expectation; give a count, or "
                 "{'count': 1, 'bytes': 512}, of count, bytes, wire_bytes and sites",
@@ -134,6 +124,11 @@ def _read(given: Mapping[str, Any]) -> dict[str, dict[str, int]]:
             )
         found[key] = {name: int(n) for name, n in wanted.items()}
     return found
+
+
+def _is_count(number: Any) -> bool:
+    integral = isinstance(number, numbers.Integral) and not isinstance(number, bool)
+    return integral and number >= 0
 
 
 def _platform(name: Any) -> str:

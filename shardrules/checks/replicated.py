@@ -66,7 +66,8 @@ def assert_outputs_replicated(
     outputs = judgement.outputs
     promised, count = judgement.promises, len(outputs)
     if output_shardings is not None:
-        promised = tuple((_place(o.path), str(s)) for o, s in zip(outputs, output_shardings))
+        places = ("".join(f"[{index}]" for index in output.path) for output in outputs)
+        promised = tuple(zip(places, map(str, output_shardings)))
         count = len(output_shardings)
     if promised is None:
         raise ShardrulesError(
@@ -81,7 +82,8 @@ def assert_outputs_replicated(
             count=count,
         )
     judgement = dataclasses.replace(judgement, promises=promised)
-    bad, _, unused = findings.Allowances(allow).split(_found(judgement))
+    list(_promised(judgement))  # raises where a sharding can't be read
+    bad, _, unused = findings.Allowances(allow).split(unequal.find(judgement))
     wrong = [_shown(one) for one in bad]
     if strict:
         wrong += _declared(judgement)
@@ -99,10 +101,6 @@ def assert_outputs_replicated(
     return judgement
 
 
-def _place(path: tuple[int, ...]) -> str:
-    return "".join(f"[{index}]" for index in path)
-
-
 def _promised(judgement: hlo.Judgement) -> Iterator[tuple[hlo.Output, str, tuple[int, ...]]]:
     """Yield each output that its sharding calls replicated, with its name and its tiles."""
     for output, promise in zip(judgement.outputs, judgement.promises or ()):
@@ -118,11 +116,6 @@ def _promised(judgement: hlo.Judgement) -> Iterator[tuple[hlo.Output, str, tuple
             ) from None
         if tiles is not None:
             yield output, name, tiles
-
-
-def _found(judgement: hlo.Judgement) -> list[unequal.Unequal]:
-    list(_promised(judgement))
-    return unequal.find(judgement)
 
 
 def _shown(one: unequal.Unequal) -> str:

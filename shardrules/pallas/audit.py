@@ -24,13 +24,9 @@ __all__ = ["Audit", "audit_call"]
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What the audit of a kernel says.
+    """What the audit of a kernel says."""
 
-    Args:
-      blockers: what keeps the kernel from being proven; none if it is.
-    """
-
-    blockers: tuple[Blocker, ...] = ()
+    blockers: tuple[Blocker, ...] = ()  # what keeps the kernel from being proven; none if it is
 
     @property
     def proven(self) -> bool:
@@ -47,17 +43,7 @@ class Audit:
 
 
 def audit_call(name: str, params: dict[str, Any], operand_count: int) -> Audit:
-    """Audit every kernel of a ``pallas_call``, ``mpmd_map`` or ``core_map``, once for each jaxpr.
-
-    Args:
-      name: the primitive's name.
-      params: the equation's parameters.
-      operand_count: how many operands the equation takes.
-
-    Raises:
-      UnsupportedJaxError: if what the audit needs of JAX is not there.
-      ValueError: for another primitive.
-    """
+    """Audit each kernel of a ``pallas_call``, ``mpmd_map`` or ``core_map``, once for each jaxpr."""
     mapping = None
     aliases: tuple[tuple[int, int], ...] = ()
     if name == "pallas_call":

@@ -19,22 +19,15 @@ _MOST_EQUATIONS = 200_000  # a bound on the work, where jaxprs are nested in jax
 
 @dataclasses.dataclass(frozen=True)
 class Blocker:
-    """One thing in a kernel that keeps it from being proven.
+    """One thing in a kernel that keeps it from being proven."""
 
-    Args:
-      primitive: the primitive's name.
-      reason: what is wrong with it, as the end of a sentence.
-      source: ``file:line`` of the kernel's code.
-      communicates: whether it shows that the kernel communicates or reads where its device
-        stands, so that a ``no_communication`` declaration can't be true.
-      axes: the mesh axes that it names.
-    """
-
-    primitive: str
-    reason: str
-    source: str
+    primitive: str  # the primitive's name
+    reason: str  # what is wrong with it, as the end of a sentence
+    source: str  # ``file:line`` of the kernel's code
+    # whether it shows that the kernel communicates or reads where its device stands, so that a
+    # ``no_communication`` declaration can't be true
     communicates: bool = False
-    axes: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()  # the mesh axes that it names
 
     def __str__(self) -> str:
         return f"{self.primitive} at {self.source}: {self.reason}"

@@ -119,15 +119,7 @@ class Rule:
         return self._types(context)
 
     def resolve(self, context: RuleContext) -> Resolution:
-        """Apply the rule to one call.
-
-        Args:
-          context: the call.
-
-        Raises:
-          RuleError: if an input is unreduced, or the answer has the wrong count, names an axis
-            that is not a manual mesh axis here, or is no axis type.
-        """
+        """Apply the rule to one call."""
         if self.identity is not None:  # a function of the user's, which may change its mind
             return self._resolve(context)
         found = self.kept(context.inputs, context.output_count, context.mesh_axes)

@@ -168,9 +168,6 @@ class Registry:
 
         An entry point of the group ``shardrules.rules`` is a mapping from names to rules, or a
         function that returns one.
-
-        Raises:
-          RegistrationError: if an entry point can't be loaded, naming its distribution.
         """
         with self._lock:
             group, self._entry_points = self._entry_points, None

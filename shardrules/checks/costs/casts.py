@@ -29,7 +29,6 @@ def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
       ShardrulesError: if ``f`` can't be called.
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    __tracebackhide__ = True
     text, placements = wasted(f, *args, **kwargs)
     if placements:
         raise CollectiveAssertionError(text, placements=placements)

@@ -60,9 +60,9 @@ def assert_donated(
         )
     module = hlo.parse(found.text, name=found.name)
     leaves = donation.read(module, arguments, results)
-    wanted = {n for n, leaf in enumerate(leaves) if leaf.donated or _below(leaf.path, paths or ())}
+    wanted = {n for n, leaf in enumerate(leaves) if leaf.donated or below(leaf.path, paths or ())}
     for what in (*(paths or ()), *(allow or ())):
-        if not any(_below(leaf.path, [what]) for leaf in leaves):
+        if not any(below(leaf.path, [what]) for leaf in leaves):
             raise ShardrulesError(
                 f"no argument of {found.name} is called {what!r}; there are "
                 + ", ".join(leaf.path for leaf in leaves[:20])
@@ -117,7 +117,7 @@ def _lost(
             cause, reason = "not donated", "it is not donated"
         elif leaf.status == "aliased":
             continue
-        if _below(leaf.path, allow):
+        if below(leaf.path, allow):
             continue
         yield (
             n,
@@ -126,10 +126,9 @@ def _lost(
         )
 
 
-def _below(path: str, names: Collection[str]) -> bool:
-    return any(
-        path == name or (path.startswith(name) and path[len(name)] in "[.") for name in names
-    )
+def below(path: str, names: Collection[str]) -> bool:
+    """Whether a pytree path is one of the names, or a key below one."""
+    return any(path.startswith(name) and path[len(name) :][:1] in ("", "[", ".") for name in names)
 
 
 @checked

@@ -33,16 +33,10 @@ _OUTPUT = (
 
 @dataclasses.dataclass(frozen=True)
 class Offloading:
-    """What a program keeps in host memory.
+    """What a program keeps in host memory."""
 
-    Attributes:
-      buffers: in host memory, with the stores and loads of each.
-      names: each checkpoint_name with what becomes of it; empty without the function.
-      host_temp_bytes, device_temp_bytes: of temporaries on one device, as the compiler says; None
-        where it does not.
-    """
-
-    buffers: tuple[offloading.HostBuffer, ...]
+    buffers: tuple[offloading.HostBuffer, ...]  # in host memory, with the stores and loads of each
+    # each checkpoint_name with what becomes of it; empty without the function
     names: tuple[NamedValue, ...]
     host_temp_bytes: int | None
     device_temp_bytes: int | None
@@ -98,15 +92,10 @@ def assert_offloaded(
     told = Offloading(tuple(buffers), tuple(traced), host, device)
     lines = _broken(told, names or (), min_bytes)
     if lines:
+        sizes = f" (temporaries: {host} B on the host, {device} B on a device)"
+        sizes = "" if host is None else sizes
         raise CostAssertionError(
-            f"{found.name} does not offload what it should"
-            + (
-                ""
-                if host is None
-                else f" (temporaries: {host} B on the host, {device} B on a device)"
-            )
-            + ":\n"
-            + "\n".join(lines),
+            f"{found.name} does not offload what it should{sizes}:\n" + "\n".join(lines),
             offloading=told,
         )
     return told

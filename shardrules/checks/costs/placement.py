@@ -8,6 +8,7 @@ from typing import Any
 from shardrules import hlo
 from shardrules import program as programs
 from shardrules.arguments import checked, shown
+from shardrules.checks.costs.host import below
 from shardrules.costs import placement
 from shardrules.errors import CostAssertionError, ShardrulesError
 from shardrules.report.grouping import counted
@@ -107,15 +108,16 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
             expect=expect,
         )
     for path in wanted:
-        if not any(_below(output.path, path) for output in outputs):
+        if not any(below(output.path, [path]) for output in outputs):
             there = ", ".join(output.path or "(all of it)" for output in outputs[:20])
             raise ShardrulesError(f"no output is at {path!r}; there are {there}", path=path)
     module = hlo.parse(found.text, name=found.name)
-    skip = sum(leaf.element_type == "token" for leaf in _root(module).leaves())
+    root = module.entry.instructions[module.entry.root].shape
+    skip = sum(leaf.element_type == "token" for leaf in root.leaves())
     gathered = {g.output - skip: g for g in placement.gathered(module)}
     lines = []
     for number, output in enumerate(outputs):
-        paths = [path for path in wanted if _below(output.path, path)]
+        paths = [path for path in wanted if below(output.path, [path])]
         other = output.differs(wanted[max(paths, key=len)]) if paths else None
         if other is None:
             continue
@@ -144,11 +146,3 @@ def _is_pmap(module: hlo.Module, found: programs.Program) -> bool:
 
     mesh = None if found.compiled is None else known.mesh_of(found.compiled)
     return placement.is_pmap(module, mesh or ())
-
-
-def _root(module: hlo.Module) -> hlo.Shape:
-    return module.entry.instructions[module.entry.root].shape
-
-
-def _below(path: str, name: str) -> bool:
-    return path.startswith(name) and path[len(name) : len(name) + 1] in ("", "[", ".")

@@ -125,42 +125,25 @@ def missing_rules(closed: Any, notes: Notes) -> tuple[MissingRule, ...]:
 
 
 def _missing(walk: _Walk) -> tuple[MissingRule, ...]:
-    found: dict[tuple, MissingRule] = {}
+    # First those that the jaxpr no longer shows, or not at all, in the order of the trace.
     rows = [
-        (
-            call.primitive,
-            call.kernel,
-            call.defined_at,
-            call.at,
-            call.inputs,
-            call.checked,
-            call.to_paste,
-        )
-        for call in walk.calls
-        if call.status == "no rule"
-    ]
-    # Before these, in the order of the trace: what the jaxpr shows no longer, or not at all.
-    rows = [
-        (call.primitive, call.name, call.place, "", inputs, True, lines)
+        MissingRule(call.name, call.primitive, call.place, (), inputs, True, lines)
         for call, inputs, lines in walk.notes.unknown
-    ] + rows
-    for primitive, kernel, defined, at, inputs, is_checked, lines in rows:
-        known = found.get((primitive, kernel, defined))
-        if known is None:
-            found[primitive, kernel, defined] = MissingRule(
-                kernel,
-                primitive,
-                defined,
-                (at,) if at else (),
-                inputs if is_checked else (),
-                is_checked,
-                lines,
+    ]
+    for call in walk.calls:
+        if call.status == "no rule":
+            at, inputs = (call.at,) if call.at else (), call.inputs if call.checked else ()
+            named = call.kernel, call.primitive, call.defined_at
+            rows.append(MissingRule(*named, at, inputs, call.checked, call.to_paste))
+    rules: dict[tuple[str, ...], MissingRule] = {}
+    for row in rows:
+        rule = rules.setdefault((row.primitive, row.kernel, row.defined_at), row)
+        if not set(row.called_at) <= set(rule.called_at):
+            called_at = (*rule.called_at, *row.called_at)
+            rules[row.primitive, row.kernel, row.defined_at] = dataclasses.replace(
+                rule, called_at=called_at
             )
-        elif at and at not in known.called_at:
-            found[primitive, kernel, defined] = dataclasses.replace(
-                known, called_at=(*known.called_at, at)
-            )
-    return tuple(found.values())
+    return tuple(rules.values())
 
 
 # Tracing.
@@ -259,14 +242,12 @@ class _Walk:
                 inside = dataclasses.replace(here, checked=checked)
             elif name in _LOOPS:
                 length = eqn.params.get("length")
-                inside = dataclasses.replace(
-                    here, steps=(here.steps * length if here.steps and length is not None else None)
-                )
+                steps = here.steps * length if here.steps and length is not None else None
+                inside = dataclasses.replace(here, steps=steps)
             result = "a result"
             if name == "cond":
-                result = "the output of a branch" + (
-                    " whose predicate varies" if self._chooses(eqn) else ""
-                )
+                chosen = " whose predicate varies" if self._chooses(eqn) else ""
+                result = f"the output of a branch{chosen}"
             elif name in _LOOPS:
                 result = f"what a {_LOOPS[name]} carries"
             for inner in inner_jaxprs(eqn.params):
@@ -286,34 +267,26 @@ class _Walk:
         inputs, outputs = (types_of(self.door, side) for side in avals)
         self.calls.append(
             ExplainedCall(
-                call.name,
-                call.primitive,
-                call.place,
-                place.at,
-                place.phase,
-                bool(place.checked),
-                inputs,
-                outputs,
-                repr(found.rule) if found else "",
-                status,
-                found.where if found else "",
+                kernel=call.name,
+                primitive=call.primitive,
+                defined_at=call.place,
+                at=place.at,
+                phase=place.phase,
+                checked=bool(place.checked),
+                inputs=inputs,
+                outputs=outputs,
+                rule=repr(found.rule) if found else "",
+                status=status,
+                declared_at=found.where if found else "",
                 to_paste=to_paste(call, known.audit) if status == "no rule" else (),
             )
         )
 
     def _cast(self, eqn: Any, place: _Place, uses: Sequence[tuple[Any, int]], outcome: str) -> None:
         axes, value, size = _described(eqn)
-        self.casts.append(
-            ExplainedCast(
-                axes,
-                "unreduced" if eqn.primitive.name in TO_UNREDUCED else "varying",
-                value,
-                size,
-                place.at,
-                place.phase,
-                self._reason(uses, outcome),
-            )
-        )
+        to = "unreduced" if eqn.primitive.name in TO_UNREDUCED else "varying"
+        why = self._reason(uses, outcome)
+        self.casts.append(ExplainedCast(axes, to, value, size, place.at, place.phase, why))
 
     def _reason(self, uses: Sequence[tuple[Any, int]], outcome: str) -> str:
         """Say what asked for a cast, from the uses of its result."""
@@ -336,12 +309,9 @@ class _Walk:
 
     def _chooses(self, eqn: Any) -> bool:
         """Whether the predicate of a cond, or the condition of a while_loop, varies."""
-        chooser = (
-            opened(eqn.params["cond_jaxpr"]).outvars
-            if eqn.primitive.name == "while"
-            else eqn.invars
-        )[0]
-        return bool(self.door.axis_type(chooser.aval).varying)
+        is_while = eqn.primitive.name == "while"
+        atoms = opened(eqn.params["cond_jaxpr"]).outvars if is_while else eqn.invars
+        return bool(self.door.axis_type(atoms[0].aval).varying)
 
     def _sum(self, eqn: Any, place: _Place) -> None:
         axes, value, size = _described(eqn)

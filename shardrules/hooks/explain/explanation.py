@@ -30,192 +30,107 @@ _COLUMNS = 100  # of the text, but for names and paths that are longer
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedCall:
-    """One opaque call of a program.
-
-    Args:
-      kernel: the kernel name.
-      primitive: ``pallas_call`` or another.
-      defined_at: where the kernel's function is defined, ``file:line``, or empty.
-      at: the source line of the call, or that of the shard_map around it, or empty.
-      phase: ``forward``, ``backward`` or ``recompute``.
-      checked: whether shard_map's check is on there.
-      inputs: each operand's axis type, as it is cast.
-      outputs: each output's axis type.
-      rule: the rule as it is written; empty where there is none.
-      status: ``declared``, ``audited`` (proven to depend on its operands alone, if it is well
-        formed), ``own types`` (a user's primitive that says wide enough
-        types itself) or ``no rule``.
-      declared_at: where the rule was declared, or what was proven; empty where there is none.
-      count: how many such calls the program holds, loops counted once.
-      to_paste: where there is no rule, the lines that would give it one.
-    """
+    """One opaque call of a program."""
 
     kernel: str
-    primitive: str
-    defined_at: str
-    at: str
-    phase: str
-    checked: bool
-    inputs: tuple[AxisType, ...]
-    outputs: tuple[AxisType, ...]
-    rule: str
+    primitive: str  # ``pallas_call`` or another
+    defined_at: str  # where the kernel's function is defined, ``file:line``, or empty
+    at: str  # the source line of the call, or that of the shard_map around it, or empty
+    phase: str  # ``forward``, ``backward`` or ``recompute``
+    checked: bool  # whether shard_map's check is on there
+    inputs: tuple[AxisType, ...]  # each operand's axis type, as it is cast
+    outputs: tuple[AxisType, ...]  # each output's axis type
+    rule: str  # the rule as it is written; empty where there is none
+    # ``declared``, ``audited`` (by the kernel's own jaxpr), ``own types`` (a user's primitive whose
+    # types are wide enough) or ``no rule``
     status: str
-    declared_at: str
-    count: int = 1
-    to_paste: tuple[str, ...] = ()
+    declared_at: str  # where the rule was declared, or what was proven; empty where there is none
+    count: int = 1  # how many such calls the program holds, loops counted once
+    to_paste: tuple[str, ...] = ()  # where there is no rule, the lines that would give it one
 
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedCast:
-    """One cast to another axis type; it moves nothing, and its transpose is a psum.
+    """One cast to another axis type; it moves nothing, and its transpose is a psum."""
 
-    Args:
-      axes: the mesh axes that change, sorted.
-      to: ``varying`` or ``unreduced``.
-      value: dtype and local shape.
-      bytes: the size of the value on one device.
-      at: the source line, or empty.
-      phase: ``forward``, ``backward`` or ``recompute``.
-      why: what asked for it.
-      count: how many such casts the program holds, loops counted once.
-    """
-
-    axes: tuple[str, ...]
-    to: str
-    value: str
-    bytes: int
-    at: str
-    phase: str
-    why: str
-    count: int = 1
+    axes: tuple[str, ...]  # the mesh axes that change, sorted
+    to: str  # ``varying`` or ``unreduced``
+    value: str  # dtype and local shape
+    bytes: int  # the size of the value on one device
+    at: str  # the source line, or empty
+    phase: str  # ``forward``, ``backward`` or ``recompute``
+    why: str  # what asked for it
+    count: int = 1  # how many such casts the program holds, loops counted once
 
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedSum:
-    """One psum inside a shard_map with the check on.
-
-    Args:
-      axes: the mesh axes.
-      value: dtype and local shape.
-      bytes: the size of the value on one device.
-      at: the source line, or empty.
-      phase: ``forward``, ``backward`` or ``recompute``.
-      why: what put it in.
-      steps: how often it runs for the loops around it; None where a while_loop is one of them.
-      count: how many such psums the program holds, loops counted once.
-    """
+    """One psum inside a shard_map with the check on."""
 
     axes: tuple[str, ...]
-    value: str
-    bytes: int
-    at: str
-    phase: str
-    why: str
-    steps: int | None = 1
-    count: int = 1
+    value: str  # dtype and local shape
+    bytes: int  # the size of the value on one device
+    at: str  # the source line, or empty
+    phase: str  # ``forward``, ``backward`` or ``recompute``
+    why: str  # what put it in
+    steps: int | None = 1  # how often the loops around it run it; None inside a while_loop
+    count: int = 1  # how many such psums the program holds, loops counted once
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` returns; its text is a table.
+    """What ``explain`` returns; its text is a table."""
 
-    Args:
-      calls: the opaque calls inside shard_map, in the program's order.
-      casts: the casts inside shard_map with the check on.
-      sums: the psums there.
-      claims: what ``already_summed`` says, which nothing proves.
-      placements: where the casts of what is differentiated would move the fewest bytes.
-      annotations: the annotations of outputs that are less varying than a kernel's own jaxpr shows.
-    """
-
-    calls: tuple[ExplainedCall, ...]
-    casts: tuple[ExplainedCast, ...]
-    sums: tuple[ExplainedSum, ...]
-    claims: tuple[str, ...] = ()
-    placements: tuple[Placement, ...] = ()
-    annotations: tuple[str, ...] = ()
+    calls: tuple[ExplainedCall, ...]  # the opaque calls inside shard_map, in the program's order
+    casts: tuple[ExplainedCast, ...]  # the casts inside shard_map with the check on
+    sums: tuple[ExplainedSum, ...]  # the psums there
+    claims: tuple[str, ...] = ()  # what ``already_summed`` says, which nothing proves
+    placements: tuple[Placement, ...] = ()  # where casts would move the fewest bytes
+    annotations: tuple[str, ...] = ()  # those less varying than a kernel's own jaxpr shows
 
     def __str__(self) -> str:
-        calls = [("kernel", "phase", "called at", "inputs -> outputs", "rule")]
+        calls: list[tuple[str, ...]] = [
+            ("kernel", "phase", "called at", "inputs -> outputs", "rule")
+        ]
         for call in self.calls:
             types = f"{_show(call.inputs)} -> {_show(call.outputs)}"
-            calls.append(
-                (
-                    _times(call.kernel, call.count),
-                    call.phase,
-                    short(call.at),
-                    types if call.checked else "the check is off",
-                    _rule(call),
-                )
-            )
-        casts = [("cast to", "phase", "at", "value", "why")]
+            shown = types if call.checked else "the check is off"
+            kernel = _times(call.kernel, call.count)
+            calls.append((kernel, call.phase, short(call.at), shown, _rule(call)))
+        casts: list[tuple[str, ...]] = [("cast to", "phase", "at", "value", "why")]
         for cast in self.casts:
-            casts.append(
-                (
-                    _times(f"{cast.to} over {show_axes(cast.axes)}", cast.count),
-                    cast.phase,
-                    short(cast.at),
-                    f"{cast.value}, {cast.bytes} B",
-                    cast.why,
-                )
-            )
-        sums = [("psum", "phase", "at", "value", "why")]
+            casts.append(_row(cast, f"{cast.to} over {show_axes(cast.axes)}", cast.why))
+        sums: list[tuple[str, ...]] = [("psum", "phase", "at", "value", "why")]
         for one in self.sums:
-            sums.append(
-                (
-                    _times(f"over {show_axes(one.axes)}", one.count),
-                    one.phase,
-                    short(one.at),
-                    f"{one.value}, {one.bytes} B",
-                    one.why + _advice(one),
-                )
-            )
+            sums.append(_row(one, f"over {show_axes(one.axes)}", one.why + _advice(one)))
         tables = [_table(rows) for rows in (calls, casts, sums) if len(rows) > 1]
-        if self.annotations:
-            tables.append("\n".join(_wrap(f"annotation: {text}") for text in self.annotations))
-        if self.claims:
-            tables.append("\n".join(_wrap(f"claim: {text}") for text in self.claims))
+        for kind, texts in (("annotation", self.annotations), ("claim", self.claims)):
+            if texts:
+                tables.append("\n".join(_wrap(f"{kind}: {text}") for text in texts))
         tables += filter(None, map(describe_placement, self.placements))
         return "\n\n".join(tables) or "no opaque call, cast or psum inside a shard_map"
 
 
 @dataclasses.dataclass(frozen=True)
 class MissingRule:
-    """One kernel without a rule.
-
-    Args:
-      kernel: the kernel name.
-      primitive: ``pallas_call`` or another.
-      defined_at: where its function is defined, ``file:line``, or empty.
-      called_at: the source lines of its calls.
-      inputs: its operands' axis types, at the first call; empty where the check is off.
-      checked: whether the check is on at one of its calls.
-      lines: what to paste, one of them: that it doesn't communicate, unless its own jaxpr shows
-        that it does.
-    """
+    """One kernel without a rule."""
 
     kernel: str
-    primitive: str
-    defined_at: str
-    called_at: tuple[str, ...]
-    inputs: tuple[AxisType, ...]
-    checked: bool
-    lines: tuple[str, ...]
+    primitive: str  # ``pallas_call`` or another
+    defined_at: str  # where its function is defined, ``file:line``, or empty
+    called_at: tuple[str, ...]  # the source lines of its calls
+    inputs: tuple[AxisType, ...]  # types at the first call; empty where the check is off
+    checked: bool  # whether the check is on at one of its calls
+    lines: tuple[str, ...]  # to paste one of
 
 
 @dataclasses.dataclass(frozen=True)
 class MissingRules:
-    """What ``scan_calls`` returns; its text says what to paste.
+    """What ``scan_calls`` returns; its text says what to paste."""
 
-    Args:
-      calls: the kernels without a rule, in the program's order.
-      known_count: how many opaque calls inside shard_map have one.
-      stopped_by: the error that ended the trace early, or None.
-    """
-
-    calls: tuple[MissingRule, ...]
-    known_count: int
-    stopped_by: Exception | None = None
+    calls: tuple[MissingRule, ...]  # the kernels without a rule, in the program's order
+    known_count: int  # how many opaque calls inside shard_map have one
+    stopped_by: Exception | None = None  # the error that ended the trace early, or None
 
     def __bool__(self) -> bool:
         return bool(self.calls)
@@ -223,18 +138,14 @@ class MissingRules:
     def __str__(self) -> str:
         if not self.calls:
             return f"every opaque call inside shard_map has a rule ({self.known_count})"
-        text = [
-            f"{len(self.calls)} kernels have no rule"
-            if len(self.calls) > 1
-            else "1 kernel has no rule"
-        ]
+        count = len(self.calls)
+        text = [f"{count} kernels have no rule" if count > 1 else "1 kernel has no rule"]
         for call in self.calls:
             defined = f" (defined at {short(call.defined_at)})" if call.defined_at else ""
             text.append(f"\n{name_of(call.primitive, call.kernel)}{defined}")
             for place in call.called_at:
-                text.append(
-                    f"  called {'' if place.startswith('within ') else 'at '}{short(place)}"
-                )
+                at = "" if place.startswith("within ") else "at "
+                text.append(f"  called {at}{short(place)}")
             text += [f"  input {i}: {one}" for i, one in enumerate(call.inputs)]
             if not call.checked:
                 text.append("  inside shard_map(check_vma=False)")
@@ -265,6 +176,11 @@ def short(at: str) -> str:
     return at.replace(os.getcwd() + os.sep, "", 1)
 
 
+def _row(one: ExplainedCast | ExplainedSum, what: str, why: str) -> tuple[str, ...]:
+    what = _times(what, one.count)
+    return what, one.phase, short(one.at), f"{one.value}, {one.bytes} B", why
+
+
 def _advice(one: ExplainedSum) -> str:
     if one.steps == 1 or one.why == WRITTEN:  # no cast takes away what is written
         return ""
@@ -283,12 +199,12 @@ def _show(types: Sequence[AxisType]) -> str:
     """Write types in short: ``{data}``, ``{}``, ``{data} unreduced {model}``."""
 
     def one(t: AxisType) -> str:
-        more = [
-            f" {name} {show_axes(axes)}"
-            for name, axes in (("unreduced", t.unreduced), ("reduced", t.reduced))
-            if axes
-        ]
-        return show_axes(t.varying) + "".join(more)
+        partial = f" unreduced {show_axes(t.unreduced)}" if t.unreduced else ""
+        return (
+            show_axes(t.varying)
+            + partial
+            + (f" reduced {show_axes(t.reduced)}" if t.reduced else "")
+        )
 
     if len(set(types)) == 1 and len(types) > 1:
         return f"{len(types)} of {one(types[0])}"
@@ -345,11 +261,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _wrap(text: str, indent: str = "") -> str:
-    return textwrap.fill(
-        text,
-        _COLUMNS,
-        initial_indent=indent,
-        subsequent_indent=indent + "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    wrapper = textwrap.TextWrapper(_COLUMNS, indent, indent + "  ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.fill(text)

@@ -14,24 +14,16 @@ __all__ = ["NamedValue", "named_values"]
 
 
 class NamedValue(NamedTuple):
-    """One ``checkpoint_name`` of a program.
+    """One ``checkpoint_name`` of a program."""
 
-    Attributes:
-      name: what it was given.
-      status: ``offloaded``, ``saved``, ``recomputed``, or ``not a residual``: no backward pass
-        inside of a ``jax.checkpoint`` reads it, so a policy that names it has nothing to act on.
-      shape: of one value, on all devices, ``"float32[8,16]"``.
-      bytes: of all values that the loops around it make, on all devices.
-      is_output: it is what its block returns.
-      source: ``file:line``, empty if JAX keeps none.
-    """
-
-    name: str
+    name: str  # what it was given
+    # ``offloaded``, ``saved``, ``recomputed``, or ``not a residual``: no backward pass inside of a
+    # ``jax.checkpoint`` reads it, so a policy that names it has nothing to act on
     status: str
-    shape: str
-    bytes: int
-    is_output: bool
-    source: str
+    shape: str  # of one value, on all devices, ``"float32[8,16]"``
+    bytes: int  # of all values that the loops around it make, on all devices
+    is_output: bool  # it is what its block returns
+    source: str  # ``file:line``, empty if JAX keeps none
 
 
 class _Frame(NamedTuple):

@@ -94,7 +94,7 @@ TABLE = {
     "AxisType.vary": (registry.AxisType("data").vary, ["model"], {}),
     "AxisType.drop": (registry.AxisType("data").drop, ["model"], {}),
     "Effect": (registry.Effect, ["exchange", ("data",)], {}),
-    "Registry": (registry.Registry, [], {"provers": (), "entry_points": "g", "shipped": {}}),
+    "Registry": (registry.Registry, [], {"prover": "", "entry_points": "g", "shipped": {}}),
     "Registry.find": (OWN.find, ["k"], {}),
     "Rule": (registry.Rule, ["r", lambda ctx: ([], []), None], {"named_axes": ()}),
     "register": (registry.Registry().register, ["k", op], {"replace": True}),

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shardrules.door.audit_names import load_audit
+from shardrules.errors import UnsupportedJaxError
 from shardrules.pallas.actions import ACTIONS
 from shardrules.pallas.walk import Blocker, Frame, Walk, is_semaphore, mesh_axes, place_of
 from shardrules.registry.table import PROVEN
 
-__all__ = ["Audit", "audit_call"]
+__all__ = ["Audit", "audit_call", "prove"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,19 @@ def audit_call(name: str, params: dict[str, Any], operand_count: int) -> Audit:
         for jaxpr in jaxprs
     ]
     return Audit(tuple(dict.fromkeys(blocker for one in audits for blocker in one.blockers)))
+
+
+def prove(primitive: str, params: dict[str, Any], operand_count: int) -> Audit | None:
+    """Audit a call; None if it holds no kernel that the audit can read in this JAX."""
+    if primitive not in ("pallas_call", "mpmd_map", "core_map"):
+        return None
+    # The grid mapping of JAX 0.4.28 doesn't say which operands are inputs.
+    if primitive == "pallas_call" and not hasattr(params["grid_mapping"], "num_inputs"):
+        return None
+    try:
+        return audit_call(primitive, params, operand_count)
+    except UnsupportedJaxError:  # its kernels are then declared, and never proven
+        return None
 
 
 def _audit(

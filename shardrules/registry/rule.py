@@ -68,10 +68,8 @@ class Rule:
         return self.name
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Rule) and (self.name, self.identity) == (
-            other.name,
-            other.identity,
-        )
+        same = isinstance(other, Rule) and self.name == other.name
+        return same and self.identity == other.identity
 
     def __hash__(self) -> int:
         return hash(self.name)  # a user's callable may have no hash
@@ -100,14 +98,7 @@ class Rule:
 
     def is_written_as(self, other: Rule) -> bool:
         """Whether both are functions made of the same code and the same values."""
-        mine, theirs = (
-            (
-                getattr(rule.identity, "__code__", None),
-                getattr(rule.identity, "__defaults__", None),
-                [cell.cell_contents for cell in getattr(rule.identity, "__closure__", None) or ()],
-            )
-            for rule in (self, other)
-        )
+        mine, theirs = _code(self.identity), _code(other.identity)
         return mine[0] is not None and self.name == other.name and mine == theirs
 
     def effects(self, output_count: int) -> tuple[Effect, ...] | None:
@@ -136,6 +127,10 @@ class Rule:
         """Return the kept answer to such a call, if it can't change."""
         return self._resolved.get((inputs, output_count, mesh_axes))
 
+    def _refusal(self, context: RuleContext, what: str, **data: Any) -> RuleError:
+        text = f"the rule {self.name} of kernel {context.name!r} {what}"
+        return RuleError(text, kernel=context.name, rule=self, **data)
+
     def _resolve(self, context: RuleContext) -> Resolution:
         unreduced = self._check_inputs(context)
         inputs, outputs = self._types(context)
@@ -143,12 +138,10 @@ class Rule:
         outputs = self._checked(context, "output", outputs, context.output_count)
         for i, (have, want) in enumerate(zip(context.inputs, inputs)):
             if not have.varying <= want.varying:
-                raise RuleError(
-                    f"the rule {self.name} of kernel {context.name!r} casts input {i} from "
-                    f"'{have}' to '{want}', but a cast can only add axes: only a collective makes "
-                    "a value invariant",
-                    kernel=context.name,
-                    rule=self,
+                raise self._refusal(
+                    context,
+                    f"casts input {i} from '{have}' to '{want}', but a cast can only add axes: "
+                    "only a collective makes a value invariant",
                     inputs=context.inputs,
                 )
         if unreduced:
@@ -159,9 +152,9 @@ class Rule:
             )
         effects = self.effects(context.output_count)
         if effects is None:
+            order = context.mesh_axes
             effects = tuple(
-                Effect("typed", tuple(a for a in context.mesh_axes if a in out.axes))
-                for out in outputs
+                Effect("typed", tuple(a for a in order if a in out.axes)) for out in outputs
             )
         return Resolution(inputs, outputs, effects)
 
@@ -169,23 +162,21 @@ class Rule:
         """Return the axes over which all inputs are partial sums that the rule may pass on."""
         unknown = [a for a in self.named_axes if a not in context.mesh_axes]
         if unknown:
-            raise RuleError(
-                f"the rule {self.name} of kernel {context.name!r} names {_axes(unknown)}, but the "
-                f"manual mesh axes here are {_axes(context.mesh_axes)}; write the rule with an "
-                "axis of the mesh that this shard_map runs over",
-                kernel=context.name,
-                rule=self,
+            raise self._refusal(
+                context,
+                f"names {_axes(unknown)}, but the manual mesh axes here are "
+                f"{_axes(context.mesh_axes)}; write the rule with an axis of the mesh that this "
+                "shard_map runs over",
                 axes=tuple(unknown),
             )
+        about = {"kernel": context.name, "rule": self, "inputs": context.inputs}
         for i, have in enumerate(context.inputs):
             if have.unreduced and not self.linear:
                 raise RuleError(
                     f"input {i} of kernel {context.name!r} is {have}, and the rule {self.name} "
                     "does not say that the kernel is linear; reduce the input first with "
                     f"jax.lax.psum, or declare shardrules.linear({self.name})",
-                    kernel=context.name,
-                    rule=self,
-                    inputs=context.inputs,
+                    **about,
                 )
         partial = {have.unreduced for have in context.inputs}
         if len(partial) > 1:
@@ -194,9 +185,7 @@ class Rule:
                 f"({', '.join(_axes(p) for p in sorted(partial, key=sorted))}); the rule "
                 f"{self.name} says that it is linear in all of them together, so all must be "
                 "partial sums over the same axes; reduce the others first with jax.lax.psum",
-                kernel=context.name,
-                rule=self,
-                inputs=context.inputs,
+                **about,
             )
         return partial.pop() if partial else frozenset()
 
@@ -205,46 +194,45 @@ class Rule:
     ) -> tuple[AxisType, ...]:
         listed = [types] if isinstance(types, AxisType) else types
         if not isinstance(listed, Iterable) or isinstance(listed, (str, bytes)):
-            raise RuleError(
-                f"the rule {self.name} of kernel {context.name!r} answered {types!r}; a rule "
-                f"answers with one shardrules.AxisType for each {what}, here {count}",
-                kernel=context.name,
-                rule=self,
+            raise self._refusal(
+                context,
+                f"answered {types!r}; a rule answers with one shardrules.AxisType for each "
+                f"{what}, here {count}",
                 answer=types,
             )
         listed = tuple(listed)
         for i, one in enumerate(listed):
             if not isinstance(one, AxisType):
-                raise RuleError(
-                    f"the rule {self.name} of kernel {context.name!r} answered {one!r} for "
-                    f"{what} {i}; each must be a shardrules.AxisType, such as ctx.union or "
-                    "ctx.inputs[0]",
-                    kernel=context.name,
-                    rule=self,
+                raise self._refusal(
+                    context,
+                    f"answered {one!r} for {what} {i}; each must be a shardrules.AxisType, such as "
+                    "ctx.union or ctx.inputs[0]",
                     answer=types,
                 )
             strange = one.axes - set(context.mesh_axes)
             if strange:
-                raise RuleError(
-                    f"the rule {self.name} of kernel {context.name!r} answered '{one}' for "
-                    f"{what} {i}, but {_axes(strange)} is no manual mesh axis here; they are "
-                    f"{_axes(context.mesh_axes)}",
-                    kernel=context.name,
-                    rule=self,
+                raise self._refusal(
+                    context,
+                    f"answered '{one}' for {what} {i}, but {_axes(strange)} is no manual mesh axis "
+                    f"here; they are {_axes(context.mesh_axes)}",
                     answer=types,
                     axes=strange,
                 )
         if len(listed) != count:
             shown = ", ".join(f"'{one}'" for one in listed) or "nothing"
-            raise RuleError(
-                f"the rule {self.name} of kernel {context.name!r} answered for {len(listed)} "
-                f"{what}s ({shown}), but the call has {count}; answer with one "
-                f"shardrules.AxisType for each {what}",
-                kernel=context.name,
-                rule=self,
+            raise self._refusal(
+                context,
+                f"answered for {len(listed)} {what}s ({shown}), but the call has {count}; answer "
+                f"with one shardrules.AxisType for each {what}",
                 answer=types,
             )
         return listed
+
+
+def _code(function: Any) -> tuple[Any, Any, list[Any]]:
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    code = getattr(function, "__code__", None)
+    return code, getattr(function, "__defaults__", None), cells
 
 
 # What can be declared: a rule, or a function that answers for the outputs.

@@ -57,8 +57,7 @@ class Registry:
 
     Args:
       entry_points: the entry-point group in which libraries ship their rules, or None.
-      provers: modules that add a prover to the default registry when they are imported; by name,
-        because they need JAX and this module doesn't.
+      prover: ``module:function`` that audits kernels, or empty; a name, since it needs JAX.
       shipped: from a library's module to the one that holds what shardrules knows of it.
     """
 
@@ -68,7 +67,7 @@ class Registry:
     def __init__(
         self,
         entry_points: str | None = None,
-        provers: tuple[str, ...] = (),
+        prover: str = "",
         shipped: Mapping[str, str] | None = None,
     ):
         self._lock = threading.RLock()
@@ -78,8 +77,7 @@ class Registry:
         self._local = _Here()
         self._version = 0
         self._entry_points = entry_points
-        self._provers: list[Callable[[str, dict[str, Any], int], Any]] = []
-        self._prover_modules = provers
+        self._prover = prover
         self._shipped = dict(shipped or {})
         # What they hold, and the primitives of modules that are not imported yet.
         self._known: dict[tuple[str, str, Any], Registration] = {}
@@ -291,30 +289,20 @@ class Registry:
     def _find(self, name: str, module: str, function: str, target: Any) -> Registration | None:
         compiled = normalise(name)
         for overlay in reversed(self.overlays):
-            matching = [
-                e
-                for e in overlay.entries
-                if e.target in (None, target) and e.matches(compiled, module)
-            ]
+            matching = [e for e in overlay.entries if e.matches(compiled, module)]
+            matching = [e for e in matching if e.target in (None, target)]
             if matching:
                 return self._best(name, matching)
         with self._lock:
             # A library's own table wins over what is known of it here.
             entries = {**self._known, **self._entries}
-            exact = [
-                e
-                for key, e in entries.items()
-                if key[0] == compiled
-                and e.target in (None, target)
-                and not (e.is_ffi and (module or function))
-            ]
+            exact = [e for key, e in entries.items() if key[0] == compiled]
+            exact = [e for e in exact if not (e.is_ffi and (module or function))]
+            exact = [e for e in exact if e.target in (None, target)]
             exact = [e for e in exact if not e.library] or exact
             exact = [e for e in exact if e.target is not None] or exact
-            matching = exact + [
-                e
-                for e in entries.values()
-                if (e.is_pattern or ":" in e.name) and e.matches(compiled, module)
-            ]
+            others = [e for e in entries.values() if e.is_pattern or ":" in e.name]
+            matching = exact + [e for e in others if e.matches(compiled, module)]
         if not matching:
             return None
         best = self._best(name, matching)
@@ -325,13 +313,8 @@ class Registry:
     @staticmethod
     def _best(name: str, matching: list[Registration]) -> Registration:
         def beats(a: Registration, b: Registration) -> bool:
-            exact = (not a.is_pattern, not b.is_pattern)
-            own = (not a.library, not b.library)
-            return (
-                exact[0] >= exact[1]
-                and own[0] >= own[1]
-                and (exact[0], own[0]) != (exact[1], own[1])
-            )
+            ours, theirs = (not a.is_pattern, not a.library), (not b.is_pattern, not b.library)
+            return ours != theirs and all(x >= y for x, y in zip(ours, theirs))
 
         top = [e for e in matching if not any(beats(other, e) for other in matching)]
         for other in top[1:]:
@@ -359,20 +342,12 @@ class Registry:
                 places=(first, function),
             )
 
-    def add_prover(self, prover: Callable[[str, dict[str, Any], int], Any]) -> None:
-        """Add a function that audits kernels, or returns None for what it can't read."""
-        with self._lock:
-            if prover not in self._provers:
-                self._provers.append(prover)
-
     def audit(self, primitive: str, params: dict[str, Any], operand_count: int) -> Any:
-        """Return the first prover's audit of a call, or None."""
-        with self._lock:
-            modules, self._prover_modules = self._prover_modules, ()
-        for module in modules:
-            importlib.import_module(module)  # it adds its prover
-        answers = (prover(primitive, params, operand_count) for prover in self._provers)
-        return next((found for found in answers if found is not None), None)
+        """Return what the prover says of a call; None without one, or if it can't read the call."""
+        if not self._prover:
+            return None
+        module, _, function = self._prover.partition(":")
+        return getattr(importlib.import_module(module), function)(primitive, params, operand_count)
 
     def find_by_op_name(self, op_name: str, functions: Collection[str] = ()) -> Registration | None:
         """Return the user's declaration for a kernel that a compiled text knows by op_name only."""
@@ -380,11 +355,8 @@ class Registry:
         with self._lock:
             scopes.append(tuple(e for e in self._entries.values() if not e.library))
         for entries in scopes:
-            matching = [
-                e
-                for e in entries
-                if e.target is None and matches_op_name(e, op_name, e.name in functions)
-            ]
+            matching = [e for e in entries if matches_op_name(e, op_name, e.name in functions)]
+            matching = [e for e in matching if e.target is None]
             if matching:
                 return self._best(op_name, matching)
         return None
@@ -408,17 +380,10 @@ class Registry:
 
     # Following.
 
-    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call ``listener`` after every change; return a function that stops that."""
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after every change."""
         with self._lock:
             self._listeners.append(listener)
-
-        def stop():
-            with self._lock:
-                if listener in self._listeners:
-                    self._listeners.remove(listener)
-
-        return stop
 
     def guard(self, guard: Callable[[], contextlib.AbstractContextManager]) -> None:
         """Enter ``guard()`` inside every scope that ``rules`` opens."""
@@ -426,7 +391,7 @@ class Registry:
             self._guards.append(guard)
 
 
-default: Registry = Registry(ENTRY_POINTS, ("shardrules.pallas",), SHIPPED)
+default: Registry = Registry(ENTRY_POINTS, "shardrules.pallas:prove", SHIPPED)
 
 
 @checked(own=("rule",))

@@ -21,7 +21,7 @@ from shardrules.registry.shipped import SHIPPED, Shipped, jaxlib
 def a_library(monkeypatch, **known):
     """A registry that knows of a library, and the library's module, not imported yet."""
     monkeypatch.setitem(sys.modules, "known_of_lib", types.SimpleNamespace(RULES=Shipped(**known)))
-    return Registry(None, (), {"somebodys_lib": "known_of_lib"}), types.ModuleType("somebodys_lib")
+    return Registry(None, "", {"somebodys_lib": "known_of_lib"}), types.ModuleType("somebodys_lib")
 
 
 def test_a_librarys_rules_are_there_once_it_is_imported(monkeypatch):

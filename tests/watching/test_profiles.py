@@ -297,6 +297,13 @@ def test_hosts_are_read_together(tmp_path):
     assert "2 hosts" in str(found)
 
 
+def test_hosts_that_end_in_another_second_are_of_one_trace(tmp_path):
+    for host, folder, ended in (("a", "12_00", 1000), ("b", "12_01", 1001), ("a", "11_00", 900)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        os.utime(written(tmp_path / folder, host, ASYNC, "jit_step", on_gpu(0, 5)), (ended, ended))
+    assert list(shardrules.profile(tmp_path).planes) == ["a /device:GPU:0", "b /device:GPU:0"]
+
+
 def test_a_program_without_its_hlo_is_taken_from_dumps(tmp_path):
     folder = tmp_path / "profile"
     folder.mkdir()
@@ -406,12 +413,23 @@ def test_bytes_changed_by_chance_end_in_a_report_or_in_one_line(seed, tmp_path, 
             assert "\n" not in str(error)
 
 
-def test_an_event_of_endless_fields_is_refused(tmp_path):
-    event = b"\x08\x01" * 100_000
-    host = field(2, b"/host:CPU") + field(3, field(4, event))
+HOST = field(2, b"/host:CPU")
+
+
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        (b"\x0a\x00" * 5000, "more than 4096 planes"),
+        (field(1, HOST + b"\x1a\x00" * 2_100_000), "more than 2097152 parts"),
+        (field(1, HOST + field(3, field(4, b"\x08\x01" * 1000))), "more than 256 fields"),
+        (field(1, HOST + field(3, b"\x22\x00" * 1000)), "no operation of a CPU, GPU or TPU"),
+        (field(1, HOST + field(3, b"\x22\x01\x08")), "ends in a number"),
+    ],
+)
+def test_what_would_take_long_is_refused(data, said, tmp_path):
     path = tmp_path / "host.xplane.pb"
-    path.write_bytes(field(1, host))
-    with pytest.raises(errors.ProfileError, match="more than 256 fields"):
+    path.write_bytes(data)
+    with pytest.raises(errors.ProfileError, match=said):
         shardrules.profile(path)
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardrules.watching.profiles import wire
-from shardrules.watching.profiles.planes import Batch, Line, Plane, planes
+from shardrules.watching.profiles.planes import Batch, Line, Plane
 
 __all__ = ["UNKNOWN_RUN", "Events", "Ran", "Timeline"]
 
@@ -111,7 +111,8 @@ class Events:
         names = [p.name for p in programs]
         self._by_name = {p.name: p for p in programs if names.count(p.name) == 1}
         self._others = {}
-        for plane in planes(data):
+        for place in wire.planes(data):
+            plane = Plane(data, place)
             device = _DEVICE.fullmatch(plane.name)
             if device and device[1] == "TPU":
                 count = self._tpu(plane, host)

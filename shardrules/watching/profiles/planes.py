@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from shardrules.errors import ProfileError
 from shardrules.watching.profiles import wire
 
-__all__ = ["Batch", "Line", "Plane", "planes"]
+__all__ = ["Batch", "Line", "Plane"]
 
 _BATCH = 1 << 16  # events that are read at once
+_MOST_PARTS = 1 << 21  # lines of a plane, and names of its events
 # Named so are calls of Python functions, and ends of operations on CPU: each has another event, or
 # none, that says what they do.
 _SILENT = ("$", "end: ")
@@ -57,8 +59,8 @@ class Line:
         for at in range(0, len(self._starts), _BATCH):
             starts, ends = (places[at : at + _BATCH] for places in (self._starts, self._ends))
             # An event begins with its name's number.
-            first = next(wire.fields_of_many(self._plane.bytes, starts, ends))
-            if len(first.of) == len(starts) and np.all(first.number == wire.EVENT_NAME):
+            first = next(wire.fields_of_many(self._plane.bytes, starts, ends), None)
+            if first and len(first.of) == len(starts) and np.all(first.number == wire.EVENT_NAME):
                 kept = ~np.isin(first.value, silent)
                 starts, ends = starts[kept], ends[kept]
             if len(starts):
@@ -127,17 +129,25 @@ class Plane:
       silent: numbers of events that are left out.
     """
 
-    def __init__(self, data: memoryview, bytes_: np.ndarray, start: int, end: int):
+    def __init__(self, data: memoryview, place: slice):
         self.data = data
-        self.bytes = bytes_
-        self._place = start, end
-        whole = data[start:end]
-        self.name: str = "".join(map(wire.text, wire.messages(whole, wire.PLANE_NAME)))
+        self.bytes = np.frombuffer(data, np.uint8)
+        self._lines: list[tuple[int, int]] = []
+        self.name: str = ""
         self.events: dict[int, str] = {}
         self.texts: dict[int, str] = {}
-        for number, names in ((wire.EVENT_METADATA, self.events), (wire.STAT_METADATA, self.texts)):
-            for key, value in wire.map_values(whole, number):
-                names[key] = "".join(map(wire.text, wire.messages(value, wire.METADATA_NAME)))
+        names = {wire.EVENT_METADATA: self.events, wire.STAT_METADATA: self.texts}
+        for count, (number, start, end) in enumerate(wire.spans(data, place.start, place.stop)):
+            if count > _MOST_PARTS:
+                raise ProfileError(f"the plane {self.name!r} has more than {_MOST_PARTS} parts")
+            if number == wire.PLANE_NAME and end >= 0:
+                self.name = wire.text(data[start:end])
+            elif number == wire.LINES and end >= 0:
+                self._lines.append((start, end))
+            elif number in names and end >= 0:
+                key, value = wire.map_entry(data[start:end])
+                named = wire.messages(value, wire.METADATA_NAME)
+                names[number][key] = wire.text(next(named, memoryview(b"")))
         self.stats: dict[str, int] = {name: number for number, name in self.texts.items()}
         self._added: dict[str, int] = {}
         self.silent: set[int] = {n for n, name in self.events.items() if name.startswith(_SILENT)}
@@ -150,22 +160,5 @@ class Plane:
 
     def lines(self) -> Iterator[Line]:
         """Yield its lines."""
-        for number, start, end in wire.spans(self.data, *self._place):
-            if number == wire.LINES and end >= 0:
-                yield Line(self, start, end)
-
-
-def planes(data: memoryview) -> Iterator[Plane]:
-    """Yield the planes of a serialized XSpace that say what ran.
-
-    Raises:
-      ProfileError: it is not an XSpace, or is cut off.
-    """
-    if not len(data):
-        return
-    bytes_ = np.frombuffer(data, np.uint8)
-    for number, start, end in wire.spans(data, 0, len(data)):
-        if number == wire.PLANES and end >= 0:
-            name = "".join(map(wire.text, wire.messages(data[start:end], wire.PLANE_NAME)))
-            if name != wire.PROGRAMS:
-                yield Plane(data, bytes_, start, end)
+        for start, end in self._lines:
+            yield Line(self, start, end)

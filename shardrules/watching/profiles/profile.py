@@ -36,6 +36,7 @@ _NO_OPERATIONS = (
     "host_tracer_level (for CPU) and device_tracer_level (for GPU and TPU) at 1 or more, and let "
     f"whole steps end before the trace does (block_until_ready): {_HOW}"
 )
+_TOGETHER = 10  # seconds within which hosts write the files of one trace
 _BUSY = 2000  # intervals that are drawn; shorter gaps are closed first
 
 # From a program and its HLO text to its judgement.
@@ -194,8 +195,14 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
     files = sorted(path.rglob(_FILES))
     if not files:
         raise ProfileError(f"{path} holds no profile ({_FILES}); it is written by {_HOW}")
-    last = max(files, key=lambda file: (file.stat().st_mtime, file.parent.name)).parent
-    return [file for file in files if file.parent == last]
+    ended = {file: file.stat().st_mtime for file in files}
+    last = max(files, key=lambda file: (ended[file], file.parent.name))
+    chosen = {file.name: file for file in files if file.parent == last.parent}
+    # Each host names the folder by its own clock, which may be in another second.
+    for file in sorted(files, key=lambda file: -ended[file]):
+        if ended[last] - ended[file] < _TOGETHER:
+            chosen.setdefault(file.name, file)
+    return sorted(chosen.values())
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardrules.errors import ProfileError
 
-__all__ = ["Fields", "Program", "fields", "fields_of_many", "places", "programs", "spans"]
+__all__ = ["Fields", "Program", "fields", "fields_of_many", "places", "planes", "programs", "spans"]
 
 # From what is read to its field's number.
 PLANES = 1  # XSpace.planes
@@ -35,6 +35,7 @@ PROGRAM_NAME = re.compile(r"(.*)\((\d+)\)")  # jit_step(8): the module's name, i
 _VARINT_BYTES = 10  # at most
 _FIXED = {1: 8, 5: 4}  # wire types of numbers of a fixed size, to their bytes
 _MOST_FIELDS = 256  # of an event; those that profilers write have about ten
+_MOST_PLANES = 1 << 12
 
 
 class Program:
@@ -211,16 +212,29 @@ def messages(data: memoryview, number: int) -> Iterator[memoryview]:
             yield data[start:end]
 
 
-def map_values(data: memoryview, number: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield key and value of each entry of a map."""
-    for entry in messages(data, number):
-        key, value = 0, memoryview(b"")
-        for found, held in fields(entry):
-            if found == MAP_KEY and isinstance(held, int):
-                key = held
-            elif found == MAP_VALUE and not isinstance(held, int):
-                value = held
-        yield key, value
+def map_entry(entry: memoryview) -> tuple[int, memoryview]:
+    """Return key and value of an entry of a map."""
+    key, value = 0, memoryview(b"")
+    for number, held in fields(entry):
+        if number == MAP_KEY and isinstance(held, int):
+            key = held
+        elif number == MAP_VALUE and not isinstance(held, int):
+            value = held
+    return key, value
+
+
+def planes(data: memoryview, *names: str) -> Iterator[slice]:
+    """Yield where the planes stand that have one of some names, or any without them."""
+    count = 0
+    for number, start, end in spans(data, 0, len(data)):
+        if number != PLANES or end < 0:
+            continue
+        count += 1
+        if count > _MOST_PLANES:
+            raise ProfileError(f"it has more than {_MOST_PLANES} planes")
+        name = text(next(messages(data[start:end], PLANE_NAME), memoryview(b"")))
+        if not names or name in names:
+            yield slice(start, end)
 
 
 def programs(data: memoryview) -> Iterator[Program]:
@@ -229,10 +243,8 @@ def programs(data: memoryview) -> Iterator[Program]:
     Raises:
       ProfileError: it is not an XSpace, or is cut off.
     """
-    for plane in messages(data, PLANES):
-        if PROGRAMS not in map(text, messages(plane, PLANE_NAME)):
-            continue
-        for _, metadata in map_values(plane, EVENT_METADATA):
+    for plane in map(data.__getitem__, planes(data, PROGRAMS)):
+        for _, metadata in map(map_entry, messages(plane, EVENT_METADATA)):
             name = "".join(map(text, messages(metadata, METADATA_NAME)))
             match = PROGRAM_NAME.fullmatch(name)
             for stat in messages(metadata, METADATA_STATS):

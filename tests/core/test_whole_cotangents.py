@@ -226,6 +226,28 @@ def test_a_fused_loss_that_averages(cpu_mesh):
     assert gradient(body(pullback), cpu_mesh) == pytest.approx(want)
 
 
+BOTH = {
+    "at once": lambda x: lax.pmean(x, ("data", "model")),
+    "one by one": lambda x: lax.pmean(lax.pmean(x, "data"), "model"),
+}
+
+
+@typed
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("divisor", [8, 4, 2, 1])
+def test_a_mean_over_two_axes_is_divided_by_both(name, divisor, cpu_mesh):
+    op = op_of(lambda x: (BOTH[name](x), None), lambda _, g: (g / divisor,))
+
+    def body(w, x):
+        return op((w * x).sum() * (1.0 + lax.axis_index("model")))
+
+    if divisor == 8:
+        assert gradient(body, cpu_mesh) == 1.5 * MEAN
+        return
+    with pytest.raises(errors.CotangentError, match="the forward averages that primal"):
+        gradient(body, cpu_mesh)
+
+
 def squares(local, divide, saved=lambda x: x):
     """The mean over data of the mean of squares, its elements averaged in two ways."""
     return op_of(lambda x: (mean(local(x)), saved(x)), lambda x, g: (divide(2 * x * g),))

@@ -222,11 +222,14 @@ class Bwd:
 
     def _unscaled(self, ct: Cotangent, axis: str) -> tuple[str, bool]:
         """Say why the whole is not each device's cotangent, and whether the forward averages."""
-        size = size_of(frozenset((axis,)))
-        if size == 1:
+        if size_of(frozenset((axis,))) == 1:
             return "", False
-        sums = self._forward.sums(ct.index, axis)
-        if size and sums and all(one.is_mean(size, size_of(one.axes)) for one in sums):
+        sums = self._forward.sums(ct.index)
+        means = [one for one in sums if one.is_mean(size_of(one.axes), size_of(one.differing))]
+        averaged = ct.want.varying & frozenset().union(*(one.differing for one in means))
+        sums = [one for one in sums if axis in one.differing]
+        size = size_of(averaged)
+        if size and sums and all(one in means for one in sums):
             scale = self._origins(ct.path, self._seen() or ()).scale
             scale *= self._forward.saved_scale(len(self._arriving))
             # A mean over elements is divided by their number too, if bwd does so visibly.

@@ -124,6 +124,11 @@ class Reduction:
     origin: Origin  # of what is summed
     divisors: frozenset[float] = frozenset()  # known numbers that divide the operand or the sum
 
+    @property
+    def differing(self) -> frozenset[str]:
+        """The axes that it sums over, of those along which its operand differs."""
+        return self.axes & self.origin.axes
+
     def is_mean(self, *sizes: float | None) -> bool:
         """Whether it is divided by one of these numbers of devices."""
         return not self.divisors.isdisjoint(sizes)

@@ -189,10 +189,9 @@ class Forward:
                     return f"{known.call}, whose rule is {known.found.rule!r}"
         return None
 
-    def sums(self, primal: int, axis: str) -> list[Reduction]:
-        """Return the sums over an axis of different values that are made of a primal."""
-        sums = [one for one in self.origins.reductions if primal in one.origin.inputs]
-        return [one for one in sums if axis in one.axes & one.origin.axes]
+    def sums(self, primal: int) -> list[Reduction]:
+        """Return the sums that are made of a primal."""
+        return [one for one in self.origins.reductions if primal in one.origin.inputs]
 
     def saved_scale(self, output_count: int) -> float:
         """Return by what its residuals are divided."""

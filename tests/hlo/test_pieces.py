@@ -71,6 +71,15 @@ FUSED = """%fused (p.0: f32[16], p.1: f32[8], p.2: u32[]) -> f32[16] {
 }
 
 """
+SUM_AND_ONE = """%more (a.1: f32[], b.1: f32[]) -> f32[] {
+  %a.1 = f32[] parameter(0)
+  %b.1 = f32[] parameter(1)
+  %one.1 = f32[] constant(1)
+  %sum.1 = f32[] add(%a.1, %b.1)
+  ROOT %more.1 = f32[] add(%sum.1, %one.1)
+}
+
+"""
 FUSION = "%d = f32[16] fusion(%z, %x, %at), kind=kLoop, calls=%fused"
 TWICE = FUSED.replace("ROOT %u.1", "%u.1").replace(
     "}\n", "  ROOT %e.1 = f32[16] exponential(%u.1)\n}\n"
@@ -99,6 +108,7 @@ def test_other_forms(kwargs, before):
         ({"table": "0, 4, 0, 4, 0, 4, 0, 4"}, ()),
         ({"groups": "{{0,1,2,3},{4,5},{6,7}}"}, ()),
         ({"apply": "max"}, ()),
+        ({"apply": "more", "regions": SUM_AND_ONE}, ()),
         ({"among": AMONG.replace("%z", "%n")}, ()),
         ({"operand": "%e"}, ("%e = f32[16] exponential(%d)",)),
         ({"operand": "%e"}, ("%e = f32[16] add(%d, %d)",)),
@@ -152,3 +162,14 @@ def test_small_all_gathers_on_tpu(tpu_mesh, name, dtype):
         assert {(v.collective.kind, v.verdict) for v in found} == {("all-gather", verdict)}
     if name != "in a loop":
         assert {v.collective.opcode for v in found} == {"all-reduce"}
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("dtype", ["int16", "float16", "int8", "uint8", "bool", "float8_e4m3fn"])
+def test_small_elements_are_packed_into_words_on_tpu(tpu_mesh, dtype):
+    for spec, verdict, count in ((P(), "redundant", 56), (P("data"), "needed", 14)):
+        (found,) = one(
+            lambda x: lax.all_gather(x, "data", tiled=True), tpu_mesh, (56,), jnp.dtype(dtype), spec
+        )
+        assert (found.collective.kind, found.collective.opcode) == ("all-gather", "all-reduce")
+        assert (found.verdict, found.bytes) == (verdict, count * jnp.dtype(dtype).itemsize)

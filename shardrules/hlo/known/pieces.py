@@ -1,7 +1,11 @@
 """All-reduces that put each device's own piece beside the others': all-gathers.
 
 XLA for TPU writes a small all-gather so: each device writes its piece into zeros, at a place that
-its number gives, and all of that is added up.
+its number gives, and all of that is added up. Elements of 16 bits and fewer are packed into words
+before, and added part by part.
+
+Where the pieces of a group are equal, its members know each other's operands, and could compute
+what any reduction makes of these.
 """
 
 from __future__ import annotations
@@ -18,6 +22,10 @@ from shardrules.hlo.reader import module as hm
 _ZERO = re.compile(r"0(\.0*)?|false")
 # Computations, each with the fusion that calls it, innermost last.
 _Within = list[tuple[hm.Computation, hm.Instruction | None]]
+# What a sum of packed words takes: their parts apart, sums of these, the parts together.
+_PACKED = frozenset(
+    "add bitcast-convert constant convert or parameter shift-left shift-right-logical".split()
+)
 _STEPS = 16  # instructions between a piece and the all-reduce, or between zeros and their place
 
 
@@ -40,6 +48,20 @@ def written(full: hm.Shape, block: hm.Shape, state: int, starts: Sequence[Any]) 
     if not isinstance(index, Exact) or index.array.shape[0] == 1:
         return None
     return Piece(state, block, partial[0], index)
+
+
+def adds(module: hm.Module, instruction: hm.Instruction, reduction: str) -> bool:
+    """Tell whether an all-reduce sums elements, or parts of words."""
+    if reduction == "add" or len(instruction.calls) != 1:
+        return reduction == "add"
+    called = module.computations[instruction.calls[0]].instructions
+    shifts = [o for i in called if i.opcode.startswith("shift") for o in i.operands[1:]]
+    constants = [n for n, i in enumerate(called) if i.opcode == "constant"]
+    used = [o for i in called for o in i.operands]
+    # A constant that is added would be in the sum.
+    return all(i.opcode in _PACKED for i in called) and all(
+        used.count(n) == shifts.count(n) for n in constants
+    )
 
 
 def of(
@@ -69,16 +91,12 @@ def of(
 
 
 def _passed_on(computation: hm.Computation, position: int) -> int:
-    """Follow a value back through what leaves its elements as they are, if in another shape."""
+    """Follow a value back through what gives its elements another shape, packs or pads them."""
     for _ in range(_STEPS):
         one = computation.instructions[position]
-        if one.opcode not in ("bitcast", "copy", "reshape") or len(one.operands) != 1:
-            break
-        before = computation.instructions[one.operands[0]].shape
-        if (before.element_type, before.element_count) != (
-            one.shape.element_type,
-            one.shape.element_count,
-        ):
+        target = one.attribute("custom_call_target") if one.opcode == "custom-call" else None
+        moves = one.opcode in ("bitcast", "copy", "reshape") or target == '"ZeroCrop"'
+        if not moves or len(one.operands) != 1:
             break
         position = one.operands[0]
     return position

@@ -212,7 +212,7 @@ class _Judge:
         base = self._collective(computation, position, channel)
         verdicts = []
         for number, (value, shape) in enumerate(zip(operands, shapes)):
-            piece = self._piece(computation, instruction.operands[number], value, channel)
+            piece = self._piece(computation, instruction, number, value, channel)
             if piece is not None and reached:
                 own = (number, piece.shape.bytes, piece.shape.element_type)
                 whole = self._part(base, own, position if combined else None)
@@ -238,12 +238,14 @@ class _Judge:
             return ranges.without_padding(value.cuts, lambda state: self.states[state].constant)
         return [(shape.element_count, self.proof.values.collapse(value))]
 
-    def _piece(self, computation, operand: int, value: Any, channel: hc.Channel):
+    def _piece(self, computation, instruction, number: int, value: Any, channel: hc.Channel):
         """Give what a device adds at a place of its own to an all-reduce, an all-gather then."""
-        if channel.kind != "all-reduce" or channel.reduction != "add" or channel.unread:
+        if channel.kind != "all-reduce" or channel.unread or not self.proof.values.pieces:
+            return None
+        if not pieces.adds(self.module, instruction, channel.reduction):
             return None
         seen, groups = self.proof.values.pieces, channel.groups.matrix
-        piece = pieces.of(self.module, computation, operand, seen, groups)
+        piece = pieces.of(self.module, computation, instruction.operands[number], seen, groups)
         # What blocks the sum and not the piece is of an evaluation that was left off.
         if piece is None or value == piece.state:
             return piece

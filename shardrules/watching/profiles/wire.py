@@ -173,6 +173,8 @@ def fields_of_many(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> It
         is_bytes = kind == 2
         size = np.where(is_bytes, value, fixed)
         after = np.where(fixed > 0, at, after)
+        if np.any((kind == 0) & (after == at)):
+            raise ProfileError("an event of it ends in a number")
         if np.any((kind > 5) | (kind == 3) | (kind == 4) | (size < 0) | (size > end - after)):
             raise ProfileError("an event of it has a field that is none, or that is cut off")
         number = kind == 0

@@ -51,7 +51,7 @@ def _together(program) -> list[list[Site]]:
     for site in program.sites:
         one = site.collective
         if site.needed and one.kind in _KINDS and site.whole and _alone(site):
-            key = (one.computation, one.kind, one.notation, one.reduction, one.dimension)
+            key = (one.computation, one.kind, one.phase, one.notation, one.reduction, one.dimension)
             shape = () if one.kind == "all-reduce" else site.taken.dimensions
             alike.setdefault((*key, one.element_type, shape), []).append(site)
     groups: list[list[Site]] = []

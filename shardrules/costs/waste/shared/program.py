@@ -164,9 +164,14 @@ class Program(Values):
     # -- overlap ----------------------------------------------------------------------------------
 
     @functools.cached_property
+    def platform(self) -> str | None:
+        """Name the platform, gpu or tpu, by what only its compiler writes; None for others."""
+        return launches.platform(self.module)
+
+    @property
     def narrow_floats(self) -> bool:
         """Tell whether the compiler keeps floats of 16 bits: XLA's for CPU makes 32 of them."""
-        return launches.platform(self.module) is not None
+        return self.platform is not None
 
     def overlaps(self, name: str, position: int) -> bool:
         """Tell whether anything large in a computation neither makes nor takes an instruction."""

@@ -1,0 +1,396 @@
+"""Each kind of waste in programs as people write them: found, followed, executed; and near misses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardrules import testing
+from shardrules.costs import waste
+
+D = P("data")
+X = ((64, 128), D)
+BF16 = jnp.bfloat16
+INDICES = ((64,), D, jnp.int32)
+
+
+def structs(mesh, args):
+    return [
+        jax.ShapeDtypeStruct(
+            shape, kind[0] if kind else jnp.float32, sharding=NamedSharding(mesh, spec)
+        )
+        for shape, spec, *kind in args
+    ]
+
+
+def program(mesh, body, args, outs=D):
+    specs = tuple(spec for _, spec, *_ in args)
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False))
+
+
+def hints(f, given):
+    return waste.hints(testing.judge(f.lower(*given).compile()))
+
+
+def random_like(given):
+    rng = np.random.default_rng(0)
+    arrays = []
+    for one in given:
+        if jnp.issubdtype(one.dtype, jnp.integer):
+            values = rng.integers(0, 8, one.shape)
+        else:
+            values = rng.normal(size=one.shape)
+        arrays.append(jax.device_put(jnp.asarray(values, one.dtype), one.sharding))
+    return arrays
+
+
+def follow(platform, before, after, given, kind, sent):
+    """The hint says what the account of the followed program confirms; the values are equal."""
+    found = [h for h in hints(before, given) if h.kind == kind]
+    assert (sum(h.sent_before for h in found), sum(h.sent_after for h in found)) == sent
+    totals = [testing.account(p, *given).total for p in (before, after)]
+    assert totals[0].wire_bytes - totals[1].wire_bytes == sent[0] - sent[1]
+    assert kind not in [h.kind for h in hints(after, given)]
+    if platform[0] == "cpu":
+        arrays = random_like(given)
+        results = before(*arrays), after(*arrays)
+        for one, other in zip(*map(jax.tree.leaves, results)):
+            np.testing.assert_allclose(
+                np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=2e-5, atol=1e-5
+            )
+    return found
+
+
+def gather(x):
+    return lax.all_gather(x, "data", tiled=True)
+
+
+def index():
+    return lax.axis_index("data")
+
+
+def part(x, place, axis=0):
+    size = x.shape[axis] // 4
+    return lax.dynamic_slice_in_dim(x, place * size, size, axis)
+
+
+NEXT = [(k, (k - 1) % 4) for k in range(4)]
+
+# Before, after, the arguments, the kind, the bytes that a device sends before and after.
+CASES = {
+    "slice_of_a_psum": (
+        lambda x: part(lax.psum(jnp.tanh(x), "data"), index()),
+        lambda x: lax.psum_scatter(jnp.tanh(x), "data", scatter_dimension=0, tiled=True),
+        [X],
+        ("only a slice", 12288, 6144),
+    ),
+    "columns_of_a_psum": (
+        lambda x: part(lax.psum(jnp.tanh(x), "data"), index(), 1),
+        lambda x: lax.psum_scatter(jnp.tanh(x), "data", scatter_dimension=1, tiled=True),
+        [X],
+        ("only a slice", 12288, 6144),
+    ),
+    "the_next_shard": (
+        lambda x: part(gather(x), (index() + 1) % 4) * 2,
+        lambda x: lax.ppermute(x, "data", NEXT) * 2,
+        [X],
+        ("one part", 24576, 8192),
+    ),
+    "its_own_shard": (
+        lambda x: part(gather(x), index()) * 2,
+        lambda x: x * 2,
+        [X],
+        ("one part", 24576, 0),
+    ),
+    "columns_of_each_shard": (
+        lambda x: part(gather(x), index(), 1) * 2,
+        lambda x: lax.all_to_all(x, "data", 1, 0, tiled=True) * 2,
+        [X],
+        ("one part", 24576, 6144),
+    ),
+    "sum_of_a_gather": (
+        lambda x: jnp.tanh(lax.all_gather(x, "data").sum(0)),
+        lambda x: jnp.tanh(lax.psum(x, "data")),
+        [X],
+        ("reduce instead", 24576, 12288),
+    ),
+    "mean_of_a_gather": (
+        lambda x: jnp.sin(x) * lax.all_gather((x**2).mean(0), "data").mean(0),
+        lambda x: jnp.sin(x) * lax.pmean((x**2).mean(0), "data"),
+        [X],
+        ("reduce instead", 1536, 768),
+    ),
+    "max_of_a_gather": (
+        lambda x: x - gather(x).max(0),
+        lambda x: x - lax.pmax(x.max(0), "data"),
+        [X],
+        ("reduce instead", 24576, 768),
+    ),
+    "one_hot": (
+        lambda i, x: x * jnp.tanh(gather(jax.nn.one_hot(i, 128))).sum(0),
+        lambda i, x: x * jnp.tanh(jax.nn.one_hot(gather(i), 128)).sum(0),
+        [INDICES, X],
+        ("narrow first", 24576, 192),
+    ),
+    "slice_of_a_large_psum": (
+        lambda x: part(lax.psum(jnp.tanh(x), "data"), index()),
+        lambda x: lax.psum_scatter(jnp.tanh(x), "data", scatter_dimension=0, tiled=True),
+        [((8192, 128), D)],
+        ("only a slice", 1572864, 786432),
+    ),
+    "there_and_back": (
+        lambda x: lax.all_to_all(
+            jnp.tanh(lax.all_to_all(x, "data", 0, 1, tiled=True)), "data", 1, 0, tiled=True
+        ),
+        jnp.tanh,
+        [X],
+        ("undone", 12288, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_is_found_and_gone_where_it_is_followed(platform, name):
+    before, after, args, (kind, now, then) = CASES[name]
+    if name == "one_hot" and platform[0] == "gpu":
+        now //= 4  # XLA gathers it as predicates
+    given = structs(platform[1], args)
+    f, g = (program(platform[1], body, args) for body in (before, after))
+    if platform[0] == "tpu" and name in ("slice_of_a_psum", "columns_of_a_psum"):
+        assert hints(f, given) == []  # so small, XLA makes an all-reduce of the reduce-scatter
+        return
+    found = follow(platform, f, g, given, kind, (now, then))
+    assert all(h.round_trips_before is not None for h in found)
+
+
+ADVICE = {
+    "slice_of_a_psum": "jax.lax.psum_scatter(x, 'data', scatter_dimension=0, tiled=True)",
+    "the_next_shard": "jax.lax.ppermute(x, 'data', perm) with perm="
+    "[(0, 3), (1, 0), (2, 1), (3, 2)]",
+    "its_own_shard": "which is its own shard: read that",
+    "columns_of_each_shard": "jax.lax.all_to_all(x, 'data', 1, 0, tiled=True)",
+    "sum_of_a_gather": "reduce on each device and psum that",
+    "max_of_a_gather": "reduce on each device and pmax that",
+    "one_hot": "it moves 128 numbers for each index, of which one is not zero",
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_to_type(cpu_mesh, name):
+    before, _, args, _ = CASES[name]
+    (found,) = hints(program(cpu_mesh, before, args), structs(cpu_mesh, args))
+    assert ADVICE[name] in found.advice
+
+
+MISSES = {
+    # Slices and parts.
+    "data_dependent": lambda x: part(lax.psum(jnp.tanh(x), "data"), (x[0, 0] > 0).astype(int)),
+    "the_same_slice": lambda x: part(lax.psum(jnp.tanh(x), "data"), 1),
+    "another_order": lambda x: part(lax.psum(jnp.tanh(x), "data"), 3 - index()),
+    "overlapping": lambda x: lax.dynamic_slice_in_dim(lax.psum(x, "data"), index() * 2, 4, 0),
+    "all_of_it_too": lambda x: (lambda s: part(s, index()) + s.sum())(lax.psum(x, "data")),
+    "a_maximum": lambda x: part(lax.pmax(jnp.tanh(x), "data"), index()),
+    "one_for_all": lambda x: part(gather(x), 2),
+    "of_two_shards": lambda x: lax.dynamic_slice_in_dim(gather(x), index() * 8, 16, 0),
+    "two_parts": lambda x: part(gather(x), (index() + 1) % 4) + part(gather(x), index() // 2),
+    # Reductions of gathered arrays.
+    "over_another_dimension": lambda x: gather(x).sum(1),
+    "read_as_well": lambda x: (lambda g: g.sum(0) + g[0])(gather(x)),
+    "more_bytes": lambda x: lax.all_gather(x, "data").sum(1).sum(1),
+    "a_product": lambda x: lax.all_gather(x, "data").prod(0),
+    "from_a_start": lambda x: lax.reduce(gather(x), x[0, 0], lax.add, (0,)),
+    # All-to-alls.
+    "elsewhere": lambda x: lax.all_to_all(
+        jnp.roll(lax.all_to_all(x, "data", 0, 1, tiled=True), 128, 1), "data", 1, 0, tiled=True
+    ),
+    "other_groups": lambda x: lax.all_to_all(
+        lax.all_to_all(x, "data", 0, 1, tiled=True), "model", 1, 0, tiled=True
+    ),
+    "with_what_differs": lambda x: lax.all_to_all(
+        lax.all_to_all(x, "data", 0, 1, tiled=True) * (1 + index()), "data", 1, 0, tiled=True
+    ),
+    # Widths.
+    "every_bit_is_read": lambda x: gather(x) @ gather(x).T,
+    "not_one_hot": lambda x: gather((x > 0.5).astype(jnp.float32)) @ x.T,
+    "weighted": lambda x: gather(jax.nn.one_hot(x[:, 0].astype(int), 128) * x) * 2,
+}
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_near_misses(cpu_mesh, name):
+    f = program(cpu_mesh, lambda x: jnp.atleast_1d(MISSES[name](x)), [X])
+    given = structs(cpu_mesh, [X])
+    found = hints(f, given)
+    if name == "not_one_hot":  # predicates, which are narrower, and that is all
+        assert [(h.kind, h.bytes_before, h.bytes_after) for h in found] == [
+            ("narrow first", 8192, 2048)
+        ]
+    else:
+        assert found == []
+
+
+def test_predicates_that_are_moved_as_integers(cpu_mesh):
+    """XLA for TPU and GPU moves the predicates by itself."""
+    args = [X]
+    before = lambda x: x * gather((x > 0).astype(jnp.int32)).sum()  # noqa: E731
+    after = lambda x: x * gather(x > 0).astype(jnp.int32).sum()  # noqa: E731
+    f, g = (program(cpu_mesh, body, args) for body in (before, after))
+    given = structs(cpu_mesh, args)
+    (found,) = follow(("cpu", cpu_mesh), f, g, given, "narrow first", (24576, 6144))
+    assert "its operand was converted from pred to s32 just before" in found.advice
+
+
+def test_integers_of_64_bits(cpu_mesh):
+    with jax.enable_x64(True):
+        args = [INDICES, X]
+        before = lambda i, x: x * gather(i.astype(jnp.int64)).sum()  # noqa: E731
+        after = lambda i, x: x * gather(i).astype(jnp.int64).sum()  # noqa: E731
+        f, g = (program(cpu_mesh, body, args) for body in (before, after))
+        given = structs(cpu_mesh, args)
+        follow(("cpu", cpu_mesh), f, g, given, "narrow first", (384, 192))
+
+
+@pytest.mark.gpu
+def test_keys_that_are_gathered_wider_than_they_are_read(gpu_mesh):
+    """Context parallel attention: the conversion stands in the loop over chunks of keys."""
+    args = [((64, 128), D), ((64, 128), D)]
+
+    def attend(q, chunks):
+        def step(out, k):
+            k = k.astype(BF16)
+            return out + jax.nn.softmax(q.astype(BF16) @ k.T) @ k, None
+
+        return lax.scan(step, jnp.zeros(q.shape, BF16), chunks.reshape(4, 16, 128))[0]
+
+    before = lambda q, k: attend(q, gather(k))  # noqa: E731
+    after = lambda q, k: attend(q, gather(k.astype(BF16)))  # noqa: E731
+    f, g = (program(gpu_mesh, body, args) for body in (before, after))
+    given = structs(gpu_mesh, args)
+    found = follow(("gpu", gpu_mesh), f, g, given, "narrow first", (24576, 12288))
+    assert "the loop that reads it converts it on each trip" in found[0].advice
+    assert "x.astype(jnp.bfloat16)" in found[0].advice
+
+    def both(q, k):
+        k = gather(k)
+        return attend(q, k).sum() + k.sum()
+
+    assert "narrow first" not in [h.kind for h in hints(program(gpu_mesh, both, args, P()), given)]
+
+
+def test_floats_of_16_bits_on_cpu(cpu_mesh):
+    """XLA's compiler for CPU moves them as 32 bits, whatever one writes."""
+    body = lambda x: gather(x).astype(BF16) @ x.astype(BF16).T  # noqa: E731
+    assert hints(program(cpu_mesh, body, [X]), structs(cpu_mesh, [X])) == []
+
+
+def fsdp(layer):
+    def step(x, ws):
+        loss = lambda ws: (lax.scan(layer, x, ws)[0] ** 2).sum()  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(ws)
+        return lax.psum(value, "data"), grads
+
+    return step
+
+
+def test_weights_that_are_gathered_again(platform):
+    """FSDP by hand: a scan over layers under jax.checkpoint gathers each weight twice."""
+    name, mesh = platform
+    args = [((64, 128), D), ((8, 128, 128), P(None, "data"))]
+    outs = (P(), P(None, "data"))
+
+    def layer(h, w):
+        return jnp.tanh(h @ checkpoint_name(gather(w), "gathered")), None
+
+    policy = jax.checkpoint_policies.save_only_these_names("gathered")
+    again, kept = jax.checkpoint(layer), jax.checkpoint(layer, policy=policy)
+    f, g = (program(mesh, fsdp(body), args, outs) for body in (again, kept))
+    given = structs(mesh, args)
+    found = [h for h in hints(f, given) if h.kind == "gathered twice"]
+    assert {h.entry.phase for h in found} == {"recompute"}
+    assert sum(h.round_trips_before for h in found) == 8  # XLA for GPUs takes one trip out
+    width = 2 if name == "tpu" else 4  # XLA for TPUs gathers these weights in bf16
+    assert sum(h.sent_before for h in found) == 8 * 3 * 32 * 128 * width
+    assert "takes" in found[0].advice and "save_only_these_names('gathered')" in found[0].advice
+    gathers = [[e for e in testing.account(p, *given) if e.kind == "all-gather"] for p in (f, g)]
+    assert [sum(e.runs for e in entries) for entries in gathers] == [16, 8]
+    assert "gathered twice" not in [h.kind for h in hints(g, given)]
+    if name == "cpu":
+        arrays = random_like(given)
+        for one, other in zip(f(*arrays), g(*arrays)):
+            np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_other_weights_in_the_backward_pass(cpu_mesh):
+    """The same shapes over the same devices, of another array."""
+    args = [((64, 128), D), ((128, 128), D), ((128, 128), D)]
+
+    @jax.custom_vjp
+    def layer(x, w, v):
+        return x @ gather(w)
+
+    layer.defvjp(
+        lambda x, w, v: (layer(x, w, v), (w, v)),
+        lambda kept, g: (g @ gather(kept[1]), kept[0], kept[1]),
+    )
+    body = lambda x, w, v: jax.grad(lambda x: (layer(x, w, v) ** 2).sum())(x)  # noqa: E731
+    found = hints(program(cpu_mesh, body, args), structs(cpu_mesh, args))
+    assert found == []
+
+
+def test_fsdp_of_one_layer_by_jit_on_cpu(cpu_mesh):
+    """XLA makes a reduce-scatter of it for TPU and GPU, and leaves the all-reduce for CPU."""
+    args = [((128, 128), D), ((64, 128), D)]
+    given = structs(cpu_mesh, args)
+    out = NamedSharding(cpu_mesh, D)
+
+    def before(w, x):
+        return jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
+
+    def after(w, x):
+        whole = gather(w)
+        g = jax.grad(lambda whole: (jnp.tanh(x @ whole) ** 2).sum())(whole)
+        return lax.psum_scatter(g, "data", scatter_dimension=0, tiled=True)
+
+    f = jax.jit(before, out_shardings=out)
+    g = program(cpu_mesh, after, args)
+    (found,) = follow(("cpu", cpu_mesh), f, g, given, "only a slice", (98304, 49152))
+    assert "XLA's partitioner made it" in found.advice
+
+
+def test_an_array_that_is_gathered_and_moved(platform):
+    """A jit that reads one array whole and, by another constraint, its columns."""
+    name, mesh = platform
+    given = structs(mesh, [X])
+    whole, columns = (NamedSharding(mesh, spec) for spec in (P(), P(None, "data")))
+
+    def before(x):
+        y = jnp.tanh(x)
+        a = lax.with_sharding_constraint(y, columns)
+        b = lax.with_sharding_constraint(y, whole)
+        return jnp.sin(a), jnp.cos(b)
+
+    def after(x):
+        b = lax.with_sharding_constraint(jnp.tanh(x), whole)
+        return jnp.sin(lax.with_sharding_constraint(b, columns)), jnp.cos(b)
+
+    outs = (columns, whole)
+    f, g = (jax.jit(body, out_shardings=outs) for body in (before, after))
+    found = follow(platform, f, g, given, "gathered too", (6144, 0))
+    assert "constrain the array once to the whole layout" in found[0].advice
+
+
+def test_another_array_is_moved(cpu_mesh):
+    def body(x):
+        return gather(x)[:16] + lax.all_to_all(jnp.sin(x), "data", 0, 0, tiled=True)
+
+    assert hints(program(cpu_mesh, body, [X]), structs(cpu_mesh, [X])) == []
+
+
+def test_a_kind_is_a_row():
+    assert len(set(waste.KINDS)) == len(waste.rows)
+    for kind in waste.rows:
+        assert all(text.strip() for text in (kind.name, kind.looks, kind.shard_map, kind.jit))

@@ -10,17 +10,6 @@ from typing import Any
 
 from shardrules.errors import ShardrulesError
 
-__all__ = [
-    "Leaf",
-    "argument_leaves",
-    "argument_names",
-    "executable_text",
-    "kept_leaves",
-    "placed_results",
-    "result_leaves",
-    "shared_buffers",
-]
-
 Leaf = tuple[str, bool, bool, str, str]
 
 # From NumPy's names of element types to XLA's.

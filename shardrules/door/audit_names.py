@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 from shardrules.door.versions import tested
 from shardrules.errors import UnsupportedJaxError
 
-__all__ = ["AUDIT_MODULES", "AUDIT_SYMBOLS", "AuditNames", "load_audit"]
-
 # key -> (module, attribute, what for); read in JAX 0.4.28 to 0.12.
 AUDIT_SYMBOLS = {
     "AbstractRef": ("jax._src.state", "AbstractRef", "tells a kernel's refs from its values"),

@@ -8,21 +8,6 @@ from typing import Any
 
 from shardrules.errors import ProfileError
 
-__all__ = [
-    "hlo_text",
-    "mesh_of",
-    "mesh_of_lowered",
-    "mesh_shape",
-    "output_shardings",
-    "parameter_shardings",
-    "placed",
-    "platform",
-    "promised",
-    "result_paths",
-    "temp_bytes",
-    "unoptimized_text",
-]
-
 
 def mesh_shape(tree: Any) -> dict[str, int] | None:
     """Return the axis sizes of the one mesh that the shardings in ``tree`` use, else None."""

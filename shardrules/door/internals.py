@@ -26,8 +26,6 @@ from shardrules.errors import RuleError, UnsupportedJaxError
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.suggestions import is_library
 
-__all__ = ["Door", "load", "names"]
-
 # In these release series, all that Primitive.bind_with_trace does for a trace that takes hijax
 # types is to call process_primitive. Two calls an equation are saved by not asking it; a test in
 # tests/core/test_install.py reads its source, and any other JAX is asked.

@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 from shardrules.errors import UnsupportedJaxError
 
-__all__ = ["Races", "interpreted"]
-
 _MODULE = "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
 
 

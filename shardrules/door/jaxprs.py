@@ -10,32 +10,6 @@ from typing import Any
 
 from shardrules.registry.axistypes import AxisType
 
-__all__ = [
-    "CALLS",
-    "CASTS",
-    "DECLARED",
-    "JOINED",
-    "KERNELS",
-    "SUMS",
-    "TO_UNREDUCED",
-    "TO_VARYING",
-    "callable_of",
-    "equations",
-    "gradient_sums",
-    "inner_jaxprs",
-    "is_declared",
-    "is_in",
-    "is_inexact",
-    "is_transposed",
-    "name_of",
-    "named_axes",
-    "opened",
-    "read",
-    "scan_counts",
-    "variable",
-    "widened",
-]
-
 # Casts, by the state that they cast to; all of them name mesh axes and move nothing along them.
 TO_VARYING = ("pvary", "pcast", "reduced_vary_cast", "reduced_vary_cast_p")
 TO_UNREDUCED = ("vary_unreduced_cast", "vary_unreduced_cast_p")

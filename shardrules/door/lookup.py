@@ -11,8 +11,6 @@ from typing import Any
 from shardrules.door import versions
 from shardrules.errors import UnsupportedJaxError
 
-__all__ = ["Symbol", "find", "is_cached", "look", "read", "unsupported"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Symbol:

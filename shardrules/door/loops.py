@@ -13,8 +13,6 @@ import sys
 import types
 from typing import Any
 
-__all__ = ["NAME", "body_tracers", "is_body"]
-
 NAME = "_create_jaxpr"
 
 

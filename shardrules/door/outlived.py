@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["TellingTuple"]
-
 
 class TellingTuple(tuple):
     """A tuple that calls ``refuse`` before it is read."""

@@ -7,18 +7,6 @@ from typing import Any
 
 from shardrules.errors import UnsupportedJaxError
 
-__all__ = [
-    "COMPILER",
-    "PALLAS",
-    "PALLAS_GPU_CORE",
-    "SHARD_MAPS",
-    "compilers",
-    "devices",
-    "is_wrapper",
-    "leave_out_frames",
-    "owns",
-]
-
 PALLAS = "jax._src.pallas."  # no kernel of a user lives there
 PALLAS_GPU_CORE = "jax._src.pallas.mosaic_gpu.core"  # where plgpu.kernel's own function lives
 COMPILER = "jax._src.interpreters.pxla"

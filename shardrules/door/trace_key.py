@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-__all__ = ["ContextKey", "MeshKey"]
-
 
 class ContextKey:
     """A user context that has no way to set it for all threads (JAX 0.7.2 to 0.9)."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["NEWEST", "OLDEST", "is_untested", "order", "release", "tested", "too_old"]
-
 OLDEST = "0.4.28"  # the JAX that the first report was written on
 NEWEST = (0, 12)  # the last release series that the test matrix runs
 

@@ -24,8 +24,6 @@ from shardrules.door import arguments as door
 from shardrules.door.patching import Patches
 from shardrules.errors import UnsupportedJaxError
 
-__all__ = ["Argument", "Listener", "around", "forget_fast_paths", "live_arrays", "start"]
-
 
 class Argument(NamedTuple):
     """One leaf of a call's arguments."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from shardrules.door import internals
 
-__all__ = ["mesh_without_devices", "shard_map", "varying"]
-
 
 def varying(value: Any) -> frozenset[str]:
     """Return the mesh axes over which a value varies, as its type here says."""

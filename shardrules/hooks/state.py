@@ -16,8 +16,6 @@ from shardrules.hooks.notes import Claims, NotedSum, Notes, Placement
 from shardrules.registry.binding import Binding
 from shardrules.registry.table import Overlay, Registry
 
-__all__ = ["COLLECT", "Hooks", "Scope", "State", "POLICIES"]
-
 POLICIES = ("error", "warn", "varying")
 UNCHECKED = ("leave", "check")  # what becomes of a shard_map whose check is off
 CASTS = ("late", "cheapest")  # where casts of what is differentiated stand

@@ -30,9 +30,6 @@ from shardrules.errors import AxisError
 from shardrules.hooks.state import State
 from shardrules.registry.axistypes import show_axes
 
-__all__ = ["Divergent"]
-
-
 # Primitives that name mesh axes and wait for no device along them.
 _LOCAL = CASTS | {"already_summed", "axis_index"}
 

@@ -15,8 +15,6 @@ from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.types.calls.opaque import types_of
 from shardrules.registry.axistypes import AxisType, show_axes
 
-__all__ = ["Equation", "transposed_by_jax"]
-
 
 class Equation:
     """One equation whose operands have become more varying."""

@@ -13,8 +13,6 @@ from shardrules.door.jaxprs import inner_jaxprs, opened, scan_counts, widened
 from shardrules.hooks.types.calls.opaque import types_of
 from shardrules.registry.axistypes import AxisType
 
-__all__ = ["HigherOrderOp", "Retyped"]
-
 _THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # of custom_vjp and custom_jvp
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Mark"]
-
 
 class Mark:
     """Whether a tangent is not zero, and over which axes its primal was cast to vary."""

@@ -43,8 +43,6 @@ from shardrules.hooks.types.funnel import Funnel
 from shardrules.hooks.types.type_notes import TypeNoteHooks
 from shardrules.registry.axistypes import AxisType
 
-__all__ = ["ReplayHooks"]
-
 
 class ReplayHooks(Hooks):
     """Hooks on binding primitives to operands of other types than they were traced with."""

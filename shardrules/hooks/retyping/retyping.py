@@ -35,8 +35,6 @@ from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.opaque import types_of
 from shardrules.registry.axistypes import AxisType, show_axes
 
-__all__ = ["Retyping"]
-
 
 class Retyping(Hooks):
     """From a jaxpr and its inputs' axis types to the jaxpr with all types derived from these."""

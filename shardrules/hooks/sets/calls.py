@@ -10,8 +10,6 @@ from shardrules.hooks.types.calls.opaque import OpaqueCall
 from shardrules.hooks.types.calls.pallas_call import PallasHooks
 from shardrules.hooks.types.calls.primitives import PrimitiveHooks
 
-__all__ = ["SetPallasHooks", "SetPrimitiveHooks"]
-
 
 class SetPallasHooks(PallasHooks):
     """Hooks on ``pallas_call``."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shardrules.hooks.cotangents.refusals import BOTH_USES, Refusals
 
-__all__ = ["SetRefusals"]
-
 
 class SetRefusals(Refusals):
     """Errors about a bwd's cotangents, without the forms that use a cast."""

@@ -32,9 +32,6 @@ from shardrules.hooks.types.calls.opaque import OpaqueCall, resolve
 from shardrules.hooks.types.redundant_casts import leave_out_zeros
 from shardrules.registry.axistypes import AxisType, Effect, Resolution
 
-__all__ = ["SetHooks", "SetVjpHooks"]
-
-
 # JAX's own, whose tables say less: a maximum within groups is each group's, and a generator without
 # a key draws on every device for itself.
 _BY_DEVICE = frozenset(("pmax", "pmin", "rng_uniform"))

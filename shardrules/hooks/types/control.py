@@ -20,8 +20,6 @@ from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.hooks.state import Hooks, State
 from shardrules.registry.axistypes import AxisType
 
-__all__ = ["ControlHooks"]
-
 
 class ControlHooks(Hooks):
     """Hooks on ``scan``, ``while_loop``, ``cond``, ``switch``, and what is made of them."""

@@ -22,8 +22,6 @@ from shardrules.hooks.types.calls.lowering import Lowering
 from shardrules.hooks.types.laws import DEFAULT, HIJAX, OURS, ROWS, USERS, Row
 from shardrules.hooks.types.owners import Owners
 
-__all__ = ["Funnel", "Law"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Law:

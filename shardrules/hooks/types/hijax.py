@@ -17,8 +17,6 @@ from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.registry.axistypes import show_axes
 
-__all__ = ["HijaxHooks"]
-
 
 class HijaxHooks(Hooks):
     """Hooks on the calls of hijax primitives."""

@@ -9,8 +9,6 @@ from shardrules.door import internals
 from shardrules.errors import AxisError
 from shardrules.registry.axistypes import show_axes
 
-__all__ = ["MARK", "mark", "retype_varying", "uncast"]
-
 MARK = "place_casts"
 
 

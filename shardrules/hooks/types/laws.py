@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["DEFAULT", "HIJAX", "OURS", "ROWS", "USERS", "Row"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:

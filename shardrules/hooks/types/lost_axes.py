@@ -18,8 +18,6 @@ from shardrules.hooks.types.identities import retype_varying
 from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.type_notes import TypeNoteHooks
 
-__all__ = ["LostAxesHooks"]
-
 
 class LostAxesHooks(Hooks):
     """Hooks on JAX's own primitives, and on a shard_map inside another."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from shardrules.door.internals import Door
 
-__all__ = ["Owners", "code_modules", "is_held_by_jax"]
-
 # What JAX's own functions are made of.
 _NEUTRAL = frozenset(("jax", "jaxlib", "shardrules", "numpy", "ml_dtypes")) | frozenset(
     sys.stdlib_module_names

@@ -19,8 +19,6 @@ from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.calls.annotations import note_cast
 
-__all__ = ["RedundantCastHooks", "leave_out_zeros"]
-
 # By JAX's names: to 0.5.3, and 0.6.0's.
 _CASTS_AND_SUMS = ("pbroadcast", "psum2", "pvary", "psum_invariant")
 

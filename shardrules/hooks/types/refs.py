@@ -22,8 +22,6 @@ from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.registry.axistypes import AxisType, show_axes
 
-__all__ = ["RefHooks", "check_written", "written", "written_variables"]
-
 
 def written(door: Door, effects: Iterable[Any]) -> set[Any]:
     """Return the positions of the inputs that effects write or add to."""

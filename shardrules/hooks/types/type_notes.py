@@ -21,8 +21,6 @@ from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.calls.annotations import tell
 from shardrules.registry.axistypes import show_axes
 
-__all__ = ["TypeNoteHooks"]
-
 # What JAX's messages about axis types hold, one or another of them (0.6 to 0.12).
 _OF_TYPES = ("out_specs", "varying", "vma", "manual_axis_type", "cotangent type", "{V:")
 _SHOWN = 5

@@ -25,8 +25,6 @@ from shardrules.hooks.types.calls.opaque import Contradiction, OpaqueCall
 from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.suggestions import is_library
 
-__all__ = ["check_annotations", "note_called", "note_cast", "note_results", "tell"]
-
 _OURS = os.path.join(os.path.dirname(sys.modules["shardrules"].__path__[0]), "shardrules", "")
 
 

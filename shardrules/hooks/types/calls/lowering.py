@@ -11,8 +11,6 @@ from shardrules.hooks.types.calls.opaque import confirm, find_rule, resolve, typ
 from shardrules.registry.axistypes import AxisType, Effect, format_effects
 from shardrules.registry.table import normalise
 
-__all__ = ["Lowering"]
-
 _ATTRIBUTES = "mhlo.frontend_attributes"  # what XLA prints as frontend_attributes={...}
 
 

@@ -38,8 +38,6 @@ from shardrules.hooks.types.refs import check_written
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import Binding, binding_of
 
-__all__ = ["MeshKernelHooks"]
-
 _PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a partial and under vmap
 
 

@@ -11,8 +11,6 @@ from shardrules.hooks.types.calls.opaque import OpaqueCall
 from shardrules.hooks.types.refs import written_variables
 from shardrules.registry.axistypes import AxisType, Effect
 
-__all__ = ["Kind", "Layout", "MeshKernel", "layout_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Kind:

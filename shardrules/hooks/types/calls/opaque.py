@@ -21,18 +21,6 @@ from shardrules.registry.table import Registration
 # What runs a Python function, whose name others may share, even where JAX doesn't say which.
 _OF_FUNCTIONS = ("pallas_call", "mpmd_map", "core_map")
 
-__all__ = [
-    "Call",
-    "OpaqueCall",
-    "confirm",
-    "find_rule",
-    "prove",
-    "resolve",
-    "to_paste",
-    "typed",
-    "types_of",
-]
-
 
 class Call(NamedTuple):
     """The identity of one opaque call: names for messages and for the registry."""

@@ -36,8 +36,6 @@ from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import Binding, Declared, binding_of
 from shardrules.registry.suggestions import module_at
 
-__all__ = ["PallasHooks"]
-
 
 def _module_of(function: Any) -> str:
     while isinstance(function, functools.partial):

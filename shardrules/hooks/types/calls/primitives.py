@@ -31,8 +31,6 @@ from shardrules.hooks.types.laws import USERS, Row
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import binding_of
 
-__all__ = ["PrimitiveHooks"]
-
 
 class _Noted(tuple):
     """Result avals with the user's annotations."""

@@ -20,8 +20,6 @@ from shardrules.hooks.state import Scope, State
 from shardrules.hooks.types.calls.opaque import OpaqueCall
 from shardrules.hooks.types.funnel import Funnel, Law
 
-__all__ = ["Carriers", "is_lent"]
-
 # Where users register the rules of their primitives.
 _TABLES = ("jax.interpreters.ad", "jax.interpreters.batching", "jax.interpreters.partial_eval")
 

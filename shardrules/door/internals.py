@@ -14,7 +14,7 @@ import functools
 import inspect
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules.door import versions
@@ -94,6 +94,10 @@ class Door:
             getattr(spec, "unreduced", frozenset()) or frozenset(),
             getattr(spec, "reduced", frozenset()) or frozenset(),
         )
+
+    def axis_types(self, avals: Iterable[Any]) -> tuple[AxisType, ...]:
+        """Return each aval's axis type."""
+        return tuple(map(self.axis_type, avals))
 
     def axes_of(self, aval: Any) -> frozenset[str] | None:
         """Return the axes over which an aval differs; None on a JAX whose avals have no types."""
@@ -226,6 +230,14 @@ class Door:
             "a value unreduced need JAX 0.8 or newer",
             axes=axes,
         )
+
+    def cast_all(self, trace: Any, values: Any, avals: Any, wants: Any) -> list[Any]:
+        """Cast operands that are bound in ``trace``; what is no array stays as it is."""
+        with self.set_current_trace(trace):
+            return [
+                self.cast(x, want) if isinstance(aval, self.ShapedArray) else x
+                for x, aval, want in zip(values, avals, wants)
+            ]
 
     def cast_outputs(self, jaxpr: Any, types: Sequence[AxisType], scope: str = "") -> Any:
         """Return a jaxpr whose outputs have these axis types, by casts at its end."""

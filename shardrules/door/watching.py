@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from shardrules.door import arguments as door
+from shardrules.door import compiled
 from shardrules.door.patching import Patches
 from shardrules.errors import UnsupportedJaxError
 
@@ -198,7 +198,7 @@ def _compiled_call(original: Any, self: Any, *args, **kwargs) -> Any:
     infos = jax.tree_util.tree_leaves(self.args_info)
     arguments = [
         _argument(name, leaf, info.donated)
-        for name, leaf, info in zip(door.argument_names(self), leaves, infos)
+        for name, leaf, info in zip(compiled.argument_names(self), leaves, infos)
     ]
     name = getattr(getattr(executable, "unsafe_call", None), "name", "a compiled function")
     with _told(listeners, name, arguments):

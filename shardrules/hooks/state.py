@@ -29,26 +29,22 @@ class Scope:
 
     active: bool = False  # whether the hooks act
     policy: str = "error"  # what happens to an opaque call without rule or proof
-    # the rule of the innermost op declared by ``@no_communication``, or None
-    binding: Binding | None = None
+    binding: Binding | None = None  # the rule of the innermost op declared by a decorator
     overlays: tuple[Overlay, ...] = ()  # the registry's scopes, outermost first
-    claims: Claims | None = None  # where the claims of ``already_summed`` are compared, or None
-    # where the hooks take notes of a trace that is for looking at only, or None
-    notes: Notes | None = None
-    prove: bool = True  # whether a kernel's own jaxpr may prove what nobody declares
+    claims: Claims | None = None  # where the claims of ``already_summed`` are compared
+    notes: Notes | None = None  # what is recorded of a trace that is only looked at
+    prove: bool = True  # whether a kernel's own jaxpr may prove its rule
     casts: str = "late"  # ``late``, where JAX puts them, or ``cheapest``
-    # what becomes of a shard_map whose check is off: ``leave``; ``check`` switches it on where that
-    # is equal; ``on`` and ``off`` inside of one that was decided
+    # What becomes of a shard_map whose check is off: ``leave``, or ``check``, which switches it on
+    # where that is equal; ``on`` and ``off`` inside one that was decided.
     unchecked: str = "leave"
-    # how many reverse passes there will be through what is traced here; counted where casts are
-    # placed
-    derivatives_count: int = 0
+    derivatives_count: int = 0  # reverse passes to come, counted where casts are placed
 
 
 class _Key:
     """One scope and registry version in JAX's trace key."""
 
-    # Compared by identity, which costs nothing: jit hashes its trace key at every call.
+    # Compared by identity, which is cheap: jit hashes its trace key at every call.
 
     __slots__ = ("__weakref__",)
 
@@ -56,48 +52,35 @@ class _Key:
 class _Here(threading.local):
     """The state of one thread."""
 
-    scope: Scope | None = None  # the scope that was entered, or None
-    # for each output of a kernel as it is converted, what the user wrote on it
-    annotations: list[Any]
-    kernel_annotations: tuple[Any, ...] = ()  # the same of the mesh kernel that is being called
-    # whether the check was on around the ``plgpu.kernel`` that is being called
-    checked: bool = False
-    # the primitive that is being bound and what is known of its call: what a transformation binds
-    # instead of it inside obeys the same rule
+    scope: Scope | None = None  # the scope that was entered
+    annotations: list[Any]  # the user's, for each output of a kernel whose shape was converted
+    kernel_annotations: tuple[Any, ...] = ()  # the user's, of the mesh kernel that is being called
+    checked: bool = False  # whether the check was on around the ``plgpu.kernel`` being called
+    # The primitive that is being bound, and its OpaqueCall: what a transformation binds in its
+    # place obeys the same rule.
     outer: tuple[Any, Any] = (None, None)
-    # a kernel's jaxpr, its operands' axis types and its outputs', while it is bound
+    # The jaxpr, the operands' and the outputs' axis types of the pallas_call that is being bound.
     settled: tuple[Any, Any, Any] = (None, None, None)
     lowering: Any = None  # the context of the opaque call that is being lowered
-    # operations whose results vary more than JAX says, in the shard_map here, or None
+    # In the current shard_map: where operations vary more than JAX says, and annotations that a
+    # kernel contradicts.
     type_notes: dict[tuple[str, frozenset[str]], Any] | None = None
-    # of the outputs that JAX's next error about out_specs is about, what it is to say of those
-    # operations, and their pytree with which of them vary too much, or None
-    refused: tuple[str, Any] = ("", None)
-    # annotations in the shard_map here that a kernel contradicts, or None
     contradictions: list[Any] | None = None
-    # where sums of cotangents are noted that a bwd is traced for alone, or None
-    heard: list[tuple[int, frozenset[str]]] | None = None
-    # where it is noted that a custom_vjp's forward takes gradients, or None
-    gradients: list[None] | None = None
-    # whether a linear program is being transposed whose casts were looked at
-    transposing: bool = False
-    transposed_in: Any = None  # the trace in which a cond's transpose is bound, or None
-    transposed: tuple[Any, ...] = ()  # the branches of that cond before
-    # the axes over which a custom_vjp's primals were cast, whose trees are asked for
-    widened: frozenset[str] = frozenset()
-    # the axes over which the primals of the bwd that runs vary too, and of these the ones over
-    # which they were cast
+    # For JAX's next error about out_specs: text about those operations, and a _Returned.
+    refused: tuple[str, Any] = ("", None)
+    summed: list[tuple[int, frozenset[str]]] | None = None  # positions and axes of bwd's sums
+    gradients: list[None] | None = None  # grows when something is differentiated in reverse
+    transposing: bool = False  # whether we are in a transposition whose casts are already placed
+    transposed_in: Any = None  # the trace in which a cond's transpose is bound
+    transposed: tuple[Any, ...] = ()  # the branches of that cond
+    widened: frozenset[str] = frozenset()  # the axes that a custom_vjp's primals were cast to
+    # The axes over which the primals of the running bwd vary too, and those they were cast to.
     primals_over: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    # avals of the primals of the custom_vjp that vmap is batching, or None
-    batched: list[Any] | None = None
-    # the bwds that run, outermost first, where replication sets are kept
-    running: tuple[Any, ...] = ()
-    # the sites of unchecked shard_maps inside of one that is looked at, or None
-    met: list[Any] | None = None
-    # errors of these, each with the innermost site that it came from
-    blamed: list[Any] = []
-    # its overlays, the scope outside of them, and that scope with them
-    under: tuple[Any, Any, Any] = (None, None, None)
+    batched: list[Any] | None = None  # avals of the primals of the custom_vjp in vmap
+    running: tuple[Any, ...] = ()  # with replication sets: the running bwds, outermost first
+    met: list[Any] | None = None  # sites of unchecked shard_maps inside one that is looked at
+    blamed: list[Any] = []  # errors of these, each with the innermost site that it came from
+    under: tuple[Any, Any, Any] = (None, None, None)  # overlays, a scope, that scope with them
 
     def __init__(self):
         self.annotations = []
@@ -105,8 +88,6 @@ class _Here(threading.local):
 
 class State:
     """The active scope of every thread."""
-
-    # registry: the declarations that the hooks ask.
 
     def __init__(self, registry: Registry):
         self.registry = registry
@@ -224,54 +205,24 @@ class State:
         finally:
             self.here.__dict__.update(before)
 
-    @contextlib.contextmanager
-    def recording_sums(self):
-        """Record which cotangents of a bwd are summed inside, by position, and over which axes."""
-        heard: list[tuple[int, frozenset[str]]] = []
-        with self.locally(heard=heard):
-            yield heard
-
-    def in_bwd(self):
-        """Return a context manager for a bwd's own code: its derivatives are its own."""
-        return self.locally(heard=None, transposing=False)
-
-    def in_transposition(self):
-        """Return a context manager in which ``transposing`` holds."""
-        return self.locally(transposing=True)
-
-    @property
-    def transposing(self) -> bool:
-        """Whether we are inside a transposition whose casts are already placed."""
-        return self.here.transposing
-
     def record_sum(self, index: int, axes: frozenset[str]) -> None:
         """Record that the hooks sum a bwd's cotangent, if anybody listens."""
-        if self.here.heard is not None:
-            self.here.heard.append((index, axes))
+        if self.here.summed is not None:
+            self.here.summed.append((index, axes))
 
     @contextlib.contextmanager
-    def recording_gradients(self, heard: list[None]):
-        """Record in ``heard`` that something inside is differentiated in reverse."""
+    def recording_gradients(self, gradients: list[None]):
+        """Add to ``gradients`` if something inside is differentiated in reverse."""
         outer = self.here.gradients
-        with self.locally(gradients=heard):
+        with self.locally(gradients=gradients):
             yield
         if outer is not None:
-            outer += heard
-
-    @property
-    def records_gradients(self) -> bool:
-        """Whether anybody listens for gradients."""
-        return self.here.gradients is not None
+            outer += gradients
 
     def record_gradient(self) -> None:
         """Record that something is differentiated in reverse, if anybody listens."""
         if self.here.gradients is not None:
             self.here.gradients.append(None)
-
-    @property
-    def widened(self) -> frozenset[str]:
-        """The axes over which the primals of the custom_vjp at hand were cast."""
-        return self.here.widened
 
     def widening(self, axes: frozenset[str], trees: Callable[[], Any]) -> Callable[[], Any]:
         """Return a custom_vjp's trees for primals that were cast to vary over ``axes`` too."""

@@ -91,12 +91,12 @@ def _leaves(found: programs.Program, args: tuple, kwargs: dict):
     arguments = results = None
     shared: list[list[int]] = []
     if found.compiled is not None:
-        from shardrules.door import arguments as door
+        from shardrules.door import compiled
 
-        if (told := door.argument_leaves(found.compiled)) is not None:
+        if (told := compiled.argument_leaves(found.compiled)) is not None:
             arguments = [donation.Argument(*leaf) for leaf in told]
-            shared = door.shared_buffers(found.compiled, args, kwargs) if args or kwargs else []
-        if (given := door.result_leaves(found.compiled)) is not None:
+            shared = compiled.shared_buffers(found.compiled, args, kwargs) if args or kwargs else []
+        if (given := compiled.result_leaves(found.compiled)) is not None:
             results = [donation.Result(*leaf) for leaf in given]
     return arguments, results, shared
 

@@ -91,10 +91,10 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
       {'': 'P()'}
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    from shardrules.door import arguments as door
+    from shardrules.door import compiled
 
     found = programs.read(program, args, kwargs)
-    outputs = None if found.compiled is None else door.placed_results(found.compiled)
+    outputs = None if found.compiled is None else compiled.placed_results(found.compiled)
     if outputs is None:
         raise ShardrulesError(
             f"{found.name} does not say how its outputs are sharded; pass the function with its "

@@ -10,8 +10,7 @@ from typing import Any
 from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import donation
-from shardrules.door import arguments as door
-from shardrules.door import watching
+from shardrules.door import compiled, watching
 from shardrules.errors import ShardrulesError, SteadyStateError
 
 __all__ = ["SteadyState", "steady_state"]
@@ -214,8 +213,8 @@ class SteadyState:
 def _why_kept(arguments: list[watching.Argument], executable: Any) -> list[str]:
     """Return why each argument's memory was not taken, as if it had been donated."""
     rows = [(a.path, a.donated, a.array.aval) for a in arguments]
-    told = door.kept_leaves(executable, rows)
-    text = door.executable_text(executable)
+    told = compiled.kept_leaves(executable, rows)
+    text = compiled.executable_text(executable)
     if told is None or text is None:
         return ["the program does not say why"] * len(arguments)
     leaves = donation.read(hlo.parse(text), [donation.Argument(*leaf) for leaf in told])

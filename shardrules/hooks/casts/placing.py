@@ -48,13 +48,13 @@ class CastHooks(Hooks):
 
     def _run(self, transpose, jaxpr, transform_stack, consts, primals_in, *rest, **kwargs):
         self.state.record_gradient()
-        if not self.state.transposing and self.door.checking():
+        if not self.state.here.transposing and self.door.checking():
             asked = self._asked(jaxpr)
             if not asked and self.state.scope.notes is None:
                 return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
             cotangents = rest[0] if rest else next(iter(kwargs.values()))
             # What is transposed inside was looked at as a part of it.
-            with self.state.in_transposition():
+            with self.state.locally(transposing=True):
                 placed = self._placed(jaxpr, [*consts, *primals_in], cotangents, asked)
                 if not asked:
                     placed = jaxpr
@@ -173,11 +173,12 @@ class CastHooks(Hooks):
             return [x for x, zero in zip(returned, zeros) if not zero]
 
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        with self.state.recording_sums() as heard:
+        recorded: list[tuple[int, frozenset[str]]] = []  # positions and axes of bwd's own sums
+        with self.state.locally(summed=recorded):
             traced = jax.make_jaxpr(run)(*structs)
         variables = traced.jaxpr.invars  # from JAX 0.11 what it closes over stands first
         by_itself = linear_in(traced.jaxpr, variables[len(variables) - len(eqn.outvars) :])
-        summed: dict[int, frozenset[str]] = dict(heard)
+        summed: dict[int, frozenset[str]] = dict(recorded)
         indices = [i for i, zero in enumerate(absent_tangents(eqn)) if not zero]
         sums = [
             (math.prod(atom.aval.shape) * atom.aval.dtype.itemsize, summed[i])

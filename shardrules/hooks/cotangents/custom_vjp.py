@@ -200,7 +200,7 @@ class CustomVjpHooks(Hooks):
             if not self.door.checking():
                 return bwd(*args)
             run = Bwd(self, bwd, parts, args)
-            with self.state.in_bwd():
+            with self.state.locally(summed=None, transposing=False):
                 cotangents = run.cotangents()
                 if self.state.scope.notes is not None:
                     self.state.scope.notes.doubts += filter(None, [doubt(run, cotangents)])

@@ -33,7 +33,7 @@ class WidenedFwd:
         flat, trees = self.door.flatten_fwd(seen, *others, self._typed_as(primal), **options)
 
         def known():  # JAX's own knows those of the last run alone
-            axes = self.state.widened
+            axes = self.state.here.widened
             return self._known[axes] if axes in self._known else trees()
 
         return self.door.transformation(self._run)(flat, trees), known

@@ -41,7 +41,7 @@ from shardrules.hooks.explain.explanation import (
 from shardrules.hooks.install import held, state
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT
-from shardrules.hooks.types.calls.opaque import confirm, to_paste, types_of
+from shardrules.hooks.types.calls.opaque import confirm, to_paste
 from shardrules.registry.axistypes import show_axes
 from shardrules.registry.suggestions import is_library
 
@@ -264,7 +264,7 @@ class _Walk:
         elif place.checked and (call.primitive, call.name, call.place) not in self.unknown:
             status = "own types"
         avals = [[v.aval for v in side] for side in (eqn.invars, eqn.outvars)]
-        inputs, outputs = (types_of(self.door, side) for side in avals)
+        inputs, outputs = (self.door.axis_types(side) for side in avals)
         self.calls.append(
             ExplainedCall(
                 kernel=call.name,

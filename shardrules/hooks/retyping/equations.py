@@ -12,7 +12,6 @@ from typing import Any
 from shardrules.door.jaxprs import TO_VARYING, inner_jaxprs, is_inexact, widened
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
-from shardrules.hooks.types.calls.opaque import types_of
 from shardrules.registry.axistypes import AxisType, show_axes
 
 
@@ -39,7 +38,7 @@ class Equation:
     @property
     def types(self) -> list[AxisType]:
         """The operands' axis types."""
-        return [*types_of(self.door, (atom.aval for atom in self.operands))]
+        return [*self.door.axis_types(atom.aval for atom in self.operands)]
 
     def retyped(self) -> list[Any]:
         """Return the equations that replace this one."""
@@ -53,7 +52,7 @@ class Equation:
             return self._operation()
         renewal = caller.retyped(self.types, self.what)
         if renewal is None:
-            return self._done({}, types_of(self.door, (var.aval for var in eqn.outvars)))
+            return self._done({}, self.door.axis_types(var.aval for var in eqn.outvars))
         self._cast(renewal.operands)
         return self._done(renewal.changes, renewal.results)
 
@@ -94,7 +93,7 @@ class Equation:
                 else type(error).__name__
             ) from error
         avals = avals if eqn.primitive.multiple_results else [avals]
-        return self._done({}, types_of(self.door, avals))
+        return self._done({}, self.door.axis_types(avals))
 
     def _sums_unseen(self) -> bool:
         """Whether an author's function that no rule describes gives the cotangents."""
@@ -117,7 +116,7 @@ class Equation:
             *(
                 new.varying - old.varying
                 for new, old in zip(
-                    self.types, types_of(self.door, (atom.aval for atom in self.eqn.invars))
+                    self.types, self.door.axis_types(atom.aval for atom in self.eqn.invars)
                 )
             )
         )

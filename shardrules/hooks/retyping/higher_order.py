@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardrules.door.jaxprs import inner_jaxprs, opened, scan_counts, widened
-from shardrules.hooks.types.calls.opaque import types_of
 from shardrules.registry.axistypes import AxisType
 
 _THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # of custom_vjp and custom_jvp
@@ -44,7 +43,7 @@ class HigherOrderOp:
 
         def entering(key):
             inner = params[key][0] if key == "branches" else params[key]
-            return types_of(retyping.door, (var.aval for var in opened(inner).invars))
+            return retyping.door.axis_types(var.aval for var in opened(inner).invars)
 
         if primitive.name == "cond":
             predicate = retyping.door.axis_type(avals[0])  # whatever it is
@@ -136,10 +135,10 @@ class _LinearSolve(_Alike):
         traced: list[AxisType] = []
         for jaxpr, count in zip(params["jaxprs"], params["const_lengths"]):
             if jaxpr is not None:
-                entering = types_of(retyping.door, (var.aval for var in opened(jaxpr).invars))
+                entering = retyping.door.axis_types(var.aval for var in opened(jaxpr).invars)
                 traced += entering[:count]
         solve, count = opened(params["jaxprs"].solve), params["const_lengths"].solve
-        traced += types_of(retyping.door, (var.aval for var in solve.invars[count:]))
+        traced += retyping.door.axis_types(var.aval for var in solve.invars[count:])
         return cls(retyping, params, traced)
 
     def retyped(self, types, what):
@@ -148,7 +147,7 @@ class _LinearSolve(_Alike):
         new = []
         for each in jaxprs:
             if each is not None:
-                entering = types_of(door, (var.aval for var in opened(each).invars))
+                entering = door.axis_types(var.aval for var in opened(each).invars)
                 each = retyping.jaxpr(each, [widened(one, axes) for one in entering], what)
                 each = door.cast_outputs(
                     each, [widened(one, axes) for one in retyping.results(each)]

@@ -38,7 +38,6 @@ from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import note_called, note_cast
-from shardrules.hooks.types.calls.opaque import types_of
 from shardrules.hooks.types.funnel import Funnel
 from shardrules.hooks.types.type_notes import TypeNoteHooks
 from shardrules.registry.axistypes import AxisType
@@ -77,7 +76,7 @@ class ReplayHooks(Hooks):
         """Bind a primitive that calls jaxprs, fitted to its operands."""
         if not self.acts:
             return rest(primitive, trace, args, params)
-        if self.state.records_gradients and any(map(gradient_sums, inner_jaxprs(params))):
+        if self.state.here.gradients is not None and any(map(gradient_sums, inner_jaxprs(params))):
             self.state.record_gradient()  # one that a jit took, traced before
         fitted = self._fitted(primitive, trace, args, params)
         if fitted is None:
@@ -137,7 +136,7 @@ class ReplayHooks(Hooks):
         @functools.wraps(original)
         def eval_jaxpr(jaxpr, consts, *args, **options):
             if self.acts:
-                if self.state.records_gradients and gradient_sums(jaxpr):
+                if self.state.here.gradients is not None and gradient_sums(jaxpr):
                     self.state.record_gradient()  # one that was taken before
                 values = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args))
                 self.retyping.check_gradients(
@@ -154,7 +153,7 @@ class ReplayHooks(Hooks):
         door = self.door
         if primitive.name in TO_VARYING:
             return self._cast_rest(primitive, args, params, error)
-        types = types_of(door, map(door.typeof, args))
+        types = door.axis_types(map(door.typeof, args))
         axes = frozenset().union(*(one.varying for one in types))
         if primitive.name not in CASTS:
             # What is no cast and names axes is a collective: JAX's cast what they take, too.
@@ -169,7 +168,7 @@ class ReplayHooks(Hooks):
 
     def _cast_rest(self, primitive, args, params, error):
         """Cast over the axes over which a value doesn't vary yet."""
-        have = types_of(self.door, map(self.door.typeof, args))
+        have = self.door.axis_types(map(self.door.typeof, args))
         if not any(one.varying & named_axes(params) for one in have):
             raise error
         cast = self._cast(args, [widened(one, named_axes(params)) for one in have])
@@ -193,7 +192,7 @@ class ReplayHooks(Hooks):
         caller = HigherOrderOp.of(self.retyping, primitive, params, avals)
         if caller is None:
             return None
-        have = [*types_of(self.door, avals)]
+        have = [*self.door.axis_types(avals)]
         types = [
             want if self.door.can_cast(aval) else one
             for want, one, aval in zip(caller.wanted(have), have, avals)
@@ -235,7 +234,7 @@ class ReplayHooks(Hooks):
         jaxpr = params["call_jaxpr"]
         functions = new["subfuns"] if isinstance(new, dict) else new[0]
         fun, fwd, bwd = functions
-        run = _Replayed(self.retyping, bwd, types_of(self.door, jaxpr.in_avals))
+        run = _Replayed(self.retyping, bwd, self.door.axis_types(jaxpr.in_avals))
         functions = type(functions)((fun, fwd, self.door.wrapped(run, bwd)))
         return {**new, "subfuns": functions} if isinstance(new, dict) else (functions, new[1])
 
@@ -244,7 +243,7 @@ class ReplayHooks(Hooks):
         bwd = (params.get("subfuns") or args)[2]
         run = getattr(bwd, "f", bwd)
         if isinstance(run, _Replayed) and self.acts:
-            have = types_of(self.door, map(self.door.typeof, args[first:]))
+            have = self.door.axis_types(map(self.door.typeof, args[first:]))
             gained = [one.varying - traced.varying for one, traced in zip(have, run.traced)]
             run.axes = frozenset().union(*gained)
             # bwd is run for primals that vary as those it knows, and all of them over these axes.

@@ -32,7 +32,6 @@ from shardrules.errors import AxisError
 from shardrules.hooks.retyping.equations import Equation
 from shardrules.hooks.retyping.marks import Mark
 from shardrules.hooks.state import Hooks, State
-from shardrules.hooks.types.calls.opaque import types_of
 from shardrules.registry.axistypes import AxisType, show_axes
 
 
@@ -178,7 +177,7 @@ class Retyping(Hooks):
 
     def results(self, jaxpr: Any) -> tuple[AxisType, ...]:
         """Return the types of a jaxpr's outputs."""
-        return types_of(self.door, (var.aval for var in opened(jaxpr).outvars))
+        return self.door.axis_types(var.aval for var in opened(jaxpr).outvars)
 
     # A jaxpr.
 

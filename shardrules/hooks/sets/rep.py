@@ -243,16 +243,7 @@ class SetHooks(Hooks):
         types = tuple(_type(mesh, rep) for rep in in_rep)
         count = self._output_count(primitive, avals, params)
         with self.door.over_axes(tuple(mesh.axis_names)):
-            resolution = resolve(
-                self.door,
-                self.state,
-                known.governing(self.state),
-                known.call,
-                known.found,
-                types,
-                count,
-                known.audit,
-            )
+            resolution = resolve(self.door, self.state, known, types, count)
         partial = [t for t in resolution.outputs if t.unreduced or t.reduced]
         if partial:
             assert known.found is not None, "only a rule makes partial sums"

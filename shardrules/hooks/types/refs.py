@@ -17,7 +17,6 @@ from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
 from shardrules.errors import RefError
 from shardrules.hooks.state import Hooks
-from shardrules.hooks.types.calls.opaque import types_of
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.registry.axistypes import AxisType, show_axes
@@ -112,7 +111,7 @@ class RefHooks(Hooks):
         """Let a value that an index picks vary as the index does."""
         out, effects = answer
         have = self.door.axis_type(out)
-        index = _union(types_of(self.door, avals[1:]))
+        index = _union(self.door.axis_types(avals[1:]))
         return self.door.with_axis_type(out, have.vary(*(index - have.varying))), effects
 
     def _store(self, avals) -> None:
@@ -123,7 +122,7 @@ class RefHooks(Hooks):
             self.door,
             "an index",
             ref,
-            AxisType(_union(types_of(self.door, indices))),
+            AxisType(_union(self.door.axis_types(indices))),
             which="that it stores to",
             stored=False,
         )
@@ -208,7 +207,7 @@ class RefHooks(Hooks):
             avals = [variable.aval for variable in jaxpr.invars]
             extra = [
                 types.varying - self.door.axis_type(ref).varying
-                for types, ref in zip(types_of(self.door, map(self.door.typeof, args)), avals)
+                for types, ref in zip(self.door.axis_types(map(self.door.typeof, args)), avals)
             ]
             with self.door.set_current_trace(trace):
                 if any(extra):

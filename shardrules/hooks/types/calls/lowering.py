@@ -6,8 +6,8 @@ import contextlib
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.hooks.state import Scope, State
-from shardrules.hooks.types.calls.opaque import confirm, find_rule, resolve, types_of
+from shardrules.hooks.state import State
+from shardrules.hooks.types.calls.opaque import confirm, resolve
 from shardrules.registry.axistypes import AxisType, Effect, format_effects
 from shardrules.registry.table import normalise
 
@@ -54,8 +54,8 @@ class Lowering:
         if not calls:
             return
         mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-        # A proof is found once, by the kernel's jaxpr, which is not at hand here.
-        found = kernel.found or find_rule(kernel.call, kernel.scope or Scope(), self.state)
+        kernel.settle(self.state)
+        found = kernel.found
         tag = {"shardrules.kernel": normalise(kernel.call.name)}
         effects = None if found is None else self._effects(ctx, kernel, found)
         if found is not None:
@@ -78,11 +78,9 @@ class Lowering:
 
     def _effects(self, ctx, kernel, found) -> tuple[Effect, ...]:
         count = kernel.answer_count(len(ctx.avals_out))
-        types = types_of(self.door, ctx.avals_in)
+        types = self.door.axis_types(ctx.avals_in)
         if any(t.axes for t in types):
-            effects = resolve(
-                self.door, self.state, kernel.scope, kernel.call, found, types, count
-            ).effects
+            effects = resolve(self.door, self.state, kernel, types, count).effects
         else:  # the check is off: only what needs no types is known
             effects = kernel.effects or found.rule.effects(count) or (Effect("unknown"),) * count
         return kernel.placed(effects, len(ctx.avals_out))

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
@@ -22,20 +22,11 @@ from shardrules.door.places import PALLAS, PALLAS_GPU_CORE
 from shardrules.errors import RegistrationError
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
-from shardrules.hooks.types.calls.mesh_layout import Kind, Layout, MeshKernel, layout_of
-from shardrules.hooks.types.calls.opaque import (
-    Call,
-    confirm,
-    find_rule,
-    prove,
-    resolve,
-    typed,
-    types_of,
-)
+from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
-from shardrules.hooks.types.refs import check_written
-from shardrules.registry.axistypes import AxisType
+from shardrules.hooks.types.refs import check_written, written_variables
+from shardrules.registry.axistypes import AxisType, Effect
 from shardrules.registry.binding import Binding, binding_of
 
 _PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a partial and under vmap
@@ -49,6 +40,18 @@ class _Source:
     jaxpr: Any = None  # the jaxpr, or None
 
 
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How to read the parameters of one of the two primitives."""
+
+    jaxprs: Callable[[dict], Sequence[Any]]  # one for each group of cores
+    # from a jaxpr and a number of operands to its variables for them
+    operands: Callable[[Any, int], Sequence[Any]]
+    out_avals: Callable[[dict], Sequence[Any]]  # the avals of the arrays that it returns
+    # from such an array's position to that of the operand that it overwrites
+    aliases: Callable[[dict], dict[int, int]]
+
+
 _KINDS = {
     "mpmd_map": Kind(
         lambda p: p["jaxprs"],
@@ -60,6 +63,79 @@ _KINDS = {
         lambda p: (p["jaxpr"],), lambda jaxpr, count: jaxpr.constvars, lambda p: (), lambda p: {}
     ),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The outputs that a call's rule answers for: what the kernel writes."""
+
+    # for each returned array the position of the rule's answer, None where the kernel leaves the
+    # operand as it is (a ref that was discharged and is read only)
+    answers: tuple[int | None, ...]
+    # for each returned array the operand that it overwrites, or None
+    overwritten: tuple[int | None, ...]
+    refs: tuple[int, ...]  # the operands that are refs and are written; their answers come last
+    operand_count: int  # how many operands there are
+
+    @property
+    def count(self) -> int:
+        """How many answers the rule gives."""
+        return sum(answer is not None for answer in self.answers) + len(self.refs)
+
+    def types(self, answered: Sequence[AxisType], inputs: Sequence[AxisType]) -> list[AxisType]:
+        """Return the type of each returned array."""
+        types = []
+        for answer, operand in zip(self.answers, self.overwritten):
+            if operand is None:
+                assert answer is not None, "only what overwrites an operand is left as it is"
+                types.append(answered[answer])
+            elif answer is None:
+                types.append(inputs[operand])
+            else:  # was a ref, and keeps its type: what is written to it is no wider
+                types.append(inputs[operand].vary(*answered[answer].varying))
+        return types
+
+
+@dataclasses.dataclass
+class MeshKernel(OpaqueCall):
+    """An opaque call that is a mesh kernel."""
+
+    layout: Layout | None = None  # as it was last bound
+
+    def answer_count(self, output_count: int) -> int:
+        """Return how many results the rule answers for: those that the kernel writes."""
+        if self.layout is None or len(self.layout.answers) != output_count:
+            return output_count
+        return self.layout.count
+
+    def placed(self, effects: tuple[Effect, ...], output_count: int) -> tuple[Effect, ...]:
+        """Return the effect on each output; one that the kernel doesn't write has none."""
+        if self.layout is None or len(self.layout.answers) != output_count:
+            return effects
+        return tuple(
+            Effect("local") if answer is None else effects[answer] for answer in self.layout.answers
+        )
+
+
+def layout_of(door: Door, kind: Kind, params: dict[str, Any], avals: Sequence[Any]) -> Layout:
+    """Return the outputs that a call's rule answers for."""
+    stored = {
+        at
+        for jaxpr in kind.jaxprs(params)
+        for at, variable in enumerate(kind.operands(jaxpr, len(avals)))
+        if variable in written_variables(door, jaxpr)
+    }
+    aliases = kind.aliases(params)
+    answers: list[int | None] = []
+    count = 0
+    for out in range(len(kind.out_avals(params))):
+        answered = out not in aliases or aliases[out] in stored
+        answers.append(count if answered else None)
+        count += answered
+    refs = tuple(
+        at for at, aval in enumerate(avals) if isinstance(aval, door.AbstractRef) and at in stored
+    )
+    return Layout(tuple(answers), tuple(map(aliases.get, range(len(answers)))), refs, len(avals))
 
 
 class MeshKernelHooks(Hooks):
@@ -207,8 +283,8 @@ class MeshKernelHooks(Hooks):
             import jax
 
             call = params["call"]
-            have = types_of(self.door, map(self.door.typeof, args))
-            if have != types_of(self.door, call.in_avals):
+            have = self.door.axis_types(map(self.door.typeof, args))
+            if have != self.door.axis_types(call.in_avals):
                 with self.door.set_current_trace(trace):
                     call = jax.make_jaxpr(jax.extend.core.jaxpr_as_fun(call))(*args)
                 params = {**params, "call": call}
@@ -234,10 +310,7 @@ class MeshKernelHooks(Hooks):
                 else dataclasses.replace(made_of, annotations=(), layout=None)
             )
             self._kernels[jaxprs[0]] = known
-        if known.scope is None:
-            known.scope = self.state.scope
-        if known.found is None:
-            known.found = find_rule(known.call, known.scope, self.state)
+        known.settle(self.state)
         return known
 
     def _proven(self, primitive: Any, params: dict[str, Any], known: MeshKernel) -> MeshKernel:
@@ -284,13 +357,11 @@ class MeshKernelHooks(Hooks):
                 if not all(map(only_touches_refs, kind.jaxprs(params))):
                     confirm(known, self.state, primitive.name, params, layout.operand_count)
                 check_annotations(self.door, self.state, known, tuple(types))
-            with self.door.set_current_trace(trace):
-                args = [
-                    self.door.cast(x, want)
-                    if self.door.can_cast(aval) and at not in layout.overwritten
-                    else x
-                    for at, (x, aval, want) in enumerate(zip(args, avals, resolution.inputs))
-                ]
+            wants = list(resolution.inputs)
+            for at in layout.overwritten:
+                if at is not None:
+                    wants[at] = self.door.axis_type(avals[at])
+            args = self.door.cast_all(trace, args, avals, wants)
             if layout.answers:
                 # Into the call too, so that a jaxpr that outlives the hooks keeps its types.
                 out_avals = typed(self.door, known, params["out_avals"], tuple(types))
@@ -335,17 +406,8 @@ class MeshKernelHooks(Hooks):
         return self.door.with_axis_type(aval, AxisType())
 
     def _resolve(self, known: MeshKernel, layout: Layout, avals: Sequence[Any]):
-        inputs = types_of(self.door, avals)
-        resolution = resolve(
-            self.door,
-            self.state,
-            known.governing(self.state),
-            known.call,
-            known.found,
-            inputs,
-            layout.count,
-            known.audit,
-        )
+        inputs = self.door.axis_types(avals)
+        resolution = resolve(self.door, self.state, known, inputs, layout.count)
         return resolution, layout.types(resolution.outputs, inputs)
 
 

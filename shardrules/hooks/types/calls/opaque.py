@@ -81,6 +81,13 @@ class OpaqueCall:
         """Return the effect on each output, from the rule's answers."""
         return effects
 
+    def settle(self, state: State) -> None:
+        """Set the scope and the declaration, once there are any."""
+        if self.scope is None:
+            self.scope = state.scope
+        if self.found is None:
+            self.found = find_rule(self.call, self.scope, state)
+
     def governing(self, state: State) -> Scope:
         """Return the scope whose policy and rules the call obeys."""
         return self.scope if self.scope is not None and self.scope.active else state.scope
@@ -154,11 +161,6 @@ def confirm(
         known.found = dataclasses.replace(found, status="audited")
 
 
-def types_of(door: Door, avals: Any) -> tuple[AxisType, ...]:
-    """Return each aval's axis type."""
-    return tuple(map(door.axis_type, avals))
-
-
 def _everywhere(context: RuleContext):
     everywhere = AxisType(frozenset(context.mesh_axes))
     return [everywhere] * len(context.inputs), [everywhere] * context.output_count
@@ -168,17 +170,10 @@ _UNKNOWN = Rule("varying", _everywhere, lambda count: (Effect("unknown"),) * cou
 
 
 def resolve(
-    door: Door,
-    state: State,
-    scope: Scope,
-    call: Call,
-    found: Registration | None,
-    inputs: tuple[AxisType, ...],
-    output_count: int,
-    audit: Any = None,
+    door: Door, state: State, known: OpaqueCall, inputs: tuple[AxisType, ...], output_count: int
 ) -> Resolution:
     """Apply a call's rule to the types of its operands."""
-    axes = door.manual_axes()
+    call, found, axes = known.call, known.found, door.manual_axes()
     kept = None if found is None else found.rule.kept(inputs, output_count, axes)
     if kept is not None:
         return kept
@@ -187,11 +182,12 @@ def resolve(
     context = RuleContext(call.name, inputs, output_count, axes)
     if found is not None:
         return _answer(call, found, context)
+    scope = known.governing(state)
     if scope.policy == "error":
-        raise _unknown(call, context, state, audit)
+        raise _unknown(call, context, state, known.audit)
     if scope.policy == COLLECT:
         assert scope.notes is not None, "who collects takes notes"
-        scope.notes.unknown.append((call, inputs, to_paste(call, audit, axes)))
+        scope.notes.unknown.append((call, inputs, to_paste(call, known.audit, axes)))
         return no_communication.resolve(context)
     if scope.policy == "warn":
         warnings.warn(

@@ -19,16 +19,7 @@ from shardrules.door.outlived import TellingTuple
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations, note_results
-from shardrules.hooks.types.calls.opaque import (
-    Call,
-    OpaqueCall,
-    confirm,
-    find_rule,
-    prove,
-    resolve,
-    typed,
-    types_of,
-)
+from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.hooks.types.refs import check_written, written_variables
@@ -140,10 +131,7 @@ class PallasHooks(Hooks):
             else:
                 kernel = OpaqueCall(Call("pallas_call", name, place, module_at(place)))
             self._kernels[jaxpr] = kernel
-        if kernel.scope is None:
-            kernel.scope = self.state.scope
-        if kernel.found is None:
-            kernel.found = find_rule(kernel.call, kernel.scope, self.state)
+        kernel.settle(self.state)
         if kernel.found is None and kernel.active(self.state):
             prove(kernel, self.state, "pallas_call", params, 0)
         return kernel
@@ -167,18 +155,13 @@ class PallasHooks(Hooks):
         settled = (None, None, None)
         if self.door.checking():
             avals = tuple(map(self.door.typeof, args))
-            inputs = types_of(self.door, avals)
-            resolution = self._resolve(kernel, inputs, len(params["out_avals"]))
+            inputs = self.door.axis_types(avals)
+            count = len(params["out_avals"])
+            resolution = resolve(self.door, self.state, kernel, inputs, count)
             if first and kernel.annotations:
                 check_annotations(self.door, self.state, kernel, resolution.outputs)
             if inputs != resolution.inputs:
-                with self.door.set_current_trace(trace):
-                    args = [
-                        x
-                        if have is want or isinstance(aval, self.door.AbstractRef)
-                        else self.door.cast(x, want)
-                        for x, aval, have, want in zip(args, avals, inputs, resolution.inputs)
-                    ]
+                args = self.door.cast_all(trace, args, avals, resolution.inputs)
             # Written into the call too, so that a jaxpr that outlives the hooks keeps its types.
             params = {
                 **params,
@@ -213,7 +196,7 @@ class PallasHooks(Hooks):
             outputs, effects = evaluate(*avals, **params)
             if not self.door.checking():
                 return outputs, effects
-            inputs, jaxpr = types_of(self.door, avals), params["jaxpr"]
+            inputs, jaxpr = self.door.axis_types(avals), params["jaxpr"]
             known, had, types = self.state.here.settled
             if known is jaxpr and had == inputs:
                 kernel = self.state.here.outer[1]
@@ -221,7 +204,7 @@ class PallasHooks(Hooks):
                 return outputs, effects
             else:
                 kernel = self.kernel_of(params)
-                types = self._resolve(kernel, inputs, len(outputs)).outputs
+                types = resolve(self.door, self.state, kernel, inputs, len(outputs)).outputs
             if jaxpr.constvars:
                 self._check_refs(kernel, jaxpr, avals, types)
             return typed(self.door, kernel, outputs, types), effects
@@ -234,21 +217,11 @@ class PallasHooks(Hooks):
         """Raise if a kernel may store varying data into a closed-over ref that varies less."""
         # A rule speaks for the arrays that a kernel returns, not for what it stores.
         stored = written_variables(self.door, jaxpr)
-        varying = frozenset().union(*(one.varying for one in (*types_of(self.door, avals), *types)))
+        varying = frozenset().union(
+            *(one.varying for one in (*self.door.axis_types(avals), *types))
+        )
         for variable, ref in zip(jaxpr.constvars, avals):  # these operands come first
             if variable in stored:
                 check_written(
                     self.door, f"what {kernel.call} stores", ref, AxisType(varying), stored=False
                 )
-
-    def _resolve(self, kernel: OpaqueCall, inputs: tuple[AxisType, ...], output_count: int):
-        return resolve(
-            self.door,
-            self.state,
-            kernel.governing(self.state),
-            kernel.call,
-            kernel.found,
-            inputs,
-            output_count,
-            kernel.audit,
-        )

@@ -17,14 +17,7 @@ from shardrules.door.patching import Patches
 from shardrules.errors import CotangentError
 from shardrules.hooks.state import COLLECT, Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations
-from shardrules.hooks.types.calls.opaque import (
-    Call,
-    OpaqueCall,
-    find_rule,
-    resolve,
-    typed,
-    types_of,
-)
+from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, resolve, typed
 from shardrules.hooks.types.calls.scoped_primitives import Carriers, is_lent
 from shardrules.hooks.types.funnel import Funnel, Law
 from shardrules.hooks.types.laws import USERS, Row
@@ -209,7 +202,6 @@ class PrimitiveHooks(Hooks):
         outer, known = self.state.here.outer
         if outer is primitive and known.call.name == names[0]:
             return dataclasses.replace(known, annotations=())
-        scope = self.state.scope
         code = getattr(function, "__code__", None)
         call = Call(
             primitive.name,
@@ -220,9 +212,9 @@ class PrimitiveHooks(Hooks):
             primitive,
             names[1:],
         )
-        return OpaqueCall(
-            call, getattr(results, "notes", ()), find_rule(call, scope, self.state), scope
-        )
+        known = OpaqueCall(call, getattr(results, "notes", ()))
+        known.settle(self.state)
+        return known
 
     # Rewrite and check.
 
@@ -270,14 +262,10 @@ class PrimitiveHooks(Hooks):
         count = 1 if results is None else len(results)
         if results is None and primitive.multiple_results:
             count = len(self._own_answer(primitive, avals, params))
-        resolution = self._resolve(known, avals, count)
+        resolution = resolve(self.door, self.state, known, self.door.axis_types(avals), count)
         if not isinstance(results, _Settled):
             check_annotations(self.door, self.state, known, resolution.outputs)
-        with self.door.set_current_trace(trace):
-            args = [
-                self.door.cast(x, want) if self.door.can_cast(aval) else x
-                for x, aval, want in zip(args, avals, resolution.inputs)
-            ]
+        args = self.door.cast_all(trace, args, avals, resolution.inputs)
         if results is not None:
             settled = _Settled(typed(self.door, known, results, resolution.outputs))
             settled.known = known
@@ -303,7 +291,8 @@ class PrimitiveHooks(Hooks):
             if listed and known.active(self.state):
                 wide = self._is_wide(avals, listed)
                 if not (wide and known.found is None and self._may_answer(kind, known)):
-                    resolution = self._resolve(known, avals, len(listed))
+                    inputs = self.door.axis_types(avals)
+                    resolution = resolve(self.door, self.state, known, inputs, len(listed))
                     listed = typed(self.door, known, listed, resolution.outputs)
             return (listed if several else listed[0]), effects
 
@@ -317,22 +306,11 @@ class PrimitiveHooks(Hooks):
 
     def _is_wide(self, avals, outputs) -> bool:
         """Whether the results vary as those of a kernel that doesn't communicate would."""
-        types = types_of(self.door, outputs)
-        union = frozenset().union(*(t.varying for t in types_of(self.door, avals)))
+        types = self.door.axis_types(outputs)
+        union = frozenset().union(*(t.varying for t in self.door.axis_types(avals)))
         return all(union <= t.varying for t in types) and any(t.axes for t in types)
 
     def _may_answer(self, kind: _Kind, known: OpaqueCall) -> bool:
         """Whether a call without a rule may keep its own abstract eval's types, if wide enough."""
         # A user's primitive may know about axis types. Its inputs are then its own to cast.
         return kind.own and known.governing(self.state).policy in ("error", COLLECT)
-
-    def _resolve(self, known: OpaqueCall, avals, output_count: int):
-        return resolve(
-            self.door,
-            self.state,
-            known.governing(self.state),
-            known.call,
-            known.found,
-            types_of(self.door, avals),
-            output_count,
-        )

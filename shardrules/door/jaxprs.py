@@ -53,6 +53,16 @@ def widened(have: AxisType, axes: Iterable[str]) -> AxisType:
     return have.vary(*(frozenset(axes) - have.unreduced))
 
 
+def union(types: Iterable[AxisType]) -> frozenset[str]:
+    """Return the axes over which any of the types varies."""
+    return frozenset().union(*(one.varying for one in types))
+
+
+def gained(types: Iterable[AxisType], before: Iterable[AxisType]) -> frozenset[str]:
+    """Return the axes over which any of the types varies and did not before."""
+    return frozenset().union(*(new.varying - old.varying for new, old in zip(types, before)))
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """Return the number of a scan's constants and of its carries."""
     if "ft_in" in params:  # from JAX 0.11: pytrees of the constants, the carry and the rest

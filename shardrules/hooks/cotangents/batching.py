@@ -66,7 +66,7 @@ class BatchedVjpHooks(Hooks):
         return self.door.wrapped(
             # Primals that came to vary over these axes have a cast before, which sums.
             lambda *args: self._sum(
-                batched.call_wrapped(*args), primals, axes - retyping.over, dims
+                batched.call_wrapped(*args), primals, axes - self.state.here.primals_over[0], dims
             ),
             like=batched,
         )

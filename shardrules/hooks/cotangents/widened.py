@@ -3,7 +3,7 @@
 What fwd saves may hold a function that JAX differentiated: ``jax.vjp``'s pullback sums over the
 devices what is invariant, and does so wherever bwd calls it. In a branch that some devices take
 only, that sum waits for the others for good. So fwd is traced with the types that its primals have
-there (``retyping/marks.py``), and what it saves is each device's own.
+there (``retyping/higher_order.py``), and what it saves is each device's own.
 """
 
 from __future__ import annotations

@@ -9,20 +9,18 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.door.jaxprs import TO_VARYING, inner_jaxprs, is_inexact, widened
+from shardrules.door.jaxprs import TO_VARYING, gained, inner_jaxprs, is_inexact, union, widened
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.registry.axistypes import AxisType, show_axes
 
 
 class Equation:
-    """One equation whose operands have become more varying."""
+    """One equation whose operands have become ``operands``, which vary over more axes.
 
-    # retyping: the hooks.
-    # eqn: the equation.
-    # operands: what its operands have become.
-    # env: from the old jaxpr's variables to what they have become; its outputs are noted there.
-    # what: that which it stands in, for messages.
+    ``env`` maps the old jaxpr's variables to the new ones; ``what`` names the branch or loop that
+    holds the equation, for messages.
+    """
 
     def __init__(
         self, retyping: Any, eqn: Any, operands: list[Any], env: dict[Any, Any], what: str | None
@@ -78,7 +76,7 @@ class Equation:
                 "them; if it does, only the first of these helps"
             )
         if all(map(self.door.can_cast, (atom.aval for atom in self.operands))):
-            axes = self._gained() & frozenset().union(*(one.varying for one in self.types))
+            axes = self._gained() & union(self.types)
             self._cast([widened(one, axes) for one in self.types])
         try:
             avals, _ = eqn.primitive.abstract_eval(
@@ -112,14 +110,7 @@ class Equation:
 
     def _gained(self) -> frozenset[str]:
         """Return the axes over which an operand varies now and did not before."""
-        return frozenset().union(
-            *(
-                new.varying - old.varying
-                for new, old in zip(
-                    self.types, self.door.axis_types(atom.aval for atom in self.eqn.invars)
-                )
-            )
-        )
+        return gained(self.types, self.door.axis_types(atom.aval for atom in self.eqn.invars))
 
     def _cast(self, types: Sequence[AxisType]) -> None:
         """Cast operands, in equations before this one."""

@@ -1,37 +1,72 @@
-"""What calls jaxprs with its operands, as it is once these vary over more mesh axes.
+"""Calls of jaxprs whose operands have come to vary over more mesh axes.
 
-Loops, branches, linear solves, and whatever calls one jaxpr with all that it takes: jit,
+Loops, branches, linear solves, and ops that call one jaxpr with all of their operands: jit,
 checkpoint, custom rules. Their results have the types that their jaxprs say.
+
+What a varying predicate chooses varies, and so does its gradient: JAX puts a psum wherever an
+invariant value was cast, and only the devices that took a branch run a psum inside it (JAX 0.6 to
+0.12: the program hangs). So operands are cast before the branches, and in these no cast is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from shardrules.door.jaxprs import inner_jaxprs, opened, scan_counts, widened
+from shardrules.door.jaxprs import (
+    JOINED,
+    TO_VARYING,
+    callable_of,
+    gained,
+    inner_jaxprs,
+    is_inexact,
+    named_axes,
+    opened,
+    scan_counts,
+    union,
+    widened,
+)
 from shardrules.registry.axistypes import AxisType
 
 _THUNKS = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # of custom_vjp and custom_jvp
+
+
+class Mark:
+    """Whether a tangent is not zero, and over which axes its primal was cast to vary.
+
+    JAX traces a custom_vjp's fwd when it is differentiated, and tells it which tangents are not
+    zero. These marks reach it through jit, vmap and other traces; nothing else does. They are part
+    of the key by which JAX keeps what it traced.
+    """
+
+    def __init__(self, nonzero: Any, axes: frozenset[str]):
+        self.nonzero = bool(nonzero)
+        self.axes = axes | getattr(nonzero, "axes", frozenset())
+
+    def __bool__(self) -> bool:
+        return self.nonzero
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mark) and (self.nonzero, self.axes) == (other.nonzero, other.axes)
+
+    def __hash__(self) -> int:
+        return hash((self.nonzero, self.axes))
 
 
 class Retyped(NamedTuple):
     """The result of retyping a call."""
 
     operands: Sequence[AxisType]  # the axis types to which its operands are to be cast
-    changes: dict[str, Any]  # its parameters that are others now
+    changes: dict[str, Any]  # its parameters that change
     results: Sequence[AxisType]  # the axis types of what it returns
 
 
 class HigherOrderOp:
-    """A call of jaxprs."""
-
-    # retyping: renews the jaxprs.
-    # params: the call's parameters.
-    # traced: the types of operands that its jaxprs were traced with.
+    """A call of jaxprs, which were traced with operands of the types ``traced``."""
 
     def __init__(self, retyping: Any, params: dict[str, Any], traced: Sequence[AxisType]):
         self.retyping = retyping
+        self.door = retyping.door
         self.params = params
         self.traced = [*traced]
 
@@ -62,7 +97,7 @@ class HigherOrderOp:
             return None
         for key, value in params.items():
             inner = opened(value)
-            if inner is not None and _alike(retyping.door, inner.invars, avals):
+            if inner is not None and _takes_operands(retyping.door, inner.invars, avals):
                 kind = _LinearCall if primitive.name == "linear_call" else _Call
                 return kind(retyping, params, entering(key), key)
         return None
@@ -75,30 +110,87 @@ class HigherOrderOp:
         """Return the call retyped for operands of these types; None if it fits."""
         raise NotImplementedError
 
-    def _gained(self, types: Sequence[AxisType]) -> frozenset[str]:
-        return frozenset().union(
-            *(new.varying - old.varying for new, old in zip(types, self.traced))
-        )
-
 
 class _Cond(HigherOrderOp):
     def retyped(self, types, what):
-        new = self.retyping.branches(types[0].varying, types[1:], self.params["branches"], what)
-        if new is None:
+        door, retyping, branches = self.door, self.retyping, self.params["branches"]
+        over, operands = types[0].varying, [*types[1:]]
+        avals = [var.aval for var in opened(branches[0]).invars]
+        chosen = [var.aval for branch in branches for var in opened(branch).outvars]
+        if _missing(door, over, chosen) or self._casts_inside(over, operands, avals):
+            operands = [
+                widened(one, over) if door.can_cast(aval) else one
+                for one, aval in zip(operands, avals)
+            ]
+        elif not gained(operands, door.axis_types(avals)):
             return None
-        operands, branches = new
-        return Retyped(
-            [types[0], *operands], {"branches": branches}, self.retyping.results(branches[0])
+        new = [retyping.jaxpr(branch, operands, what) for branch in branches]
+        results = [
+            widened(each[0], over | union(each)) if door.can_cast(var.aval) else each[0]
+            for each, var in zip(zip(*map(retyping.results, new)), opened(new[0]).outvars)
+        ]
+        new = [door.cast_outputs(branch, results, JOINED) for branch in new]
+        return Retyped([types[0], *operands], {"branches": tuple(new)}, retyping.results(new[0]))
+
+    def _casts_inside(self, over, operands, avals) -> bool:
+        """Whether a branch casts what may come from an operand: its gradient is then a psum."""
+        narrow = [
+            i
+            for i, (one, aval) in enumerate(zip(operands, avals))
+            if _missing(self.door, over, [self.door.with_axis_type(aval, one)]) and is_inexact(aval)
+        ]
+        return bool(narrow) and any(
+            self._casts(branch, [branch.invars[i] for i in narrow], over)
+            for branch in map(opened, self.params["branches"])
         )
+
+    def _casts(self, jaxpr, narrow, over) -> bool:
+        """Whether a jaxpr casts what comes from inputs that don't vary over all of ``over``."""
+        narrow = set(narrow)
+        for eqn in jaxpr.eqns:
+            if not any(atom in narrow for atom in eqn.invars if not hasattr(atom, "val")):
+                continue
+            if eqn.primitive.name in TO_VARYING and over & named_axes(eqn.params):
+                return True
+            if "bwd" in eqn.params:  # a custom_vjp, whose bwd's cotangents are summed
+                types = self.door.axis_types(v.aval for v in eqn.invars if is_inexact(v.aval))
+                if len({one.varying & over for one in types}) > 1:
+                    return True
+            if self.retyping.state.known_of(eqn.primitive, eqn.params) is None and any(
+                self._casts(inner, inner.invars, over) for inner in inner_jaxprs(eqn.params)
+            ):
+                return True
+            narrow |= {var for var in eqn.outvars if is_inexact(var.aval)}
+        return False
 
 
 class _While(HigherOrderOp):
     def retyped(self, types, what):
-        new = self.retyping.loop(types, self.params, what)
-        if new is None:
+        # A carry that the body returns as it is stays the same however often the body runs.
+        door, retyping, params = self.door, self.retyping, self.params
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        constants, carry = list(types[: first + second]), list(types[first + second :])
+        inner = opened(params["body_jaxpr"])
+        changed = [
+            out is not var and door.can_cast(var.aval)
+            for out, var in zip(inner.outvars, inner.invars[second:])
+        ]
+        while True:
+            condition = retyping.jaxpr(params["cond_jaxpr"], constants[:first] + carry, what)
+            body = retyping.jaxpr(params["body_jaxpr"], constants[first:] + carry, what)
+            (decides,) = retyping.results(condition)
+            wider = [
+                widened(have, result.varying | decides.varying) if change else have
+                for have, result, change in zip(carry, retyping.results(body), changed)
+            ]
+            if wider == carry:
+                break
+            carry = wider
+        if condition is params["cond_jaxpr"] and body is params["body_jaxpr"]:
             return None
-        operands, params = new
-        return Retyped(operands, params, self.retyping.results(params["body_jaxpr"]))
+        body = door.cast_outputs(body, carry)
+        changes = {"cond_jaxpr": condition, "body_jaxpr": body}
+        return Retyped(constants + carry, changes, retyping.results(body))
 
 
 class _Scan(HigherOrderOp):
@@ -116,14 +208,14 @@ class _Scan(HigherOrderOp):
         if body is jaxpr:
             return None
         results = [*wider, *results[carries:]]
-        return Retyped(types, {"jaxpr": self.retyping.door.cast_outputs(body, results)}, results)
+        return Retyped(types, {"jaxpr": self.door.cast_outputs(body, results)}, results)
 
 
 class _Alike(HigherOrderOp):
     """A call whose transpose users wrote: all operands and the result vary alike."""
 
     def wanted(self, have):
-        axes = frozenset().union(*(one.varying for one in (*have, *self.traced)))
+        axes = union((*have, *self.traced))
         return [widened(one, axes) for one in have]
 
 
@@ -142,8 +234,8 @@ class _LinearSolve(_Alike):
         return cls(retyping, params, traced)
 
     def retyped(self, types, what):
-        door, retyping, jaxprs = self.retyping.door, self.retyping, self.params["jaxprs"]
-        axes = frozenset().union(*(one.varying for one in types))
+        door, retyping, jaxprs = self.door, self.retyping, self.params["jaxprs"]
+        axes = union(types)
         new = []
         for each in jaxprs:
             if each is not None:
@@ -159,9 +251,7 @@ class _LinearSolve(_Alike):
 
 
 class _Call(HigherOrderOp):
-    """An op that calls one jaxpr with all of its operands."""
-
-    # key: the parameter with the jaxpr.
+    """An op that calls one jaxpr, its parameter ``key``, with all of its operands."""
 
     def __init__(self, retyping, params, traced, key: str):
         super().__init__(retyping, params, traced)
@@ -172,13 +262,13 @@ class _Call(HigherOrderOp):
         changes: dict[str, Any] = {}
         thunks = [name for name in _THUNKS if name in params]
         if thunks:
-            axes = self._gained(types)
+            axes = gained(types, self.traced)
             types = [widened(one, axes) for one in types]
             # Cast before a branch: fwd and bwd are asked for what each device has of its own.
             cast = axes if what is not None and "bwd" in params else frozenset()
             for name in thunks:
                 primals = types[params["num_consts"] :]
-                changes[name] = retyping.thunk(params[name], primals, what, cast)
+                changes[name] = self._thunk(params[name], primals, what, cast)
             if "bwd" in params:
                 changes["bwd"] = retyping.bwd(params["bwd"], axes, what is not None)
             if cast:
@@ -186,12 +276,43 @@ class _Call(HigherOrderOp):
         changes[self.key] = retyping.jaxpr(params[self.key], types, what)
         return Retyped(types, changes, retyping.results(changes[self.key]))
 
+    def _thunk(self, thunk, types, what, cast: frozenset[str]) -> Any:
+        """Return a custom rule's thunk that retypes its jaxpr when called."""
+        retyping, known = self.retyping, {}
+
+        def run(*zeros):
+            if cast:
+                zeros = tuple(Mark(one, cast) for one in zeros)
+            if zeros not in known:
+                jaxpr, *others = callable_of(thunk)(*zeros)
+                if len(others) == 2:  # of a custom_jvp; that of a custom_vjp takes the primals
+                    tangents = [one for one, zero in zip(types, zeros) if not zero]
+                    jaxpr = retyping.jaxpr(jaxpr, [*types, *tangents], what)
+                    results, out_zeros = retyping.results(jaxpr), others[1]
+                    primals, tangents = results[: len(out_zeros)], results[len(out_zeros) :]
+                    wants = [one.varying for one, zero in zip(primals, out_zeros) if not zero]
+                    jaxpr = self.door.cast_outputs(
+                        jaxpr, [*primals, *map(widened, tangents, wants)]
+                    )
+                else:
+                    jaxpr = retyping.jaxpr(jaxpr, types, what)
+                known[zeros] = (jaxpr, *others)
+            return known[zeros]
+
+        return self.door.wrapped(run, thunk)
+
 
 class _LinearCall(_Alike, _Call):
     """A ``linear_call``."""
 
 
-def _alike(door: Any, variables: Sequence[Any], avals: Sequence[Any]) -> bool:
+def _missing(door: Any, over: frozenset[str], avals: Iterable[Any]) -> bool:
+    """Whether a chosen value is typed as if all devices along ``over`` chose alike."""
+    types = [door.axis_type(aval) for aval in avals if door.can_cast(aval)]
+    return any(over - one.varying - one.unreduced for one in types)
+
+
+def _takes_operands(door: Any, variables: Sequence[Any], avals: Sequence[Any]) -> bool:
     """Whether a jaxpr takes the operands of its call as they are."""
 
     def form(aval):

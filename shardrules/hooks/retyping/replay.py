@@ -26,10 +26,12 @@ from shardrules.door.jaxprs import (
     CALLS,
     CASTS,
     TO_VARYING,
+    gained,
     gradient_sums,
     inner_jaxprs,
     named_axes,
     opened,
+    union,
     widened,
 )
 from shardrules.door.patching import Patches
@@ -138,10 +140,9 @@ class ReplayHooks(Hooks):
             if self.acts:
                 if self.state.here.gradients is not None and gradient_sums(jaxpr):
                     self.state.record_gradient()  # one that was taken before
-                values = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args))
-                self.retyping.check_gradients(
-                    jaxpr, [(var.aval, self.door.typeof(value)) for var, value in values]
-                )
+                avals = [*map(self.door.typeof, (*consts, *args))]
+                inputs = (*jaxpr.constvars, *jaxpr.invars)
+                self.retyping.check_gradients(jaxpr, inputs, avals)
             return original(jaxpr, consts, *args, **options)
 
         return eval_jaxpr
@@ -154,7 +155,7 @@ class ReplayHooks(Hooks):
         if primitive.name in TO_VARYING:
             return self._cast_rest(primitive, args, params, error)
         types = door.axis_types(map(door.typeof, args))
-        axes = frozenset().union(*(one.varying for one in types))
+        axes = union(types)
         if primitive.name not in CASTS:
             # What is no cast and names axes is a collective: JAX's cast what they take, too.
             axes |= named_axes(params) & frozenset(door.manual_axes())
@@ -231,10 +232,10 @@ class ReplayHooks(Hooks):
 
     def _bind_params(self, original, params):
         new = original(params)
-        jaxpr = params["call_jaxpr"]
         functions = new["subfuns"] if isinstance(new, dict) else new[0]
         fun, fwd, bwd = functions
-        run = _Replayed(self.retyping, bwd, self.door.axis_types(jaxpr.in_avals))
+        types = self.door.axis_types(params["call_jaxpr"].in_avals)
+        run = _Replayed(self.retyping, bwd, types)
         functions = type(functions)((fun, fwd, self.door.wrapped(run, bwd)))
         return {**new, "subfuns": functions} if isinstance(new, dict) else (functions, new[1])
 
@@ -244,8 +245,7 @@ class ReplayHooks(Hooks):
         run = getattr(bwd, "f", bwd)
         if isinstance(run, _Replayed) and self.acts:
             have = self.door.axis_types(map(self.door.typeof, args[first:]))
-            gained = [one.varying - traced.varying for one, traced in zip(have, run.traced)]
-            run.axes = frozenset().union(*gained)
+            run.axes = gained(have, run.traced)
             # bwd is run for primals that vary as those it knows, and all of them over these axes.
             types = [
                 widened(one, traced.varying | run.axes) for one, traced in zip(have, run.traced)
@@ -257,16 +257,11 @@ class ReplayHooks(Hooks):
 class _Replayed:
     """A custom_vjp's bwd as a jaxpr's equation calls it."""
 
-    # retyping: knows how to run it for primals that vary over more axes.
-    # bwd: the function.
-    # traced: the primals' types when the jaxpr was traced.
-    # axes: the axes over which the primals vary now that did not.
-
     def __init__(self, retyping: Retyping, bwd: Any, traced: Sequence[AxisType]):
         self.retyping = retyping
         self.bwd = bwd
-        self.traced = traced
-        self.axes: frozenset[str] = frozenset()
+        self.traced = traced  # the primals' types when the jaxpr was traced
+        self.axes: frozenset[str] = frozenset()  # those that the primals have gained since
         self.__name__ = retyping.door.function_name(bwd)
 
     def __call__(self, *args):
@@ -278,7 +273,7 @@ def _as_traced(jaxpr: Any, avals: Sequence[Any]) -> bool:
     jaxpr = opened(jaxpr)
     if jaxpr is None or len(jaxpr.invars) != len(avals):
         return False
-    for var, aval in zip(jaxpr.invars, avals):
+    for var, aval in zip(jaxpr.invars, avals):  # a loop, which makes no calls
         if var.aval is not aval:
             return False
     return True

@@ -24,8 +24,7 @@ from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
 from shardrules.hooks.cotangents.forward import ForwardHooks
 from shardrules.hooks.retyping.replay import ReplayHooks
 from shardrules.hooks.retyping.retyping import Retyping
-from shardrules.hooks.sets.calls import SetPallasHooks, SetPrimitiveHooks
-from shardrules.hooks.sets.rep import SetHooks, SetVjpHooks
+from shardrules.hooks.sets.rep import SetHooks, SetPrimitiveHooks, SetVjpHooks
 from shardrules.hooks.state import CASTS, POLICIES, UNCHECKED, Hooks, Scope, State
 from shardrules.hooks.types.calls.mesh_kernels import MeshKernelHooks
 from shardrules.hooks.types.calls.pallas_call import PallasHooks
@@ -77,7 +76,7 @@ TYPES: tuple[type[Hooks], ...] = (  # from JAX 0.6, where axis types are on aval
 )
 SETS: tuple[type[Hooks], ...] = (  # to JAX 0.5.3, where replication sets are kept beside values
     Funnel,
-    SetPallasHooks,
+    PallasHooks,
     SetVjpHooks,
     SetPrimitiveHooks,
     SetHooks,

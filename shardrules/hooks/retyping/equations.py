@@ -12,6 +12,7 @@ from typing import Any
 from shardrules.door.jaxprs import TO_VARYING, gained, inner_jaxprs, is_inexact, union, widened
 from shardrules.errors import AxisError, ShardrulesError
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
+from shardrules.hooks.types.hijax import hijax_object
 from shardrules.registry.axistypes import AxisType, show_axes
 
 
@@ -99,14 +100,11 @@ class Equation:
         door, (primitive, params) = self.door, (self.eqn.primitive, self.eqn.params)
         if not any(is_inexact(atom.aval) for atom in self.operands):
             return False
-        if door.HiPrimitive is not None and isinstance(primitive, door.HiPrimitive):
-            called = primitive
-        elif door.hi_primitive_p is not None and primitive is door.hi_primitive_p:
-            called = params.get("_prim", params.get("prim"))  # JAX 0.8 and 0.9: prim
-        else:
-            known = self.retyping.state.known_of(primitive, params)
-            return (known is None or known.found is None) and not transposed_by_jax(primitive)
-        return not type(called).__module__.startswith("jax.")
+        called = hijax_object(door, primitive, params)
+        if called is not None:
+            return not type(called).__module__.startswith("jax.")
+        known = self.retyping.state.known_of(primitive, params)
+        return (known is None or known.found is None) and not transposed_by_jax(primitive)
 
     def _gained(self) -> frozenset[str]:
         """Return the axes over which an operand varies now and did not before."""

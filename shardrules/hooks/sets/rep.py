@@ -23,12 +23,12 @@ from shardrules.door.patching import Patches
 from shardrules.errors import RuleError
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks, FlatBwd, Run
-from shardrules.hooks.cotangents.refusals import Cotangent
+from shardrules.hooks.cotangents.refusals import BOTH_USES, Cotangent, Refusals
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
-from shardrules.hooks.sets.calls import SetPallasHooks, SetPrimitiveHooks
-from shardrules.hooks.sets.refusals import SetRefusals
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.opaque import OpaqueCall, resolve
+from shardrules.hooks.types.calls.pallas_call import PallasHooks
+from shardrules.hooks.types.calls.primitives import PrimitiveHooks
 from shardrules.hooks.types.redundant_casts import leave_out_zeros
 from shardrules.registry.axistypes import AxisType, Effect, Resolution
 
@@ -51,6 +51,28 @@ class _Run:
     arriving: int = 0  # how many these are; none before bwd is entered
     returned: bool = False  # whether it has
     matched: int = 0  # how many cotangents were
+
+
+class SetRefusals(Refusals):
+    """Errors about a bwd's cotangents, without the forms that use a cast."""
+
+    def _whole(self, names: str) -> str:
+        return f"jax.lax.pmean(ct, ({names},))"
+
+    def _share(self, names: str) -> str:
+        return ""
+
+    def _by_casts(self, axis: str) -> tuple[str, str]:
+        return "", ""
+
+    def _copies(self, names: str) -> str:
+        return ""
+
+    def _for_both(self, names: str) -> str:
+        return (
+            f"{BOTH_USES}f(f(x)) does, call another one there, whose bwd counts the copies:\n"
+            f"    return (ct * jax.lax.psum(1, ({names},)),)"
+        )
 
 
 class _Bwd(Bwd):
@@ -82,12 +104,20 @@ class SetVjpHooks(CustomVjpHooks):
         return run(dataclasses.replace(bwd, fun=scoped))
 
 
+class SetPrimitiveHooks(PrimitiveHooks):
+    """Hooks on opaque primitives."""
+
+    def unchecked(self, known: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
+        """Return parameters that carry the OpaqueCall: the check reads it outside the scope."""
+        return params if known.found is None else self.carrying(known, params)
+
+
 class SetHooks(Hooks):
     """Hooks on ``jax.experimental.shard_map``'s tables."""
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self.pallas = state.of(SetPallasHooks)
+        self.pallas = state.of(PallasHooks)
         self.primitives = state.of(SetPrimitiveHooks)
         self.custom_vjp = state.of(SetVjpHooks)
         # A user's primitive carries nothing from the rewrite, which runs in the scope of the trace,

@@ -102,7 +102,7 @@ class ControlHooks(Hooks):
 
     def _cast(self, jaxpr, types: Sequence[AxisType]):
         """Cast a body's first outputs, its carry."""
-        have = [self.door.axis_type(aval) for aval in jaxpr.out_avals]
+        have = self.door.axis_types(jaxpr.out_avals)
         return self.door.cast_outputs(jaxpr, [*types, *have[len(types) :]])
 
     def _promote(self, in_val, in_aval, out_aval):
@@ -128,31 +128,26 @@ class ControlHooks(Hooks):
     # Branches.
 
     def _trace_branches(self, *args, **kwargs):
-        """Cast each branch to the join over all branches, on JAX to 0.7."""
-        jaxprs, *others = self.door.trace_branches(*args, **kwargs)
-        if self.acts:
-            types = _joined(self.door, [jaxpr.out_avals for jaxpr in jaxprs])
-            if types is not None:
-                jaxprs = [self.door.cast_outputs(jaxpr, types) for jaxpr in jaxprs]
-        return jaxprs, *others
+        jaxprs, *others = self.door.trace_branches(*args, **kwargs)  # JAX to 0.7
+        return self._cast_branches(jaxprs), *others
 
     def _merge_branches(self, jaxprs, all_consts):
+        return self.door.merge_branches(self._cast_branches(jaxprs), all_consts)
+
+    def _cast_branches(self, jaxprs):
         """Cast each branch's outputs to the join over all branches."""
-        if self.acts:
-            types = _joined(self.door, [jaxpr.out_avals for jaxpr in jaxprs])
-            if types is not None:
-                jaxprs = [self.door.cast_outputs(jaxpr, types) for jaxpr in jaxprs]
-        return self.door.merge_branches(jaxprs, all_consts)
+        types = _joined(self.door, [jaxpr.out_avals for jaxpr in jaxprs]) if self.acts else None
+        if types is None:
+            return jaxprs
+        return [self.door.cast_outputs(jaxpr, types) for jaxpr in jaxprs]
 
     def _check_branches(self, api_name, name1, name2, f1, f2, out_avals1, out_avals2):
         """Compare two branches with the types they are cast to."""
-        if self.acts:
-            types = _joined(self.door, [out_avals1.vals, out_avals2.vals])
-            if types is not None:
-                out_avals1, out_avals2 = (
-                    _retyped(self.door, each, types) for each in (out_avals1, out_avals2)
-                )
-        return self.door.check_branches(api_name, name1, name2, f1, f2, out_avals1, out_avals2)
+        outputs = [out_avals1, out_avals2]
+        types = _joined(self.door, [each.vals for each in outputs]) if self.acts else None
+        if types is not None:
+            outputs = [_retyped(self.door, each, types) for each in outputs]
+        return self.door.check_branches(api_name, name1, name2, f1, f2, *outputs)
 
 
 def _carry_count(operands: Any, results: Any) -> int:

@@ -11,11 +11,21 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from shardrules.door.internals import Door
 from shardrules.errors import AxisError
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.registry.axistypes import show_axes
+
+
+def hijax_object(door: Door, primitive: Any, params: dict[str, Any]) -> Any:
+    """Return the object whose class an author wrote, or None for another primitive."""
+    if isinstance(primitive, door.HiPrimitive or ()):  # to JAX 0.11
+        return primitive
+    if primitive is door.hi_primitive_p:
+        return params.get("_prim", params.get("prim"))  # JAX 0.8 and 0.9: prim
+    return None
 
 
 class HijaxHooks(Hooks):
@@ -25,28 +35,21 @@ class HijaxHooks(Hooks):
 
     def law(self, primitive: Any, row: Row) -> Law:
         """Return the law of a hijax primitive."""
-        if self.door.HiPrimitive is not None and isinstance(primitive, self.door.HiPrimitive):
-            return Law(bind=self._bind_object)
-        if primitive is self.door.hi_primitive_p:
-            return Law(bind=self._bind_carrier)
-        return Law()
+        is_hijax = hijax_object(self.door, primitive, {"prim": primitive}) is not None
+        return Law(bind=self._bind) if is_hijax else Law()
 
-    def _bind_carrier(self, rest, primitive, trace, args, params):
-        outputs = rest(primitive, trace, args, params)
-        called = params.get("_prim", params.get("prim"))  # JAX 0.8 and 0.9: prim
+    def _bind(self, rest, primitive, trace, args, params):
+        result = rest(primitive, trace, args, params)
+        called = hijax_object(self.door, primitive, params)
 
         def expand(*flat):
             import jax
 
+            if called is primitive:
+                return primitive.to_lojax(*flat, **params)
             return called.expand(*jax.tree_util.tree_unflatten(called.in_tree, flat))
 
-        self._check(called, expand, args, outputs)
-        return outputs
-
-    def _bind_object(self, rest, primitive, trace, args, params):
-        result = rest(primitive, trace, args, params)
-        outputs = result if primitive.multiple_results else [result]
-        self._check(primitive, lambda *flat: primitive.to_lojax(*flat, **params), args, outputs)
+        self._check(called, expand, args, result if primitive.multiple_results else [result])
         return result
 
     def _check(self, called: Any, expand: Callable[..., Any], args, outputs) -> None:

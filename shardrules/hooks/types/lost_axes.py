@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.door.jaxprs import widened
+from shardrules.door.jaxprs import union, widened
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.funnel import Law
@@ -33,17 +33,13 @@ class LostAxesHooks(Hooks):
     # An unchecked shard_map inside of a checked one.
 
     def _binder(self, original):
-        hooks = self
+        hooks, takes_avals = self, "avals" in inspect.signature(original).parameters
 
-        def by_avals(self, trace, args, avals, params, /):  # JAX 0.9 to 0.12
-            outputs = original(self, trace, args, avals, params)
-            return hooks._retyped(trace, args, params, outputs)
+        def bind(self, trace, args, *rest):  # avals from JAX 0.9 on, and params
+            outputs = original(self, trace, args, *rest)
+            return hooks._retyped(trace, args if takes_avals else args[1:], rest[-1], outputs)
 
-        def by_args(self, trace, fun_and_args, params):
-            outputs = original(self, trace, fun_and_args, params)
-            return hooks._retyped(trace, fun_and_args[1:], params, outputs)
-
-        return by_avals if "avals" in inspect.signature(original).parameters else by_args
+        return bind
 
     def _retyped(self, trace, args, params, outputs):
         """Let an unchecked inner shard_map's results vary as its operands do."""
@@ -51,7 +47,7 @@ class LostAxesHooks(Hooks):
         door = self.door
         if params.get("check_vma", True) or not self.acts:
             return outputs
-        over = frozenset().union(*(door.axis_type(door.typeof(x)).varying for x in args))
+        over = union(door.axis_types(map(door.typeof, args)))
         order = tuple(a for a in door.manual_axes() if a in over)
 
         def one(x):
@@ -141,16 +137,12 @@ class LostAxesHooks(Hooks):
             return None
         if not self.acts:
             return None
-        union = frozenset().union(*(one.varying for one in types))
+        axes = union(types)
         if row.adds:
-            union |= self._added(row, params)
-        if all(union <= one.varying for one in types):
+            axes |= self._added(row, params)
+        if all(axes <= one.varying for one in types):
             return None
-        with door.set_current_trace(trace):
-            return [
-                door.cast(x, widened(have, union)) if door.can_cast(aval) else x
-                for x, have, aval in zip(args, types, avals)
-            ]
+        return door.cast_all(trace, args, avals, [widened(one, axes) for one in types])
 
 
 def _dropped(row: Row, params: dict[str, Any]) -> frozenset[str]:

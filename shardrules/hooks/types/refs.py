@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
+from shardrules.door.jaxprs import union
 from shardrules.door.patching import Patches
 from shardrules.errors import RefError
 from shardrules.hooks.state import Hooks
@@ -111,7 +112,7 @@ class RefHooks(Hooks):
         """Let a value that an index picks vary as the index does."""
         out, effects = answer
         have = self.door.axis_type(out)
-        index = _union(self.door.axis_types(avals[1:]))
+        index = union(self.door.axis_types(avals[1:]))
         return self.door.with_axis_type(out, have.vary(*(index - have.varying))), effects
 
     def _store(self, avals) -> None:
@@ -122,7 +123,7 @@ class RefHooks(Hooks):
             self.door,
             "an index",
             ref,
-            AxisType(_union(self.door.axis_types(indices))),
+            AxisType(union(self.door.axis_types(indices))),
             which="that it stores to",
             stored=False,
         )
@@ -236,7 +237,3 @@ def _call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> None:
     import jax
 
     jax.core.eval_jaxpr(jaxpr, (), *values)
-
-
-def _union(types: Iterable[AxisType]) -> frozenset[str]:
-    return frozenset().union(*(t.varying for t in types))

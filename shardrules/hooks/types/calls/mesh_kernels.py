@@ -327,15 +327,9 @@ class MeshKernelHooks(Hooks):
         inner = _innermost(functions[0])
         if name in _PLACEHOLDERS:
             name = getattr(inner, "__name__", name)
-        code = getattr(inner, "__code__", None)
-        call = Call(
-            primitive.name,
-            name,
-            f"{code.co_filename}:{code.co_firstlineno}" if code else place,
-            _module(inner),
-            _binding(name, functions),
-            primitive,
-        )
+        place = self.door.function_place(inner) or place
+        binding = _binding(name, functions)
+        call = Call(primitive.name, name, place, _module(inner), binding, primitive)
         notes = self.state.here.kernel_annotations
         if len(notes) != len(kind.out_avals(params)):
             notes = ()

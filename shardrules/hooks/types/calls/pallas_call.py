@@ -14,7 +14,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import only_touches_refs
+from shardrules.door.jaxprs import only_touches_refs, union
 from shardrules.door.outlived import TellingTuple
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks, State
@@ -217,9 +217,7 @@ class PallasHooks(Hooks):
         """Raise if a kernel may store varying data into a closed-over ref that varies less."""
         # A rule speaks for the arrays that a kernel returns, not for what it stores.
         stored = written_variables(self.door, jaxpr)
-        varying = frozenset().union(
-            *(one.varying for one in (*self.door.axis_types(avals), *types))
-        )
+        varying = union((*self.door.axis_types(avals), *types))
         for variable, ref in zip(jaxpr.constvars, avals):  # these operands come first
             if variable in stored:
                 check_written(

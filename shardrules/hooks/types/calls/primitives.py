@@ -7,12 +7,14 @@ abstract eval gives the types.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from shardrules.door.internals import Door
+from shardrules.door.jaxprs import union
 from shardrules.door.patching import Patches
 from shardrules.errors import CotangentError
 from shardrules.hooks.state import COLLECT, Hooks, State
@@ -25,31 +27,28 @@ from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import binding_of
 
 
-class _Noted(tuple):
-    """Result avals with the user's annotations."""
+class _Results(tuple):
+    """Result avals with the user's annotations or, once the call is bound, with its OpaqueCall."""
 
-    notes: tuple[AxisType | None, ...] = ()
-
-
-class _Settled(tuple):
-    """Result avals of a call that was bound under the hooks, with its OpaqueCall."""
-
-    # To JAX's tree utilities it is a tuple: where the hooks are gone, JAX maps over the avals that
-    # a callback hands on.
-
-    known: OpaqueCall
-
-
-def _plain(_, avals: Any) -> Any:
-    return tuple(avals)
+    annotations: tuple[AxisType | None, ...] = ()
+    known: OpaqueCall | None = None
 
 
 @functools.cache
 def _register() -> None:
-    """Register the class with JAX once, after the program has imported JAX."""
+    """Make it a tuple to JAX, which maps over the avals of a callback once the hooks are gone."""
     import jax
 
-    jax.tree_util.register_pytree_node(_Settled, lambda avals: (tuple(avals), None), _plain)
+    plain: Any = tuple
+    jax.tree_util.register_pytree_node(
+        _Results, lambda avals: (plain(avals), None), lambda _, avals: plain(avals)
+    )
+
+
+def _bound(avals: Any, known: OpaqueCall) -> _Results:
+    results = _Results(avals)
+    results.known = known
+    return results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +112,9 @@ class PrimitiveHooks(Hooks):
     def install(self, patches: Patches) -> None:
         """Replace what converts result avals and what looks up a transpose rule."""
         _register()
-        door = self.door
-        patches.attribute(*door.owner("result_avals"), self._result_avals)
-        patches.attribute(*door.owner("transpose_of"), self._transpose_of)
+        if self.door.result_avals is not None:  # from JAX 0.6
+            patches.attribute(*self.door.owner("result_avals"), self._result_avals)
+            patches.attribute(*self.door.owner("transpose_of"), self._transpose_of)
 
     def law(self, primitive: Any, row: Row) -> Law:
         """Return the law of an opaque primitive, JAX's own or a user's."""
@@ -174,45 +173,39 @@ class PrimitiveHooks(Hooks):
         kind = self._kinds.get(known.call.target)
         if kind is None or kind.results not in params:
             return params
-        settled = _Settled(params[kind.results])
-        settled.known = known
-        return {**params, kind.results: settled}
+        return {**params, kind.results: _bound(params[kind.results], known)}
 
     def _result_avals(self, results):
         """Accept annotated results; JAX 0.8.3 to 0.12 fail on an assertion."""
         if not self.state.active:
             return self.door.result_avals(results)
-        notes, plain = [], []
-        for result in results:
-            notes.append(self.door.annotation(result))
-            plain.append(result if notes[-1] is None else self.door.unannotated(result))
+        annotations = tuple(map(self.door.annotation, results))
+        plain = [
+            result if annotation is None else self.door.unannotated(result)
+            for result, annotation in zip(results, annotations)
+        ]
         avals = self.door.result_avals(plain)
-        if not any(note is not None for note in notes):
+        if all(annotation is None for annotation in annotations):
             return avals
-        noted = _Noted(avals)
-        noted.notes = tuple(notes)
-        return noted
+        annotated = _Results(avals)
+        annotated.annotations = annotations
+        return annotated
 
     def _known(self, kind: _Kind, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
         results = params.get(kind.results)
-        if isinstance(results, _Settled):
+        if isinstance(results, _Results) and results.known is not None:
             return results.known
         function, names = kind.names(params)
         names = (*names, primitive.name)
         outer, known = self.state.here.outer
         if outer is primitive and known.call.name == names[0]:
             return dataclasses.replace(known, annotations=())
-        code = getattr(function, "__code__", None)
+        place = self.door.function_place(function)
+        module = getattr(function, "__module__", None) or ""
         call = Call(
-            primitive.name,
-            names[0],
-            f"{code.co_filename}:{code.co_firstlineno}" if code else "",
-            getattr(function, "__module__", None) or "",
-            binding_of(function),
-            primitive,
-            names[1:],
+            primitive.name, names[0], place, module, binding_of(function), primitive, names[1:]
         )
-        known = OpaqueCall(call, getattr(results, "notes", ()))
+        known = OpaqueCall(call, getattr(results, "annotations", ()))
         known.settle(self.state)
         return known
 
@@ -225,7 +218,7 @@ class PrimitiveHooks(Hooks):
         results = params.get(kind.results)
         if self.door.checking() and (results is None or len(results)):
             args, params = self._ruled(kind, known, primitive, trace, args, params)
-        elif isinstance(results, _Noted):
+        elif isinstance(results, _Results) and results.known is None:
             params = {**params, kind.results: tuple(results)}
         else:
             params = self.unchecked(known, params)
@@ -233,15 +226,13 @@ class PrimitiveHooks(Hooks):
         before, here.outer = here.outer, (primitive, known)
         try:
             if kind.own and known.scope is not None and is_lent(known):
-                with self.bound_in(trace):
+                # To JAX 0.4.35 the operands say in which trace.
+                enter = self.door.set_current_trace or contextlib.nullcontext
+                with enter(trace):
                     return self.carriers.bind(primitive, known.scope, args, params)
             return rest(primitive, trace, args, params)
         finally:
             here.outer = before
-
-    def bound_in(self, trace: Any):
-        """Return a context in which ``bind`` uses ``trace``."""
-        return self.door.set_current_trace(trace)
 
     def unchecked(self, known: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
         """Return the parameters of a call that is bound where avals carry no types."""
@@ -263,13 +254,12 @@ class PrimitiveHooks(Hooks):
         if results is None and primitive.multiple_results:
             count = len(self._own_answer(primitive, avals, params))
         resolution = resolve(self.door, self.state, known, self.door.axis_types(avals), count)
-        if not isinstance(results, _Settled):
+        if getattr(results, "known", None) is None:
             check_annotations(self.door, self.state, known, resolution.outputs)
         args = self.door.cast_all(trace, args, avals, resolution.inputs)
         if results is not None:
-            settled = _Settled(typed(self.door, known, results, resolution.outputs))
-            settled.known = known
-            params = {**params, kind.results: settled}
+            outputs = typed(self.door, known, results, resolution.outputs)
+            params = {**params, kind.results: _bound(outputs, known)}
         return args, params
 
     def _typed(self, kind: _Kind, primitive: Any, evaluate: Callable) -> Callable:
@@ -280,8 +270,7 @@ class PrimitiveHooks(Hooks):
             if not (isinstance(answer, tuple) and len(answer) == 2):
                 return answer  # JAX's to refuse
             outputs, effects = answer
-            if isinstance(outputs, (_Noted, _Settled)):
-                # Not our own kinds of tuple, which callbacks hand on: JAX maps over the answer.
+            if isinstance(outputs, _Results):  # which callbacks hand on: JAX maps over it
                 outputs = tuple(outputs)
             several = primitive.multiple_results
             if not self.door.checking() or isinstance(outputs, (tuple, list)) != several:
@@ -307,8 +296,8 @@ class PrimitiveHooks(Hooks):
     def _is_wide(self, avals, outputs) -> bool:
         """Whether the results vary as those of a kernel that doesn't communicate would."""
         types = self.door.axis_types(outputs)
-        union = frozenset().union(*(t.varying for t in self.door.axis_types(avals)))
-        return all(union <= t.varying for t in types) and any(t.axes for t in types)
+        axes = union(self.door.axis_types(avals))
+        return all(axes <= one.varying for one in types) and any(one.axes for one in types)
 
     def _may_answer(self, kind: _Kind, known: OpaqueCall) -> bool:
         """Whether a call without a rule may keep its own abstract eval's types, if wide enough."""

@@ -27,7 +27,6 @@ from shardrules.hooks.cotangents.refusals import BOTH_USES, Cotangent, Refusals
 from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.opaque import OpaqueCall, resolve
-from shardrules.hooks.types.calls.pallas_call import PallasHooks
 from shardrules.hooks.types.calls.primitives import PrimitiveHooks
 from shardrules.hooks.types.redundant_casts import leave_out_zeros
 from shardrules.registry.axistypes import AxisType, Effect, Resolution
@@ -117,7 +116,6 @@ class SetHooks(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self.pallas = state.of(PallasHooks)
         self.primitives = state.of(SetPrimitiveHooks)
         self.custom_vjp = state.of(SetVjpHooks)
         # A user's primitive carries nothing from the rewrite, which runs in the scope of the trace,
@@ -129,36 +127,23 @@ class SetHooks(Hooks):
         """Add the table entries, and replace the fallbacks for missing ones."""
         door = self.door
         leave_out_zeros(door, patches)
-        for primitive in (
-            door.pallas_call_p,
-            door.ffi_call_p,
-            door.pure_callback_p,
-            door.io_callback_p,
-            door.tpu_custom_call_p,
-        ):
+
+        def entries(primitive, check, rewrite):
+            missing = functools.partial(door.rule_missing, primitive)
+            for table, entry in ((door.check_rules, check), (door.rewrite_rules, rewrite)):
+                original = table.get(primitive, missing)
+                patches.entry(table, primitive, functools.partial(entry, original))
+
+        for primitive in [p for p in door.check_rules if p.name in _BY_DEVICE]:
+            entries(primitive, self._check_by_device, self._rewrite_by_device)
+        opaque = (door.pallas_call_p, door.ffi_call_p, door.pure_callback_p, door.io_callback_p)
+        for primitive in (*opaque, door.tpu_custom_call_p):
             if primitive is not None:
-                missing = functools.partial(door.rule_missing, primitive)
-                check = door.check_rules.get(primitive, missing)
-                rewrite = door.rewrite_rules.get(primitive, missing)
-                patches.entry(
-                    door.check_rules, primitive, functools.partial(self.check, primitive, check)
-                )
-                patches.entry(
-                    door.rewrite_rules,
-                    primitive,
-                    functools.partial(self.rewrite, primitive, rewrite),
-                )
+                check = functools.partial(self.check, primitive)
+                entries(primitive, check, functools.partial(self.rewrite, primitive))
         if door.cond_p in door.rewrite_rules:  # not to 0.4.35
             rewrite = functools.partial(self._rewrite_cond, door.rewrite_rules[door.cond_p])
             patches.entry(door.rewrite_rules, door.cond_p, rewrite)
-        for primitive in [p for p in door.check_rules if p.name in _BY_DEVICE]:
-            check, rewrite = door.check_rules[primitive], door.rewrite_rules[primitive]
-            patches.entry(
-                door.check_rules, primitive, functools.partial(self._check_by_device, check)
-            )
-            patches.entry(
-                door.rewrite_rules, primitive, functools.partial(self._rewrite_by_device, rewrite)
-            )
         patches.attribute(*door.owner("rule_missing"), self._missing)
         patches.attribute(*door.owner("rewrite_bwd"), self._rewrite_bwd)
         patches.attribute(*door.owner("match_replication"), self._match_replication)
@@ -166,8 +151,7 @@ class SetHooks(Hooks):
     # The two tables.
 
     def _check_by_device(self, original, mesh, *in_rep, **params):
-        rep = original(mesh, *in_rep, **params)
-        return self._by_device(mesh, rep, params)
+        return self._by_device(mesh, original(mesh, *in_rep, **params), params)
 
     def _rewrite_by_device(self, original, mesh, in_rep, *args, **params):
         results, reps = original(mesh, in_rep, *args, **params)
@@ -323,7 +307,8 @@ class SetHooks(Hooks):
 
         def run(*args):
             primals = tuple(_type(mesh, rep) for rep in reps_dst)
-            with self._run(_Run(call, args, frozenset(mesh.axis_names), parts, primals)):
+            one = _Run(call, args, frozenset(mesh.axis_names), parts, primals)
+            with self.state.locally(running=(*self.state.here.running, one)):
                 return matched(*args)
 
         return self.door.wrapped(run, rewritten)
@@ -357,10 +342,6 @@ class SetHooks(Hooks):
         have, want = (AxisType(run.axes - frozenset(rep)) for rep in (src, dst))
         _Bwd(self.custom_vjp, run).check(Cotangent(path, index, have, want))
         return self.door.match_replication(src, dst, x)
-
-    def _run(self, run: _Run):
-        """Return a context manager in which a bwd runs."""
-        return self.state.locally(running=(*self.state.here.running, run))
 
 
 def _type(mesh, rep) -> AxisType:

@@ -13,13 +13,14 @@ import contextlib
 import functools
 import inspect
 import re
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules.door import versions
 from shardrules.door.lookup import find, is_cached, look, unsupported
-from shardrules.door.loops import body_tracers
 from shardrules.door.symbols import SYMBOLS
 from shardrules.door.trace_key import ContextKey, MeshKey
 from shardrules.errors import RuleError, UnsupportedJaxError
@@ -313,12 +314,22 @@ class Door:
 
     # Loops.
 
+    def is_loop_body(self, debug_info: Any) -> bool:
+        """Whether the caller was called to trace the body of a loop that a user wrote."""
+        # ``scan`` and ``while_loop`` trace their bodies by a local function (JAX 0.6 to 0.12),
+        # through names that the transformations of loops use too, with the same debug info;
+        # nothing that is passed distinguishes them. So the caller's code is compared with that
+        # function's, which a test in tests/core/test_install.py looks up in each JAX.
+        is_condition = debug_info.traced_for == "while_cond"
+        return sys._getframe(2).f_code in self.body_tracers and not is_condition
+
+    @functools.cached_property
     def body_tracers(self) -> frozenset[Any]:
-        """Return the code objects of JAX's functions that trace a user's loop body."""
+        """The code objects of JAX's functions that trace a user's loop body."""
         key = "promote_carries" if self.promote_carry is None else "promote_carry"
         loops = self.owner(key)[0]
         try:
-            return body_tracers(loops.scan, loops.while_loop)
+            return frozenset(map(_body_tracer, (loops.scan, loops.while_loop)))
         except (AttributeError, LookupError) as error:
             raise unsupported(
                 self.version,
@@ -346,7 +357,7 @@ class Door:
     def staged(
         self, function: Any, arrays: Sequence[Any]
     ) -> tuple[Any, Sequence[Any], Callable[[], list[Any]]] | None:
-        """Return a function's jaxpr, its constants, and a function that removes its inputs here."""
+        """Return a function's jaxpr, its constants, and what puts its equations into this trace."""
         # As ``jax.jit(function, inline=True)`` does, which takes five times as long for a small
         # one. None where no jaxpr is being traced here, for equations of HiJAX, and to JAX 0.6.
         if self.stage_jaxpr is None:
@@ -404,6 +415,14 @@ class Door:
             return MeshKey(self.config)
         context = self.make_user_context()
         return context if hasattr(context, "set_global") else ContextKey(context)
+
+
+def _body_tracer(function: Any) -> types.CodeType:
+    function = inspect.unwrap(function)
+    for code in function.__code__.co_consts:
+        if isinstance(code, types.CodeType) and code.co_name == "_create_jaxpr":
+            return code
+    raise LookupError(f"{function.__module__}.{function.__name__} has no _create_jaxpr inside")
 
 
 def _run_scoped(fun, enter, scope, see, *args, **kwargs):

@@ -18,7 +18,7 @@ import shardrules as sr
 from core import kernels
 from core import versions as of_tests
 from shardrules import hooks
-from shardrules.door import internals, loops, versions
+from shardrules.door import internals, versions
 from shardrules.hooks.install import state
 from shardrules.hooks.types import laws, owners
 from shardrules.hooks.types.funnel import Funnel
@@ -381,9 +381,9 @@ def test_none_of_jax_own_primitives_is_taken_for_a_users():
 def test_the_body_of_a_loop_is_told_by_the_code_that_traces_it(monkeypatch):
     door = internals.load()
     if door.typed:
-        assert len(door.body_tracers()) == 2
+        assert len(door.body_tracers) == 2
     with pytest.raises(LookupError, match="has no _create_jaxpr inside"):
-        loops.body_tracers(run_alone)
+        internals._body_tracer(run_alone)
 
 
 def test_a_second_install_keeps_where_casts_stand_unless_it_says_otherwise():

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.loops import is_body
 from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.hooks.state import Hooks, State
 from shardrules.registry.axistypes import AxisType
@@ -26,7 +25,7 @@ class ControlHooks(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self._body_tracers = door.body_tracers()
+        self.tracers = door.body_tracers  # a refusal comes before anything is replaced
 
     def install(self, patches: Patches) -> None:
         """Replace the functions in which this JAX traces and compares bodies and branches."""
@@ -55,7 +54,7 @@ class ControlHooks(Hooks):
     def _trace(self, fun, in_avals, debug_info, *rest, **kwargs):
         """Trace a loop's body with the carry at its fixpoint."""
         traced = self.door.trace_to_jaxpr(fun, in_avals, debug_info, *rest, **kwargs)
-        if not (is_body(self._body_tracers, debug_info) and self.acts):
+        if not (self.door.is_loop_body(debug_info) and self.acts):
             return traced
         operands = in_avals.unpack()[0]
         count = _carry_count(operands.tree, traced[1].tree)
@@ -73,7 +72,7 @@ class ControlHooks(Hooks):
     def _trace_body(self, trace, fun, in_tree, in_avals, debug_info):
         """Do what ``_trace`` does, on JAX to 0.7."""
         traced = trace(fun, in_tree, in_avals, debug_info)
-        if not (is_body(self._body_tracers, debug_info) and self.acts):
+        if not (self.door.is_loop_body(debug_info) and self.acts):
             return traced
         count = _carry_count(in_tree, traced[2])
 

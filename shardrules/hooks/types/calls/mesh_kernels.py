@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import only_touches_refs
+from shardrules.door.jaxprs import only_touches_refs, opened
 from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.door.places import PALLAS, PALLAS_GPU_CORE
 from shardrules.errors import RegistrationError
@@ -30,14 +30,6 @@ from shardrules.registry.axistypes import AxisType, Effect
 from shardrules.registry.binding import Binding, binding_of
 
 _PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a partial and under vmap
-
-
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """Where a kernel's jaxpr comes from: a function, or a jaxpr that was rewritten."""
-
-    function: Any = None  # the user's function, or None
-    jaxpr: Any = None  # the jaxpr, or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +137,8 @@ class MeshKernelHooks(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self._sources: weakref.WeakKeyDictionary[Any, _Source] = weakref.WeakKeyDictionary()
+        # From a jaxpr to the function, or the jaxpr, that it was made of.
+        self._sources: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # Keyed by the first jaxpr of a call.
         self._kernels: weakref.WeakKeyDictionary[Any, MeshKernel] = weakref.WeakKeyDictionary()
 
@@ -161,11 +154,8 @@ class MeshKernelHooks(Hooks):
 
     def _noting(self, module: Any) -> ModuleProxy:
         """Return a module whose tracing functions record what they trace."""
-        noting = {
-            "trace_to_jaxpr_dynamic": self._trace,
-            "trace_to_jaxpr": self._trace,
-            "lower_jaxpr2": self._lower,
-        }
+        trace, lower = self._trace, self._lower
+        noting = {"trace_to_jaxpr_dynamic": trace, "trace_to_jaxpr": trace, "lower_jaxpr2": lower}
         return ModuleProxy(
             module,
             {
@@ -205,38 +195,35 @@ class MeshKernelHooks(Hooks):
         with self.door.unchecked() if kernel and self.acts else contextlib.nullcontext():
             traced = trace(fun, *args, **kwargs)  # unchecked, as JAX does itself from 0.10 on
         # JAX to 0.10 traces a WrappedFun, 0.11 the function itself.
-        self._note(traced[0], self._source(getattr(fun, "f", fun)))
+        self._sources[opened(traced[0])] = self._source(getattr(fun, "f", fun))
         return traced
 
     def _lower(self, lower, closed, *args, **kwargs):
         """Lower a kernel's types as JAX does, and record the jaxpr that the new one was made of."""
         lowered = lower(closed, *args, **kwargs)
-        self._note(lowered, _Source(jaxpr=getattr(closed, "jaxpr", closed)))
+        self._sources[opened(lowered)] = opened(closed)
         return lowered
 
-    def _note(self, jaxpr: Any, source: _Source) -> None:
-        self._sources[getattr(jaxpr, "jaxpr", jaxpr)] = source
-
-    def _source(self, function: Any) -> _Source:
+    def _source(self, function: Any) -> Any:
         while _module(function).startswith(PALLAS):  # it holds the user's kernel in a closure
             held = dict(_held(_innermost(function)))
             for value in held.values():
-                value = getattr(value, "jaxpr", value)  # JAX 0.11 keeps it closed
-                if hasattr(value, "eqns") and value in self._sources:
-                    return _Source(jaxpr=value)
+                jaxpr = opened(value)  # JAX 0.11 keeps it closed
+                if jaxpr is not None and jaxpr in self._sources:
+                    return jaxpr
             if not callable(held.get("body")):
                 break
             function = held["body"]
-        return _Source(function)
+        return function
 
     def _origin(self, jaxpr: Any) -> tuple[MeshKernel | None, Any]:
         """Return the known kernel, or the function, that a jaxpr was made of."""
         source = self._sources.get(jaxpr)
-        while source is not None and source.jaxpr is not None:
-            if source.jaxpr in self._kernels:
-                return self._kernels[source.jaxpr], None
-            source = self._sources.get(source.jaxpr)
-        return None, None if source is None else source.function
+        while hasattr(source, "eqns"):
+            if source in self._kernels:
+                return self._kernels[source], None
+            source = self._sources.get(source)
+        return None, source
 
     def _mpmd_map(self, meshes_and_fns, /, out_types=(), **kwargs):
         """Make the kernel; turn the check on again where plgpu.kernel turned it off."""
@@ -255,25 +242,18 @@ class MeshKernelHooks(Hooks):
         del noted[before:]
 
         def call(*args):
-            outer, here.kernel_annotations = here.kernel_annotations, notes
-            try:
-                with checked():
-                    return kernel(*args)
-            finally:
-                here.kernel_annotations = outer
+            with self.state.locally(kernel_annotations=notes), checked():
+                return kernel(*args)
 
         return call
 
     def _custom_vmap(self):
-        original, here, hooks = self.door.custom_vmap.__call__, self.state.here, self
+        original, hooks = self.door.custom_vmap.__call__, self
 
         @functools.wraps(original)
         def call(self, *args, **kwargs):
-            outer, here.checked = here.checked, hooks.acts
-            try:
+            with hooks.state.locally(checked=hooks.acts):
                 return original(self, *args, **kwargs)
-            finally:
-                here.checked = outer
 
         return call
 

@@ -41,6 +41,7 @@ from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.annotations import note_called, note_cast
 from shardrules.hooks.types.funnel import Funnel
+from shardrules.hooks.types.refs import DECIDES
 from shardrules.hooks.types.type_notes import TypeNoteHooks
 from shardrules.registry.axistypes import AxisType
 
@@ -215,9 +216,9 @@ class ReplayHooks(Hooks):
         """Return what devices decide differently here, if anything, and along which axes."""
         door = self.door
         if primitive is door.cond_p:
-            decides, what = avals[0], "the predicate of a cond or switch"
+            decides = avals[0]
         elif primitive is door.while_p:
-            (decides,), what = params["cond_jaxpr"].out_avals, "the condition of a while_loop"
+            (decides,) = params["cond_jaxpr"].out_avals
         else:
             return None, frozenset()
         over = door.axis_type(decides).varying
@@ -226,7 +227,7 @@ class ReplayHooks(Hooks):
         # Refuse refs that would be written by some devices only, before what they hold is cast.
         if any(isinstance(aval, door.AbstractRef) for aval in avals):
             primitive.abstract_eval(*avals, **params)
-        return what, over
+        return DECIDES[primitive.name], over
 
     # A custom_vjp: its bwd closes over the types of the primals.
 

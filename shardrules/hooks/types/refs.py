@@ -22,6 +22,9 @@ from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.registry.axistypes import AxisType, show_axes
 
+# What devices may decide differently, for messages.
+DECIDES = {"cond": "the predicate of a cond or switch", "while": "the condition of a while_loop"}
+
 
 def written(door: Door, effects: Iterable[Any]) -> set[Any]:
     """Return the positions of the inputs that effects write or add to."""
@@ -88,8 +91,10 @@ class RefHooks(Hooks):
             return Law(typed=functools.partial(self._first, self._store), cast=self._cast_stored)
         if primitive is door.run_state_p:
             return Law(bind=self._bind_run_state)
-        checks = {door.get_p: self._read, door.cond_p: self._branches, door.while_p: self._loop}
-        return Law(typed=functools.partial(self._then, checks[primitive]))
+        if primitive is door.get_p:
+            return Law(typed=functools.partial(self._then, self._read))
+        control = functools.partial(self._control, primitive.name)
+        return Law(typed=functools.partial(self._then, control))
 
     # Reads and writes.
 
@@ -119,14 +124,8 @@ class RefHooks(Hooks):
         """Raise before JAX does (0.12), with an error that run_state can grow by."""
         ref, value, *indices = avals
         check_written(self.door, "a value", ref, self.door.axis_type(value))
-        check_written(
-            self.door,
-            "an index",
-            ref,
-            AxisType(union(self.door.axis_types(indices))),
-            which="that it stores to",
-            stored=False,
-        )
+        index, which = AxisType(union(self.door.axis_types(indices))), "that it stores to"
+        check_written(self.door, "an index", ref, index, which=which, stored=False)
 
     def _cast_stored(self, trace, args, avals, params):
         """Cast a stored value to the ref's type, so that its cotangent is reduced again."""
@@ -140,30 +139,15 @@ class RefHooks(Hooks):
 
     # A branch is taken, or a loop runs on, where a predicate says so.
 
-    def _branches(self, answer, avals, params):
-        self._controlled(
-            answer[1],
-            avals,
-            self.door.axis_type(avals[0]),
-            "the predicate of a cond or switch",
-            "that a branch writes",
-        )
+    def _control(self, name: str, answer, avals, params):
+        """Refuse that a branch or body writes to refs that vary less than the predicate."""
+        predicate = avals[0] if name == "cond" else params["cond_jaxpr"].out_avals[0]
+        which = "that a branch writes" if name == "cond" else "that its body writes"
+        decides = self.door.axis_type(predicate)
+        for at in sorted(written(self.door, answer[1])):
+            ref = avals[at]
+            check_written(self.door, DECIDES[name], ref, decides, which=which, stored=False)
         return answer
-
-    def _loop(self, answer, avals, params):
-        predicate = params["cond_jaxpr"].out_avals[0]
-        self._controlled(
-            answer[1],
-            avals,
-            self.door.axis_type(predicate),
-            "the condition of a while_loop",
-            "that its body writes",
-        )
-        return answer
-
-    def _controlled(self, effects, avals, decides: AxisType, what: str, which: str) -> None:
-        for position in sorted(written(self.door, effects)):
-            check_written(self.door, what, avals[position], decides, which=which, stored=False)
 
     # run_state: its refs can be made again, from values that were cast.
 

@@ -39,10 +39,10 @@ class Lowering:
         """Interpret without types: the interpreter's loops mix inputs that vary differently."""
         # JAX 0.10.2 traces the interpreter with the operands' types and fails on its while_loop's
         # carry. The call's own types were settled outside, so here nothing is left to check.
-        stripped = lambda avals: [  # noqa: E731
-            self.door.with_axis_type(a, AxisType()) for a in avals
-        ]
-        plain = ctx.replace(avals_in=stripped(ctx.avals_in), avals_out=stripped(ctx.avals_out))
+        plain = ctx.replace(
+            avals_in=[self.door.with_axis_type(aval, AxisType()) for aval in ctx.avals_in],
+            avals_out=[self.door.with_axis_type(aval, AxisType()) for aval in ctx.avals_out],
+        )
         with self.door.unchecked():
             results = original(plain, *operands, **params)
         if plain.tokens_out is not None:

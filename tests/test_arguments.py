@@ -193,6 +193,7 @@ RIGHT = {
     **{(f"AxisType.{n}", 0): {"a str"} for n in ("vary", "drop")},
     ("Effect", 1): {"a str", "a spec"},
     ("Registry", "entry_points"): {"None", "a str", "an empty str"},
+    ("Registry", "prover"): {"a str", "an empty str"},
     ("Registry", "shipped"): {"None"},
     ("Registry.find", 0): {"a str", "an empty str"},
     ("Rule", 0): {"a str", "an empty str"},

@@ -117,7 +117,11 @@ def test_exit_codes_of_verify(tmp_path):
         (["verify", UVW, "--flagfile=x"], "", "unrecognized arguments: --flagfile=x"),
         (["verify", UVW, "--undefok=x"], "", "unrecognized arguments: --undefok=x"),
         (["diff", UVW, UVW, "--format=pdf"], "", "argument --format: invalid choice: 'pdf'"),
-        (["verify", UVW, "--rule=mine"], "", "--rule=mine is no rule; write --rule='kernel=no_com"),
+        (
+            ["verify", UVW, "--rule=mine"],
+            "",
+            "--rule=mine is not a rule; write --rule='kernel=no_com",
+        ),
         (["verify", UVW, "--rule=k=no_comunication"], "", "did you mean 'no_communication'?"),
         (
             ["verify", UVW, "--rule=k=all_gather"],

@@ -99,7 +99,7 @@ def allowed(what: str, reason: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+    # A JSON string is a TOML basic string, except that TOML wants DEL escaped.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -160,7 +160,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 def _tables(path: pathlib.Path, held: dict[str, Any], name: str) -> list[tuple[str, dict]]:
     tables = held.get(name, [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise _fail(path, f"{name!r} is no list of tables; each begins with [[{name}]]")
+        raise _fail(path, f"{name!r} is not a list of tables; each begins with [[{name}]]")
     return [(f"[[{name}]] number {number}", table) for number, table in enumerate(tables, 1)]
 
 

@@ -117,7 +117,7 @@ def _read(given: Mapping[str, Any]) -> dict[str, dict[str, int]]:
         known = wanted and set(wanted) <= set(_NUMBERS)
         if not known or not all(map(_is_count, wanted.values())):
             raise ShardrulesError(
-                f"{value!r} for {key!r} is no expectation; give a count, or "
+                f"{value!r} for {key!r} is not an expectation; give a count, or "
                 "{'count': 1, 'bytes': 512}, of count, bytes, wire_bytes and sites",
                 key=key,
                 value=value,
@@ -160,7 +160,7 @@ def pick(expect: Any, platform: str | None) -> Expected:
         return expect
     if not isinstance(expect, Mapping):
         raise ShardrulesError(
-            f"{type(expect).__name__} is no expectation; give a mapping such as "
+            f"{type(expect).__name__} is not an expectation; give a mapping such as "
             "{'all-reduce(data)': 1}, exactly({...}) or at_most({...})"
         )
     each = for_platforms(expect)

@@ -193,7 +193,7 @@ def _axes_of(spec: Any) -> frozenset[str]:
 
 def _check_mesh(jax, mesh: Any) -> None:
     if not isinstance(mesh, jax.sharding.Mesh):
-        raise ShardrulesError(f"{mesh!r} is no jax.sharding.Mesh", mesh=mesh)
+        raise ShardrulesError(f"{mesh!r} is not a jax.sharding.Mesh", mesh=mesh)
     others = {d.platform for d in mesh.devices.flat} - {"cpu"}
     if others:
         raise ShardrulesError(

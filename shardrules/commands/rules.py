@@ -175,7 +175,7 @@ def _read(text: str) -> tuple[str, Any]:
     found = _RULE.fullmatch(written)
     if not equals or not name or found is None:
         raise ShardrulesError(
-            f"--rule={text} is no rule; write --rule='kernel=no_communication' or "
+            f"--rule={text} is not a rule; write --rule='kernel=no_communication' or "
             "--rule='kernel=all_gather(model)'"
         )
     if found[1] not in _RULES:

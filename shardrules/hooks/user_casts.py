@@ -203,7 +203,7 @@ def _axes(door: Door, call: str, axes: tuple[Any, ...]) -> frozenset[str]:
     strange = [a for a in axes if a not in here]
     if here and strange:
         raise AxisError(
-            f"{call.replace('...', ', '.join(map(repr, axes)))}: {show_axes(strange)} is no "
+            f"{call.replace('...', ', '.join(map(repr, axes)))}: {show_axes(strange)} is not a "
             f"manual mesh axis here; they are {show_axes(here)}",
             axes=tuple(strange),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardrules.pallas.lanes import lanes_differ
 from shardrules.pallas.walk import Frame, Walk, mesh_axes
 
 __all__ = ["ACTIONS"]
@@ -71,7 +70,7 @@ def _while(walk, eqn, frame):
 
 @_for("pallas:run_scoped")
 def _run_scoped(walk, eqn, frame):
-    # What the body closes over stands in constvars; its invars are the new buffers.
+    # The constvars are what the body closes over; its invars are the new buffers.
     inner = walk.enter(eqn.params["jaxpr"], frame, eqn.invars, consts=True)
     frame.seeded = inner.seeded
 
@@ -121,7 +120,7 @@ def _axis_index(walk, eqn, frame):
     name = eqn.params["axis_name"]
     names = name if isinstance(name, (tuple, list)) else (name,)
     strange = [n for n in names if n not in walk.local_axes]
-    if strange and frame.uses(eqn):  # to JAX 0.9 it stands there though nobody looks
+    if strange and frame.uses(eqn):  # to JAX 0.9 it is there unread, too
         axes = ", ".join(map(str, strange))
         walk.block(eqn, f"it asks where this device stands along mesh axis {axes}", True, strange)
 
@@ -175,8 +174,40 @@ def _scatter(walk, eqn, frame):
     own = getattr(ref.aval.memory_space, "value", None) == "vmem"
     if ref.aval.dtype.kind in "iub":
         return
-    if not own or not any(lanes_differ(walk, frame, index) for index in indices):
+    if not own or not any(_lanes_differ(walk, frame, index) for index in indices):
         walk.block(eqn, _NO_ORDER)
+
+
+def _lanes_differ(walk: Walk, frame: Frame, atom: Any) -> bool:
+    """Whether a vector is iota plus or minus what is the same in all lanes."""
+    # Sums of integers wrap around, which keeps different values different.
+    while True:
+        name, eqn = _made_by(walk, frame, atom)
+        if name not in ("jax:add", "jax:sub"):
+            return name == "jax:iota" and atom.aval.ndim == 1 and _holds_each_lane(atom.aval)
+        one, other = eqn.invars
+        if _lanes_agree(walk, frame, other):
+            atom = one
+        elif _lanes_agree(walk, frame, one):
+            atom = other
+        else:
+            return False
+
+
+def _lanes_agree(walk: Walk, frame: Frame, atom: Any) -> bool:
+    if atom.aval.size == 1:
+        return True
+    name, eqn = _made_by(walk, frame, atom)
+    return name == "jax:broadcast_in_dim" and eqn.invars[0].aval.size == 1
+
+
+def _made_by(walk: Walk, frame: Frame, atom: Any) -> tuple[str | None, Any]:
+    eqn = None if hasattr(atom, "val") else frame.made_by.get(atom)
+    return (None, None) if eqn is None else (walk.name(eqn), eqn)
+
+
+def _holds_each_lane(aval: Any) -> bool:
+    return aval.dtype.kind in "iu" and aval.size <= 2 ** (8 * aval.dtype.itemsize)
 
 
 # --- random numbers --------------------------------------------------------------------------

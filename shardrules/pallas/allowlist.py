@@ -1,8 +1,8 @@
 """What a kernel may hold and still depend on its operands alone, and why the rest is refused.
 
 A primitive is named ``family:name``: the family is the part of JAX that defines it, so that a
-user's own primitive called ``add`` is not mistaken for JAX's. What stands in none of these tables,
-nor among the walk's actions, is not proven. Some names stand here in the forms of several JAX
+user's own primitive called ``add`` is not mistaken for JAX's. What is in none of these
+tables, nor among the walk's actions, is not proven. Some names are here in the forms of several JAX
 versions (``debug_barrier_p``: 0.10, ``debug_barrier``: 0.12).
 """
 

@@ -51,7 +51,7 @@ def mesh_axes(mesh: Any) -> tuple[str, ...]:
 def is_semaphore(aval: Any) -> bool:
     """Whether a ref holds semaphores or barriers."""
     dtype = getattr(aval, "dtype", "")
-    if isinstance(dtype, np.dtype):  # JAX's own types are no NumPy types, which write slowly
+    if isinstance(dtype, np.dtype):  # not one of JAX's own; NumPy's str() is slow
         return False
     name = str(dtype).lower()
     return "sem" in name or "barrier" in name
@@ -109,7 +109,7 @@ class Walk:
         self.kernel_place = kernel_place
         self.blockers: list[Blocker] = []
         self._buffers: list[Buffer] = []
-        self._unknown = self.buffer()  # whatever a variable of unknown origin stands for
+        self._unknown = self.buffer()  # the buffer of a variable of unknown origin
         self._left = _MOST_EQUATIONS
 
     # Messages.

@@ -33,7 +33,7 @@ def _named(axes: Any, call: str = "") -> frozenset[str]:
     except TypeError:  # nothing to iterate over
         found = (None,)
     for axis in found:
-        # JAX takes any hashable name; but for strings, people use an Enum's members.
+        # JAX takes any hashable name; people use strings and an Enum's members.
         if not isinstance(axis, (str, enum.Enum)) or axis == "":
             raise RuleError(
                 f"{shown(axes)} names no mesh axes; "
@@ -175,7 +175,8 @@ class Effect:
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in self.KINDS:
             raise RuleError(
-                f"{shown(self.kind)} is no kind of effect; the kinds are {', '.join(self.KINDS)}",
+                f"{shown(self.kind)} is not a kind of effect; the kinds are "
+                f"{', '.join(self.KINDS)}",
                 kind=self.kind,
             )
         _named(self.axes)
@@ -208,7 +209,7 @@ def parse_effects(text: str) -> tuple[Effect, ...]:
         match = _EFFECT.fullmatch(part)
         if match is None:
             raise RuleError(
-                f"{part!r} in the tag {text!r} is no effect; one looks like 'local', "
+                f"{part!r} in the tag {text!r} is not an effect; one looks like 'local', "
                 "'join(model)' or 'typed(data,model)'",
                 text=text,
             )

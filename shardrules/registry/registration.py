@@ -13,7 +13,7 @@ from shardrules.registry.rule import Rule
 
 __all__ = ["PROVEN", "Overlay", "Registration", "is_redeclaration", "matches_op_name", "normalise"]
 
-# What the status ``audited`` stands for. A kernel is well formed if its result on one device is
+# What the status ``audited`` means. A kernel is well formed if its result on one device is
 # determined by its operands: check_rule looks into that, no audit does.
 PROVEN = "proven to depend on its operands alone, if it is well formed"
 
@@ -85,7 +85,7 @@ def normalise(name: str) -> str:
 
 def matches_op_name(entry: Registration, op_name: str, functions: bool) -> bool:
     """Whether a declaration matches a call of which a compiled text tells the op_name only."""
-    # XLA joins the names of two operations into one; what stands in front is then not its scope.
+    # XLA joins the names of two operations into one; what is in front is then not its scope.
     scopes = [] if ";" in op_name else re.split(r"/(?![^\[]*\])", op_name)
     names = [op_name]
     if len(scopes) > 1:

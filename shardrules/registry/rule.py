@@ -213,8 +213,8 @@ class Rule:
             if strange:
                 raise self._refusal(
                     context,
-                    f"answered '{one}' for {what} {i}, but {_axes(strange)} is no manual mesh axis "
-                    f"here; they are {_axes(context.mesh_axes)}",
+                    f"answered '{one}' for {what} {i}, but {_axes(strange)} is not a manual mesh "
+                    f"axis here; they are {_axes(context.mesh_axes)}",
                     answer=types,
                     axes=strange,
                 )
@@ -247,7 +247,7 @@ def as_rule(rule: AnyRule) -> Rule:
         return rule
     if not callable(rule) or isinstance(rule, type):
         raise RuleError(
-            f"{rule!r} is no rule; a rule is shardrules.no_communication or a function from a "
+            f"{rule!r} is not a rule; a rule is shardrules.no_communication or a function from a "
             "shardrules.RuleContext to one shardrules.AxisType for each output",
             answer=rule,
         )

@@ -230,7 +230,7 @@ class Registry:
         where = caller_place()
         if not isinstance(entries, Mapping):
             raise RegistrationError(
-                f"rules({shown(entries)}) is no mapping; write "
+                f"rules({shown(entries)}) is not a mapping; write "
                 "rules({'kernel': shardrules.no_communication})",
                 entries=entries,
             )

@@ -228,7 +228,10 @@ def test_the_file_is_toml(folder):
         ),
         (TEXT.replace("count = 1\n", "count = 1\ncount = 1\n"), "it is not TOML: Cannot overwrite"),
         (TEXT + '[[allow]]\nwhat = "x"\n', "[[allow]] number 1: 'reason' is missing"),
-        (TEXT + '[allow]\nwhat = "x"\n', "'allow' is no list of tables; each begins with [[allow"),
+        (
+            TEXT + '[allow]\nwhat = "x"\n',
+            "'allow' is not a list of tables; each begins with [[allow",
+        ),
         (TEXT.replace('level = "compiled"\n', ""), "the head: 'level' is missing"),
         (TEXT.replace('"f32"', '"\\q"'), "it is not TOML: "),
     ],

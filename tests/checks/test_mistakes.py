@@ -42,7 +42,7 @@ def test_counts_may_be_numpy_s(count):
 
 @pytest.mark.parametrize("count", [True, np.True_, 1.0, np.float32(1), -1, "1", None, [1]])
 def test_what_is_no_count(count):
-    with pytest.raises(errors.ShardrulesError, match="is no expectation; give a count"):
+    with pytest.raises(errors.ShardrulesError, match="is not an expectation; give a count"):
         testing.assert_collectives(ONE, mesh=T.MESH, expect={"all-reduce(model)": count})
 
 

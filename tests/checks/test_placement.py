@@ -37,7 +37,7 @@ def test_an_array_that_is_closed_over(cpu_mesh):
     table = struct(TABLE.shape, cpu_mesh, P())
     small = testing.assert_no_large_constants(passed, x, table, max_bytes=1000)
     assert [c for c in small if c.bytes > 8] == []
-    with pytest.raises(ShardrulesError, match="max_bytes=-1 is no count of bytes"):
+    with pytest.raises(ShardrulesError, match="max_bytes=-1 is not a count of bytes"):
         testing.assert_no_large_constants(passed, x, table, max_bytes=-1)
 
 

@@ -131,7 +131,7 @@ def test_a_kernel_that_computes_something_else(cpu_mesh):
         ),
         (
             lambda mesh: testing.check_rule(jnp.sin, "mesh", X, in_specs=P()),
-            "'mesh' is no jax.sharding.Mesh",
+            "'mesh' is not a jax.sharding.Mesh",
         ),
         (
             lambda mesh: testing.check_rule(jnp.sin, mesh, X),

@@ -123,7 +123,7 @@ def test_rule_decides_over_which_axes_outputs_vary(rule, axes, hooks, cpu_mesh):
         (lambda ctx: [ctx.union, ctx.union], r"answered for 2 outputs .* but the call has 1"),
         (
             lambda ctx: ctx.union.vary("rows"),
-            r"\{rows\} is no manual mesh axis here; they are "
+            r"\{rows\} is not a manual mesh axis here; they are "
             r"\{data, model\}",
         ),
         (

@@ -213,10 +213,10 @@ def test_expectations_that_cant_be_read(value):
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.exactly({"all-reduce(data)": value})
     assert (
-        "is no expectation; give a count, or {'count': 1, 'bytes': 512}, of count, bytes, "
+        "is not an expectation; give a count, or {'count': 1, 'bytes': 512}, of count, bytes, "
         "wire_bytes and sites"
     ) in str(caught.value)
-    with pytest.raises(errors.ShardrulesError, match="int is no expectation; give a mapping"):
+    with pytest.raises(errors.ShardrulesError, match="int is not an expectation; give a mapping"):
         testing.assert_collectives("HloModule m\n", expect=3)
 
 

@@ -78,9 +78,9 @@ def test_two_that_match_and_disagree_show_both_places():
             "k",
             7,
             errors.RuleError,
-            "7 is no rule; a rule is shardrules.no_communication or a function",
+            "7 is not a rule; a rule is shardrules.no_communication or a function",
         ),
-        ("k", sr.AxisType, errors.RuleError, "is no rule"),
+        ("k", sr.AxisType, errors.RuleError, "is not a rule"),
     ],
 )
 def test_what_cannot_be_registered(name, rule, error, message):
@@ -143,12 +143,12 @@ RULES = (
         (lambda: sr.AxisType(["data"]).drop(["data"]), "one by one: drop('data')"),
         (lambda: sr.permute("data", "data"), "not 'data', 'data'"),
         (lambda: sr.all_reduce(3), "not 3"),
-        (lambda: sr.outputs(sr.no_communication, 3), "3 is no rule"),
+        (lambda: sr.outputs(sr.no_communication, 3), "3 is not a rule"),
         (
             lambda: sr.AxisType({"data"}, {"data"}),
             "an axis type can name each mesh axis once, but {data} stands in more than one",
         ),
-        (lambda: sr.Effect("magic"), "'magic' is no kind of effect"),
+        (lambda: sr.Effect("magic"), "'magic' is not a kind of effect"),
     ],
 )
 def test_rules_that_cannot_be_made(make, message):

@@ -43,7 +43,7 @@ def assert_no_large_constants(
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
     if max_bytes < 0:
-        raise ShardrulesError(f"max_bytes={max_bytes!r} is no count of bytes; give 0 or more")
+        raise ShardrulesError(f"max_bytes={max_bytes!r} is not a count of bytes; give 0 or more")
     found = programs.read(program, args, kwargs)
     module = hlo.parse(found.text, name=found.name)
     every = placement.constants(module)

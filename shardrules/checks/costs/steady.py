@@ -62,7 +62,7 @@ class SteadyState:
     def __init__(self, warmup_count: int, growth_bytes: int):
         for name, value in (("warmup_count", warmup_count), ("growth_bytes", growth_bytes)):
             if value < 0:
-                raise ShardrulesError(f"{name}={value!r} is no count; give 0 or more")
+                raise ShardrulesError(f"{name}={value!r} is not a count; give 0 or more")
         self._warmup_count = warmup_count
         self._growth_bytes = growth_bytes
         self._ticks = 0

@@ -1,8 +1,8 @@
 """Each device's share of a cotangent that a bwd sums over the devices.
 
-In a branch that some devices take only, the sum would wait for the others. The primal is cast
-before the branch, and the cast's own sum stands after it: so the one inside goes, where all that
-follows on it is linear, and adds up to the same after a sum as before.
+In a branch that only some devices take, the sum would wait for the others. The primal is cast
+before the branch, and the cast's own sum comes after it. So the sum inside is left out where all
+that follows it is linear.
 """
 
 from __future__ import annotations

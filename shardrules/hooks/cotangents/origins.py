@@ -150,7 +150,7 @@ class Origins:
         self.opaque = opaque
         self.mesh_axes = mesh_axes
         self.declared = declared
-        # A jaxpr may stand in several equations, and be looked at repeatedly: by its place.
+        # By place: one jaxpr may be in several equations, and is read repeatedly.
         self._reductions: dict[tuple, Reduction] = {}
         self._divisors: dict[tuple, float] = {}  # of the equations that divide by a known number
         self._means: dict[tuple, float] = {}  # of those that divide a sum over elements

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 WRITTEN = "written in the program, or by JAX for one of its operations"  # why a psum is there
-_COLUMNS = 100  # of the text, but for names and paths that are longer
+_COLUMNS = 100  # of the text; longer names and paths stay whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,7 +62,7 @@ def test_vary_is_nothing_without_the_check(cpu_mesh):
         ),
         (
             ("modle", "data"),
-            "vary(x, 'modle', 'data'): {modle} is no manual mesh axis here; they are {data, model}",
+            "vary(x, 'modle', 'data'): {modle} is not a manual mesh axis here; they are {data, model}",
         ),
     ],
 )
@@ -264,7 +264,7 @@ def test_already_summed_refuses_what_is_no_axis(cpu_mesh):
     with pytest.raises(
         errors.AxisError,
         match=re.escape(
-            "already_summed(ct, 'modle'): {modle} is no manual mesh axis here; they are "
+            "already_summed(ct, 'modle'): {modle} is not a manual mesh axis here; they are "
             "{data, model}"
         ),
     ):

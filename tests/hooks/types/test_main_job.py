@@ -292,8 +292,8 @@ def test_what_is_no_program():
     [
         ("all-reduce", 1, "'all-reduce' names no collectives; write the kind and its mesh axes"),
         ("bakward all-reduce(data)", 1, "phases are forward, backward, recompute, mixed, unknown"),
-        ("all-reduce(data)", "one", "'one' for 'all-reduce(data)' is no expectation"),
-        ("all-reduce(data)", -1, "-1 for 'all-reduce(data)' is no expectation"),
+        ("all-reduce(data)", "one", "'one' for 'all-reduce(data)' is not an expectation"),
+        ("all-reduce(data)", -1, "-1 for 'all-reduce(data)' is not an expectation"),
     ],
 )
 def test_expectations_that_cant_be_read(key, value, message):

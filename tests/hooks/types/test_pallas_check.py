@@ -226,7 +226,7 @@ def test_rule_registered_after_a_trace_takes_effect(cpu_mesh, declared_only):
         ),
         (
             lambda ctx: [ctx.union.vary("modle")],
-            "answered 'varying over {data, modle}' for output 0, but {modle} is no manual mesh axis "
+            "answered 'varying over {data, modle}' for output 0, but {modle} is not a manual mesh axis "
             "here; they are {data, model}",
         ),
         (

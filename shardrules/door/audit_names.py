@@ -1,8 +1,7 @@
-"""The auditor's door to JAX's private names, apart from the hooks' own (``compat``).
+"""JAX's private names that the audit of kernels needs, apart from those of the hooks.
 
-Where JAX defines a primitive says which primitive it is: a user's own may be called ``add`` too.
-What a JAX lacks is never met there, so nothing here asks for a version, and ``install`` does not
-depend on any of it.
+A primitive is known by the module of JAX that defines it: a user's own may be called ``add`` too.
+Nothing here depends on JAX's version, and ``install`` depends on nothing here.
 """
 
 from __future__ import annotations

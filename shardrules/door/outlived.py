@@ -1,10 +1,9 @@
-"""What the hooks leave in a jaxpr that says, without them, that it needs them.
+"""A jaxpr that was traced under the hooks says so when it is run without them.
 
-The hooks strip an interpreted kernel's loops of types, which JAX mixes there and refuses (0.6.0
-to 0.12). Where the hooks are gone when the jaxpr is run, nothing of theirs is asked any more, and
-JAX's refusal says nothing of the cause. What JAX reads first of a ``pallas_call``'s parameters,
-whether it interprets, evaluates or differentiates, is ``input_output_aliases`` (a test in
-tests/core/test_install.py fails once it isn't), so that tuple tells.
+The hooks drop types from an interpreted kernel's loops, where JAX mixes and rejects them (0.6.0 to
+0.12). If the hooks are gone when the jaxpr is run, JAX's error doesn't name the cause. JAX first
+reads ``input_output_aliases`` of a ``pallas_call``'s parameters, whether it interprets, evaluates
+or differentiates (a test in tests/core/test_install.py fails once it does not): that tuple raises.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from shardrules.door.lookup import Symbol, read
 
 # A reason, and below it the names that serve it: our name, the first and last JAX that has it (a
-# plus: all newer ones too), its module and name (a leading dot stands for ``jax._src.``), and
+# plus: all newer ones too), its module and name (a leading dot means ``jax._src.``), and
 # the parameters that the hooks pass or read. Several rows of one name are for different versions.
 SYMBOLS: tuple[Symbol, ...] = read("""
 the aval of a tracer

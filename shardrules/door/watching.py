@@ -168,7 +168,7 @@ def _call(original: Any, *args, **params) -> Any:
         for n, (arg, donated) in enumerate(zip(args, params["donated_invars"]))
         if any(listener.wants_arguments for listener in listeners)
     ]
-    with _told(listeners, name, arguments):
+    with _reporting(listeners, name, arguments):
         found = original(*args, **params)
     for listener in tuple(listeners):  # one may end its watching here
         listener.returned(name, arguments, found[1], found[0])
@@ -176,7 +176,7 @@ def _call(original: Any, *args, **params) -> Any:
 
 
 @contextlib.contextmanager
-def _told(listeners: list[Listener], name: str, arguments: list[Argument]) -> Iterator[None]:
+def _reporting(listeners: list[Listener], name: str, arguments: list[Argument]) -> Iterator[None]:
     for listener in listeners:
         listener.called(name, arguments)
     try:
@@ -201,7 +201,7 @@ def _compiled_call(original: Any, self: Any, *args, **kwargs) -> Any:
         for name, leaf, info in zip(compiled.argument_names(self), leaves, infos)
     ]
     name = getattr(getattr(executable, "unsafe_call", None), "name", "a compiled function")
-    with _told(listeners, name, arguments):
+    with _reporting(listeners, name, arguments):
         found = original(self, *args, **kwargs)
     for listener in tuple(listeners):  # one may end its watching here
         listener.returned(name, arguments, executable, found)

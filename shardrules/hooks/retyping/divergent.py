@@ -1,9 +1,9 @@
-"""Sums of gradients that only some devices reach, since a predicate that varies chose for them.
+"""Gradient sums that only some devices reach, because a varying predicate chose their branch.
 
-A collective waits for all devices of its group. Where the branches of a cond hold the same ones,
-XLA moves them out, and the program runs; where they don't, it never ends (the CPU's ends the
-process). What users write in a branch is theirs: its predicate may be equal whatever its type. The
-sum of a gradient they didn't write.
+A collective waits for all devices of its group. If the branches of a cond hold the same ones, XLA
+moves them out, and the program runs; if not, it hangs (on CPU the process ends). Collectives that
+users write in a branch are left alone, since the predicate may be equal whatever its type; they
+didn't write the sum of a gradient.
 """
 
 from __future__ import annotations

@@ -44,16 +44,16 @@ class Equation:
         eqn = self.eqn
         if eqn.primitive.name in TO_VARYING:
             return self._recast()
-        caller = HigherOrderOp.of(
+        op = HigherOrderOp.of(
             self.retyping, eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars]
         )
-        if caller is None:
+        if op is None:
             return self._operation()
-        renewal = caller.retyped(self.types, self.what)
-        if renewal is None:
+        retyped = op.retyped(self.types, self.what)
+        if retyped is None:
             return self._done({}, self.door.axis_types(var.aval for var in eqn.outvars))
-        self._cast(renewal.operands)
-        return self._done(renewal.changes, renewal.results)
+        self._cast(retyped.operands)
+        return self._done(retyped.changes, retyped.results)
 
     def _recast(self) -> list[Any]:
         """Cast only over the axes over which the operand doesn't vary yet."""
@@ -137,7 +137,8 @@ class Equation:
     def _done(self, changes: dict[str, Any], types: Sequence[AxisType]) -> list[Any]:
         """Return the casts and the equation with these parameters and output types."""
         outvars = [
-            self.retyping.renew(var, one, self.env) for var, one in zip(self.eqn.outvars, types)
+            self.retyping.retype_variable(var, one, self.env)
+            for var, one in zip(self.eqn.outvars, types)
         ]
         return [
             *self.eqns,

@@ -158,7 +158,7 @@ class ReplayHooks(Hooks):
         types = door.axis_types(map(door.typeof, args))
         axes = union(types)
         if primitive.name not in CASTS:
-            # What is no cast and names axes is a collective: JAX's cast what they take, too.
+            # A collective: JAX's functions cast its operands over the axes that it names.
             axes |= named_axes(params) & frozenset(door.manual_axes())
         cast = self._cast(args, [widened(one, axes) for one in types])
         if all(new is old for new, old in zip(cast, args)):
@@ -191,25 +191,25 @@ class ReplayHooks(Hooks):
         avals = [*map(self.door.typeof, args)]
         if primitive.name in CALLS and _as_traced(params.get(CALLS[primitive.name]), avals):
             return None
-        caller = HigherOrderOp.of(self.retyping, primitive, params, avals)
-        if caller is None:
+        op = HigherOrderOp.of(self.retyping, primitive, params, avals)
+        if op is None:
             return None
         have = [*self.door.axis_types(avals)]
         types = [
             want if self.door.can_cast(aval) else one
-            for want, one, aval in zip(caller.wanted(have), have, avals)
+            for want, one, aval in zip(op.wanted(have), have, avals)
         ]
         what, over = self._decides(primitive, avals, params)
         if what is not None:
             jaxprs = params.get("branches") or (params["body_jaxpr"], params["cond_jaxpr"])
             self.divergent.check(trace, over, jaxprs, what)
-        renewal = None
-        if what is not None or types != caller.traced:
-            renewal = caller.retyped(types, what)
-        if renewal is not None:
+        retyped = None
+        if what is not None or types != op.traced:
+            retyped = op.retyped(types, what)
+        if retyped is not None:
             if what is not None:
                 self.state.of(TypeNoteHooks).note(f"{primitive.name}, as {what} varies,", over)
-            return renewal.operands, renewal.changes
+            return retyped.operands, retyped.changes
         return None if types == have else (types, {})
 
     def _decides(self, primitive, avals, params) -> tuple[str | None, frozenset[str]]:

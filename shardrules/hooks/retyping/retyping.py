@@ -58,7 +58,7 @@ class Retyping(Hooks):
     def jaxpr(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
         """Return a jaxpr for inputs of these types; the same object if they are what it takes."""
         if what is not None:
-            return self._renewed(jaxpr, types, what)
+            return self._retyped(jaxpr, types, what)
         invars = opened(jaxpr).invars
         avals = [self.door.with_axis_type(var.aval, one) for var, one in zip(invars, types)]
         self.check_gradients(opened(jaxpr), invars, avals)
@@ -66,7 +66,7 @@ class Retyping(Hooks):
         key = (*types, self.door.abstract_mesh(), self.state.scope, self.state.registry.version)
         if key not in known:
             try:
-                known[key] = self._renewed(jaxpr, types, None)
+                known[key] = self._retyped(jaxpr, types, None)
             except AxisError:
                 known[key] = self._retraced(jaxpr, types)
             if known[key] is jaxpr:
@@ -105,10 +105,10 @@ class Retyping(Hooks):
         )
         return new if isinstance(new, type(jaxpr)) else new.jaxpr  # one that had no constants
 
-    def _renewed(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
+    def _retyped(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
         inner = opened(jaxpr)
         env: dict[Any, Any] = {}
-        invars = [self.renew(var, one, env) for var, one in zip(inner.invars, types)]
+        invars = [self.retype_variable(var, one, env) for var, one in zip(inner.invars, types)]
         if not env:
             return jaxpr
         eqns: list[Any] = []
@@ -127,7 +127,7 @@ class Retyping(Hooks):
         new = inner.replace(invars=invars, eqns=eqns, outvars=outvars, debug_info=inner.debug_info)
         return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
-    def renew(self, var: Any, one: AxisType, env: dict[Any, Any]) -> Any:
+    def retype_variable(self, var: Any, one: AxisType, env: dict[Any, Any]) -> Any:
         """Return a variable of this type, recorded as the replacement of ``var``."""
         if not self.door.can_cast(var.aval) or self.door.axis_type(var.aval) == one:
             return var

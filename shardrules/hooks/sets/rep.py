@@ -1,4 +1,4 @@
-"""Replication sets, the form of shard_map's check to JAX 0.5.3 (``check_rep=True``).
+"""Replication sets: the check in JAX 0.5.3 and older (``check_rep=True``).
 
 There, a value's axis type is not on its aval: a tracer of shard_map's own carries the set of mesh
 axes over which the value is replicated, the complement of those over which it varies. Two tables

@@ -1,11 +1,10 @@
-"""Carries of loops and outputs of branches under shard_map's check: they meet at their join.
+"""Loops' carries and branches' outputs under shard_map's check, cast to the join of their types.
 
-JAX asks that a loop's carry has one type before and after the body, and that the branches of a
-cond or switch return equal types. A carry that starts from zeros is invariant, and once an opaque
-call in the body has a rule, what comes back varies. A cast from invariant to varying is always
-sound, so where the types differ in nothing but the axes over which they vary, and only there, the
-initial carry is cast to the fixpoint of its type, and each branch to the join of all. The cast
-stands before the loop: a gradient's psum for it is then outside the loop too.
+JAX requires one type of a loop's carry before and after the body, and equal types of all branches
+of a cond or switch. A carry that starts from zeros is invariant; once an opaque call in the body
+has a rule, the body returns a varying one. A cast to varying is always sound, so if the types
+differ only in the axes over which they vary, the initial carry is cast to the fixpoint of its type,
+and each branch to the join of all. The cast is before the loop, and so is its gradient's psum.
 """
 
 from __future__ import annotations

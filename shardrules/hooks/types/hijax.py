@@ -1,8 +1,8 @@
 """Hijax primitives, whose authors type their results by hand.
 
-What they give as types (``out_aval``, to JAX 0.11 an ``abstract_eval`` too) has no mesh axes where
-its author thought of none. It is invariant to JAX (0.8 to 0.12) then: its check accepts ``P()`` for
-what differs on devices, and the gradient is silently wrong. What they expand to says what varies.
+A result type (``out_aval``, to JAX 0.11 an ``abstract_eval`` too) has no mesh axes if its author
+thought of none. JAX (0.8 to 0.12) then takes the result for invariant: its check accepts ``P()``
+for values that differ, and the gradient is silently wrong. The expansion says what varies.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Casts that JAX's own functions refuse, or die of.
+"""Casts that JAX rejects or crashes on.
 
-A user's cast to axes over which a value varies by then does nothing. A kernel's output that is
-annotated as invariant is widened to what a proof says, and who wrote the annotation casts the
-output afterwards (MaxText's megablox). JAX 0.8 to 0.12 refuse to cast what varies; before, a cast
-comes down to one primitive, which is bound again for the axes that are left.
+A user's cast over axes that a value already varies over does nothing here. It is written after a
+kernel whose output is annotated as invariant, and which a proof widens (MaxText's megablox). JAX
+0.8 to 0.12 reject the cast; older ones bind one primitive, which is bound again for the other axes.
 
-Where a cotangent is known to be zero (a bwd returns None), JAX to 0.6.0 sums that zero at a cast,
-or casts it at a psum, and ends in a TypeError; later ones leave it out.
+JAX to 0.6.0 sums a cotangent that is known to be zero (a bwd returns None) at a cast, or casts it
+at a psum, and raises TypeError.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Where the hooks changed a type, told beside JAX's refusal of what follows from it.
+"""The causes of JAX's errors about types that the hooks changed, added to these errors.
 
-A sort's indices, or what a varying predicate chooses, vary under the hooks where JAX types them
-invariant. JAX then refuses ``out_specs=P()``, rightly, and can't say why the value varies.
+A sort's indices, and what a varying predicate chooses, vary under the hooks where JAX types them
+invariant. JAX then rightly refuses ``out_specs=P()``, and can't say why the value varies.
 
-Where a shard_map is differentiated, JAX (0.6 to 0.12) writes that error from the residuals' types
-and the outputs' specs: it ends in one about pytrees, or names another output. The outputs' own
-types are put in their place.
+When a shard_map is differentiated, JAX (0.6 to 0.12) writes that error from the residuals' types
+and the outputs' specs: it raises one about pytrees, or names another output. The hooks write it
+from the outputs' own types.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a user's annotation of an output says, held against the call's rule or proof.
+"""Users' annotations of outputs, compared with the call's rule or proof.
 
-An annotation that says less than a proof is widened to it. Plain JAX believes the annotation, and
-then leaves out a reduction: so each is told once, as an ``AnnotationWarning``, when the shard_map
-around it was traced. Until then a ``pcast`` of the output itself may add the missing axes, as
-MaxText's megablox does after its forward kernel: plain JAX loses nothing there, and nothing is
-told. That kernels are differentiated by rules of their own makes this so; where anything else is
-computed from the output before the cast, plain JAX may lose the reduction, and it is told.
+An annotation that varies less than a proof is widened to it. Plain JAX believes the annotation and
+leaves out a reduction, so each gives one ``AnnotationWarning`` when the shard_map around it has
+been traced. Until then a ``pcast`` of the output itself may add the missing axes, as MaxText's
+megablox does after its forward kernel: plain JAX loses nothing there, since kernels have
+derivatives of their own, and there is no warning. If anything else is computed from the output
+before the cast, plain JAX may lose the reduction, and there is one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def check_annotations(
     door: Door, state: State, known: OpaqueCall, types: tuple[AxisType, ...]
 ) -> None:
     """Compare annotations with the rule's or proof's answer; a wider one is accepted."""
-    # Less than a proof says is widened, and noted to be told.
     found = []
     for i, (note, one) in enumerate(zip(known.annotations, types)):
         if note is None or (one.varying <= note.varying and one.unreduced == note.unreduced):

@@ -20,7 +20,7 @@ from shardrules.errors import CotangentError
 from shardrules.hooks.state import COLLECT, Hooks, State
 from shardrules.hooks.types.calls.annotations import check_annotations
 from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, resolve, typed
-from shardrules.hooks.types.calls.scoped_primitives import Carriers, is_lent
+from shardrules.hooks.types.calls.scoped_primitives import ScopedPrimitives, is_lent
 from shardrules.hooks.types.funnel import Funnel, Law
 from shardrules.hooks.types.laws import USERS, Row
 from shardrules.registry.axistypes import AxisType
@@ -106,7 +106,7 @@ class PrimitiveHooks(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self.carriers = Carriers(door, state, state.of(Funnel))
+        self.scoped = ScopedPrimitives(door, state, state.of(Funnel))
         self._kinds: dict[Any, _Kind] = {}
 
     def install(self, patches: Patches) -> None:
@@ -229,7 +229,7 @@ class PrimitiveHooks(Hooks):
                 # To JAX 0.4.35 the operands say in which trace.
                 enter = self.door.set_current_trace or contextlib.nullcontext
                 with enter(trace):
-                    return self.carriers.bind(primitive, known.scope, args, params)
+                    return self.scoped.bind(primitive, known.scope, args, params)
             return rest(primitive, trace, args, params)
         finally:
             here.outer = before

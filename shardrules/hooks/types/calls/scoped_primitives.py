@@ -35,7 +35,7 @@ def is_lent(known: OpaqueCall) -> bool:
     )
 
 
-class Carriers:
+class ScopedPrimitives:
     """The carriers that were made, one for each primitive and scope."""
 
     # funnel: for what they obey.

@@ -33,13 +33,17 @@ class LostAxesHooks(Hooks):
     # An unchecked shard_map inside of a checked one.
 
     def _binder(self, original):
-        hooks, takes_avals = self, "avals" in inspect.signature(original).parameters
+        hooks = self
 
-        def bind(self, trace, args, *rest):  # avals from JAX 0.9 on, and params
-            outputs = original(self, trace, args, *rest)
-            return hooks._retyped(trace, args if takes_avals else args[1:], rest[-1], outputs)
+        def by_avals(self, trace, args, avals, params, /):  # JAX 0.9 to 0.12
+            outputs = original(self, trace, args, avals, params)
+            return hooks._retyped(trace, args, params, outputs)
 
-        return bind
+        def by_args(self, trace, fun_and_args, params):
+            outputs = original(self, trace, fun_and_args, params)
+            return hooks._retyped(trace, fun_and_args[1:], params, outputs)
+
+        return by_avals if "avals" in inspect.signature(original).parameters else by_args
 
     def _retyped(self, trace, args, params, outputs):
         """Let an unchecked inner shard_map's results vary as its operands do."""

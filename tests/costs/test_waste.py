@@ -1,5 +1,7 @@
 """Each kind of waste in programs as people write them: found, followed, executed; and near misses."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -392,5 +394,7 @@ def test_another_array_is_moved(cpu_mesh):
 
 def test_a_kind_is_a_row():
     assert len(set(waste.KINDS)) == len(waste.rows)
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "waste.md").read_text()
     for kind in waste.rows:
+        assert f"| *{kind.name}* | {kind.looks} | {kind.shard_map} | {kind.jit} |" in page
         assert all(text.strip() for text in (kind.name, kind.looks, kind.shard_map, kind.jit))

@@ -297,6 +297,19 @@ def test_a_jit_with_shardings(platform):
             np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
+def test_a_shard_map_that_stands_in_the_loop(cpu_mesh):
+    """Nothing can leave it: no advice could be followed."""
+
+    def layer(h, w):
+        h = jnp.tanh(h @ w)
+        return h, lax.pmean((h**2).mean(), "data")
+
+    one = jax.shard_map(layer, mesh=cpu_mesh, in_specs=OUTS, out_specs=OUTS)
+    f, structs = jax.jit(lambda x, ws: lax.scan(one, x, ws)), programs.structs(cpu_mesh, X, WS)
+    judgement = judged(f, structs)
+    assert round_trips(judgement) == LAYERS and after_loop(judgement) == []
+
+
 def kept(step, start):
     """A scan whose body is given the carry, the layer's output and its weights."""
 

@@ -326,6 +326,31 @@ def test_weights_that_are_gathered_again(platform):
             np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
+def test_weights_that_a_jit_gathers_again(cpu_mesh):
+    given = structs(cpu_mesh, [X, ((8, 128, 128), P(None, "data"))])
+    whole = NamedSharding(cpu_mesh, P())
+    policy = jax.checkpoint_policies.save_only_these_names("gathered")
+
+    def step(x, ws, **options):
+        def layer(h, w):
+            w = checkpoint_name(lax.with_sharding_constraint(w, whole), "gathered")
+            return jnp.tanh(h @ w), None
+
+        body = jax.checkpoint(layer, **options)
+        return jax.grad(lambda ws: (lax.scan(body, x, ws)[0] ** 2).sum())(ws)
+
+    f = jax.jit(step)
+    g = jax.jit(lambda x, ws: step(x, ws, policy=policy))
+    (found,) = [h for h in hints(f, given) if h.kind == "gathered twice"]
+    assert "save it by the policy of jax.checkpoint" in found.advice
+    gathers = [
+        [e.runs for e in testing.account(p, *given) if e.kind == "all-gather"] for p in (f, g)
+    ]
+    assert gathers == [[8, 8], [8]]
+    arrays = random_like(given)
+    np.testing.assert_allclose(f(*arrays), g(*arrays), rtol=1e-4, atol=1e-5)
+
+
 def test_other_weights_in_the_backward_pass(cpu_mesh):
     """The same shapes over the same devices, of another array."""
     args = [((64, 128), D), ((128, 128), D), ((128, 128), D)]

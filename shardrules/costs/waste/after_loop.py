@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from shardrules.costs.waste.shared.loop_flow import Unread
 from shardrules.costs.waste.shared.program import SMALL, Hint, Kind, Site, line
 
@@ -12,7 +14,7 @@ _NOTE = " (equal up to rounding)"
 
 
 def _find(site: Site) -> Hint | None:
-    if not site.in_loop or not site.needed:
+    if not site.in_loop or not site.needed or not _can_leave(site):
         return None
     sites = site.program.parts(site.computation.name, site.position)
     results = [site.program.unread.get((s.computation.name, s.position, s.part)) for s in sites]
@@ -32,6 +34,14 @@ def _find(site: Site) -> Hint | None:
         return None
     advice = _advice(site, own, after, times) + line(site.entry)
     return site.hint(_NAME, advice, bytes_after=after, trips_after=times)
+
+
+def _can_leave(site: Site) -> bool:
+    """Tell whether the source can move it: not out of a shard_map, nor where no sum is written."""
+    name, phase = site.collective.op_name, site.entry.phase
+    if site.in_shard_map:
+        return re.search(r"while.*shard_map", name) is None
+    return phase == "forward" and name.rpartition("/")[2].startswith("reduce_")
 
 
 def _advice(site: Site, own: Unread, after: int | None, times: int | None) -> str:

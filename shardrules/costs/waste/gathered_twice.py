@@ -17,6 +17,8 @@ def _find(site: Site) -> Hint | None:
     entry = site.entry
     if site.collective.kind != "all-gather" or entry.phase not in ("backward", "recompute"):
         return None
+    if not (site.in_shard_map or entry.phase == "recompute" or "remat" in site.collective.op_name):
+        return None  # the partitioner gathers for the backward pass what no policy names
     for first in site.program.remembered(_forward, site.program):
         if _alike(first, site) and _origin(first) == _origin(site):
             return _hint(site, first)
@@ -49,6 +51,11 @@ def _hint(site: Site, first: Site) -> Hint:
         if entry.phase == "recompute" or "remat" in site.collective.op_name
         else "return it from fwd as a residual to keep it"
     )
+    if not site.in_shard_map:
+        keep = (
+            "constrain the array to its gathered layout where the layer reads it, name that by "
+            "jax.ad_checkpoint.checkpoint_name, and save it by the policy of jax.checkpoint"
+        )
     advice = (
         f"the forward pass gathers the same array{where}: gathered again, it sends "
         f"{entry.wire_bytes * runs} B; kept, it takes {kept} B of memory on each device: {keep}"

@@ -33,6 +33,11 @@ def _find(site: Site) -> Hint | None:
         else "XLA's partitioner made it: under jax.shard_map, jax.lax.psum_scatter of each "
         "device's own sum"
     )
+    if site.in_shard_map and entry.phase != "forward":
+        change = (
+            "where it is the gradient of an array that the shard_map takes whole, give it that "
+            "array sharded, by its in_specs, and jax.lax.all_gather it inside, whose gradient"
+        )
     advice = (
         f"each device reads only its own 1/{size} of the result: {change} sends {sent} B where it "
         f"sends {entry.wire_bytes} B"

@@ -260,7 +260,7 @@ class Site:
     def in_shard_map(self) -> bool:
         """Tell what a shard_map holds from what XLA's partitioner made."""
         name = self.collective.op_name
-        return not name or "shard_map" in name or "pmap" in name
+        return not name or "shard_map/" in name or "pmap" in name
 
     @property
     def over(self) -> str:

@@ -7,7 +7,7 @@ from shardrules.costs.waste.shared.values import Outside
 
 __all__ = ["KIND"]
 
-_MOVES = frozenset("bitcast reshape copy transpose slice copy-start copy-done convert".split())
+_MOVES = frozenset("bitcast reshape copy transpose slice copy-start copy-done".split())
 
 
 def _find(site: Site) -> Hint | None:

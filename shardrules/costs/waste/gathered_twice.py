@@ -8,8 +8,7 @@ from shardrules.costs.waste.shared.program import Hint, Kind, Program, Site
 __all__ = ["KIND"]
 
 _MOVES = frozenset(
-    "bitcast reshape copy transpose convert copy-done copy-start optimization-barrier "
-    "opt-barrier".split()
+    "bitcast reshape copy transpose copy-done copy-start optimization-barrier opt-barrier".split()
 )
 
 
@@ -70,10 +69,12 @@ def _origin(site: Site) -> tuple[str, int, str] | None:
         outside, position = program.made_by(((here, -1),), position, _MOVES)
         at = outside[-1][0]
         one = at.instructions[position]
-        if one.opcode in ("dynamic-slice", "slice"):
-            # A trip that XLA took out of a loop has a slice where the others have a dynamic one.
-            trip = one.opcode != "slice" or one.shape.dimensions[:1] == (1,)
-            part += "" if trip else one.attribute("slice") or ""
+        while one.opcode in ("dynamic-slice", "slice", "convert"):
+            if one.opcode == "convert":
+                part += one.shape.element_type
+            elif one.opcode == "slice" and one.shape.dimensions[:1] != (1,):
+                # Of dimension 1 it is the slice of a trip that XLA took out of the loop.
+                part += one.attribute("slice") or ""
             outside, position = program.made_by(outside, one.operands[0], _MOVES)
             at = outside[-1][0]
             one = at.instructions[position]

@@ -18,6 +18,7 @@ _MOVES = frozenset(
     "opt-barrier".split()
 )
 _BACK = frozenset("bitcast reshape copy transpose copy-done".split())
+_COPIES = frozenset(["copy", "copy-done"])
 _NARROW_FLOAT = re.compile(r"(bf|f)(16|8|4)")
 
 
@@ -79,13 +80,13 @@ def _widened(site: Site) -> _Narrower | None:
 def _one_hot(site: Site) -> _Narrower | None:
     """Find a one-hot array that is made of indices just before."""
     start: Outside = ((site.computation, -1),)
-    outside, position = site.program.made_by(start, site.source, _BACK | {"convert"})
+    outside, position = site.program.made_by(start, site.source, _COPIES | {"convert"})
     one = outside[-1][0].instructions[position]
     if one.opcode != "compare" or one.attribute("direction") != "EQ":
         return None
     if one.shape.dimensions != site.taken.dimensions or site.collective.kind == "all-to-all":
         return None
-    sides = [site.program.made_by(outside, o, _BACK) for o in one.operands]
+    sides = [site.program.made_by(outside, o, _COPIES) for o in one.operands]
     made = [o[-1][0].instructions[p] for o, p in sides]
     names = [i.opcode for i in made]
     if sorted(names) != ["broadcast", "iota"]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from shardrules.costs import accounts
+from shardrules.costs.waste.shared import parts
 from shardrules.costs.waste.shared.program import Hint, Kind, Site
 
 __all__ = ["KIND"]
 
-_MOVES = frozenset("copy get-tuple-element all-gather-done copy-start copy-done bitcast".split())
 _NAMES = {"add": "psum", "maximum": "pmax", "minimum": "pmin"}
 
 
@@ -19,7 +19,7 @@ def _find(site: Site) -> Hint | None:
     if site.collective.kind != "all-gather" or size < 2 or not along.isdecimal():
         return None
     result = site.result
-    uses = site.program.uses(site.computation, site.position, site.operand, _MOVES)
+    uses = parts.array_uses(site)
     if result is None or not uses or len(uses) != 1:
         return None
     (use,) = uses

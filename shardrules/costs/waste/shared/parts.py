@@ -6,17 +6,39 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardrules import hlo
 from shardrules.costs.waste.shared.program import Program, Site
 from shardrules.costs.waste.shared.values import Outside, Use
 from shardrules.hlo.known import exact
 from shardrules.hlo.known.ranges import Exact
 
-__all__ = ["Part", "device_rows", "read"]
+__all__ = ["Part", "array_uses", "device_rows", "read"]
 
-_MOVES = frozenset(
-    "bitcast copy get-tuple-element all-reduce-done all-gather-done copy-start copy-done "
-    "optimization-barrier opt-barrier".split()
-)
+_DONE = frozenset("get-tuple-element all-reduce-done all-gather-done".split())
+_COPIES = _DONE | frozenset("copy copy-start copy-done optimization-barrier opt-barrier".split())
+
+
+def array_uses(site: Site) -> list[Use] | None:
+    """List what takes a result as it is, or the same memory as another array.
+
+    Copies keep an array, bitcasts keep the memory; what both did could be a transposition.
+    """
+    where = (site.computation, site.position, site.operand)
+    uses = site.program.uses(*where, _COPIES)
+    if uses and all(use.instruction.opcode != "bitcast" for use in uses):
+        return uses
+    uses = site.program.uses(*where, _DONE | {"bitcast"})
+    order = None if site.result is None else _order(site.result)
+    if not uses or order is None or any(_order(use.before.shape) is None for use in uses):
+        return None
+    return uses
+
+
+def _order(shape: hlo.Shape) -> str | None:
+    """Give the order of dimensions in memory, if it is the default one."""
+    order = shape.layout.partition(":")[0]
+    default = ",".join(str(d) for d in reversed(range(len(shape.dimensions))))
+    return order if order == default else None
 
 
 class Part(NamedTuple):
@@ -38,7 +60,7 @@ def read(site: Site) -> Part | None:
     result = site.result
     if result is None:
         return None
-    uses = site.program.uses(site.computation, site.position, site.operand, _MOVES)
+    uses = array_uses(site)
     parts = {_part(site.program, use, result.dimensions) for use in uses or ()}
     return parts.pop() if len(parts) == 1 else None
 

@@ -233,10 +233,10 @@ class Door:
         )
 
     def cast_all(self, trace: Any, values: Any, avals: Any, wants: Any) -> list[Any]:
-        """Cast operands that are bound in ``trace``; what is no array stays as it is."""
+        """Cast arrays among operands bound in ``trace``; where the type is None, they stay."""
         with self.set_current_trace(trace):
             return [
-                self.cast(x, want) if isinstance(aval, self.ShapedArray) else x
+                x if want is None or not isinstance(aval, self.ShapedArray) else self.cast(x, want)
                 for x, aval, want in zip(values, avals, wants)
             ]
 

@@ -131,7 +131,8 @@ class PallasHooks(Hooks):
             else:
                 kernel = OpaqueCall(Call("pallas_call", name, place, module_at(place)))
             self._kernels[jaxpr] = kernel
-        kernel.settle(self.state)
+        if kernel.scope is None or kernel.found is None:
+            kernel.settle(self.state)
         if kernel.found is None and kernel.active(self.state):
             prove(kernel, self.state, "pallas_call", params, 0)
         return kernel
@@ -161,7 +162,9 @@ class PallasHooks(Hooks):
             if first and kernel.annotations:
                 check_annotations(self.door, self.state, kernel, resolution.outputs)
             if inputs != resolution.inputs:
-                args = self.door.cast_all(trace, args, avals, resolution.inputs)
+                types = zip(inputs, resolution.inputs)
+                wants = [None if have is want else want for have, want in types]
+                args = self.door.cast_all(trace, args, avals, wants)
             # Written into the call too, so that a jaxpr that outlives the hooks keeps its types.
             params = {
                 **params,

@@ -294,7 +294,9 @@ class _Unchecked:
         except Exception as error:  # the program's own error comes from the call as written
             why = f"it can't be looked at: {retrace.first_line(error)}"
             return self._note((self.site, why), self.site.decided(why))
-        why = next(filter(None, map(why_left, (*inner, call))), "")
+        # Of those that wait for another one, that one's reason.
+        reasons = [reason for reason in map(why_left, (call, *inner)) if reason]
+        why = min(reasons, key=lambda one: one.startswith("waits for"), default="")
         for one in inner:
             left = why and f"inside of line {self.site.line}, which is left"
             self._note((one.site, key), one.site.decided(left))

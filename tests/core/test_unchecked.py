@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 import shardrules
+from shardrules.hooks import unchecked
 from shardrules.hooks.install import touched
 from shardrules.hooks.sharded import shard_map
 from tests.core import versions
@@ -253,3 +254,171 @@ def test_a_program_that_is_left(cpu_mesh, name):
     f, in_specs, out_specs, args, reason = LEFT[name]
     (site,) = both(off(f, cpu_mesh, in_specs, out_specs), *args)
     assert not site.switched and site.reason.startswith(reason), site
+
+
+# Programs around a shard_map.
+AROUND = {
+    "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
+    "remat": jax.checkpoint,
+    "jit": jax.jit,
+    "donated": lambda f: lambda x: jax.jit(f, donate_argnums=0)(jnp.sin(x)),
+    "twice": lambda f: lambda x: f(f(x)),
+    "grad": lambda f: lambda x: jax.grad(lambda x: f(x).sum())(x),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,))[1],
+    "second derivative": lambda f: (
+        lambda x: jax.grad(lambda x: jax.grad(lambda x: jnp.sin(f(x)).sum())(x).sum())(x)
+    ),
+    "while": lambda f: lambda x: jax.lax.fori_loop(0, 3, lambda _, c: f(c), x),
+    "cond": lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, lambda x: x, x),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("in_it", ["kernel", "weight"])
+def test_a_shard_map_inside_of_a_transformation(cpu_mesh, name, in_it):
+    body = jnp.sin if name in ("jvp", "second derivative") else double
+
+    def f(x):
+        if in_it == "kernel":
+            return off(body, cpu_mesh, P("data"), P("data"))(x)
+        g = off(lambda x, w: body(x) * w[0], cpu_mesh, (P("data"), P()), P("data"))
+        return g(x, W * jnp.mean(x))
+
+    sites = both(AROUND[name](f), X)
+    assert sites and all(site.switched for site in sites), sites
+
+
+def traced(f, *args, **options):
+    """Return the program of f, with and without, and what became of its shard_maps."""
+    plain = str(jax.make_jaxpr(f)(*args))
+    with shardrules.install(unchecked="check", **options) as handle:
+        text = str(jax.make_jaxpr(f)(*args))
+    return plain, text, handle.unchecked()
+
+
+def test_a_mapped_axis_that_is_a_mesh_axis_too(cpu_mesh):
+    f = off(lambda x: x * 2, cpu_mesh, P("model"), P("model"))
+    (site,) = both(lambda x: jax.vmap(f, spmd_axis_name="data")(x), np.stack([X] * 4))
+    assert site.switched
+
+
+def test_called_outside_of_tracing_it_runs_as_written(cpu_mesh):
+    with shardrules.install(unchecked="check") as handle:
+        off(double, cpu_mesh, P("data"), P("data"))(X)
+    (site,) = handle.unchecked()
+    assert (site.switched, site.reason) == (False, "called outside of tracing")
+
+
+def test_what_pmap_makes_is_left_and_not_listed():
+    f = jax.pmap(lambda x: jax.lax.psum(x, "i"), "i")
+    plain, text, sites = traced(f, np.ones((8, 2), np.float32))
+    assert plain == text and sites == ()
+
+
+def test_a_shard_map_in_one_that_is_left_is_left(cpu_mesh):
+    def nested(function, x):
+        some = {"axis_names": {"model"}, "check_vma": False}
+        return jax.shard_map(
+            function, in_specs=P(None, "model"), out_specs=P(None, "model"), **some
+        )(x)
+
+    def around(check, out=P("data")):
+        some = {"axis_names": {"data"}, "check_vma": check, "in_specs": P("data")}
+        body = lambda x: nested(jnp.sin, x)  # noqa: E731
+        return lambda x: jax.shard_map(body, mesh=cpu_mesh, out_specs=out, **some)(x)
+
+    plain, text, sites = traced(around(True), X)  # JAX itself loses types in there
+    assert plain == text and [site.reason for site in sites] == ["in a shard_map"]
+    plain, text, sites = traced(around(False, P()), X)
+    assert plain == text and [site.switched for site in sites] == [False, False]
+    outer, inner = sorted(sites, key=lambda site: site.function)
+    assert (
+        inner.reason == f"inside of line {outer.line}, which is left" and "varies" in outer.reason
+    )
+    plain, text, sites = traced(around(False), X)
+    assert "check_vma=False" not in text and [site.switched for site in sites] == [True, True]
+    both(around(False), X)
+
+
+def test_a_mesh_of_which_an_axis_is_automatic(cpu_mesh):
+    some = {"axis_names": {"data"}, "check_vma": False, "mesh": cpu_mesh}
+
+    def f(x, w):
+        body = lambda x, w: jnp.sin(x) * w[0]  # noqa: E731
+        return jax.shard_map(body, in_specs=(P("data"), P()), out_specs=P("data"), **some)(x, w)
+
+    (site,) = both(jax.jit(f), X, W)
+    assert site.switched
+
+
+def test_a_traced_value_that_the_body_closes_over(cpu_mesh):
+    def f(x, w):
+        return off(lambda x: x * w[0], cpu_mesh, P("data"), P("data"))(x)
+
+    (site,) = both(f, X, W)
+    assert "closes over values that are traced" in site.reason
+
+
+def test_a_custom_vjp_around_shard_maps(cpu_mesh):
+    """As libraries write it: forward and backward kernel each in a shard_map of its own."""
+    call = off(lambda x: double(x), cpu_mesh, P("data"), P("data"))
+    op = jax.custom_vjp(call)
+    op.defvjp(lambda x: (call(x), None), lambda _, g: (call(g),))
+    (site,) = both(op, X)
+    assert site.switched
+
+
+def test_a_library_with_a_cache_of_its_own(cpu_mesh):
+    made = {}
+
+    def f(x):
+        if "layer" not in made:
+            made["layer"] = jax.jit(off(double, cpu_mesh, P("data"), P("data")))
+        return made["layer"](x)
+
+    (site,) = both(f, X)  # traced before the hooks are there, with them, and again after
+    assert site.switched
+    assert "check_vma=True" not in str(jax.make_jaxpr(f)(X)) and touched() == ()
+
+
+def test_one_look_for_each_site_and_program(cpu_mesh, monkeypatch):
+    looks = []
+    look = unchecked._Unchecked.look
+    monkeypatch.setattr(unchecked._Unchecked, "look", lambda *args: looks.append(1) or look(*args))
+
+    def f(x):
+        for _ in range(3):
+            x = off(lambda x: double(x) * 3, cpu_mesh, P("data"), P("data"))(x)
+        return x
+
+    with shardrules.install(unchecked="check") as handle:
+        first = str(jax.make_jaxpr(f)(X))
+        jax.clear_caches()
+        assert str(jax.make_jaxpr(f)(X)) == first and len(looks) == 1
+        jax.make_jaxpr(f)(X[:4])
+        assert len(looks) == 2
+        for scale in (4, 5):  # another body at the same place
+            jax.make_jaxpr(off(lambda x: scale * x, cpu_mesh, P("data"), P("data")))(X)  # noqa: B023
+    assert len(looks) == 4 and len(handle.unchecked()) == 4
+
+
+def test_check_stays_in_force(cpu_mesh):
+    f = off(double, cpu_mesh, P("data"), P("data"))
+    with shardrules.install(unchecked="check"), shardrules.install():
+        assert "check_vma=True" in str(jax.make_jaxpr(f)(X))
+    with shardrules.install():
+        assert "check_vma=False" in str(jax.make_jaxpr(f)(X))
+    with pytest.raises(shardrules.errors.ShardrulesError, match="unchecked='on'.*'leave', 'check'"):
+        shardrules.install(unchecked="on")
+
+
+def test_it_moves_more_with_late_casts(cpu_mesh):
+    def f(x, w):
+        body = lambda x, w: jax.lax.scan(lambda c, _: (c * w[0], None), x, None, length=9)[0]  # noqa: E731
+        return off(body, cpu_mesh, (P("data"), P()), P("data"))(x, w)
+
+    *_, (site,) = traced(f, X, W, casts="late")
+    assert site.reason.startswith("its all-reduces would move")
+    *_, (site,) = traced(f, X, W)
+    assert site.switched and site.after_bytes <= site.before_bytes

@@ -115,7 +115,7 @@ class TypeNoteHooks(Hooks):
     def _beyond(self, value: Any, spec: Any) -> frozenset[str]:
         """Return the axes over which an output varies and that its spec doesn't name."""
         names: set[str] = set()
-        for entry in spec or ():
+        for entry in getattr(spec, "partitions", spec) or ():
             names.update(entry if isinstance(entry, tuple) else (entry,))
         return self.door.axis_type(self.door.typeof(value)).varying - names
 

@@ -67,7 +67,6 @@ def cancels(computation: hm.Computation, instruction: hm.Instruction) -> bool:
 
 
 def _is_zero(computation: hm.Computation, position: int) -> bool:
-    """Tell whether an operand is a constant of zeros, broadcast or as it is."""
     instruction = computation.instructions[position]
     while instruction.opcode in _MOVES and instruction.operands:
         instruction = computation.instructions[instruction.operands[0]]

@@ -15,18 +15,11 @@ import numpy as np
 from shardrules.hlo.known import ranges
 from shardrules.hlo.reader.module import Instruction, Shape
 
-_TYPES = {
+_TYPES: dict[str, type] = {
     "pred": np.bool_,
-    "s8": np.int8,
-    "s16": np.int16,
-    "s32": np.int32,
-    "s64": np.int64,
-    "u8": np.uint8,
-    "u16": np.uint16,
-    "u32": np.uint32,
-    "u64": np.uint64,
+    **{f"s{bits}": np.dtype(f"int{bits}").type for bits in (8, 16, 32, 64)},
+    **{f"u{bits}": np.dtype(f"uint{bits}").type for bits in (8, 16, 32, 64)},
 }
-
 _MOST = 8 * ranges.MAX_ELEMENTS  # elements of all devices' rows, where these differ
 
 

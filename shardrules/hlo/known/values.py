@@ -216,7 +216,6 @@ class Values:
             self.pieces[key] = found._replace(state=self.states.refine(known.state, found.state))
 
     def _select(self, computation, instruction, operands) -> Any:
-        """Choose device by device where the predicate is one known number on each."""
         predicate = operands[0]
         shape = computation.instructions[instruction.operands[0]].shape
         if not isinstance(predicate, Exact) or not (predicate.splat or not shape.dimensions):

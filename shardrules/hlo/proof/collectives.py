@@ -100,7 +100,7 @@ def read_channel(
     if "to_apply" in values:
         called = module.computations.get(values["to_apply"][0].lstrip("%"))
         reduction = _reduction(called) if called else ""
-        ordered = not (kind == "all-reduce" and _orderless(reduction, instruction))
+        ordered = not (kind == "all-reduce" and orderless(reduction, instruction))
     along = values.get("dimensions", ("", 0))[0].strip("{} \n")
     return Channel(kind, groups, ordered, mesh, reduction, along, doubt or unread)
 
@@ -215,12 +215,8 @@ def slice_bytes(instruction: hm.Instruction, shape: hm.Shape) -> int:
     return (sum(counts) * kinds.pop() + 7) // 8
 
 
-def orderless(channel: Channel, instruction: hm.Instruction) -> bool:
+def orderless(reduction: str, instruction: hm.Instruction) -> bool:
     """Tell whether a reduction gives the same bits in whatever order it takes its operands."""
-    return _orderless(channel.reduction, instruction)
-
-
-def _orderless(reduction: str, instruction: hm.Instruction) -> bool:
     kinds = {leaf.element_type for leaf in instruction.shape.leaves()}
     return reduction in _ORDERLESS and all(map(_WHOLE.fullmatch, kinds))
 

@@ -96,7 +96,6 @@ def _unrolled(proof: Proof, condition, body, carry: Any, guard: int, trips: int)
 
 
 def _filled(proof: Proof, body, carry: tuple, guard: int, trips: int) -> set[int]:
-    """Find the carried buffers that a loop fills, by what its first two iterations write."""
     # The second must write as much as the first, elsewhere, and so much that all iterations fill
     # the buffer. FILLED says that the others are assumed to go on like these.
     steps: list[Any] = [carry]
@@ -200,7 +199,6 @@ def _keep(proof: Proof, body: hm.Computation, carry: Any, out: Any) -> Any:
 
 
 def _forget(before: Any, after: Any) -> Any:
-    """Replace numbers that an iteration changes, as a counter, by their states."""
     if isinstance(after, Exact) and after != before:
         return after.state
     if isinstance(after, tuple) and isinstance(before, tuple) and len(before) == len(after):
@@ -284,7 +282,6 @@ def _chosen(
 
 
 def _everywhere(carry: Any, index: int) -> int | None:
-    """Give the number that an element of a carry is on every device; None where none is known."""
     element = carry[index] if isinstance(carry, tuple) and 0 <= index < len(carry) else None
     if not isinstance(element, Exact) or element.array[0].size != 1:
         return None
@@ -299,7 +296,6 @@ def _origin(
     index: int,
     strange: dict[int, str],
 ) -> Any:
-    """Say what a branch returns as element ``index``: the caller's instruction, or a constant."""
     root = branch.instructions[branch.root]
     if root.opcode == "tuple" and index < len(root.operands):
         result = _behind_copies(branch, root.operands[index], strange)
@@ -316,6 +312,7 @@ def _origin(
 
 
 def _behind_copies(computation: hm.Computation, position: int, strange: dict[int, str]) -> int:
+    # A copy with an attribute that isn't known may be more than a copy.
     while (one := computation.instructions[position]).opcode == "copy" and one.start not in strange:
         position = one.operands[0]
     return position
@@ -382,15 +379,11 @@ def _needs(body: hm.Computation, result: int, pure) -> tuple[set[int], tuple[int
 
 def _passed(computation: hm.Computation, index: int, strange: dict[int, str]) -> int | None:
     """Give the parameter's element that a computation returns unchanged as element ``index``."""
-    # A copy with an attribute that isn't known may be more than a copy.
     root = computation.instructions[computation.root]
     if root.opcode != "tuple" or index >= len(root.operands):
         return None
-    instruction = computation.instructions[root.operands[index]]
-    while (
-        instruction.opcode == "copy" and instruction.operands and instruction.start not in strange
-    ):
-        instruction = computation.instructions[instruction.operands[0]]
+    behind = _behind_copies(computation, root.operands[index], strange)
+    instruction = computation.instructions[behind]
     if instruction.opcode != "get-tuple-element" or len(instruction.operands) != 1:
         return None
     if {instruction.start, root.start} & strange.keys():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardrules import errors
 from shardrules.hlo.known import mosaic
@@ -205,18 +205,14 @@ def spread_steps(module: Module) -> set[tuple[str, int]]:
     return {where for chain in done for where in steps.get(chain, ())}
 
 
-class Resolution:
+class Resolution(NamedTuple):
     """What was found out about one custom call."""
 
-    __slots__ = ("effects", "support", "mesh", "blocker", "uninitialised")
-
-    def __init__(self, effects, support, mesh, blocker, uninitialised=False):
-        # One for each output, or None: unknown, for the reason that ``blocker`` gives.
-        self.effects = effects
-        self.support = support
-        self.mesh = mesh  # the tag's mesh
-        self.blocker = blocker  # set where effects is None
-        self.uninitialised = uninitialised  # its result is whatever lay in memory
+    effects: tuple[axistypes.Effect, ...] | None  # one for each output; None: see ``blocker``
+    support: hs.Support | None  # what they rest on
+    mesh: dict[str, int] | None  # the tag's mesh
+    blocker: Any  # an hs.Blocker, set where effects is None or holds an unknown one
+    uninitialised: bool = False  # its result is whatever lay in memory
 
 
 class _Call:
@@ -257,7 +253,6 @@ def resolve(module: Module, instruction: Instruction, registry: Any) -> Resoluti
 
 
 def _by_tag(call: _Call) -> Resolution | None:
-    """Read the tag that shardrules puts on what is lowered with its hooks installed."""
     text = call.tag.get("shardrules.effects")
     if text is None:
         return None
@@ -288,7 +283,6 @@ def _by_tag(call: _Call) -> Resolution | None:
 
 
 def _by_rule(call: _Call, registry: Any) -> Resolution | None:
-    """Look up what the registry holds for the kernel, the target or the op_name."""
     if registry is None:
         return None
     for name in dict.fromkeys(n for n in (call.kernel, call.target) if n):

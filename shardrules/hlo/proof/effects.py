@@ -114,7 +114,7 @@ def _how(proof: Proof, computation, instruction, kind: str, channel: hc.Channel,
         # A ring adds each piece up from another member on: that shows in floats, unless all
         # that is added is equal.
         state = proof.values.states[proof.values.collapse(operands[0])]
-        if not hc.orderless(channel, instruction) and not proof.transfer.uniform(
+        if not hc.orderless(channel.reduction, instruction) and not proof.transfer.uniform(
             state.proven, channel
         ):
             return how
@@ -260,7 +260,6 @@ def _effect(proof: Proof, effect, state: int, found, guard: int) -> int:
 
 
 def _mesh_channel(proof: Proof, effect, sizes: dict[str, int]) -> hc.Channel:
-    """Give the groups of devices among which an effect moves data, or which it types as equal."""
     names = list(sizes)
     ids = np.arange(proof.values.relations.partitions).reshape([sizes[n] for n in names])
     # A typed output is equal along the axes that it does not name.

@@ -7,6 +7,7 @@ does stands in a table of handlers (see ``replication``), each called as
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,15 +21,13 @@ from shardrules.hlo.reader import module as hm
 _MAX_DEPTH = 150  # nested calls; each takes a few of Python's frames
 
 
+@dataclasses.dataclass(slots=True)
 class Record:
     """What the proof saw at one collective, over all callers."""
 
-    __slots__ = ("operands", "guard", "channel")
-
-    def __init__(self, operands, guard, channel):
-        self.operands = operands  # each operand's value
-        self.guard = guard  # the state of the predicates under which it runs
-        self.channel = channel  # how it connects devices
+    operands: list[Any]  # each operand's value
+    guard: int  # the state of the predicates under which it runs
+    channel: hc.Channel  # how it connects devices
 
 
 class Handlers(NamedTuple):

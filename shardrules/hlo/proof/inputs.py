@@ -232,14 +232,14 @@ def tree(shape: hm.Shape, leaves: list[int], states: hs.States) -> Any:
         return leaves[0]
     iterator = iter(leaves)
 
-    def build(part: hm.Shape, depth: int) -> Any:
+    def build(part: hm.Shape) -> Any:
         if part.elements is None:
             return next(iterator)
-        return tuple([build(e, depth + 1) for e in part.elements])
+        return tuple([build(e) for e in part.elements])
 
     if _depth(shape) > 100:  # no real parameter nests so deep
         return functools.reduce(states.refine, leaves, 0)
-    return build(shape, 0)
+    return build(shape)
 
 
 def _depth(shape: hm.Shape) -> int:

@@ -111,7 +111,6 @@ def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | Non
 
 
 def _holds_strange(module: hm.Module, loop: hm.Instruction) -> bool:
-    """Tell whether a loop runs anything with an attribute that is not known: it may count so."""
     seen, stack = set(loop.calls), list(loop.calls)
     while stack:
         for instruction in module.computations[stack.pop()].instructions:

@@ -190,7 +190,6 @@ class PartNames:
         return found
 
     def _is_form(self, instruction: hm.Instruction) -> bool:
-        """Tell whether an instruction, a fusion too, computes nothing."""
         if instruction.opcode != "fusion":
             return instruction.opcode in _SAME
         inside = [
@@ -201,7 +200,6 @@ class PartNames:
     def _packed(
         self, computation: hm.Computation, position: int, elements: tuple[int, int]
     ) -> list[int]:
-        """List what a range of a flat array is packed from; the array where that isn't shown."""
         where = (computation.name, position)
         if where not in self._parts:
             self._parts[where] = _Places(self._concatenated(computation, position))
@@ -210,7 +208,6 @@ class PartNames:
     def _concatenated(
         self, computation: hm.Computation, position: int
     ) -> list[tuple[int, int, int]]:
-        """List what a flat array is put together from, each with its first element and its end."""
         outer = inner = computation.instructions[position]
         within = computation
         if outer.opcode == "fusion" and len(outer.calls) == 1:

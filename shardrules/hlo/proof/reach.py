@@ -141,7 +141,6 @@ class Reach:
         return [w for w in _NAMED.findall(text) if w in self.module.computations]
 
     def _pure(self, name: str) -> bool:
-        """Tell whether a computation is a deterministic function of its arguments."""
         strange = self.module.strange
         return not self._any(
             name, self._impure, lambda i: i.opcode not in _PURE or i.start in strange

@@ -181,7 +181,6 @@ def _source(proof: Proof, computation, position, instruction, operands, guard):
 
 
 def _infeeds_elsewhere(proof: Proof) -> bool:
-    """Tell whether branches or loops read the infeed, too: devices may be at other places of it."""
     if "infeeds" not in proof.cache:
         proof.cache["infeeds"] = any(
             not c.is_entry and any(i.opcode == "infeed" for i in c.instructions)
@@ -191,7 +190,6 @@ def _infeeds_elsewhere(proof: Proof) -> bool:
 
 
 def _unusual(proof: Proof, computation, position, instruction, operands, guard) -> Any:
-    """Handle '-start', '-update' and '-done' of any opcode; block on what isn't known."""
     opcode = instruction.opcode
     if opcode.endswith("-done") or opcode.endswith("-update"):
         if operands and isinstance(operands[0], Started):

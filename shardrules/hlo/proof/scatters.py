@@ -136,7 +136,6 @@ def _made_of(inside: hm.Computation, position: int) -> int | None:
 
 
 def _numbers(proof: Proof, inside: hm.Computation) -> list[Any]:
-    """Compute what follows from constants and a device's number alone; None for all else."""
     values: list[Any] = []
     for position, instruction in enumerate(inside.instructions):
         operands = [values[o] for o in instruction.operands]

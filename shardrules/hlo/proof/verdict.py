@@ -255,7 +255,6 @@ class _Judge:
     def _gathered(
         self, whole: Collective, channel: hc.Channel, piece: pieces.Piece, guard: int
     ) -> Verdict:
-        """Judge an all-reduce that puts pieces side by side as the all-gather that it is."""
         as_gather: dict[str, Any] = {
             "kind": "all-gather",
             "reduction": "",
@@ -413,7 +412,6 @@ class _Judge:
         return verdict("unproven", f"on its operand's path: {shown}", blockers=state.blockers)
 
     def _within(self, groups: hd.Groups, relation: int) -> int:
-        """Restrict a relation to groups: it then equals the groups' own where all are equal."""
         key = (id(groups), relation)
         found = self._restricted.get(key)
         if found is None:
@@ -450,7 +448,6 @@ class _Judge:
         )
 
     def _subgroups(self, channel, proven) -> int | None:
-        """Give the size of the equal subgroups that every group falls into, if they have one."""
         counts = np.bincount(self.relations.labels(proven)[channel.groups.members])
         sizes = set(counts[counts > 0].tolist())
         return sizes.pop() if len(sizes) == 1 else None

@@ -260,7 +260,6 @@ class Reader:
     # -- operands -----------------------------------------------------------------------------
 
     def _resolve(self, scope: Scope, labels: list[str], start: int) -> tuple[int, ...]:
-        """Find operands by their names; those that stand further down are noted for later."""
         try:
             return tuple([scope.index[label] for label in labels])
         except KeyError as missing:

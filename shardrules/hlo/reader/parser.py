@@ -93,7 +93,6 @@ def _made(reader: Reader, source, name, entry, header, tables) -> hm.Module:
 
 
 def _alone(reader: Reader, source: str, position: int) -> hm.Module:
-    """Read the text of one instruction, of which the operands' shapes make parameters."""
     text = reader.text
     if not _ALONE.match(text, position):
         hint = ""
@@ -138,7 +137,6 @@ def _entry_of(
 
 
 def _header(reader: Reader, position: int) -> tuple[bool, str, int]:
-    """Read a computation's header: is it ENTRY, its name, where its body begins."""
     text = reader.text
     printed = _PRINTED_HEADER.match(text, position)
     if printed:

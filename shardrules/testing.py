@@ -26,6 +26,7 @@ from shardrules.checks.costs.steady import steady_state
 from shardrules.checks.expectations import at_most, exactly, for_platforms, pick
 from shardrules.checks.replicated import assert_outputs_replicated, check_replicated_inputs
 from shardrules.checks.rulecheck import check_rule
+from shardrules.checks.unchecked import assert_same_unchecked
 from shardrules.costs import accounts, findings, waste
 from shardrules.errors import CollectiveAssertionError, ShardrulesError
 from shardrules.program import judge
@@ -46,6 +47,7 @@ __all__ = [
     "assert_offloaded",
     "assert_output_sharding",
     "assert_outputs_replicated",
+    "assert_same_unchecked",
     "at_most",
     "check_replicated_inputs",
     "check_rule",

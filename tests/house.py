@@ -42,7 +42,7 @@ ARROWS = {
         "hooks.casts hooks.sets hooks.selftest hooks.unchecked".split()
     ),
     "hooks.explain": set(
-        "arguments door errors registry hooks.notes hooks.state hooks.types hooks.install".split()
+        "arguments door errors registry hooks.notes hooks.state hooks.types hooks.unchecked hooks.install".split()
     ),
     "hooks.user_casts": set(
         "arguments door errors registry hooks.notes hooks.types hooks.install".split()

@@ -145,6 +145,7 @@ TABLE = {
         [TEXT],
         {"output_shardings": ["{replicated}"], "strict": True, **ON_TEXT},
     ),
+    "assert_same_unchecked": (lambda f: testing.assert_same_unchecked(f, X), [op], {}),
     "at_most": (testing.at_most, [{"all-reduce(data)": 1}], {}),
     "exactly": (testing.exactly, [{"all-reduce(data)": 1}], {}),
     "check_replicated_inputs": (testing.check_replicated_inputs, [jnp.ones(3)], {}),

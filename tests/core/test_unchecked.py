@@ -422,3 +422,22 @@ def test_it_moves_more_with_late_casts(cpu_mesh):
     assert site.reason.startswith("its all-reduces would move")
     *_, (site,) = traced(f, X, W)
     assert site.switched and site.after_bytes <= site.before_bytes
+
+
+def test_the_assertion_compares_and_can_fail(cpu_mesh, monkeypatch):
+    f = off(double, cpu_mesh, P("data"), P("data"))
+    (site,) = shardrules.testing.assert_same_unchecked(f, X)
+    assert site.switched
+    monkeypatch.setattr(unchecked, "why_left", lambda call: "")
+    g, in_specs, out_specs, args, _ = LEFT["clips"]
+    with pytest.raises(shardrules.errors.ShardrulesError, match="gradient.0. is not the same"):
+        shardrules.testing.assert_same_unchecked(off(g, cpu_mesh, in_specs, out_specs), *args)
+
+
+def test_explain_says_it(cpu_mesh):
+    with shardrules.install(unchecked="check"):
+        text = str(shardrules.explain(off(double, cpu_mesh, P("data"), P("data")), X))
+        assert "unchecked: double at" in text and "runs with its check on" in text.replace(
+            "\n", " "
+        )
+    assert "unchecked:" not in str(shardrules.explain(off(double, cpu_mesh, P(), P()), X))

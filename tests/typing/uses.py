@@ -182,6 +182,7 @@ testing.assert_collectives(op, expect=testing.at_most({"all-reduce(data)": {"byt
 testing.assert_collectives(op, expect=testing.exactly({"all-reduce(data)": {"count": 8}}))
 testing.at_most(8)  # wrong
 testing.assert_outputs_replicated(op, 1.0, output_shardings=["{replicated}"])
+testing.assert_same_unchecked(op, 1.0)
 testing.assert_budget(op, 1.0, "budgets/train.toml")
 testing.assert_cheapest_casts(op, 1.0)
 testing.assert_donated(op, 1.0, paths=["state"])

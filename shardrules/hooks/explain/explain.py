@@ -77,6 +77,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         tuple(dict.fromkeys(walk.claims)),
         tuple(notes.placements),
         tuple(dict.fromkeys(notes.annotations)),
+        tuple(notes.unchecked),
     )
 
 

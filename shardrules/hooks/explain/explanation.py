@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from shardrules.hooks.notes import Placement
 from shardrules.hooks.types.calls.opaque import Call
+from shardrules.hooks.unchecked import UncheckedSite
 from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.table import PROVEN
 
@@ -87,6 +88,7 @@ class Explanation:
     claims: tuple[str, ...] = ()  # what ``already_summed`` says, which nothing proves
     placements: tuple[Placement, ...] = ()  # where casts would move the fewest bytes
     annotations: tuple[str, ...] = ()  # those less varying than a kernel's own jaxpr shows
+    unchecked: tuple[UncheckedSite, ...] = ()  # with install(unchecked="check")
 
     def __str__(self) -> str:
         calls: list[tuple[str, ...]] = [
@@ -104,7 +106,16 @@ class Explanation:
         for one in self.sums:
             sums.append(_row(one, f"over {show_axes(one.axes)}", one.why + _advice(one)))
         tables = [_table(rows) for rows in (calls, casts, sums) if len(rows) > 1]
-        for kind, texts in (("annotation", self.annotations), ("claim", self.claims)):
+        unchecked = [
+            f"{one.function} at {one.file}:{one.line} "
+            + (f"runs as written: {one.reason}" if one.reason else "runs with its check on")
+            for one in self.unchecked
+        ]
+        for kind, texts in (
+            ("unchecked", unchecked),
+            ("annotation", self.annotations),
+            ("claim", self.claims),
+        ):
             if texts:
                 tables.append("\n".join(_wrap(f"{kind}: {text}") for text in texts))
         tables += filter(None, map(describe_placement, self.placements))

@@ -356,7 +356,7 @@ class Door:
 
     def staged(
         self, function: Any, arrays: Sequence[Any]
-    ) -> tuple[Any, Sequence[Any], Callable[[], list[Any]]] | None:
+    ) -> tuple[Any, Sequence[Any], Callable[[Sequence[Any]], list[Any]]] | None:
         """Return a function's jaxpr, its constants, and what puts its equations into this trace."""
         # As ``jax.jit(function, inline=True)`` does, which takes five times as long for a small
         # one. None where no jaxpr is being traced here, for equations of HiJAX, and to JAX 0.6.
@@ -371,15 +371,32 @@ class Door:
         if getattr(jaxpr, "is_high", False):  # HiJAX's equations: jit lowers them
             return None
 
-        def put() -> list[Any]:
-            source = self.current_source()
+        def put(arrays: Sequence[Any]) -> list[Any]:
+            trace, source = self.trace_here.trace, self.current_source()
             # What it closes over may be a value of the jaxpr here, which is no constant of it.
             whole = self.constants_as_inputs(jaxpr)
+            if type(trace) is not self.JaxprTrace:  # staged for a jaxpr, and run at once
+                import jax
+
+                run = jax.jit(self.jaxpr_as_fun(self.close_jaxpr(whole)), inline=True)
+                return run(*constants, *arrays)
             tracers = [trace.to_jaxpr_tracer(x, source) for x in (*constants, *arrays)]
             results = self.inline_jaxpr(trace, source, whole, (), *tracers)
             return [trace.to_jaxpr_tracer(x, source) for x in results]
 
         return jaxpr, constants, put
+
+    def jaxpr_of(self, function: Any, avals: Sequence[Any]) -> Any:
+        """Return the jaxpr of a function of arrays of these types, from there to a list."""
+        import jax
+
+        if self.stage_jaxpr is not None:
+            info = self.debug_info("bwd", function, tuple(avals), {})
+            with contextlib.suppress(TypeError):  # of what make_jaxpr leaves out, on JAX 0.12
+                return self.stage_jaxpr(self.wrap_init(function, debug_info=info), [*avals])[0]
+        types = [self.axis_type(aval) for aval in avals]
+        structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        return jax.make_jaxpr(lambda *xs: function(*map(self.cast, xs, types)))(*structs).jaxpr
 
     def function_name(self, fun: Any) -> str:
         """Return a function's name for messages; a WrappedFun has its own way to say it."""

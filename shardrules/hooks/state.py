@@ -71,6 +71,7 @@ class _Here(threading.local):
     summed: list[tuple[int, frozenset[str]]] | None = None  # positions and axes of bwd's sums
     gradients: list[None] | None = None  # grows when something is differentiated in reverse
     transposing: bool = False  # whether we are in a transposition whose casts are already placed
+    bwds: dict[Any, Any] | None = None  # what was traced of bwds while casts are placed
     transposed_in: Any = None  # the trace in which a cond's transpose is bound
     transposed: tuple[Any, ...] = ()  # the branches of that cond
     widened: frozenset[str] = frozenset()  # the axes that a custom_vjp's primals were cast to

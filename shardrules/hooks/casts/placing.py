@@ -16,7 +16,7 @@ from typing import Any
 
 from shardrules.door.patching import Patches
 from shardrules.hooks.casts.cheapest import cheapest, cost, cost_as_traced, least_bytes
-from shardrules.hooks.casts.linear import Graph, Unplaceable, absent_tangents
+from shardrules.hooks.casts.linear import Axes, Graph, Sums, Unplaceable, absent_tangents
 from shardrules.hooks.casts.writer import Writer
 from shardrules.hooks.cotangents.linearity import linear_in
 from shardrules.hooks.notes import Placement
@@ -54,7 +54,7 @@ class CastHooks(Hooks):
                 return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
             cotangents = rest[0] if rest else next(iter(kwargs.values()))
             # What is transposed inside was looked at as a part of it.
-            with self.state.locally(transposing=True):
+            with self.state.locally(transposing=True, bwds={}):
                 placed = self._placed(jaxpr, [*consts, *primals_in], cotangents, asked)
                 if not asked:
                     placed = jaxpr
@@ -135,24 +135,11 @@ class CastHooks(Hooks):
     def _is_opaque(self, eqn: Any) -> bool:
         return self.state.known_of(eqn.primitive, eqn.params) is not None
 
-    def _sums(
-        self, eqn: Any
-    ) -> tuple[list[tuple[int, frozenset[str]]], frozenset[str], frozenset[str] | None]:
-        """Return what the hooks sum of the cotangents that a custom_vjp's bwd returns.
-
-        An axis over which bwd itself returns the whole sum of one is not among them: a cast before
-        would only add a psum.
-
-        Args:
-          eqn: the equation of its linear part.
-
-        Returns:
-          The bytes and axes of each; the axes over which its operands may be cast before instead;
-          and the axes over which bwd sums by itself. Over the others it may as well be given the
-          shares of a cotangent, and what it returns be summed; None where it is not linear.
-        """
-        import jax
-
+    def _sums(self, eqn: Any) -> tuple[Sums, Axes, Axes | None]:
+        """Return what the hooks sum of a custom_vjp's cotangents, for ``Graph.settle``."""
+        # An axis over which bwd itself returns the whole sum of one is not among ``moves``: a cast
+        # before would only add a psum. Over axes over which it does not sum by itself it may as
+        # well be given the shares of a cotangent, and what it returns be summed.
         params = eqn.params
         count = params["num_res"]
         residuals, tangents = eqn.invars[:count], eqn.invars[count:]
@@ -160,24 +147,21 @@ class CastHooks(Hooks):
         arriving = frozenset().union(
             *(self.door.axis_type(atom.aval).varying for atom in (*residuals, *eqn.outvars))
         )
-        if any(one.unreduced or one.reduced for one in axis_types):
-            raise Unplaceable("a custom_vjp's primal is unreduced or reduced over a mesh axis")
         avals = [atom.aval for atom in residuals]
         avals += [self.door.cotangent_aval(var.aval) for var in eqn.outvars]
         zeros: list[bool] = []
 
         def run(*flat):
-            flat = [self.door.cast(x, self.door.axis_type(a)) for x, a in zip(flat, avals)]
             returned = list(params["bwd"].call_wrapped(*flat))
-            zeros[:] = [isinstance(x, (self.door.Zero, self.door.SymbolicZero)) for x in returned]
+            nothing = (self.door.Zero, self.door.SymbolicZero, type(None))  # None from JAX 0.12
+            zeros[:] = [isinstance(x, nothing) for x in returned]
             return [x for x, zero in zip(returned, zeros) if not zero]
 
-        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         recorded: list[tuple[int, frozenset[str]]] = []  # positions and axes of bwd's own sums
         with self.state.locally(summed=recorded):
-            traced = jax.make_jaxpr(run)(*structs)
-        variables = traced.jaxpr.invars  # from JAX 0.11 what it closes over stands first
-        by_itself = linear_in(traced.jaxpr, variables[len(variables) - len(eqn.outvars) :])
+            traced = self.door.jaxpr_of(run, avals)
+        variables = traced.invars  # from JAX 0.11 what it closes over stands first
+        by_itself = linear_in(traced, variables[len(variables) - len(eqn.outvars) :])
         summed: dict[int, frozenset[str]] = dict(recorded)
         indices = [i for i, zero in enumerate(absent_tangents(eqn)) if not zero]
         sums = [

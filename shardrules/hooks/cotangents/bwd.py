@@ -276,7 +276,18 @@ class Bwd:
 
     @functools.cached_property
     def _trace(self) -> Trace:
-        return Trace(self.door, self.bwd, self.args)
+        import jax
+
+        kept = self.hooks.state.here.bwds
+        leaves, structure = jax.tree_util.tree_flatten(self.args)
+        if kept is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
+            return Trace(self.door, self.bwd, self.args)
+        # Casts are placed by what it sums: it is not traced once more to be run. What is kept holds
+        # the function, so that no other has its id.
+        key = id(self.parts.bwd), structure, *map(self.door.typeof, leaves)
+        if key not in kept:
+            kept[key] = self.parts.bwd, Trace(self.door, self.bwd, self.args)
+        return kept[key][1].of(self.args)
 
     @functools.cached_property
     def _forward(self) -> Forward:

@@ -116,7 +116,8 @@ class CustomVjpHooks(Hooks):
         """Return the custom_vjp that a bwd belongs to."""
         fwd, gradients, perturbed = self._forwards.get(bwd.trees, (None, (), ()))
         name, place = self.door.function_name(bwd.fun), self.door.function_place(bwd.fun)
-        return CustomVjpInfo(name, fwd, gradients, perturbed, bwd.in_tree, bwd.in_avals, place)
+        tree, avals = bwd.in_tree, bwd.in_avals
+        return CustomVjpInfo(name, fwd, gradients, perturbed, tree, avals, place, None, bwd.fun)
 
     def _inside(self) -> Scope:
         # fwd and bwd are not inside the innermost reverse pass themselves.
@@ -167,7 +168,8 @@ class CustomVjpHooks(Hooks):
             avals = tuple(self._wider(aval, by_cast) for aval in parts.in_avals)
             parts = dataclasses.replace(parts, fwd_avals=avals)
         bwd = Bwd(self, fun, parts, args)
-        cotangents = bwd.cotangents() if by_cast else fun(*args)
+        kept = self.state.here.bwds is not None
+        cotangents = bwd.cotangents() if by_cast or kept else fun(*args)
 
         def one(path, index, value):
             if isinstance(value, self.door.SymbolicZero) or not is_inexact(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -27,6 +28,7 @@ class CustomVjpInfo:
     in_avals: tuple[Any, ...]
     place: str = ""  # where the bwd is defined, ``file:line``, or empty
     fwd_avals: tuple[Any, ...] | None = None  # that fwd ran with, if not ``in_avals``
+    bwd: Any = None  # the function, one object for all of its runs
 
     def each(self, cotangents: Any, function: Callable[[Any, int, Any], Any]) -> Any:
         """Map a function of (path, index of the primal, cotangent) over the cotangents."""
@@ -101,13 +103,22 @@ class Trace:
         else:  # JAX 0.4.28
             closed = jax.make_jaxpr(run)(*self.arrays)
         self.jaxpr, self.constants = closed.jaxpr, closed.consts
-        self._put = lambda: jitted(*self.arrays)  # not traced again
+        self._put = lambda arrays: jitted(*arrays)  # not traced again
+
+    def of(self, args: Any) -> Trace:
+        """Return the same for other arguments of the same types."""
+        import jax
+
+        other = copy.copy(self)
+        leaves = jax.tree_util.tree_leaves(args)
+        other.arrays = [leaves[i] for i in self.dynamic]
+        return other
 
     def run(self) -> Any:
         """Return the cotangents, as bwd would."""
         import jax
 
-        arrays = iter(self._put())
+        arrays = iter(self._put(self.arrays))
         return jax.tree_util.tree_unflatten(
             self._structure, [next(arrays) if one is None else one for one in self._constant]
         )

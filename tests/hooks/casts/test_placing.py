@@ -18,7 +18,7 @@ import shardrules as sr
 from hooks.casts import bodies, optimum
 from shardrules import errors, testing
 from shardrules.door.jaxprs import inner_jaxprs
-from shardrules.hooks.casts import linear, placing
+from shardrules.hooks.casts import linear, placing, writer
 from shardrules.hooks.casts.cheapest import cost, cost_as_traced
 
 W = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -167,7 +167,7 @@ def test_each_construct_has_a_rule(construct, names, cpu_mesh, monkeypatch):
         "name_of",
         lambda eqn: "?" if known(eqn) in (construct, f"p{construct}") else known(eqn),
     )
-    monkeypatch.setattr(placing, "name_of", linear.name_of)
+    monkeypatch.setattr(writer, "name_of", linear.name_of)
     for name in names:
         body, _, least_bytes = PROGRAMS[name]
         with sr.install(casts="cheapest"):
@@ -177,13 +177,13 @@ def test_each_construct_has_a_rule(construct, names, cpu_mesh, monkeypatch):
 
 def test_uses_of_one_value_share_a_cast(cpu_mesh, monkeypatch):
     """Without that, a value that is read twice is summed twice."""
-    read = placing.Body.read
+    read = writer.Body.read
 
     def alone(body, *args):
         body.cast.clear()
         return read(body, *args)
 
-    monkeypatch.setattr(placing.Body, "read", alone)
+    monkeypatch.setattr(writer.Body, "read", alone)
     with sr.install(casts="cheapest"):
         sums = sr.explain(jax.grad(sharded(fan_out, cpu_mesh)), W, X).sums
     assert sum(s.bytes * s.count for s in sums if s.phase == "backward") == 2 * EACH

@@ -174,7 +174,9 @@ TABLE = {
     **{n: (getattr(report, n), [CONTENT], {}) for n in ("as_json", "markdown", "page", "plain")},
     "compared": (report.compared, [CONTENT, CONTENT, []], {}),
     **{f"DIFFS {n}": (f, [CONTENT, CONTENT, []], {}) for n, f in report.DIFFS.items()},
-    **{n: (getattr(report, n), [VERDICT], {}) for n in ("advice", "describe", "over", "source")},
+    **{n: (getattr(report, n), [VERDICT], {}) for n in ("advice", "over", "source")},
+    "github": (report.github, [[CONTENT]], {}),
+    "sarif": (report.sarif, [[CONTENT]], {}),
     "describe_finding": (report.describe_finding, [CONTENT.findings[0]] * 2, {}),
     "listed": (report.listed, [CONTENT.account.entries, JUDGED.verdicts], {}),
     "size": (report.size, [3], {}),
@@ -182,7 +184,7 @@ TABLE = {
     "table": (report.table, [[["a", "b"]]], {}),
 }
 MADE = {  # by shardrules, for users to read
-    *("Registration RuleContext Overlay default Content Remark Row Blocker Collective".split()),
+    *("Registration RuleContext Overlay default Content Item Block Row Blocker Collective".split()),
     *("Computation Frame Instruction Judgement Metadata Module Output Range Shape".split()),
     *("Support Verdict VERDICTS DIFFS ShardrulesError gpu_names __version__".split()),
 }

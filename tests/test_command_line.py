@@ -323,7 +323,7 @@ def test_allowances_and_strictness():
     done = run("verify", "-", "--strict", stdin=tagged)
     assert done.returncode == 1 and "; 1 declared\n" in done.stdout
     assert (
-        "    strict: it rests on a declaration for 'mine', and strict takes proofs alone"
+        "    to do: it rests on a declaration for 'mine', and strict takes proofs alone"
         in done.stdout
     )
 

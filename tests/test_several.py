@@ -28,10 +28,11 @@ def found():
 def test_the_costliest_first_and_what_has_no_collective_in_one_line(found):
     text = several.plain(found)
     assert text.startswith(
-        "5 programs compiled, 1 with collectives or other costs, 1 finding, 1 can't be judged\n"
+        "5 programs compiled, 1 with collectives or other costs, 1 finding, in jit_<step> 32 B of "
+        "32 B on the wire per device can be avoided (100%), 1 can't be judged\n"
     )
-    assert [row[0] for row in found.rows] == ["jit_<step>"]
-    assert "3 more programs have no collective\n" in text
+    assert [row[0] for row in found.programs.rows] == ["jit_<step>"]
+    assert "(3 more programs have no collective)\n" in text
     assert "  jit_broken: it can't be read\n" in text and not found.clean
     assert found.contents[0].title == "jit_<step>"
 
@@ -42,9 +43,9 @@ def test_formats_say_the_same(found):
     assert data["failures"] == [{"program": "jit_broken", "reason": "it can't be read"}]
     markdown = several.markdown(found)
     assert "\n## jit_<step>\n" in markdown and markdown.startswith("# Programs\n")
-    page = several.page(found)
+    page = several.as_page(found)
     assert "&lt;base href=&quot;about:srcdoc&quot;&gt;" in page  # without it #row leaves the frame
-    assert page.count("<caption>") == page.count("<table>") == 1  # the frames' own are escaped
+    assert page.count("<caption class") == page.count("<table>") == 1  # the frames' own are escaped
     assert "jit_&lt;step&gt;" in page and "<step>" not in page and page.count("<iframe") == 1
     assert several.plain(several.gather([content("jit_one")], [1])).startswith("1 program compiled")
 
@@ -64,7 +65,8 @@ def test_an_allowance_may_match_in_one_program_alone():
         ([], "8 devices (data=4, model=2), no collectives; no findings"),
         (
             [T.all_reduce("%x")],
-            "8 devices (data=4, model=2), 1 collective runs once, 32 B on the wire per device; ",
+            "32 B of 32 B on the wire per device can be avoided (100%); 8 devices (data=4, model=2), "
+            "1 collective runs once; 1 redundant",
         ),
     ],
 )

@@ -12,7 +12,9 @@ from typing import Any
 from shardrules.costs.estimates import TARGETS
 from shardrules.errors import ShardrulesError
 
-__all__ = ["Once", "add_arguments", "add_judging", "allowances"]
+__all__ = ["FORMATS", "Once", "add_arguments", "add_judging", "allowances"]
+
+FORMATS = ("text", "markdown", "json", "html", "github", "sarif")
 
 
 class Once(argparse.Action):
@@ -37,15 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
         action=Once,
-        choices=["text", "markdown", "json", "html"],
+        choices=FORMATS,
         default="text",
-        help="how the report is written",
+        help="how the report is written; github: workflow annotations; sarif: for code scanning",
     )
     parser.add_argument(
         "--target",
         action=Once,
         choices=list(TARGETS),
-        help="estimate each collective's time from the bandwidth of this accelerator's links",
+        help="estimate times from bandwidth and latency of this accelerator's links",
     )
     parser.add_argument(
         "--cheapest",

@@ -16,13 +16,6 @@ from shardrules.report import several
 
 __all__ = ["add_arguments", "judged", "run"]
 
-_FORMATS = {
-    "text": report.plain,
-    "markdown": report.markdown,
-    "json": report.as_json,
-    "html": report.page,
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``verify`` and ``report``."""
@@ -54,7 +47,7 @@ def judged(arguments: argparse.Namespace) -> tuple[str, int]:
     ]
     if len(found) == 1:
         (content,) = contents
-        text = _FORMATS[arguments.format](content)
+        text = several.ONE[arguments.format](content)
         return text, reading.CLEAN if content.clean else reading.FOUND
     failures = [(one.name, str(one.result)) for one in found if isinstance(one.result, Exception)]
     all_of_them = several.gather(contents, [1] * len(contents), failures, of_process=False)

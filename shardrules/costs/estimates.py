@@ -1,8 +1,10 @@
-"""Estimates of how long a collective takes, from the bandwidths that vendors give.
+"""Estimates of how long a collective takes, from published bandwidths and latencies.
 
-By ring algorithms a device sends the wire bytes of ``accounts``, and receives as many at the same
-time, so that a run takes wire bytes / send bandwidth; without latencies, other traffic, links that
-a slice lacks and what overlaps with computation. What differs:
+A run takes the larger of two times; other traffic, links that a slice lacks and overlap with
+computation are left out. ``targets/links.toml`` holds the figures and their sources.
+
+*Bandwidth.* By ring algorithms a device sends the wire bytes of ``accounts``, and receives as many
+at the same time: wire bytes / send bandwidth. What differs:
 
 - A TPU reaches its neighbours along one axis of a torus, by two links. What goes further passes
   through the chips between: of an all-to-all over n chips each pair's 1/n of the operand S takes
@@ -12,6 +14,10 @@ a slice lacks and what overlaps with computation. What differs:
   group's GPUs on a host, and leaves the host by each one's own adapter: wire bytes / (m adapters).
   Of an all-to-all and a permute each GPU sends its own, by its own adapter.
 
+*Latency.* The start of a collective, and its hops: on a torus n/2 both ways around a ring of n, and
+twice as many for an all-reduce; between GPUs n-1, twice for an all-reduce; between h hosts log2(h)
+(a tree). A 4-byte all-reduce takes microseconds, whatever the bandwidth.
+
 A group is taken to lie along one axis of the torus, and a host to hold consecutive devices.
 """
 
@@ -19,6 +25,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import pathlib
+import tomllib
 from typing import TYPE_CHECKING
 
 from shardrules.errors import ShardrulesError
@@ -26,7 +34,9 @@ from shardrules.errors import ShardrulesError
 if TYPE_CHECKING:  # flags are read of TARGETS before a script imports NumPy
     from shardrules import hlo
 
-__all__ = ["TARGETS", "Target", "seconds", "target"]
+__all__ = ["TARGETS", "Target", "latency", "seconds", "target", "transfer"]
+
+_FILE = pathlib.Path(__file__).parents[1] / "targets" / "links.toml"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,61 +45,48 @@ class Target:
 
     Attributes:
       name: for people.
-      send_bytes_per_s: what one device sends in a ring.
-      source: where the bandwidths stand, and how they are read.
-      link_bytes_per_s: of one link of a torus, one way; None where a switch joins the devices.
+      both_ways_bytes_per_s: of one device on all its links, both directions counted.
+      bandwidth_source, latency_source: where the figures stand, and how they are read.
+      hop_latency_s: for one step to a neighbour.
+      start_latency_s: once for each collective.
+      links: of a chip in a torus; None where a switch joins the devices.
       host_device_count: devices that have these links to each other, None for all.
       across_bytes_per_s: what one device sends beyond those.
+      across_hop_latency_s: for one step between hosts.
     """
 
     name: str
-    send_bytes_per_s: float
-    source: str
-    link_bytes_per_s: float | None = None
+    both_ways_bytes_per_s: float
+    bandwidth_source: str
+    hop_latency_s: float
+    start_latency_s: float
+    latency_source: str
+    links: int | None = None
     host_device_count: int | None = None
     across_bytes_per_s: float | None = None
+    across_hop_latency_s: float = 0.0
 
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Give what one link of a torus carries one way; None where a switch joins the devices."""
+        return None if self.links is None else self.both_ways_bytes_per_s / 2 / self.links
 
-def _tpu(name: str, both_ways: float, links: int) -> Target:
-    """Read a chip's "bidirectional inter-chip interconnect (ICI) bandwidth", all links together."""
-    one = both_ways / 2 / links
-    return Target(
-        f"TPU {name}",
-        2 * one,
-        f"{both_ways / 1e9:.0f} GB/s both ways on a chip's {links} links (Google, Cloud TPU "
-        f"documentation, TPU {name}, System architecture), of which a ring uses two",
-        link_bytes_per_s=one,
-    )
+    @property
+    def send_bytes_per_s(self) -> float:
+        """Give what one device sends in a ring."""
+        return (
+            2 * self.link_bytes_per_s if self.link_bytes_per_s else self.both_ways_bytes_per_s / 2
+        )
 
-
-def _gpu(name: str, both_ways: float, links: str, adapter: str) -> Target:
-    """Read the NVLink bandwidth of a GPU that stands with seven others in a host."""
-    return Target(
-        name,
-        both_ways / 2,
-        f"NVLink {both_ways / 1e9:.0f} GB/s both ways ({links}); beyond a host of 8, an adapter "
-        f"of 400 Gb/s for each GPU ({adapter})",
-        host_device_count=8,
-        across_bytes_per_s=400e9 / 8,
-    )
+    @property
+    def source(self) -> str:
+        """Say where the figures stand."""
+        return f"{self.bandwidth_source}; {self.latency_source}"
 
 
 TARGETS: dict[str, Target] = {
-    "v5e": _tpu("v5e", 400e9, 4),  # "ICI ports per chip: 4"
-    "v5p": _tpu("v5p", 1200e9, 6),  # "Interconnect topology: 3D torus"
-    "v6e": _tpu("v6e", 800e9, 4),  # "ICI ports per chip: 4"
-    "h100": _gpu(
-        "H100 SXM",
-        900e9,
-        "NVIDIA, H100 Tensor Core GPU data sheet",
-        "NVIDIA, DGX BasePOD reference architecture, Core Components: eight single-port ConnectX-7",
-    ),
-    "b200": _gpu(
-        "B200",
-        1800e9,  # two NVSwitches with 14.4 TB/s for eight GPUs
-        "NVIDIA, DGX B200 User Guide, Introduction: 14.4 TB/s for 8",
-        "the same: eight single-port ConnectX-7",
-    ),
+    name: Target(**figures)
+    for name, figures in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()
 }
 
 
@@ -112,13 +109,37 @@ def target(name: str) -> Target:
 
 
 def seconds(verdict: hlo.Verdict, wire_bytes: int, on: Target) -> float:
-    """Estimate one run of a collective.
+    """Estimate one run of a collective, of which one device sends ``wire_bytes``."""
+    return max(transfer(verdict, wire_bytes, on), latency(verdict.collective, on))
 
-    Args:
-      verdict: on the collective.
-      wire_bytes: what one device sends.
-      on: the accelerator.
-    """
+
+def latency(collective: hlo.Collective, on: Target) -> float:
+    """Estimate one run of a collective that moves next to nothing."""
+    count = collective.group_size
+    if count < 2 or not collective.connections.moves:
+        return 0.0
+    twice = 2 if collective.kind == "all-reduce" else 1
+    if collective.pairs is not None:
+        hops = 1
+    elif on.links is not None:
+        hops = twice * (count // 2)
+    elif "all-to-all" in collective.kind:
+        hops = 1
+    else:
+        hops = twice * (count - 1)
+    across = 0
+    if on.host_device_count is not None:
+        groups = collective.groups if collective.pairs is None else collective.pairs
+        hosts = max(len({d // on.host_device_count for d in group}) for group in groups)
+        if hosts > 1:
+            alone = collective.pairs is not None or "all-to-all" in collective.kind
+            across = 1 if alone else twice * (hosts - 1).bit_length()
+            hops = 0 if alone else twice * (-(-count // hosts) - 1)
+    return on.start_latency_s + hops * on.hop_latency_s + across * on.across_hop_latency_s
+
+
+def transfer(verdict: hlo.Verdict, wire_bytes: int, on: Target) -> float:
+    """Estimate one run without latency."""
     collective = verdict.collective
     own = collective.pairs is not None or "all-to-all" in collective.kind
     if on.link_bytes_per_s is not None:

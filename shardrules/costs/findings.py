@@ -6,12 +6,15 @@ import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shardrules import hlo
 from shardrules.costs import accounts, outputs
 from shardrules.costs.advice import advice
 from shardrules.errors import ShardrulesError
+
+if TYPE_CHECKING:  # it finds what this module's findings are made of
+    from shardrules.costs.waste.program import Hint
 
 __all__ = ["Allowances", "Finding", "advice", "alike", "allowance", "find", "unaudited"]
 
@@ -26,12 +29,14 @@ class Finding:
       verdict: the verifier's.
       entry: its line in the account.
       advice: the change that removes it.
+      hint: that which it was made of, where it is needed and could be cheaper.
     """
 
     kind: str
     verdict: hlo.Verdict
     entry: accounts.Entry
     advice: str
+    hint: Hint | None = None
 
 
 _HANGS = "may hang"

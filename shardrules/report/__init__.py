@@ -1,40 +1,44 @@
-"""Verdicts and accounts for people: text, Markdown, JSON, and a page with a picture."""
+"""Verdicts and accounts for people: text, Markdown, JSON, SARIF, and a page with a picture."""
 
 from __future__ import annotations
 
+from shardrules.report.annotations import github, sarif
+from shardrules.report.blocks import Block, Item, table
 from shardrules.report.compared import compared
-from shardrules.report.content import Content, as_json, content, markdown
+from shardrules.report.content import Content, content
+from shardrules.report.data import as_json
 from shardrules.report.differences import DIFFS
-from shardrules.report.grouping import Remark, Row, size
+from shardrules.report.grouping import Row, size
 from shardrules.report.page import page
 from shardrules.report.text import (
     advice,
-    describe,
     describe_finding,
     listed,
+    markdown,
     over,
     plain,
     source,
     summary,
-    table,
 )
 
 __all__ = [
+    "Block",
     "Content",
     "DIFFS",
-    "Remark",
+    "Item",
     "Row",
     "advice",
     "as_json",
     "compared",
     "content",
-    "describe",
     "describe_finding",
+    "github",
     "listed",
     "markdown",
     "over",
     "page",
     "plain",
+    "sarif",
     "size",
     "source",
     "summary",

@@ -1,25 +1,36 @@
-"""What a report says, whatever it is written as; and it as Markdown and JSON."""
+"""What a report says, whatever it is written as."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import functools
-import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import accounts, estimates, findings, outputs, transfers
 from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint, dearer, hints
+from shardrules.costs.worth import Ledger, Worth
 from shardrules.report import grouping
-from shardrules.report.sections import Section, sections
+from shardrules.report.blocks import Block, Item
+from shardrules.report.sections import sections
 
-__all__ = ["Content", "as_json", "content", "markdown"]
+__all__ = ["Content", "content", "item"]
 
-SCHEMA = 1  # of the JSON; it grows when a field changes its meaning or goes
+UNEQUAL = "Outputs called replicated that are not proven equal"
+COLUMNS = ("collective", "verdict", "sites", "runs", "bytes", "wire bytes", "in all", "source")
+SHARE = "share"
+ESTIMATED = ("est. a run", "est. in all")  # before the source, where there is a target
+NOTE = (
+    f"{accounts.CONVENTION}; of one run at one site, and in all: wire bytes of all runs at all "
+    "sites"
+)
+_OUTPUTS = {"differs": ("differs", "differ"), "unproven": ("unproven", "unproven")}
+_LISTED = 3  # of the findings that are one line
+# What nobody folds away: it is wrong, or it asks for a decision.
+_NEVER_FOLDED = ("may hang", "declared")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +40,14 @@ class Content:
     Attributes:
       title: where the program came from.
       judgement, account: the verifier's.
+      findings: those on collectives that no allowance covers, those worth most first.
+      allowed: findings with the reasons for which they stay.
+      unused: allowances that match nothing.
+      hints: needed collectives that could be cheaper, those worth most first.
+      ledger: what everything costs, and what each finding and hint saves.
       unequal: outputs that are called replicated and not proven so, that no allowance covers.
       unequal_allowed: such outputs with the reasons for which they stay.
       strict: outputs that are unproven alone are findings, too.
-      findings: those on collectives that no allowance covers.
-      allowed: findings with the reasons for which they stay.
-      unused: allowances that match nothing.
-      hints: needed collectives that could be cheaper.
-      target: the accelerator on which times are estimated, None for none.
     """
 
     title: str
@@ -46,10 +57,15 @@ class Content:
     allowed: tuple[tuple[Finding, str], ...]
     unused: tuple[str, ...]
     hints: tuple[Hint, ...]
-    target: estimates.Target | None = None
+    ledger: Ledger
     unequal: tuple[outputs.Unequal, ...] = ()
     unequal_allowed: tuple[tuple[outputs.Unequal, str], ...] = ()
     strict: bool = False
+
+    @property
+    def target(self) -> estimates.Target | None:
+        """Give the accelerator on which times are estimated, None for none."""
+        return self.ledger.on
 
     @property
     def failing(self) -> int:
@@ -73,63 +89,81 @@ class Content:
         counts = collections.Counter(finding.kind for finding in self.findings)
         return ", ".join(found + [f"{n} {kind}" for kind, n in counts.items()])
 
+    # -- what it is worth --------------------------------------------------------------------
+
     @functools.cached_property
-    def costs(self) -> tuple[Section, ...]:
-        """List the other silent costs: donation, transfers, and what else holds anything."""
-        return sections(self.judgement.module)
+    def avoidable(self) -> Worth:
+        """Add up what findings and hints save for sure."""
+        return self._sum(True)
+
+    @functools.cached_property
+    def in_doubt(self) -> Worth:
+        """Add up what is saved at most, if all that is unproven is for nothing."""
+        return self._sum(False)
+
+    def _sum(self, is_sure: bool) -> Worth:
+        total = Worth(is_sure=is_sure)
+        both: tuple[Finding | Hint, ...] = (*self.findings, *self.hints)
+        for one in both:
+            worth = self.ledger.worth(one)
+            total = total.plus(worth) if worth.is_sure == is_sure else total
+        return total
+
+    def _share(self, worth: Worth) -> str:
+        """Write a worth's share of the bytes and, with a target, of the time."""
+        total = self.ledger.total
+        parts = [f"{grouping.percent(worth.bytes, total.bytes)}"] if worth.bytes else []
+        if self.target is not None:
+            of = grouping.percent(worth.seconds, total.seconds)
+            parts.append(f"~{grouping.duration(worth.seconds)} of communication, {of}")
+        return "; ".join(parts)
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Name the cells of a row of collectives."""
-        return COLUMNS if self.target is None else (*COLUMNS[:-1], *ESTIMATED, COLUMNS[-1])
+    def worth(self) -> str:
+        """Say what can be avoided, empty where there is nothing."""
+        parts: list[str] = []
+        for worth, words in ((self.avoidable, "can be avoided"), (self.in_doubt, "is unproven")):
+            if not (worth.bytes or worth.round_trips):
+                continue
+            trip = " on each trip" if worth.is_per_trip else ""
+            what = grouping.counted(worth.round_trips, "round trip")
+            if worth.bytes:
+                what = grouping.size(worth.bytes)
+                of = f" of {grouping.size(self.ledger.total.bytes)}" if not parts else ""
+                what += f"{of} on the wire per device" if not parts else ""
+            share = self._share(worth)
+            parts.append(f"{what} {words}{trip}" + (f" ({share})" if share else ""))
+        return ", ".join(parts)
 
-    def cells(self, row: grouping.Row) -> tuple[str, ...]:
-        """Write a row's cells under ``columns``."""
-        one = row.first
-        times = () if self.target is None else tuple(map(_about, self.seconds(row)))
-        return (
-            one.what,
-            one.verdict,
-            str(row.sites),
-            row.runs,
-            grouping.size(one.bytes),
-            grouping.size(one.wire_bytes),
-            "?" if one.runs is None else grouping.size(row.total.wire_bytes),
-            *times,
-            grouping.here(one.source),
-        )
+    def saves(self, group: Sequence[Finding | Hint]) -> str:
+        """Say what is saved by following the advice on findings or hints that are alike."""
+        worth = self._worth(group)
+        parts = [grouping.size(worth.bytes)] if worth.bytes else []
+        if group[0].kind in _NEVER_FOLDED or not (worth.bytes or worth.round_trips):
+            return ""
+        if worth.round_trips and not (worth.bytes and isinstance(group[0], Finding)):
+            parts.append(grouping.counted(worth.round_trips, "round trip"))
+        share = self._share(worth)
+        most = "" if worth.is_sure else "at most "
+        trip = " on each trip" if worth.is_per_trip else ""
+        return f"{most}{' and '.join(parts)}{trip}" + (f" ({share})" if share else "")
 
-    def seconds(self, row: grouping.Row) -> tuple[float, float | None]:
-        """Estimate a run of a row's collectives, and all runs; None where their count is unknown.
+    def _worth(self, group: Sequence[Finding | Hint]) -> Worth:
+        total = Worth()
+        for one in group:
+            total = total.plus(self.ledger.worth(one))
+        return total
 
-        Only of a report with a target.
-        """
-        if self.target is None:
-            raise ValueError("no target")
-        each = [
-            estimates.seconds(
-                self.judgement.verdicts[n], self.account.entries[n].wire_bytes, self.target
-            )
-            for n in row.numbers
-        ]
-        runs = row.first.runs
-        return max(each), None if runs is None else sum(each) * runs
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Say how to read the table of collectives, a sentence each."""
-        if self.target is None:
-            return (NOTE,)
-        return (
-            NOTE,
-            f"est. with ~ is an estimated time and no measurement, on {self.target.name}: wire "
-            "bytes by ring algorithms over the bandwidth that the vendor gives of the links, "
-            f"without latencies, other traffic and overlap; {self.target.source}",
-        )
+    # -- what it says ------------------------------------------------------------------------
 
     @property
     def headline(self) -> str:
-        """Say in one line what it comes to."""
+        """Say in one line what it comes to: what can be avoided, where there is anything."""
+        worth = f"{self.worth}; " if self.worth else ""
+        return f"{self.title}: {worth}{self._about(not worth)}; {self.kinds or 'no findings'}"
+
+    def _about(self, with_bytes: bool) -> str:
+        """Say what kind of program it is."""
         total = self.account.total
         mesh, devices = self.account.mesh, self.account.device_count
         shown = f"{devices} devices (mesh not known: tell it with --mesh or mesh=)"
@@ -137,18 +171,15 @@ class Content:
             shown = f"{devices} devices ({', '.join(f'{a}={n}' for a, n in mesh.items())})"
         elif devices == 1:
             shown = "1 device"
-        found = self.kinds or "no findings"
         if not total.sites:
-            return f"{self.title}: {shown}, no collectives{self._unseen(devices)}; {found}"
+            return f"{shown}, no collectives{self._unseen(devices)}"
         ran = "1 collective runs" if total.sites == 1 else f"{total.sites} collectives run"
         times = ("at most " if total.at_most else "") + (
             f"{total.count} times" if total.count != 1 else "once"
         )
         loops = f", {total.unknown} in loops of unknown length" if total.unknown else ""
-        return (
-            f"{self.title}: {shown}, {ran} {times}{loops}, "
-            f"{grouping.size(total.wire_bytes)} on the wire per device; {found}"
-        )
+        wire = f", {grouping.size(total.wire_bytes)} on the wire per device" if with_bytes else ""
+        return f"{shown}, {ran} {times}{loops}{wire}"
 
     def _unseen(self, devices: int) -> str:
         """Name the calls that nobody has a rule for: they may be collectives, too."""
@@ -163,68 +194,180 @@ class Content:
 
     @functools.cached_property
     def rows(self) -> tuple[grouping.Row, ...]:
-        """List the collectives for tables; those that are alike are one row."""
-        return grouping.rows(self.account)
+        """List the rows of collectives, the costliest first; those that are alike are one."""
+        cost = self.ledger.cost
+
+        def key(row: grouping.Row) -> tuple[float, int]:
+            costs = [cost(n) for n in row.numbers]
+            return -sum(c.seconds for c in costs), -sum(c.bytes for c in costs)
+
+        return tuple(sorted(grouping.rows(self.account), key=key))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Name the cells of a row of collectives."""
+        estimated = () if self.target is None else ESTIMATED
+        return (*COLUMNS[:-1], SHARE, *estimated, COLUMNS[-1])
+
+    def cells(self, row: grouping.Row) -> tuple[str, ...]:
+        """Write a row's cells under ``columns``."""
+        one = row.first
+        cost = self._cost(row)
+        times: tuple[str, ...] = ()
+        if self.target is not None:
+            each = f"~{grouping.duration(max(self.ledger.seconds[n] for n in row.numbers))}"
+            times = (each, "?" if one.runs is None else f"~{grouping.duration(cost.seconds)}")
+        return (
+            one.what,
+            one.verdict,
+            str(row.sites),
+            row.runs,
+            grouping.size(one.bytes),
+            grouping.size(one.wire_bytes),
+            "?" if one.runs is None else grouping.size(row.total.wire_bytes),
+            grouping.percent(cost.bytes, self.ledger.total.bytes),
+            *times,
+            grouping.here(one.source),
+        )
+
+    def keys(self, row: grouping.Row) -> tuple[float, ...]:
+        """Give what a row's numbers are sorted by."""
+        one, cost = row.first, self._cost(row)
+        times = (max(self.ledger.seconds[n] for n in row.numbers), cost.seconds)
+        known = (row.sites, one.runs or 0, one.bytes, one.wire_bytes, row.total.wire_bytes)
+        return (*known, cost.bytes, *(() if self.target is None else times))
+
+    def _cost(self, row: grouping.Row) -> Worth:
+        total = Worth()
+        for number in row.numbers:
+            total = total.plus(self.ledger.cost(number))
+        return total
+
+    @property
+    def note(self) -> str:
+        """Say how to read the table of collectives, a sentence a line."""
+        if self.target is None:
+            return NOTE
+        return (
+            f"{NOTE}\nest. with ~ is an estimated time and no measurement, on {self.target.name}: "
+            "the larger of the wire bytes by ring algorithms over the bandwidth of the links and "
+            "the latency of the hops, without other traffic and overlap; parts of one combined "
+            f"collective share its latency; {self.target.source}"
+        )
 
     @functools.cached_property
-    def replicas(self) -> tuple[tuple[str, tuple[tuple[outputs.Unequal, str, str], ...]], ...]:
-        """List outputs that aren't proven equal under their titles, each with its last line."""
+    def blocks(self) -> tuple[Block, ...]:
+        """List all parts of the report: what to change, the collectives, other costs."""
         made = (
-            (UNEQUAL, tuple((one, "to do", one.advice) for one in self.unequal)),
-            (f"{UNEQUAL}, allowed", tuple((o, "reason", r) for o, r in self.unequal_allowed)),
+            *self.changes,
+            Block("", self.note, self.columns, [*map(self.cells, self.rows)], len(self.columns) - 3)
+            if self.rows
+            else Block(""),
+            *self.costs,
+            Block("Allowances that match nothing", items=tuple(map(named, self.unused))),
         )
-        return tuple((title, items) for title, items in made if items)
+        return tuple(block for block in made if block.rows or block.items)
 
     @functools.cached_property
-    def remarks(self) -> tuple[tuple[str, tuple[grouping.Remark, ...]], ...]:
-        """List findings, allowed ones and hints under their titles; what is alike is one."""
-        return tuple(
-            (title, tuple(made))
-            for title, made in (
-                ("Findings", _remarks(self.findings)),
-                ("Allowed", _allowed(self.allowed)),
-                ("Could be cheaper", _hints(self.hints)),
+    def costs(self) -> tuple[Block, ...]:
+        """List the other silent costs: donation, transfers, and what else holds anything."""
+        return sections(self.judgement.module)
+
+    @functools.cached_property
+    def changes(self) -> tuple[Block, ...]:
+        """List what to change: outputs that differ, findings and hints, those worth most first."""
+        todo = tuple(_unequal(one, "to do:", one.advice) for one in self.unequal)
+        stays = tuple(_unequal(one, "allowed:", reason) for one, reason in self.unequal_allowed)
+        reasons = grouping.alike(self.allowed, lambda pair: pair[1])
+        allowed = tuple(
+            item(same, reason=pairs[0][1])
+            for pairs in reasons
+            for same in findings.alike(finding for finding, _ in pairs)
+        )
+        alike = grouping.alike(
+            self.hints, lambda h: (h.kind, h.entry.what, h.entry.source, h.advice)
+        )
+        made = (
+            Block(UNEQUAL, items=todo),
+            Block(f"{UNEQUAL}, allowed", items=stays),
+            self._ranked("Findings", findings.alike(self.findings)),
+            self._ranked("Could be cheaper", alike),
+            Block("Allowed", items=allowed),
+        )
+        return tuple(block for block in made if block.items)
+
+    def _ranked(self, title: str, groups: Iterable[Sequence[Finding | Hint]]) -> Block:
+        """List what is alike, the costliest first, and what is below 1% together in one line."""
+        ranked = sorted(groups, key=self._rank)
+        movable = [group for group in ranked if group[0].kind not in _NEVER_FOLDED]
+        worths = [self._worth(group) for group in movable]
+        folded = movable[len(movable) - self.ledger.folded(worths) :]
+        shown = [group for group in ranked if not any(group is other for other in folded)]
+        rest = ""
+        if folded:
+            worth = self._worth([one for group in folded for one in group])
+            names = [
+                f"{group[0].kind} {group[0].entry.what}"
+                + (f" at {grouping.here(group[0].entry.source)}" if group[0].entry.source else "")
+                for group in folded
+            ]
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            part = grouping.percent(worth.bytes, self.ledger.total.bytes)
+            rest = (
+                f"below 1% together: {', '.join(names[:_LISTED])}{more} "
+                f"({grouping.size(worth.bytes)}, {part})"
             )
-            if made
-        )
+        return Block(title, items=tuple(item(g, self.saves(g)) for g in shown), rest=rest)
+
+    def _rank(self, group: Sequence[Finding | Hint]) -> tuple[float, ...]:
+        worth = self._worth(group)
+        kind = group[0].kind
+        first = 0 if kind == "may hang" else 2 if kind == "declared" else 1
+        return (first, -worth.seconds, -worth.bytes, -worth.round_trips)
 
 
-def _remarks(found: Iterable[Finding], reason: str = "") -> list[grouping.Remark]:
-    return [
-        grouping.Remark(
-            same[0].kind,
-            tuple(f.verdict for f in same),
-            tuple(f.entry for f in same),
-            same[0].verdict.reason,
-            "reason" if reason else "to do",
-            reason or same[0].advice,
-        )
-        for same in findings.alike(found)
-    ]
+def named(name: str) -> Item:
+    """Make an item of a name alone."""
+    return Item("", name, "", ())
 
 
-def _allowed(allowed: Iterable[tuple[Finding, str]]) -> list[grouping.Remark]:
-    return [
-        remark
-        for same in grouping.alike(allowed, lambda pair: pair[1])
-        for remark in _remarks((f for f, _ in same), reason=same[0][1])
-    ]
+def _unequal(one: outputs.Unequal, label: str, todo: str) -> Item:
+    return Item(one.kind, one.what, "", (("because", one.because), (label, todo)))
 
 
-def _hints(hints: Iterable[Hint]) -> list[grouping.Remark]:
-    return [
-        grouping.Remark(
-            same[0].kind,
-            tuple(h.verdict for h in same),
-            tuple(h.entry for h in same),
-            "",
-            "to do",
-            same[0].advice,
-        )
-        for same in grouping.alike(
-            hints, lambda h: (h.kind, h.entry.what, h.entry.source, h.advice)
-        )
-    ]
+@checked
+def item(
+    same: Sequence[Finding | Hint], saves: str = "", reason: str = "", advice: str | None = None
+) -> Item:
+    """Say what there is to say of findings or hints that are alike.
+
+    Args:
+      same: findings, or hints.
+      saves: what following the advice saves.
+      reason: why they stay, of allowed ones.
+      advice: what to do; their own if None.
+    """
+    first, count = same[0], len(same)
+    verdict, entry = first.verdict, first.entry
+    name = verdict.collective.name
+    name = name if count == 1 else f"{name} and {count - 1} like it"
+    many = f"{count} x " if count > 1 else ""
+    part = ""
+    if verdict.range is not None and count == 1:
+        part = f", elements {verdict.range.start}:{verdict.range.stop} of its operand"
+    what = f"{many}{entry.what}, {grouping.sizes([e.entry.bytes for e in same])}{part} ({name})"
+    lines = [("saves", saves)] if saves else []
+    if isinstance(first, Finding):
+        lines.append(("because", verdict.reason))
+        if verdict.rests_on:
+            rests = (s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)
+            lines.append(("resting on:", "; ".join(rests)))
+    todo = first.advice if advice is None else advice
+    if reason:
+        lines.append(("allowed:", reason))
+    elif todo:
+        lines.append(("to do:", todo))
+    return Item(first.kind, what, grouping.here(entry.source), tuple(lines), entry)
 
 
 @checked(own=("target",))
@@ -255,175 +398,24 @@ def content(
     allow = allow or findings.Allowances()
     stay, allowed, unused = allow.split(found)
     unequal, unequal_allowed, unused_too = allow.split(outputs.find(judgement))
+    account = accounts.of(judgement)
+    on = None if target is None else estimates.target(target)
+    ledger = Ledger(judgement, account, on)
+
+    def costliest(one: Finding | Hint) -> tuple[float, int]:
+        worth = ledger.worth(one)
+        return -worth.seconds, -worth.bytes
+
     return Content(
         title or judgement.module.name,
         judgement,
-        accounts.of(judgement),
-        tuple(stay),
+        account,
+        tuple(sorted(stay, key=costliest)),
         tuple(allowed),
         tuple(name for name in unused if name in unused_too),
-        tuple(could),
-        None if target is None else estimates.target(target),
+        tuple(sorted(could, key=costliest)),
+        ledger,
         tuple(unequal),
         tuple(unequal_allowed),
         strict,
     )
-
-
-UNEQUAL = "Outputs called replicated that are not proven equal"
-_OUTPUTS = {"differs": ("differs", "differ"), "unproven": ("unproven", "unproven")}
-
-
-COLUMNS = ("collective", "verdict", "sites", "runs", "bytes", "wire bytes", "in all", "source")
-ESTIMATED = ("est. a run", "est. in all")  # before the source, where there is a target
-NOTE = (
-    f"{accounts.CONVENTION}; of one run at one site, and in all: wire bytes of all runs at all "
-    "sites"
-)
-
-
-def _about(seconds: float | None) -> str:
-    return "?" if seconds is None else f"~{grouping.duration(seconds)}"
-
-
-def _totals(totals: accounts.Totals) -> dict[str, int]:
-    return dataclasses.asdict(totals)
-
-
-def _collectives(what: Content) -> list[dict[str, Any]]:
-    """Write the collectives of a report, single runs of each."""
-    collectives: list[dict[str, Any]] = []
-    on = what.target
-    for entry, verdict in zip(what.account, what.judgement.verdicts):
-        collectives.append(
-            {
-                **{f.name: getattr(entry, f.name) for f in dataclasses.fields(entry)},
-                "group_size": verdict.collective.group_size,
-                "needed_axes": verdict.needed_axes,
-                "range": [verdict.range.start, verdict.range.stop] if verdict.range else None,
-                "rests_on": [
-                    {"what": s.what, "source": s.source, "status": s.status, "detail": s.detail}
-                    for s in verdict.rests_on
-                ],
-            }
-        )
-        if on is not None:
-            time = estimates.seconds(verdict, entry.wire_bytes, on)
-            collectives[-1]["estimated_seconds"] = time
-    return collectives
-
-
-def _outputs(what: Content) -> list[dict[str, Any]]:
-    """Write what is proven of each output, and what its sharding promises."""
-    promises = what.judgement.promises or (None,) * len(what.judgement.outputs)
-    return [
-        {
-            "path": list(o.path),
-            "name": None if promise is None else outputs.name(promise[0]),
-            "sharding": None if promise is None else promise[1],
-            "shape": str(o.shape),
-            "equal": o.equal,
-            "varying": o.varying,
-            "reason": o.reason,
-        }
-        for o, promise in zip(what.judgement.outputs, promises)
-    ]
-
-
-@checked
-def as_json(what: Content) -> str:
-    """Return a report as JSON, one object; bytes are per device.
-
-    ``collectives`` are single runs, ``totals`` are over all runs of one execution.
-    """
-    on = what.target
-    numbers = {id(verdict): n for n, verdict in enumerate(what.judgement.verdicts)}
-
-    def number(of: Finding | Hint) -> int:
-        return numbers[id(of.verdict)]
-
-    return (
-        json.dumps(
-            {
-                "schema": SCHEMA,
-                "title": what.title,
-                "module": what.judgement.module.name,
-                "mesh": what.account.mesh,
-                "device_count": what.account.device_count,
-                "convention": accounts.CONVENTION,
-                "estimated_on": on and {"name": on.name, "source": on.source},
-                "clean": what.clean,
-                "unequal_outputs": [dataclasses.asdict(one) for one in what.unequal],
-                "unequal_outputs_allowed": [
-                    {**dataclasses.asdict(one), "allowed_because": reason}
-                    for one, reason in what.unequal_allowed
-                ],
-                "total": _totals(what.account.total),
-                "by_axes": {over: _totals(t) for (over,), t in what.account.by("over").items()},
-                "collectives": _collectives(what),
-                "findings": [
-                    {"kind": f.kind, "collective": number(f), "advice": f.advice}
-                    for f in what.findings
-                ],
-                "allowed": [
-                    {"kind": f.kind, "collective": number(f), "reason": reason}
-                    for f, reason in what.allowed
-                ],
-                "unused_allowances": list(what.unused),
-                "hints": [
-                    {
-                        "kind": h.kind,
-                        "collective": number(h),
-                        "bytes_before": h.bytes_before,
-                        "bytes_after": h.bytes_after,
-                        "advice": h.advice,
-                    }
-                    for h in what.hints
-                ],
-                "outputs": _outputs(what),
-                "costs": [section._asdict() for section in what.costs],
-            },
-            indent=1,
-        )
-        + "\n"
-    )
-
-
-def cell(value: Any) -> str:
-    """Write a cell of a Markdown table."""
-    text = grouping.here(str("?" if value is None else value))
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-@checked
-def markdown(what: Content) -> str:
-    """Return a report as GitHub's Markdown."""
-    lines = [f"# {what.title}", "", what.headline[len(what.title) + 2 :] + ".", ""]
-    for title, unequal in what.replicas:
-        lines += [f"## {title}", ""]
-        for one, label, todo in unequal:
-            lines += [f"- **{one.kind}**: {one.what}", f"  - because {one.because}"]
-            lines.append(f"  - {label}: {todo}")
-        lines.append("")
-    if what.rows:
-        lines += ["| " + " | ".join(what.columns) + " |"]
-        lines += ["|---|---" + "|--:" * (len(what.columns) - 3) + "|---|"]
-        lines += ["| " + " | ".join(map(cell, what.cells(row))) + " |" for row in what.rows]
-        lines += [line for note in what.notes for line in ("", f"{note[0].upper()}{note[1:]}.")]
-        lines.append("")
-    for title, remarks in what.remarks:
-        lines += [f"## {title}", ""]
-        for remark in remarks:
-            where = f", `{remark.source}`" if remark.source else ""
-            lines.append(f"- **{remark.kind}**: {remark.what}{where}")
-            lines += [f"  - because {remark.reason}"] if remark.reason else []
-            lines += [f"  - {remark.label}: {remark.todo}"] if remark.todo else []
-        lines.append("")
-    for section in what.costs:
-        lines += [f"## {section.title}", "", "| " + " | ".join(section.columns) + " |"]
-        lines += ["|---" * len(section.columns) + "|"]
-        lines += ["| " + " | ".join(map(cell, row)) + " |" for row in section.rows]
-        lines += ["", f"{section.note[0].upper()}{section.note[1:]}.", ""]
-    if what.unused:
-        lines += ["## Allowances that match nothing", "", *(f"- `{w}`" for w in what.unused), ""]
-    return "\n".join(lines).rstrip() + "\n"

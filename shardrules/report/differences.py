@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 
 from shardrules.arguments import checked
 from shardrules.costs.comparing import Change
+from shardrules.report.blocks import Block, as_markdown
 from shardrules.report.compared import compared
-from shardrules.report.content import SCHEMA, Content, cell
+from shardrules.report.content import Content
+from shardrules.report.data import SCHEMA
 from shardrules.report.grouping import size
 
 __all__ = ["DIFFS"]
@@ -42,8 +44,8 @@ def _markdown(before: Content, after: Content, changes: Sequence[Change]) -> str
         )
         for change in changes
     ]
-    shown = ["| " + " | ".join(map(cell, row)) + " |" for row in rows]
-    return "\n".join([*lines, shown[0], "|---|---|---|", *shown[1:]]) + "\n"
+    (heads, *cells) = rows
+    return "\n".join([*lines, *as_markdown([Block("", columns=heads, rows=cells)])]).rstrip() + "\n"
 
 
 @checked

@@ -16,6 +16,7 @@ _ACROSS = 16  # of them in a line
 _COLOURS = 8  # of groups; they come round again
 _MEMBERS = 16  # of a group that are listed
 _HEIGHT = 90  # of the timeline's highest bar
+_LOWEST = 2.0  # of any bar
 
 # Of text: what a browser refuses, and what turns the direction of the text after it.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
@@ -26,9 +27,11 @@ def escaped(value: object) -> str:
     return html.escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(value)))
 
 
-def _svg(width: float, height: float, label: str, kind: str, parts: Iterable[str]) -> str:
+def _svg(
+    width: float, height: float, label: str, kind: str, parts: Iterable[str], role: str = "img"
+) -> str:
     return (
-        f'<svg role="img" aria-label="{escaped(label)}" class="{kind}" '
+        f'<svg role="{role}" aria-label="{escaped(label)}" class="{kind}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}">'
         + "".join(parts)
         + "</svg>"
@@ -137,14 +140,14 @@ def strip(
     Args:
       events: in program order.
       bars: for each collective the id of its row in a table, or nothing, its verdict, what it
-        is, and the wire bytes of all its runs, of which the heights are logarithms.
+        is, and the wire bytes of all its runs, which are the heights.
       phases: each collective's.
     """
     count = sum(e.kind == "collective" for e in events)
     pitch = max(3.0, min(27.0, 1080 / max(1, count)))
     gap = min(3.0, pitch / 4)
     wide = pitch - gap
-    most = math.log1p(max((b[3] for b in bars), default=0)) or 1.0
+    most = max((b[3] for b in bars), default=0) or 1
     nesting = deepest = 0
     for event in events:
         nesting += {"collective": 0, "end": -1}.get(event.kind, 1)
@@ -157,12 +160,18 @@ def strip(
     for event in events:
         if event.kind == "collective":
             row, verdict, says, size = bars[event.number]
-            high = max(3.0, _HEIGHT * math.log1p(size) / most)
+            high = max(_LOWEST, _HEIGHT * size / most)
+            log = max(_LOWEST, _HEIGHT * math.log1p(size) / math.log1p(most))
             bar = (
-                f'<rect data-row="{row}" class="{verdict}" x="{x:.2f}" y="{base - high:.1f}" '
-                f'width="{wide:.2f}" height="{high:.1f}"><title>{escaped(says)}</title></rect>'
+                f'<rect data-row="{row}" data-log="{log:.1f}" class="{verdict}" x="{x:.2f}" '
+                f'y="{base - high:.1f}" width="{wide:.2f}" height="{high:.1f}">'
+                f"<title>{escaped(says)}</title></rect>"
             )
-            parts.append(f'<a href="#{row}" tabindex="-1">{bar}</a>' if row else bar)
+            # The whole column takes the pointer, however low its bar is.
+            back = f'<path class="back" d="M{x:.2f} {top}h{wide:.2f}v{_HEIGHT}h-{wide:.2f}z"/>'
+            link = f'a href="#{row}"' if row else "g"
+            label = escaped(says)
+            parts.append(f'<{link} tabindex="0" aria-label="{label}">{back}{bar}</{link[0]}>')
             phase = phases[event.number]
             if spans and spans[-1][0] == phase:
                 spans[-1] = (phase, spans[-1][1], x + wide)
@@ -191,4 +200,4 @@ def strip(
                 f'<text class="dim" x="{start:.1f}" y="{base + 18}">{title}{escaped(shown)}</text>'
             )
     label = f"{count} collectives in program order, each with its wire bytes; listed in the table"
-    return _svg(max(x + 4, 200), base + 24, label, "strip", parts)
+    return _svg(max(x + 4, 200), base + 24, label, "strip", parts, "group")

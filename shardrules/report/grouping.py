@@ -9,9 +9,8 @@ from typing import TypeVar
 
 from shardrules.arguments import checked
 from shardrules.costs import accounts
-from shardrules.hlo import Verdict
 
-__all__ = ["Remark", "Row", "alike", "duration", "here", "rows", "size", "sizes"]
+__all__ = ["Row", "alike", "duration", "here", "percent", "rows", "size", "sizes"]
 
 T = TypeVar("T")
 _EXACT = 10_000  # bytes below which no unit is shorter than the number
@@ -51,6 +50,14 @@ def here(source: str) -> str:
         return source
     text = source.lstrip()  # a loop in another one is indented
     return source[: len(source) - len(text)] + text.removeprefix(folder)
+
+
+def percent(part: float, whole: float) -> str:
+    """Write a share: three digits at most, and no 0% of what is something."""
+    share = part / whole if whole else 0.0
+    if 0 < share < 0.001:
+        return "<0.1%"
+    return f"{share:.0%}" if share >= 0.1 or not share else f"{share:.1%}"
 
 
 def duration(seconds: float) -> str:
@@ -125,38 +132,3 @@ def rows(account: accounts.Account) -> tuple[Row, ...]:
         lambda numbered: dataclasses.replace(numbered[1], reason="", groups="", loop_depth=0),
     )
     return tuple(Row(tuple(e for _, e in row), tuple(n for n, _ in row)) for row in found)
-
-
-@dataclasses.dataclass(frozen=True)
-class Remark:
-    """Findings or hints that are alike: what, where, why and the change are the same.
-
-    Attributes:
-      kind: a finding's or a hint's.
-      verdicts, entries: one for each, in the order of the text.
-      reason: why, empty for a hint.
-      label, todo: ``to do`` and the change, or ``reason`` and why it stays; both may be empty.
-    """
-
-    kind: str
-    verdicts: tuple[Verdict, ...]
-    entries: tuple[accounts.Entry, ...]
-    reason: str
-    label: str
-    todo: str
-
-    @property
-    def sites(self) -> int:
-        """Count the places in the program."""
-        return len(self.entries)
-
-    @property
-    def what(self) -> str:
-        """Name the collectives, how many and how large they are."""
-        count = f"{self.sites} x " if self.sites > 1 else ""
-        return f"{count}{self.entries[0].what}, {sizes([e.bytes for e in self.entries])}"
-
-    @property
-    def source(self) -> str:
-        """Give ``file:line (function)``, empty where the text has none."""
-        return here(self.entries[0].source)

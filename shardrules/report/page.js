@@ -1,5 +1,5 @@
 "use strict";
-// The page holds all it shows as tables; this adds picking, sorting and filtering.
+// The page holds all it shows as tables; this adds picking, sorting, searching and a log scale.
 (() => {
   document.body.classList.add("live");
   const all = (what, where = document) => [...where.querySelectorAll(what)];
@@ -36,20 +36,48 @@
     table.addEventListener("focusin", (e) => pick(e.target.closest("tbody tr")?.id));
     all("details", table).forEach((d) => d.addEventListener("toggle", () => show(d)));
   }
-  if (strip) {
-    strip.addEventListener("mouseover", (e) => {
-      if (e.target.dataset.row) pick(e.target.dataset.row);
+  for (const one of all("svg.strip")) {
+    const bars = all("a, g", one);
+    const told = one.closest("section").querySelector(".point");
+    const show = (bar) => {
+      const rect = bar?.querySelector("rect");
+      if (!rect) return;
+      if (rect.dataset.row) pick(rect.dataset.row);
+      told.textContent = bar.getAttribute("aria-label");
+    };
+    // One bar at a time is a stop of the Tab key; arrow keys move along the bars.
+    bars.forEach((bar, n) => bar.setAttribute("tabindex", n ? -1 : 0));
+    one.addEventListener("keydown", (e) => {
+      const at = bars.indexOf(e.target.closest("a, g"));
+      const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: bars.length - 1 }[e.key];
+      if (at < 0 || !bars[to]) return;
+      e.preventDefault();
+      bars[at].setAttribute("tabindex", -1);
+      bars[to].setAttribute("tabindex", 0);
+      bars[to].focus();
     });
-    strip.addEventListener("click", (e) => {
-      const row = document.getElementById(e.target.dataset.row);
+    one.addEventListener("mouseover", (e) => show(e.target.closest("a, g")));
+    one.addEventListener("focusin", (e) => show(e.target.closest("a, g")));
+    one.addEventListener("click", (e) => {
+      const row = document.getElementById(e.target.closest("a, g")?.querySelector("rect").dataset.row);
       if (!row) return;
       e.preventDefault();
       row.hidden = false;
       row.querySelector("details").open = true;
       row.scrollIntoView({ block: "center" });
+      row.querySelector("summary").focus({ preventScroll: true });
       pick(row.id);
     });
   }
+  const log = document.querySelector(".tools .log");
+  log?.addEventListener("change", () =>
+    all("svg.strip rect").forEach((bar) => {
+      const [high, other] = [bar.getAttribute("height"), bar.dataset.log];
+      bar.setAttribute("y", Number(bar.getAttribute("y")) + Number(high) - Number(other));
+      bar.setAttribute("height", other);
+      bar.dataset.log = high;
+    }),
+  );
   // On the mesh, the members of one group.
   document.addEventListener("mouseover", (e) => {
     const cell = e.target.closest?.("[data-g]");
@@ -75,7 +103,7 @@
     });
     const box = document.querySelector(".tools input[type=search]");
     const told = document.querySelector(".tools output");
-    const verdicts = all(".tools input[type=checkbox]");
+    const verdicts = all(".tools .verdict");
     const filter = () => {
       const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
       const wanted = new Set(verdicts.filter((v) => v.checked).map((v) => v.value));
@@ -84,12 +112,17 @@
         const text = row.dataset.says.toLowerCase();
         row.hidden = !wanted.has(row.dataset.verdict) || !words.every((w) => text.includes(w));
         shown += !row.hidden;
+        if (strip) {
+          all(`rect[data-row="${row.id}"]`, strip).forEach((bar) =>
+            bar.classList.toggle("off", row.hidden),
+          );
+        }
       }
       told.textContent = shown < body.rows.length ? `${shown} of ${body.rows.length} rows` : "";
     };
     box.addEventListener("input", filter);
     verdicts.forEach((v) => v.addEventListener("change", filter));
-    document.querySelector(".tools button").addEventListener("click", (e) => {
+    document.querySelector(".unfold").addEventListener("click", (e) => {
       const open = all("details", body).some((d) => !d.open);
       all("details", body).forEach((d) => (d.open = open));
       e.target.textContent = open ? "Fold all" : "Unfold all";

@@ -13,17 +13,18 @@ from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
 from shardrules.report import drawn
-from shardrules.report.content import ESTIMATED, Content
+from shardrules.report.blocks import Block, Item
+from shardrules.report.content import ESTIMATED, SHARE, Content
 from shardrules.report.drawn import escaped
-from shardrules.report.grouping import Remark, Row, alike, size, sizes
-from shardrules.report.sections import Section
+from shardrules.report.grouping import Row, alike, duration, here, percent, size, sizes
 from shardrules.report.timeline import events
 
-__all__ = ["page"]
+__all__ = ["meshes", "page", "section", "tiles", "timeline", "whole"]
 
 VERDICTS = ("needed", "overwide", "redundant", "unproven")
 _BARS = 12  # source lines that are drawn
 _MESHES = 6  # sets of groups that are drawn at once; the others are folded away
+_OPEN = 6  # items of a list up to which all are unfolded
 _SITES = 20  # of a row that are listed
 _AROUND = 2  # lines above and below one that is shown
 _LARGEST = 1 << 20  # bytes of a source file that is read
@@ -31,7 +32,7 @@ _LARGEST = 1 << 20  # bytes of a source file that is read
 
 @checked
 def page(what: Content) -> str:
-    """Return a report as an HTML page: groups on the mesh, a timeline, findings, a table.
+    """Return a report as an HTML page: what to change, a timeline, the collectives, their groups.
 
     Source lines are quoted where a Python file stands at the path that the program names.
 
@@ -43,23 +44,25 @@ def page(what: Content) -> str:
       >>> report.page(content).startswith("<!doctype html>")
       True
     """
-    total = what.account.total
+    total, avoidable, cost = what.account.total, what.avoidable, what.ledger.total
     figures = [
+        ("avoidable", f"{size(avoidable.bytes)}, {percent(avoidable.bytes, cost.bytes)}"),
+        ("on the wire, per device", size(cost.bytes)),
         ("collectives run" + (" (and more)" if total.unknown else ""), f"{total.count:,}"),
-        ("on the wire, per device", size(total.wire_bytes)),
         ("findings", str(what.failing)),
         ("could be cheaper", str(len(what.hints))),
     ]
+    if what.target is not None:
+        about = f"~{duration(avoidable.seconds)} of ~{duration(cost.seconds)}"
+        figures.insert(1, (f"of communication, {what.target.name}", about))
     body = [
         f"<header><h1>{escaped(what.title)}</h1>",
-        f'<p class="dim">{escaped(what.headline[len(what.title) + 2 :])}.</p>',
         tiles(figures),
+        f'<p class="dim">{escaped(what.headline[len(what.title) + 2 :])}.</p>',
         "</header><main>",
-        _replicas(what),
+        *map(section, what.changes),
         _pictures(what),
-        _remarks(what),
-        _table(what),
-        *map(_section, what.costs),
+        *(section(block) for block in what.blocks if block not in what.changes and block.title),
         "</main>",
     ]
     return whole(f"{what.title}: collectives", body)
@@ -107,13 +110,28 @@ def _badge(verdict: str, kind: str = "") -> str:
 def _pictures(what: Content) -> str:
     if not what.account.entries:
         return '<p class="dim">No collectives.</p>'
-    found = [meshes({"": what}), timeline(what, "In program order", True), '<div class="side">']
-    for title, sums in (
-        ("By mesh axes", _sums((e.over or "one device", e) for e in what.account)),
-        ("Costly source lines", _sums((_where(e) or "(no source line)", e) for e in what.account)),
-    ):
-        found.append(_bars(f"{title} (wire bytes per device)", sums))
-    return "\n".join([*found, "</div>"])
+    found = [_tools(what), timeline(what, "In program order", True), '<div class="side">']
+    numbers = range(len(what.account.entries))
+    axes = ((what.account.entries[n].over or "one device", n) for n in numbers)
+    lines = ((_where(what.account.entries[n]) or "(no source line)", n) for n in numbers)
+    for title, pairs in (("By mesh axes", axes), ("Costly source lines", lines)):
+        found.append(_bars(f"{title} (wire bytes per device)", _sums(what, pairs)))
+    return "\n".join([*found, "</div>", _table(what), meshes({"": what})])
+
+
+def _tools(what: Content) -> str:
+    """Write what filters the timeline and the table together."""
+    held = {row.first.verdict for row in what.rows}
+    boxes = "".join(
+        f'<label><input type="checkbox" class="verdict" checked value="{v}"> {v}</label>'
+        for v in VERDICTS
+        if v in held
+    )
+    return (
+        '<div class="tools" role="search"><input type="search" placeholder="kind, axis, file ..." '
+        f'aria-label="search the collectives">{boxes}'
+        '<label><input type="checkbox" class="log"> logarithmic bars</label><output></output></div>'
+    )
 
 
 def _key(verdicts: Iterable[str]) -> str:
@@ -130,16 +148,12 @@ def _where(entry: accounts.Entry) -> str:
     return str(hlo.Frame(file, entry.line, entry.function))
 
 
-def _wire(entry: accounts.Entry) -> int:
-    return entry.wire_bytes * (1 if entry.runs is None else entry.runs)
-
-
 def _notations(*programs: Content) -> dict[str, str]:
     """List the distinct device groups, those that move most first, each with an id."""
     found: dict[str, int] = {}
     for what in programs:
-        for entry in what.account:
-            found[entry.groups] = found.get(entry.groups, 0) + _wire(entry)
+        for number, entry in enumerate(what.account):
+            found[entry.groups] = found.get(entry.groups, 0) + what.ledger.cost(number).bytes
     order = sorted(found, key=lambda notation: -found[notation])
     return {notation: f"mesh{n}" for n, notation in enumerate(order)}
 
@@ -171,7 +185,7 @@ def meshes(programs: dict[str, Content]) -> str:
                 )
                 captions.insert(0, f"over <b>{escaped(over)}</b>")
             kinds = alike(entries, lambda e: e.kind)
-            sums = _sums((over, e) for e in entries)[over]
+            sums = _sums(what, ((over, n) for n in numbers))[over]
             captions.append(
                 f"{'<br>' if called else ''}{escaped(called)}: "
                 + ", ".join(f"{len(same)} {same[0].kind}" for same in kinds)
@@ -199,36 +213,32 @@ def meshes(programs: dict[str, Content]) -> str:
 def timeline(what: Content, title: str, linked: bool) -> str:
     """Draw the collectives in program order, each linked to its row of the table if wanted."""
     rows = {number: f"row{n}" for n, row in enumerate(what.rows) for number in row.numbers}
-    bars = [
-        (
-            rows[n] if linked else "",
-            e.verdict,
-            f"{e.what}: {e.verdict}, {size(_wire(e))} on the wire"
-            + (f", at {_where(e)}" if e.file else ""),
-            _wire(e),
-        )
-        for n, e in enumerate(what.account)
-    ]
+    whole_bytes = what.ledger.total.bytes
+    bars = []
+    for n, e in enumerate(what.account):
+        moved = what.ledger.cost(n).bytes
+        says = f"{e.what}: {e.verdict}, {size(moved)} on the wire, {percent(moved, whole_bytes)}"
+        says += f", at {_where(e)}" if e.file else ""
+        bars.append((rows[n] if linked else "", e.verdict, says, moved))
     picture = drawn.strip(events(what.judgement), bars, [e.phase for e in what.account])
     name = escaped(title)
     phases = ", ".join(dict.fromkeys(e.phase for e in what.account))
     return (
         f"<section><h2>{name}</h2>"
         f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{picture}</div>'
+        '<p class="point" aria-live="polite"></p>'
         + _key(e.verdict for e in what.account)
-        + '<p class="dim">Heights are logarithms of the wire bytes of all runs; below stand the '
-        f"phases, or their first letters ({phases}).</p>"
-        + ('<p class="point" aria-live="polite"></p>' if linked else "")
-        + "</section>"
+        + '<p class="dim">Heights are wire bytes of all runs; below stand the '
+        f"phases, or their first letters ({phases}).</p></section>"
     )
 
 
-def _sums(pairs: Iterable[tuple[str, accounts.Entry]]) -> dict[str, dict[str, int]]:
+def _sums(what: Content, pairs: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
     """Sum wire bytes up by label and verdict, the costliest first."""
     found: dict[str, dict[str, int]] = {}
-    for label, entry in pairs:
+    for label, number in pairs:
         line = found.setdefault(label, dict.fromkeys(VERDICTS, 0))
-        line[entry.verdict] += _wire(entry)
+        line[what.account.entries[number].verdict] += what.ledger.cost(number).bytes
     return dict(sorted(found.items(), key=lambda item: -sum(item[1].values())))
 
 
@@ -244,17 +254,20 @@ def _bar(line: dict[str, int], most: int) -> str:
 
 def _bars(title: str, sums: dict[str, dict[str, int]]) -> str:
     """Write a table whose middle column is drawn."""
-    most = max(sum(line.values()) for line in sums.values())
+    every = [sum(line.values()) for line in sums.values()]
+    most = max(every)
     rows = "\n".join(
         f'<tr><th scope="row">{escaped(label)}</th><td>{_bar(line, most)}</td>'
-        f'<td class="n">{size(sum(line.values()))}</td></tr>'
+        f'<td class="n">{size(sum(line.values()))}</td>'
+        f'<td class="n">{percent(sum(line.values()), sum(every))}</td></tr>'
         for label, line in list(sums.items())[:_BARS]
     )
     more = f'<p class="dim">and {len(sums) - _BARS} more</p>' if len(sums) > _BARS else ""
     return (
         f'<section><h2>{escaped(title)}</h2><table class="bars"><caption class="said">'
         f'{escaped(title)}</caption><thead class="said"><tr><th scope="col">of</th>'
-        '<th scope="col">by verdict</th><th scope="col">bytes</th></tr></thead>'
+        '<th scope="col">by verdict</th><th scope="col">bytes</th><th scope="col">share</th></tr>'
+        "</thead>"
         f"<tbody>{rows}</tbody></table>{more}</section>"
     )
 
@@ -262,57 +275,59 @@ def _bars(title: str, sums: dict[str, dict[str, int]]) -> str:
 # -- what is written ------------------------------------------------------------------------------
 
 
-def _replicas(what: Content) -> str:
-    """List the outputs that aren't proven equal: a missing reduction is the worst finding."""
-    return "\n".join(
-        f'<section><h2>{escaped(title)}</h2><ul class="remarks">'
-        + "".join(
-            f"<li><details open><summary>{_badge('unproven', one.kind)} {escaped(one.what)}"
-            f'</summary><div class="fold"><p>because {escaped(one.because)}</p>'
-            f"<p><b>{escaped(label)}</b>: {escaped(todo)}</p></div></details></li>"
-            for one, label, todo in unequal
+def section(block: Block) -> str:
+    """Write a part of a report: a list, or a table."""
+    if not block.rows and not block.items:
+        return f'<p class="dim">{escaped(block.note)}</p>' if block.note else ""
+    title = escaped(block.title)
+    shown = f"<section><h2>{title}</h2>" if title else "<section>"
+    if block.items:
+        items = "".join(_item(item, len(block.items) <= _OPEN) for item in block.items)
+        rest = f'<li class="dim">{escaped(block.rest)}</li>' if block.rest else ""
+        shown += f'<ul class="remarks">{items}{rest}</ul>'
+    if block.rows:
+        heads = "".join(f'<th scope="col">{escaped(c)}</th>' for c in block.columns)
+        rows = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in block.rows)
+        name = title or "programs"
+        shown += (
+            f'<div class="wide" tabindex="0" role="region" aria-label="{name}"><table>'
+            f'<caption class="said">{name}</caption><thead><tr>{heads}</tr></thead>'
+            f"<tbody>{rows}</tbody></table></div>"
         )
-        + "</ul></section>"
-        for title, unequal in what.replicas
+    notes = (f"{note[0].upper()}{note[1:]}." for note in block.note.splitlines())
+    return shown + "".join(f'<p class="dim">{escaped(n)}</p>' for n in notes) + "</section>"
+
+
+def _cell(cell: object) -> str:
+    shown = "?" if cell is None else f"{cell:,}" if type(cell) is int else here(str(cell))
+    return f"<td>{escaped(shown)}</td>"
+
+
+def _item(item: Item, is_open: bool) -> str:
+    if not item.kind:
+        return f"<li><code>{escaped(item.what)}</code></li>"
+    where = f" at <code>{escaped(item.source)}</code>" if item.source else ""
+    saves = "".join(
+        f"<b>saves {escaped(text)}</b>: " for label, text in item.lines if label == "saves"
     )
-
-
-def _remarks(what: Content) -> str:
-    parts = []
-    for title, remarks in what.remarks:
-        parts.append(f'<section><h2>{escaped(title)}</h2><ul class="remarks">')
-        parts += [_remark(remark, len(remarks) <= _MESHES) for remark in remarks]
-        parts.append("</ul></section>")
-    if what.unused:
-        parts.append(
-            "<section><h2>Allowances that match nothing</h2><ul>"
-            + "".join(f"<li><code>{escaped(w)}</code></li>" for w in what.unused)
-            + "</ul></section>"
-        )
-    return "\n".join(parts)
-
-
-def _remark(remark: Remark, shown: bool) -> str:
-    where = f" at <code>{escaped(remark.source)}</code>" if remark.source else ""
+    verdict = item.entry.verdict if item.entry else "unproven"
+    lines = "".join(
+        f"<p><b>{escaped(label)}</b> {escaped(text)}</p>"
+        for label, text in sorted(item.lines, key=lambda line: line[0] == "resting on:")
+        if label != "saves"
+    )
     return (
-        f"<li><details{' open' if shown else ''}><summary>"
-        f"{_badge(remark.entries[0].verdict, remark.kind)} {escaped(remark.what)}{where}</summary>"
-        '<div class="fold">'
-        + (f"<p>because {escaped(remark.reason)}</p>" if remark.reason else "")
-        + (
-            f"<p><b>{escaped(remark.label)}</b>: {escaped(remark.todo)}</p>"
-            if remark.label and remark.todo
-            else ""
-        )
-        + _excerpt(remark.entries[0])
-        + "</div></details></li>"
+        f"<li><details{' open' if is_open else ''}><summary>{_badge(verdict, item.kind)} "
+        f'{saves}{escaped(item.what)}{where}</summary><div class="fold">'
+        + (_excerpt(item.entry) if item.entry else "")
+        + f"{lines}</div></details></li>"
     )
 
 
 # Of the table's columns, what hides one on a narrow screen, and what sorts it as a number.
 _CLASSES = {
     **dict.fromkeys(("sites", "runs", "bytes", "wire bytes", ESTIMATED[0]), "n less"),
-    **dict.fromkeys(("in all", ESTIMATED[1]), "n"),
+    **dict.fromkeys(("in all", SHARE, ESTIMATED[1]), "n"),
     "source": "less",
 }
 
@@ -327,20 +342,14 @@ def _table(what: Content) -> str:
     )
     groups = _notations(what)
     rows = "\n".join(_row(what, n, row, groups) for n, row in enumerate(what.rows))
-    held = {row.first.verdict for row in what.rows}
-    boxes = "".join(
-        f'<label><input type="checkbox" checked value="{v}"> {v}</label>'
-        for v in VERDICTS
-        if v in held
-    )
     return (
-        '<section><h2>Collectives</h2><div class="tools"><input type="search" '
-        f'placeholder="kind, axis, file ..." aria-label="filter the rows">{boxes}'
-        '<button type="button">Unfold all</button><output></output></div>'
+        '<section><h2>Collectives</h2><button type="button" class="unfold">Unfold all</button>'
         '<div class="wide" tabindex="0" role="region" aria-label="collectives">'
         '<table class="collectives"><caption class="said">Collectives; those that are alike are '
         f"one row</caption><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
-        + "".join(f'<p class="dim">{escaped(n[0].upper() + n[1:])}.</p>' for n in what.notes)
+        + "".join(
+            f'<p class="dim">{escaped(n[0].upper() + n[1:])}.</p>' for n in what.note.splitlines()
+        )
         + '<p class="dim">Not proven equal is not proven different. Source lines are quoted from '
         "the files as they are now.</p></section>"
     )
@@ -349,14 +358,13 @@ def _table(what: Content) -> str:
 def _row(what: Content, number: int, row: Row, groups: dict[str, str]) -> str:
     one = row.first
     ids = " ".join(dict.fromkeys(groups[e.groups] for e in row.entries))
-    times = () if what.target is None else what.seconds(row)
-    keys = (row.sites, one.runs or 0, one.bytes, one.wire_bytes, row.total.wire_bytes, *times)
-    numbers = list(zip(what.columns[2:-1], what.cells(row)[2:-1], keys))
+    shown = what.cells(row)
+    numbers = list(zip(what.columns[2:-1], shown[2:-1], what.keys(row)))
     hidden = ", ".join(f"{name}: {text}" for name, text, _ in numbers if "less" in _CLASSES[name])
-    about = f", {numbers[-2][1]} a run" if times else ""
+    about = "" if what.target is None else f", {shown[-3]} a run"
     says = (
-        f"{one.what}: {one.verdict}, {row.sites} x {size(_wire(one))} on the wire{about}, "
-        f"{one.source}"
+        f"{one.what}: {one.verdict}, {row.sites} x {size(one.wire_bytes * (one.runs or 1))} on the "
+        f"wire{about}, {one.source}"
     )
     return (
         f'<tr id="row{number}" data-groups="{ids}" data-verdict="{one.verdict}" '
@@ -365,7 +373,7 @@ def _row(what: Content, number: int, row: Row, groups: dict[str, str]) -> str:
         "</details>"
         f"</td><td>{_badge(one.verdict)}</td>"
         + "".join(
-            f'<td class="{_CLASSES[name]}" data-key="{key or 0}">{text}</td>'
+            f'<td class="{_CLASSES[name]}" data-key="{key}">{escaped(text)}</td>'
             for name, text, key in numbers
         )
         + f'<td class="less"><code>{escaped(_where(one))}</code></td></tr>'
@@ -423,22 +431,3 @@ def _excerpt(entry: accounts.Entry) -> str:
         for n in range(start, stop + 1)
     )
     return f"<pre>{shown}</pre>"
-
-
-def _section(section: Section) -> str:
-    """Write the table of one of the other costs."""
-
-    def line(cells: Iterable[object], start: str, end: str) -> str:
-        shown = (
-            "?" if cell is None else f"{cell:,}" if type(cell) is int else cell for cell in cells
-        )
-        return "<tr>" + "".join(f"{start}{escaped(cell)}{end}" for cell in shown) + "</tr>"
-
-    rows = "\n".join(line(row, "<td>", "</td>") for row in section.rows)
-    title = escaped(section.title)
-    return (
-        f'<section><h2>{title}</h2><div class="wide" tabindex="0" role="region" '
-        f'aria-label="{title}"><table><caption class="said">{title}</caption>'
-        f"<thead>{line(section.columns, '<th scope=col>', '</th>')}</thead><tbody>{rows}</tbody>"
-        f'</table></div><p class="dim">{escaped(section.note)}.</p></section>'
-    )

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from shardrules import hlo
 from shardrules.costs import donation, launches, offloading, placement, transfers, walk
 from shardrules.hlo.proof.customcalls import frontend_attributes
+from shardrules.report.blocks import Block
 
-__all__ = ["LOOPS", "Section", "sections"]
+__all__ = ["LOOPS", "sections"]
 
 LOOPS = "Loops"
 
 _LARGE_BYTES = 1 << 20  # of a constant that is shown
 
 
-class Section(NamedTuple):
-    """One table of a report.
-
-    Attributes:
-      title: what it is about.
-      note: one sentence that says how to read it.
-      columns: the names of the cells.
-      rows: the cells; None stands for what isn't known.
-    """
-
-    title: str
-    note: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Any, ...], ...]
-
-
-def sections(module: hlo.Module) -> tuple[Section, ...]:
+def sections(module: hlo.Module) -> tuple[Block, ...]:
     """List the sections of a module that hold anything."""
     made = (
         make(module)
@@ -48,7 +31,7 @@ def sections(module: hlo.Module) -> tuple[Section, ...]:
     return tuple(section for section in made if section.rows)
 
 
-def _donation(module: hlo.Module) -> Section:
+def _donation(module: hlo.Module) -> Block:
     donated = [leaf for leaf in donation.read(module) if leaf.donated]
     reused = [leaf for leaf in donated if leaf.status == "aliased"]
     rows = tuple(
@@ -57,7 +40,7 @@ def _donation(module: hlo.Module) -> Section:
         if leaf.status != "aliased"
     )
     others = f"; the memory of {len(reused)} more is reused" if reused else ""
-    return Section(
+    return Block(
         "Donated memory",
         "by the module's alias table; before JAX 0.8 it drops what was donated in vain" + others,
         ("argument", "shape", "bytes", "output", "not reused because"),
@@ -65,9 +48,9 @@ def _donation(module: hlo.Module) -> Section:
     )
 
 
-def _transfers(module: hlo.Module) -> Section:
+def _transfers(module: hlo.Module) -> Block:
     rows = tuple((t.what, t.bytes, t.runs, t.loop_depth, t.source) for t in transfers.read(module))
-    return Section(
+    return Block(
         "Transfers between host and device",
         "bytes are of one run on one device",
         ("transfer", "bytes", "runs", "in loops", "source"),
@@ -75,7 +58,7 @@ def _transfers(module: hlo.Module) -> Section:
     )
 
 
-def _offloading(module: hlo.Module) -> Section:
+def _offloading(module: hlo.Module) -> Block:
     def moved(accesses: list[offloading.Access]) -> int | None:
         known = [a.runs for a in accesses if a.runs is not None]
         if len(known) < len(accesses):
@@ -88,7 +71,7 @@ def _offloading(module: hlo.Module) -> Section:
         else (b.kind, b.shape, b.bytes, 0, moved(b.loads), b.loads[0].source if b.loads else "")
         for b in offloading.read(module)
     )
-    return Section(
+    return Block(
         "Host memory",
         "buffers of one device in its host's memory, with the bytes that one execution moves",
         ("buffer", "shape", "bytes", "stored bytes", "loaded bytes", "source"),
@@ -96,7 +79,7 @@ def _offloading(module: hlo.Module) -> Section:
     )
 
 
-def _loops(module: hlo.Module) -> Section:
+def _loops(module: hlo.Module) -> Block:
     rows = tuple(
         (
             "  " * loop.depth + loop.source,
@@ -108,7 +91,7 @@ def _loops(module: hlo.Module) -> Section:
         )
         for loop in launches.read(module)
     )
-    return Section(
+    return Block(
         LOOPS,
         "launches (counted for GPUs) and copied bytes are of one trip; ? is not known",
         ("loop", "trips", "launches", "copied bytes", "decides", "trips unknown because"),
@@ -116,12 +99,12 @@ def _loops(module: hlo.Module) -> Section:
     )
 
 
-def _constants(module: hlo.Module) -> Section:
+def _constants(module: hlo.Module) -> Block:
     rows = tuple(
         (c.shape, c.bytes, c.device_count, c.bytes * c.device_count, c.source)
         for c in placement.constants(module, _LARGE_BYTES)
     )
-    return Section(
+    return Block(
         "Large constants",
         "arrays that the program closes over; each device holds them, pass them as arguments",
         ("shape", "bytes", "devices", "bytes in all", "used at"),
@@ -129,12 +112,12 @@ def _constants(module: hlo.Module) -> Section:
     )
 
 
-def _gathered(module: hlo.Module) -> Section:
+def _gathered(module: hlo.Module) -> Block:
     rows = tuple(
         (g.output, g.shape, g.bytes_before, g.bytes_after, g.source)
         for g in placement.gathered(module)
     )
-    return Section(
+    return Block(
         "Gathered outputs",
         "outputs that were sharded until they were returned; bytes are of one device",
         ("output", "shape", "bytes before", "bytes after", "source"),
@@ -142,7 +125,7 @@ def _gathered(module: hlo.Module) -> Section:
     )
 
 
-def _annotations(module: hlo.Module) -> Section:
+def _annotations(module: hlo.Module) -> Block:
     rows: dict[tuple[str, ...], None] = {}
     for place in walk.executed(module):
         text = place.instruction.attribute("frontend_attributes")
@@ -153,7 +136,7 @@ def _annotations(module: hlo.Module) -> Section:
             output, _, axes = one.partition(":")
             kernel = tag.get("shardrules.kernel", "")
             rows[kernel, output, axes.replace("+", ", "), walk.where(module, place)] = None
-    return Section(
+    return Block(
         "Annotations less varying than the kernel",
         "the kernel's own jaxpr shows that the output varies over these axes too; plain JAX "
         "believes the annotation and loses the reduction over them, shardrules puts it in",

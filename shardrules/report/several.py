@@ -5,19 +5,32 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardrules.report import text
-from shardrules.report.content import SCHEMA, Content, cell
-from shardrules.report.content import as_json as json_of_one
-from shardrules.report.content import markdown as markdown_of_one
-from shardrules.report.grouping import size
-from shardrules.report.page import page as page_of_one
+from shardrules.report.annotations import github, sarif
+from shardrules.report.blocks import Block, as_markdown, as_text
+from shardrules.report.content import Content, named
+from shardrules.report.data import SCHEMA
+from shardrules.report.data import as_json as json_of_one
+from shardrules.report.drawn import escaped
+from shardrules.report.grouping import counted, duration, percent, size
+from shardrules.report.page import page, section, whole
 from shardrules.report.sections import LOOPS
 
-__all__ = ["Several", "WRITERS", "as_json", "gather", "markdown", "page", "plain"]
+__all__ = ["ONE", "Several", "WRITERS", "gather", "plain"]
 
-COLUMNS = ("program", "times", "devices", "collectives", "runs", "wire bytes", "findings", "other")
+COLUMNS = (
+    "program",
+    "times",
+    "devices",
+    "collectives",
+    "runs",
+    "wire bytes",
+    "avoidable",
+    "findings",
+    "other",
+)
 NOTE = (
     "wire bytes: what one device sends in one execution; times: how often JAX made a program of "
     "which the report says the same"
@@ -35,6 +48,7 @@ class Several:
       unused: allowances that match nothing in any of them.
       missing: programs that were not judged, since Ctrl-C was pressed.
       of_process: they are what a process compiled; else they were read from files.
+      notes: more on how the programs came to be.
     """
 
     contents: tuple[Content, ...]
@@ -43,16 +57,7 @@ class Several:
     unused: tuple[str, ...]
     missing: int
     of_process: bool = True
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Name the cells of a row; a file's program has no count."""
-        return COLUMNS if self.of_process else COLUMNS[:1] + COLUMNS[2:]
-
-    @property
-    def note(self) -> str:
-        """Say how to read the table."""
-        return NOTE if self.of_process else NOTE.partition(";")[0]
+    notes: tuple[str, ...] = ()
 
     @property
     def findings(self) -> int:
@@ -73,33 +78,26 @@ class Several:
         return [
             (content, count)
             for content, count in zip(self.contents, self.counts)
-            if content.account.entries
-            or content.replicas
-            or any(cost.title != LOOPS for cost in content.costs)
+            if content.account.entries or _costs(content, but=LOOPS) or content.changes
         ]
 
     @property
     def told(self) -> list[Content]:
         """List the programs of which there is more to say than their row."""
-        return [
-            content
-            for content, _ in self.shown
-            if content.replicas
-            or content.findings
-            or content.allowed
-            or content.hints
-            or content.costs
-        ]
+        return [content for content, _ in self.shown if content.changes or _costs(content)]
 
     @property
     def headline(self) -> str:
         """Say in one line what it comes to."""
         total = sum(self.counts) + len(self.failures)
+        worth = max(self.contents, key=lambda c: c.avoidable[1::-1], default=None)
         parts = [
-            f"{total} program{'s' if total != 1 else ''}{' compiled' if self.of_process else ''}",
+            counted(total, "program") + (" compiled" if self.of_process else ""),
             f"{len(self.shown)} with collectives or other costs",
-            "1 finding" if self.findings == 1 else f"{self.findings or 'no'} findings",
+            counted(self.findings, "finding") if self.findings else "no findings",
         ]
+        if worth is not None and worth.worth:
+            parts.append(f"in {worth.title} {worth.worth}")
         if self.failures:
             parts.append(f"{len(self.failures)} can't be judged")
         if self.missing:
@@ -107,15 +105,20 @@ class Several:
         return ", ".join(parts)
 
     @property
-    def rows(self) -> list[tuple[str, ...]]:
-        """List the cells under ``columns``."""
-        found: list[tuple[str, ...]] = []
+    def programs(self) -> Block:
+        """Make the table of the programs; a file's program has no count."""
+        rows: list[tuple[str, ...]] = []
         for content, count in self.shown:
-            total = content.account.total
+            total, avoidable = content.account.total, content.avoidable
             runs = f"{'at most ' if total.at_most else ''}{total.count}"
             mesh = content.account.mesh
             axes = f" ({', '.join(f'{a}={n}' for a, n in mesh.items())})" if mesh else ""
-            found.append(
+            saved = size(avoidable.bytes)
+            if avoidable.bytes:
+                saved += f" ({percent(avoidable.bytes, content.ledger.total.bytes)})"
+            if content.target is not None:
+                saved += f", ~{duration(avoidable.seconds)}"
+            rows.append(
                 (
                     content.title,
                     *([str(count)] if self.of_process else []),
@@ -123,19 +126,33 @@ class Several:
                     str(total.sites),
                     runs + (f" and {total.unknown} in loops" if total.unknown else ""),
                     size(total.wire_bytes),
+                    saved,
                     content.kinds or "none",
-                    ", ".join(section.title.lower() for section in content.costs),
+                    ", ".join(_costs(content)).lower(),
                 )
             )
-        return found
+        columns = COLUMNS if self.of_process else COLUMNS[:1] + COLUMNS[2:]
+        note = NOTE if self.of_process else NOTE.partition(";")[0]
+        rest = sum(self.counts) - sum(count for _, count in self.shown)
+        more = f"{rest} more {'programs have' if rest > 1 else 'program has'} no collective"
+        notes = [*([note] if rows else []), *([more] if rest else []), *self.notes]
+        return Block("", "\n".join(notes), columns, rows)
 
     @property
-    def remainder(self) -> str:
-        """Say how many programs have no row, empty if none."""
-        rest = sum(self.counts) - sum(count for _, count in self.shown)
-        if not rest:
-            return ""
-        return f"{rest} more {'programs have' if rest > 1 else 'program has'} no collective"
+    def ends(self) -> list[Block]:
+        """List what stands below the programs."""
+        why = tuple(named(f"{name}: {why}") for name, why in self.failures)
+        unused = tuple(map(named, self.unused))
+        made = (
+            Block("Can't be judged", items=why),
+            Block("Allowances that match nothing", items=unused),
+        )
+        return [block for block in made if block.items]
+
+
+def _costs(content: Content, but: str = "") -> list[str]:
+    """Name the other costs of a program."""
+    return [block.title for block in content.costs if block.title != but]
 
 
 def gather(
@@ -144,17 +161,11 @@ def gather(
     failures: Sequence[tuple[str, str]] = (),
     missing: int = 0,
     of_process: bool = True,
+    notes: Sequence[str] = (),
 ) -> Several:
-    """Put programs in order: those that miss a reduction, then the costliest.
+    """Put programs in order: those that miss a reduction, then those where most can be avoided.
 
     Those of a process that differ in nothing reported are one.
-
-    Args:
-      contents: their reports, in the order in which they were compiled.
-      counts: how many programs had the text of each.
-      failures: name of each that can't be judged, and why.
-      missing: programs that were not judged.
-      of_process: they are what a process compiled; else they were read from files.
     """
     alike: dict[object, tuple[Content, int]] = {}
     for number, (content, count) in enumerate(zip(contents, counts)):
@@ -165,6 +176,8 @@ def gather(
         alike.values(),
         key=lambda pair: (
             all(one.kind != "differs" for one in pair[0].unequal),
+            -pair[0].avoidable.seconds,
+            -pair[0].avoidable.bytes,
             -pair[0].account.total.wire_bytes,
             -len(pair[0].findings),
         ),
@@ -178,44 +191,31 @@ def gather(
         tuple(sorted(set.intersection(*unused))) if unused and not missing else (),
         missing,
         of_process,
+        tuple(notes),
     )
+
+
+def _alone(content: Content) -> Content:
+    """Leave out what is said below all programs."""
+    return dataclasses.replace(content, unused=())
 
 
 def plain(what: Several) -> str:
     """Return the report as text."""
-    lines = [what.headline, ""]
-    if what.rows:
-        lines += [text.table([what.columns, *what.rows]), "", f"({what.note})"]
-    lines += [what.remainder] if what.remainder else []
+    lines = [what.headline, "", *as_text([what.programs])]
     for content in what.told:
-        own = dataclasses.replace(content, unused=())
-        lines += ["", "=" * 72, text.plain(own).rstrip()]
-    if what.failures:
-        lines += ["", "can't be judged:", *(f"  {name}: {why}" for name, why in what.failures)]
-    if what.unused:
-        lines += ["", "allowances that match nothing:", *(f"  {name}" for name in what.unused)]
-    return "\n".join(lines).rstrip() + "\n"
+        lines += ["=" * 72, text.plain(_alone(content))]
+    return "\n".join([*lines, *as_text(what.ends)]).rstrip() + "\n"
 
 
 def markdown(what: Several) -> str:
     """Return the report as GitHub's Markdown."""
-    lines = ["# Programs", "", what.headline + ".", ""]
-    if what.rows:
-        lines += ["| " + " | ".join(what.columns) + " |", "|---" * len(what.columns) + "|"]
-        lines += ["| " + " | ".join(cell(c) for c in row) + " |" for row in what.rows]
-        lines += ["", f"{what.note[0].upper()}{what.note[1:]}.", ""]
-    lines += [f"{what.remainder}.", ""] if what.remainder else []
+    lines = ["# Programs", "", what.headline + ".", "", *as_markdown([what.programs])]
     for content in what.told:
-        own = markdown_of_one(dataclasses.replace(content, unused=()))
         # Its headings go one level down.
-        lines += [f"#{line}" if line.startswith("#") else line for line in own.splitlines()]
-        lines.append("")
-    for title, items in (
-        ("Can't be judged", [f"- {name}: {cell(why)}" for name, why in what.failures]),
-        ("Allowances that match nothing", [f"- `{name}`" for name in what.unused]),
-    ):
-        lines += [f"## {title}", "", *items, ""] if items else []
-    return "\n".join(lines).rstrip() + "\n"
+        own = text.markdown(_alone(content)).splitlines()
+        lines += [*(f"#{line}" if line.startswith("#") else line for line in own), ""]
+    return "\n".join([*lines, *as_markdown(what.ends)]).rstrip() + "\n"
 
 
 def as_json(what: Several) -> str:
@@ -224,71 +224,48 @@ def as_json(what: Several) -> str:
         {**json.loads(json_of_one(content)), "times": count}
         for content, count in zip(what.contents, what.counts)
     ]
-    return (
-        json.dumps(
-            {
-                "schema": SCHEMA,
-                "clean": what.clean,
-                "programs": programs,
-                "failures": [{"program": name, "reason": why} for name, why in what.failures],
-                "unused_allowances": list(what.unused),
-                "not_judged": what.missing,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    data = {
+        "schema": SCHEMA,
+        "clean": what.clean,
+        "programs": programs,
+        "failures": [{"program": name, "reason": why} for name, why in what.failures],
+        "unused_allowances": list(what.unused),
+        "not_judged": what.missing,
+    }
+    return json.dumps(data, indent=1) + "\n"
 
 
-def page(what: Several) -> str:
+def as_page(what: Several) -> str:
     """Return the report as one self-contained HTML page: a table, and each program's own page."""
-    head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in what.columns)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in what.rows
-    )
-    parts = [
-        f"<h1>Programs</h1><p>{html.escape(what.headline)}.</p>",
-        '<div class="wide" tabindex="0" role="region" aria-label="programs"><table>'
-        "<caption>Programs, the costliest first</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-        if rows
-        else "",
-        f'<p class="dim">{html.escape(what.note)}. {html.escape(what.remainder)}</p>',
-    ]
-    for name, why in what.failures:
-        parts.append(f"<p><b>{html.escape(name)}</b> can't be judged: {html.escape(why)}</p>")
-    for name in what.unused:
-        parts.append(f"<p>The allowance <code>{html.escape(name)}</code> matches nothing.</p>")
+    body = [f"<header><h1>Programs</h1><p>{escaped(what.headline)}.</p></header><main>"]
+    body += map(section, (what.programs, *what.ends))
     for content in what.told:
         # A frame of its own keeps each page's names and styles apart. Its links to #row would be
         # links to this page, which a frame in it may not load; the base makes them its own.
-        own = page_of_one(dataclasses.replace(content, unused=()))
+        own = page(_alone(content))
         own = html.escape(own.replace("<head>", '<head><base href="about:srcdoc">', 1))
-        title = html.escape(content.headline)
-        parts.append(
-            f'<details open><summary>{title}</summary><iframe title="{title}" srcdoc="{own}">'
-            "</iframe></details>"
+        title = escaped(content.headline)
+        body.append(
+            f"<details open><summary>{title}</summary>"
+            f'<iframe title="{title}" srcdoc="{own}"></iframe></details>'
         )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Programs</title><style>{_STYLE}</style></head><body><main>\n"
-        + "\n".join(filter(None, parts))
-        + "\n</main></body></html>\n"
-    )
+    return whole("Programs", [*body, "</main>"])
 
 
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem;
-  padding: 0 1.25rem; }
-caption { text-align: left; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .87rem; }
-th, td { border-bottom: 1px solid #8888; padding: .35rem .6rem; text-align: left;
-  vertical-align: top; }
-summary { cursor: pointer; font-weight: 600; margin: 1.5rem 0 .5rem; overflow-wrap: anywhere; }
-iframe { border: 1px solid #8888; border-radius: .5rem; height: 80vh; width: 100%; }
-"""
-
-WRITERS = {"text": plain, "markdown": markdown, "json": as_json, "html": page}
+# From a format to what writes one program's report, and to what writes several.
+ONE: dict[str, Callable[[Content], str]] = {
+    "text": text.plain,
+    "markdown": text.markdown,
+    "json": json_of_one,
+    "html": page,
+    "github": lambda content: github([content]),
+    "sarif": lambda content: sarif([content]),
+}
+WRITERS: dict[str, Callable[[Several], str]] = {
+    "text": plain,
+    "markdown": markdown,
+    "json": as_json,
+    "html": as_page,
+    "github": lambda what: github(what.contents),
+    "sarif": lambda what: sarif(what.contents),
+}

@@ -1,20 +1,19 @@
-"""Verdicts as text: for a failing test, and for people."""
+"""Reports as text and as Markdown; verdicts as text, for a failing test."""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from shardrules.arguments import checked
 from shardrules.costs.accounts import Entry
 from shardrules.costs.findings import Finding, advice
-from shardrules.costs.waste import KINDS
 from shardrules.hlo import Judgement, Verdict
-from shardrules.report.content import Content
-from shardrules.report.grouping import Remark, alike, here, size, sizes
+from shardrules.report.blocks import as_markdown, as_text, text_of
+from shardrules.report.content import Content, item
+from shardrules.report.grouping import alike, here, size, sizes
 
-__all__ = ["advice", "describe", "describe_finding", "over", "plain", "source", "summary", "table"]
+__all__ = ["advice", "describe_finding", "listed", "markdown", "over", "plain", "source", "summary"]
 
 
 _BLOCKS, _LINES = 3, 12  # of the collectives that a failing test's message is about
@@ -39,61 +38,6 @@ def source(verdict: Verdict) -> str:
 
 
 @checked
-def describe(verdict: Verdict, *others: Verdict) -> str:
-    """Return a verdict as an indented block: what, where, why, what to do.
-
-    Args:
-      verdict: one of those that are described.
-      *others: those that differ from it in their bytes and their place in the program alone.
-    """
-    collective = verdict.collective
-    part, count, name = "", "", collective.name
-    if others:
-        count, name = f"{len(others) + 1} x ", f"{name} and {len(others)} like it"
-    elif verdict.range is not None:
-        part = f", elements {verdict.range.start}:{verdict.range.stop} of its operand"
-    lines = [
-        f"{verdict.verdict}: {count}{collective.kind} over {over(verdict)}, "
-        f"{sizes([v.bytes for v in (verdict, *others)])}{part}, {collective.phase} phase ({name})"
-    ]
-    where = source(verdict)
-    if where:
-        lines.append(f"at {where}")
-    lines.append(f"because {verdict.reason}")
-    if verdict.rests_on:
-        lines.append(
-            "resting on: "
-            + "; ".join(s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)
-        )
-    hint = advice(verdict)
-    if hint:
-        lines.append(f"to do: {hint}")
-    return "  " + "\n    ".join(lines)
-
-
-@checked
-def table(rows: Sequence[Sequence[Any]]) -> str:
-    """Align rows of cells, the first of which is the heading; a cell may have several lines.
-
-    Args:
-      rows: equally long sequences of cells.
-    """
-    split = [[str(cell).split("\n") for cell in row] for row in rows]
-    widths = [max(len(line) for row in split for line in row[i]) for i in range(len(rows[0]))]
-    several = any(len(cell) > 1 for row in split for cell in row)
-    rule = "-+-".join("-" * width for width in widths)
-    lines = []
-    for number, row in enumerate(split):
-        for i in range(max(map(len, row))):
-            cells = [cell[i] if i < len(cell) else "" for cell in row]
-            lines.append(" | ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip())
-        # Rows of one line each need no rule between them.
-        if number == 0 or (several and number < len(rows) - 1):
-            lines.append(rule)
-    return "\n".join(lines)
-
-
-@checked
 def summary(judgement: Judgement, verdicts: Iterable[Verdict] | None = None) -> str:
     """Return a line for each kind, axes, bytes and verdict, with a count where there are more."""
     shown = judgement.verdicts if verdicts is None else verdicts
@@ -109,11 +53,7 @@ def summary(judgement: Judgement, verdicts: Iterable[Verdict] | None = None) -> 
 @checked
 def describe_finding(*same: Finding) -> str:
     """Return findings that are alike as an indented block."""
-    text = describe(*(f.verdict for f in same))
-    if same[0].verdict.verdict == "needed":
-        word = "strict" if same[0].kind == "declared" else same[0].kind
-        text += f"\n    {word}: {same[0].advice}"
-    return text
+    return text_of(item(same))
 
 
 @checked
@@ -127,7 +67,10 @@ def listed(entries: Sequence[Entry], verdicts: Sequence[Verdict]) -> list[str]:
     pairs = list(zip(entries, verdicts))
     blocks = alike(pairs, lambda p: (p[0].what, p[0].verdict, p[0].source, p[1].reason))
     if len(blocks) <= _BLOCKS and all(e.verdict for e in entries):
-        return [describe(*(v for _, v in same)) for same in blocks]
+        return [
+            describe_finding(*(Finding(v.verdict, v, e, advice(v)) for e, v in same))
+            for same in blocks
+        ]
     lines = []
     for same in alike(entries, lambda e: (e.what, e.verdict, e.source)):
         count, one = f"{len(same)} x " if len(same) > 1 else "", same[0]
@@ -140,37 +83,15 @@ def listed(entries: Sequence[Entry], verdicts: Sequence[Verdict]) -> list[str]:
     return lines if left <= 0 else [*lines[:_LINES], f"    and {left} more lines like these"]
 
 
-def _remark(remark: Remark) -> str:
-    if not remark.reason:  # a hint
-        where = f"\n    at {remark.source}" if remark.source else ""
-        return f"  {remark.kind}: {remark.what}{where}\n    to do: {remark.todo}"
-    text = describe(*remark.verdicts)
-    if remark.label == "reason":
-        return f"{text}\n    allowed: {remark.todo}"
-    word = {"declared": "strict", **{kind: kind for kind in KINDS}}.get(remark.kind)
-    return f"{text}\n    {word}: {remark.todo}" if word else text
-
-
 @checked
 def plain(content: Content) -> str:
     """Return a whole report as text."""
-    lines = [content.headline, ""]
-    for title, unequal in content.replicas:
-        lines += [f"{title.lower()}:"]
-        for one, label, todo in unequal:
-            word = "allowed" if label == "reason" else label
-            lines += [f"  {one.kind}: {one.what}", f"    because {one.because}"]
-            lines.append(f"    {word}: {todo}")
-        lines.append("")
-    if content.rows:
-        lines += [table([content.columns, *map(content.cells, content.rows)]), ""]
-        lines += [line for note in content.notes for line in (f"({note})", "")]
-    for title, remarks in content.remarks:
-        lines += [f"{title.lower()}:", *map(_remark, remarks), ""]
-    if content.unused:
-        lines += ["allowances that match nothing:", *(f"  {what}" for what in content.unused), ""]
-    for section in content.costs:
-        shown = [["?" if cell is None else here(str(cell)) for cell in row] for row in section.rows]
-        lines += [f"{section.title.lower()}:", table([section.columns, *shown])]
-        lines += [f"({section.note})", ""]
+    return "\n".join([content.headline, "", *as_text(content.blocks)]).rstrip() + "\n"
+
+
+@checked
+def markdown(content: Content) -> str:
+    """Return a report as GitHub's Markdown."""
+    about = content.headline[len(content.title) + 2 :]
+    lines = [f"# {content.title}", "", f"{about}.", "", *as_markdown(content.blocks)]
     return "\n".join(lines).rstrip() + "\n"

@@ -168,7 +168,7 @@ def test_at_most_allows_less_and_nothing_else(cpu_mesh):
             compiled(cpu_mesh), expect=testing.at_most({**enough, "all-gather(data)": 31})
         )
     del enough["all-reduce(data)"]
-    with pytest.raises(errors.CollectiveAssertionError, match="not expected:\n.* all-reduce over"):
+    with pytest.raises(errors.CollectiveAssertionError, match=r"not expected:\n.* all-reduce\("):
         testing.assert_collectives(compiled(cpu_mesh), expect=testing.at_most(enough))
 
 
@@ -464,7 +464,7 @@ def test_strict_forbids_verdicts_that_rest_on_unaudited_rules(status, strict, ki
         with pytest.raises(errors.CollectiveAssertionError) as caught:
             testing.assert_no_defensive_psum(text, mesh=T.MESH, strict=True)
         assert (
-            "strict: it rests on a declaration for 'norm', and strict takes proofs alone: let the "
+            "to do: it rests on a declaration for 'norm', and strict takes proofs alone: let the "
             "audit prove the kernel (what needs no registration is proven), or allow it with a "
             "reason"
         ) in str(caught.value)

@@ -83,7 +83,7 @@ def test_an_assertion_fails_on_them(cpu_mesh):
         assert text.startswith(
             "1 of 1 collective is not shown to be needed, or could be cheaper (1 after the loop):"
         )
-        assert "\n    after the loop: its results are only added up over the loop's trips" in text
+        assert "\n    to do: its results are only added up over the loop's trips" in text
     allowed = {"needed backward all-reduce(data)": "issue 12"}
     testing.assert_no_defensive_psum(f.lower(*args).compile(), cheapest=True, allow=allowed)
 

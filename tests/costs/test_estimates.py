@@ -8,6 +8,8 @@ from hlo import text as T
 from shardrules import errors, hlo, report
 from shardrules.costs import accounts, estimates
 
+MB = 1 << 26  # so much that bandwidth decides
+
 
 @pytest.mark.parametrize(
     "name, rate", [("v5e", 100e9), ("v5p", 200e9), ("v6e", 200e9), ("h100", 450e9), ("b200", 900e9)]
@@ -16,8 +18,8 @@ def test_bandwidths_are_the_vendors(name, rate):
     assert estimates.target(name).send_bytes_per_s == rate
 
 
-def judged(instruction, devices, shape="f32[1024]"):
-    """A program of one collective; S is 4096 bytes on a device."""
+def judged(instruction, devices, shape="f32[16777216]"):
+    """A program of one collective; S is 64 MiB on a device."""
     lines = [T.parameter(f"{{devices=[{devices}]<=[{devices}]}}", shape), instruction]
     header = f"is_scheduled=true, num_partitions={devices}"
     return hlo.judge(T.module("\n".join(lines), header=header), mesh={"a": devices // 8, "b": 8})
@@ -26,11 +28,11 @@ def judged(instruction, devices, shape="f32[1024]"):
 def seconds(instruction, devices, on):
     judgement = judged(instruction, devices)
     (verdict,), (entry,) = judgement.verdicts, accounts.of(judgement).entries
-    assert entry.bytes == 4096
+    assert entry.bytes == MB
     return estimates.seconds(verdict, entry.wire_bytes, estimates.TARGETS[on])
 
 
-def grouped(kind, groups, shape="f32[1024]", more=""):
+def grouped(kind, groups, shape="f32[16777216]", more=""):
     return (
         f"%r = {shape} {kind}(%x), channel_id=1, replica_groups={groups}, "
         f"use_global_device_ids=true{more}"
@@ -46,35 +48,61 @@ RING = "source_target_pairs={{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7},{7,0}}"
     "instruction, on, expected",
     [
         # A ring of n: 2 (n-1)/n S of an all-reduce, (n-1)/n of the whole of the other two.
-        (grouped("all-reduce", IN, more=SUM), "v5e", 2 * 7 / 8 * 4096 / 100e9),
-        (grouped("all-gather", IN, "f32[8192]", ", dimensions={0}"), "v5e", 7 * 4096 / 100e9),
+        (grouped("all-reduce", IN, more=SUM), "v5e", 2 * 7 / 8 * MB / 100e9),
+        (grouped("all-gather", IN, "f32[134217728]", ", dimensions={0}"), "v5e", 7 * MB / 100e9),
         (
-            grouped("reduce-scatter", IN, "f32[128]", SUM + ", dimensions={0}"),
+            grouped("reduce-scatter", IN, "f32[2097152]", SUM + ", dimensions={0}"),
             "v5p",
-            7 / 8 * 4096 / 200e9,
+            7 / 8 * MB / 200e9,
         ),
-        (grouped("all-reduce", IN, more=SUM), "h100", 2 * 7 / 8 * 4096 / 450e9),
-        (grouped("all-reduce", IN, more=SUM), "b200", 2 * 7 / 8 * 4096 / 900e9),
+        (grouped("all-reduce", IN, more=SUM), "h100", 2 * 7 / 8 * MB / 450e9),
+        (grouped("all-reduce", IN, more=SUM), "b200", 2 * 7 / 8 * MB / 900e9),
         # On a torus of 8 an eighth goes 1, 2, 3, 4, 3, 2 and 1 steps; a switch takes one each.
-        (grouped("all-to-all", IN, more=", dimensions={0}"), "v5e", 16 / 8 * 4096 / 100e9),
-        (grouped("all-to-all", IN, more=", dimensions={0}"), "h100", 7 / 8 * 4096 / 450e9),
+        (grouped("all-to-all", IN, more=", dimensions={0}"), "v5e", 16 / 8 * MB / 100e9),
+        (grouped("all-to-all", IN, more=", dimensions={0}"), "h100", 7 / 8 * MB / 450e9),
         # A neighbour is reached by one link.
-        (f"%r = f32[1024] collective-permute(%x), channel_id=1, {RING}", "v6e", 4096 / 100e9),
-        (f"%r = f32[1024] collective-permute(%x), channel_id=1, {RING}", "h100", 4096 / 450e9),
+        (f"%r = f32[16777216] collective-permute(%x), channel_id=1, {RING}", "v6e", MB / 100e9),
+        (f"%r = f32[16777216] collective-permute(%x), channel_id=1, {RING}", "h100", MB / 450e9),
         # Beyond a host of eight: by one adapter each, of those of the group that are there.
-        (grouped("all-reduce", ACROSS, more=SUM), "h100", 2 * 1 / 2 * 4096 / 50e9),
-        (grouped("all-reduce", ALL, more=SUM), "h100", 2 * 15 / 16 * 4096 / 8 / 50e9),
-        (grouped("all-to-all", ALL, more=", dimensions={0}"), "h100", 8 / 16 * 4096 / 50e9),
+        (grouped("all-reduce", ACROSS, more=SUM), "h100", 2 * 1 / 2 * MB / 50e9),
+        (grouped("all-reduce", ALL, more=SUM), "h100", 2 * 15 / 16 * MB / 8 / 50e9),
+        (grouped("all-to-all", ALL, more=", dimensions={0}"), "h100", 8 / 16 * MB / 50e9),
         (
-            "%r = f32[1024] collective-permute(%x), channel_id=1, source_target_pairs={{7,8}}",
+            "%r = f32[16777216] collective-permute(%x), channel_id=1, source_target_pairs={{7,8}}",
             "b200",
-            4096 / 50e9,
+            MB / 50e9,
         ),
-        (grouped("all-reduce", ACROSS, more=SUM), "v5e", 2 * 1 / 2 * 4096 / 100e9),
+        (grouped("all-reduce", ACROSS, more=SUM), "v5e", 2 * 1 / 2 * MB / 100e9),
     ],
 )
 def test_a_time_is_that_of_its_ring(instruction, on, expected):
     assert seconds(instruction, 16, on) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "instruction, on, expected",
+    [
+        # Both ways around a ring of 8: 4 hops, twice for an all-reduce.
+        (grouped("all-reduce", IN, more=SUM), "v5e", 8e-6),
+        (grouped("all-gather", IN, "f32[134217728]", ", dimensions={0}"), "v5p", 4e-6),
+        (f"%r = f32[16777216] collective-permute(%x), channel_id=1, {RING}", "v6e", 1e-6),
+        (grouped("all-reduce", IN, more=SUM), "h100", 6.6e-6 + 14 * 0.6e-6),
+        (grouped("all-to-all", IN, more=", dimensions={0}"), "b200", 6.6e-6 + 0.6e-6),
+        # Two hosts: 7 hops inside of each, one across; there and back.
+        (grouped("all-reduce", ALL, more=SUM), "h100", 6.6e-6 + 14 * 0.6e-6 + 2 * 5e-6),
+    ],
+)
+def test_few_bytes_take_the_latency_of_their_hops(instruction, on, expected):
+    verdict = judged(instruction, 16).verdicts[0]
+    on = estimates.TARGETS[on]
+    assert estimates.latency(verdict.collective, on) == pytest.approx(expected)
+    if "all-to-all" not in instruction:  # which counts by the operand
+        assert estimates.seconds(verdict, 4, on) == pytest.approx(expected)
+
+
+def test_every_figure_has_a_source():
+    for on in estimates.TARGETS.values():
+        assert "(" in on.bandwidth_source and on.hop_latency_s and "(" in on.latency_source
 
 
 def content(on=None):

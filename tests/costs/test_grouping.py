@@ -43,21 +43,24 @@ def test_alike_collectives_are_one_row_and_one_finding():
     assert [(row.sites, row.first.bytes) for row in content.rows] == [(40, 32), (19, 64)]
     assert content.rows[1].numbers == tuple(range(40, 59))
     assert content.rows[1].total.wire_bytes == 19 * 64
-    ((title, (remark,)),) = content.remarks
-    assert (title, remark.kind, remark.sites) == ("Findings", "redundant", 59)
-    assert remark.what == ("59 x backward all-reduce(model), 32 B to 64 B each, 2496 B in all")
+    (block,) = content.changes
+    (item,) = block.items
+    what = "59 x backward all-reduce(model), 32 B to 64 B each, 2496 B in all (r40 and 58 like it)"
+    assert (block.title, item.kind, item.what) == ("Findings", "redundant", what)
+    assert ("saves", "2496 B (100%)") in item.lines
     shown = report.plain(content)
     assert (
         "\nbackward all-reduce(model) | redundant | 40    | 1    | 32 B  | 32 B       | 1280 B | "
-        "model.py:7\n"
+        "51%   | model.py:7\n"
     ) in shown
     assert (
-        "\nfindings:\n  redundant: 59 x all-reduce over {model}, 32 B to 64 B each, 2496 B in all, "
-        "backward phase (r0 and 58 like it)\n    at model.py:7\n"
+        f"\nfindings:\n  redundant: {what}\n    at model.py:7\n    saves 2496 B (100%)\n"
     ) in shown
     assert len(shown.splitlines()) < 20
     shown = report.markdown(content)
-    assert "| backward all-reduce(model) | redundant | 19 | 1 | 64 B | 64 B | 1216 B |" in shown
+    assert (
+        "| backward all-reduce(model) | redundant | 19 | 1 | 64 B | 64 B | 1216 B | 49% |" in shown
+    )
     assert "- **redundant**: 59 x backward all-reduce(model), 32 B to 64 B each" in shown
 
 
@@ -65,16 +68,19 @@ def test_what_differs_stays_apart():
     text = many(8, 8, 8).replace("source_line=7}", "source_line=8}", 1)
     text = text.replace("psum", "", 1).replace("transpose(jvp(f))/", "jvp(f)/", 1)
     content = report.content(hlo.judge(text, mesh=T.MESH))
-    assert [row.sites for row in content.rows] == [1, 2]
-    ((_, remarks),) = content.remarks
-    assert [(r.source, r.sites) for r in remarks] == [("model.py:8", 1), ("model.py:7", 2)]
+    assert [row.sites for row in content.rows] == [2, 1]  # the costliest first
+    (block,) = content.changes
+    assert [i.source for i in block.items] == ["model.py:7", "model.py:8"]
+    assert block.items[0].what.startswith("2 x ")
 
 
 def test_allowed_findings_are_alike_under_one_reason():
     allow = findings.Allowances({"all-reduce(model)": "issue 12"})
     content = report.content(hlo.judge(many(8, 8), mesh=T.MESH), allow=allow)
-    ((title, (remark,)),) = content.remarks
-    assert (title, remark.sites, remark.label, remark.todo) == ("Allowed", 2, "reason", "issue 12")
+    (block,) = content.changes
+    (item,) = block.items
+    assert block.title == "Allowed" and item.what.startswith("2 x ")
+    assert item.lines[-1] == ("allowed:", "issue 12")
     assert report.plain(content).count("allowed: issue 12") == 1
 
 

@@ -94,7 +94,7 @@ def test_branches_exclude_each_other():
     account = accounts.of(judgement)
     assert [(e.runs, e.at_most) for e in account] == [(1, True)] * 3
     assert str(account.total) == "at most 3, 96 B"
-    assert "3 collectives run at most 3 times, " in content(judgement).headline
+    assert "3 collectives run at most 3 times; " in content(judgement).headline
     assert {row.runs for row in content(judgement).rows} == {"at most 1"}
     key = "forward all-reduce(data, model)"
     expected = expectations.exactly({key.removeprefix("forward "): 1})

@@ -229,14 +229,15 @@ print(hlo.VERDICTS)
 
 content: report.Content = report.content(judged, title="step")
 pages: list[str] = [report.as_json(content), report.markdown(content), report.page(content)]
-pages += [report.plain(content), report.summary(judged), report.describe(verdict)]
+pages += [report.github([content]), report.sarif([content])]
+pages += [report.plain(content), report.summary(judged)]
 pages += [report.over(verdict), report.source(verdict), report.advice(verdict)]
 pages += [report.table([("a", "b"), (1, 2)])]
 pages += [report.describe_finding(finding) for finding in content.findings]
 pages += report.listed(list(content.account), judged.verdicts)
 pages.append(report.DIFFS["markdown"](content, content, []))
 table_rows: tuple[report.Row, ...] = content.rows
-remarks: list[report.Remark] = [one for _, found in content.remarks for one in found]
+items: list[report.Item] = [item for block in content.changes for item in block.items]
 pages += [report.size(row.total.wire_bytes) for row in table_rows]
 report.page(judged)  # wrong
 pages += [report.compared(content, content, [])]

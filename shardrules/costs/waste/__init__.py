@@ -62,7 +62,7 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
 def dearer(found: list[Hint]) -> list[findings.Finding]:
     """List the all-reduces among hints as findings, with the bytes now and then."""
     return [
-        findings.Finding(h.kind, h.verdict, h.entry, h.advice)
+        findings.Finding(h.kind, h.verdict, h.entry, h.advice, h)
         for h in found
         if h.entry.kind == "all-reduce"
     ]

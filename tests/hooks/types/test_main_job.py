@@ -169,7 +169,7 @@ def test_replicated_weight_with_the_check_off_is_overwide(platform):
     assert set(verdict.collective.axes) == {"data", "model"}
     assert verdict.needed_axes == ("data",)
     text = str(caught.value)
-    assert "overwide: all-reduce over {data, model}, 512 B, " in text
+    assert "overwide: backward all-reduce(data, model), 512 B " in text
     assert "programs.py:" in text
     assert "to do: trace it under jax.shard_map(check_vma=True), with shardrules.install()" in text
 

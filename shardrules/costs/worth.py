@@ -1,0 +1,141 @@
+"""What a finding or a hint is worth: what one execution saves on one device if it is followed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardrules import hlo
+from shardrules.costs import accounts, estimates, timings
+from shardrules.costs.findings import Finding
+from shardrules.costs.waste import Hint
+
+__all__ = ["Ledger", "Worth"]
+
+_FOLDED = 0.01  # of what the program moves: findings that save less together are one line
+
+
+class Worth(NamedTuple):
+    """What one execution saves on one device; loops of unknown length make one trip.
+
+    Attributes:
+      bytes: on the wire.
+      seconds: estimated, 0 without a target.
+      round_trips: how much less often the devices of a group wait for each other.
+      is_sure: it is shown to be for nothing; otherwise this is saved at most.
+      is_per_trip: a loop's length isn't known.
+    """
+
+    bytes: int = 0
+    seconds: float = 0.0
+    round_trips: int = 0
+    is_sure: bool = True
+    is_per_trip: bool = False
+
+    def plus(self, other: Worth) -> Worth:
+        """Add what another one saves."""
+        return Worth(
+            self.bytes + other.bytes,
+            self.seconds + other.seconds,
+            self.round_trips + other.round_trips,
+            self.is_sure and other.is_sure,
+            self.is_per_trip or other.is_per_trip,
+        )
+
+
+class Ledger:
+    """What a program's collectives cost, and what each finding and hint saves of it.
+
+    Args:
+      judgement: the verifier's.
+      account: of it.
+      on: the accelerator on which times are estimated; None for none.
+    """
+
+    def __init__(
+        self, judgement: hlo.Judgement, account: accounts.Account, on: estimates.Target | None
+    ):
+        self._numbers = {id(verdict): n for n, verdict in enumerate(judgement.verdicts)}
+        self.entries = account.entries
+        self.on = on
+        self.seconds = [0.0] * len(self.entries)
+        """Of one run of each, which shares the latency of the collective that it is a part of."""
+        if on is not None:
+            parts: dict[tuple[str, str], list[int]] = {}
+            for n, verdict in enumerate(judgement.verdicts):
+                place = verdict.collective.computation, verdict.collective.name
+                parts.setdefault(place, []).append(n)
+            for numbers in parts.values():
+                self._estimate(judgement, numbers, on)
+        self.total = Worth()
+        for n in range(len(self.entries)):
+            self.total = self.total.plus(self.cost(n))
+
+    def _estimate(self, judgement: hlo.Judgement, numbers: list[int], on: estimates.Target) -> None:
+        each = [
+            estimates.transfer(judgement.verdicts[n], self.entries[n].wire_bytes, on)
+            for n in numbers
+        ]
+        latency = estimates.latency(judgement.verdicts[numbers[0]].collective, on)
+        whole = max(sum(each), latency)
+        for n, own in zip(numbers, each):
+            self.seconds[n] = whole * (own / sum(each) if sum(each) else 1 / len(numbers))
+
+    def cost(self, number: int) -> Worth:
+        """Give what all runs of a collective cost."""
+        entry = self.entries[number]
+        runs = entry.each if entry.runs is None else entry.runs
+        seconds = runs * self.seconds[number]
+        return Worth(runs * entry.wire_bytes, seconds, runs, True, entry.runs is None)
+
+    def worth(self, one: Finding | Hint) -> Worth:
+        """Give what a finding or a hint saves."""
+        number = self._numbers[id(one.verdict)]
+        cost = self.cost(number)
+        hint = one if isinstance(one, Hint) else one.hint
+        if hint is not None:
+            return self._cheaper(hint, cost, number)
+        if one.kind == "unproven":
+            return cost._replace(is_sure=False)
+        share = timings.avoidable(one.verdict, one.entry) if one.kind != "declared" else 0.0
+        if one.kind == "may hang":  # what it saves is not why it should go
+            share = 0.0
+        return cost._replace(
+            bytes=round(share * cost.bytes),
+            seconds=share * cost.seconds,
+            round_trips=cost.round_trips if share == 1 else 0,
+        )
+
+    def _cheaper(self, hint: Hint, cost: Worth, number: int) -> Worth:
+        """Give what is saved by moving fewer bytes, or in fewer round trips."""
+        after, trips = hint.sent_after, hint.round_trips_after
+        saved = 0 if after is None else max(0, cost.bytes - after)
+        trips = cost.round_trips if trips is None else trips
+        before = hint.round_trips_before
+        fewer = max(0, (cost.round_trips if before is None else before) - trips)
+        seconds = 0.0
+        if self.on is not None:
+            # Of each part of the time, the larger one decides: so many bytes, or so many waits.
+            waits = trips / max(1, cost.round_trips)
+            seconds = cost.seconds * max(0.0, 1 - max(waits, 1 - saved / max(1, cost.bytes)))
+        return Worth(saved, seconds, fewer, True, cost.is_per_trip)
+
+    def share(self, worth: Worth) -> float:
+        """Give a worth's share of the program's cost: of the time where it is estimated."""
+        if self.on is not None and self.total.seconds:
+            return worth.seconds / self.total.seconds
+        return worth.bytes / self.total.bytes if self.total.bytes else 0.0
+
+    def weight(self, worth: Worth) -> float:
+        """Give by how much of the program a worth should be seen: bytes, time or round trips."""
+        trips = 0.0 if worth.bytes else worth.round_trips / max(1, self.total.round_trips)
+        return max(self.share(worth), trips)
+
+    def folded(self, worths: list[Worth]) -> int:
+        """Count the last ones that are below 1% together; at least the first stays."""
+        count, weight = 0, 0.0
+        for worth in reversed(worths[1:]):
+            weight += self.weight(worth)
+            if weight >= _FOLDED:
+                break
+            count += 1
+        return count

@@ -1,0 +1,154 @@
+"""Findings where code is read: GitHub's workflow annotations, and SARIF 2.1.0 for code scanning."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import shardrules
+from shardrules import hlo
+from shardrules.arguments import checked
+from shardrules.costs import findings
+from shardrules.report import grouping
+from shardrules.report.blocks import Item
+from shardrules.report.content import Content, item
+
+__all__ = ["github", "merged", "sarif"]
+
+_ROOT = "%SRCROOT%"  # of the repository, as GitHub reads it
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_RULES = {
+    "differs": "An output that is called replicated differs between devices.",
+    "redundant": "A collective whose operand is proven equal on every member of its groups.",
+    "overwide": "A collective whose operand is proven equal over some of its axes.",
+    "unproven": "A collective, or an output, of which nothing is proven.",
+    "may hang": "A collective under a predicate that may differ within its group.",
+    "declared": "A verdict that rests on a rule which nobody audited.",
+}
+_CHEAPER = "A collective that is needed and could be cheaper."
+
+
+class _Note(NamedTuple):
+    """A finding at its place."""
+
+    level: str  # error or note
+    item: Item
+    frame: hlo.Frame | None
+    program: str
+    share: float
+    allowed: str = ""
+
+
+def _root() -> str:
+    return os.environ.get("GITHUB_WORKSPACE") or os.getcwd()
+
+
+def _inside(file: str) -> str:
+    """Give a file's path from the repository's root; empty where it lies outside of it."""
+    path = os.path.relpath(os.path.join(os.getcwd(), file), _root())
+    return "" if path.startswith(os.pardir) else pathlib.PurePath(path).as_posix()
+
+
+def _frame(verdict: hlo.Verdict) -> hlo.Frame | None:
+    """Give the innermost source line of the repository, else the innermost."""
+    frames = verdict.collective.frames
+    inside = (f for f in frames if _inside(f.file) and "site-packages" not in f.file)
+    return next(inside, frames[0] if frames else None)
+
+
+def _notes(contents: Sequence[Content]) -> Iterator[_Note]:
+    for content in contents:
+        for one in content.unequal:
+            level = "error" if content.strict or one.kind == "differs" else "note"
+            lines = (("because", one.because), ("to do:", one.advice))
+            yield _Note(level, Item(one.kind, one.what, "", lines), None, content.title, 1.0)
+        hints = grouping.alike(
+            content.hints, lambda h: (h.kind, h.entry.what, h.entry.source, h.advice)
+        )
+        for level, groups in (("error", findings.alike(content.findings)), ("note", hints)):
+            for same in groups:
+                saves = content.saves(same)
+                share = sum(content.ledger.share(content.ledger.worth(one)) for one in same)
+                told, frame = item(same, saves), _frame(same[0].verdict)
+                yield _Note(level, told, frame, content.title, share)
+        for finding, reason in content.allowed:
+            told, frame = item([finding]), _frame(finding.verdict)
+            yield _Note("note", told, frame, content.title, 0.0, reason)
+
+
+def _message(note: _Note) -> str:
+    """Say what it is, what it saves, why, and what to do, a line each."""
+    lines = [f"{note.item.kind}: {note.item.what} in {note.program}"]
+    lines += [f"{label} {text}" for label, text in note.item.lines if label != "resting on:"]
+    return "\n".join(lines)
+
+
+def _escaped(text: str, of_property: bool = False) -> str:
+    """Escape text as GitHub's runner reads it back."""
+    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return text.replace(":", "%3A").replace(",", "%2C") if of_property else text
+
+
+@checked
+def github(contents: Sequence[Content]) -> str:
+    """Return workflow commands: an annotation for each finding and hint, those worth most first."""
+    lines = []
+    # GitHub shows ten of each level, so that the order counts.
+    for note in sorted(_notes(contents), key=lambda note: -note.share):
+        if note.allowed:
+            continue
+        command = {"error": "error", "note": "notice"}[note.level]
+        properties = {"title": f"shardrules: {note.item.kind}"}
+        if note.frame is not None and _inside(note.frame.file):
+            place = {"file": _inside(note.frame.file), "line": str(note.frame.line)}
+            properties = {**place, **properties}
+        shown = ",".join(f"{name}={_escaped(text, True)}" for name, text in properties.items())
+        lines.append(f"::{command} {shown}::{_escaped(_message(note))}")
+    return "".join(f"{line}\n" for line in (*lines, *(c.headline for c in contents)))
+
+
+@checked
+def sarif(contents: Sequence[Content]) -> str:
+    """Return a SARIF log of one run, which holds a result for each finding and hint."""
+    notes = sorted(_notes(contents), key=lambda note: -note.share)
+    kinds = list(dict.fromkeys(note.item.kind for note in notes))
+    rules = [
+        {"id": kind.replace(" ", "-"), "shortDescription": {"text": _RULES.get(kind, _CHEAPER)}}
+        for kind in kinds
+    ]
+    driver = {"name": "shardrules", "version": shardrules.__version__, "rules": rules}
+    run = {"tool": {"driver": driver}, "results": [_result(note, kinds) for note in notes]}
+    return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
+
+
+def _result(note: _Note, kinds: list[str]) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "ruleId": note.item.kind.replace(" ", "-"),
+        "ruleIndex": kinds.index(note.item.kind),
+        "level": note.level,
+        "rank": round(100 * min(1.0, note.share), 2),
+        "message": {"text": _message(note)},
+    }
+    if note.allowed:
+        result["suppressions"] = [{"kind": "external", "justification": note.allowed}]
+    if note.frame is not None and note.frame.line > 0:
+        path = _inside(note.frame.file)
+        location = {"uri": urllib.parse.quote(path), "uriBaseId": _ROOT}
+        if not path:
+            location = {"uri": pathlib.Path(os.path.abspath(note.frame.file)).as_uri()}
+        region = {"startLine": note.frame.line}
+        result["locations"] = [
+            {"physicalLocation": {"artifactLocation": location, "region": region}}
+        ]
+    return result
+
+
+def merged(logs: Sequence[str]) -> str:
+    """Put SARIF logs of several processes into one."""
+    first, *others = map(json.loads, logs)
+    first["runs"] += [run for log in others for run in log["runs"]]
+    return json.dumps(first, indent=1) + "\n"

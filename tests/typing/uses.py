@@ -237,7 +237,8 @@ pages += [report.describe_finding(finding) for finding in content.findings]
 pages += report.listed(list(content.account), judged.verdicts)
 pages.append(report.DIFFS["markdown"](content, content, []))
 table_rows: tuple[report.Row, ...] = content.rows
-items: list[report.Item] = [item for block in content.changes for item in block.items]
+blocks: tuple[report.Block, ...] = content.changes
+items: list[report.Item] = [item for block in blocks for item in block.items]
 pages += [report.size(row.total.wire_bytes) for row in table_rows]
 report.page(judged)  # wrong
 pages += [report.compared(content, content, [])]

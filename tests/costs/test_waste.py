@@ -313,9 +313,11 @@ def test_weights_that_are_gathered_again(platform):
     given = structs(mesh, args)
     found = [h for h in hints(f, given) if h.kind == "gathered twice"]
     assert {h.entry.phase for h in found} == {"recompute"}
-    assert sum(h.round_trips_before for h in found) == 8  # XLA for GPUs takes one trip out
+    # XLA for GPUs takes one trip out of the loop, from JAX 0.12 on in a form that is not followed.
+    trips = sum(h.round_trips_before for h in found)
+    assert trips == 8 or (name == "gpu" and trips == 7)
     width = 2 if name == "tpu" else 4  # XLA for TPUs gathers these weights in bf16
-    assert sum(h.sent_before for h in found) == 8 * 3 * 32 * 128 * width
+    assert sum(h.sent_before for h in found) == trips * 3 * 32 * 128 * width
     assert "takes" in found[0].advice and "save_only_these_names('gathered')" in found[0].advice
     gathers = [[e for e in testing.account(p, *given) if e.kind == "all-gather"] for p in (f, g)]
     assert [sum(e.runs for e in entries) for entries in gathers] == [16, 8]

@@ -38,7 +38,8 @@ def advice(verdict: hlo.Verdict) -> str:
     if verdict.verdict in ("redundant", "overwide"):
         if _by_partitioner(collective):
             return _for_partitioner(verdict)
-        if collective.kind == "all-reduce" and collective.phase not in ("forward", "recompute"):
+        backward = collective.phase not in ("forward", "recompute")
+        if collective.kind == "all-reduce" and backward and not _is_checked(collective):
             return (
                 "trace it under jax.shard_map(check_vma=True), with shardrules.install() and a "
                 "rule for each kernel: the backward pass then reduces over just the axes that "
@@ -155,6 +156,11 @@ def _equal_axes(verdict: hlo.Verdict) -> list[str]:
 def _operation(collective: hlo.Collective) -> str:
     # To JAX 0.4 its parameters stand behind it, psum[axes=('model',) axis_index_groups=None].
     return re.sub(r"\[.*?\]$", "", collective.op_name).rpartition("/")[2]
+
+
+def _is_checked(collective: hlo.Collective) -> bool:
+    """Tell whether a sum was traced under shard_map's check, which has a primitive of its own."""
+    return _operation(collective) in ("psum_invariant", "psum2")
 
 
 def _by_partitioner(collective: hlo.Collective) -> bool:

@@ -232,3 +232,14 @@ def test_without_a_mesh_the_equal_devices_are_counted():
         f"run it over one device of each 2 that hold the same; {SUM} 2 (2 devices of each group "
         "hold the same)"
     )
+
+
+@pytest.mark.parametrize(
+    "name, told", [("psum", True), ("psum_invariant", False), ("psum2", False)]
+)
+def test_a_program_that_is_checked_is_not_told_to_be(name, told):
+    extra = f', metadata={{op_name="jit(f)/transpose(jvp(f))/shard_map/{name}"}}'
+    text = T.module("\n".join([T.parameter(T.DATA), T.all_reduce("%x", extra=extra)]))
+    (verdict,) = hlo.judge(text, mesh=T.MESH).verdicts
+    assert verdict.verdict == "redundant"
+    assert ("check_vma=True" in findings.advice(verdict)) is told

@@ -63,7 +63,7 @@ class WatchedProgram:
         module, mesh, shardings = self._known()
         told = self._noted.output_shardings(program.output_shapes(module))
         outputs = [promise[1] if promise else None for promise in told or ()]
-        return annotate.told(module, mesh, shardings, outputs)
+        return annotate.annotated(module, mesh, shardings, outputs)
 
     @functools.cached_property
     def judgement(self) -> hlo.Judgement:

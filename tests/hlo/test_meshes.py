@@ -287,12 +287,12 @@ def test_what_is_told_is_read_again_and_is_hlo_to_xla(header):
     text = text.replace("HloModule test", "HloModule test" + header, 1)
     assert header in text and "sharding=" not in text
     before = hlo.judge(text, own_mesh=T.MESH, parameter_shardings=[T.DATA])
-    told = annotate.told(hlo.parse(text), T.MESH, [T.DATA])
+    told = annotate.annotated(hlo.parse(text), T.MESH, [T.DATA])
     after = hlo.judge(told)
     assert after.mesh == before.mesh == T.MESH
     assert [str(v) for v in after.verdicts] == [str(v) for v in before.verdicts]
     assert after.redundant and header.removeprefix(", frontend_attributes={") in told
-    assert annotate.told(hlo.parse(told), None, ["{replicated}"]) == told
+    assert annotate.annotated(hlo.parse(told), None, ["{replicated}"]) == told
     told = told.replace("() -> f32[]", "(x: f32[8]) -> f32[8]")
     pytest.importorskip("jaxlib._hlo").hlo_module_from_text(told)
 
@@ -301,8 +301,8 @@ def test_what_is_told_is_read_again_and_is_hlo_to_xla(header):
 def test_a_mesh_that_would_be_read_as_another_one_is_not_told(name):
     """JAX takes these names; the text stays what XLA and the reader take."""
     text = program(T.OVER_MODEL)
-    assert annotate.told(hlo.parse(text), {name: 4, "model": 2}, None) == text
-    told = annotate.told(hlo.parse(text), {"a}b": 4, "\u00e9 (1)": 2}, None)
+    assert annotate.annotated(hlo.parse(text), {name: 4, "model": 2}, None) == text
+    told = annotate.annotated(hlo.parse(text), {"a}b": 4, "\u00e9 (1)": 2}, None)
     assert hlo.judge(told).mesh == {"a}b": 4, "\u00e9 (1)": 2}
 
 

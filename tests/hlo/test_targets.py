@@ -33,7 +33,7 @@ def sums(mesh, f, shapes, spec=P(), dtype=jnp.float32, axis="model"):
     compiled = jax.jit(mapped).lower(*args).compile()
     module = hlo.parse(compiled.as_text())  # JAX 0.12 leaves its parameters' shardings out
     shardings = program.matching(module, known.parameter_shardings(compiled))
-    return annotate.told(module, None, shardings)
+    return annotate.annotated(module, None, shardings)
 
 
 def positive(a):

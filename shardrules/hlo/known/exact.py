@@ -158,10 +158,10 @@ def evaluate(
     if spread and devices > 1 and devices * instruction.shape.element_count > _MOST:
         return None
     with np.errstate(all="ignore"):
-        found = _evaluate(instruction, operands, shapes)
-    if found is None:
+        computed = _evaluate(instruction, operands, shapes)
+    if computed is None:
         return None
-    rows, splat = found
+    rows, splat = computed
     kind = dtype(instruction.shape)
     if kind is None or rows.dtype != kind:
         return None
@@ -309,7 +309,7 @@ def _dynamic_slice(instruction, operands, shapes):
             return None
         starts[:, k] = clamped
     source = np.broadcast_to(value.array, (rows,) + dims)
-    found = np.empty((rows,) + tuple(sizes), value.array.dtype)
+    block = np.empty((rows,) + tuple(sizes), value.array.dtype)
     for row in range(rows):
-        found[row] = source[(row,) + tuple(slice(a, a + s) for a, s in zip(starts[row], sizes))]
-    return found, False
+        block[row] = source[(row,) + tuple(slice(a, a + s) for a, s in zip(starts[row], sizes))]
+    return block, False

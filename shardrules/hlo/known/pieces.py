@@ -93,12 +93,16 @@ def of(
 def _passed_on(computation: hm.Computation, position: int) -> int:
     """Follow a value back through what gives its elements another shape, packs or pads them."""
     for _ in range(_STEPS):
-        one = computation.instructions[position]
-        target = one.attribute("custom_call_target") if one.opcode == "custom-call" else None
-        moves = one.opcode in ("bitcast", "copy", "reshape") or target == '"ZeroCrop"'
-        if not moves or len(one.operands) != 1:
+        instruction = computation.instructions[position]
+        target = (
+            instruction.attribute("custom_call_target")
+            if instruction.opcode == "custom-call"
+            else None
+        )
+        moves = instruction.opcode in ("bitcast", "copy", "reshape") or target == '"ZeroCrop"'
+        if not moves or len(instruction.operands) != 1:
             break
-        position = one.operands[0]
+        position = instruction.operands[0]
     return position
 
 
@@ -106,18 +110,23 @@ def _zeros(module: hm.Module, within: _Within, position: int) -> bool:
     """Tell whether an array is zeros, into fusions and out of them."""
     for _ in range(_STEPS):
         computation, fusion = within[-1]
-        one = computation.instructions[position]
-        if one.opcode in ("bitcast", "broadcast", "copy", "reshape") and len(one.operands) == 1:
-            (position,) = one.operands
-        elif one.opcode == "fusion" and len(one.calls) == 1:
-            inner = module.computations[one.calls[0]]
-            within.append((inner, one))
+        instruction = computation.instructions[position]
+        if (
+            instruction.opcode in ("bitcast", "broadcast", "copy", "reshape")
+            and len(instruction.operands) == 1
+        ):
+            (position,) = instruction.operands
+        elif instruction.opcode == "fusion" and len(instruction.calls) == 1:
+            inner = module.computations[instruction.calls[0]]
+            within.append((inner, instruction))
             position = inner.root
-        elif one.opcode == "parameter" and fusion is not None:
-            if int(one.literal) >= len(fusion.operands):
+        elif instruction.opcode == "parameter" and fusion is not None:
+            if int(instruction.literal) >= len(fusion.operands):
                 return False
-            position = fusion.operands[int(one.literal)]
+            position = fusion.operands[int(instruction.literal)]
             within.pop()
         else:
-            return one.opcode == "constant" and bool(_ZERO.fullmatch(one.literal.strip()))
+            return instruction.opcode == "constant" and bool(
+                _ZERO.fullmatch(instruction.literal.strip())
+            )
     return False

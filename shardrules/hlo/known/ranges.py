@@ -92,27 +92,27 @@ def zip_cuts(
     a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]], combine
 ) -> list[tuple[int, int]]:
     """Cut two arrays of one length at each other's cuts."""
-    found = []
+    cuts = []
     i = j = 0
     while i < len(a) and j < len(b):
         stop = min(a[i][0], b[j][0])
-        found.append((stop, combine(a[i][1], b[j][1])))
+        cuts.append((stop, combine(a[i][1], b[j][1])))
         if a[i][0] == stop:
             i += 1
         if b[j][0] == stop:
             j += 1
-    return found
+    return cuts
 
 
 def between(cuts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
     """Take elements ``start`` to ``stop``."""
-    found = []
+    inside = []
     for index in range(bisect.bisect_right(cuts, start, key=lambda cut: cut[0]), len(cuts)):
         end, state = cuts[index]
-        found.append((min(end, stop) - start, state))
+        inside.append((min(end, stop) - start, state))
         if end >= stop:
             break
-    return found
+    return inside
 
 
 def without_padding(cuts: Sequence[tuple[int, int]], constant) -> list[tuple[int, int]]:
@@ -164,12 +164,12 @@ _SLICE = re.compile(r"\[\s*(\d{1,18})\s*:\s*(\d{1,18})\s*(?::\s*(\d{1,18})\s*)?\
 
 def read_slice(text: str, shape: Shape) -> list[tuple[int, int, int]] | None:
     """Read ``{[0:8], [0:128:2]}``; None where it doesn't fit the shape."""
-    found = [(int(a), int(b), int(c or 1)) for a, b, c in _SLICE.findall(text)]
-    if len(found) != len(shape.dimensions) or any(
-        c < 1 or not a <= b <= size for (a, b, c), size in zip(found, shape.dimensions)
+    bounds = [(int(a), int(b), int(c or 1)) for a, b, c in _SLICE.findall(text)]
+    if len(bounds) != len(shape.dimensions) or any(
+        c < 1 or not a <= b <= size for (a, b, c), size in zip(bounds, shape.dimensions)
     ):
         return None
-    return found
+    return bounds
 
 
 def read_ints(text: str | None) -> list[int]:

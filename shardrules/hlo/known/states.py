@@ -98,11 +98,11 @@ class States:
 
     def intern(self, state: State) -> int:
         """Give a state's id."""
-        known = self._ids.get(state)
-        if known is None:
-            known = self._ids[state] = len(self._all)
+        number = self._ids.get(state)
+        if number is None:
+            number = self._ids[state] = len(self._all)
             self._all.append(state)
-        return known
+        return number
 
     def source(self, relation: int, cause: Cause, sure: bool = False) -> int:
         """Make the state of a value that differs by itself; ``sure``: it does, and not only may."""
@@ -111,8 +111,8 @@ class States:
 
     def evened(self, state: int) -> int:
         """Make the state of a value that may be equal again, though that is not proven."""
-        known = self._all[state]
-        return state if known.apart == hd.EQUAL else self.intern(known._replace(apart=hd.EQUAL))
+        fields = self._all[state]
+        return state if fields.apart == hd.EQUAL else self.intern(fields._replace(apart=hd.EQUAL))
 
     def either(self, a: int, b: int) -> int:
         """Make the state of what is one of two values: equal and apart only where both are."""
@@ -121,11 +121,11 @@ class States:
         apart = self.relations.coarsen(self._all[a].apart, self._all[b].apart)
         return self.intern(self._all[self.refine(a, b)]._replace(apart=apart))
 
-    def blocked(self, blocker: Blocker, *others: int) -> int:
-        """Make the state of a value of which nothing is known; ``others`` are its operands."""
+    def blocked(self, blocker: Blocker, *operands: int) -> int:
+        """Make the state of a value of which nothing is known."""
         blockers: tuple[Blocker, ...] = (blocker,)
-        for other in others:
-            blockers = union(blockers, self._all[other].blockers)[:_KEEP]
+        for operand in operands:
+            blockers = union(blockers, self._all[operand].blockers)[:_KEEP]
         return self.intern(State(hd.DISTINCT, hd.EQUAL, (), blockers))
 
     def refine(self, a: int, b: int) -> int:
@@ -135,10 +135,10 @@ class States:
         if not a:
             return b
         key = (a << 32) | b
-        known = self._refined.get(key)
-        if known is None:
+        number = self._refined.get(key)
+        if number is None:
             x, y = self._all[a], self._all[b]
-            known = self._refined[key] = self.intern(
+            number = self._refined[key] = self.intern(
                 State(
                     self.relations.refine(x.proven, y.proven),
                     self.relations.refine(x.optimistic, y.optimistic),
@@ -150,17 +150,17 @@ class States:
                     self.relations.coarsen(x.moved, y.moved),
                 )
             )
-        return known
+        return number
 
     def causes(self, causes) -> tuple[tuple[int, Cause], ...]:
         """Drop the causes that add nothing to those before them."""
         kept: list[tuple[int, Cause]] = []
-        known = hd.EQUAL
+        relation_so_far = hd.EQUAL
         for relation, cause in causes:
-            joined = self.relations.refine(known, relation)
-            if joined != known:
+            joined = self.relations.refine(relation_so_far, relation)
+            if joined != relation_so_far:
                 kept.append((relation, cause))
-                known = joined
+                relation_so_far = joined
         return tuple(kept)
 
     def changed(self, state: int, **changes) -> int:

@@ -97,11 +97,11 @@ class Values:
             )
         if isinstance(a, Ranged) or isinstance(b, Ranged):
             whole = a if isinstance(a, Ranged) else b
-            other = b if whole is a else a
-            if isinstance(other, Ranged) and other.cuts[-1][0] == whole.cuts[-1][0]:
-                return ranges.normal(ranges.zip_cuts(whole.cuts, other.cuts, combine))
-            if not isinstance(other, Ranged):
-                state = self.collapse(other)
+            partner = b if whole is a else a
+            if isinstance(partner, Ranged) and partner.cuts[-1][0] == whole.cuts[-1][0]:
+                return ranges.normal(ranges.zip_cuts(whole.cuts, partner.cuts, combine))
+            if not isinstance(partner, Ranged):
+                state = self.collapse(partner)
                 return Ranged(tuple((s, combine(p, state)) for s, p in whole.cuts))
         return combine(self.collapse(a), self.collapse(b))
 
@@ -164,9 +164,9 @@ class Values:
         opcode = instruction.opcode
         if opcode in exact.OPCODES and operands and all(isinstance(o, Exact) for o in operands):
             shapes = [computation.instructions[o].shape for o in instruction.operands]
-            found = exact.evaluate(instruction, operands, shapes, self.relations.device_count)
-            if found is not None:
-                return self.computed(found[0], found[1], operands)
+            exactly = exact.evaluate(instruction, operands, shapes, self.relations.device_count)
+            if exactly is not None:
+                return self.computed(*exactly, operands)
         if opcode == "select" and len(operands) == 3:
             chosen = self._select(computation, instruction, operands)
             if chosen is not None:
@@ -180,9 +180,9 @@ class Values:
             if opcode == "dynamic-update-slice":
                 self._note_piece(computation, instruction, operands)
         if opcode in _RANGED:
-            found = self._ranges(computation, instruction, operands)
-            if found is not None:
-                return found
+            ranged = self._ranges(computation, instruction, operands)
+            if ranged is not None:
+                return ranged
         return self.merged(operands)
 
     def _clamped(self, computation, instruction, operands) -> list[Any]:
@@ -194,26 +194,26 @@ class Values:
         block = instruction.shape.dimensions if first == 1 else shapes[1].dimensions
         if len(operands) != first + len(full) or len(block) != len(full):
             return operands
-        found = list(operands[:first])
+        clamped = list(operands[:first])
         for index, whole, size in zip(operands[first:], full, block):
             if isinstance(index, Exact):
                 rows = exact.clamped_index(index, whole - size)
                 index = index.state if rows is None else self.computed(rows, False, [index])
-            found.append(index)
-        return found
+            clamped.append(index)
+        return clamped
 
     def _note_piece(self, computation, instruction, operands) -> None:
         """Note what each device writes at its own place, in every evaluation alike."""
         shapes = [computation.instructions[o].shape for o in instruction.operands]
-        found = None
+        piece = None
         if len(operands) > 2:
-            found = pieces.written(shapes[0], shapes[1], self.collapse(operands[1]), operands[2:])
+            piece = pieces.written(shapes[0], shapes[1], self.collapse(operands[1]), operands[2:])
         key = (computation.name, instruction.name)
-        known = self.pieces.setdefault(key, found)
-        if found is None or known is None or known.starts != found.starts:
+        earlier = self.pieces.setdefault(key, piece)
+        if piece is None or earlier is None or earlier.starts != piece.starts:
             self.pieces[key] = None
         else:
-            self.pieces[key] = found._replace(state=self.states.refine(known.state, found.state))
+            self.pieces[key] = piece._replace(state=self.states.refine(earlier.state, piece.state))
 
     def _select(self, computation, instruction, operands) -> Any:
         predicate = operands[0]
@@ -252,8 +252,8 @@ class Values:
             rows = np.empty((count,) + taken[0].array.shape[1:], taken[0].array.dtype)
             numbers = np.broadcast_to(numbers, (count,))
             for number, option in zip(used, taken):
-                here = numbers == number
-                rows[here] = np.broadcast_to(option.array, rows.shape)[here]
+                chosen_here = numbers == number
+                rows[chosen_here] = np.broadcast_to(option.array, rows.shape)[chosen_here]
             return self.computed(rows, taken[0].splat, [*taken, which])
         states = [self.collapse(t) for t in taken]
         # Options of one state are not one value: constants 1 and 2 both have state 0.
@@ -262,13 +262,15 @@ class Values:
         optimistic = np.empty(count, np.int64)
         apart = np.empty(count, np.int64)
         for number, state in zip(used, states):
-            here = numbers == number
-            found = self.states[state]
+            chosen_here = numbers == number
+            fields = self.states[state]
             # Options of one state, or equal ones, may be one value: two branches that do the same.
-            option = len(states) if found.proven == hd.EQUAL else states.index(state)
-            apart[here] = self.relations.labels(found.apart)[here] + option * count
-            proven[here] = self.relations.labels(found.proven)[here] + number * count
-            optimistic[here] = self.relations.labels(found.optimistic)[here] + number * count
+            option = len(states) if fields.proven == hd.EQUAL else states.index(state)
+            apart[chosen_here] = self.relations.labels(fields.apart)[chosen_here] + option * count
+            proven[chosen_here] = self.relations.labels(fields.proven)[chosen_here] + number * count
+            optimistic[chosen_here] = (
+                self.relations.labels(fields.optimistic)[chosen_here] + number * count
+            )
         return self.states.intern(
             merged._replace(
                 proven=self.relations.intern(proven),
@@ -364,12 +366,12 @@ class Values:
         return ranges.normal(ranges.between(cuts, *place))
 
     def _uniform(self, indices) -> list[int] | None:
-        found = []
+        numbers = []
         for index in indices:
             if not isinstance(index, Exact) or index.array.size != 1:
                 return None
-            found.append(int(index.array.reshape(-1)[0]))
-        return found
+            numbers.append(int(index.array.reshape(-1)[0]))
+        return numbers
 
     def _concatenate(self, instruction, operands, shapes) -> Any:
         places = ranges.read_ints(instruction.attribute("dimensions"))
@@ -453,5 +455,5 @@ class Values:
         fill = self.collapse(operands[1])
         if self._alike([fill] + [p for _, p in cuts]):
             return self.merged(operands)
-        found = [(low, fill)] + [(low + stop, state) for stop, state in cuts]
-        return ranges.normal(found + [(instruction.shape.element_count, fill)])
+        padded = [(low, fill)] + [(low + stop, state) for stop, state in cuts]
+        return ranges.normal(padded + [(instruction.shape.element_count, fill)])

@@ -142,7 +142,7 @@ def _connections(
     # XLA's text takes any channel_id for one, its protocol buffers only those above 0
     # (HloInstruction::CreateFromProto): where these readings differ, neither is sure.
     readings = [True] if re.fullmatch("0*[1-9][0-9]*", number) else [True, False]
-    found: list[_Connections] = []
+    connections: list[_Connections] = []
     refused: hn.NotationError | None = None
     for channel in readings if number else [False]:
         how = (permute, flat, text, channel)
@@ -150,21 +150,25 @@ def _connections(
             if how not in cache:
                 read = read_pairs if permute else _groups
                 cache[how] = read(text, channel, flat, relations)
-            found.append(cache[how])
+            connections.append(cache[how])
         except hn.NotationError as error:
             refused = error
-    if not found:
+    if not connections:
         raise hm.syntax_error(
             module.text, place, f"{instruction.opcode} {instruction.name!r}: {refused}"
         )
     doubt = ""
-    if number and len(readings) > 1 and not (len(found) == 2 and found[0][0] == found[1][0]):
+    if (
+        number
+        and len(readings) > 1
+        and not (len(connections) == 2 and connections[0][0] == connections[1][0])
+    ):
         doubt = f"channel_id={number}, which XLA reads in two ways"
     elif not permute and "replica_groups" not in values:  # XLA prints them even where it has none
         doubt = "no replica_groups: is the text printed without attributes?"
-    elif not relations.told and not text.strip("{} \n"):
+    elif not relations.counts_stated and not text.strip("{} \n"):
         doubt = "groups of all devices, and the text doesn't say how many (pass mesh=)"
-    return found[0], doubt
+    return connections[0], doubt
 
 
 def _groups(text: str, channel: bool, flat: bool | None, relations: hd.Relations) -> _Connections:

@@ -23,21 +23,21 @@ def loop(proof: Proof, computation, position, instruction, operands, guard):
     if len(operands) != 1:
         why = f"while {instruction.name!r} has {len(operands)} operands"
         return proof.abandoned(instruction.calls, why, operands)
-    told = loops.told_count(instruction)
+    stated = loops.stated_count(instruction)
     trips = loops.counted(proof.module, instruction, lambda index: _everywhere(operands[0], index))
     # Where the text tells another count, nobody knows which one is run: any.
-    if trips is not None and told not in (None, trips):
-        trips, found = None, None
+    if trips is not None and stated not in (None, trips):
+        trips, value = None, None
     elif trips is not None:
-        found = _unrolled(proof, condition, body, operands[0], guard, trips)
+        value = _unrolled(proof, condition, body, operands[0], guard, trips)
     else:
-        found = _stepped(proof, condition, body, operands[0], guard, told)
-    if found is None:
-        found = _settle(proof, condition, body, operands[0], guard, trips)
-    if found is None:
+        value = _stepped(proof, condition, body, operands[0], guard, stated)
+    if value is None:
+        value = _settle(proof, condition, body, operands[0], guard, trips)
+    if value is None:
         why = f"while {instruction.name!r} reached no fixpoint"
-        found = proof.abandoned(instruction.calls, why, operands)
-    return found
+        value = proof.abandoned(instruction.calls, why, operands)
+    return value
 
 
 def _settle(proof: Proof, condition, body, start: Any, guard: int, trips: int | None) -> Any:
@@ -83,7 +83,7 @@ def _unrolled(proof: Proof, condition, body, carry: Any, guard: int, trips: int)
         return _iterated(proof, condition, body, carry, guard, trips)
     filled = _filled(proof, body, carry, guard, trips)
     inside = {s: customcalls.empty_buffer(proof.values, True) for s in list(proof.values.unwritten)}
-    found = _iterated(
+    value = _iterated(
         proof,
         condition,
         body,
@@ -92,7 +92,7 @@ def _unrolled(proof: Proof, condition, body, carry: Any, guard: int, trips: int)
         trips,
     )
     outside = {new: old for old, new in inside.items() if new != old}
-    return found if found is None else _renamed(found, outside)
+    return value if value is None else _renamed(value, outside)
 
 
 def _filled(proof: Proof, body, carry: tuple, guard: int, trips: int) -> set[int]:
@@ -104,13 +104,13 @@ def _filled(proof: Proof, body, carry: tuple, guard: int, trips: int) -> set[int
     if any(not isinstance(s, tuple) or len(s) != len(carry) for s in steps):
         return set()
     shapes = body.instructions[body.root].shape.elements or ()
-    found = set()
+    filled = set()
     for k, shape in enumerate(shapes):
         left = [_unwritten_count(proof.values, s[k], shape.element_count) for s in steps]
         each = left[1] - left[2]
         if left[0] - left[1] == each > 0 and left[2] <= (trips - 2) * each:
-            found.add(k)
-    return found
+            filled.add(k)
+    return filled
 
 
 def _unwritten_count(values: Values, value: Any, count: int) -> int:
@@ -149,7 +149,7 @@ def _iterated(proof: Proof, condition, body, carry: Any, guard: int, trips: int)
     return carry
 
 
-def _stepped(proof: Proof, condition, body, carry: Any, guard: int, told: int | None) -> Any:
+def _stepped(proof: Proof, condition, body, carry: Any, guard: int, stated: int | None) -> Any:
     """Follow a loop whose predicate is known on every device; None where it isn't."""
     settling = _settling(body, proof.reach.deterministic, proof.module.strange)
     for step in range(_MAX_STEPS + 1):
@@ -157,7 +157,7 @@ def _stepped(proof: Proof, condition, body, carry: Any, guard: int, told: int | 
         if not isinstance(predicate, Exact) or predicate.array[0].size != 1:
             return None
         running = predicate.array.reshape(-1)
-        if told is not None and (running != (step < told)).any():
+        if stated is not None and (running != (step < stated)).any():
             return None
         if not running.any():
             return carry
@@ -234,24 +234,24 @@ def conditional(proof: Proof, computation, position, instruction, operands, guar
         numbers = which.array.reshape(-1)
         if shape.element_type == "pred":
             numbers = np.where(numbers, 0, 1)
-        found = _chosen(proof, computation, instruction, branches, which, numbers, results)
+        value = _chosen(proof, computation, instruction, branches, which, numbers, results)
     else:
-        found = results[0]
+        value = results[0]
         for result in results[1:]:
-            found = proof.values.join(found, result)
-        found = proof.values.with_state(found, proof.values.states.evened(state))
-    if not isinstance(found, tuple):
-        return found
-    found = list(found)
-    for index in range(len(found)):
+            value = proof.values.join(value, result)
+        value = proof.values.with_state(value, proof.values.states.evened(state))
+    if not isinstance(value, tuple):
+        return value
+    value = list(value)
+    for index in range(len(value)):
         origins = {
             _origin(computation, o, b, index, proof.module.strange)
             for b, o in zip(branches, instruction.operands[1:])
         }
         if len(origins) == 1 and None not in origins:  # all branches pass on one thing
             first = results[0]
-            found[index] = first[index] if isinstance(first, tuple) else found[index]
-    return tuple(found)
+            value[index] = first[index] if isinstance(first, tuple) else value[index]
+    return tuple(value)
 
 
 def _chosen(
@@ -264,7 +264,7 @@ def _chosen(
     widths = {len(r) if isinstance(r, tuple) else -1 for r in results}
     if len(widths) > 1 or -1 in widths:
         return proof.values.choose(Exact(which.state, numbers, False), results)
-    found = []
+    elements = []
     for index in range(widths.pop()):
         first: dict[Any, int] = {}
         same = [
@@ -273,12 +273,12 @@ def _chosen(
             )
             for n, (b, o) in enumerate(zip(branches, instruction.operands[1:]))
         ]
-        found.append(
+        elements.append(
             proof.values.choose(
                 Exact(which.state, np.array(same)[numbers], False), [r[index] for r in results]
             )
         )
-    return tuple(found)
+    return tuple(elements)
 
 
 def _everywhere(carry: Any, index: int) -> int | None:
@@ -313,8 +313,10 @@ def _origin(
 
 def _behind_copies(computation: hm.Computation, position: int, strange: dict[int, str]) -> int:
     # A copy with an attribute that isn't known may be more than a copy.
-    while (one := computation.instructions[position]).opcode == "copy" and one.start not in strange:
-        position = one.operands[0]
+    while (
+        instruction := computation.instructions[position]
+    ).opcode == "copy" and instruction.start not in strange:
+        position = instruction.operands[0]
     return position
 
 
@@ -329,9 +331,9 @@ def _settling(
         return {}
     needs: dict[int, tuple[set[int], tuple[int, ...]]] = {}
     for index, result in enumerate(root.operands):
-        found = _needs(body, result, pure)
-        if found is not None:
-            needs[index] = found
+        needed = _needs(body, result, pure)
+        if needed is not None:
+            needs[index] = needed
     settled: dict[int, tuple[int, tuple[int, ...]]] = {
         k: (0, ()) for k in range(len(root.operands)) if _passed(body, k, strange) == k
     }

@@ -103,14 +103,14 @@ def frontend_attributes(text: str | None) -> dict[str, str]:
     """Read ``{a="x",b=y}``, values quoted or not."""
     if not text:
         return {}
-    found: dict[str, str] = {}
+    attributes: dict[str, str] = {}
     inner = text[1:-1] if text.startswith("{") else text
     for key, value in _ATTRIBUTE.findall(inner):
         value = value.strip()
         if value[:1] == '"':
             value = re.sub(r"\\(.)", r"\1", value[1:-1])
-        found[key] = value
-    return found
+        attributes[key] = value
+    return attributes
 
 
 def kernel_name(
@@ -131,14 +131,14 @@ def kernel_name(
             r'\1""',
             config,
         )
-        found = _NAME.search(outside)
-        if found and found[1]:
-            return found[1]
+        match = _NAME.search(outside)
+        if match and match[1]:
+            return match[1]
     for key in ("kernel_name", "name"):
         if tag.get(key):
             return tag[key]
-    found = _PALLAS.search(metadata.op_name.partition("pallas_call[")[2])
-    return found[1] if found else None
+    match = _PALLAS.search(metadata.op_name.partition("pallas_call[")[2])
+    return match[1] if match else None
 
 
 def read_mesh(text: str) -> dict[str, int] | None:
@@ -206,7 +206,7 @@ def spread_steps(module: Module) -> set[tuple[str, int]]:
 
 
 class Resolution(NamedTuple):
-    """What was found out about one custom call."""
+    """What one custom call does, and who says so."""
 
     effects: tuple[axistypes.Effect, ...] | None  # one for each output; None: see ``blocker``
     support: hs.Support | None  # what they rest on
@@ -248,8 +248,8 @@ class _Call:
 def resolve(module: Module, instruction: Instruction, registry: Any) -> Resolution:
     """Ask the tag, the registry, the table, and the kernel's own text, in this order."""
     call = _Call(module, instruction)
-    found = _by_tag(call) or _by_rule(call, registry) or _by_table(call) or _by_text(call)
-    return found or call.unknown("has no rule")
+    resolution = _by_tag(call) or _by_rule(call, registry) or _by_table(call) or _by_text(call)
+    return resolution or call.unknown("has no rule")
 
 
 def _by_tag(call: _Call) -> Resolution | None:
@@ -288,19 +288,21 @@ def _by_rule(call: _Call, registry: Any) -> Resolution | None:
     for name in dict.fromkeys(n for n in (call.kernel, call.target) if n):
         if name in SHARED_TARGETS and name != call.kernel:
             continue  # a rule for the target would hold for everybody's kernels
-        found = registry.find(name)
+        registration = registry.find(name)
         # jaxlib's own stand in the table
-        if found is not None and not (found.library == "jaxlib" and call.target in JAXLIB.targets):
-            return _ruled(call, found, repr(name))
+        if registration is not None and not (
+            registration.library == "jaxlib" and call.target in JAXLIB.targets
+        ):
+            return _ruled(call, registration, repr(name))
     if not call.kernel and call.op_name:
-        found = registry.find_by_op_name(call.op_name)
-        if found is not None:
-            return _ruled(call, found, f"the kernel at {call.op_name}")
+        registration = registry.find_by_op_name(call.op_name)
+        if registration is not None:
+            return _ruled(call, registration, f"the kernel at {call.op_name}")
     return None
 
 
-def _ruled(call: _Call, found: Registration, name: str) -> Resolution:
-    effects = found.rule.effects(call.outputs)
+def _ruled(call: _Call, registration: Registration, name: str) -> Resolution:
+    effects = registration.rule.effects(call.outputs)
     if effects is None:
         return call.unknown(
             "has a rule that needs the operands' types, which text doesn't hold; compile it with "
@@ -308,8 +310,8 @@ def _ruled(call: _Call, found: Registration, name: str) -> Resolution:
         )
     if len(effects) != call.outputs:
         return call.unknown(f"has a rule for {len(effects)} outputs, but {call.outputs} outputs")
-    detail = f"{axistypes.format_effects(effects)}, {found.status} at {found.where}"
-    support = hs.Support(name, "rule", found.status, detail)
+    detail = f"{axistypes.format_effects(effects)}, {registration.status} at {registration.where}"
+    support = hs.Support(name, "rule", registration.status, detail)
     return Resolution(tuple(effects), support, None, call.blocker("has a rule that says 'unknown'"))
 
 

@@ -89,16 +89,16 @@ def _result(proof: Proof, instruction, channel: hc.Channel, operands, guard: int
         # Beside what is moved stands what the target held.
         whole = values.merged(operands)
         return values.states.refine(moved(whole), whole)
-    found = []
+    results = []
     for value in operands:
-        known = _known(proof, channel, value, guard)
-        if known is not None:
-            found.append(known)
+        exact = _known(proof, channel, value, guard)
+        if exact is not None:
+            results.append(exact)
         elif isinstance(value, Ranged) and kind in _PLACEWISE:
-            found.append(Ranged(tuple((stop, moved(part)) for stop, part in value.cuts)))
+            results.append(Ranged(tuple((stop, moved(part)) for stop, part in value.cuts)))
         else:
-            found.append(moved(values.collapse(value)))
-    return found[0] if len(found) == 1 else tuple(found)
+            results.append(moved(values.collapse(value)))
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _how(proof: Proof, computation, instruction, kind: str, channel: hc.Channel, operands) -> str:
@@ -188,17 +188,19 @@ def custom_call(proof: Proof, computation, position, instruction, operands, guar
         if spread is not None:
             return spread
     where = (computation.name, position)
-    found = proof.opaque.get(where)
-    if found is None:
-        found = proof.opaque[where] = customcalls.resolve(proof.module, instruction, proof.registry)
-    if found.uninitialised:
+    resolution = proof.opaque.get(where)
+    if resolution is None:
+        resolution = proof.opaque[where] = customcalls.resolve(
+            proof.module, instruction, proof.registry
+        )
+    if resolution.uninitialised:
         return customcalls.empty_buffer(values, False)
-    if found.effects is None:
-        return values.blocked(found.blocker, operands)
+    if resolution.effects is None:
+        return values.blocked(resolution.blocker, operands)
     own = proof.reach.applied(instruction)
     if own:
         return values.blocked(f"custom call {instruction.name!r} applies {own}", operands)
-    if values.unwritten and found.support is not None:
+    if values.unwritten and resolution.support is not None:
         # A kernel that is well formed reads no buffer that it was given to write to: its result
         # lies there.
         written = values.states.intern(hs.State(supports=(customcalls.FILLED,)))
@@ -208,42 +210,44 @@ def custom_call(proof: Proof, computation, position, instruction, operands, guar
             for n, o in enumerate(operands)
         ]
     state = values.merged(operands)
-    if found.support is not None:
+    if resolution.support is not None:
         state = values.states.refine(
-            state, values.states.intern(hs.State(supports=(found.support,)))
+            state, values.states.intern(hs.State(supports=(resolution.support,)))
         )
-    if len(found.effects) > 1 and not values.vary_alike(operands):
+    if len(resolution.effects) > 1 and not values.vary_alike(operands):
         state = values.states.evened(state)  # which of its outputs depend on which is not told
-    parts = [_effect(proof, e, state, found, guard) for e in found.effects]
+    parts = [_effect(proof, e, state, resolution, guard) for e in resolution.effects]
     if instruction.shape.elements is None:
         return parts[0] if parts else state
     return tuple(parts)
 
 
-def _effect(proof: Proof, effect, state: int, found, guard: int) -> int:
+def _effect(proof: Proof, effect, state: int, resolution, guard: int) -> int:
     states = proof.values.states
     if effect.kind == "local":
         return state
     if effect.kind == "unknown":
-        return states.blocked(found.blocker, state)
+        return states.blocked(resolution.blocker, state)
     # Of a rule the axes are names that only the module's mesh explains.
-    sizes = proof.default_mesh if found.mesh is None else found.mesh
+    sizes = proof.default_mesh if resolution.mesh is None else resolution.mesh
     if (
         not sizes
         or math.prod(sizes.values()) != proof.values.relations.partitions
         or not set(effect.axes) <= set(sizes)
     ):
-        what = found.blocker.what.split(" is tagged")[0].split(" has a rule")[0]
+        what = resolution.blocker.what.split(" is tagged")[0].split(" has a rule")[0]
         what += f" communicates over {','.join(effect.axes)}, in no mesh known to fit "
         return states.blocked(
-            found.blocker._replace(what=f"{what}{proof.values.relations.partitions} partitions"),
+            resolution.blocker._replace(
+                what=f"{what}{proof.values.relations.partitions} partitions"
+            ),
             state,
         )
     key = ("mesh", effect.kind, effect.axes, tuple(sizes.items()))
     channel = proof.cache.get(key)
     if channel is None:
         channel = proof.cache[key] = _mesh_channel(proof, effect, sizes)
-    what = found.support.what
+    what = resolution.support.what
     if effect.kind == "typed":
         old, relation = states[state], channel.groups.relation
         causes = [*old.causes, (relation, hs.Cause(what, "is declared to vary"))]

@@ -43,7 +43,7 @@ PARAMETER = object()
 
 
 class Proof:
-    """A module under evaluation, and what was found."""
+    """A module under evaluation, with the results so far."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Proof:
         self.records: dict[tuple[str, int], Record] = {}
         # By computation name and position, how each collective connects devices.
         self.channels: dict[tuple[str, int], hc.Channel] = {}
-        # By computation name and position, what was found out about each custom call.
+        # By computation name and position, the resolution of each custom call.
         self.opaque: dict[tuple[str, int], customcalls.Resolution] = {}
         self.cache: dict[Any, Any] = {}  # what handlers read of the text, by what they read it from
         self.result: Any = 0  # the entry computation's value

@@ -35,8 +35,8 @@ def devices(module: hm.Module, mesh: Mapping[str, int] | None) -> hd.Relations:
     if mesh is not None:
         size = math.prod(n for n in dict(mesh).values() if isinstance(n, int))
     partitions, replicas = module.num_partitions or 1, module.replica_count or 1
-    told = module.num_partitions is not None or module.replica_count is not None
-    if not told:
+    stated = module.num_partitions is not None or module.replica_count is not None
+    if not stated:
         partitions, replicas = _counts_in_text(module, size)
     if partitions * replicas > MAX_DEVICES:
         raise errors.HloError(
@@ -44,11 +44,11 @@ def devices(module: hm.Module, mesh: Mapping[str, int] | None) -> hd.Relations:
             f"{MAX_DEVICES} that this verifier takes; is the text damaged?",
             device_count=partitions * replicas,
         )
-    return hd.Relations(partitions, replicas, told or size is not None)
+    return hd.Relations(partitions, replicas, stated or size is not None)
 
 
 def _counts_in_text(module: hm.Module, mesh_size: int | None) -> tuple[int, int]:
-    found = mesh_size or 1
+    partitions = mesh_size or 1
     replicas = 1
     if mesh_size is None:
         for computation in module.computations.values():
@@ -77,8 +77,8 @@ def _counts_in_text(module: hm.Module, mesh_size: int | None) -> tuple[int, int]
                 if key != "sharding" and i.attribute("channel_id") is None:
                     replicas = max(replicas, count)
                 else:
-                    found = max(found, count)
-    return found, replicas
+                    partitions = max(partitions, count)
+    return partitions, replicas
 
 
 def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
@@ -88,16 +88,16 @@ def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
     if "shardrules.mesh" in text:
         # The header's is the program's own; kernels of several meshes name several.
         for part in (module.header.get("frontend_attributes", ""), text):
-            for found in _TAG_MESH.finditer(part):
-                mesh = customcalls.read_mesh(found[1] if found[1] is not None else found[2] or "")
+            for match in _TAG_MESH.finditer(part):
+                mesh = customcalls.read_mesh(match[1] if match[1] is not None else match[2] or "")
                 if mesh and int(np.prod(list(mesh.values()), dtype=np.float64)) == device_count:
                     named.add(tuple(mesh.items()))
             if named:
                 return dict(named.pop()) if len(named) == 1 else None
     if "mesh['" in text:
-        for found in _SHARDING_MESH.finditer(text):
+        for match in _SHARDING_MESH.finditer(text):
             try:
-                mesh_named, _ = hn.read_mesh(text[found.end() : found.end() + 4096])
+                mesh_named, _ = hn.read_mesh(text[match.end() : match.end() + 4096])
             except hn.NotationError:
                 continue
             # XLA itself calls axes axis_0, axis_1: of a sharding that had no names.
@@ -167,17 +167,17 @@ def parameter_values(
         parts = shardings.split_tuple_sharding(text)
         if len(parts) == 1:
             parts = parts * leaves
-        found = []
+        leaf_states = []
         for leaf in range(leaves):
             name = what if leaves == 1 else f"{what} element {leaf}"
             try:
                 if len(parts) != leaves:
                     raise hn.NotationError(f"{len(parts)} shardings for {leaves} arrays")
-                found.append(read.state(parts[leaf], shared[leaf] == "true", name))
+                leaf_states.append(read.state(parts[leaf], shared[leaf] == "true", name))
             except hn.NotationError as error:
                 why = f"{what} has a sharding that doesn't say what is equal ({error})"
-                found.append(states.blocked(hs.Blocker(why)))
-        values.append(tree(instruction.shape, found, states))
+                leaf_states.append(states.blocked(hs.Blocker(why)))
+        values.append(tree(instruction.shape, leaf_states, states))
     return values
 
 
@@ -216,14 +216,14 @@ def replicated_leaves(shape: hm.Shape, sharding: str | None, partitions: int) ->
         parts *= len(leaves)
     if len(parts) != len(leaves):
         return [False] * len(leaves)
-    found = []
+    replicated = []
     for part in parts:
         try:
             tiles = shardings.read_sharding(part, partitions).tiles
         except hn.NotationError:
             tiles = None
-        found.append(tiles is not None and set(tiles) == {0})
-    return found
+        replicated.append(tiles is not None and set(tiles) == {0})
+    return replicated
 
 
 def tree(shape: hm.Shape, leaves: list[int], states: hs.States) -> Any:

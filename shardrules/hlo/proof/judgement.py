@@ -261,10 +261,10 @@ class Output:
     @property
     def classes(self) -> tuple[tuple[int, ...], ...]:
         """List the sets of devices that are proven to hold the same."""
-        found: dict[int, list[int]] = {}
+        classes: dict[int, list[int]] = {}
         for device, label in enumerate(self._labels.tolist()):
-            found.setdefault(label, []).append(device)
-        return tuple(tuple(v) for v in found.values())
+            classes.setdefault(label, []).append(device)
+        return tuple(tuple(v) for v in classes.values())
 
     def __repr__(self) -> str:
         return f"<Output {self.path} {self.shape}: {self.reason or 'equal everywhere'}>"

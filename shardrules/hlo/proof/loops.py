@@ -47,10 +47,10 @@ def executions(module: hm.Module) -> dict[str, Run]:
                 if before is None:
                     runs[callee] = run
                     continue
-                known = before.count is not None and run.count is not None
+                countable = before.count is not None and run.count is not None
                 runs[callee] = Run(
                     max(before.depth, run.depth),
-                    (before.count or 0) + (run.count or 0) if known else None,
+                    (before.count or 0) + (run.count or 0) if countable else None,
                     before.at_most or run.at_most,
                     before.each + run.each,
                 )
@@ -88,19 +88,19 @@ def trip_count(module: hm.Module, computation: hm.Computation, loop: hm.Instruct
     """Give a while loop's trip count, for what it costs; None where it isn't static."""
     # XLA prints known_trip_count on CPU and GPU. On TPU the count follows from bound, start and
     # step, where all three are constants.
-    told = told_count(loop)
-    if told is not None:
-        return told
+    stated = stated_count(loop)
+    if stated is not None:
+        return stated
     if len(loop.operands) != 1:
         return None
     return counted(module, loop, lambda index: _follow(computation, loop.operands[0], index))
 
 
-def told_count(loop: hm.Instruction) -> int | None:
+def stated_count(loop: hm.Instruction) -> int | None:
     """Give the trip count that the text tells, as XLA does on CPU and GPU; else None."""
     config = loop.attribute("backend_config")
-    found = _KNOWN.search(config.replace('\\"', '"')) if config else None
-    return int(found[1]) if found else None
+    match = _KNOWN.search(config.replace('\\"', '"')) if config else None
+    return int(match[1]) if match else None
 
 
 def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | None:
@@ -132,10 +132,10 @@ class _Induction:
         self._initial = start
 
     def count(self) -> int | None:
-        found = self._compare(self.condition, self.condition.root)
-        if found is None:
+        comparison = self._compare(self.condition, self.condition.root)
+        if comparison is None:
             return None
-        direction, left, right = found
+        direction, left, right = comparison
         flip = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
         if direction not in flip:
             return None
@@ -164,11 +164,11 @@ class _Induction:
             root = computation.instructions[root.operands[0]]
         if root.opcode == "fusion" and len(root.calls) == 1:
             inner = self.module.computations[root.calls[0]]
-            found = self._compare(inner, inner.root)
-            if found is None:
+            comparison = self._compare(inner, inner.root)
+            if comparison is None:
                 return None
-            sides = [self._outer(computation, root.operands, side) for side in found[1:]]
-            return None if None in sides else (found[0], *sides)
+            sides = [self._outer(computation, root.operands, side) for side in comparison[1:]]
+            return None if None in sides else (comparison[0], *sides)
         if root.opcode != "compare" or len(root.operands) != 2:
             return None
         sides = [self._side(computation, o) for o in root.operands]

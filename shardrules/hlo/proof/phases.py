@@ -34,15 +34,15 @@ def phase_of(op_name: str) -> str:
     """Tell the phase from an op_name; XLA joins two names into one with ';', ':' or ' '."""
     if not op_name:
         return "unknown"
-    found = set()
+    phases = set()
     for part in re.split(r";|\s(?=\w+\()|:(?=\w+[/(])", op_name):
         if "rematted_computation" in part:
-            found.add("recompute")
+            phases.add("recompute")
         elif "transpose(" in part:
-            found.add("backward")
+            phases.add("backward")
         else:
-            found.add("forward")
-    return found.pop() if len(found) == 1 else "mixed"
+            phases.add("forward")
+    return phases.pop() if len(phases) == 1 else "mixed"
 
 
 def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:
@@ -70,12 +70,12 @@ class _Places:
     def overlapping(self, first: int, end: int) -> list[int]:
         """List the positions of the ranges that share elements with this one."""
         at = bisect.bisect_left(self._ranges, (end,)) - 1
-        found = []
+        positions = []
         while at >= 0 and self._reach[at] > first:
             if self._ranges[at][1] > first:
-                found.append(self._ranges[at][2])
+                positions.append(self._ranges[at][2])
             at -= 1
-        return found[::-1]
+        return positions[::-1]
 
 
 class PartNames:
@@ -107,9 +107,9 @@ class PartNames:
     ) -> tuple[str, hm.Metadata]:
         """Return the phase and the metadata of one part; no op_name where it has none."""
         takers = self._takers(computation, position, operand, elements)
-        found = self._own(computation, takers)
-        if found:
-            return _majority(found)
+        names = self._own(computation, takers)
+        if names:
+            return _majority(names)
         made_of = [computation.instructions[position].operands[operand]]
         if elements is not None:
             made_of = self._packed(computation, made_of[0], elements)
@@ -122,7 +122,9 @@ class PartNames:
         if not self._named:
             return "unknown", hm.Metadata()
         instructions, users = computation.instructions, self._users_in(computation)
-        names = self._nearest(computation, made_of, lambda one: instructions[one].operands)
+        names = self._nearest(
+            computation, made_of, lambda position: instructions[position].operands
+        )
         if not names:
             after = [user for taker in takers for user in users[taker]]
             names = self._nearest(computation, after, users.__getitem__)
@@ -139,11 +141,11 @@ class PartNames:
         seen = set(start)
         while queue and len(seen) < _NEAR:
             position = queue.popleft()
-            one = computation.instructions[position]
-            metadata = self._module.metadata(one)
+            instruction = computation.instructions[position]
+            metadata = self._module.metadata(instruction)
             # A parameter's name is the argument's.
-            if metadata.op_name and one.opcode != "parameter":
-                names.append((metadata, one.shape.bytes))
+            if metadata.op_name and instruction.opcode != "parameter":
+                names.append((metadata, instruction.shape.bytes))
                 continue
             for following in on(position):
                 if following not in seen:
@@ -175,19 +177,19 @@ class PartNames:
         return self._cuts[where].overlapping(*elements)
 
     def _own(self, computation: hm.Computation, takers: Sequence[int]) -> list[_Weighed]:
-        found, users = [], self._users_in(computation)
+        names, users = [], self._users_in(computation)
         for position in takers:
             for _ in range(16):
-                one = computation.instructions[position]
-                metadata = self._module.metadata(one)
+                instruction = computation.instructions[position]
+                metadata = self._module.metadata(instruction)
                 if metadata.op_name:
-                    found.append((metadata, one.shape.bytes))
+                    names.append((metadata, instruction.shape.bytes))
                     break
                 following = users[position]
                 if len(following) != 1 or not self._is_form(computation.instructions[following[0]]):
                     break
                 (position,) = following
-        return found
+        return names
 
     def _is_form(self, instruction: hm.Instruction) -> bool:
         if instruction.opcode != "fusion":
@@ -215,27 +217,27 @@ class PartNames:
             inner = within.instructions[within.root]
         if inner.opcode != "concatenate" or len(inner.shape.dimensions) != 1:
             return []
-        found, start = [], 0
+        ranges, start = [], 0
         for operand in inner.operands:
-            one = within.instructions[operand]
+            part = within.instructions[operand]
             if within is not computation:
-                if one.opcode != "parameter" or int(one.literal) >= len(outer.operands):
+                if part.opcode != "parameter" or int(part.literal) >= len(outer.operands):
                     return []
-                operand = outer.operands[int(one.literal)]
-            found.append((start, start + one.shape.element_count, operand))
-            start += one.shape.element_count
-        return found
+                operand = outer.operands[int(part.literal)]
+            ranges.append((start, start + part.shape.element_count, operand))
+            start += part.shape.element_count
+        return ranges
 
     @staticmethod
     def _past_done(users, instructions, position: int) -> list[int]:
-        found, queue = [], list(users[position])
+        takers, queue = [], list(users[position])
         while queue:
-            one = queue.pop(0)
-            if instructions[one].opcode.endswith("-done"):
-                queue += users[one]
+            user = queue.pop(0)
+            if instructions[user].opcode.endswith("-done"):
+                queue += users[user]
             else:
-                found.append(one)
-        return found
+                takers.append(user)
+        return takers
 
     def _slice(self, instruction: hm.Instruction) -> tuple[int, int] | None:
         if (

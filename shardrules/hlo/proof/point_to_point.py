@@ -35,21 +35,21 @@ def crosses(instruction: Instruction) -> bool:
 
 def blocker(instruction: Instruction) -> hs.Blocker:
     """Say why nothing is proven of a send."""
-    found = _TYPE.search(instruction.attribute("frontend_attributes") or "")
-    kind = f" ({found[1]} by Megascale)" if found else ""
+    match = _TYPE.search(instruction.attribute("frontend_attributes") or "")
+    kind = f" ({match[1]} by Megascale)" if match else ""
     return hs.Blocker(f"send {instruction.name!r} to other devices{kind}, which is not followed")
 
 
 def read_channel(instruction: Instruction, relations: hd.Relations) -> hc.Channel:
     """Give the pairs of a send's devices; where the text doesn't tell them, it may reach any."""
     number = (instruction.attribute("channel_id") or "").strip()
-    found = _PAIRS.search(instruction.attribute("frontend_attributes") or "")
+    match = _PAIRS.search(instruction.attribute("frontend_attributes") or "")
     try:
-        if found is None:
+        if match is None:
             raise hn.NotationError("a send without pairs")
         # As of a permute's, but that a channel of 0 is none (XLA's GetP2PConfigForSendRecv).
         channel = number.strip("0") != ""
-        groups, _ = hc.read_pairs(found[1], channel, None, relations)
+        groups, _ = hc.read_pairs(match[1], channel, None, relations)
     except hn.NotationError:
         count = relations.device_count
         everyone = hc.make_groups((np.arange(count), np.array([count])), relations)

@@ -58,15 +58,15 @@ class Reach:
 
     def deterministic(self, instruction: hm.Instruction) -> bool:
         """Tell whether an instruction is a deterministic function of its operands alone."""
-        known = instruction.opcode in _PURE and instruction.start not in self.module.strange
-        return known and all(self._pure(c) for c in instruction.calls)
+        understood = instruction.opcode in _PURE and instruction.start not in self.module.strange
+        return understood and all(self._pure(c) for c in instruction.calls)
 
     def applied(self, instruction: hm.Instruction) -> str:
         """Name what an instruction applies that more than operands decide, "" for nothing."""
-        found = next((name for name in instruction.calls if not self._pure(name)), None)
-        if found is None:
+        impure = next((name for name in instruction.calls if not self._pure(name)), None)
+        if impure is None:
             return ""
-        return f"computation {found!r}, which is not a deterministic function"
+        return f"computation {impure!r}, which is not a deterministic function"
 
     def unknown_attribute(self, instruction: hm.Instruction) -> str:
         """Say that an instruction has an attribute that may mean anything."""
@@ -93,13 +93,17 @@ class Reach:
         for computation in self.module.computations.values():
             for instruction in computation.instructions:
                 opcode = instruction.opcode
-                known = instruction.start not in strange
-                if known and opcode in _PLAIN and (instruction.operands or opcode not in _TAKES):
+                understood = instruction.start not in strange
+                if (
+                    understood
+                    and opcode in _PLAIN
+                    and (instruction.operands or opcode not in _TAKES)
+                ):
                     continue  # quickly: nearly all
                 self._check(instruction, opcode in handled)
                 names: Iterable[str] = instruction.calls
                 why = f"{opcode} {instruction.name!r} runs it in a way not followed"
-                if not known:  # it may run whatever it names
+                if not understood:  # it may run whatever it names
                     names = [*names, *self._named(instruction)]
                     why = self.unknown_attribute(instruction)
                 elif opcode in _FOLLOWED:
@@ -147,19 +151,19 @@ class Reach:
         )
 
     def _any(
-        self, name: str, known: dict[str, bool], test: Callable[[hm.Instruction], bool]
+        self, name: str, answers: dict[str, bool], test: Callable[[hm.Instruction], bool]
     ) -> bool:
         """Tell whether an instruction that passes a test is in a computation or below it."""
         stack = [name]
         while stack:
             current = stack[-1]
             computation = self.module.computations[current]
-            below = [c for i in computation.instructions for c in i.calls if c not in known]
-            if current in known or not below:
+            below = [c for i in computation.instructions for c in i.calls if c not in answers]
+            if current in answers or not below:
                 stack.pop()
-                known[current] = known.get(current) or any(
-                    test(i) or any(known[c] for c in i.calls) for i in computation.instructions
+                answers[current] = answers.get(current) or any(
+                    test(i) or any(answers[c] for c in i.calls) for i in computation.instructions
                 )
             else:
                 stack.extend(dict.fromkeys(below))
-        return known[name]
+        return answers[name]

@@ -71,14 +71,16 @@ def _device_id(proof: Proof, computation, position, instruction, operands, guard
     if opcode not in proof.cache:
         count, partitions = values.relations.device_count, values.relations.partitions
         ids = np.arange(count, dtype=np.uint32)
-        kinds, other = partitions, ids % partitions
+        kinds, numbers = partitions, ids % partitions
         if opcode == "replica-id":
-            kinds, other = values.relations.replicas, ids // partitions
-        if not values.relations.told and count > 1 and kinds == 1:  # they may be of either kind
+            kinds, numbers = values.relations.replicas, ids // partitions
+        if (
+            not values.relations.counts_stated and count > 1 and kinds == 1
+        ):  # they may be of either kind
             why = "partition-id or replica-id, and the text doesn't say how many (pass mesh=)"
             proof.cache[opcode] = values.blocked(why, ())
         else:
-            proof.cache[opcode] = values.device_number(other, opcode)
+            proof.cache[opcode] = values.device_number(numbers, opcode)
     return proof.cache[opcode]
 
 
@@ -106,9 +108,9 @@ def _tuple(proof: Proof, computation, position, instruction, operands, guard):
 
 def _element(proof: Proof, computation, position, instruction, operands, guard):
     value = operands[0] if operands else 0
-    found = _INDEX.match(instruction.text, instruction.attributes_start, instruction.end)
-    text = found[1] if found else instruction.attribute("index")
-    if text is None or not found and not re.fullmatch(r"\d{1,9}", text):
+    match = _INDEX.match(instruction.text, instruction.attributes_start, instruction.end)
+    text = match[1] if match else instruction.attribute("index")
+    if text is None or not match and not re.fullmatch(r"\d{1,9}", text):
         raise proof.reach.error(instruction, "has no index")
     index = int(text)
     if isinstance(value, tuple):
@@ -124,8 +126,8 @@ def _same(proof: Proof, computation, position, instruction, operands, guard):
     if not operands:
         return 0
     if len(operands) > 1:
-        others = proof.values.merged(operands[1:])
-        return proof.values.with_state(operands[0], proof.values.states.evened(others))
+        rest = proof.values.merged(operands[1:])
+        return proof.values.with_state(operands[0], proof.values.states.evened(rest))
     return operands[0]
 
 

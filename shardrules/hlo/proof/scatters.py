@@ -54,15 +54,15 @@ def find(proof: Proof) -> dict[tuple[str, int], Scatter]:
             callers.update(instruction.calls)
             if instruction.start not in module.strange and _emitted(instruction):
                 fusions[instruction.calls[0]] = computation, position
-    found = {}
+    scatters = {}
     for name, (computation, position) in fusions.items():
         inside = module.computations[name]
         places = [p for p, i in enumerate(inside.instructions) if i.opcode in hc.OPCODES]
         if len(places) == callers[name] == 1:
             channel = _read(proof, inside, places[0])
             if channel is not None:
-                found[name, places[0]] = Scatter(computation, position, channel)
-    return found
+                scatters[name, places[0]] = Scatter(computation, position, channel)
+    return scatters
 
 
 def _emitted(fusion: hm.Instruction) -> bool:
@@ -121,10 +121,12 @@ def _slices(inside: hm.Computation, position: int) -> list[hm.Instruction] | Non
         while instructions[place].opcode in _FORMS and instructions[place].operands:
             place = instructions[place].operands[0]
         slices.append(place)
-    found = [instructions[place] for place in slices]
+    sliced_by = [instructions[place] for place in slices]
     alone = [users[taker] == [place] for taker, place in zip(takers, slices)]
-    sliced = [i.opcode == "dynamic-slice" and i.operands[:1] == (t,) for i, t in zip(found, takers)]
-    return found if len(found) == count and all(alone + sliced) else None
+    sliced = [
+        i.opcode == "dynamic-slice" and i.operands[:1] == (t,) for i, t in zip(sliced_by, takers)
+    ]
+    return sliced_by if len(sliced_by) == count and all(alone + sliced) else None
 
 
 def _made_of(inside: hm.Computation, position: int) -> int | None:
@@ -166,8 +168,8 @@ def _order(
     start = numbers[piece.operands[along + 1]]
     if type(start) is int:  # from a table that the text leaves out: XLA numbers members in order
         return along, np.broadcast_to(np.arange(count), members.shape)
-    known = isinstance(start, Exact)
-    rows = exact.clamped_index(start, full[along] - sizes[along]) if known else None
+    is_exact = isinstance(start, Exact)
+    rows = exact.clamped_index(start, full[along] - sizes[along]) if is_exact else None
     if rows is None or rows.size == 1:
         return None
     starts = rows[members]

@@ -95,10 +95,10 @@ def judge(
             values = inputs.parameter_values(module, states, parameter_shardings)
             proof = replication.prove(module, registry, values, states, axes)
             judge = _Judge(module, proof, named, inputs.promises(module, output_shardings))
-            found = judge.judgement()
+            judgement = judge.judgement()
             if told is not None:
                 judge.check_mesh(values)
-            return found
+            return judgement
     except RecursionError:
         raise _too_deep(module) from None
 
@@ -169,14 +169,14 @@ class _Judge:
             hd.check_order(self.mesh, self.relations, seen, groups)
 
     def _outputs(self) -> tuple[Output, ...]:
-        found: list[Output] = []
+        outputs: list[Output] = []
         root = self.module.entry.instructions[self.module.entry.root].shape
         stack: list[tuple[tuple[int, ...], hm.Shape, Any]] = [((), root, self.proof.result)]
         while stack:
             path, shape, value = stack.pop()
             if shape.elements is None:
                 state = self.states[self.proof.values.collapse(value)]
-                found.append(Output(path, shape, state, self.relations, self.mesh))
+                outputs.append(Output(path, shape, state, self.relations, self.mesh))
                 continue
             for index in reversed(range(len(shape.elements))):
                 part = (
@@ -185,7 +185,7 @@ class _Judge:
                     else self.proof.values.collapse(value)
                 )
                 stack.append((path + (index,), shape.elements[index], part))
-        return tuple(found)
+        return tuple(outputs)
 
     def _instruction(self, computation: hm.Computation, position: int) -> list[Verdict]:
         """Judge one collective: operand by operand, range by range."""
@@ -325,22 +325,22 @@ class _Judge:
         elements: tuple[int, int] | None = None,
     ) -> Collective:
         """Return a collective as it is for one of its operands, or a range of one."""
-        found = object.__new__(Collective)  # dataclasses.replace takes ten times as long
-        fields = found.__dict__
+        part = object.__new__(Collective)  # dataclasses.replace takes ten times as long
+        fields = part.__dict__
         fields.update(base.__dict__)
         fields["operand"], fields["operand_bytes"], fields["element_type"] = own
         if position is None:
-            return found
+            return part
         computation = self.module.computations[base.computation]
         phase, metadata = self.names.part(computation, position, own[0], elements)
         if metadata.op_name:
             fields["op_name"], fields["frames"] = metadata.op_name, metadata.frames or base.frames
         elif elements is not None and base.op_name:  # it is not combined
-            return found
+            return part
         elif metadata.frames:
             fields["frames"] = metadata.frames
         fields["phase"] = phase
-        return found
+        return part
 
     def _pair_axes(self, groups: hd.Groups) -> tuple[str, ...] | None:
         if self.mesh is None:
@@ -357,21 +357,21 @@ class _Judge:
         state, rules = self.states[number], self.states[guard]
         size = part.bytes if part else collective.operand_bytes
 
-        def verdict(name: str, reason: str, needed=None, blockers=(), **others) -> Verdict:
+        def verdict(name: str, reason: str, needed=None, blockers=(), **fields) -> Verdict:
             rests = hs.union(state.supports, rules.supports)
             if name in ("redundant", "overwide"):
                 rests = rests + ASSUMPTIONS
             return Verdict(
-                name, collective, part, size, reason, needed, rests, tuple(blockers), **others
+                name, collective, part, size, reason, needed, rests, tuple(blockers), **fields
             )
 
         if not self.proof.transfer.uniform(rules.proven, channel):
             why = why_varying(rules, channel.groups.relation, self.relations, self.mesh)
-            known = not self.proof.transfer.uniform(rules.optimistic, channel)
+            certain = not self.proof.transfer.uniform(rules.optimistic, channel)
             return verdict(
                 "unproven",
                 "it runs under a predicate that "
-                f"{'differs' if known else 'may differ'} within a group, so it may "
+                f"{'differs' if certain else 'may differ'} within a group, so it may "
                 f"hang: {why}",
                 blockers=rules.blockers,
                 divergent=True,
@@ -395,9 +395,9 @@ class _Judge:
                 copies=collective.group_size,
             )
         if collective.kind in hc.OVERWIDE_KINDS:
-            found = self._overwide(collective, channel, state, proven)
-            if found is not None:
-                reason, needed, copies = found
+            overwide = self._overwide(collective, channel, state, proven)
+            if overwide is not None:
+                reason, needed, copies = overwide
                 return verdict("overwide", reason, needed, state.blockers, copies=copies)
         if optimistic == proven and not (
             collective.kind == "ragged-all-to-all" and proven == channel.groups.relation
@@ -413,14 +413,14 @@ class _Judge:
 
     def _within(self, groups: hd.Groups, relation: int) -> int:
         key = (id(groups), relation)
-        found = self._restricted.get(key)
-        if found is None:
-            found = self.relations.refine(groups.relation, relation)
+        restricted = self._restricted.get(key)
+        if restricted is None:
+            restricted = self.relations.refine(groups.relation, relation)
             if groups.ends is not None:
                 sources, targets = self.relations.labels(relation)[groups.ends]
-                found = found if (sources != targets).any() else groups.relation
-            self._restricted[key] = found
-        return found
+                restricted = restricted if (sources != targets).any() else groups.relation
+            self._restricted[key] = restricted
+        return restricted
 
     def _overwide(self, collective, channel, state, proven):
         if collective.axes is not None and self.mesh is not None:

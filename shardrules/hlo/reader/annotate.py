@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 
 from shardrules.hlo.reader.module import Module
 
-__all__ = ["told"]
+__all__ = ["annotated"]
 
 _NAME = re.compile(r"\s*HloModule\s+[^\s,]+")
 _AXIS = re.compile(r'[^\s",=]([^",=]*[^\s",=])?')
 _ATTRIBUTES = "frontend_attributes={"
 
 
-def told(
+def annotated(
     module: Module,
     mesh: Mapping[str, int] | None,
     shardings: Sequence[str | None] | None,
@@ -31,11 +31,11 @@ def told(
     # Of an axis that is named otherwise the reader would make another one, or none.
     if mesh and name and all(_AXIS.fullmatch(axis) for axis in mesh):
         tag = 'shardrules.mesh="{}"'.format(",".join(f"{a}={n}" for a, n in mesh.items()))
-        there = text.find(_ATTRIBUTES, 0, text.find("\n") + 1 or len(text))
-        if there < 0:
+        attributes_at = text.find(_ATTRIBUTES, 0, text.find("\n") + 1 or len(text))
+        if attributes_at < 0:
             added.append((name.end(), f", {_ATTRIBUTES}{tag}}}"))
         else:
-            place = there + len(_ATTRIBUTES)
+            place = attributes_at + len(_ATTRIBUTES)
             added.append((place, tag + ("" if text[place] == "}" else ",")))
     for parameter, sharding in zip(module.entry.parameters, shardings or ()):
         if sharding is not None and parameter.attribute("sharding") is None:

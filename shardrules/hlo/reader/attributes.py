@@ -87,13 +87,13 @@ def blanked(text: str) -> str:
     # number or between replica groups.
     if not _UNPRINTED.search(text):
         return text
-    return _KEPT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+    return _KEPT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
 
 
 def skip(text: str, position: int, end: int = sys.maxsize) -> int:
     """Find the next place that is neither space nor comment."""
-    found = _SKIP.match(text, position, end)
-    return found.end() if found else position
+    match = _SKIP.match(text, position, end)
+    return match.end() if match else position
 
 
 def match_bracket(text: str, start: int, end: int) -> int:
@@ -101,13 +101,13 @@ def match_bracket(text: str, start: int, end: int) -> int:
     open_at: list[int] = []
     position = start
     while True:
-        found = _BRACKET.search(text, position, end)
-        if not found:
+        match = _BRACKET.search(text, position, end)
+        if not match:
             raise syntax_error(text, start, f"this {text[start]!r} is never closed")
-        token = found[0]
-        position = found.end()
+        token = match[0]
+        position = match.end()
         if token in _CLOSING:
-            open_at.append(found.start())
+            open_at.append(match.start())
         elif token in "})]":
             opening = open_at.pop()
             if _CLOSING[text[opening]] != token:
@@ -115,16 +115,16 @@ def match_bracket(text: str, start: int, end: int) -> int:
             if not open_at:
                 return position
         elif token == '"':
-            raise syntax_error(text, found.start(), "this quote is never closed")
+            raise syntax_error(text, match.start(), "this quote is never closed")
 
 
 def _dictionary_end(text: str, start: int, end: int) -> int:
     """Find the end of a JSON dictionary as XLA does: of brackets only ``{`` and ``}`` count."""
     depth = 0
-    for found in _BRACE.finditer(text, start, end):
-        depth += (found[0] == "{") - (found[0] == "}")
+    for match in _BRACE.finditer(text, start, end):
+        depth += (match[0] == "{") - (match[0] == "}")
         if not depth:
-            return found.end()
+            return match.end()
     raise syntax_error(text, start, "this '{' is never closed")
 
 

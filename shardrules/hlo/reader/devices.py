@@ -29,11 +29,11 @@ DISTINCT = 1  # the relation in which every device holds its own
 class Relations:
     """The interned relations over a module's devices."""
 
-    def __init__(self, partitions: int, replicas: int = 1, told: bool = True):
+    def __init__(self, partitions: int, replicas: int = 1, counts_stated: bool = True):
         self.partitions = partitions  # how many devices the module is for
         self.replicas = replicas
         self.device_count = device_count = partitions * replicas  # how many that are in all
-        self.told = told  # somebody said how many; else it is the most that the text names
+        self.counts_stated = counts_stated  # else counted from ids in the text
         self._ids: dict[bytes, int] = {}
         self._arrays: list[np.ndarray] = []
         self._refined: dict[tuple[int, int], int] = {}
@@ -62,11 +62,11 @@ class Relations:
             self._lowest[labels[::-1]] = self._falling
             canonical = self._lowest[labels]
         key = canonical.tobytes()
-        known = self._ids.get(key)
-        if known is None:
-            known = self._ids[key] = len(self._arrays)
+        number = self._ids.get(key)
+        if number is None:
+            number = self._ids[key] = len(self._arrays)
             self._arrays.append(canonical)
-        return known
+        return number
 
     def labels(self, relation: int) -> np.ndarray:
         """Give each device's class, by its lowest member."""
@@ -81,11 +81,11 @@ class Relations:
         if a == DISTINCT or b == DISTINCT:
             return DISTINCT
         key = (a, b) if a < b else (b, a)
-        known = self._refined.get(key)
-        if known is None:
+        number = self._refined.get(key)
+        if number is None:
             joined = self._arrays[a].astype(np.int64) * self.device_count + self._arrays[b]
-            known = self._refined[key] = self.intern(joined)
-        return known
+            number = self._refined[key] = self.intern(joined)
+        return number
 
     def coarsen(self, a: int, b: int) -> int:
         """Combine: devices are equal if they are so under either, or by way of others."""
@@ -234,13 +234,13 @@ class Mesh:
     def relation(self, names: Sequence[str]) -> int:
         """Give the relation in which devices along these axes are equal."""
         key = tuple(n for n in self.names if n in names)
-        known = self._over.get(key)
-        if known is None:
+        relation = self._over.get(key)
+        if relation is None:
             rows = self.lines(key)
             labels = np.empty(self._relations.device_count, np.int64)
             labels[rows.reshape(-1)] = np.repeat(np.arange(rows.shape[0]), rows.shape[1])
-            known = self._over[key] = self._relations.intern(labels)
-        return known
+            relation = self._over[key] = self._relations.intern(labels)
+        return relation
 
     def varying(self, relation: int) -> tuple[str, ...]:
         """List the axes over which a value with this relation may vary."""
@@ -277,9 +277,9 @@ class Mesh:
         best, most = None, 0
         if rest and len(self.axes) <= 6:
             for order in itertools.permutations(self.axes):
-                other = Mesh(order, self._relations)
-                if all(other.along(r) is not None for r in explained):
-                    more = sum(other.along(r) is not None for r in rest)
+                reordered = Mesh(order, self._relations)
+                if all(reordered.along(r) is not None for r in explained):
+                    more = sum(reordered.along(r) is not None for r in rest)
                     if more > most:
                         best, most = order, more
         return best
@@ -335,9 +335,9 @@ def check_order(
     order = mesh.better_order([*seen, *(g.relation for g in groups.values())])
     if order is None:
         return
-    other = Mesh(order, relations)
+    reordered = Mesh(order, relations)
     for name, group in groups.items():
-        along = other.along(group.relation)
+        along = reordered.along(group.relation)
         if mesh.along(group.relation) is None and along is not None:
             shown = ", ".join(f"{n}={s}" for n, s in mesh.axes)
             right = ",".join(f"{n}={s}" for n, s in order)

@@ -134,8 +134,8 @@ class Reader:
             if callee and opcode in _FAST_CALLERS:
                 calls = (callee,)
             elif opcode in _CALLERS:
-                found = attributes.iter_attributes(text, inner[1] + 1, position - 1)
-                calls = self._calls({key: (a, b) for key, a, b in found}, label)
+                spans = attributes.iter_attributes(text, inner[1] + 1, position - 1)
+                calls = self._calls({key: (a, b) for key, a, b in spans}, label)
             opcode = intern(opcode, opcode)
             add(scope, label, opcode, shape, operands, calls, start, inner, position - 1, is_root)
         self.finish(scope, is_entry, opening)
@@ -157,8 +157,8 @@ class Reader:
             if scope.root >= 0:
                 raise self.error(start, f"computation {scope.name!r} has a second ROOT")
             scope.root = place
-        found = (label, opcode, shape, operands, calls, self.text, start, inner, inner[1] + 1, end)
-        instructions.append(_make(hm.Instruction, found))
+        fields = (label, opcode, shape, operands, calls, self.text, start, inner, inner[1] + 1, end)
+        instructions.append(_make(hm.Instruction, fields))
 
     def _shape(self, text: str, offset: int) -> hm.Shape:
         shape, end = shapes.read(self.text, offset)
@@ -192,7 +192,9 @@ class Reader:
                 f"parameter {max(scope.numbers)} of computation {name!r}: it has "
                 f"only {len(scope.numbers)} parameters",
             )
-        calling = tuple([place for place, one in enumerate(instructions) if one.calls])
+        calling = tuple(
+            [place for place, instruction in enumerate(instructions) if instruction.calls]
+        )
         computation = hm.Computation(name, tuple(instructions), root, is_entry, calling)
         self.computations[name] = computation
         return computation
@@ -242,12 +244,12 @@ class Reader:
             calls = self._calls(keys, label)
         operands = self._resolve(scope, labels, start)
         if shape is None:
-            known = [scope.instructions[o].shape for o in operands]
+            operand_shapes = [scope.instructions[o].shape for o in operands]
             called = self.computations.get(calls[0]) if calls else None
             result = called.instructions[called.root].shape if called else None
-            if len(known) == len(labels):
+            if len(operand_shapes) == len(labels):
                 shape = shapes.infer(
-                    opcode[1], known, lambda k: text[slice(*keys.get(k, (0, 0)))], result
+                    opcode[1], operand_shapes, lambda k: text[slice(*keys.get(k, (0, 0)))], result
                 )
             if shape is None:
                 raise self.error(
@@ -364,49 +366,49 @@ class Reader:
 
     def _literal_end(self, opening: int) -> int:
         depth = 0
-        for found in _PAREN.finditer(self.text, opening):
-            depth += (found[0] == "(") - (found[0] == ")")
-            if not depth or found[0] == '"':
-                if found[0] != '"':
-                    return found.end()
+        for match in _PAREN.finditer(self.text, opening):
+            depth += (match[0] == "(") - (match[0] == ")")
+            if not depth or match[0] == '"':
+                if match[0] != '"':
+                    return match.end()
                 break
         raise self.error(opening, "this '(' is never closed")
 
     # -- computations -------------------------------------------------------------------------
 
     def _calls(self, keys: dict[str, tuple[int, int]], label: str) -> tuple[str, ...]:
-        found: list[str] = []
+        names: list[str] = []
         for key in _CALL_KEYS:
             if key not in keys:
                 continue
             start, end = keys[key]
             if _INLINE.match(self.text, start, end):
-                found.append(self._inline(f"{label}.{key}", start))
+                names.append(self._inline(f"{label}.{key}", start))
             elif self.text[start] == "{":
-                found += self._listed(f"{label}.{key}", start + 1, end - 1)
+                names += self._listed(f"{label}.{key}", start + 1, end - 1)
             else:
-                found.append(self.text[start:end].lstrip("%"))
-        return tuple(found)
+                names.append(self.text[start:end].lstrip("%"))
+        return tuple(names)
 
     def _listed(self, label: str, at: int, end: int) -> list[str]:
-        found: list[str] = []
+        names: list[str] = []
         at = skip(self.text, at, end)
         while at < end:
             if self.text[at] == "{":
-                found.append(self._inline(f"{label}.{len(found)}", at))
+                names.append(self._inline(f"{label}.{len(names)}", at))
                 at = attributes.match_bracket(self.text, at, end)
             else:
                 name = _NAME.match(self.text, at, end)
                 if not name:
                     raise self.error(at, "expected the name of a computation")
-                found.append(name[1])
+                names.append(name[1])
                 at = name.end()
             at = skip(self.text, at, end)
             if at < end:
                 if self.text[at] != ",":
                     raise self.error(at, "expected ',' between computations")
                 at = skip(self.text, at + 1, end)
-        return found
+        return names
 
     def _inline(self, name: str, start: int) -> str:
         if self._depth >= _MAX_DEPTH:

@@ -88,15 +88,15 @@ class Shape(NamedTuple):
 
     def leaves(self) -> list[Shape]:
         """List the arrays of a tuple, depth first; an array lists itself."""
-        found: list[Shape] = []
+        leaves: list[Shape] = []
         stack = [self]
         while stack:
             shape = stack.pop()
             if shape.elements is None:
-                found.append(shape)
+                leaves.append(shape)
             else:
                 stack.extend(reversed(shape.elements))
-        return found
+        return leaves
 
     @property
     def bytes(self) -> int:
@@ -211,8 +211,8 @@ class Computation(NamedTuple):
     @property
     def parameters(self) -> list[Instruction]:
         """List the parameters by their numbers."""
-        found = [i for i in self.instructions if i.opcode == "parameter"]
-        return sorted(found, key=lambda i: int(i.literal))
+        parameters = [i for i in self.instructions if i.opcode == "parameter"]
+        return sorted(parameters, key=lambda i: int(i.literal))
 
     def users(self) -> Users:
         """List, for each instruction, the positions of those that use it."""
@@ -237,9 +237,9 @@ class Users(list[list[int]]):
         if position not in self._elements:  # read once for all elements: there may be thousands
             takers = self._elements.setdefault(position, {})
             for user in self[position]:
-                one = self._instructions[user]
-                whole = one.opcode != "get-tuple-element"
-                takers.setdefault(None if whole else one.attribute("index"), []).append(user)
+                taker = self._instructions[user]
+                whole = taker.opcode != "get-tuple-element"
+                takers.setdefault(None if whole else taker.attribute("index"), []).append(user)
         takers = self._elements[position]
         return sorted(takers.get(None, []) + takers.get(str(element), []))
 
@@ -277,12 +277,12 @@ class Module:
         """Read an instruction's metadata; empty where there is none."""
         if instruction.text is not self.text:  # it was left out of the text
             return Metadata()
-        found = self.frames.known.get(instruction.start)
-        if found is None:
+        metadata = self.frames.by_start.get(instruction.start)
+        if metadata is None:
             value = instruction.attribute("metadata")
-            found = self.frames.metadata(value) if value else Metadata()
-            self.frames.known[instruction.start] = found
-        return found
+            metadata = self.frames.metadata(value) if value else Metadata()
+            self.frames.by_start[instruction.start] = metadata
+        return metadata
 
     def __repr__(self) -> str:
         return f"<Module {self.name}: {len(self.computations)} computations>"
@@ -300,7 +300,7 @@ class FrameTable:
     _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 
     def __init__(self, tables: dict[str, str]):
-        self.known: dict[int, Metadata] = {}  # by the offset at which an instruction starts
+        self.by_start: dict[int, Metadata] = {}  # by the offset at which an instruction starts
         self._texts = tables
         self._rows: dict[str, dict[int, str]] = {}
         self._cache: dict[int, tuple[Frame, ...]] = {}
@@ -313,8 +313,8 @@ class FrameTable:
 
     def _row(self, table: str, key: int) -> str:
         if table not in self._rows:
-            found = self._ROW.findall(self._texts.get(table, ""))
-            self._rows[table] = {int(number[:9]): row for number, row in found}
+            rows = self._ROW.findall(self._texts.get(table, ""))
+            self._rows[table] = {int(number[:9]): row for number, row in rows}
         return self._rows[table].get(key, "")
 
     def _fields(self, table: str, key: int) -> dict[str, int]:
@@ -328,7 +328,7 @@ class FrameTable:
         """Follow a stack_frame_id to the frames, innermost first."""
         if frame_id in self._cache:
             return self._cache[frame_id]
-        found: list[Frame] = []
+        frames: list[Frame] = []
         seen: set[int] = set()
         current = frame_id
         while current > 0 and current not in seen:
@@ -342,10 +342,10 @@ class FrameTable:
                 location.get("line", 0),
                 self._string("FunctionNames", location.get("function_name_id", 0)),
             )
-            if frame not in found[-1:]:  # columns differ, which a Frame doesn't hold
-                found.append(frame)
+            if frame not in frames[-1:]:  # columns differ, which a Frame doesn't hold
+                frames.append(frame)
             current = row.get("parent_frame_id", 0) - self._shift
-        self._cache[frame_id] = tuple(found)
+        self._cache[frame_id] = tuple(frames)
         return self._cache[frame_id]
 
     def metadata(self, text: str) -> Metadata:

@@ -44,16 +44,16 @@ def read_ints(text: str) -> list[int]:
 
 def iota_tiles(text: str) -> np.ndarray:
     """Read ``[4,2]<=[2,4]T(1,0)``: numbers counted up, reshaped, transposed, reshaped."""
-    found = _IOTA.match(text)
-    if not found:
+    match = _IOTA.match(text)
+    if not match:
         raise NotationError(f"expected [..]<=[..], got {text[:60]!r}")
-    tiles, shape = read_ints(found[1]), read_ints(found[2])
+    tiles, shape = read_ints(match[1]), read_ints(match[2])
     total = int(np.prod(shape, dtype=np.float64)) if shape else 1
     if total > _MAX_DEVICES or int(np.prod(tiles, dtype=np.float64)) != total:
         raise NotationError(f"{text[:60]!r}: the two lists of sizes don't hold as many devices")
     array = np.arange(total).reshape(shape or [1])
-    if found[3]:
-        order = read_ints(found[3])
+    if match[3]:
+        order = read_ints(match[3])
         if sorted(order) != list(range(len(shape))):
             raise NotationError(f"{text[:60]!r}: T(...) does not order {len(shape)} dimensions")
         array = array.transpose(order)
@@ -75,19 +75,19 @@ class TextMesh:
 
 def read_mesh(text: str) -> tuple[TextMesh, int]:
     """Read ``mesh['data'=4,'model'=2]``, with device ids inside or after; give also its end."""
-    found = _MESH.match(text)
-    if not found:
+    match = _MESH.match(text)
+    if not match:
         raise NotationError(f"expected mesh['axis'=size,...], got {text[:60]!r}")
-    axes = tuple((name, int(size)) for name, size in _AXIS.findall(found[1]) if len(size) < 10)
-    leftover = _AXIS.sub("", found[1]).replace(",", "").strip()
+    axes = tuple((name, int(size)) for name, size in _AXIS.findall(match[1]) if len(size) < 10)
+    leftover = _AXIS.sub("", match[1]).replace(",", "").strip()
     if leftover:
-        raise NotationError(f"can't read {leftover[:40]!r} in {found[0][:60]!r}")
-    end = found.end()
+        raise NotationError(f"can't read {leftover[:40]!r} in {match[0][:60]!r}")
+    end = match.end()
     sizes = [size for _, size in axes]
     total = math.prod(sizes)
     if total > _MAX_DEVICES or total < 1:
-        raise NotationError(f"{found[0][:60]!r} has {total} devices")
-    ids = found[2]
+        raise NotationError(f"{match[0][:60]!r} has {total} devices")
+    ids = match[2]
     if ids is None:
         after = re.match(r"\s*,\s*(?=device_ids=)", text[end:])
         if after:
@@ -162,9 +162,9 @@ def read_groups(text: str) -> tuple[IdLists, TextMesh | None]:
             raise NotationError(f"expected {{'axis',...}} after the mesh in {text[:80]!r}")
         return _lists_of(axis_groups(mesh, AXIS_REF.findall(rest))), mesh
     if text.startswith("["):
-        found = _IOTA.fullmatch(text)
+        match = _IOTA.fullmatch(text)
         tiles = iota_tiles(text)
-        if not found or tiles.ndim != 2:
+        if not match or tiles.ndim != 2:
             raise NotationError(f"expected [groups,members]<=[...], got {text[:60]!r}")
         return _lists_of(tiles), None
     printed = _read_printed(text)

@@ -70,7 +70,7 @@ def callees_first(error, computations: dict[str, hm.Computation]) -> tuple[str, 
     place = {name: number for number, name in enumerate(names)}
     edges: list[list[int]] = []
     for computation in computations.values():
-        found: list[int] = []
+        callees: list[int] = []
         for caller in computation.calling:
             instruction = computation.instructions[caller]
             for name in instruction.calls:
@@ -80,8 +80,8 @@ def callees_first(error, computations: dict[str, hm.Computation]) -> tuple[str, 
                         f"{instruction.name!r} calls computation "
                         f"{name!r}, which is not in the text",
                     )
-                found.append(place[name])
-        edges.append(found)
+                callees.append(place[name])
+        edges.append(callees)
     order = _order(
         edges,
         lambda node, target: error(

@@ -126,8 +126,8 @@ def _entry_of(
         arguments, at = shapes.read(layout, 1)
         arrow = skip(layout, at)
         result = shapes.read(layout, arrow + 2)[0] if layout[arrow : arrow + 2] == "->" else None
-        found = [str(p.shape) for p in last.parameters]
-        if found != [str(e) for e in arguments.elements or ()] or str(
+        printed = [str(p.shape) for p in last.parameters]
+        if printed != [str(e) for e in arguments.elements or ()] or str(
             last.instructions[last.root].shape
         ) != str(result):
             last = None
@@ -163,18 +163,18 @@ def _find_strange(reader: Reader) -> None:
     first = min(c.instructions[0].start for c in reader.computations.values())
     if not set(_PRINTED_KEY.findall(reader.text, first)) - attributes.KNOWN:
         return
-    found = sorted(
+    instructions = sorted(
         (i for c in reader.computations.values() for i in c.instructions if i.text is reader.text),
         key=lambda i: i.start,
     )
-    starts = [i.start for i in found]
+    starts = [i.start for i in instructions]
     read, names = -1, {}
     for key in _PRINTED_KEY.finditer(reader.text, first):
         place = bisect.bisect_right(starts, key.start()) - 1
         if key[1] not in attributes.KNOWN and place >= 0:
             if place != read:  # once, however much in its strings looks like a key
                 read = place
-                names = {value: name for name, value, _ in found[place].attributes()}
+                names = {value: name for name, value, _ in instructions[place].attributes()}
             if key.end() in names:
                 reader.strange[starts[place]] = names[key.end()]
 

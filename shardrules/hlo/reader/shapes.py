@@ -64,32 +64,32 @@ def read(text: str, position: int) -> tuple[hm.Shape, int]:
 
 
 def _array(text: str, position: int) -> tuple[hm.Shape, int]:
-    found = _PRINTED.match(text, position)
-    if found:
-        kind, sizes, layout = found.groups()
+    match = _PRINTED.match(text, position)
+    if match:
+        kind, sizes, layout = match.groups()
         dimensions = tuple(map(int, sizes.split(","))) if sizes else ()
-        return hm.Shape(kind, dimensions, layout or ""), found.end()
-    found = _ARRAY.match(text, position)
-    if not found:
+        return hm.Shape(kind, dimensions, layout or ""), match.end()
+    match = _ARRAY.match(text, position)
+    if not match:
         raise syntax_error(text, position, "expected a shape such as f32[8,128]{1,0}")
     dimensions = ()
-    sizes = COMMENT.sub(" ", found[2]).strip()
+    sizes = COMMENT.sub(" ", match[2]).strip()
     if sizes:
         if not _DIMENSIONS.fullmatch(sizes):
-            raise syntax_error(text, found.start(2), "expected sizes such as 8,128 or <=8")
+            raise syntax_error(text, match.start(2), "expected sizes such as 8,128 or <=8")
         # '?' is an unbounded dynamic size; nothing that XLA compiles still holds one.
         parts = [p.strip().lstrip("<=") for p in sizes.split(",")]
         if any(len(p) > 18 for p in parts):
-            raise syntax_error(text, found.start(2), "a size of this many digits is no size")
+            raise syntax_error(text, match.start(2), "a size of this many digits is no size")
         dimensions = tuple(0 if p == "?" else int(p) for p in parts)
-    end = found.end()
+    end = match.end()
     layout = ""
     brace = _LAYOUT.match(text, end)
     if brace:
         stop = match_bracket(text, brace.end(), len(text))
         layout = text[brace.end() + 1 : stop - 1]
         end = stop
-    return hm.Shape(found[1], dimensions, layout, None, "<" in sizes or "?" in sizes), end
+    return hm.Shape(match[1], dimensions, layout, None, "<" in sizes or "?" in sizes), end
 
 
 _LIKE_OPERAND = frozenset(
@@ -173,7 +173,7 @@ def _sizes(
     if opcode == "dot" and len(operands) == 2:
         second = operands[1].dimensions
         gone = places("lhs_batch_dims") + places("lhs_contracting_dims")
-        other = [
+        gone_second = [
             int(n)
             for key in ("rhs_batch_dims", "rhs_contracting_dims")
             for n in re.findall(r"\d{1,9}", attribute(key))
@@ -181,7 +181,7 @@ def _sizes(
         return [
             *(first[n] for n in places("lhs_batch_dims")),
             *(size for n, size in enumerate(first) if n not in gone),
-            *(size for n, size in enumerate(second) if n not in other),
+            *(size for n, size in enumerate(second) if n not in gone_second),
         ]
     if opcode == "reduce-window" and len(operands) == 2:
         return _windowed(first, attribute("window"))
@@ -194,8 +194,8 @@ def _windowed(sizes: Sequence[int], window: str) -> list[int] | None:
     """Count the places of a window along each dimension (xla/window_util, jaxlib 0.10.2)."""
 
     def along(key: str, default: str) -> list[str]:
-        found = re.search(rf"\b{key}=([-\dx_]+)", window)
-        return found[1].split("x") if found else [default] * len(sizes)
+        match = re.search(rf"\b{key}=([-\dx_]+)", window)
+        return match[1].split("x") if match else [default] * len(sizes)
 
     keys = {"size": "1", "stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}
     columns = [along(*key) for key in keys.items()]

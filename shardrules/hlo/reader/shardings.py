@@ -65,13 +65,13 @@ def read_sharding(text: str, partitions: int) -> Sharding:
     if bare.startswith("mesh["):
         return _read_named(text, bare, partitions)
     if bare.startswith("devices"):
-        found = _TILED.fullmatch(bare)
-        if not found:
+        match = _TILED.fullmatch(bare)
+        if not match:
             raise hn.NotationError(f"can't read the sharding {text[:80]!r}")
-        if found[2].startswith("<="):
-            tiles = hn.iota_tiles(found[1] + found[2])
+        if match[2].startswith("<="):
+            tiles = hn.iota_tiles(match[1] + match[2])
         else:
-            sizes, ids = hn.read_ints(found[1]), hn.read_ints(found[2])
+            sizes, ids = hn.read_ints(match[1]), hn.read_ints(match[2])
             if int(np.prod(sizes, dtype=np.float64)) != len(ids):
                 raise hn.NotationError(f"the sharding {text[:80]!r} lists {len(ids)} devices")
             tiles = np.array(ids, dtype=np.int64).reshape(sizes)
@@ -81,10 +81,10 @@ def read_sharding(text: str, partitions: int) -> Sharding:
                 f"module has {partitions} partitions"
             )
         kinds = []
-        if found[3] == "last_tile_dim_replicate":
+        if match[3] == "last_tile_dim_replicate":
             kinds = ["replicated"]
-        elif found[3]:
-            kinds = [k.strip() for k in found[4].split(",") if k.strip()]
+        elif match[3]:
+            kinds = [k.strip() for k in match[4].split(",") if k.strip()]
         if len(kinds) > tiles.ndim:
             raise hn.NotationError(f"the sharding {text[:80]!r} has too few dimensions")
         if any(k != "replicated" for k in kinds):

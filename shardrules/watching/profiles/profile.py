@@ -160,7 +160,7 @@ def _judge(mesh: Mapping[str, int] | None, registry: Any, notes: list[str]) -> J
     def judge(program: wire.Program, text: str) -> hlo.Judgement:
         module = hlo.parse(text, name=program.name)
         if len(program.shardings) == len(module.entry.parameters):
-            told = annotate.told(module, None, list(map(sharding_text, program.shardings)))
+            told = annotate.annotated(module, None, list(map(sharding_text, program.shardings)))
             module = module if told == module.text else hlo.parse(told, name=program.name)
         try:
             return hlo.judge(module, mesh=mesh, registry=registry, unpartitioned=True)

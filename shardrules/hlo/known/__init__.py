@@ -1,1 +1,1 @@
-"""What is known of one value: on which devices it is equal, which integers it holds, its ranges."""
+"""Facts about one value: the devices on which it is equal, its integers, its ranges."""

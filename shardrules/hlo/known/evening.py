@@ -1,26 +1,26 @@
-"""Which steps may make data equal again that differ between devices, though nobody can prove it.
+"""Steps that may make different data equal again, without a proof that they do.
 
-"Not proven equal" is not "different". An output is said to *differ* only where its value comes from
-different data by steps that keep data different. These don't, and end that claim (``State.apart``):
+"Not proven equal" is not "different". The report says that an output *differs* only if its value
+comes from different data and every step keeps the data different. The following steps may not, so
+they end the claim (``State.apart``):
 
-- collectives within their groups: what a permute or an all-to-all moved may be summed up with what
-  stayed, as a ring of permutes does (``State.moved``). Between groups a reduction keeps sums of
-  different data different;
-- a single yes or no, or a single number that is cut off or rounded: ``isfinite(loss)`` is true on
-  every device, ``minimum(1, c / norm)`` is 1 on most. Of an array of them some will differ;
-- any, all, max and min of integers and booleans: the largest label is the same in most shards;
-- what cancels out: ``x - x``, ``x / x``, ``x == x``, and a product with zero;
-- what overwrites: a buffer into which a slice is written may be overwritten wholly;
-- what is chosen: one of two values is apart only where both are; of values that are chosen by
-  ``axis_index``, two of one state may be one value;
-- steps with several results that are made of operands which vary over other axes (sort, argmax, a
-  kernel with a rule): which result depends on which operand is not told;
-- loops of unknown length that devices may leave at different iterations. One that all leave
-  together counts as run: what its body makes of different data differs;
-- random numbers and infeeds that each device draws for itself, and what is opaque.
+- Collectives, within their groups: a later step may add moved data to data that stayed, as a ring
+  of permutes does (``State.moved``). Between groups, sums of different data stay different.
+- One boolean, or one number that is clipped or rounded: ``isfinite(loss)`` is true on every device,
+  ``minimum(1, c / norm)`` is 1 on most. In an array of them some elements will differ.
+- any, all, max and min of integers and booleans: most shards have the same largest label.
+- Operations that cancel: ``x - x``, ``x / x``, ``x == x``, and a product with zero.
+- Updates: slices may overwrite a whole buffer.
+- Choices: one of two values is apart only where both are. Of the values that ``axis_index``
+  chooses between, two with the same state may be one value.
+- Steps with several results whose operands vary over different axes (sort, argmax, a kernel with a
+  rule): the text does not say which result depends on which operand.
+- Loops of unknown length that devices may leave at different iterations. If all devices leave
+  together, the loop counts as run, and its body keeps different data different.
+- Random numbers and infeeds that each device draws for itself, and opaque calls.
 
-Float arithmetic, sums, max of floats, sort, gather and select of arrays keep data different. By
-chance they may give the same; a program that rests on that says so by an allowance.
+Float arithmetic, sums, max of floats, sort, gather and select of arrays keep data different. If a
+program relies on them giving equal results by chance, it needs an allowance.
 """
 
 from __future__ import annotations

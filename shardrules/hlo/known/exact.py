@@ -1,7 +1,7 @@
 """Evaluates small integers and booleans exactly, for every device at once.
 
-``axis_index`` is arithmetic on ``partition-id``, or a look-up in a constant table. Whatever is not
-certain here (a division by zero, a shift by too much) gives None, and the value is then an
+``axis_index`` is arithmetic on ``partition-id``, or a look-up in a constant table. An uncertain
+result (a division by zero, a shift by too much) gives None; the proof then treats the value as an
 ordinary function of its operands.
 """
 
@@ -20,22 +20,22 @@ _TYPES: dict[str, type] = {
     **{f"s{bits}": np.dtype(f"int{bits}").type for bits in (8, 16, 32, 64)},
     **{f"u{bits}": np.dtype(f"uint{bits}").type for bits in (8, 16, 32, 64)},
 }
-_MOST = 8 * ranges.MAX_ELEMENTS  # elements of all devices' rows, where these differ
+_MOST = 8 * ranges.MAX_ELEMENTS  # elements in the rows of all devices together, if these differ
 
 
 def dtype(shape: Shape):
-    """Give the numpy type of an integer array small enough to evaluate, else None."""
+    """Give the numpy type of an integer or boolean array; None for any other shape."""
     if shape.elements is not None or shape.dynamic or shape.element_type not in _TYPES:
         return None
     return _TYPES[shape.element_type]
 
 
 def literal(text: str, shape: Shape):
-    """Read an integer constant's text as one row, None if it can't be."""
+    """Read an integer constant's text as one row; None if it is too large or not printed."""
     kind = dtype(shape)
     if kind is None or shape.element_count > ranges.MAX_ELEMENTS:
         return None
-    # Of a large constant XLA prints '{...}' alone: a value that nobody knows.
+    # XLA prints a large constant as '{...}', without its value.
     words = re.findall(r"[^\s{},]+", re.sub(r"/\*.*?\*/", "", text))
     if len(words) != shape.element_count:
         return None
@@ -54,11 +54,11 @@ def literal(text: str, shape: Shape):
 
 
 def _remainder(a, b):
-    """Give what truncated division leaves: it has the dividend's sign, as in C."""
+    """Give the remainder of truncated division, which has the dividend's sign, as in C."""
     if (b == 0).any():
         return None
     if a.dtype.kind == "i" and (a == np.iinfo(a.dtype).min).any():
-        return None  # divided by -1 it has no quotient
+        return None  # its quotient by -1 does not fit
     return np.fmod(a, b)
 
 
@@ -70,7 +70,7 @@ def _divide(a, b):
 def _shift(op: Callable, arithmetic: bool = False) -> Callable:
     def shift(a, b):
         width = a.dtype.itemsize * 8
-        # Compared in b's own type: an unsigned 64-bit number doesn't fit a signed one.
+        # Compare in b's own type: an unsigned 64-bit number doesn't fit a signed one.
         if a.dtype == np.bool_ or (b < 0).any() or (b >= width).any():
             return None
         view = a.view(
@@ -144,17 +144,17 @@ def evaluate(
     shapes: Sequence[Shape],
     device_count: int,
 ) -> tuple[np.ndarray, bool] | None:
-    """Compute an instruction's rows from its operands' and say whether each row is one number."""
+    """Compute an instruction's rows, and whether each row is one number (a splat)."""
     if not all(s.element_count for s in (*shapes, instruction.shape)):
         return None
-    # A computation may be given other arrays than its parameters' shapes say, in damaged text.
+    # In damaged text, arguments may have other shapes than the parameters.
     if any(not v.splat and v.array.shape[1:] != s.dimensions for v, s in zip(operands, shapes)):
         return None
     spread = instruction.opcode == "concatenate" or any(
         s.dimensions and not v.splat for v, s in zip(operands, shapes)
     )
     devices = max((v.array.shape[0] for v in operands), default=1)
-    # Asked beforehand: of many devices' rows the result alone may exceed the machine's memory.
+    # Check the size first: the rows of many devices may exceed the machine's memory.
     if spread and devices > 1 and devices * instruction.shape.element_count > _MOST:
         return None
     with np.errstate(all="ignore"):
@@ -199,7 +199,7 @@ def _evaluate(instruction, operands, shapes):
             or any(shape.dimensions[p] != size for p, size in zip(places, own))
         ):
             return None
-        # Operand dimension k becomes dimension places[k]: in falling order they are transposed.
+        # Operand dimension k becomes dimension places[k]; if these don't ascend, it transposes.
         order = sorted(range(len(own)), key=lambda k: places[k])
         sizes = [1] * len(shape.dimensions)
         for place, size in zip(places, own):
@@ -253,7 +253,7 @@ def _elementwise(instruction, operands, shapes):
         result = _UNARY[opcode](*arrays)
     elif opcode == "compare" and len(arrays) == 2 and alike:
         direction = instruction.attribute("direction")
-        # The type is printed where it isn't the operands' own.
+        # XLA prints the type only if it isn't the operands' own.
         own = "SIGNED" if arrays[0].dtype.kind == "i" else "UNSIGNED"
         if direction in _COMPARE and instruction.attribute("type") in (None, own):
             result = _COMPARE[direction](*arrays)
@@ -274,8 +274,8 @@ def _elementwise(instruction, operands, shapes):
 
 
 def clamped_index(index: ranges.Exact, last: int) -> np.ndarray | None:
-    """Clamp a slice's start on each device to 0 and ``last``; None where that isn't certain."""
-    # Backends cut an index to their own width before they clamp it: what doesn't fit 32 signed
+    """Clamp each device's slice start to 0 and ``last``; None if the result isn't certain."""
+    # Backends truncate an index to their own width before they clamp it: a number beyond 32 signed
     # bits may change, and an unsigned number with its highest bit set may become negative.
     rows = index.array
     if rows.dtype == np.bool_ or rows[0].size != 1 or not 0 <= last < 2**31:

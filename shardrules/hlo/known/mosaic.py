@@ -1,8 +1,8 @@
-"""TPU kernels that a program holds as text: do they compute with their operands alone.
+"""Reads TPU kernels that a program holds as text: does a kernel use only its operands?
 
-A ``tpu_custom_call`` holds its kernel, a module of MLIR. JAX writes it as bytecode; XLA, which
-makes kernels of its own (of ``lax.ragged_dot``), as text. Their custom calls have no name and no
-tag, so the kernel itself is read: whoever wrote it, it is what runs.
+A ``tpu_custom_call`` holds its kernel as an MLIR module. JAX writes bytecode. XLA writes text for
+the kernels that it generates itself (for ``lax.ragged_dot``); these custom calls have neither a
+name nor a tag, so we read the kernel. It is what runs, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import re
 
 __all__ = ["is_local"]
 
-# Operations on what a kernel was given, each with one result on every device. Whatever is not here
-# may read a device id, a clock or random bits, wait, or copy from another device.
+# Operations on a kernel's operands with the same result on every device. Any other operation may
+# read a device id, a clock or random bits, wait, or copy from another device.
 _LOCAL = re.compile(
     r"arith\.\w+|func\.func|memref\.(load|store)|scf\.(for|if|yield)|tpu\.(iota|matmul)|"
     r"vector\.(broadcast|load|shape_cast|store|transpose)"
 )
-# Names of values, functions and attributes: no operation stands in them. Behind digits a name ends.
+# Names of values, functions and attributes; they are no operations. Digits end a name.
 _NAMES = re.compile(r"[%@#](\d+|[A-Za-z_$.\-][\w$.\-]*)")
 _OPERATIONS = re.compile(r"[A-Za-z_]\w*\.[\w.]+|call")
 _TEXT = "bW9kdWxl"  # "module" in base64
@@ -37,8 +37,8 @@ def is_local(config: str) -> bool:
         text = base64.b64decode(body, validate=True).decode()
     except (ValueError, KeyError, TypeError, binascii.Error):
         return False
-    # Quotes hold operations in their generic form, and an exclamation mark begins a type that is
-    # Mosaic's own: semaphores are.
+    # Quotes hold operations in their generic form. An exclamation mark begins one of Mosaic's own
+    # types, such as a semaphore.
     if '"' in text or "!" in text:
         return False
     return all(map(_LOCAL.fullmatch, _OPERATIONS.findall(_NAMES.sub("", text))))

@@ -1,7 +1,6 @@
 """Finds arrays whose pieces are all equal.
 
-What a reduce-scatter gives of one doesn't depend on the position: it is the same on the whole
-group.
+A reduce-scatter of such an array gives every member of a group the same piece.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 from shardrules.hlo.known import ranges
 from shardrules.hlo.reader import module as hm
 
-_STEPS = 200  # instructions that are looked at for one array
+_STEPS = 200  # instructions to visit for one array
 _PLACEWISE = frozenset(
     "abs add and ceil clamp compare complex convert copy cosine divide exponential "
     "exponential-minus-one floor imag log log-plus-one logistic maximum minimum multiply negate "
@@ -26,14 +25,14 @@ class _Finder:
         self.left = left  # shared with the insides of fusions
 
     def period(self, computation: hm.Computation, position: int, depth: int) -> int:
-        """Give the period of an array's elements in row-major order; its count if there is none."""
+        """Give the period of an array's row-major elements, or their count if they don't repeat."""
         instruction = computation.instructions[position]
         shape, opcode = instruction.shape, instruction.opcode
         count = max(1, shape.element_count) if shape.elements is None else 0
         self.left[0] -= 1
         if count <= 1 or self.left[0] < 0 or depth > 20:
             return count
-        if instruction.start in self.module.strange:  # it may be anything
+        if instruction.start in self.module.strange:  # it may do anything
             return count
         operands = instruction.operands
 
@@ -52,7 +51,7 @@ class _Finder:
         if opcode in ("reshape", "bitcast") and operands:
             plain = opcode == "reshape" or ranges.keeps_order(shapes[0], shape)
             return of(0) if plain and shapes[0].element_count == count else count
-        # A ring adds each piece of an array up from another device on: in floats that shows.
+        # A ring starts to sum each piece at another device, which changes float results.
         summed = opcode == "all-reduce" and re.fullmatch(r"[su]\d+|pred", shape.element_type)
         if (
             (opcode in _PLACEWISE or summed)
@@ -67,7 +66,7 @@ class _Finder:
 
 
 class _Inner(_Finder):
-    """The inside of a fusion: its parameters are the caller's operands."""
+    """The inside of a fusion, whose parameters are the fusion's operands."""
 
     def __init__(self, outer: _Finder, computation: hm.Computation, operands, depth: int):
         super().__init__(outer.module, outer.left)
@@ -77,7 +76,7 @@ class _Inner(_Finder):
         self._depth = depth
 
     def period(self, computation: hm.Computation, position: int, depth: int) -> int:
-        """Give the period; of a parameter, that of the fusion's operand."""
+        """Give the period; for a parameter, the period of the fusion's operand."""
         instruction = computation.instructions[position]
         if instruction.opcode == "parameter":
             number = int(instruction.literal)
@@ -89,7 +88,7 @@ class _Inner(_Finder):
 def pieces_equal(
     module: hm.Module, computation: hm.Computation, position: int, dimension: int, pieces: int
 ) -> bool:
-    """Tell whether an array's pieces along a dimension are equal, whatever its inputs are."""
+    """Tell whether an array's pieces along a dimension are equal for all inputs."""
     shape = computation.instructions[position].shape
     if (
         shape.elements is not None

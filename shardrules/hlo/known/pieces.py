@@ -1,11 +1,11 @@
-"""All-reduces that put each device's own piece beside the others': all-gathers.
+"""Finds all-reduces that are all-gathers: each device adds its own piece to zeros.
 
-XLA for TPU writes a small all-gather so: each device writes its piece into zeros, at a place that
-its number gives, and all of that is added up. Elements of 16 bits and fewer are packed into words
-before, and added part by part.
+XLA for TPU writes a small all-gather like this: each device writes its piece into an array of
+zeros, at a place that follows from the device id, and an all-reduce adds these arrays. Elements of
+16 bits or fewer are first packed into words, whose parts are added separately.
 
-Where the pieces of a group are equal, its members know each other's operands, and could compute
-what any reduction makes of these.
+If the pieces of a group are equal, each member knows the operands of all others and could compute
+any reduction of them.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from shardrules.hlo.known.ranges import Exact
 from shardrules.hlo.reader import module as hm
 
 _ZERO = re.compile(r"0(\.0*)?|false")
-# Computations, each with the fusion that calls it, innermost last.
+# Computations with the fusion that calls each, innermost last.
 _Within = list[tuple[hm.Computation, hm.Instruction | None]]
-# What a sum of packed words takes: their parts apart, sums of these, the parts together.
+# Opcodes that sum packed words: split into parts, add the parts, join them.
 _PACKED = frozenset(
     "add bitcast-convert constant convert or parameter shift-left shift-right-logical".split()
 )
-_STEPS = 16  # instructions between a piece and the all-reduce, or between zeros and their place
+_STEPS = (
+    16  # instructions to follow from the all-reduce to the piece, or from the piece to the zeros
+)
 
 
 class Piece(NamedTuple):
-    """What a dynamic-update-slice writes at a place that the device's number gives."""
+    """The piece that a dynamic-update-slice writes at a place that depends on the device id."""
 
-    state: int  # of what it writes
+    state: int  # of the written value
     shape: hm.Shape
-    dimension: int  # along which the places differ
-    starts: Exact  # where it begins on each device
+    dimension: int  # along which the devices' places differ
+    starts: Exact  # where the piece begins on each device
 
 
 def written(full: hm.Shape, block: hm.Shape, state: int, starts: Sequence[Any]) -> Piece | None:
-    """Describe an update whose place differs along one dimension, by numbers that are known."""
+    """Describe an update whose start differs along one dimension and is known on each device."""
     sizes = zip(full.dimensions, block.dimensions)
     partial = [n for n, (whole, part) in enumerate(sizes) if whole != part]
     if len(partial) != 1 or len(starts) != len(full.dimensions) or full.dynamic or block.dynamic:
@@ -58,7 +60,7 @@ def adds(module: hm.Module, instruction: hm.Instruction, reduction: str) -> bool
     shifts = [o for i in called if i.opcode.startswith("shift") for o in i.operands[1:]]
     constants = [n for n, i in enumerate(called) if i.opcode == "constant"]
     used = [o for i in called for o in i.operands]
-    # A constant that is added would be in the sum.
+    # An added constant would change the sum.
     return all(i.opcode in _PACKED for i in called) and all(
         used.count(n) == shifts.count(n) for n in constants
     )
@@ -71,7 +73,7 @@ def of(
     pieces: dict[tuple[str, str], Piece | None],
     groups: np.ndarray | None,
 ) -> Piece | None:
-    """Give the piece that each device adds to an all-reduce; None where it is no all-gather."""
+    """Give the piece that each device contributes; None if the all-reduce isn't an all-gather."""
     within: _Within = [(computation, None)]
     update = computation.instructions[_passed_on(computation, position)]
     if update.opcode == "fusion" and len(update.calls) == 1:
@@ -91,7 +93,7 @@ def of(
 
 
 def _passed_on(computation: hm.Computation, position: int) -> int:
-    """Follow a value back through what gives its elements another shape, packs or pads them."""
+    """Follow a value back through reshapes, copies and the cropping of padding."""
     for _ in range(_STEPS):
         instruction = computation.instructions[position]
         target = (
@@ -107,7 +109,7 @@ def _passed_on(computation: hm.Computation, position: int) -> int:
 
 
 def _zeros(module: hm.Module, within: _Within, position: int) -> bool:
-    """Tell whether an array is zeros, into fusions and out of them."""
+    """Tell whether an array is all zeros; looks into and out of fusions."""
     for _ in range(_STEPS):
         computation, fusion = within[-1]
         instruction = computation.instructions[position]

@@ -1,10 +1,8 @@
-"""Values that are more than one state.
+"""Values that need more than one state.
 
-Flat arrays whose element ranges differ, integers known device by device, pairs of a started
-operation.
-
-XLA's GPU combiner packs several all-reduces into one flat array by bitcast and concatenate; the
-ranges keep apart what it packed.
+These are flat arrays with a state for each range of elements, integers known on each device, and
+the operand and result of a started operation. XLA's GPU combiner packs several all-reduces into one
+flat array by bitcast and concatenate; ranges keep the packed arrays apart.
 """
 
 from __future__ import annotations
@@ -18,17 +16,17 @@ import numpy as np
 
 from shardrules.hlo.reader.module import Shape
 
-MAX_RANGES = 4096  # an array of more ranges is taken as a whole
+MAX_RANGES = 4096  # an array of more ranges gets one state
 MAX_ELEMENTS = 8192  # an integer array of more elements is not evaluated
 
 
 class Ranged:
-    """An array in row-major order, cut into ranges."""
+    """An array in row-major order with a state for each range of elements."""
 
     __slots__ = ("cuts",)
 
     def __init__(self, cuts: tuple[tuple[int, int], ...]):
-        self.cuts = cuts  # pairs of the element at which a range stops and the range's state
+        self.cuts = cuts  # pairs of a range's end and its state
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Ranged) and self.cuts == other.cuts
@@ -45,7 +43,7 @@ class Exact:
     def __init__(self, state: int, array: np.ndarray, splat: bool):
         self.state = state
         self.array = array  # one row per device, or one row for all; a row has the array's shape
-        self.splat = splat  # a row is one number, which all elements of the array have
+        self.splat = splat  # each row is one number, the value of all elements
         self._key = (state, splat, array.dtype.str, array.shape, array.tobytes())
 
     def __eq__(self, other: Any) -> bool:
@@ -56,7 +54,7 @@ class Exact:
 
 
 class Started:
-    """What a ``-start`` returns: its operand and, for the ``-done``, its result."""
+    """The value of a ``-start``: its operand, and the result for the ``-done``."""
 
     __slots__ = ("operand", "result")
 
@@ -76,7 +74,7 @@ class Started:
 
 
 def normal(cuts: Sequence[tuple[int, int]]) -> Any:
-    """Make a value of cuts, with empty ranges dropped: one state where there is one range."""
+    """Drop empty ranges; give a state if one range is left, else a Ranged."""
     kept = []
     last = 0
     for stop, state in cuts:
@@ -91,7 +89,7 @@ def normal(cuts: Sequence[tuple[int, int]]) -> Any:
 def zip_cuts(
     a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]], combine
 ) -> list[tuple[int, int]]:
-    """Cut two arrays of one length at each other's cuts."""
+    """Combine two arrays of the same length range by range."""
     cuts = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -116,7 +114,7 @@ def between(cuts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tupl
 
 
 def without_padding(cuts: Sequence[tuple[int, int]], constant) -> list[tuple[int, int]]:
-    """Join ranges that hold constants alone to the range before them, at the start to the next."""
+    """Join a range of constants to the range before it, or to the next one at the start."""
     kept: list[tuple[int, int]] = []
     for stop, state in cuts:
         if kept and constant(state):
@@ -129,9 +127,9 @@ def without_padding(cuts: Sequence[tuple[int, int]], constant) -> list[tuple[int
 
 
 def keeps_order(before: Shape, after: Shape) -> bool:
-    """Tell whether a bitcast leaves the elements' row-major order as it is."""
-    # A bitcast reads the same bytes under another layout: where layouts or element widths differ,
-    # it permutes or cuts elements. Without printed layouts only a lone element is certain.
+    """Tell whether a bitcast keeps the elements' row-major order."""
+    # A bitcast reads the same bytes under another layout: if layouts or element widths differ, it
+    # permutes or splits elements. Without printed layouts only a single element is certain.
     return before.element_type == after.element_type and (
         before.element_count == after.element_count == 1
         or before.is_row_major
@@ -144,12 +142,12 @@ def keeps_order(before: Shape, after: Shape) -> bool:
 def contiguous(
     dimensions: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
 ) -> tuple[int, int] | None:
-    """Give the flat range of a block, None where it isn't one range."""
+    """Give the flat range of a block; None if the block is not contiguous."""
     partial = False
     for full, size in zip(dimensions, sizes):
         if partial and size != full:
             return None
-        if size != 1:  # after a dimension of several rows all others must be whole
+        if size != 1:  # all dimensions after one with several rows must be whole
             partial = True
     flat = 0
     count = 1
@@ -163,7 +161,7 @@ _SLICE = re.compile(r"\[\s*(\d{1,18})\s*:\s*(\d{1,18})\s*(?::\s*(\d{1,18})\s*)?\
 
 
 def read_slice(text: str, shape: Shape) -> list[tuple[int, int, int]] | None:
-    """Read ``{[0:8], [0:128:2]}``; None where it doesn't fit the shape."""
+    """Read ``{[0:8], [0:128:2]}``; None if it doesn't fit the shape."""
     bounds = [(int(a), int(b), int(c or 1)) for a, b, c in _SLICE.findall(text)]
     if len(bounds) != len(shape.dimensions) or any(
         c < 1 or not a <= b <= size for (a, b, c), size in zip(bounds, shape.dimensions)

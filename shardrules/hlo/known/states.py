@@ -1,6 +1,6 @@
-"""What is known about one value: where it is equal, why not elsewhere, and what that rests on.
+"""The state of one value: the devices on which it is equal, why it differs, and on what evidence.
 
-States are interned: a value is a small integer, and combining two values is a dictionary look-up.
+States are interned: a state is a small integer, and combining two states is a dictionary look-up.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from typing import NamedTuple
 
 from shardrules.hlo.reader import devices as hd
 
-_KEEP = 8  # blockers that a state lists; a path through more names these
+_KEEP = 8  # the most blockers that a state lists
 
 
 class Cause(NamedTuple):
     """Why a value differs between devices."""
 
     what: str  # the thing that differs, ``"parameter 0 ('x')"``
-    how: str  # what it does, ``"is sharded"``; the axes are put after it where they are known
-    detail: str = ""  # what is put there where they are not, ``"as {devices=...}"``
+    how: str  # ``"is sharded"``; messages add the axes if these are known
+    detail: str = ""  # ``"as {devices=...}"``; messages add it if the axes are not known
 
 
 class Blocker(NamedTuple):
-    """An opaque call or a construct that the proof doesn't see through.
+    """An opaque call or a construct that the proof does not understand.
 
     Attributes:
-      what: for reasons, ``"custom call 'tpu_custom_call' (kernel 'f')"``.
-      kernel: the kernel's name to register, None for what is no kernel.
-      target: the custom call's target, None for what is no custom call.
-      where: an op_name and a source line, as far as the text holds them.
+      what: a description for messages, ``"custom call 'tpu_custom_call' (kernel 'f')"``.
+      kernel: the kernel's name to register; None if this is not a kernel.
+      target: the custom call's target; None if this is not a custom call.
+      where: an op_name and a source line, if the text has them.
     """
 
     what: str
@@ -40,13 +40,13 @@ class Blocker(NamedTuple):
 
 
 class Support(NamedTuple):
-    """A statement about an opaque call that a verdict rests on.
+    """A statement about an opaque call on which a verdict depends.
 
     Attributes:
       what: the kernel or target.
       source: ``tag``, ``rule``, ``table`` (of XLA's own targets) or ``text`` (the kernel's own).
       status: ``audited``, ``declared`` or ``built in``.
-      detail: the effect, and where it was said.
+      detail: the effect, and where it is declared.
     """
 
     what: str
@@ -64,26 +64,26 @@ class State(NamedTuple):
     proven: int = hd.EQUAL  # relation that is proven
     # The relation that would hold if every blocker gave equal values everywhere.
     optimistic: int = hd.EQUAL
-    # Pairs of relation and cause whose refinement is at least as fine as ``optimistic``.
+    # Pairs of relation and cause; all these relations together refine ``optimistic``.
     causes: tuple[tuple[int, Cause], ...] = ()
-    blockers: tuple[Blocker, ...] = ()  # what stands on the path, at most a few
-    # All that the proof rests on: one that is left out would pass as audited.
+    blockers: tuple[Blocker, ...] = ()  # on the value's path, at most _KEEP
+    # Everything that the proof depends on; a missing one would make it look audited.
     supports: tuple[Support, ...] = ()
-    # It is made of the program's constants alone, as what an array is padded with.
+    # The value depends on the program's constants only, as padding does.
     constant: bool = False
-    # The relation in which devices are equal unless they are known to be computed from different
-    # data, by steps that keep data different (see ``known.evening``).
+    # Devices differ in this relation only if their values come from different data by steps that
+    # keep data different (see ``known.evening``).
     apart: int = hd.EQUAL
-    # The relation in which devices are equal that data was moved between, one to another: what is
-    # computed of both may be the same on them, as the sum that a ring of permutes makes.
+    # Devices are equal in this relation if data moved between them: a later step may compute the
+    # same value on both, as the sum over a ring of permutes does.
     moved: int = hd.DISTINCT
 
 
-SAME = 1  # the state of what is equal everywhere, and no constant
+SAME = 1  # the state of a value that is equal everywhere but not constant
 
 
 class States:
-    """The interned states over some relations; state 0 is that of constants."""
+    """The interned states over some relations; state 0 is the state of constants."""
 
     def __init__(self, relations: hd.Relations):
         self.relations = relations
@@ -105,17 +105,17 @@ class States:
         return number
 
     def source(self, relation: int, cause: Cause, sure: bool = False) -> int:
-        """Make the state of a value that differs by itself; ``sure``: it does, and not only may."""
+        """Make the state of a source that may differ; ``sure`` means that it does differ."""
         causes = () if relation == hd.EQUAL else ((relation, cause),)
         return self.intern(State(relation, relation, causes, apart=relation if sure else hd.EQUAL))
 
     def evened(self, state: int) -> int:
-        """Make the state of a value that may be equal again, though that is not proven."""
+        """Make the state of a value that may be equal again, without a proof."""
         fields = self._all[state]
         return state if fields.apart == hd.EQUAL else self.intern(fields._replace(apart=hd.EQUAL))
 
     def either(self, a: int, b: int) -> int:
-        """Make the state of what is one of two values: equal and apart only where both are."""
+        """Make the state of one of two values: equal and apart only where both are."""
         if a == b:
             return a
         apart = self.relations.coarsen(self._all[a].apart, self._all[b].apart)
@@ -129,7 +129,7 @@ class States:
         return self.intern(State(hd.DISTINCT, hd.EQUAL, (), blockers))
 
     def refine(self, a: int, b: int) -> int:
-        """Combine the states of two values into that of a function of both."""
+        """Give the state of a function of two values."""
         if a == b or not b:
             return a
         if not a:
@@ -153,7 +153,7 @@ class States:
         return number
 
     def causes(self, causes) -> tuple[tuple[int, Cause], ...]:
-        """Drop the causes that add nothing to those before them."""
+        """Drop each cause whose relation the causes before it already cover."""
         kept: list[tuple[int, Cause]] = []
         relation_so_far = hd.EQUAL
         for relation, cause in causes:

@@ -1,4 +1,4 @@
-"""Values of the proof: how they combine, and how ops move ranges and known integers along."""
+"""Values of the proof: how they combine, and how ops propagate ranges and exact integers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardrules.hlo.known.ranges import Exact, Ranged, Started
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 
-# Each result element is a function of the operands' elements at the same place.
+# Each result element depends on the operands' elements at the same place only.
 ELEMENTWISE = frozenset(
     "abs acos acosh add and asin asinh atan2 atanh bitcast-convert cbrt ceil clamp "
     "compare complex convert copy cosine cosh count-leading-zeros divide erf exponential "
@@ -23,7 +23,7 @@ ELEMENTWISE = frozenset(
     "round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign "
     "sine sinh sqrt subtract tan tanh xor stochastic-convert".split()
 )
-# Deterministic functions of their operands, element places mixed.
+# Deterministic functions of their operands that move elements.
 LOCAL = frozenset(
     "after-all batch-norm-grad batch-norm-inference batch-norm-training broadcast cholesky "
     "concatenate convolution dot dynamic-reshape dynamic-slice dynamic-update-slice fft gather "
@@ -42,12 +42,12 @@ class Values:
     def __init__(self, states: hs.States, budget: int):
         self.states = states
         self.relations = states.relations
-        # The states of buffers that hold whatever lay there, each with the state of one that is
-        # filled, if a loop around fills it piece by piece, else with itself.
+        # The states of uninitialised buffers, each with the state after a loop has filled the
+        # buffer, or with itself if no loop fills it.
         self.unwritten: dict[int, int] = {}
-        # What each device writes at its own place, by computation and instruction.
+        # The piece that each device writes at its own place, by computation and instruction.
         self.pieces: dict[tuple[str, str], pieces.Piece | None] = {}
-        # What may still be evaluated, in instructions; large arrays and many ranges count as
+        # How many more instructions may be evaluated; large arrays and many ranges count as
         # several.
         self.budget = budget
 
@@ -75,11 +75,11 @@ class Values:
         return state
 
     def vary_alike(self, values) -> bool:
-        """Tell whether several values surely differ between the same devices."""
+        """Tell whether values differ between the same devices (``State.apart``)."""
         return len({self.states[self.collapse(value)].apart for value in values}) <= 1
 
     def join(self, a: Any, b: Any, combine: Callable[[int, int], int] | None = None) -> Any:
-        """Give a value that is equal only where both are: what may be either of them."""
+        """Give the value of one of two: equal only where both are."""
         if a is b or a == b:
             return a
         combine = combine or self.states.either
@@ -114,7 +114,7 @@ class Values:
         return self.join(value, state, self.states.refine)
 
     def evened(self, value: Any) -> Any:
-        """Give a value that may be equal again, though that is not proven."""
+        """Give a value that may be equal again, without a proof."""
         if type(value) is int:
             return self.states.evened(value)
         if isinstance(value, Ranged):
@@ -124,7 +124,7 @@ class Values:
         return value
 
     def blocked(self, blocker: hs.Blocker | str, operands) -> int:
-        """Give the state of a value of which nothing is known, made of operands."""
+        """Give the state of a value of which nothing is known, computed from operands."""
         blocker = hs.Blocker(blocker) if isinstance(blocker, str) else blocker
         return self.states.blocked(blocker, *[self.collapse(o) for o in operands])
 
@@ -160,7 +160,7 @@ class Values:
         return Exact(state, np.ascontiguousarray(rows), splat)
 
     def general(self, computation, instruction, operands) -> Any:
-        """Evaluate a deterministic op that has a value which is not one state."""
+        """Evaluate a deterministic op whose operands or result need more than one state."""
         opcode = instruction.opcode
         if opcode in exact.OPCODES and operands and all(isinstance(o, Exact) for o in operands):
             shapes = [computation.instructions[o].shape for o in instruction.operands]
@@ -203,7 +203,7 @@ class Values:
         return clamped
 
     def _note_piece(self, computation, instruction, operands) -> None:
-        """Note what each device writes at its own place, in every evaluation alike."""
+        """Note the piece that each device writes; None if evaluations disagree on its place."""
         shapes = [computation.instructions[o].shape for o in instruction.operands]
         piece = None
         if len(operands) > 2:
@@ -223,7 +223,7 @@ class Values:
         return self.choose(predicate, [operands[2], operands[1]])
 
     def choose(self, which: Exact, options: list[Any]) -> Any:
-        """Give the value that on each device is the option of that number."""
+        """Give the value that equals, on each device, the option of that device's number."""
         numbers = which.array.reshape(-1).astype(np.int64)
         count = self.relations.device_count
         numbers = np.where((numbers < 0) | (numbers >= len(options)), len(options) - 1, numbers)
@@ -256,7 +256,7 @@ class Values:
                 rows[chosen_here] = np.broadcast_to(option.array, rows.shape)[chosen_here]
             return self.computed(rows, taken[0].splat, [*taken, which])
         states = [self.collapse(t) for t in taken]
-        # Options of one state are not one value: constants 1 and 2 both have state 0.
+        # Options with the same state may be different values: constants 1 and 2 have state 0.
         merged = self.states[self.states.refine(self.merged(states), which.state)]
         proven = np.empty(count, np.int64)
         optimistic = np.empty(count, np.int64)
@@ -264,7 +264,7 @@ class Values:
         for number, state in zip(used, states):
             chosen_here = numbers == number
             fields = self.states[state]
-            # Options of one state, or equal ones, may be one value: two branches that do the same.
+            # Options with the same state may also be one value, as two equal branches are.
             option = len(states) if fields.proven == hd.EQUAL else states.index(state)
             apart[chosen_here] = self.relations.labels(fields.apart)[chosen_here] + option * count
             proven[chosen_here] = self.relations.labels(fields.proven)[chosen_here] + number * count
@@ -303,26 +303,26 @@ class Values:
         return ranges.normal(cuts)
 
     def _one_number(self, computation: hm.Computation, position: int) -> bool:
-        """Tell whether an operand is one number for all elements, as its shape shows."""
+        """Tell whether an operand is a scalar, or a broadcast of one."""
         instruction = computation.instructions[position]
         if instruction.opcode == "broadcast" and instruction.operands:
             instruction = computation.instructions[instruction.operands[0]]
         return instruction.shape.elements is None and instruction.shape.dimensions == ()
 
     def _scaled(self, state: int, number: int) -> int:
-        """Combine a range's state with that of one number, the same everywhere."""
-        # Padding stays padding: all its elements are still alike.
+        """Combine a range's state with the state of a scalar that is equal everywhere."""
+        # Padding stays padding: its elements remain equal to each other.
         constant = self.states[state].constant
         return self.states.changed(self.states.refine(state, number), constant=constant)
 
     def _ranges(self, computation, instruction, operands) -> Any:
-        """Follow element ranges; None where they are lost."""
+        """Propagate element ranges; None if the op mixes them."""
         shapes = [computation.instructions[o].shape for o in instruction.operands]
         opcode, shape = instruction.opcode, instruction.shape
         if shape.is_tuple or any(s.is_tuple for s in shapes[:1]):
             return None
         if shape.dynamic or any(s.dynamic for s in shapes):
-            return None  # what stands where depends on the sizes
+            return None  # the sizes decide where elements lie
         count = shape.element_count
         first = shapes[0]
         if opcode in ("reshape", "bitcast"):
@@ -413,11 +413,12 @@ class Values:
         if place is None or inside is None:
             state = self.merged(operands[1:])
             base = [(stop, self.states.evened(s)) for stop, s in base]  # all may be overwritten
-            # Where in a buffer a loop writes isn't known: what it fills in the end is filled then.
+            # The position of a loop's write isn't known; a buffer that the loop fills counts as
+            # filled.
             filled = [(stop, self.unwritten.get(s, s)) for stop, s in base]
             return ranges.normal([(stop, self.states.refine(s, state)) for stop, s in filled])
         if self._alike([p for _, p in (*base, *inside)]):
-            # A buffer filled piece by piece, as scan does, is not an array packed of several.
+            # A buffer that scan fills piece by piece is not several packed arrays.
             return self.states.refine(self.merged(operands[:2]), self.merged(operands[2:]))
         cuts = ranges.between(base, 0, place[0])
         cuts += [(place[0] + stop, state) for stop, state in inside]
@@ -425,7 +426,7 @@ class Values:
         return ranges.normal(cuts) if len(cuts) <= ranges.MAX_RANGES else None
 
     def _alike(self, states) -> bool:
-        """Tell whether all states hold the same relations, whatever their causes."""
+        """Tell whether all states have the same relations; causes may differ."""
         return len({self.states[s][:2] for s in states}) == 1
 
     def _pad(self, instruction, operands, shapes) -> Any:

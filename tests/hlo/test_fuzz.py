@@ -74,7 +74,7 @@ def test_too_many_devices():
             )
         )
     assert str(caught.value) == (
-        "module 'test' is for 999999999 devices, more than the 1048576 that this verifier takes; "
+        "module 'test' is for 999999999 devices, more than the 1048576 that this verifier accepts; "
         "is the text damaged?"
     )
 

@@ -220,7 +220,7 @@ def test_parameter_shardings_fill_in_what_the_text_lacks():
         hlo.judge(text, parameter_shardings=[])
     assert str(caught.value) == (
         "parameter_shardings has 0 entries, but module 'test' has 1 parameters; give one for each "
-        "(None where it isn't known), pruned arguments left out."
+        "(None if it isn't known), and none for pruned arguments."
     )
 
 

@@ -14,7 +14,7 @@ from shardrules.hlo.proof.evaluation import Proof
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 
-_MAX_STEPS = 12  # iterations of a loop that are followed one by one
+_MAX_STEPS = 12  # iterations of a loop to evaluate one by one
 
 
 def loop(proof: Proof, computation, position, instruction, operands, guard):
@@ -25,7 +25,7 @@ def loop(proof: Proof, computation, position, instruction, operands, guard):
         return proof.abandoned(instruction.calls, why, operands)
     stated = loops.stated_count(instruction)
     trips = loops.counted(proof.module, instruction, lambda index: _everywhere(operands[0], index))
-    # Where the text tells another count, nobody knows which one is run: any.
+    # If the text states another count, neither is certain: assume any.
     if trips is not None and stated not in (None, trips):
         trips, value = None, None
     elif trips is not None:
@@ -41,7 +41,7 @@ def loop(proof: Proof, computation, position, instruction, operands, guard):
 
 
 def _settle(proof: Proof, condition, body, start: Any, guard: int, trips: int | None) -> Any:
-    """Follow a loop until its carry's states stay as they are; None if they never do."""
+    """Evaluate a loop until its carry's states no longer change; None if they always do."""
     carry = start
     inner = guard
     for step in range(64):
@@ -52,22 +52,22 @@ def _settle(proof: Proof, condition, body, start: Any, guard: int, trips: int | 
         out = proof.evaluate(body, (carry,), inner)
         joined = proof.values.join(carry, out)
         if joined == carry and inner == before:
-            if trips is not None:  # what a loop gives that is known to run is what body gives
+            if trips is not None:  # the count is known: the result is the body's
                 return out if trips else start
             run = _diverged(proof.values, carry, predicate)
             if proof.values.states[predicate].proven == hd.EQUAL:
                 run = _apart_as(proof.values, run, out)
             return _keep(proof, body, carry, run)
         carry = joined
-        if step >= 32:  # a chain of carries: take them all together
+        if step >= 32:  # a long chain of carries: give all elements one state
             carry = proof.values.with_state(carry, proof.values.collapse(carry))
     return None
 
 
 def _apart_as(values: Values, value: Any, out: Any) -> Any:
-    """Give a loop's value the differences that its body makes in whatever it is given."""
-    # What differs after each iteration differs after a loop that runs at all, though the carry
-    # may have been equal before it.
+    """Give a loop's value the differences that its body makes."""
+    # A value that differs after every iteration differs after the loop, if the loop runs at all,
+    # even if the carry was equal at the start.
     if isinstance(value, tuple) and isinstance(out, tuple) and len(value) == len(out):
         return tuple([_apart_as(values, v, o) for v, o in zip(value, out)])
     if type(value) is not int or type(out) is not int:
@@ -76,9 +76,9 @@ def _apart_as(values: Values, value: Any, out: Any) -> Any:
 
 
 def _unrolled(proof: Proof, condition, body, carry: Any, guard: int, trips: int) -> Any:
-    """Follow a loop of known trip count until its carry's states repeat; None if too long."""
-    # What a carry starts as doesn't matter after the iteration that replaces it: a carry that
-    # starts sharded and is summed in each iteration comes out equal.
+    """Evaluate a loop of known trip count until its carry repeats; None if it takes too long."""
+    # A carry's initial value no longer matters once an iteration replaces it: a carry that starts
+    # sharded and is summed in each iteration ends equal.
     if not proof.values.unwritten or trips < 2 or not isinstance(carry, tuple):
         return _iterated(proof, condition, body, carry, guard, trips)
     filled = _filled(proof, body, carry, guard, trips)
@@ -96,8 +96,10 @@ def _unrolled(proof: Proof, condition, body, carry: Any, guard: int, trips: int)
 
 
 def _filled(proof: Proof, body, carry: tuple, guard: int, trips: int) -> set[int]:
-    # The second must write as much as the first, elsewhere, and so much that all iterations fill
-    # the buffer. FILLED says that the others are assumed to go on like these.
+    """Find the buffers that a loop fills, by what its first two iterations write."""
+    # The second iteration must write as many elements as the first, at another place, and enough
+    # that all iterations together fill the buffer. FILLED states the assumption that the other
+    # iterations go on like this.
     steps: list[Any] = [carry]
     for _ in range(2):
         steps.append(proof.evaluate(body, (steps[-1],), guard))
@@ -136,7 +138,7 @@ def _iterated(proof: Proof, condition, body, carry: Any, guard: int, trips: int)
     history = [carry]
     seen = {carry: 0}
     for step in range(1, min(trips, _MAX_STEPS) + 1):
-        proof.evaluate(condition, (carry,), guard)  # for the collectives in it
+        proof.evaluate(condition, (carry,), guard)  # to record its collectives
         carry = _forget(carry, proof.evaluate(body, (carry,), guard))
         if carry in seen:
             start = seen[carry]
@@ -145,12 +147,12 @@ def _iterated(proof: Proof, condition, body, carry: Any, guard: int, trips: int)
         history.append(carry)
     if trips > _MAX_STEPS:
         return None
-    proof.evaluate(condition, (carry,), guard)  # it runs once more than the body
+    proof.evaluate(condition, (carry,), guard)  # the condition runs once more than the body
     return carry
 
 
 def _stepped(proof: Proof, condition, body, carry: Any, guard: int, stated: int | None) -> Any:
-    """Follow a loop whose predicate is known on every device; None where it isn't."""
+    """Evaluate a loop whose predicate is known on every device; None if it isn't."""
     settling = _settling(body, proof.reach.deterministic, proof.module.strange)
     for step in range(_MAX_STEPS + 1):
         predicate = proof.evaluate(condition, (carry,), guard)
@@ -187,7 +189,7 @@ def _settled(proof: Proof, body: hm.Computation, settling, step: int, guard: int
 
 
 def _keep(proof: Proof, body: hm.Computation, carry: Any, out: Any) -> Any:
-    """Put back the elements that a loop's body passes on: they stay, whoever leaves when."""
+    """Keep the elements that a loop's body passes on: they never change."""
     if not isinstance(carry, tuple) or not isinstance(out, tuple) or len(carry) != len(out):
         return out
     return tuple(
@@ -207,7 +209,7 @@ def _forget(before: Any, after: Any) -> Any:
 
 
 def _diverged(values: Values, value: Any, predicate: int) -> Any:
-    """Refine what a loop or branch gives by its predicate; known numbers stay known."""
+    """Refine the result of a loop or branch by its predicate; exact numbers stay exact."""
     if not predicate or isinstance(value, Exact):
         return value
     if isinstance(value, tuple):
@@ -230,7 +232,7 @@ def conditional(proof: Proof, computation, position, instruction, operands, guar
     inner = proof.values.states.refine(guard, state)
     results = [proof.evaluate(b, (v,), inner) for b, v in zip(branches, operands[1:])]
     if isinstance(which, Exact) and not shape.dimensions:
-        # A predicate's branch 0 is its true one.
+        # Branch 0 of a predicate is the true branch.
         numbers = which.array.reshape(-1)
         if shape.element_type == "pred":
             numbers = np.where(numbers, 0, 1)
@@ -248,7 +250,7 @@ def conditional(proof: Proof, computation, position, instruction, operands, guar
             _origin(computation, o, b, index, proof.module.strange)
             for b, o in zip(branches, instruction.operands[1:])
         }
-        if len(origins) == 1 and None not in origins:  # all branches pass on one thing
+        if len(origins) == 1 and None not in origins:  # all branches return the same value
             first = results[0]
             value[index] = first[index] if isinstance(first, tuple) else value[index]
     return tuple(value)
@@ -257,7 +259,7 @@ def conditional(proof: Proof, computation, position, instruction, operands, guar
 def _chosen(
     proof: Proof, computation, instruction, branches, which: Exact, numbers, results
 ) -> Any:
-    """Give what each device's branch gives; branches that pass on one thing are one branch."""
+    """Give each device the result of its branch; branches that return the same count as one."""
     numbers = np.asarray(numbers).astype(np.int64)
     last = len(results) - 1
     numbers = np.where((numbers < 0) | (numbers > last), last, numbers)
@@ -301,7 +303,7 @@ def _origin(
         result = _behind_copies(branch, root.operands[index], strange)
         constant = branch.instructions[result]
         if constant.opcode == "constant" and constant.start not in strange:
-            if "..." in constant.literal:  # elided: one value only as one instruction
+            if "..." in constant.literal:  # elided: equal to itself only
                 return "elided", branch.name, result
             return "constant", constant.shape, constant.literal
     element = _passed(branch, index, strange)
@@ -312,7 +314,7 @@ def _origin(
 
 
 def _behind_copies(computation: hm.Computation, position: int, strange: dict[int, str]) -> int:
-    # A copy with an attribute that isn't known may be more than a copy.
+    # A copy with an unknown attribute may be more than a copy.
     while (
         instruction := computation.instructions[position]
     ).opcode == "copy" and instruction.start not in strange:
@@ -323,9 +325,9 @@ def _behind_copies(computation: hm.Computation, position: int, strange: dict[int
 def _settling(
     body: hm.Computation, pure, strange: dict[int, str]
 ) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """Find the elements of a loop's carry that stop changing, however long the loop goes on."""
-    # An element that the body passes on never changes; a deterministic function of such elements
-    # is the same after every iteration but the first, and so on.
+    """Find the elements of a loop's carry that stop changing after some iterations."""
+    # An element that the body passes on never changes. A deterministic function of such elements
+    # no longer changes after the first iteration, a function of those after the second, and so on.
     root = body.instructions[body.root]
     if root.opcode != "tuple":
         return {}
@@ -352,7 +354,7 @@ def _settling(
 
 
 def _needs(body: hm.Computation, result: int, pure) -> tuple[set[int], tuple[int, ...]] | None:
-    """List a carry's elements of which a result is a deterministic function; None if it isn't."""
+    """List the carry's elements that determine a result, and the collectives on the way."""
     elements: set[int] = set()
     collectives = []
     stack, seen = [result], {result}
@@ -380,7 +382,7 @@ def _needs(body: hm.Computation, result: int, pure) -> tuple[set[int], tuple[int
 
 
 def _passed(computation: hm.Computation, index: int, strange: dict[int, str]) -> int | None:
-    """Give the parameter's element that a computation returns unchanged as element ``index``."""
+    """Give the parameter's element that a computation returns unchanged at ``index``, or None."""
     root = computation.instructions[computation.root]
     if root.opcode != "tuple" or index >= len(root.operands):
         return None

@@ -1,4 +1,4 @@
-"""What a custom call does: by its tag, the registry, XLA's own targets, or its kernel's text."""
+"""Resolves custom calls by their tag, the registry, XLA's own targets, or the kernel's text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardrules.registry.shipped.jaxlib import RULES as JAXLIB
 
 LOCAL = "a function of its operands on each device"
 
-# Targets that XLA itself emits, or JAX for its own numerical routines, each with what it does. A
-# wrong entry here is a wrong proof: an entry needs a reason that holds for every use of the target.
+# Targets that XLA itself emits, or JAX for its own numerical routines, and what each does. A wrong
+# entry makes wrong proofs: the reason must hold for every use of the target.
 OWN_TARGETS: dict[str, str] = {
     "AssumeGatherIndicesInBound": "passes its operand on (TPU: a promise about gather indices)",
     "GatherScatterIndicesBitpacked": "packs gather or scatter indices (TPU)",
@@ -44,7 +44,7 @@ OWN_TARGETS: dict[str, str] = {
     "QrDecomposition": "a matrix factorization",
     "Eigh": "an eigendecomposition",
     "ProductOfElementaryHouseholderReflectors": "a product of its operands",
-    # What the compiler for TPU makes of those above, and of triangular-solve: a block at a time.
+    # The TPU compiler replaces some of the above, and triangular-solve, by calls for single blocks.
     "QrDecompositionBlock": "a QR factorization of a block of columns (TPU)",
     "CompactWyHelper": "a triangular factor of a block's Householder reflectors (TPU)",
     "EighTpu": "a Jacobi eigendecomposition, from four quadrants of its operand (TPU)",
@@ -59,20 +59,20 @@ _OWN_PREFIXES: dict[str, str] = {
     "cuDNN; dropout takes its seed from the operands or the configuration",
     "__onednn$": "a matrix product by oneDNN",
 }
-# Targets whose result is whatever lay there, the same on no two devices until it is overwritten.
+# Targets that return uninitialised memory, which differs between devices until overwritten.
 UNINITIALISED = frozenset(["AllocateBuffer"])
 FILLED = hs.Support(
     "an uninitialised buffer",
     "table",
     "built in",
-    "assumed to be overwritten, by a loop or a kernel that has it to write to, before it is read",
+    "assumed to be overwritten, by a loop or a kernel that writes to it, before it is read",
 )
 
-# A TPU collective that is spread over fusions: a start, perhaps steps, a done, each of which holds
-# the collective again, under one `chain_id`. Only the done's is what the program computes with.
+# A TPU collective may be spread over fusions: a start, optional steps, and a done. Each holds a
+# copy of the collective with the same `chain_id`; the program uses only the done's result.
 ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
-# Targets under which many kernels run: the target alone says nothing.
+# Targets that many kernels share: the target alone does not identify a kernel.
 SHARED_TARGETS = frozenset(
     (
         "tpu_custom_call",
@@ -100,7 +100,7 @@ _PALLAS = re.compile(r"\bname=([\w.<>\-]+)")
 
 
 def frontend_attributes(text: str | None) -> dict[str, str]:
-    """Read ``{a="x",b=y}``, values quoted or not."""
+    """Read ``{a="x",b=y}``, with quoted or bare values."""
     if not text:
         return {}
     attributes: dict[str, str] = {}
@@ -116,7 +116,7 @@ def frontend_attributes(text: str | None) -> dict[str, str]:
 def kernel_name(
     config: str | None, target: str, tag: dict[str, str], metadata: Metadata
 ) -> str | None:
-    """Find the kernel's name: in the tag, the backend config or the op's name."""
+    """Find the kernel's name in the tag, the backend config or the op_name."""
     if tag.get("shardrules.kernel"):
         return tag["shardrules.kernel"]
     if target not in SHARED_TARGETS:
@@ -124,8 +124,7 @@ def kernel_name(
     if config:
         if config.startswith('"'):
             config = re.sub(r"\\(.)", r"\1", config[1:-1])
-        # The bytes of a kernel's body come in quotes as well and may hold anything; a name is
-        # taken only from a key that stands outside of them.
+        # A kernel's quoted body may hold anything: take a name only from a key outside of it.
         outside = re.sub(
             r'((?:\bir|"?body"?|\bmodule|\bopaque)\s*[=:]\s*)"[^"\\]*(?:\\.[^"\\]*)*"',
             r'\1""',
@@ -142,7 +141,7 @@ def kernel_name(
 
 
 def read_mesh(text: str) -> dict[str, int] | None:
-    """Read a tag's ``data=4,model=2``; None where it is not of that form."""
+    """Read a tag's ``data=4,model=2``; None if it has another form."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.strip().partition("=")
@@ -153,7 +152,7 @@ def read_mesh(text: str) -> dict[str, int] | None:
 
 
 def empty_buffer(values: Values, filling: bool) -> int:
-    """Give the state of a buffer that holds whatever lay there."""
+    """Give the state of an uninitialised buffer."""
     loop = ", in a loop that fills it" if filling else ""
     state = values.states.blocked(
         hs.Blocker(f"an uninitialised buffer that nothing is shown to fill{loop}")
@@ -165,13 +164,13 @@ def empty_buffer(values: Values, filling: bool) -> int:
 
 
 def aliased(instruction: Instruction) -> set[int]:
-    """Give the numbers of the operands in whose memory a custom call's results lie."""
+    """Give the numbers of the operands whose memory a custom call's results reuse."""
     table = instruction.attribute("output_to_operand_aliasing") or ""
     return {int(number) for number in _ALIASED.findall(table)}
 
 
 def spread_steps(module: Module) -> set[tuple[str, int]]:
-    """Find the instructions that are steps of a collective whose done stands elsewhere."""
+    """Find the copies of spread collectives whose done is in another fusion."""
     steps: dict[str, list[tuple[str, int]]] = {}
     done: set[str] = set()
     if ASYNC_DONE not in module.text:
@@ -209,10 +208,10 @@ class Resolution(NamedTuple):
     """What one custom call does, and who says so."""
 
     effects: tuple[axistypes.Effect, ...] | None  # one for each output; None: see ``blocker``
-    support: hs.Support | None  # what they rest on
+    support: hs.Support | None  # the evidence for the effects
     mesh: dict[str, int] | None  # the tag's mesh
-    blocker: Any  # an hs.Blocker, set where effects is None or holds an unknown one
-    uninitialised: bool = False  # its result is whatever lay in memory
+    blocker: Any  # an hs.Blocker if effects is None or holds an unknown effect
+    uninitialised: bool = False  # the result is uninitialised memory
 
 
 class _Call:
@@ -223,11 +222,10 @@ class _Call:
         parts = instruction.shape.elements
         metadata = module.frames.metadata(given.get("metadata", ""))
         self.target = given.get("custom_call_target", "").strip('"')
-        self.config = given.get("backend_config")  # its backend_config, None where it has none
+        self.config = given.get("backend_config")
         self.tag = frontend_attributes(given.get("frontend_attributes"))
-        self.outputs = 1 if parts is None else len(parts)  # how many arrays it returns
-        self.op_name = self.where = metadata.op_name  # its op_name and source line, for people
-        # The kernel's name, None where the text holds none.
+        self.outputs = 1 if parts is None else len(parts)  # number of arrays
+        self.op_name = self.where = metadata.op_name  # with the source line, for messages
         self.kernel = kernel_name(self.config, self.target, self.tag, metadata)
         if metadata.frames:
             line = str(metadata.frames[0])
@@ -246,7 +244,7 @@ class _Call:
 
 
 def resolve(module: Module, instruction: Instruction, registry: Any) -> Resolution:
-    """Ask the tag, the registry, the table, and the kernel's own text, in this order."""
+    """Resolve a call by its tag, the registry, the table or the kernel's text, in this order."""
     call = _Call(module, instruction)
     resolution = _by_tag(call) or _by_rule(call, registry) or _by_table(call) or _by_text(call)
     return resolution or call.unknown("has no rule")
@@ -287,9 +285,9 @@ def _by_rule(call: _Call, registry: Any) -> Resolution | None:
         return None
     for name in dict.fromkeys(n for n in (call.kernel, call.target) if n):
         if name in SHARED_TARGETS and name != call.kernel:
-            continue  # a rule for the target would hold for everybody's kernels
+            continue  # such a rule would apply to all kernels of the target
         registration = registry.find(name)
-        # jaxlib's own stand in the table
+        # jaxlib's own targets are in the table
         if registration is not None and not (
             registration.library == "jaxlib" and call.target in JAXLIB.targets
         ):
@@ -323,7 +321,7 @@ def _by_table(call: _Call) -> Resolution | None:
 
 
 def _by_text(call: _Call) -> Resolution | None:
-    """Read the kernel itself where the program holds it as text, as XLA's own for TPU."""
+    """Read the kernel itself if the program holds it as text, as XLA does on TPU."""
     if call.target != "tpu_custom_call" or not mosaic.is_local(call.config or ""):
         return None
     name = repr(call.kernel) if call.kernel else f"the kernel at {call.op_name or 'no op_name'}"

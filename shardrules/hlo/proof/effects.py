@@ -1,4 +1,4 @@
-"""What crosses devices or leaves the program in the proof: collectives and custom calls."""
+"""Evaluates collectives and custom calls."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _BOOLEANS = {
 }
 
 
-# Each element of the result is one operand's element at the same place, on one device or all.
+# Each element of the result depends on the operand's elements at the same place only.
 _PLACEWISE = ("all-reduce", "collective-permute", "collective-broadcast")
 
 
 def collective(proof: Proof, computation, position, instruction, operands, guard):
-    """Evaluate a collective, and record what it was given."""
+    """Evaluate a collective, and record its operands."""
     values = proof.values
     kind = hc.OPCODES[instruction.opcode]
     where = (computation.name, position)
@@ -69,7 +69,7 @@ def collective(proof: Proof, computation, position, instruction, operands, guard
         return result
     parts = instruction.shape.elements or (instruction.shape,)
     if kind == "all-reduce" and not parts[0].is_tuple and len(parts) == len(operands):
-        return result  # and its operands beside it only from JAX 0.12 on
+        return result  # only JAX 0.12 and newer return the operands as well
     return Started(operands[0] if len(operands) == 1 else tuple(operands), result)
 
 
@@ -80,13 +80,13 @@ def _channel(proof: Proof, instruction, kind: str) -> hc.Channel:
 
 
 def _result(proof: Proof, instruction, channel: hc.Channel, operands, guard: int, moved) -> Any:
-    """Give a collective's value; ``moved`` gives the state of what it makes of one state."""
+    """Give a collective's value; ``moved`` maps an operand's state to the result's."""
     values, kind = proof.values, channel.kind
     if kind == "ragged-all-to-all" or kind == "all-to-all" and len(operands) > 1:
         # A member's piece k may come from any operand of member k.
         return moved(values.merged(operands))
     if hc.updates_in_place(instruction, kind):
-        # Beside what is moved stands what the target held.
+        # The target keeps its own data around the moved slice.
         whole = values.merged(operands)
         return values.states.refine(moved(whole), whole)
     results = []
@@ -102,17 +102,17 @@ def _result(proof: Proof, instruction, channel: hc.Channel, operands, guard: int
 
 
 def _how(proof: Proof, computation, instruction, kind: str, channel: hc.Channel, operands) -> str:
-    """Say how a collective transforms relations; equal pieces don't show their position."""
+    """Say how a collective transforms relations; with equal pieces, positions don't matter."""
     how = hc.result_how(kind)
     if how != "exchange" or channel.groups.matrix is None:
         return how
     if kind == "all-to-all" and len(instruction.operands) > 1:
-        # Each member gets the same from member m: all that m sends is one value.
+        # Each member gets the same value from member m, because m sends one value to all.
         return "join" if len(set(instruction.operands)) == 1 else how
     if kind == "reduce-scatter" and len(instruction.operands) == 1:
         places = ranges.read_ints(instruction.attribute("dimensions"))
-        # A ring adds each piece up from another member on: that shows in floats, unless all
-        # that is added is equal.
+        # A ring starts to sum each piece at another member, which changes float results unless
+        # all operands are equal.
         state = proof.values.states[proof.values.collapse(operands[0])]
         if not hc.orderless(channel.reduction, instruction) and not proof.transfer.uniform(
             state.proven, channel
@@ -135,7 +135,7 @@ def _known(proof: Proof, channel: hc.Channel, value: Any, guard: int) -> Any:
         return None
     rows = np.broadcast_to(value.array, (count,) + value.array.shape[1:])
     if channel.kind == "collective-permute":
-        moved = np.zeros_like(rows)  # a device that is no target gets zeros
+        moved = np.zeros_like(rows)  # a device that is not a target gets zeros
         sources, targets = channel.groups.ends
         moved[targets] = rows[sources]
         return proof.values.computed(moved, value.splat, [value, guard])
@@ -153,7 +153,7 @@ def _known(proof: Proof, channel: hc.Channel, value: Any, guard: int) -> Any:
 
 
 def _spread(proof: Proof, computation, instruction, operands) -> Any:
-    """Evaluate the ends of a TPU collective that is spread over fusions; None for others."""
+    """Evaluate the start or done of a TPU collective spread over fusions; None for other calls."""
     target = (instruction.attribute("custom_call_target") or "").strip('"')
     if target not in (customcalls.ASYNC_START, customcalls.ASYNC_DONE):
         return None
@@ -166,7 +166,7 @@ def _spread(proof: Proof, computation, instruction, operands) -> Any:
         return None
     if target == customcalls.ASYNC_DONE:
         return inner[0][1]
-    # What is under way is for the done alone: the operand goes through, the rest is closed.
+    # Only the done may use the unfinished result: pass the operand on and block the rest.
     collective = computation.instructions[inner[0][0]]
     record = proof.records.get((computation.name, inner[0][0]))
     elements = instruction.shape.elements
@@ -181,7 +181,7 @@ def _spread(proof: Proof, computation, instruction, operands) -> Any:
 
 
 def custom_call(proof: Proof, computation, position, instruction, operands, guard):
-    """Evaluate a custom call by what its tag, the registry or the table of XLA's own says."""
+    """Evaluate a custom call by its resolution."""
     values = proof.values
     if operands:
         spread = _spread(proof, computation, instruction, operands)
@@ -201,8 +201,7 @@ def custom_call(proof: Proof, computation, position, instruction, operands, guar
     if own:
         return values.blocked(f"custom call {instruction.name!r} applies {own}", operands)
     if values.unwritten and resolution.support is not None:
-        # A kernel that is well formed reads no buffer that it was given to write to: its result
-        # lies there.
+        # A well-formed kernel does not read the uninitialised buffer that it writes its result to.
         written = values.states.intern(hs.State(supports=(customcalls.FILLED,)))
         aliased = customcalls.aliased(instruction)
         operands = [
@@ -215,7 +214,7 @@ def custom_call(proof: Proof, computation, position, instruction, operands, guar
             state, values.states.intern(hs.State(supports=(resolution.support,)))
         )
     if len(resolution.effects) > 1 and not values.vary_alike(operands):
-        state = values.states.evened(state)  # which of its outputs depend on which is not told
+        state = values.states.evened(state)  # each output may depend on other operands
     parts = [_effect(proof, e, state, resolution, guard) for e in resolution.effects]
     if instruction.shape.elements is None:
         return parts[0] if parts else state
@@ -228,7 +227,7 @@ def _effect(proof: Proof, effect, state: int, resolution, guard: int) -> int:
         return state
     if effect.kind == "unknown":
         return states.blocked(resolution.blocker, state)
-    # Of a rule the axes are names that only the module's mesh explains.
+    # A rule names axes; only the module's mesh gives their sizes.
     sizes = proof.default_mesh if resolution.mesh is None else resolution.mesh
     if (
         not sizes
@@ -266,7 +265,7 @@ def _effect(proof: Proof, effect, state: int, resolution, guard: int) -> int:
 def _mesh_channel(proof: Proof, effect, sizes: dict[str, int]) -> hc.Channel:
     names = list(sizes)
     ids = np.arange(proof.values.relations.partitions).reshape([sizes[n] for n in names])
-    # A typed output is equal along the axes that it does not name.
+    # A typed output is equal along the axes that its type does not name.
     along = [n for n in names if (n in effect.axes) != (effect.kind == "typed")]
     rest = [i for i, n in enumerate(names) if n not in along]
     order = [names.index(n) for n in (along if effect.kind == "typed" else effect.axes)]

@@ -1,7 +1,7 @@
 """The pass: evaluates the instructions of each computation, with a value for each.
 
-Computations are evaluated for each distinct set of arguments that callers give them. What an opcode
-does stands in a table of handlers (see ``replication``), each called as
+Each computation is evaluated once for each distinct set of arguments. A table of handlers (see
+``replication``) says what each opcode does; each is called as
 ``handler(proof, computation, position, instruction, operands, guard)``.
 """
 
@@ -23,20 +23,20 @@ _MAX_DEPTH = 150  # nested calls; each takes a few of Python's frames
 
 @dataclasses.dataclass(slots=True)
 class Record:
-    """What the proof saw at one collective, over all callers."""
+    """The operands and guard of one collective, joined over all callers."""
 
     operands: list[Any]  # each operand's value
-    guard: int  # the state of the predicates under which it runs
+    guard: int  # the state of the predicates that decide whether it runs
     channel: hc.Channel  # how it connects devices
 
 
 class Handlers(NamedTuple):
-    """What evaluates instructions."""
+    """The functions that evaluate instructions."""
 
     # None for a function of its operands at the same places, PARAMETER for parameters.
     by_opcode: Mapping[str, Any]
     unusual: Callable[..., Any]  # for other opcodes
-    strange: Callable[..., Any]  # for instructions with an attribute that is not known
+    strange: Callable[..., Any]  # for instructions with an unknown attribute
 
 
 PARAMETER = object()
@@ -61,19 +61,17 @@ class Proof:
         self.default_mesh = default_mesh
         self.reach = Reach(module)
         self.transfer = hc.Transfer(values.states)  # what collectives do to states
-        # By computation name and position, what was seen at each collective.
+        # By computation name and position:
         self.records: dict[tuple[str, int], Record] = {}
-        # By computation name and position, how each collective connects devices.
         self.channels: dict[tuple[str, int], hc.Channel] = {}
-        # By computation name and position, the resolution of each custom call.
         self.opaque: dict[tuple[str, int], customcalls.Resolution] = {}
-        self.cache: dict[Any, Any] = {}  # what handlers read of the text, by what they read it from
+        self.cache: dict[Any, Any] = {}  # parsed attributes, by their text
         self.result: Any = 0  # the entry computation's value
         self._memo: dict[Any, Any] = {}
         self._depth = 0
 
     def abandoned(self, names, why: str, operands) -> int:
-        """Give the state of what runs computations in a way that isn't evaluated."""
+        """Give the state of an instruction whose computations can't be evaluated."""
         return self.values.blocked(self.reach.abandon(names, why), operands)
 
     def evaluate(self, computation: hm.Computation, arguments: tuple[Any, ...], guard: int) -> Any:
@@ -102,7 +100,7 @@ class Proof:
             if strange and instruction.start in strange and instruction.opcode not in hc.OPCODES:
                 handler = on_strange
             operands = instruction.operands
-            if handler is None:  # a function of its operands: their states, where they are no more
+            if handler is None:  # a function of its operands; fast if each is one state
                 state = 0
                 for operand in operands:
                     value = values[operand]

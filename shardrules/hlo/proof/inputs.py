@@ -28,9 +28,9 @@ _SHARDING_MESH = re.compile(r"sharding=\{+(?=mesh\[')")
 
 
 def devices(module: hm.Module, mesh: Mapping[str, int] | None) -> hd.Relations:
-    """Give the relations over the devices that a module is for."""
-    # Dumps of old versions have neither count: then the mesh decides, else the largest device in a
-    # group or sharding.
+    """Give the relations over a module's devices."""
+    # Dumps of old versions state neither count. Then use the mesh, or else the largest device id in
+    # the groups and shardings.
     size = None
     if mesh is not None:
         size = math.prod(n for n in dict(mesh).values() if isinstance(n, int))
@@ -41,7 +41,7 @@ def devices(module: hm.Module, mesh: Mapping[str, int] | None) -> hd.Relations:
     if partitions * replicas > MAX_DEVICES:
         raise errors.HloError(
             f"module {module.name!r} is for {partitions * replicas} devices, more than the "
-            f"{MAX_DEVICES} that this verifier takes; is the text damaged?",
+            f"{MAX_DEVICES} that this verifier accepts; is the text damaged?",
             device_count=partitions * replicas,
         )
     return hd.Relations(partitions, replicas, stated or size is not None)
@@ -86,7 +86,7 @@ def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
     text = module.text
     named: set[tuple[tuple[str, int], ...]] = set()
     if "shardrules.mesh" in text:
-        # The header's is the program's own; kernels of several meshes name several.
+        # The header names the program's own mesh; kernels may name others.
         for part in (module.header.get("frontend_attributes", ""), text):
             for match in _TAG_MESH.finditer(part):
                 mesh = customcalls.read_mesh(match[1] if match[1] is not None else match[2] or "")
@@ -100,7 +100,7 @@ def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
                 mesh_named, _ = hn.read_mesh(text[match.end() : match.end() + 4096])
             except hn.NotationError:
                 continue
-            # XLA itself calls axes axis_0, axis_1: of a sharding that had no names.
+            # XLA invents the names axis_0, axis_1 for shardings without axis names.
             if any(re.fullmatch(r"_?axis_\d+", name) for name, _ in mesh_named.axes):
                 continue
             if mesh_named.devices.size == device_count and mesh_named.is_row_major:
@@ -113,7 +113,7 @@ def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
 def promises(
     module: hm.Module, given: Sequence[tuple[str, str] | None] | None
 ) -> tuple[tuple[str, str] | None, ...] | None:
-    """Give path and sharding of each output; None where nobody tells them."""
+    """Give the path and sharding of each output; None if neither caller nor text has them."""
     root = module.entry.instructions[module.entry.root]
     count = len(root.shape.leaves())
     if given is not None and len(given) != count:
@@ -136,13 +136,13 @@ def promises(
 def parameter_values(
     module: hm.Module, states: hs.States, given: Sequence[str | None] | None
 ) -> list[Any]:
-    """Give the entry parameters' values by their shardings."""
+    """Give the entry parameters' values, from their shardings."""
     parameters = module.entry.parameters
     if given is not None and len(given) != len(parameters):
         raise errors.HloError(
             f"parameter_shardings has {len(given)} entries, but module {module.name!r} has "
-            f"{len(parameters)} parameters; give one for each (None where it isn't known), pruned "
-            "arguments left out.",
+            f"{len(parameters)} parameters; give one for each (None if it isn't known), and "
+            "none for pruned arguments.",
             given=len(given),
             parameters=len(parameters),
         )
@@ -182,7 +182,7 @@ def parameter_values(
 
 
 class _Shardings:
-    """The shardings of parameters, each read once."""
+    """Parameters' shardings as states; each text is read once."""
 
     def __init__(self, states: hs.States):
         self._states = states
@@ -209,7 +209,7 @@ class _Shardings:
 
 
 def replicated_leaves(shape: hm.Shape, sharding: str | None, partitions: int) -> list[bool]:
-    """Tell for each array of a shape whether a sharding says that all partitions hold the same."""
+    """Tell for each array of a shape whether a sharding calls it replicated."""
     leaves = shape.leaves()
     parts = shardings.split_tuple_sharding(sharding) if sharding else []
     if len(parts) == 1:
@@ -227,7 +227,7 @@ def replicated_leaves(shape: hm.Shape, sharding: str | None, partitions: int) ->
 
 
 def tree(shape: hm.Shape, leaves: list[int], states: hs.States) -> Any:
-    """Give the value of a shape whose arrays have these states, depth first."""
+    """Build the value of a shape from the states of its arrays, depth first."""
     if shape.elements is None:
         return leaves[0]
     iterator = iter(leaves)

@@ -1,4 +1,4 @@
-"""What a judgement holds: collectives, the verdicts on them, and what is proven of outputs."""
+"""The results of ``judge``: collectives, their verdicts, and what is proven of each output."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ class Collective:
       opcode: as printed.
       name: the instruction's name.
       computation: the name of the computation that holds it.
-      operand: which of its operands this is.
-      axes: the mesh axes it runs over, None where the mesh or a product of axes isn't known.
-      connections: which devices it connects.
+      operand: number of the operand.
+      axes: the mesh axes it runs over; None if the mesh isn't known or no axes give its groups.
+      connections: the devices that it connects.
       reduction: ``"add"`` and so on; ``""`` for none.
       operand_bytes: bytes of this operand on one device.
       element_type: of the operand.
       phase: ``forward``, ``backward``, ``recompute``, ``mixed`` or ``unknown``.
-      loop_depth: how many while loops stand around it.
-      trip_count: how often it runs in one execution; None where a loop's count isn't known.
+      loop_depth: number of while loops around it.
+      trip_count: how often it runs in one execution; None if a loop's count isn't known.
       op_name: JAX's name for it.
-      source: the innermost source line, None where the text has none.
+      source: the innermost source line; None if the text has none.
       frames: all source lines, innermost first.
-      at_most: it stands in a branch: ``trip_count`` is what it is if each branch ran.
-      each: how often it runs if each loop whose count isn't known makes one trip.
-      dimension: along which parts are put together or taken apart, ``"0"``; ``""`` for none.
-      in_place: it is a permute that puts a slice of one operand into another.
+      at_most: it is in a branch, and ``trip_count`` counts every branch as taken.
+      each: how often it runs if each loop of unknown count makes one trip.
+      dimension: the dimension along which parts are joined or split, ``"0"``; ``""`` for none.
+      in_place: it is a permute that writes a slice of one operand into another.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class Collective:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """List the groups' flattened device ids, as the collective orders them."""
+        """List the groups' flattened device ids, in the collective's order."""
         return self.connections.rows
 
     @property
@@ -96,8 +96,8 @@ class Collective:
 
     @property
     def notation(self) -> str:
-        """Write its groups, or a permute's pairs: the same text for the same ones."""
-        # Of all but an all-reduce the place in its group is which part a device gives or gets.
+        """Write its groups, or a permute's pairs, in one canonical form."""
+        # In all other kinds, a device's place in its group says which part it sends or receives.
         alike = self.kind == "all-reduce"
         return self.connections.in_any_order if alike else self.connections.in_order
 
@@ -107,7 +107,7 @@ class Collective:
         return self.connections.size
 
     def over(self) -> str:
-        """Say over what it runs, for people."""
+        """Name the axes or groups it runs over, for messages."""
         if self.axes is not None:
             return "over " + ",".join(self.axes) if self.axes else "over groups of one device"
         shown = ",".join("{" + ",".join(map(str, g)) + "}" for g in self.groups[:4])
@@ -134,16 +134,16 @@ class Verdict:
 
     Attributes:
       verdict: ``redundant``, ``overwide``, ``unproven`` or ``needed``.
-      collective: what is judged.
-      range: the elements that it is about, None for the whole operand.
-      bytes: operand bytes on one device that it is about.
+      collective: the collective that is judged.
+      range: the elements that are judged; None for the whole operand.
+      bytes: size of these elements on one device.
       reason: one sentence.
-      needed_axes: for ``overwide``: the axes that are needed; None where axes aren't known.
+      needed_axes: for ``overwide``, the axes that are needed; None if axes aren't known.
       rests_on: rules, tags and standing assumptions.
-      blockers: for ``unproven``: what stands on the path.
-      divergent: it runs under a predicate that may differ within a group: it may hang.
-      copies: how many members of each group are proven to hold the same; for ``redundant`` all,
-        for ``overwide`` equally many in each.
+      blockers: for ``unproven``, the opaque calls on the operand's path.
+      divergent: it runs under a predicate that may differ within a group, so it may hang.
+      copies: how many members of each group provably hold equal operands; all of them for
+        ``redundant``.
     """
 
     verdict: str
@@ -166,15 +166,15 @@ class Verdict:
 
 
 class Broken(NamedTuple):
-    """A promise that devices hold the same of an output, which is not proven."""
+    """An output that a sharding calls equal on some devices, without a proof."""
 
-    # It comes from different data by steps that keep data different; else it may be equal.
+    # It comes from different data by steps that keep data different. Otherwise it may be equal.
     differs: bool
-    # The mesh axes along which it is not proven, None where they aren't known.
+    # The mesh axes along which equality isn't proven; None if they aren't known.
     axes: tuple[str, ...] | None
-    groups: tuple[tuple[int, ...], ...]  # the devices that are called equal and are not proven so
+    groups: tuple[tuple[int, ...], ...]  # devices that should be equal and aren't proven to be
     reason: str  # why it may differ, ``"parameter 1 ('x') is sharded over data"``
-    cause: str  # what that is about, ``"parameter 1 ('x')"``; empty for what is opaque
+    cause: str  # the thing that differs, ``"parameter 1 ('x')"``; empty for opaque calls
 
 
 class Output:
@@ -183,10 +183,10 @@ class Output:
     Attributes:
       path: its place in the entry's result, ``()`` for a lone array.
       shape: its shape on one device.
-      varying: mesh axes over which it may differ; None where the mesh isn't known.
-      equal: proven the same on every device.
-      blockers: what stands between it and a proof.
-      reason: why it may differ, ``""`` where it is equal.
+      varying: mesh axes over which it may differ; None if the mesh isn't known.
+      equal: it is proven equal on every device.
+      blockers: the opaque calls that prevent a proof.
+      reason: why it may differ; ``""`` if it is equal.
     """
 
     def __init__(
@@ -203,13 +203,13 @@ class Output:
         self._known = state, relations, mesh
 
     def broken(self, tiles: Sequence[int]) -> Broken | None:
-        """Tell what is not proven of a promise that devices of the same tile hold the same.
+        """Check the claim that devices with the same tile hold equal data.
 
         Args:
-          tiles: for each partition the number of the tile that it is said to hold.
+          tiles: the number of each partition's tile.
 
         Returns:
-          None where the promise is proven.
+          None if the claim is proven.
         """
         state, relations, mesh = self._known
         promised = np.array(tiles)[np.arange(relations.device_count) % relations.partitions]
@@ -221,7 +221,7 @@ class Output:
         relation = apart if differs else state.proven
         axes = None
         if mesh:
-            # Refined by what differs between the groups, only an axis within them varies more.
+            # Only axes along which the tile is constant can break the claim.
             within = promised.reshape([size for _, size in mesh.axes])
             along = [
                 name
@@ -236,7 +236,7 @@ class Output:
         return Broken(differs, axes, shown, *self._why(called, axes, differs))
 
     def _why(self, called: int, axes: tuple[str, ...] | None, differs: bool) -> tuple[str, str]:
-        """Say why devices that are called equal may differ, and from what that comes."""
+        """Say why devices that should be equal may differ, and name the thing that differs."""
         state, relations, mesh = self._known
         if not differs and state.blockers:
             return why_varying(hs.State(blockers=state.blockers), called, relations, mesh), ""
@@ -260,7 +260,7 @@ class Output:
 
     @property
     def classes(self) -> tuple[tuple[int, ...], ...]:
-        """List the sets of devices that are proven to hold the same."""
+        """List the sets of devices that are proven equal."""
         classes: dict[int, list[int]] = {}
         for device, label in enumerate(self._labels.tolist()):
             classes.setdefault(label, []).append(device)
@@ -275,14 +275,14 @@ class Judgement:
     """All verdicts on a module.
 
     Attributes:
-      module: what was judged.
+      module: the judged module.
       verdicts: in the order of the text.
-      outputs: what is proven of each array that it returns.
-      mesh: axis sizes in order, None where no mesh is known.
-      partitions, replicas: how many devices it is for.
-      opaque: the opaque calls that have no usable rule, each once.
-      promises: path and sharding of each output, None for one of which they aren't known (a token);
-        None where the program does not say.
+      outputs: what is proven of each array that the module returns.
+      mesh: axis sizes in order; None if no mesh is known.
+      partitions, replicas: the module's device counts.
+      opaque: the opaque calls without a usable rule, each once.
+      promises: path and sharding of each output, None for an output without one (a token);
+        None if the program does not state them.
     """
 
     module: hm.Module
@@ -314,7 +314,7 @@ class Judgement:
 
     @property
     def unproven(self) -> tuple[Verdict, ...]:
-        """List the verdicts on collectives that something opaque stands before."""
+        """List the verdicts on collectives whose operands depend on something opaque."""
         return self._of("unproven")
 
     @property
@@ -324,7 +324,7 @@ class Judgement:
 
 
 def why_varying(state: hs.State, groups: int, relations: hd.Relations, mesh: hd.Mesh | None) -> str:
-    """Name the first cause that differs within groups (``EQUAL``: between any devices)."""
+    """Name the first cause that differs within groups; ``EQUAL`` is one group of all devices."""
     for relation, cause in state.causes:
         if relations.refine(groups, relation) != groups:
             axes = mesh.varying(relation) if mesh else ()

@@ -20,19 +20,18 @@ _Start = Callable[[int], "int | None"]
 class Run:
     """How a computation runs."""
 
-    depth: int  # how many while loops stand around it
-    # How often it runs in one execution of the module; None where a count isn't known.
-    count: int | None
-    at_most: bool = False  # it stands in a branch, and the count is what it is if each branch ran
-    each: int = 1  # how often it runs if each loop whose count isn't known makes one trip
+    depth: int  # number of while loops around it
+    count: int | None  # runs in one execution of the module; None if a loop's count isn't known
+    at_most: bool = False  # it is in a branch; ``count`` counts every branch as taken
+    each: int = 1  # runs if each loop of unknown count makes one trip
 
 
-# What runs each computation that it names once; others may run them any number of times.
+# Opcodes that run each computation they name once; others may run it any number of times.
 _ONCE = frozenset("call call-start fusion fusion-start async-start conditional".split())
 
 
 def executions(module: hm.Module) -> dict[str, Run]:
-    """Give each computation that is reached from ENTRY its depth and count."""
+    """Count the runs of each computation that ENTRY reaches."""
     runs = {module.entry.name: Run(0, 1)}
     for name in reversed(module.order):  # callers first
         if name not in runs:
@@ -67,7 +66,7 @@ def _calls(module, computation, instruction, outer: Run) -> Iterator[tuple[str, 
         return
     trips = trip_count(module, computation, instruction)
     for place, callee in enumerate(instruction.calls):
-        # The condition, which stands first, runs once more than the body.
+        # The condition is listed first; it runs once more than the body.
         times = trips if trips is None or place else trips + 1
         count = None if times is None or outer.count is None else outer.count * times
         each = outer.each * (1 if times is None else times)
@@ -75,7 +74,7 @@ def _calls(module, computation, instruction, outer: Run) -> Iterator[tuple[str, 
 
 
 def parts(module: hm.Module, loop: hm.Instruction) -> tuple[hm.Computation, hm.Computation]:
-    """Give a while's condition and body, wherever they are written."""
+    """Give a while's condition and body."""
     keys = {key for key, _, _ in loop.attributes()}
     if len(loop.calls) != 2 or not {"condition", "body"} <= keys:
         raise hm.syntax_error(
@@ -85,9 +84,9 @@ def parts(module: hm.Module, loop: hm.Instruction) -> tuple[hm.Computation, hm.C
 
 
 def trip_count(module: hm.Module, computation: hm.Computation, loop: hm.Instruction) -> int | None:
-    """Give a while loop's trip count, for what it costs; None where it isn't static."""
-    # XLA prints known_trip_count on CPU and GPU. On TPU the count follows from bound, start and
-    # step, where all three are constants.
+    """Give a while loop's trip count, for its cost; None if it isn't static."""
+    # XLA prints known_trip_count on CPU and GPU. On TPU the count follows from the bound, start and
+    # step, if all three are constants.
     stated = stated_count(loop)
     if stated is not None:
         return stated
@@ -97,14 +96,14 @@ def trip_count(module: hm.Module, computation: hm.Computation, loop: hm.Instruct
 
 
 def stated_count(loop: hm.Instruction) -> int | None:
-    """Give the trip count that the text tells, as XLA does on CPU and GPU; else None."""
+    """Give the trip count that XLA prints on CPU and GPU; None if there is none."""
     config = loop.attribute("backend_config")
     match = _KNOWN.search(config.replace('\\"', '"')) if config else None
     return int(match[1]) if match else None
 
 
 def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | None:
-    """Give the trip count that follows from a loop's own counter; None where none does."""
+    """Give the trip count that follows from a loop's own counter; None if none does."""
     if module.strange and _holds_strange(module, loop):
         return None
     return _Induction(module, loop, *parts(module, loop), start).count()
@@ -153,12 +152,12 @@ class _Induction:
         kind = exact.dtype(carried[left[1]]) if left[1] < len(carried) else None
         if trips is None or kind is None or kind == np.bool_:
             return None
-        # A counter that wraps around before it stops runs another number of times.
+        # A counter that wraps around before it stops has another trip count.
         bounds = np.iinfo(kind)
         return trips if bounds.min <= start + trips * step <= bounds.max else None
 
     def _compare(self, computation, position):
-        """Find a comparison, in a fusion too, with each side an element or a constant."""
+        """Find a comparison, also inside a fusion; each side is an element or a constant."""
         root = computation.instructions[position]
         while root.opcode in ("copy", "bitcast") and root.operands:
             root = computation.instructions[root.operands[0]]
@@ -179,8 +178,8 @@ class _Induction:
         return (root.attribute("direction"), *sides)
 
     def _outer(self, computation, operands, side):
-        """Say what a side inside of a fusion is to the computation that holds the fusion."""
-        # An element inside of it belongs to the fusion's own operand, not to the loop's carry.
+        """Translate a side inside a fusion to the computation that holds the fusion."""
+        # An element inside the fusion belongs to the fusion's operand, not to the loop's carry.
         if side is None or side[0] == "element":
             return None
         if side[0] != "parameter":
@@ -192,7 +191,7 @@ class _Induction:
         while instruction.opcode in ("copy", "bitcast", "reshape") and instruction.operands:
             before = computation.instructions[instruction.operands[0]]
             if before.shape.element_type != instruction.shape.element_type:
-                return None  # the same bits are another number there
+                return None  # the same bits mean another number
             instruction = before
         if instruction.opcode == "constant":
             number = _constant(instruction)
@@ -211,7 +210,7 @@ class _Induction:
         if side[0] == "constant":
             return side[1]
         if side[0] == "element":
-            # The bound may be carried along: it must then leave the body as it came.
+            # The bound may be in the carry; then the body must not change it.
             root = self.body.instructions[self.body.root]
             if root.opcode != "tuple" or not 0 <= side[1] < len(root.operands):
                 return None
@@ -227,7 +226,7 @@ class _Induction:
         return self._added(self.body, root.operands[index], index)
 
     def _added(self, computation, position, index) -> int | None:
-        """Give what is added to element ``index``: 0 where it is passed on."""
+        """Give the number that is added to element ``index``; None if that isn't clear."""
         instruction = computation.instructions[position]
         side = self._side(computation, position)
         if side == ("element", index):
@@ -260,7 +259,7 @@ class _Induction:
 
 
 def _follow(computation: hm.Computation, position: int, index: int) -> int | None:
-    """Give the constant that is element ``index`` of a tuple."""
+    """Give the constant at ``index`` of a tuple, or None."""
     instruction = computation.instructions[position]
     for _ in range(64):
         if (

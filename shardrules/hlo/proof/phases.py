@@ -1,10 +1,10 @@
-"""From which pass a collective is, and where its source asks for it: op_names, part by part.
+"""Finds the phase (forward, backward) and the source line of each part of a collective.
 
 XLA combines collectives, and names the combined one after its first part, all parts or nothing.
-Each part's own metadata stays on what takes it out again (the get-tuple-element; on GPU, what
-follows a slice of the flat array), and is asked first: so the combiner makes no difference. What
-has no name there has the phase and the line of what it is made of, or else of what takes it, by
-the majority of their bytes.
+Each part keeps its own metadata on the instruction that extracts it (a get-tuple-element; on GPU,
+the users of a slice of the flat array). We read that first, so combining makes no difference. A
+part without a name there gets the phase and the line of its operands, or else of its users, by the
+majority of their bytes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["PartNames", "phase_of"]
 _SAME = frozenset("bitcast reshape copy get-tuple-element".split())
 _FORMS = _SAME | frozenset("parameter slice transpose".split())
 _SLICE = re.compile(r"\{\[(\d+):(\d+)\]\}")
-_NEAR = 64  # instructions that are looked at for a name
+_NEAR = 64  # instructions to visit for a name
 
-# A name, and the bytes of what bears it.
+# An instruction's name and bytes.
 _Weighed = tuple[hm.Metadata, int]
 
 
 @functools.lru_cache(maxsize=4096)
 def phase_of(op_name: str) -> str:
-    """Tell the phase from an op_name; XLA joins two names into one with ';', ':' or ' '."""
+    """Read the phase from an op_name; XLA joins two names with ';', ':' or ' '."""
     if not op_name:
         return "unknown"
     phases = set()
@@ -46,7 +46,7 @@ def phase_of(op_name: str) -> str:
 
 
 def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:
-    """Give the phase of more than half of all bytes, and the first name of that phase."""
+    """Give the phase of most bytes, "mixed" without a majority, and the first name of it."""
     sizes: collections.Counter[str] = collections.Counter()
     first: dict[str, hm.Metadata] = {}
     for metadata, size in names:
@@ -64,7 +64,7 @@ class _Places:
 
     def __init__(self, ranges: list[tuple[int, int, int]]):
         self._ranges = sorted(ranges)
-        # The furthest end so far: what begins before a range may still reach into it.
+        # The furthest end so far: an earlier range may reach into a later one.
         self._reach = [*itertools.accumulate((end for _, end, _ in self._ranges), max)]
 
     def overlapping(self, first: int, end: int) -> list[int]:
@@ -79,16 +79,16 @@ class _Places:
 
 
 class PartNames:
-    """What the text says of a module's collectives, and of each part of combined ones."""
+    """The phases and names of a module's collectives, and of the parts of combined ones."""
 
     def __init__(self, module: hm.Module):
         self._module = module
         self._named = "op_name" in module.text
         self._users: dict[str, list[list[int]]] = {}
-        # By where a collective stands, what takes its elements, and ranges of its flat array.
+        # By a collective's place: the takers of its elements, and of ranges of its flat array.
         self._elements: dict[tuple[str, int], dict[str | None, list[int]]] = {}
         self._cuts: dict[tuple[str, int], _Places] = {}
-        self._parts: dict[tuple[str, int], _Places] = {}  # and by an operand, what it is made of
+        self._parts: dict[tuple[str, int], _Places] = {}  # by an operand's place: its parts
 
     def whole(self, computation: hm.Computation, position: int) -> tuple[str, hm.Metadata]:
         """Return the phase and the metadata of a collective that is not combined."""
@@ -105,7 +105,7 @@ class PartNames:
         operand: int,
         elements: tuple[int, int] | None = None,
     ) -> tuple[str, hm.Metadata]:
-        """Return the phase and the metadata of one part; no op_name where it has none."""
+        """Return the phase and the metadata of one part; op_name is empty if it has none."""
         takers = self._takers(computation, position, operand, elements)
         names = self._own(computation, takers)
         if names:
@@ -118,7 +118,7 @@ class PartNames:
     def _around(
         self, computation: hm.Computation, made_of: Sequence[int], takers: Sequence[int]
     ) -> tuple[str, hm.Metadata]:
-        """Return phase and source of the nearest that have a name, those before a value first."""
+        """Return phase and source of the nearest named instructions, operands before users."""
         if not self._named:
             return "unknown", hm.Metadata()
         instructions, users = computation.instructions, self._users_in(computation)
@@ -136,14 +136,14 @@ class PartNames:
     def _nearest(
         self, computation: hm.Computation, start: Sequence[int], on: Callable[[int], Sequence[int]]
     ) -> list[_Weighed]:
-        """List the first names on each path from some values on."""
+        """List the first name on each path from some instructions."""
         names, queue = [], collections.deque(start)
         seen = set(start)
         while queue and len(seen) < _NEAR:
             position = queue.popleft()
             instruction = computation.instructions[position]
             metadata = self._module.metadata(instruction)
-            # A parameter's name is the argument's.
+            # A parameter's name is that of the argument, which says nothing of the phase.
             if metadata.op_name and instruction.opcode != "parameter":
                 names.append((metadata, instruction.shape.bytes))
                 continue
@@ -159,9 +159,9 @@ class PartNames:
         return self._users[computation.name]
 
     def _takers(self, computation, position, operand, elements) -> list[int]:
-        """List what takes a part out of the result."""
+        """List the instructions that extract a part from the result."""
         users, instructions = self._users_in(computation), computation.instructions
-        where = (computation.name, position)  # what its takers take is read once for all parts
+        where = (computation.name, position)  # read all takers once for all parts
         if elements is None:
             if where not in self._elements:
                 by_index = self._elements.setdefault(where, {})

@@ -1,4 +1,4 @@
-"""Judges every collective of a module: is it redundant, overwide, unproven or needed, and why."""
+"""Judges every collective of a module as redundant, overwide, unproven or needed, and says why."""
 
 from __future__ import annotations
 
@@ -55,20 +55,21 @@ def judge(
 
     Args:
       module: a parsed module, or HLO text.
-      registry: rules for kernels that carry no tag; the default registry if None.
-      mesh: axis names and sizes in order, row-major over partition ids; taken from tags or from
-        the parameters' shardings if None.
-      parameter_shardings: an HLO sharding or None for each entry parameter, for those that have
-        none in the text.
-      own_mesh: the mesh that the program itself was made with, where no mesh is told.
-      unpartitioned: take a module, too, in which the partitioner's collectives don't stand yet.
-      output_shardings: path and HLO sharding of each output, ``("['w']", "{replicated}")``; taken
-        from the text's last instruction if None.
+      registry: rules for kernels without a tag; the default registry if None.
+      mesh: axis names and sizes in order, row-major over partition ids; if None, read from tags or
+        the parameters' shardings.
+      parameter_shardings: an HLO sharding or None for each entry parameter; used for parameters
+        without one in the text.
+      own_mesh: the program's own mesh, used if ``mesh`` is None; its axis order is not checked.
+      unpartitioned: also accept a module that the partitioner has not seen, whose text lacks the
+        partitioner's collectives.
+      output_shardings: path and HLO sharding of each output, ``("['w']", "{replicated}")``; read
+        from the text's root instruction if None.
 
     Raises:
       HloSyntaxError: the text can't be read, or the groups of a collective don't fit the module.
-      HloError: the module is not partitioned yet, nests too deep for Python's stack, or the mesh
-        or the shardings don't fit it.
+      HloError: the module is not partitioned yet, or nests too deep for Python's stack; the mesh
+        or the shardings don't fit the module.
 
     Examples:
       >>> text = step.lower(w, x).compile().as_text()
@@ -82,7 +83,7 @@ def judge(
     registry = _rules(registry)
     if not unpartitioned:
         partitioned.check(module)
-    told = mesh
+    given_mesh = mesh
     mesh = own_mesh if mesh is None else mesh
     relations = inputs.devices(module, mesh)
     states = hs.States(relations)
@@ -96,7 +97,7 @@ def judge(
             proof = replication.prove(module, registry, values, states, axes)
             judge = _Judge(module, proof, named, inputs.promises(module, output_shardings))
             judgement = judge.judgement()
-            if told is not None:
+            if given_mesh is not None:
                 judge.check_mesh(values)
             return judgement
     except RecursionError:
@@ -107,7 +108,7 @@ def _too_deep(module: hm.Module) -> errors.HloError:
     limit = sys.getrecursionlimit()
     return errors.HloError(
         f"module {module.name!r} nests tuples or calls too deep for Python's stack (its limit "
-        f"is {limit} frames, of which the caller takes some): call sys.setrecursionlimit("
+        f"is {limit} frames, some of them the caller's): call sys.setrecursionlimit("
         f"{10 * limit}) before.",
         module=module.name,
     )
@@ -136,7 +137,7 @@ class _Judge:
         self.runs = loops.executions(module)
         self.names = phases.PartNames(module)
         self.channels: dict[str, hc.Channel] = {}
-        # By the ids of groups, which the proof keeps, and a relation.
+        # By id(groups) and a relation; the proof keeps the groups alive.
         self._widths: dict[tuple[int, int], int | None] = {}
         self._restricted: dict[tuple[int, int], int] = {}
 
@@ -201,9 +202,9 @@ class _Judge:
         self.channels[instruction.name] = channel
         in_place = hc.updates_in_place(instruction, kind)
         if in_place or kind == "ragged-all-to-all" or instruction.opcode not in hc.OPCODES:
-            shapes = shapes[:1]  # the rest: what it updates, where, and how much of it; a token
+            shapes = shapes[:1]  # the rest are the target, offsets, sizes or a token
         operands = record.operands
-        # Of a permute in place, where the slice that is moved begins may differ like what it is of.
+        # In a permute in place, the start of the moved slice may differ as well as its data.
         together = in_place or kind == "ragged-all-to-all"
         if together or kind == "all-to-all" and len(operands) > 1:
             merged = self.proof.values.collapse(tuple(operands))
@@ -233,20 +234,20 @@ class _Judge:
         return verdicts
 
     def _cuts(self, value: Any, channel: hc.Channel, shape: hm.Shape) -> list[tuple[int, int]]:
-        """List the ranges of an operand that have a verdict of their own, with their states."""
+        """List the ranges of an operand that are judged separately, with their states."""
         if isinstance(value, ranges.Ranged) and channel.kind == "all-reduce" and not shape.is_tuple:
             return ranges.without_padding(value.cuts, lambda state: self.states[state].constant)
         return [(shape.element_count, self.proof.values.collapse(value))]
 
     def _piece(self, computation, instruction, number: int, value: Any, channel: hc.Channel):
-        """Give what a device adds at a place of its own to an all-reduce, an all-gather then."""
+        """Give the piece that each device contributes to an all-reduce that is an all-gather."""
         if channel.kind != "all-reduce" or channel.unread or not self.proof.values.pieces:
             return None
         if not pieces.adds(self.module, instruction, channel.reduction):
             return None
         seen, groups = self.proof.values.pieces, channel.groups.matrix
         piece = pieces.of(self.module, computation, instruction.operands[number], seen, groups)
-        # What blocks the sum and not the piece is of an evaluation that was left off.
+        # A blocker of the sum alone means that some evaluation was abandoned.
         if piece is None or value == piece.state:
             return piece
         blockers = self.states[self.proof.values.collapse(value)].blockers
@@ -265,7 +266,7 @@ class _Judge:
         return self._verdict(whole, channel, piece.state, guard, None, True)
 
     def _record(self, computation: hm.Computation, position: int) -> tuple[Record, bool]:
-        """Give what the proof saw at a collective, and whether that covers all its runs."""
+        """Give the record of a collective, and whether it covers all its runs."""
         instruction = computation.instructions[position]
         record = self.proof.records.get((computation.name, position))
         blocker = self.proof.reach.unfollowed.get(computation.name)
@@ -282,7 +283,7 @@ class _Judge:
             )
         if blocker is None:
             return record, True
-        # What other callers showed doesn't hold for this one.
+        # The record of other callers says nothing about the run that was not followed.
         state = self.states.blocked(blocker)
         operands = [state] * len(instruction.operands)
         return Record(operands, record.guard, record.channel), False
@@ -324,7 +325,7 @@ class _Judge:
         position: int | None,
         elements: tuple[int, int] | None = None,
     ) -> Collective:
-        """Return a collective as it is for one of its operands, or a range of one."""
+        """Copy a collective for one of its operands, or for a range of one."""
         part = object.__new__(Collective)  # dataclasses.replace takes ten times as long
         fields = part.__dict__
         fields.update(base.__dict__)
@@ -376,7 +377,7 @@ class _Judge:
                 blockers=rules.blockers,
                 divergent=True,
             )
-        if channel.unread:  # its groups, too, may be others
+        if channel.unread:  # its groups may differ from what we read
             shown = "; ".join(str(b) for b in state.blockers)
             return verdict("unproven", shown, blockers=state.blockers)
         proven = self._within(channel.groups, state.proven)

@@ -1,4 +1,4 @@
-"""Attributes: an instruction is what they say, wherever they stand; what is not known blocks."""
+"""Attributes: an instruction does what they say, in any order; an unknown one blocks the proof."""
 
 import re
 
@@ -64,7 +64,7 @@ def test_a_result_in_its_operands_place_is_the_same():
 def test_an_attribute_that_is_not_known_blocks_a_collective(attributes):
     (verdict,) = judged(attributes).verdicts
     assert verdict.verdict == "unproven"
-    assert "all-reduce 'r' has an attribute that is not known" in verdict.reason
+    assert "all-reduce 'r' has an unknown attribute" in verdict.reason
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_an_attribute_that_is_not_known_blocks_what_follows(line, known):
     text = T.module(f"{T.parameter(T.DATA)}\n{line}\n{T.all_reduce('%y')}", kept)
     (verdict,) = hlo.judge(text, mesh=T.MESH).verdicts
     assert verdict.verdict == ("redundant" if known else "unproven")
-    assert known or "has an attribute that is not known, color" in verdict.reason
+    assert known or "has an unknown attribute, color" in verdict.reason
 
 
 LOOP = """%below (p: (s32[], f32[8], f32[8])) -> pred[] {
@@ -178,7 +178,7 @@ def test_whatever_its_first_letter(key):
         f"{T.parameter(T.DATA)}\n%y = f32[8] negate(%x), {key}=blue\n{T.all_reduce('%y')}"
     )
     (verdict,) = hlo.judge(text).verdicts
-    assert f"has an attribute that is not known, {key}" in verdict.reason
+    assert f"has an unknown attribute, {key}" in verdict.reason
 
 
 @pytest.mark.parametrize("key, expected", [("color", "unproven"), ("", "redundant")])

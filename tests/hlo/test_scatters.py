@@ -48,7 +48,7 @@ def test_a_fusion_for_tpu_is_the_reduce_scatter_that_it_is(name, axis, size, wir
     verdict = next(v for v in judgement.verdicts if v.collective.kind == "reduce-scatter")
     # 45 GB/s a link, both ways of a ring on v5e
     target = estimates.target("v5e")
-    assert estimates.seconds(verdict, entry.wire_bytes, target) == wire / target.send_bytes_per_s
+    assert estimates.transfer(verdict, wire, target) == wire / target.send_bytes_per_s
     assert verdict.collective.name == "fusion"
     if "fsdp" in name:  # of the fusion: inside of it nothing says so
         assert (entry.phase, entry.file, entry.line) == ("backward", "program.py", 20)

@@ -1,20 +1,22 @@
-"""Collectives: their kinds, groups, and what they do to the relation "same value on i and j".
+"""Collectives: their kinds, groups, and effect on the relation "same value on devices i and j".
 
-What each gives, and when it is *redundant* (every device could compute its result from its own
-operand):
+A collective is *redundant* if every device could compute the result from its own operand. The
+result of each kind, and when it is redundant:
 
-- all-reduce: a function of the group's operands in order. Redundant: operands equal in the group.
-- all-gather: as all-reduce. Redundant: operands equal in the group; it then repeats one shard.
-- reduce-scatter: of the operands in order and the position. Redundant: operands equal.
-- all-to-all: as reduce-scatter. Redundant: operands (of the tuple form: all of them) equal.
-- collective-permute: the source's operand, zeros for a device that is no target. Redundant: each
-  pair's operands equal.
-- collective-broadcast: the first member's operand. Redundant: operands equal.
-- ragged-all-to-all: as reduce-scatter, of all its operands. Never called redundant: where pieces
-  overlap the order of arrival decides.
+- all-reduce: a function of the group's operands in order. Redundant if they are equal.
+- all-gather: as all-reduce. Redundant if the operands are equal: it then repeats one shard.
+- reduce-scatter: a function of the operands in order and of the device's position in its group.
+  Redundant if the operands are equal.
+- all-to-all: as reduce-scatter. Redundant if the operands (in the tuple form, all of them) are
+  equal.
+- collective-permute: the source's operand; zeros on a device that is not a target. Redundant if
+  each source and its target have equal operands.
+- collective-broadcast: the first member's operand. Redundant if the operands are equal.
+- ragged-all-to-all: as reduce-scatter, a function of all its operands. Never redundant: if pieces
+  overlap, the order of arrival decides.
 
-A group of one member moves nothing and is redundant. *Overwide* is meant for the kinds that can be
-split by axes: all-reduce, reduce-scatter, all-gather.
+A group with one member moves nothing and is redundant. Only kinds that can be split by axes can be
+*overwide*: all-reduce, reduce-scatter, all-gather.
 """
 
 from __future__ import annotations
@@ -45,17 +47,17 @@ OPCODES = {k + suffix: k for k in KINDS for suffix in ("", "-start")}
 _JOINS = ("all-reduce", "all-gather")
 OVERWIDE_KINDS = ("all-reduce", "reduce-scatter", "all-gather")
 
-# The attributes of collectives that say how they connect devices, and those that change nothing
-# of it (a result that is put where an operand was holds the same: XLA for GPUs, JAX 0.12). Any
-# other may.
+# The attributes that say how a collective connects devices, and those without effect on that
+# (output_to_operand_aliasing only places the result: XLA for GPUs, JAX 0.12). Any other attribute
+# may have an effect.
 _ATTRIBUTES = frozenset(
     "async_execution_thread backend_config channel_id constrain_layout control-predecessors "
     "dimensions frontend_attributes metadata operand_layout_constraints origin original_value "
     "output_to_operand_aliasing replica_groups sharding slice_sizes source_target_pairs statistics "
     "to_apply use_global_device_ids".split()
 )
-# Reductions whose result doesn't depend on the order of the operands, bit for bit. Floats are not
-# among them, not even max and min: max(-0.0, 0.0) depends on the order.
+# Reductions of integers and booleans whose bits don't depend on the order of the operands. In
+# floats all of them do, even max and min: max(-0.0, 0.0) depends on the order.
 _ORDERLESS = frozenset("add multiply minimum maximum and or xor".split())
 _WHOLE = re.compile(r"[su]\d+|pred")
 
@@ -67,11 +69,11 @@ class Channel:
     kind: str  # one of KINDS
     groups: hd.Groups  # the device groups; for a permute, the pairs' connected devices
     ordered: bool  # the result depends on the order of the group's members
-    mesh: hn.TextMesh | None  # the mesh that the notation names, if it does
-    # The reduction's opcode, "" where it has none; several operations have a checksum.
+    mesh: hn.TextMesh | None  # the mesh in the notation, if any
+    # The reduction's opcode, or a checksum of several operations; "" if there is no reduction.
     reduction: str
-    dimension: str = ""  # along which parts are put together or taken apart, "" where it says none
-    unread: str = ""  # what in its attributes is not understood, "" if nothing is
+    dimension: str = ""  # the dimension along which parts are joined or split, "" for none
+    unread: str = ""  # why its attributes are not understood, "" if they are
 
 
 def make_groups(lists: hn.IdLists, relations: hd.Relations) -> hd.Groups:
@@ -113,11 +115,11 @@ def _attributes(instruction: hm.Instruction) -> tuple[dict[str, tuple[str, int]]
             raise hm.syntax_error(instruction.text, start, f"attribute {key!r} is given twice")
         values[key] = (instruction.text[start:end], start)
         if key not in _ATTRIBUTES:
-            unread = f"an attribute that is not known, {key}={values[key][0][:40]}"
+            unread = f"an unknown attribute, {key}={values[key][0][:40]}"
     return values, unread
 
 
-# Groups, and the mesh that the notation names.
+# Groups, and the mesh in the notation, if any.
 _Connections = tuple[hd.Groups, hn.TextMesh | None]
 
 
@@ -129,7 +131,7 @@ def _connections(
     relations: hd.Relations,
     cache: dict[Any, Any],
 ) -> tuple[_Connections, str]:
-    """Read how a collective connects devices, and say what is in doubt of it."""
+    """Read how a collective connects devices, and say why that is in doubt, "" if it isn't."""
     number = values.get("channel_id", ("", 0))[0].strip()
     permute = kind == "collective-permute"
     text, place = values.get(
@@ -139,8 +141,8 @@ def _connections(
     flat: bool | None = None
     if kind in ("all-reduce", "all-gather", "reduce-scatter"):
         flat = values.get("use_global_device_ids", ("false", 0))[0].strip() == "true"
-    # XLA's text takes any channel_id for one, its protocol buffers only those above 0
-    # (HloInstruction::CreateFromProto): where these readings differ, neither is sure.
+    # XLA's text parser accepts any channel_id, its protocol buffers only those above 0
+    # (HloInstruction::CreateFromProto). If the two readings differ, neither is certain.
     readings = [True] if re.fullmatch("0*[1-9][0-9]*", number) else [True, False]
     connections: list[_Connections] = []
     refused: hn.NotationError | None = None
@@ -164,7 +166,7 @@ def _connections(
         and not (len(connections) == 2 and connections[0][0] == connections[1][0])
     ):
         doubt = f"channel_id={number}, which XLA reads in two ways"
-    elif not permute and "replica_groups" not in values:  # XLA prints them even where it has none
+    elif not permute and "replica_groups" not in values:  # XLA prints them even if they are empty
         doubt = "no replica_groups: is the text printed without attributes?"
     elif not relations.counts_stated and not text.strip("{} \n"):
         doubt = "groups of all devices, and the text doesn't say how many (pass mesh=)"
@@ -181,7 +183,7 @@ def _groups(text: str, channel: bool, flat: bool | None, relations: hd.Relations
         mode = "flattened"
     else:
         mode = "cross_replica_and_partition" if channel else "cross_replica"
-    if mesh is not None:  # of ids in that mode, as XLA's verifier has it (jaxlib 0.10.2, 0.12)
+    if mesh is not None:  # XLA's verifier checks the same (jaxlib 0.10.2, 0.12)
         count = hn.id_count(mode, relations.partitions, relations.replicas)
         if mesh.devices.size != count:
             raise hn.NotationError(f"a mesh of {mesh.devices.size} devices in a module for {count}")
@@ -190,7 +192,7 @@ def _groups(text: str, channel: bool, flat: bool | None, relations: hd.Relations
 
 
 def unknown_kind(instruction: hm.Instruction) -> bool:
-    """Tell a collective of a kind that isn't known here, such as XLA's new collective-reduce."""
+    """Tell whether this is an unknown collective, such as XLA's new collective-reduce."""
     kind = re.sub("-(start|update|done)$", "", instruction.opcode)
     return kind not in KINDS and (
         kind.startswith(("all-", "collective-", "reduce-scatter", "ragged-all-"))
@@ -201,7 +203,7 @@ def unknown_kind(instruction: hm.Instruction) -> bool:
 
 
 def updates_in_place(instruction: hm.Instruction, kind: str) -> bool:
-    """Tell a permute that puts a slice of one operand into another from one of several arrays."""
+    """Tell whether a permute writes a slice of one operand into another."""
     return (
         kind == "collective-permute"
         and len(instruction.operands) == 4
@@ -210,7 +212,7 @@ def updates_in_place(instruction: hm.Instruction, kind: str) -> bool:
 
 
 def slice_bytes(instruction: hm.Instruction, shape: hm.Shape) -> int:
-    """Count the bytes of the slices that a permute in place moves of an operand."""
+    """Count the bytes of an operand's slices that a permute in place moves."""
     slices = re.findall(r"\{([\d,\s]*)\}", instruction.attribute("slice_sizes") or "")
     kinds = {leaf.bits for leaf in shape.leaves()}
     if not slices or len(kinds) != 1:
@@ -220,7 +222,7 @@ def slice_bytes(instruction: hm.Instruction, shape: hm.Shape) -> int:
 
 
 def orderless(reduction: str, instruction: hm.Instruction) -> bool:
-    """Tell whether a reduction gives the same bits in whatever order it takes its operands."""
+    """Tell whether a reduction gives the same bits for any order of its operands."""
     kinds = {leaf.element_type for leaf in instruction.shape.leaves()}
     return reduction in _ORDERLESS and all(map(_WHOLE.fullmatch, kinds))
 
@@ -239,7 +241,7 @@ def _reduction(computation: hm.Computation) -> str:
 
 
 def read_pairs(text: str, channel: bool, _: bool | None, relations: hd.Relations) -> _Connections:
-    """Read a permute's pairs, as the groups of devices that they connect."""
+    """Read a permute's pairs as the groups of devices that they connect."""
     if not text:
         raise hn.NotationError("a collective-permute without source_target_pairs")
     partitions, replicas = relations.partitions, relations.replicas
@@ -270,7 +272,7 @@ def read_pairs(text: str, channel: bool, _: bool | None, relations: hd.Relations
 
 
 def _sequence_numbers(labels: np.ndarray, groups: hd.Groups, sort: bool) -> Any:
-    """Give each group a number: the same for the same labels of members, in order or sorted."""
+    """Give groups with the same labels, in order or sorted, the same number."""
     if groups.matrix is not None:
         seen = labels[groups.matrix]
         return hd.row_numbers(np.sort(seen, axis=1) if sort else seen)
@@ -281,7 +283,7 @@ def _sequence_numbers(labels: np.ndarray, groups: hd.Groups, sort: bool) -> Any:
 
 
 class Transfer:
-    """Applies collectives to states; remembers what it computed."""
+    """Applies collectives to states, and caches the results."""
 
     def __init__(self, states: hs.States):
         self.states = states
@@ -293,8 +295,8 @@ class Transfer:
         """Give the relation of a result; ``how`` is join, exchange, permute or first."""
         if how == "join" and relation == hd.DISTINCT:
             return groups.relation
-        # Groups of one relation may order their members differently, and permutes of one group
-        # may move them differently: they are part of the key, which keeps them from being freed.
+        # Groups with the same relation may order or move their members differently, so the key has
+        # the groups' id; the cached value keeps them alive.
         key = (how, ordered, relation, id(groups))
         known = self._relations.get(key)
         if known is None:
@@ -307,13 +309,13 @@ class Transfer:
         labels = self.relations.labels(relation)
         count = self.relations.device_count
         if how == "permute":
-            moved = np.full(count, count)  # a device that is no target: zeros
+            moved = np.full(count, count)  # a device that is not a target gets zeros
             sources, targets = groups.ends
             moved[targets] = labels[sources]
             return moved
         if how == "first":
             values: Any = labels[groups.members[groups.starts]]
-        elif relation == hd.EQUAL:  # groups of one size hold the same
+        elif relation == hd.EQUAL:  # groups of the same size get the same value
             values = groups.sizes
         elif relation == hd.DISTINCT:
             values = np.arange(groups.sizes.size)
@@ -322,12 +324,12 @@ class Transfer:
         numbers = np.repeat(values, groups.sizes)
         if how == "exchange":
             numbers = numbers * groups.size + groups.places + 4 * count
-        moved = np.arange(count) + 2 * count  # a device in no group: its own
+        moved = np.arange(count) + 2 * count  # a device in no group keeps its own value
         moved[groups.members] = numbers
         return moved
 
     def state(self, channel: Channel, how: str, state: int, guard: int, what: str) -> int:
-        """Give the state of a result; ``guard`` is that of the predicates under which it runs."""
+        """Give the state of a result; ``guard`` is the state of the predicates around it."""
         groups, ordered = channel.groups, channel.ordered
         rest = what if how == "exchange" else ""
         key = (how, ordered, state, guard, id(groups), rest)
@@ -337,7 +339,7 @@ class Transfer:
         old, rules = self.states[state], self.states[guard]
         proven = self.relation(groups, ordered, how, old.proven)
         optimistic = self.relation(groups, ordered, how, old.optimistic)
-        # An exchange makes every position differ; what the operands add shows as in a join.
+        # An exchange gives every position another value; the operands' causes act as in a join.
         plain = "join" if how == "exchange" else how
         causes = [(self.relation(groups, ordered, plain, r), c) for r, c in old.causes]
         if how == "exchange":
@@ -374,9 +376,9 @@ class Transfer:
         return result
 
     def _apart(self, groups: hd.Groups, how: str, apart: int, uniform: bool) -> int:
-        """Give the relation of devices that surely hold different data after a collective."""
-        # A later step may add up what moved with what stayed, as a ring of permutes does: members
-        # of a group count as equal. Groups differ if their members' data do, in whatever order.
+        """Give ``State.apart`` after a collective."""
+        # A later step may add moved data to data that stayed, as a ring of permutes does: members
+        # of a group count as equal. Groups differ if their members' data differ in any order.
         if apart == hd.EQUAL or not (uniform and groups.complete):
             return hd.EQUAL
         return self.relation(groups, False, "first" if how == "first" else "join", apart)
@@ -387,7 +389,7 @@ class Transfer:
 
 
 def result_how(kind: str) -> str:
-    """Give the way in which a kind transforms relations."""
+    """Name how a kind transforms relations."""
     if kind in _JOINS:
         return "join"
     return {"collective-permute": "permute", "collective-broadcast": "first"}.get(kind, "exchange")

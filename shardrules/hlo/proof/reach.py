@@ -1,4 +1,4 @@
-"""What computations reach: communication, chance, and what no evaluation follows."""
+"""What computations reach: collectives, nondeterminism, and runs that no evaluation follows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import loops
 from shardrules.hlo.reader import module as hm
 
-# Deterministic if the computations that they apply are.
+# Opcodes that are deterministic if the computations that they apply are.
 APPLIERS = frozenset("map reduce reduce-window scatter select-and-scatter sort topk".split())
 _PURE = (
     ELEMENTWISE
@@ -23,13 +23,13 @@ _PURE = (
         "optimization-barrier opt-barrier".split()
     )
 )
-# Opcodes whose handlers evaluate what they call, or abandon it where they can't.
+# Opcodes whose handlers evaluate the computations they call, or abandon them.
 _FOLLOWED = frozenset("call call-start fusion fusion-start while conditional async-start".split())
 _CONTINUED = frozenset(
     "async-update async-done fusion-update fusion-done call-update call-done".split()
 )
 _PLAIN = ELEMENTWISE | LOCAL | {"parameter", "constant", "tuple", "get-tuple-element"}
-# What every one of these is made of stands in its parentheses.
+# Opcodes that always have operands in their parentheses.
 _TAKES = (
     (ELEMENTWISE | LOCAL | APPLIERS | _CONTINUED | frozenset(hc.OPCODES)) - {"iota", "after-all"}
 ) | frozenset(
@@ -40,18 +40,18 @@ _NAMED = re.compile(r"[={,]\s*%?([\w.\-]+)")
 
 
 class Reach:
-    """What a module's computations reach, themselves or in what they call."""
+    """What a module's computations reach, directly or through calls."""
 
     def __init__(self, module: hm.Module):
         self.module = module
-        # By name, why a computation runs in a way that no evaluation covers: nothing holds for the
-        # collectives in it, whatever other callers showed.
+        # By name, why a computation also runs in a way that no evaluation covers. Nothing is proven
+        # for the collectives in it, even if other callers were evaluated.
         self.unfollowed: dict[str, hs.Blocker] = {}
         self._talking: dict[str, bool] = {}
         self._impure: dict[str, bool] = {}
 
     def talks(self, name: str) -> bool:
-        """Tell whether a computation holds a collective, itself or in what it calls."""
+        """Tell whether a computation holds a collective, directly or through calls."""
         return self._any(
             name, self._talking, lambda i: i.opcode in hc.OPCODES or (i.opcode == "custom-call")
         )
@@ -62,20 +62,20 @@ class Reach:
         return understood and all(self._pure(c) for c in instruction.calls)
 
     def applied(self, instruction: hm.Instruction) -> str:
-        """Name what an instruction applies that more than operands decide, "" for nothing."""
+        """Name the nondeterministic computation that an instruction applies, "" if none."""
         impure = next((name for name in instruction.calls if not self._pure(name)), None)
         if impure is None:
             return ""
         return f"computation {impure!r}, which is not a deterministic function"
 
     def unknown_attribute(self, instruction: hm.Instruction) -> str:
-        """Say that an instruction has an attribute that may mean anything."""
+        """Describe an instruction's unknown attribute."""
         key = self.module.strange[instruction.start]
         name = f"{instruction.opcode} {instruction.name!r}"
-        return f"{name} has an attribute that is not known, {key}"
+        return f"{name} has an unknown attribute, {key}"
 
     def abandon(self, names: Iterable[str], why: str) -> hs.Blocker:
-        """Note that computations run, with all that they call, in a way that isn't evaluated."""
+        """Note that computations, and those that they call, also run without being evaluated."""
         blocker = hs.Blocker(why)
         stack = list(names)
         while stack:
@@ -87,7 +87,7 @@ class Reach:
         return blocker
 
     def find_unfollowed(self, handled: Iterable[str]) -> None:
-        """Abandon what instructions name that evaluate none of the computations they name."""
+        """Abandon the computations of instructions whose handlers don't evaluate them."""
         handled = frozenset(handled)
         strange = self.module.strange
         for computation in self.module.computations.values():
@@ -99,16 +99,16 @@ class Reach:
                     and opcode in _PLAIN
                     and (instruction.operands or opcode not in _TAKES)
                 ):
-                    continue  # quickly: nearly all
+                    continue  # the fast path of most instructions
                 self._check(instruction, opcode in handled)
                 names: Iterable[str] = instruction.calls
                 why = f"{opcode} {instruction.name!r} runs it in a way not followed"
-                if not understood:  # it may run whatever it names
+                if not understood:  # it may run any computation that it names
                     names = [*names, *self._named(instruction)]
                     why = self.unknown_attribute(instruction)
                 elif opcode in _FOLLOWED:
                     continue
-                elif opcode in _CONTINUED:  # it goes on with what its operand started
+                elif opcode in _CONTINUED:  # it continues its operand's computation
                     before = [computation.instructions[o].calls for o in instruction.operands[:1]]
                     names = () if names in before else names
                 elif not names and opcode not in handled:
@@ -121,8 +121,8 @@ class Reach:
         if not handled and hc.unknown_kind(instruction):
             raise self.error(
                 instruction,
-                "is a collective of a kind that this version of shardrules doesn't know: what the "
-                "program moves can't be counted",
+                "is a collective of a kind that this version of shardrules doesn't know, so "
+                "it can't count what the program moves",
             )
         if not instruction.operands and (opcode in _TAKES or opcode.endswith("-done")):
             raise self.error(
@@ -136,7 +136,7 @@ class Reach:
             loops.parts(self.module, instruction)
 
     def error(self, instruction: hm.Instruction, what: str) -> errors.HloSyntaxError:
-        """Make the error for an instruction of which something is wrong."""
+        """Make the error for an instruction."""
         name = f"{instruction.opcode} {instruction.name!r}"
         return hm.syntax_error(self.module.text, instruction.start, f"{name} {what}")
 
@@ -153,7 +153,7 @@ class Reach:
     def _any(
         self, name: str, answers: dict[str, bool], test: Callable[[hm.Instruction], bool]
     ) -> bool:
-        """Tell whether an instruction that passes a test is in a computation or below it."""
+        """Tell whether an instruction in a computation, or in its callees, passes a test."""
         stack = [name]
         while stack:
             current = stack[-1]

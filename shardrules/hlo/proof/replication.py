@@ -1,8 +1,8 @@
-"""The proof: on which devices does each value of the program hold the same.
+"""The proof: the devices on which each value of the program is equal.
 
-What each opcode does to the values of its operands (see ``states``), and the evaluation of a whole
-module by that (see ``evaluation``). Every step errs to "may differ": what is not understood
-blocks, and is named.
+The table of handlers says what each opcode does to the values of its operands (see ``states``);
+``evaluation`` applies it to a whole module. Every step errs towards "may differ": anything that the
+proof does not understand becomes a named blocker.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def prove(
 
 
 def budget_for(size: int) -> int:
-    """Say how many instructions are evaluated of a module that holds ``size``."""
-    # Text made to call computations with ever new arguments would take exponential time; real
-    # modules stay below 3 evaluations for each instruction.
+    """Say how many instructions to evaluate at most in a module that holds ``size``."""
+    # A module could call computations with ever new arguments, in exponential time. Real modules
+    # need less than 3 evaluations for each instruction.
     return 40 * size + 100_000
 
 
@@ -66,7 +66,7 @@ def _constant(proof: Proof, computation, position, instruction, operands, guard)
 
 
 def _device_id(proof: Proof, computation, position, instruction, operands, guard):
-    """Give each device's partition or replica, where the text tells which of them there are."""
+    """Give each device's partition or replica, if the text states the counts."""
     opcode, values = instruction.opcode, proof.values
     if opcode not in proof.cache:
         count, partitions = values.relations.device_count, values.relations.partitions
@@ -76,7 +76,7 @@ def _device_id(proof: Proof, computation, position, instruction, operands, guard
             kinds, numbers = values.relations.replicas, ids // partitions
         if (
             not values.relations.counts_stated and count > 1 and kinds == 1
-        ):  # they may be of either kind
+        ):  # devices may be partitions or replicas
             why = "partition-id or replica-id, and the text doesn't say how many (pass mesh=)"
             proof.cache[opcode] = values.blocked(why, ())
         else:
@@ -147,7 +147,7 @@ def _applier(proof: Proof, computation, position, instruction, operands, guard):
         return proof.values.blocked(f"{instruction.opcode} applies {own}", operands)
     state = proof.values.merged(operands)
     several = instruction.shape.elements is not None
-    # Half of what a reduction of several arrays is given are the values that it starts from.
+    # The second half of a reduce's operands are the initial values.
     count = len(operands) // 2 if instruction.opcode == "reduce" else len(operands)
     if several and not proof.values.vary_alike(operands[:count]):
         return proof.values.states.evened(state)
@@ -158,7 +158,7 @@ def _applier(proof: Proof, computation, position, instruction, operands, guard):
 
 
 def _evening(proof: Proof, computation, position, instruction, operands, guard):
-    """Evaluate a function of its operands at the same places that may make them equal."""
+    """Evaluate an elementwise op that may make different operands equal."""
     value = proof.values.general(computation, instruction, operands)
     if not value or isinstance(value, Exact) or not evening.cancels(computation, instruction):
         return value
@@ -197,7 +197,7 @@ def _unusual(proof: Proof, computation, position, instruction, operands, guard) 
         if operands and isinstance(operands[0], Started):
             return operands[0] if opcode.endswith("-update") else operands[0].result
         if opcode[:-5] in hc.OPCODES and operands:
-            # An all-reduce-start may give its result alone; another tuple holds operands, too.
+            # An all-reduce-start may return its result alone; other starts return operands as well.
             started = computation.instructions[instruction.operands[0]].opcode
             alone = started == "all-reduce-start"
             return operands[0] if alone else proof.values.collapse(operands[0])
@@ -249,7 +249,7 @@ _BY_OPCODE: dict[str, Any] = {
     "async-start": _async_start,
     "async-update": _same,
     "async-done": _done,
-    # So XLA prints asynchronous fusions on GPU (JAX 0.12).
+    # XLA prints asynchronous fusions like this on GPU (JAX 0.12).
     "fusion-start": _async_start,
     "fusion-done": _done,
     "call-start": _async_start,

@@ -1,7 +1,7 @@
 """Reduce-scatters that XLA for TPU writes as a fusion of an all-reduce and a slice of its result.
 
-The fusion's emitter moves what a reduce-scatter moves. Inside stand what pads the operand, the
-all-reduce, the number of a device's piece, from its partition, and the slice at that number::
+The fusion's emitter moves as much as a reduce-scatter. The fusion pads the operand, and holds the
+all-reduce, the offset of the device's piece, and the slice at that offset::
 
     %all-reduce-scatter (input: f32[8008,768]) -> f32[1008,768] {
       %pad = f32[8064,768] pad(%input, %zero), padding=0_56x0_0
@@ -9,7 +9,7 @@ all-reduce, the number of a device's piece, from its partition, and the slice at
       %multiply.2 = u32[] multiply(%partition-id.3, %constant.5)
       ROOT %slice = f32[1008,768] dynamic-slice(%all-reduce.1, %multiply.2, %constant.6), ...
 
-Phase, source line and name are the fusion's. Where the text is any other, it is an all-reduce.
+Phase, source line and name are the fusion's. In any other form it counts as an all-reduce.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _FORMS = frozenset("bitcast reshape copy transpose convert".split())
 class Scatter:
     """A fusion that is a reduce-scatter."""
 
-    computation: hm.Computation  # where the fusion stands
+    computation: hm.Computation  # the one that holds the fusion
     position: int
-    # How the reduce-scatter connects devices: a group's members in the order of pieces.
+    # The reduce-scatter's channel, with each group's members in the order of their pieces.
     channel: hc.Channel
 
 
@@ -66,7 +66,7 @@ def find(proof: Proof) -> dict[tuple[str, int], Scatter]:
 
 
 def _emitted(fusion: hm.Instruction) -> bool:
-    """Tell whether a fusion's emitter, or the name of what it calls, is that of these."""
+    """Tell whether a fusion has the emitter, or its computation the name, of such a fusion."""
     if fusion.opcode != "fusion" or fusion.attribute("kind") != "kCustom" or len(fusion.calls) != 1:
         return False
     config = fusion.attribute("backend_config") or ""
@@ -74,7 +74,7 @@ def _emitted(fusion: hm.Instruction) -> bool:
 
 
 def _read(proof: Proof, inside: hm.Computation, position: int) -> hc.Channel | None:
-    """Read what the inside of a fusion does; None where it is anything but a reduce-scatter."""
+    """Read the inside of a fusion; None if it isn't a reduce-scatter."""
     reduce = inside.instructions[position]
     record = proof.records.get((inside.name, position))
     strange = any(i.start in proof.module.strange for i in inside.instructions)
@@ -106,7 +106,7 @@ def _read(proof: Proof, inside: hm.Computation, position: int) -> hc.Channel | N
 
 
 def _slices(inside: hm.Computation, position: int) -> list[hm.Instruction] | None:
-    """List, operand by operand, the slices that are all that is made of an all-reduce."""
+    """List, operand by operand, the slices that are the only users of an all-reduce."""
     instructions, users = inside.instructions, inside.users()
     root = instructions[inside.root]
     count = len(instructions[position].operands)
@@ -130,7 +130,7 @@ def _slices(inside: hm.Computation, position: int) -> list[hm.Instruction] | Non
 
 
 def _made_of(inside: hm.Computation, position: int) -> int | None:
-    """Give the number of the parameter that an operand is, padded and in another form."""
+    """Give the number of the parameter behind an operand's padding and reshapes, or None."""
     instruction = inside.instructions[position]
     while instruction.opcode in (*_FORMS, "pad") and instruction.operands:
         instruction = inside.instructions[instruction.operands[0]]
@@ -155,7 +155,7 @@ def _numbers(proof: Proof, inside: hm.Computation) -> list[Any]:
 def _order(
     inside: hm.Computation, piece: hm.Instruction, numbers: list[Any], members: np.ndarray
 ) -> tuple[int, np.ndarray] | None:
-    """Give the dimension along which pieces are cut, and each group's members by their pieces."""
+    """Give the dimension of the pieces, and the order of each group's members by their pieces."""
     full = inside.instructions[piece.operands[0]].shape.dimensions
     sizes = tuple(ranges.read_ints(piece.attribute("dynamic_slice_sizes")))
     cut = [k for k, (whole, size) in enumerate(zip(full, sizes)) if whole != size]
@@ -166,7 +166,7 @@ def _order(
     if full[along] != count * sizes[along]:
         return None
     start = numbers[piece.operands[along + 1]]
-    if type(start) is int:  # from a table that the text leaves out: XLA numbers members in order
+    if type(start) is int:  # from an elided table: XLA numbers members in order
         return along, np.broadcast_to(np.arange(count), members.shape)
     is_exact = isinstance(start, Exact)
     rows = exact.clamped_index(start, full[along] - sizes[along]) if is_exact else None

@@ -5,6 +5,7 @@ python docs/pictures.py      needs the extra `libraries`, libtpu, and chromium (
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,19 +18,21 @@ CHROMIUM = (
 ).split()
 
 
-def main():
-    sys.path.insert(0, str(HERE / "training"))
-    import transcripts
+def run(*arguments):
+    """Run this Python in the folder of train.py, whose source lines the page quotes."""
+    env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    subprocess.run([sys.executable, *arguments], cwd=HERE, env=env, check=True)
 
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+def main():
     with tempfile.TemporaryDirectory() as folder:
         for name, (layers, height) in PICTURES.items():
             hlo, page = pathlib.Path(folder, "train.hlo"), pathlib.Path(folder, f"{name}.html")
-            transcripts.trained("--compile-for=tpu", f"--layers={layers}", f"--hlo={hlo}")
-            hlo.write_text(transcripts.plain(hlo.read_text()))
-            os.chdir(HERE / "training")  # where the source lines that it quotes are
-            flags = [transcripts.MESH, "--format=html", f"--output={page}"]
-            transcripts.shardrules("report", str(hlo), *flags)
+            run("train.py", "--compile-for=tpu", f"--layers={layers}", f"--hlo={hlo}")
+            text = hlo.read_text().replace(f"{HERE.resolve()}/", "")  # paths as seen from here
+            hlo.write_text(re.sub(r"[^\s\"'(]*/site-packages/", "", text))
+            mesh = "--mesh=data=4,model=2"
+            run("-m", "shardrules", "report", str(hlo), mesh, "--format=html", f"--output={page}")
             subprocess.run(
                 [
                     *CHROMIUM,

@@ -97,7 +97,7 @@ class State:
         self.warned: set[Any] = set()  # what was warned of while JAX is patched
         self.hooks: dict[type[Hooks], Hooks] = {}  # one of each class, in the order of installing
         # From an equation's primitive and parameters to its opaque call, or None: the funnel's.
-        self.known_of: Callable[[Any, dict[str, Any]], Any] = lambda primitive, params: None
+        self.opaque_call_of: Callable[[Any, dict[str, Any]], Any] = lambda primitive, params: None
         self._installed: list[tuple[object, Scope]] = []  # one for each installed handle
         self.everywhere = Scope()
         self.here = _Here()

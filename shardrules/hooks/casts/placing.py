@@ -133,7 +133,7 @@ class CastHooks(Hooks):
         return () if one is None else (one,)
 
     def _is_opaque(self, eqn: Any) -> bool:
-        return self.state.known_of(eqn.primitive, eqn.params) is not None
+        return self.state.opaque_call_of(eqn.primitive, eqn.params) is not None
 
     def _sums(self, eqn: Any) -> tuple[Sums, Axes, Axes | None]:
         """Return what the hooks sum of a custom_vjp's cotangents, for ``Graph.settle``."""

@@ -260,7 +260,7 @@ class Bwd:
         # where the type is wrong (an opaque primitive), that error was the only sign of it.
         for equation in equations(self._sliced(ct.path)):
             name = equation.primitive.name
-            if self.hooks.state.known_of(equation.primitive, equation.params) is not None:
+            if self.hooks.state.opaque_call_of(equation.primitive, equation.params) is not None:
                 continue
             inputs = equation.invars[:1] if name == "cond" else equation.invars  # its predicate
             if name != "cond" and next(inner_jaxprs(equation.params), None) is not None:
@@ -292,8 +292,8 @@ class Bwd:
     @functools.cached_property
     def _forward(self) -> Forward:
         primals = [_axes(one) for one in self.primals]
-        known_of = self.hooks.state.known_of
-        return Forward(self.door, known_of, self.mesh_axes, self.parts, primals)
+        opaque_call_of = self.hooks.state.opaque_call_of
+        return Forward(self.door, opaque_call_of, self.mesh_axes, self.parts, primals)
 
     def _saved(self) -> Sequence[Origin] | None:
         return self._forward.saved(len(self.entering) - self.first, len(self.entering))
@@ -321,8 +321,8 @@ class Bwd:
             else dataclasses.replace(seen[leaf], inputs=frozenset((at,)))
             for at, leaf in enumerate(self._trace.dynamic)
         ]
-        known_of, jaxpr = self.hooks.state.known_of, self._sliced(path)
-        origins = Origins(self.door, known_of, self.mesh_axes, jaxpr, inputs, declared)
+        opaque_call_of, jaxpr = self.hooks.state.opaque_call_of, self._sliced(path)
+        origins = Origins(self.door, opaque_call_of, self.mesh_axes, jaxpr, inputs, declared)
         if kept:
             self._cached[path] = origins
         return origins
@@ -379,7 +379,7 @@ class Bwd:
         """Describe each equation that may move data along ``axes``, or may sum over them."""
         for equation in equations(jaxpr):
             name = equation.primitive.name
-            known = self.hooks.state.known_of(equation.primitive, equation.params)
+            known = self.hooks.state.opaque_call_of(equation.primitive, equation.params)
             if known is not None:
                 yield from self._opaque(known, len(equation.outvars), axes, reductions)
                 continue
@@ -392,11 +392,11 @@ class Bwd:
     def _opaque(
         self, known, output_count: int, axes: frozenset[str], reductions: bool
     ) -> Iterator[str]:
-        if known.found is None:
+        if known.registration is None:
             if self.hooks.state.scope.policy != COLLECT:
                 yield f"{known.call}, which has no rule"
             return
-        rule = known.found.rule
+        rule = known.registration.rule
         if reductions and not any(word in rule.name for word in _REDUCING_RULES):
             return
         # A kernel that returns nothing (a core_map) writes to refs: one effect speaks for them all.

@@ -309,7 +309,7 @@ class Origins:
         return [joined.moved(over)] * len(eqn.outvars)
 
     def _opaque(self, known: Any, joined: Origin, count: int, place: tuple) -> Origin:
-        rule = None if known.found is None else known.found.rule
+        rule = None if known.registration is None else known.registration.rule
         if rule is None:
             return joined.crossing(self.mesh_axes).moved(self.mesh_axes)
         effects, over = rule.effects(count), frozenset(rule.named_axes)

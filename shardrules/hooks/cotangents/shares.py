@@ -57,6 +57,6 @@ def _is_linear(bwd: Bwd, path: Any) -> bool:
     jaxpr, dynamic = bwd._sliced(path), bwd._trace.dynamic
     inputs = jaxpr.invars[len(jaxpr.invars) - len(dynamic) :]
     arriving = [var for var, leaf in zip(inputs, dynamic) if leaf >= bwd.first]
-    known_of = bwd.hooks.state.known_of
-    opaque = any(known_of(one.primitive, one.params) is not None for one in equations(jaxpr))
+    opaque_call_of = bwd.hooks.state.opaque_call_of
+    opaque = any(opaque_call_of(one.primitive, one.params) is not None for one in equations(jaxpr))
     return opaque or linear_in(jaxpr, arriving) is not None

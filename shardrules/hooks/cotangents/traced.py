@@ -132,13 +132,13 @@ class Forward:
     def __init__(
         self,
         door: Door,
-        known_of: Callable[[Any, dict], Any],
+        opaque_call_of: Callable[[Any, dict], Any],
         mesh_axes: frozenset[str],
         parts: Any,
         primals: Sequence[frozenset[str]],
     ):
         self.door = door
-        self.known_of = known_of
+        self.opaque_call_of = opaque_call_of
         self.mesh_axes = mesh_axes
         self.parts = parts
         self.primals = primals
@@ -172,7 +172,7 @@ class Forward:
 
     def _origins_of(self, jaxpr: Any) -> Origins:
         inputs = [Origin(frozenset((at,)), axes) for at, axes in enumerate(self.primals)]
-        return Origins(self.door, self.known_of, self.mesh_axes, jaxpr, inputs)
+        return Origins(self.door, self.opaque_call_of, self.mesh_axes, jaxpr, inputs)
 
     def saved(self, output_count: int, count: int) -> Sequence[Origin] | None:
         """Return the residuals' origins, or None."""
@@ -193,11 +193,15 @@ class Forward:
         if self.jaxpr is None:
             return None if self.parts.fwd is None else "a forward that can't be traced again"
         for equation in equations(self.jaxpr):
-            known = self.known_of(equation.primitive, equation.params)
-            if known is not None and known.found is not None and known.found.rule.drops:
-                named = frozenset(known.found.rule.named_axes)
+            known = self.opaque_call_of(equation.primitive, equation.params)
+            if (
+                known is not None
+                and known.registration is not None
+                and known.registration.rule.drops
+            ):
+                named = frozenset(known.registration.rule.named_axes)
                 if not named or named & axes:
-                    return f"{known.call}, whose rule is {known.found.rule!r}"
+                    return f"{known.call}, whose rule is {known.registration.rule!r}"
         return None
 
     def sums(self, primal: int) -> list[Reduction]:
@@ -214,7 +218,7 @@ class Forward:
         """Whether ``pmax`` and ``pmin`` alone move data along an axis."""
         moving = set()
         for eqn in equations(self.jaxpr):
-            known = self.known_of(eqn.primitive, eqn.params) is not None
+            known = self.opaque_call_of(eqn.primitive, eqn.params) is not None
             if known or axis in named_axes(eqn.params) and eqn.primitive.name not in CASTS:
                 moving.add(eqn.primitive.name)
         return bool(moving) and moving <= {"pmax", "pmin"}

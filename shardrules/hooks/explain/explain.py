@@ -222,7 +222,7 @@ class _Walk:
                 stack=f"{place.stack}/{eqn.source_info.name_stack}",
                 at=at or self.door.source_line(eqn.source_info) or around,
             )
-            known = state().known_of(eqn.primitive, eqn.params)
+            known = state().opaque_call_of(eqn.primitive, eqn.params)
             if known is not None:
                 if place.checked is not None:
                     self._call(eqn, known, here)
@@ -258,7 +258,7 @@ class _Walk:
         count = len(eqn.invars) if known.operand_count is None else known.operand_count
         # As lowering would refuse it; that it would be proven, too, is not what was declared.
         confirm(dataclasses.replace(known), state(), eqn.primitive.name, eqn.params, count)
-        call, found = known.call, known.found
+        call, found = known.call, known.registration
         status = "no rule"
         if found is not None:
             status = found.status
@@ -294,7 +294,7 @@ class _Walk:
         if not uses:
             return f"{outcome}, to vary as the others do"
         eqn, i = uses[0]
-        known = state().known_of(eqn.primitive, eqn.params)
+        known = state().opaque_call_of(eqn.primitive, eqn.params)
         if known is not None:
             return f"input {i} of {name_of(known.call.primitive, known.call.name)}, for its rule"
         name = eqn.primitive.name

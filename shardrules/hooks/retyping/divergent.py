@@ -100,10 +100,10 @@ class Divergent:
 
     def _communicated(self, eqn: Any) -> frozenset[str]:
         """Return the axes over which a collective, or a kernel by its rule, communicates."""
-        known = self.state.known_of(eqn.primitive, eqn.params)
-        if known is None:
+        opaque = self.state.opaque_call_of(eqn.primitive, eqn.params)
+        if opaque is None:
             return frozenset() if eqn.primitive.name in _LOCAL else named_axes(eqn.params)
-        rule = None if known.found is None else known.found.rule
+        rule = None if opaque.registration is None else opaque.registration.rule
         if rule is None or rule.name == "per_device":  # which only asks where it runs
             return frozenset()
         effects = rule.effects(len(eqn.outvars) or 1)

@@ -67,7 +67,7 @@ class Equation:
     def _operation(self) -> list[Any]:
         """Retype by the abstract eval; the operands vary alike, as JAX requires."""
         eqn = self.eqn
-        if self.retyping.state.known_of(eqn.primitive, eqn.params) is None and any(
+        if self.retyping.state.opaque_call_of(eqn.primitive, eqn.params) is None and any(
             var.aval.shape for inner in inner_jaxprs(eqn.params) for var in inner.invars
         ):
             raise self._error("the functions that it takes would have to be traced again")
@@ -103,8 +103,8 @@ class Equation:
         called = hijax_object(door, primitive, params)
         if called is not None:
             return not type(called).__module__.startswith("jax.")
-        known = self.retyping.state.known_of(primitive, params)
-        return (known is None or known.found is None) and not transposed_by_jax(primitive)
+        opaque = self.retyping.state.opaque_call_of(primitive, params)
+        return (opaque is None or opaque.registration is None) and not transposed_by_jax(primitive)
 
     def _gained(self) -> frozenset[str]:
         """Return the axes over which an operand varies now and did not before."""

@@ -91,7 +91,7 @@ class HigherOrderOp:
         if primitive.name == "custom_linear_solve":
             return _LinearSolve.of_jaxprs(retyping, params)
         if (
-            retyping.state.known_of(primitive, params) is not None
+            retyping.state.opaque_call_of(primitive, params) is not None
             or len(list(inner_jaxprs(params))) != 1
         ):
             return None
@@ -156,7 +156,7 @@ class _Cond(HigherOrderOp):
                 types = self.door.axis_types(v.aval for v in eqn.invars if is_inexact(v.aval))
                 if len({one.varying & over for one in types}) > 1:
                     return True
-            if self.retyping.state.known_of(eqn.primitive, eqn.params) is None and any(
+            if self.retyping.state.opaque_call_of(eqn.primitive, eqn.params) is None and any(
                 self._casts(inner, inner.invars, over) for inner in inner_jaxprs(eqn.params)
             ):
                 return True

@@ -106,9 +106,9 @@ class SetVjpHooks(CustomVjpHooks):
 class SetPrimitiveHooks(PrimitiveHooks):
     """Hooks on opaque primitives."""
 
-    def unchecked(self, known: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
+    def unchecked(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
         """Return parameters that carry the OpaqueCall: the check reads it outside the scope."""
-        return params if known.found is None else self.carrying(known, params)
+        return params if opaque.registration is None else self.carrying(opaque, params)
 
 
 class SetHooks(Hooks):
@@ -169,29 +169,29 @@ class SetHooks(Hooks):
 
     def rewrite(self, primitive, original, mesh, in_rep, /, *args, **params):
         """Cast the operands as the rule says, bind, and return the outputs' replication."""
-        known = self._known(primitive, params)
-        if self._leaves(primitive, original, known):
+        opaque = self._opaque_call(primitive, params)
+        if self._leaves(primitive, original, opaque):
             return original(mesh, in_rep, *args, **params)
         avals = [self.door.typeof(x) for x in args]
-        resolution = self._resolve(known, primitive, mesh, in_rep, avals, params)
-        known.effects = _weaker(known.effects, resolution.effects)
-        self._rewritten[primitive.name, known.call.name] = known
+        resolution = self._resolve(opaque, primitive, mesh, in_rep, avals, params)
+        opaque.effects = _weaker(opaque.effects, resolution.effects)
+        self._rewritten[primitive.name, opaque.call.name] = opaque
         cast = [
             self._cast(x, aval, mesh, rep, want)
             for x, aval, rep, want in zip(args, avals, in_rep, resolution.inputs)
         ]
-        results = primitive.bind(*cast, **self.primitives.carrying(known, params))
+        results = primitive.bind(*cast, **self.primitives.carrying(opaque, params))
         reps = [_rep(mesh, one) for one in resolution.outputs]
         return (results if primitive.multiple_results else [results]), reps
 
     def check(self, primitive, original, mesh, /, *in_rep, **params):
         """Return the outputs' replication."""
-        known = self._known(primitive, params)
-        if known.found is None:
-            known = self._rewritten.get((primitive.name, known.call.name), known)
-        if self._leaves(primitive, original, known):
+        opaque = self._opaque_call(primitive, params)
+        if opaque.registration is None:
+            opaque = self._rewritten.get((primitive.name, opaque.call.name), opaque)
+        if self._leaves(primitive, original, opaque):
             return original(mesh, *in_rep, **params)
-        resolution = self._resolve(known, primitive, mesh, in_rep, None, params)
+        resolution = self._resolve(opaque, primitive, mesh, in_rep, None, params)
         for i, (rep, want) in enumerate(zip(in_rep, resolution.inputs)):
             lost = want.varying - _type(mesh, rep).varying
             if rep is not None and lost:
@@ -199,11 +199,11 @@ class SetHooks(Hooks):
                 # and the input's gradient would lack the psum that is a cast's transpose.
                 names = ", ".join(sorted(lost))
                 raise RuleError(
-                    f"input {i} of {known.call} is invariant over {{{names}}}, over which another "
+                    f"input {i} of {opaque.call} is invariant over {{{names}}}, over which another "
                     f"input came to vary after shard_map's casts were put in. JAX "
                     f"{self.door.version} can't cast it then: map the input over that axis too, "
                     "move the vmap into shard_map, or use JAX 0.6 or newer",
-                    kernel=known.call.name,
+                    kernel=opaque.call.name,
                     axes=lost,
                 )
         reps = [_rep(mesh, one) for one in resolution.outputs]
@@ -240,33 +240,35 @@ class SetHooks(Hooks):
             return self.rewrite(primitive, original, *args, **params)
         return self.check(primitive, original, *args, **params)
 
-    def _known(self, primitive, params) -> OpaqueCall:
-        return self.state.known_of(primitive, params) or self.primitives.opaque(primitive, params)
+    def _opaque_call(self, primitive, params) -> OpaqueCall:
+        return self.state.opaque_call_of(primitive, params) or self.primitives.opaque_call(
+            primitive, params
+        )
 
-    def _leaves(self, primitive, original, known: OpaqueCall) -> bool:
+    def _leaves(self, primitive, original, opaque: OpaqueCall) -> bool:
         """Whether JAX's table decides: outside our scopes, or by a user's own entry for Pallas."""
-        if not known.active(self.state):
+        if not opaque.active(self.state):
             return True
         return (
-            known.found is None
+            opaque.registration is None
             and primitive is self.door.pallas_call_p
             and getattr(original, "func", None) is not self.door.rule_missing
         )
 
-    def _resolve(self, known: OpaqueCall, primitive, mesh, in_rep, avals, params) -> Resolution:
+    def _resolve(self, opaque: OpaqueCall, primitive, mesh, in_rep, avals, params) -> Resolution:
         types = tuple(_type(mesh, rep) for rep in in_rep)
         count = self._output_count(primitive, avals, params)
         with self.door.over_axes(tuple(mesh.axis_names)):
-            resolution = resolve(self.door, self.state, known, types, count)
+            resolution = resolve(self.door, self.state, opaque, types, count)
         partial = [t for t in resolution.outputs if t.unreduced or t.reduced]
         if partial:
-            assert known.found is not None, "only a rule makes partial sums"
+            assert opaque.registration is not None, "only a rule makes partial sums"
             raise RuleError(
-                f"the rule {known.found.rule!r} of {known.call} makes an output "
+                f"the rule {opaque.registration.rule!r} of {opaque.call} makes an output "
                 f"'{partial[0]}', but JAX {self.door.version} knows only varying and invariant "
                 "values; reduce inside the kernel, or use JAX 0.9 or newer",
-                kernel=known.call.name,
-                rule=known.found.rule,
+                kernel=opaque.call.name,
+                rule=opaque.registration.rule,
             )
         return resolution
 
@@ -357,10 +359,10 @@ def _varying(axes: frozenset[str], value: Any) -> frozenset[str]:
     return frozenset().union(*(_varying(axes, one) for one in inner if one is not None))
 
 
-def _weaker(known: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
+def _weaker(earlier: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
     """Return the effects that hold for both of a call's rewrites."""
     # Only ``typed(axes)`` depends on them: equal on devices that differ only along other axes.
-    if known is None or len(known) != len(effects):
+    if earlier is None or len(earlier) != len(effects):
         return effects
     return tuple(
         one
@@ -368,7 +370,7 @@ def _weaker(known: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> tu
         else Effect("typed", tuple(dict.fromkeys((*one.axes, *other.axes))))
         if one.kind == other.kind == "typed"
         else Effect("unknown")
-        for one, other in zip(known, effects)
+        for one, other in zip(earlier, effects)
     )
 
 

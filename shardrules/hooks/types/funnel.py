@@ -1,7 +1,7 @@
 """The funnel: every primitive's types, casts and tags pass here, whoever made it and whenever.
 
 A primitive's types come from one data descriptor on the class, ``Primitive.abstract_eval``; its
-casts, and what is known of a call, from one wrapper of ``Primitive.bind_with_trace``; its tag from
+casts, and its OpaqueCall, from one wrapper of ``Primitive.bind_with_trace``; its tag from
 one wrapper of the function that lowers an equation. What a primitive obeys is a row of the table in
 ``laws.py``. A primitive that is made tomorrow is under the law by being a ``Primitive``.
 """
@@ -37,7 +37,7 @@ class Law:
     bind: Callable[..., Any] | None = None
     always: bool = False  # whether ``bind`` is called where the check is off, too
     # from an equation's parameters to its opaque call
-    known_of: Callable[[dict[str, Any]], Any] | None = None
+    opaque_call_of: Callable[[dict[str, Any]], Any] | None = None
     # the same for an equation that is lowered; its custom call gets the tag
     tagged: Callable[[dict[str, Any]], Any] | None = None
 
@@ -90,7 +90,7 @@ class Funnel(Hooks):
         self._declared: dict[Any, Law] = {}
         self._bound: dict[Any, tuple[Any, Any, bool]] = {}
         self._tagged: dict[Any, Any] = {}
-        state.known_of = self.known_of
+        state.opaque_call_of = self.opaque_call_of
 
     def install(self, patches: Patches) -> None:
         """Replace the class's two methods, and what lowers an equation."""
@@ -139,10 +139,10 @@ class Funnel(Hooks):
         """Set the law of one of the hooks' own primitives."""
         self._declared[primitive] = law
 
-    def known_of(self, primitive: Any, params: dict[str, Any]) -> Any:
+    def opaque_call_of(self, primitive: Any, params: dict[str, Any]) -> Any:
         """Return the OpaqueCall of an equation, or None."""
-        known_of = self.law_of(primitive).known_of
-        return None if known_of is None else known_of(params)
+        opaque_call_of = self.law_of(primitive).opaque_call_of
+        return None if opaque_call_of is None else opaque_call_of(params)
 
     # Binding.
 
@@ -204,7 +204,7 @@ class Funnel(Hooks):
     def _meet(self, primitive, params, rest):
         """Return how a primitive is bound; called once for each, at its first equation."""
         law = self.law_of(primitive)
-        calls = law.known_of is None and next(inner_jaxprs(params), None) is not None
+        calls = law.opaque_call_of is None and next(inner_jaxprs(params), None) is not None
         bind = None
         if self.calls is not None and calls:
             bind = rest = functools.partial(self.calls, rest)
@@ -230,8 +230,8 @@ class Funnel(Hooks):
             except KeyError:
                 tagged = self._meet_lowered(ctx.primitive)
             # pallas_call's own rule chooses between platforms by this function, too.
-            known = None if tagged is None or here.lowering is ctx else tagged(params)
-            if known is None or not known.active(self.state):
+            opaque = None if tagged is None or here.lowering is ctx else tagged(params)
+            if opaque is None or not opaque.active(self.state):
                 return original(
                     ctx, description, platform_rules, default_rule, effects, *operands, **params
                 )
@@ -245,7 +245,7 @@ class Funnel(Hooks):
                 finally:
                     here.lowering = before
 
-            return self._lowering.lower(rule, known, ctx, *operands, **params)
+            return self._lowering.lower(rule, opaque, ctx, *operands, **params)
 
         return lower
 

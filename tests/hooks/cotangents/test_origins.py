@@ -23,7 +23,7 @@ def origins(f, mesh, declared="", inputs=(X, W)):
     def look(x, w):
         jaxpr = jax.make_jaxpr(f)(x, w).jaxpr
         axes = frozenset(bodies.AXES)
-        return Origins(internals.load(), state().known_of, axes, jaxpr, inputs, declared)
+        return Origins(internals.load(), state().opaque_call_of, axes, jaxpr, inputs, declared)
 
     return bodies.inside(mesh, look, ("data",), ())
 

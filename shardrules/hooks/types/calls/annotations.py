@@ -29,32 +29,36 @@ _OURS = os.path.join(os.path.dirname(sys.modules["shardrules"].__path__[0]), "sh
 
 
 def check_annotations(
-    door: Door, state: State, known: OpaqueCall, types: tuple[AxisType, ...]
+    door: Door, state: State, opaque: OpaqueCall, types: tuple[AxisType, ...]
 ) -> None:
     """Compare annotations with the rule's or proof's answer; a wider one is accepted."""
     found = []
-    for i, (note, one) in enumerate(zip(known.annotations, types)):
+    for i, (note, one) in enumerate(zip(opaque.annotations, types)):
         if note is None or (one.varying <= note.varying and one.unreduced == note.unreduced):
             continue
-        if known.found and known.found.status == "audited" and not (note.unreduced | note.reduced):
+        if (
+            opaque.registration
+            and opaque.registration.status == "audited"
+            and not (note.unreduced | note.reduced)
+        ):
             lost = one.varying - note.varying
-            found.append(Contradiction(known.call, _calling_line(), i, note, one, lost))
+            found.append(Contradiction(opaque.call, _calling_line(), i, note, one, lost))
             continue
         said = (
-            f"rule {known.found.rule!r} (declared at {known.found.where})"
-            if known.found
+            f"rule {opaque.registration.rule!r} (declared at {opaque.registration.where})"
+            if opaque.registration
             else "policy for calls without a rule"
         )
         raise RuleError(
-            f"output {i} of {known.call} is annotated '{note}', but the {said} makes it '{one}'. "
+            f"output {i} of {opaque.call} is annotated '{note}', but the {said} makes it '{one}'. "
             "Remove the annotation (the rule is enough), or register a rule that says which axes "
             "the kernel makes invariant.",
-            kernel=known.call.name,
+            kernel=opaque.call.name,
             annotation=note,
             answer=one,
         )
     if found:
-        known.contradictions = tuple(found)
+        opaque.contradictions = tuple(found)
         pending = state.here.contradictions
         if pending is None:
             tell(door, state, found)
@@ -62,9 +66,9 @@ def check_annotations(
             pending += found
 
 
-def note_results(state: State, known: OpaqueCall, results: Any) -> None:
+def note_results(state: State, opaque: OpaqueCall, results: Any) -> None:
     """Record the results of a call that has a contradicted annotation."""
-    for one in known.contradictions if state.here.contradictions else ():
+    for one in opaque.contradictions if state.here.contradictions else ():
         one.values.append(weakref.ref(results[one.output]))
 
 
@@ -89,9 +93,9 @@ def _origin(
             inputs = [i for i, one in enumerate(jaxpr.invars) if one is variable]
             return (), inputs[0] if inputs else None
         at, name = eqn.outvars.index(variable), eqn.primitive.name
-        known = state.known_of(eqn.primitive, eqn.params)
-        if known is not None:
-            return [one for one in known.contradictions if one.output == at], None
+        opaque = state.opaque_call_of(eqn.primitive, eqn.params)
+        if opaque is not None:
+            return [one for one in opaque.contradictions if one.output == at], None
         taken = [i for i, atom in enumerate(eqn.invars) if _is_differentiable(makers, atom)]
         if name in CALLS:
             inner = opened(eqn.params[CALLS[name]])

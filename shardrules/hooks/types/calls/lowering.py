@@ -21,10 +21,10 @@ class Lowering:
         self.door = door
         self.state = state
 
-    def lower(self, rule, known, ctx, *operands, **params):
+    def lower(self, rule, opaque, ctx, *operands, **params):
         """Lower one opaque call: interpret without types, or tag the custom call."""
-        count = len(operands) if known.operand_count is None else known.operand_count
-        confirm(known, self.state, ctx.primitive.name, params, count)
+        count = len(operands) if opaque.operand_count is None else opaque.operand_count
+        confirm(opaque, self.state, ctx.primitive.name, params, count)
         if params.get("interpret"):
             return self._interpret(rule, ctx, *operands, **params)
         # A kernel is traced without the check, and so is what JAX traces of it here: from JAX 0.12
@@ -32,7 +32,7 @@ class Lowering:
         is_kernel = ctx.primitive is self.door.pallas_call_p
         with self.door.unchecked() if is_kernel else contextlib.nullcontext():
             results = rule(ctx, *operands, **params)
-        self._tag(ctx, known, operands, results)
+        self._tag(ctx, opaque, operands, results)
         return results
 
     def _interpret(self, original, ctx, *operands, **params):
@@ -49,19 +49,19 @@ class Lowering:
             ctx.set_tokens_out(plain.tokens_out)
         return results
 
-    def _tag(self, ctx, kernel, operands, results) -> None:
+    def _tag(self, ctx, opaque, operands, results) -> None:
         calls = _custom_calls(operands, results)
         if not calls:
             return
         mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-        kernel.settle(self.state)
-        found = kernel.found
-        tag = {"shardrules.kernel": normalise(kernel.call.name)}
-        effects = None if found is None else self._effects(ctx, kernel, found)
-        if found is not None:
-            tag["shardrules.status"] = found.status
+        opaque.settle(self.state)
+        registration = opaque.registration
+        tag = {"shardrules.kernel": normalise(opaque.call.name)}
+        effects = None if registration is None else self._effects(ctx, opaque, registration)
+        if registration is not None:
+            tag["shardrules.status"] = registration.status
         widened = [
-            f"{o.output}:{'+'.join(sorted(o.lost))}" for o in kernel.contradictions if o.lost
+            f"{o.output}:{'+'.join(sorted(o.lost))}" for o in opaque.contradictions if o.lost
         ]
         if widened:
             tag["shardrules.widened"] = ",".join(widened)
@@ -76,14 +76,16 @@ class Lowering:
                 attributes |= {a.name: a.attr for a in call.attributes[_ATTRIBUTES]}
             call.attributes[_ATTRIBUTES] = ir.DictAttr.get(attributes)
 
-    def _effects(self, ctx, kernel, found) -> tuple[Effect, ...]:
-        count = kernel.answer_count(len(ctx.avals_out))
+    def _effects(self, ctx, opaque, registration) -> tuple[Effect, ...]:
+        count = opaque.answer_count(len(ctx.avals_out))
         types = self.door.axis_types(ctx.avals_in)
         if any(t.axes for t in types):
-            effects = resolve(self.door, self.state, kernel, types, count).effects
-        else:  # the check is off: only what needs no types is known
-            effects = kernel.effects or found.rule.effects(count) or (Effect("unknown"),) * count
-        return kernel.placed(effects, len(ctx.avals_out))
+            effects = resolve(self.door, self.state, opaque, types, count).effects
+        else:  # the check is off: only what needs no types is available
+            effects = (
+                opaque.effects or registration.rule.effects(count) or (Effect("unknown"),) * count
+            )
+        return opaque.placed(effects, len(ctx.avals_out))
 
 
 def _custom_calls(operands: Any, results: Any) -> list[Any]:

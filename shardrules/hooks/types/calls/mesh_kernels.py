@@ -174,13 +174,13 @@ class MeshKernelHooks(Hooks):
         def tagged(params):
             if not self._acts(kind, params):
                 return None
-            return self._proven(primitive, params, self._known(kind, primitive, params))
+            return self._proven(primitive, params, self._kernel(kind, primitive, params))
 
         return Law(
             typed=functools.partial(self._typed, kind, primitive),
             bind=functools.partial(self._bind, kind),
             always=True,
-            known_of=functools.partial(self._known, kind, primitive),
+            opaque_call_of=functools.partial(self._kernel, kind, primitive),
             tagged=tagged if primitive is self.door.mpmd_map_p else None,
         )
 
@@ -191,8 +191,8 @@ class MeshKernelHooks(Hooks):
         traced_for = getattr(getattr(fun, "debug_info", None), "traced_for", "")
         if traced_for == "pallas_call index_map":
             return trace(fun, *args, **kwargs)
-        kernel = traced_for == "pallas_core_map"
-        with self.door.unchecked() if kernel and self.acts else contextlib.nullcontext():
+        is_kernel = traced_for == "pallas_core_map"
+        with self.door.unchecked() if is_kernel and self.acts else contextlib.nullcontext():
             traced = trace(fun, *args, **kwargs)  # unchecked, as JAX does itself from 0.10 on
         # JAX to 0.10 traces a WrappedFun, 0.11 the function itself.
         self._sources[opened(traced[0])] = self._source(getattr(fun, "f", fun))
@@ -217,7 +217,7 @@ class MeshKernelHooks(Hooks):
         return function
 
     def _origin(self, jaxpr: Any) -> tuple[MeshKernel | None, Any]:
-        """Return the known kernel, or the function, that a jaxpr was made of."""
+        """Return the kernel, or the function, that a jaxpr was made of."""
         source = self._sources.get(jaxpr)
         while hasattr(source, "eqns"):
             if source in self._kernels:
@@ -270,36 +270,36 @@ class MeshKernelHooks(Hooks):
                 params = {**params, "call": call}
         return rest(primitive, trace, args, params)
 
-    # What is known of a call.
+    # The kernel of a call.
 
     def _acts(self, kind: Kind, params: dict[str, Any]) -> bool:
         if self.state.active:
             return True
         jaxpr = kind.jaxprs(params)[0]
-        known = self._kernels.get(jaxpr) or self._origin(jaxpr)[0]
-        return known is not None and known.active(self.state)
+        kernel = self._kernels.get(jaxpr) or self._origin(jaxpr)[0]
+        return kernel is not None and kernel.active(self.state)
 
-    def _known(self, kind: Kind, primitive: Any, params: dict[str, Any]) -> MeshKernel:
+    def _kernel(self, kind: Kind, primitive: Any, params: dict[str, Any]) -> MeshKernel:
         jaxprs = kind.jaxprs(params)
-        known = self._kernels.get(jaxprs[0])
-        if known is None:
+        kernel = self._kernels.get(jaxprs[0])
+        if kernel is None:
             made_of, _ = self._origin(jaxprs[0])
-            known = (
+            kernel = (
                 self._described(kind, primitive, jaxprs, params)
                 if made_of is None
                 else dataclasses.replace(made_of, annotations=(), layout=None)
             )
-            self._kernels[jaxprs[0]] = known
-        known.settle(self.state)
-        return known
+            self._kernels[jaxprs[0]] = kernel
+        kernel.settle(self.state)
+        return kernel
 
-    def _proven(self, primitive: Any, params: dict[str, Any], known: MeshKernel) -> MeshKernel:
+    def _proven(self, primitive: Any, params: dict[str, Any], kernel: MeshKernel) -> MeshKernel:
         """Look for a proof where there is no declaration."""
         # Not as soon as a kernel is bound: Mosaic GPU binds a core_map inside of kernels, too.
-        if known.layout is not None:
-            known.operand_count = known.layout.operand_count
-            prove(known, self.state, primitive.name, params, known.operand_count)
-        return known
+        if kernel.layout is not None:
+            kernel.operand_count = kernel.layout.operand_count
+            prove(kernel, self.state, primitive.name, params, kernel.operand_count)
+        return kernel
 
     def _described(self, kind: Kind, primitive: Any, jaxprs, params) -> MeshKernel:
         functions = [self._origin(jaxpr)[1] for jaxpr in jaxprs]
@@ -321,16 +321,16 @@ class MeshKernelHooks(Hooks):
         if not self._acts(kind, params):
             return rest(primitive, trace, args, params)
         first = kind.jaxprs(params)[0] not in self._kernels
-        known = self._known(kind, primitive, params)
+        kernel = self._kernel(kind, primitive, params)
         avals = [self.door.typeof(x) for x in args]
-        layout = known.layout = layout_of(self.door, kind, params, avals)
+        layout = kernel.layout = layout_of(self.door, kind, params, avals)
         if self.door.checking() and layout.count:
-            proven = self._proven(primitive, params, known)
+            proven = self._proven(primitive, params, kernel)
             resolution, types = self._resolve(proven, layout, avals)
             if first:
                 if not all(map(only_touches_refs, kind.jaxprs(params))):
-                    confirm(known, self.state, primitive.name, params, layout.operand_count)
-                check_annotations(self.door, self.state, known, tuple(types))
+                    confirm(kernel, self.state, primitive.name, params, layout.operand_count)
+                check_annotations(self.door, self.state, kernel, tuple(types))
             wants = list(resolution.inputs)
             for at in layout.overwritten:
                 if at is not None:
@@ -338,10 +338,10 @@ class MeshKernelHooks(Hooks):
             args = self.door.cast_all(trace, args, avals, wants)
             if layout.answers:
                 # Into the call too, so that a jaxpr that outlives the hooks keeps its types.
-                out_avals = typed(self.door, known, params["out_avals"], tuple(types))
+                out_avals = typed(self.door, kernel, params["out_avals"], tuple(types))
                 params = {**params, "out_avals": out_avals}
         results = rest(primitive, trace, args, params)
-        note_results(self.state, known, results)
+        note_results(self.state, kernel, results)
         return results
 
     def _typed(self, kind: Kind, primitive: Any, evaluate):
@@ -360,17 +360,21 @@ class MeshKernelHooks(Hooks):
                     **params,
                 )
             outputs, effects = evaluate(*map(self._plain, avals), **params)
-            known = self._known(kind, primitive, params)
-            layout = known.layout = layout_of(self.door, kind, params, avals)
+            kernel = self._kernel(kind, primitive, params)
+            layout = kernel.layout = layout_of(self.door, kind, params, avals)
             if not layout.count:
                 return outputs, effects
-            proven = self._proven(primitive, params, known)
+            proven = self._proven(primitive, params, kernel)
             resolution, types = self._resolve(proven, layout, avals)
             answers = resolution.outputs[len(resolution.outputs) - len(layout.refs) :]
             for at, answer in zip(layout.refs, answers):
-                rule = "" if known.found is None else f", by the rule {known.found.rule!r},"
-                check_written(self.door, f"what {known.call} stores{rule}", avals[at], answer)
-            return list(typed(self.door, known, outputs, tuple(types))), effects
+                rule = (
+                    ""
+                    if kernel.registration is None
+                    else f", by the rule {kernel.registration.rule!r},"
+                )
+                check_written(self.door, f"what {kernel.call} stores{rule}", avals[at], answer)
+            return list(typed(self.door, kernel, outputs, tuple(types))), effects
 
         return abstract_eval
 
@@ -379,9 +383,9 @@ class MeshKernelHooks(Hooks):
             return aval.update(inner_aval=self._plain(aval.inner_aval))
         return self.door.with_axis_type(aval, AxisType())
 
-    def _resolve(self, known: MeshKernel, layout: Layout, avals: Sequence[Any]):
+    def _resolve(self, kernel: MeshKernel, layout: Layout, avals: Sequence[Any]):
         inputs = self.door.axis_types(avals)
-        resolution = resolve(self.door, self.state, known, inputs, layout.count)
+        resolution = resolve(self.door, self.state, kernel, inputs, layout.count)
         return resolution, layout.types(resolution.outputs, inputs)
 
 

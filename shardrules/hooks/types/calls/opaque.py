@@ -60,7 +60,7 @@ class OpaqueCall:
     call: Call  # its name, place and binding
     # for each output, the axis type that the user wrote, or None
     annotations: tuple[AxisType | None, ...] = ()
-    found: Registration | None = None  # the declaration it obeys; settled when it is first bound
+    registration: Registration | None = None  # the rule it obeys, set when it is first bound
     scope: Scope | None = None  # the scope in which that was
     # what the call does, where avals carry no types to tell it when it is lowered
     effects: tuple[Effect, ...] | None = None
@@ -85,8 +85,8 @@ class OpaqueCall:
         """Set the scope and the declaration, once there are any."""
         if self.scope is None:
             self.scope = state.scope
-        if self.found is None:
-            self.found = find_rule(self.call, self.scope, state)
+        if self.registration is None:
+            self.registration = find_rule(self.call, self.scope, state)
 
     def governing(self, state: State) -> Scope:
         """Return the scope whose policy and rules the call obeys."""
@@ -94,13 +94,13 @@ class OpaqueCall:
 
 
 def typed(
-    door: Door, known: OpaqueCall, avals: Any, types: tuple[AxisType, ...]
+    door: Door, opaque: OpaqueCall, avals: Any, types: tuple[AxisType, ...]
 ) -> tuple[Any, ...]:
     """Return avals with their axis types, widened by wider annotations."""
-    if any(known.annotations):
+    if any(opaque.annotations):
         types = tuple(
             one if note is None else one.vary(*(note.varying - one.axes))
-            for one, note in zip(types, known.annotations)
+            for one, note in zip(types, opaque.annotations)
         )
     return tuple(map(door.with_axis_type, avals, types))
 
@@ -114,51 +114,56 @@ def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
             return Registration(call.name, binding.rule, binding.where)
     with state.registry.overlaid(scope.overlays):
         for name in (call.name, *call.aliases):
-            found = state.registry.find(name, call.module, call.place, call.target)
-            if found is not None:
+            registration = state.registry.find(name, call.module, call.place, call.target)
+            if registration is not None:
                 if scope.notes is not None:
-                    scope.notes.declared.append(found.where)
-                return found
+                    scope.notes.declared.append(registration.where)
+                return registration
     return None
 
 
 def prove(
-    known: OpaqueCall, state: State, primitive: str, params: dict[str, Any], operand_count: int
+    opaque: OpaqueCall, state: State, primitive: str, params: dict[str, Any], operand_count: int
 ) -> None:
     """Set the call's rule from a proof of its kernel's own jaxpr, if there is one."""
-    if known.found is None and known.audit is None and known.governing(state).prove:
-        known.audit = state.registry.audit(primitive, params, operand_count)
-        if known.audit is not None and known.audit.proven:
-            known.found = Registration(
-                known.call.name, no_communication, known.call.place or "its own jaxpr", "audited"
+    if opaque.registration is None and opaque.audit is None and opaque.governing(state).prove:
+        opaque.audit = state.registry.audit(primitive, params, operand_count)
+        if opaque.audit is not None and opaque.audit.proven:
+            opaque.registration = Registration(
+                opaque.call.name, no_communication, opaque.call.place or "its own jaxpr", "audited"
             )
 
 
 def confirm(
-    known: OpaqueCall, state: State, primitive: str, params: dict[str, Any], operand_count: int
+    opaque: OpaqueCall, state: State, primitive: str, params: dict[str, Any], operand_count: int
 ) -> None:
     """Raise RuleError if a kernel's own jaxpr contradicts its declaration ``no_communication``."""
     # What the jaxpr proves is marked audited; what it merely can't confirm stands, as declared.
     # Done when a call is lowered, so that tracing doesn't wait for it, and when it is bound where
     # the jaxpr has an effect beyond its refs. ``explain`` and ``scan_calls`` ask for every call.
-    found = known.found
-    if found is None or found.status == "audited" or found.rule != no_communication:
+    registration = opaque.registration
+    if (
+        registration is None
+        or registration.status == "audited"
+        or registration.rule != no_communication
+    ):
         return
-    if known.audit is None:
-        known.audit = state.registry.audit(primitive, params, operand_count)
-    if known.audit is None:
+    if opaque.audit is None:
+        opaque.audit = state.registry.audit(primitive, params, operand_count)
+    if opaque.audit is None:
         return
-    if known.audit.contradicts_no_communication:
+    if opaque.audit.contradicts_no_communication:
         raise RuleError(
-            f"{known.call} is declared {found.rule!r} at {found.where}, but its own jaxpr shows "
-            f"otherwise:\n  {str(known.audit).replace(chr(10), chr(10) + '  ')}\nDeclare what it "
-            "does: shardrules.all_gather, all_reduce, permute, per_device, ... with its mesh axes.",
-            kernel=known.call.name,
-            rule=found.rule,
-            audit=known.audit,
+            f"{opaque.call} is declared {registration.rule!r} at {registration.where}, but its "
+            f"own jaxpr shows otherwise:\n  {str(opaque.audit).replace(chr(10), chr(10) + '  ')}\n"
+            "Declare what it does: shardrules.all_gather, all_reduce, permute, per_device, ... "
+            "with its mesh axes.",
+            kernel=opaque.call.name,
+            rule=registration.rule,
+            audit=opaque.audit,
         )
-    if known.audit.proven:
-        known.found = dataclasses.replace(found, status="audited")
+    if opaque.audit.proven:
+        opaque.registration = dataclasses.replace(registration, status="audited")
 
 
 def _everywhere(context: RuleContext):
@@ -170,24 +175,24 @@ _UNKNOWN = Rule("varying", _everywhere, lambda count: (Effect("unknown"),) * cou
 
 
 def resolve(
-    door: Door, state: State, known: OpaqueCall, inputs: tuple[AxisType, ...], output_count: int
+    door: Door, state: State, opaque: OpaqueCall, inputs: tuple[AxisType, ...], output_count: int
 ) -> Resolution:
     """Apply a call's rule to the types of its operands."""
-    call, found, axes = known.call, known.found, door.manual_axes()
-    kept = None if found is None else found.rule.kept(inputs, output_count, axes)
+    call, registration, axes = opaque.call, opaque.registration, door.manual_axes()
+    kept = None if registration is None else registration.rule.kept(inputs, output_count, axes)
     if kept is not None:
         return kept
     named = frozenset().union(*(t.axes for t in inputs))
     axes += tuple(sorted(named - set(axes), key=str))  # vmap axes can vary too
     context = RuleContext(call.name, inputs, output_count, axes)
-    if found is not None:
-        return _answer(call, found, context)
-    scope = known.governing(state)
+    if registration is not None:
+        return _answer(call, registration, context)
+    scope = opaque.governing(state)
     if scope.policy == "error":
-        raise _unknown(call, context, state, known.audit)
+        raise _unknown(call, context, state, opaque.audit)
     if scope.policy == COLLECT:
         assert scope.notes is not None, "who collects takes notes"
-        scope.notes.unknown.append((call, inputs, to_paste(call, known.audit, axes)))
+        scope.notes.unknown.append((call, inputs, to_paste(call, opaque.audit, axes)))
         return no_communication.resolve(context)
     if scope.policy == "warn":
         warnings.warn(
@@ -197,23 +202,23 @@ def resolve(
     return _UNKNOWN.resolve(context)
 
 
-def _answer(call: Call, found: Registration, context: RuleContext) -> Resolution:
+def _answer(call: Call, registration: Registration, context: RuleContext) -> Resolution:
     """Return the rule's answer; errors name the call and where the rule was declared."""
     try:
-        return found.rule.resolve(context)
+        return registration.rule.resolve(context)
     except RuleError as error:
         raise RuleError(
-            f"{error}\n  {call}; rule declared at {found.where}",
+            f"{error}\n  {call}; rule declared at {registration.where}",
             **{k: v for k, v in vars(error).items() if k != "message"},
         ) from None
     except Exception as error:
         raise RuleError(
-            f"the rule {found.rule!r} of {call} raised {type(error).__name__}: {error}\n"
-            f"  rule declared at {found.where}; it is given a shardrules.RuleContext with "
+            f"the rule {registration.rule!r} of {call} raised {type(error).__name__}: {error}\n"
+            f"  rule declared at {registration.where}; it is given a shardrules.RuleContext with "
             f"{len(context.inputs)} inputs and is to answer with one shardrules.AxisType for each "
             f"of {context.output_count} outputs",
             kernel=call.name,
-            rule=found.rule,
+            rule=registration.rule,
         ) from error
 
 

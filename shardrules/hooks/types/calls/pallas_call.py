@@ -50,7 +50,7 @@ class PallasHooks(Hooks):
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         # Keyed by the kernel's jaxpr, which is one object through eval, partial eval and dce.
-        # What was traced becomes known when it is bound.
+        # What was traced becomes an OpaqueCall when it is bound.
         self._kernels: weakref.WeakKeyDictionary[Any, OpaqueCall | _Traced] = (
             weakref.WeakKeyDictionary()
         )
@@ -68,7 +68,7 @@ class PallasHooks(Hooks):
             typed=self._typed,
             bind=self._bind,
             always=True,
-            known_of=self.kernel_of,
+            opaque_call_of=self.kernel_of,
             tagged=self.kernel_of,
         )
 
@@ -131,9 +131,9 @@ class PallasHooks(Hooks):
             else:
                 kernel = OpaqueCall(Call("pallas_call", name, place, module_at(place)))
             self._kernels[jaxpr] = kernel
-        if kernel.scope is None or kernel.found is None:
+        if kernel.scope is None or kernel.registration is None:
             kernel.settle(self.state)
-        if kernel.found is None and kernel.active(self.state):
+        if kernel.registration is None and kernel.active(self.state):
             prove(kernel, self.state, "pallas_call", params, 0)
         return kernel
 
@@ -200,8 +200,8 @@ class PallasHooks(Hooks):
             if not self.door.checking():
                 return outputs, effects
             inputs, jaxpr = self.door.axis_types(avals), params["jaxpr"]
-            known, had, types = self.state.here.settled
-            if known is jaxpr and had == inputs:
+            settled, had, types = self.state.here.settled
+            if settled is jaxpr and had == inputs:
                 kernel = self.state.here.outer[1]
             elif not self._acts(jaxpr):
                 return outputs, effects

@@ -31,7 +31,7 @@ class _Results(tuple):
     """Result avals with the user's annotations or, once the call is bound, with its OpaqueCall."""
 
     annotations: tuple[AxisType | None, ...] = ()
-    known: OpaqueCall | None = None
+    opaque: OpaqueCall | None = None
 
 
 @functools.cache
@@ -45,9 +45,9 @@ def _register() -> None:
     )
 
 
-def _bound(avals: Any, known: OpaqueCall) -> _Results:
+def _bound(avals: Any, opaque: OpaqueCall) -> _Results:
     results = _Results(avals)
-    results.known = known
+    results.opaque = opaque
     return results
 
 
@@ -120,13 +120,13 @@ class PrimitiveHooks(Hooks):
         """Return the law of an opaque primitive, JAX's own or a user's."""
         kind = _USERS if row is USERS else _KINDS[primitive.name]
         self._kinds[primitive] = kind
-        known_of = functools.partial(self._known, kind, primitive)
+        opaque_call_of = functools.partial(self._opaque_call, kind, primitive)
         return Law(
             typed=functools.partial(self._typed, kind, primitive),
             bind=functools.partial(self._bind, kind),
             always=True,
-            known_of=known_of,
-            tagged=known_of,
+            opaque_call_of=opaque_call_of,
+            tagged=opaque_call_of,
         )
 
     def _transpose_of(self, p: Any) -> Any:
@@ -162,18 +162,18 @@ class PrimitiveHooks(Hooks):
                     )
         return found
 
-    # What is known of a call.
+    # The OpaqueCall of a call.
 
-    def opaque(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
+    def opaque_call(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
         """Return the OpaqueCall of a primitive that is taken for a user's."""
-        return self._known(self._kinds.get(primitive, _USERS), primitive, params)
+        return self._opaque_call(self._kinds.get(primitive, _USERS), primitive, params)
 
-    def carrying(self, known: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
+    def carrying(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
         """Return params that carry the OpaqueCall to later abstract evals and lowerings."""
-        kind = self._kinds.get(known.call.target)
+        kind = self._kinds.get(opaque.call.target)
         if kind is None or kind.results not in params:
             return params
-        return {**params, kind.results: _bound(params[kind.results], known)}
+        return {**params, kind.results: _bound(params[kind.results], opaque)}
 
     def _result_avals(self, results):
         """Accept annotated results; JAX 0.8.3 to 0.12 fail on an assertion."""
@@ -191,59 +191,59 @@ class PrimitiveHooks(Hooks):
         annotated.annotations = annotations
         return annotated
 
-    def _known(self, kind: _Kind, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
+    def _opaque_call(self, kind: _Kind, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
         results = params.get(kind.results)
-        if isinstance(results, _Results) and results.known is not None:
-            return results.known
+        if isinstance(results, _Results) and results.opaque is not None:
+            return results.opaque
         function, names = kind.names(params)
         names = (*names, primitive.name)
-        outer, known = self.state.here.outer
-        if outer is primitive and known.call.name == names[0]:
-            return dataclasses.replace(known, annotations=())
+        outer, opaque = self.state.here.outer
+        if outer is primitive and opaque.call.name == names[0]:
+            return dataclasses.replace(opaque, annotations=())
         place = self.door.function_place(function)
         module = getattr(function, "__module__", None) or ""
         call = Call(
             primitive.name, names[0], place, module, binding_of(function), primitive, names[1:]
         )
-        known = OpaqueCall(call, getattr(results, "annotations", ()))
-        known.settle(self.state)
-        return known
+        opaque = OpaqueCall(call, getattr(results, "annotations", ()))
+        opaque.settle(self.state)
+        return opaque
 
     # Rewrite and check.
 
     def _bind(self, kind: _Kind, rest, primitive, trace, args, params):
-        known = self._known(kind, primitive, params)
-        if not known.active(self.state):
+        opaque = self._opaque_call(kind, primitive, params)
+        if not opaque.active(self.state):
             return rest(primitive, trace, args, params)
         results = params.get(kind.results)
         if self.door.checking() and (results is None or len(results)):
-            args, params = self._ruled(kind, known, primitive, trace, args, params)
-        elif isinstance(results, _Results) and results.known is None:
+            args, params = self._ruled(kind, opaque, primitive, trace, args, params)
+        elif isinstance(results, _Results) and results.opaque is None:
             params = {**params, kind.results: tuple(results)}
         else:
-            params = self.unchecked(known, params)
+            params = self.unchecked(opaque, params)
         here = self.state.here
-        before, here.outer = here.outer, (primitive, known)
+        before, here.outer = here.outer, (primitive, opaque)
         try:
-            if kind.own and known.scope is not None and is_lent(known):
+            if kind.own and opaque.scope is not None and is_lent(opaque):
                 # To JAX 0.4.35 the operands say in which trace.
                 enter = self.door.set_current_trace or contextlib.nullcontext
                 with enter(trace):
-                    return self.scoped.bind(primitive, known.scope, args, params)
+                    return self.scoped.bind(primitive, opaque.scope, args, params)
             return rest(primitive, trace, args, params)
         finally:
             here.outer = before
 
-    def unchecked(self, known: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
+    def unchecked(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
         """Return the parameters of a call that is bound where avals carry no types."""
         return params
 
-    def _ruled(self, kind: _Kind, known: OpaqueCall, primitive, trace, args, params):
+    def _ruled(self, kind: _Kind, opaque: OpaqueCall, primitive, trace, args, params):
         """Return the cast operands, and the parameters with the results' types."""
         results = params.get(kind.results)
         avals = [self.door.typeof(x) for x in args]
-        may_answer = known.found is None and self._may_answer(kind, known)
-        if may_answer and known.governing(self.state).policy == COLLECT:
+        may_answer = opaque.registration is None and self._may_answer(kind, opaque)
+        if may_answer and opaque.governing(self.state).policy == COLLECT:
             # A trace to look at it only goes on as if the rule were there, casts and all.
             with self.door.unchecked():
                 own = vars(primitive)["abstract_eval"](*avals, **params)[0]
@@ -253,13 +253,13 @@ class PrimitiveHooks(Hooks):
         count = 1 if results is None else len(results)
         if results is None and primitive.multiple_results:
             count = len(self._own_answer(primitive, avals, params))
-        resolution = resolve(self.door, self.state, known, self.door.axis_types(avals), count)
-        if getattr(results, "known", None) is None:
-            check_annotations(self.door, self.state, known, resolution.outputs)
+        resolution = resolve(self.door, self.state, opaque, self.door.axis_types(avals), count)
+        if getattr(results, "opaque", None) is None:
+            check_annotations(self.door, self.state, opaque, resolution.outputs)
         args = self.door.cast_all(trace, args, avals, resolution.inputs)
         if results is not None:
-            outputs = typed(self.door, known, results, resolution.outputs)
-            params = {**params, kind.results: _bound(outputs, known)}
+            outputs = typed(self.door, opaque, results, resolution.outputs)
+            params = {**params, kind.results: _bound(outputs, opaque)}
         return args, params
 
     def _typed(self, kind: _Kind, primitive: Any, evaluate: Callable) -> Callable:
@@ -275,14 +275,14 @@ class PrimitiveHooks(Hooks):
             several = primitive.multiple_results
             if not self.door.checking() or isinstance(outputs, (tuple, list)) != several:
                 return outputs, effects
-            known = self._known(kind, primitive, params)
+            opaque = self._opaque_call(kind, primitive, params)
             listed = tuple(outputs) if several else (outputs,)
-            if listed and known.active(self.state):
+            if listed and opaque.active(self.state):
                 wide = self._is_wide(avals, listed)
-                if not (wide and known.found is None and self._may_answer(kind, known)):
+                if not (wide and opaque.registration is None and self._may_answer(kind, opaque)):
                     inputs = self.door.axis_types(avals)
-                    resolution = resolve(self.door, self.state, known, inputs, len(listed))
-                    listed = typed(self.door, known, listed, resolution.outputs)
+                    resolution = resolve(self.door, self.state, opaque, inputs, len(listed))
+                    listed = typed(self.door, opaque, listed, resolution.outputs)
             return (listed if several else listed[0]), effects
 
         return abstract_eval
@@ -299,7 +299,7 @@ class PrimitiveHooks(Hooks):
         axes = union(self.door.axis_types(avals))
         return all(axes <= one.varying for one in types) and any(one.axes for one in types)
 
-    def _may_answer(self, kind: _Kind, known: OpaqueCall) -> bool:
+    def _may_answer(self, kind: _Kind, opaque: OpaqueCall) -> bool:
         """Whether a call without a rule may keep its own abstract eval's types, if wide enough."""
         # A user's primitive may know about axis types. Its inputs are then its own to cast.
-        return kind.own and known.governing(self.state).policy in ("error", COLLECT)
+        return kind.own and opaque.governing(self.state).policy in ("error", COLLECT)

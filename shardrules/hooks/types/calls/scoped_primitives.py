@@ -24,14 +24,15 @@ from shardrules.hooks.types.funnel import Funnel, Law
 _TABLES = ("jax.interpreters.ad", "jax.interpreters.batching", "jax.interpreters.partial_eval")
 
 
-def is_lent(known: OpaqueCall) -> bool:
+def is_lent(opaque: OpaqueCall) -> bool:
     """Whether a call's rule comes from a scope: ``rules(...)`` or a declared op."""
-    found, scope = known.found, known.scope
-    if found is None or scope is None:
+    registration, scope = opaque.registration, opaque.scope
+    if registration is None or scope is None:
         return False
     binding = scope.binding
-    return any(found in overlay.entries for overlay in scope.overlays) or (
-        binding is not None and (found.rule, found.where) == (binding.rule, binding.where)
+    return any(registration in overlay.entries for overlay in scope.overlays) or (
+        binding is not None
+        and (registration.rule, registration.where) == (binding.rule, binding.where)
     )
 
 
@@ -73,8 +74,12 @@ class ScopedPrimitives:
                 carrier.abstract_eval = self._scoped(
                     lambda *a, **k: primitive.abstract_eval(*a, **k), scope
                 )
-                known_of = self._scoped(functools.partial(self.state.known_of, primitive), scope)
-                self.funnel.declare(carrier, Law(known_of=known_of, tagged=known_of))
+                opaque_call_of = self._scoped(
+                    functools.partial(self.state.opaque_call_of, primitive), scope
+                )
+                self.funnel.declare(
+                    carrier, Law(opaque_call_of=opaque_call_of, tagged=opaque_call_of)
+                )
             self._complete(carrier, primitive, scope)
         return carrier
 

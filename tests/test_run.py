@@ -1,5 +1,6 @@
 """``shardrules run``: the script's run is as Python's, whatever it does; and ``pytest --shardrules``."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -188,6 +189,47 @@ def test_pytest_judges_what_the_tests_compile(tmp_path):
     assert run(*flags, cwd=tmp_path, before=pytest_).returncode == 0
 
 
+def test_pytest_s_report_is_written_for_code_review(tmp_path):
+    (tmp_path / "test_it.py").write_text(TESTS)
+    flags = ["-p", "shardrules.checks.pytest_plugin", "-p", "no:cacheprovider", "--noconftest"]
+    flags += ["-p", "no:shardrules.pytest_plugin", "-q"]
+    pytest_ = ("-m", "pytest")
+    shown = run(*flags, "--shardrules-format", "github", cwd=tmp_path, before=pytest_)
+    assert shown.returncode == 1, shown.stdout + shown.stderr
+    assert "\n::error file=test_it.py,line=" in shown.stdout
+    no_file = run(*flags, "--shardrules-format", "sarif", cwd=tmp_path, before=pytest_)
+    assert no_file.returncode == 4 and "pass --shardrules-output=shardrules.sarif" in no_file.stderr
+    flags += ["--shardrules-format", "sarif", "--shardrules-output", "out.sarif", "-n", "2"]
+    written = run(*flags, cwd=tmp_path, before=pytest_)
+    assert written.returncode == 1 and "the report is in out.sarif" in written.stdout
+    log = json.loads((tmp_path / "out.sarif").read_text())
+    (result,) = [result for one in log["runs"] for result in one["results"]]
+    assert result["ruleId"] == "redundant"
+    assert location_of(result)["artifactLocation"]["uri"] == "test_it.py"
+
+
+def location_of(result):
+    return result["locations"][0]["physicalLocation"]
+
+
+def test_run_and_verify_write_annotations_and_sarif(tmp_path):
+    script = TESTS.replace("def test_nothing", "test_jax()\n\n\ndef test_nothing")
+    (tmp_path / "train.py").write_text(script)
+    flags = ("--keep", "hlo", "--format")
+    shown = run(*flags, "github", "train.py", cwd=tmp_path)
+    assert shown.returncode == 1 and "\n::error file=train.py,line=" in "\n" + shown.stderr
+    run(*flags, "sarif", "--output", "out.sarif", "train.py", cwd=tmp_path)
+    verify = ("-m", "shardrules", "verify")
+    again = run("hlo", "--format", "sarif", cwd=tmp_path, before=verify)
+    assert again.returncode == 1, again.stderr
+    for text in ((tmp_path / "out.sarif").read_text(), again.stdout):
+        results = json.loads(text)["runs"][0]["results"]
+        errors = [result for result in results if result["level"] == "error"]
+        assert [location_of(error)["artifactLocation"]["uri"] for error in errors] == ["train.py"]
+    annotated = run("hlo", "--format", "github", cwd=tmp_path, before=verify)
+    assert annotated.stdout.startswith("::error file=train.py,line=")
+
+
 LOOP = """
 import jax, numpy as np
 from jax import lax
@@ -204,7 +246,9 @@ def test_what_could_move_less_is_a_finding_where_asked(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)
     done, asked = (run(*flags, tmp_path / "loop.py") for flags in ((), ("--cheapest",)))
     assert done.returncode == 0 and "could be cheaper" in done.stderr, done.stderr
-    assert asked.returncode == 1 and "12 B become 4 B" in asked.stderr, asked.stderr
+    assert asked.returncode == 1 and "12 B in 3 round trips become 4 B" in asked.stderr, (
+        asked.stderr
+    )
 
 
 def test_a_console_script_s_folder_is_not_the_scripts(tmp_path):

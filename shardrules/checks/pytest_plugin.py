@@ -1,4 +1,4 @@
-"""The options ``--update-budgets``, ``--shardrules`` and ``--shardrules-check`` for pytest."""
+"""The options for pytest: ``--shardrules``, ``--shardrules-check``, ``--update-budgets``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ def pytest_addoption(parser):
         "--shardrules",
         action="store_true",
         help="judge every program that the tests compile with JAX; findings are exit code 1",
+    )
+    group.addoption(
+        "--shardrules-format",
+        choices=("text", "github", "sarif"),
+        help="the same as --shardrules, written as text, as GitHub's workflow annotations, or as "
+        "SARIF for code scanning",
+    )
+    group.addoption(
+        "--shardrules-output",
+        metavar="FILE",
+        help="the same as --shardrules, written to this file; the terminal shows a line of it",
     )
     group.addoption(
         "--shardrules-check",
@@ -45,6 +56,14 @@ def pytest_configure(config):
             "it writes itself; write them on your machine and check them in, or pass "
             "--update-budgets-in-ci"
         )
+    formatted = config.getoption("--shardrules-format")
+    output = config.getoption("--shardrules-output")
+    if formatted == "sarif" and not output:
+        raise pytest.UsageError(
+            "--shardrules-format=sarif writes a file; pass --shardrules-output=shardrules.sarif"
+        )
+    if formatted or output:
+        config.option.shardrules = True
     updates.wanted = forced or config.getoption("--update-budgets")
     updates.written.clear()
     updates.kept.clear()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 from typing import Any
 
 from shardrules.watching import check_off
@@ -28,6 +29,8 @@ class PytestWatch:
         self._config = config
         self._seen: Any = programs.Watched(False, {}, _test)
         self._seen.__enter__()
+        self._format: str = config.getoption("--shardrules-format") or "text"
+        self._output: str | None = config.getoption("--shardrules-output")
         self._reports: list[dict[str, Any]] = []
 
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
@@ -43,23 +46,41 @@ class PytestWatch:
             from shardrules.report import several
 
             found = self._seen.judged()
-            told = {"text": several.plain(found), "clean": found.clean, "process": ""}
+            report = {
+                "text": several.WRITERS[self._format](found),
+                "headline": found.headline,
+                "clean": found.clean,
+                "process": "",
+            }
             output = getattr(self._config, "workeroutput", None)
             if output is not None:
-                output[_KEY] = told
+                output[_KEY] = report
                 return
-            self._reports.append(told)
+            self._reports.append(report)
         if int(exitstatus) == 0 and not all(report["clean"] for report in self._reports):
             session.exitstatus = 1
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Write the table."""
+        """Write the report, or where it is."""
         for report in self._reports:
             where = f" ({report['process']})" if report["process"] else ""
             terminalreporter.section(f"shardrules: programs that were compiled{where}")
-            terminalreporter.write_line(report["text"].rstrip())
+            text = report["headline"] if self._output else report["text"].rstrip()
+            terminalreporter.write_line(text)
         if not self._reports:
             terminalreporter.write_line("shardrules: no test compiled a program with JAX")
+        if self._output:
+            pathlib.Path(self._output).write_text(self._whole(), encoding="utf-8")
+            terminalreporter.write_line(f"shardrules: the report is in {self._output}")
+
+    def _whole(self) -> str:
+        """Join the reports of pytest-xdist's workers."""
+        from shardrules.report.annotations import merged, sarif
+
+        texts = [report["text"] for report in self._reports]
+        if self._format == "sarif":
+            return merged(texts or [sarif([])])
+        return "".join(texts)
 
 
 class PytestCheck:

@@ -148,7 +148,16 @@ def _result(note: _Note, kinds: list[str]) -> dict[str, Any]:
 
 
 def merged(logs: Sequence[str]) -> str:
-    """Put SARIF logs of several processes into one."""
-    first, *others = map(json.loads, logs)
-    first["runs"] += [run for log in others for run in log["runs"]]
+    """Put SARIF logs of several processes into one run: GitHub refuses two runs of one tool."""
+    first, *others = (json.loads(log) for log in logs)
+    (run,) = first["runs"]
+    rules = run["tool"]["driver"]["rules"]
+    for other in (other["runs"][0] for other in others):
+        ids = {rule["id"] for rule in rules}
+        rules += [rule for rule in other["tool"]["driver"]["rules"] if rule["id"] not in ids]
+        run["results"] += other["results"]
+    index = {rule["id"]: number for number, rule in enumerate(rules)}
+    for result in run["results"]:
+        result["ruleIndex"] = index[result["ruleId"]]
+    run["results"].sort(key=lambda result: -result["rank"])
     return json.dumps(first, indent=1) + "\n"

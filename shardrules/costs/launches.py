@@ -18,11 +18,6 @@ from shardrules.hlo.proof import loops
 
 __all__ = ["Loop", "in_all", "platform", "read"]
 
-# Instructions that launch nothing on a GPU: names, constants in memory, and what waits for others.
-_NONE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier "
-    "optimization-barrier domain partition-id replica-id".split()
-)
 _LIBRARY = ("__cublas", "__cudnn", "__cub", "__cusolver", "__cufft")
 
 
@@ -132,7 +127,7 @@ def _loop(module: hlo.Module, place: walk.Place, sums: dict[str, _Sum], gpu: boo
 def _sums(module: hlo.Module) -> dict[str, _Sum]:
     """Count what one run of each computation launches, with all that it calls."""
     sums: dict[str, _Sum] = {}
-    for name in module.order:
+    for name in module.order:  # callees first
         sums[name] = _sum(module, module.computations[name], sums)
     return sums
 
@@ -141,7 +136,7 @@ def _sum(module: hlo.Module, computation: hlo.Computation, sums: dict[str, _Sum]
     total = _Sum(collections.Counter(), 0, 0, True)
     for instruction in computation.instructions:
         opcode = instruction.opcode
-        if opcode in _NONE or opcode.endswith("-done"):
+        if opcode in walk.NO_WORK or opcode.endswith("-done"):
             continue
         if opcode == "while":
             trips = loops.trip_count(module, computation, instruction)
@@ -171,15 +166,14 @@ def _launch(instruction: hlo.Instruction) -> tuple[str, int]:
     """Name what one instruction launches, with the bytes that it copies."""
     opcode = instruction.opcode.removesuffix("-start")
     if opcode == "custom-call":
-        target = (instruction.attribute("custom_call_target") or "").strip('"')
+        target = walk.target(instruction)
         if target == "AllocateBuffer":
             return "", 0
         return ("library call" if target.startswith(_LIBRARY) else "custom call"), 0
     if opcode == "copy":
-        return "copy", sum(
-            instruction.shape.leaves()[n].bytes for n in walk.result_leaves(instruction)
-        )
-    return {"fusion": "fusion"}.get(opcode, f"{opcode} kernel"), 0
+        leaves = instruction.shape.leaves()
+        return "copy", sum(leaves[n].bytes for n in walk.result_leaves(instruction))
+    return "fusion" if opcode == "fusion" else f"{opcode} kernel", 0
 
 
 # -- what made a trip count unknown ---------------------------------------------------------------
@@ -188,7 +182,7 @@ def _launch(instruction: hlo.Instruction) -> tuple[str, int]:
 def _unknown(
     module: hlo.Module, place: walk.Place, condition: hlo.Computation, body: hlo.Computation
 ) -> str:
-    """Say which value of the condition is none that the compiler knows."""
+    """Say which value of the condition the compiler does not know."""
     read = sorted(_elements(condition, condition.root))
     root = body.instructions[body.root]
     if not body.parameters:
@@ -215,18 +209,13 @@ def _unknown(
 
 def _elements(computation: hlo.Computation, position: int) -> set[int]:
     """Give the elements of the loop's carry that a value of its condition is computed from."""
-    found: set[int] = set()
-    stack, seen = [position], {position}
-    while stack:
-        current = stack.pop()
-        number = _element(computation, current)
-        if number is not None:
-            found.add(number)
-            continue
-        fresh = set(computation.instructions[current].operands) - seen
-        seen |= fresh
-        stack += fresh
-    return found
+
+    def made_of(current: int) -> tuple[int, ...]:
+        carried = _element(computation, current) is not None
+        return () if carried else computation.instructions[current].operands
+
+    elements = (_element(computation, n) for n in walk.reached([position], made_of))
+    return {number for number in elements if number is not None}
 
 
 def _element(computation: hlo.Computation, position: int) -> int | None:
@@ -275,11 +264,11 @@ def _origin(module: hlo.Module, place: walk.Place, number: int) -> str:
 def _caller(
     module: hlo.Module, computation: hlo.Computation
 ) -> tuple[hlo.Computation, hlo.Instruction] | None:
-    """Find the one call of a computation; None for several, and for what no call runs."""
-    found = [
+    """Find the one call of a computation; None if there are several callers, or a loop."""
+    callers = [
         (caller, instruction)
         for caller in module.computations.values()
         for instruction in caller.instructions
         if computation.name in instruction.calls
     ]
-    return found[0] if len(found) == 1 and found[0][1].opcode == "call" else None
+    return callers[0] if len(callers) == 1 and callers[0][1].opcode == "call" else None

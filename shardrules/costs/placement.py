@@ -78,19 +78,16 @@ def _used_at(module: hlo.Module, computation: hlo.Computation, position: int) ->
     """
     users = computation.users()
     reached = [position]
-    for one in reached:
-        reached += [user for user in users[one] if user not in reached]
+    for reader in reached:
+        reached += [user for user in users[reader] if user not in reached]
     callers = [
         instruction
         for caller in module.computations.values()
         for instruction in caller.instructions
         if computation.name in instruction.calls
     ]
-    for instruction in [*(computation.instructions[n] for n in reached[1:]), *callers]:
-        metadata = module.metadata(instruction)
-        if metadata.frames or metadata.op_name:
-            return str(metadata.frames[0]) if metadata.frames else metadata.op_name
-    return ""
+    readers = [computation.instructions[n] for n in reached[1:]]
+    return walk.source(module, [*readers, *callers])
 
 
 def is_pmap(module: hlo.Module, axes: Iterable[str] = ()) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from shardrules import hlo
+from shardrules.costs import walk
 from shardrules.hlo.reader.module import Users
 
 __all__ = ["LINEAR", "PASS_ON", "added_to_another", "adds", "followed", "reduced_after", "scales"]
@@ -86,18 +87,14 @@ def reduced_after(
             computation = module.computations[instruction.calls[0]]
             callers.append((computation, instruction))
             users = computation.users()
-            inside = [
-                n
-                for n, i in enumerate(computation.instructions)
-                if i.opcode == "parameter" and int(i.literal) == number
-            ]
-            if len(inside) != 1:
+            inside = walk.parameters(computation).get(number)
+            if inside is None:
                 return None
-            (position,) = inside
+            position = inside
         elif (
             instruction.opcode == "reduce"
             and instruction.operands[0] == position
-            and (len(instruction.operands) == 2 and _adds(module, instruction))
+            and (len(instruction.operands) == 2 and walk.applied(module, instruction) == "add")
             # What it starts from would be summed as well, once for each device.
             and _zero(module, callers, instruction.operands[1])
         ):
@@ -107,7 +104,7 @@ def reduced_after(
             and len(instruction.operands) == 3
             and instruction.operands[2] == position
             and position not in instruction.operands[:2]
-            and _adds(module, instruction)
+            and walk.applied(module, instruction) == "add"
             and _constant(module, callers, instruction.operands[1])
             and _zero(module, callers, instruction.operands[0])
         ):
@@ -127,15 +124,6 @@ def _summed_in(operand: hlo.Shape, result: hlo.Shape) -> int | None:
             return None
         arrays.append(array)
     return (arrays[1].element_count * max(array.bits for array in arrays) + 7) // 8
-
-
-def _adds(module: hlo.Module, instruction: hlo.Instruction) -> bool:
-    called = module.computations.get((instruction.attribute("to_apply") or "").lstrip("%"))
-    return (
-        called is not None
-        and called.instructions[called.root].opcode == "add"
-        and len(called.instructions) == 3
-    )
 
 
 def _constant(module: hlo.Module, callers: _Callers, position: int) -> bool:
@@ -177,8 +165,7 @@ def _zero(module: hlo.Module, callers: _Callers, position: int) -> bool:
         computation, fusion = callers[-1]
         instruction = computation.instructions[position]
         if instruction.opcode == "constant":
-            literal = (instruction.literal or "").strip()
-            return bool(re.fullmatch(r"-?0(\.0*)?|\(-?0, -?0\)", literal))
+            return walk.is_zero(instruction)
         if instruction.opcode == "parameter" and fusion is not None:
             callers = callers[:-1]
             position = fusion.operands[int(instruction.literal)]
@@ -217,9 +204,7 @@ def adds(module: hlo.Module, computation: hlo.Computation, position: int, used: 
     root = inner.instructions[position]
     if root.opcode != "add" or len(set(root.operands)) != 2:
         return None
-    numbers = {
-        int(i.literal): n for n, i in enumerate(inner.instructions) if i.opcode == "parameter"
-    }
+    numbers = walk.parameters(inner)
     callers: _Callers = [(computation, None), (inner, instruction)]
     mine, its = (numbers[instruction.operands.index(one)] for one in (used, other))
     for one, rest in (root.operands, root.operands[::-1]):
@@ -320,9 +305,7 @@ def _other_side(
         return None
     inner = module.computations[instruction.calls[0]]
     users = inner.users()
-    numbers = {
-        int(i.literal): n for n, i in enumerate(inner.instructions) if i.opcode == "parameter"
-    }
+    numbers = walk.parameters(inner)
     mine = numbers[instruction.operands.index(used)]
     end = followed(inner, users, mine, 0, _MOVES)
     if end is None or inner.instructions[end[0]].opcode != "add":
@@ -341,7 +324,7 @@ def _other_side(
 
 def _adds_over(module: hlo.Module, instruction: hlo.Instruction) -> tuple[str | None, ...] | None:
     """Return what tells over which devices an all-reduce adds up; None where it does not add."""
-    if not _adds(module, instruction):
+    if walk.applied(module, instruction) != "add":
         return None
     keys = ("replica_groups", "use_global_device_ids")
     channel = instruction.attribute("channel_id") is not None

@@ -54,30 +54,22 @@ def read(module: hlo.Module) -> list[Transfer]:
     A TPU's callback is listed as its send and its recv. Copies between memories are those between
     buffers whose layouts say so: TPU and GPU print them, CPU has one memory.
     """
-    found = []
+    transfers = []
     for place in walk.executed(module):
-        told = _transfer(module, place)
-        if told is not None:
-            kind, direction, size, target = told
-            found.append(
-                Transfer(
-                    kind,
-                    direction,
-                    size,
-                    place.runs,
-                    place.loop_depth,
-                    place.instruction.name,
-                    target,
-                    walk.where(module, place),
-                )
-            )
+        described = _transfer(module, place)
+        if described is not None:
+            kind, direction, size, target = described
+            name, source = place.instruction.name, walk.where(module, place)
+            run = (place.runs, place.loop_depth)
+            transfers.append(Transfer(kind, direction, size, *run, name, target, source))
     # A loop of unknown length may be the longest.
     return sorted(
-        found, key=lambda t: (-t.loop_depth, t.runs is not None, -(t.runs or 1) * t.bytes)
+        transfers, key=lambda t: (-t.loop_depth, t.runs is not None, -(t.runs or 1) * t.bytes)
     )
 
 
 def _transfer(module: hlo.Module, place: walk.Place) -> tuple[str, str, int, str] | None:
+    """Give kind, direction, bytes and target of what an instruction transfers."""
     instruction = place.instruction
     opcode = instruction.opcode
     operands = [place.computation.instructions[o].shape for o in instruction.operands]
@@ -89,7 +81,7 @@ def _transfer(module: hlo.Module, place: walk.Place) -> tuple[str, str, int, str
             return None
         return opcode, _SENDS[opcode], instruction.shape.leaves()[0].bytes, ""
     if opcode.startswith("custom-call") and not opcode.endswith("-done"):
-        target = (instruction.attribute("custom_call_target") or "").strip('"')
+        target = walk.target(instruction)
         if CALLBACK.fullmatch(target):
             size = sum(s.bytes for s in operands) + instruction.shape.bytes
             return "callback", "both", size, target

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 from shardrules import hlo
 from shardrules.hlo.proof import loops
 
-__all__ = ["Place", "executed", "host_buffer", "moved", "result_leaves", "where", "written"]
+__all__ = [
+    "NO_WORK",
+    "Place",
+    "applied",
+    "executed",
+    "host_buffer",
+    "is_zero",
+    "moved",
+    "parameters",
+    "reached",
+    "result_leaves",
+    "source",
+    "target",
+    "where",
+    "written",
+]
+
+_T = TypeVar("_T")
 
 # Instructions that hand control to a computation whose instructions run one by one. What fusions,
 # reductions, sorts and scatters call is part of one kernel.
 _CONTROL = ("while", "conditional", "call", "async-start")
 _HOST_SPACE = "S(5)"  # xla::Layout::kHostMemorySpace
-# Opcodes that name or arrange buffers and move nothing.
-_STILL = frozenset(
-    "parameter constant tuple get-tuple-element bitcast while conditional call opt-barrier "
-    "optimization-barrier domain after-all add-dependency partition-id replica-id".split()
+# Opcodes that name values, lie in memory, or wait for others: they launch and move nothing.
+NO_WORK = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier "
+    "optimization-barrier domain partition-id replica-id".split()
 )
 
 
@@ -63,11 +81,54 @@ def executed(module: hlo.Module) -> Iterator[Place]:
 def where(module: hlo.Module, place: Place) -> str:
     """Give an instruction's source line, or JAX's name for it or its operand, or its own."""
     instructions = place.computation.instructions
-    for instruction in (place.instruction, *(instructions[o] for o in place.instruction.operands)):
+    operands = [instructions[o] for o in place.instruction.operands]
+    return source(module, [place.instruction, *operands]) or place.instruction.name
+
+
+def source(module: hlo.Module, instructions: Iterable[hlo.Instruction]) -> str:
+    """Give the source line, or JAX's name, of the first instruction that has one; else nothing."""
+    for instruction in instructions:
         metadata = module.metadata(instruction)
         if metadata.frames or metadata.op_name:
             return str(metadata.frames[0]) if metadata.frames else metadata.op_name
-    return place.instruction.name
+    return ""
+
+
+def reached(start: Iterable[_T], follow: Callable[[_T], Iterable[_T]]) -> set[_T]:
+    """List some places, and all that can be reached from them."""
+    seen = set(start)
+    stack = [*seen]
+    while stack:
+        new = set(follow(stack.pop())) - seen
+        seen |= new
+        stack += new
+    return seen
+
+
+def parameters(computation: hlo.Computation) -> dict[int, int]:
+    """Give the position of each parameter by its number."""
+    return {
+        int(instruction.literal): position
+        for position, instruction in enumerate(computation.instructions)
+        if instruction.opcode == "parameter"
+    }
+
+
+def applied(module: hlo.Module, reduction: hlo.Instruction) -> str:
+    """Name the one operation that a reduction applies, ``"add"``; empty where it does more."""
+    called = module.computations.get((reduction.attribute("to_apply") or "").lstrip("%"))
+    one_operation = called is not None and len(called.instructions) == 3
+    return called.instructions[called.root].opcode if called and one_operation else ""
+
+
+def is_zero(constant: hlo.Instruction) -> bool:
+    """Tell whether a constant is written as a single zero."""
+    return re.fullmatch(r"-?0(\.0*)?|\(-?0, -?0\)|false", constant.literal.strip()) is not None
+
+
+def target(call: hlo.Instruction) -> str:
+    """Give a custom call's target."""
+    return (call.attribute("custom_call_target") or "").strip('"')
 
 
 def host_buffer(shape: hlo.Shape) -> bool:
@@ -89,7 +150,7 @@ def moved(module: hlo.Module, place: Place) -> Moved | None:
     """
     instruction = place.instruction
     opcode = instruction.opcode
-    if opcode in _STILL or opcode == "async-start" or opcode.endswith("-done"):
+    if opcode in NO_WORK or opcode in _CONTROL or opcode.endswith("-done"):
         return None  # the body of an async-start is followed by itself
     result = [instruction.shape.leaves()[n] for n in result_leaves(instruction)]
     size = sum(leaf.bytes for leaf in result)

@@ -20,7 +20,7 @@ def _find(site: Site) -> Hint | None:
         f"and psum that once, and {2 * size} B of both become {size} B (equal up to "
         f"rounding){line(site.entry)}"
     )
-    return site.hint(KIND.name, advice, bytes_after=0, trips_after=0)
+    return site.without(KIND.name, advice)
 
 
 KIND = Kind(

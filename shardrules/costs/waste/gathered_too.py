@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shardrules.costs.waste.shared.program import Hint, Kind, Program, Site
-from shardrules.costs.waste.shared.values import Outside
 
 __all__ = ["KIND"]
 
@@ -16,36 +15,34 @@ def _find(site: Site) -> Hint | None:
     if site.collective.in_place:
         return None
     gathers = site.program.remembered(_gathers, site.program)
-    for made in {_made(site.program, site, o) for o in site.instruction.operands}:
+    for made in {_made(site, o) for o in site.instruction.operands}:
         gather = gathers.get(made)
         if gather is None or not _within(site, gather):
             return None
-        where = gather.entry.source or gather.collective.name
         advice = (
-            f"the all-gather at {where} brings every shard of the same array to the same devices: "
-            "take this one's result out of the gathered array, and "
+            f"the all-gather at {gather.where} brings every shard of the same array to the same "
+            "devices: take this one's result out of the gathered array, and "
             f"{site.entry.bytes} B become 0 B"
         )
         if not site.in_shard_map:
             advice += " (constrain the array once to the whole layout, and slice that)"
-        return site.hint(KIND.name, advice, bytes_after=0, trips_after=0)
+        return site.without(KIND.name, advice)
     return None
 
 
 def _gathers(program: Program) -> dict[tuple[object, ...], Site]:
     """List the all-gathers by the arrays that they gather."""
     return {
-        _made(program, s, s.source): s
+        _made(s, s.source): s
         for s in program.sites
         if s.collective.kind == "all-gather" and s.whole
     }
 
 
-def _made(program: Program, site: Site, position: int) -> tuple[object, ...]:
+def _made(site: Site, position: int) -> tuple[object, ...]:
     """Follow an operand back to what made the array."""
-    outside: Outside = ((site.computation, -1),)
-    made, at = program.made_by(outside, position, _MOVES)
-    return (*((computation.name, caller) for computation, caller in made), at)
+    outside, maker = site.made_by(position, _MOVES)
+    return (*((computation.name, caller) for computation, caller in outside), maker)
 
 
 def _within(site: Site, gather: Site) -> bool:

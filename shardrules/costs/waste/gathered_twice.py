@@ -19,7 +19,7 @@ def _find(site: Site) -> Hint | None:
     if not (site.in_shard_map or entry.phase == "recompute" or "remat" in site.collective.op_name):
         return None  # the partitioner gathers for the backward pass what no policy names
     for first in site.program.remembered(_forward, site.program):
-        if _alike(first, site) and _origin(first) == _origin(site):
+        if _same_groups(first, site) and _origin(first) == _origin(site):
             return _hint(site, first)
     return None
 
@@ -30,20 +30,20 @@ def _forward(program: Program) -> list[Site]:
     ]
 
 
-def _alike(first: Site, site: Site) -> bool:
-    one, other = first.collective, site.collective
-    same = first.taken.element_count == site.taken.element_count
-    return same and one.notation == other.notation and _at_most(site.entry.runs, first.entry.runs)
-
-
-def _at_most(runs: int | None, others: int | None) -> bool:
-    return runs == others or (runs is not None and others is not None and runs < others)
+def _same_groups(first: Site, site: Site) -> bool:
+    """Tell whether two gather as much over the same devices, the second one not more often."""
+    runs, first_runs = site.entry.runs, first.entry.runs
+    fewer = runs is not None and first_runs is not None and runs < first_runs
+    return (
+        first.taken.element_count == site.taken.element_count
+        and first.collective.notation == site.collective.notation
+        and (runs == first_runs or fewer)
+    )
 
 
 def _hint(site: Site, first: Site) -> Hint:
     entry, runs = site.entry, site.entry.runs or 1
     kept = entry.bytes * site.collective.group_size * runs
-    where = f" at {first.entry.source}" if first.entry.source else f" ({first.collective.name})"
     keep = (
         "w = checkpoint_name(w, 'gathered') and policy="
         "jax.checkpoint_policies.save_only_these_names('gathered') keep it"
@@ -56,10 +56,10 @@ def _hint(site: Site, first: Site) -> Hint:
             "jax.ad_checkpoint.checkpoint_name, and save it by the policy of jax.checkpoint"
         )
     advice = (
-        f"the forward pass gathers the same array{where}: gathered again, it sends "
+        f"the forward pass gathers the same array at {first.where}: gathered again, it sends "
         f"{entry.wire_bytes * runs} B; kept, it takes {kept} B of memory on each device: {keep}"
     )
-    return site.hint(KIND.name, advice, bytes_after=0, trips_after=0)
+    return site.without(KIND.name, advice)
 
 
 def _origin(site: Site) -> tuple[str, int, str] | None:

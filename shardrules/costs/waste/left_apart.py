@@ -11,37 +11,30 @@ _KINDS = ("all-reduce", "all-gather", "collective-permute", "all-to-all")
 
 
 def _find(site: Site) -> Hint | None:
-    """Find those beside a collective: the first keeps its round trip, each later one saves it."""
     if site.collective.kind not in _KINDS or not site.whole or not _alone(site):
         return None
     groups = site.program.remembered(_together, site.program)
-    for group in groups:
+    for group in groups:  # the first keeps its round trip, and each later one saves it
         if site in group[1:]:
             return _hint(site, group)
     return None
 
 
 def _hint(site: Site, group: list[Site]) -> Hint:
-    first, runs = group[0], site.entry.runs
     size = sum(s.entry.bytes for s in group)
-    where = f" at {first.entry.source}" if first.entry.source else f" ({first.collective.name})"
     change = "concatenate the operands, flattened, and split the result"
     if site.collective.kind != "all-reduce":
         change = "stack the operands and take the result apart"
     advice = (
-        f"it is independent of the {site.collective.kind}{where}, which runs over the same "
-        f"devices: {change}: {len(group)} round trips become 1, with the same {size} B"
+        f"it is independent of the {site.collective.kind} at {group[0].where}, which runs over the "
+        f"same devices: {change}: {len(group)} round trips become 1, with the same {size} B"
     )
-    return site.hint(
-        KIND.name,
-        advice,
-        bytes_after=None if runs is None else runs * site.entry.bytes,
-        trips_after=0,
-    )
+    size_after = site.in_all(site.entry.bytes)
+    return site.hint(KIND.name, advice, bytes_after=size_after, trips_after=0)
 
 
 def _alone(site: Site) -> bool:
-    """Tell whether a collective has one operand."""
+    """Tell whether a collective has one operand, and a result of its own."""
     return len(site.instruction.operands) == 1 and not site.collective.in_place
 
 
@@ -49,11 +42,11 @@ def _together(program) -> list[list[Site]]:
     """Gather the collectives that one could replace."""
     alike: dict[tuple[object, ...], list[Site]] = {}
     for site in program.sites:
-        one = site.collective
-        if site.needed and one.kind in _KINDS and site.whole and _alone(site):
-            key = (one.computation, one.kind, one.phase, one.notation, one.reduction, one.dimension)
-            shape = () if one.kind == "all-reduce" else site.taken.dimensions
-            alike.setdefault((*key, one.element_type, shape), []).append(site)
+        c = site.collective
+        if site.needed and c.kind in _KINDS and site.whole and _alone(site):
+            key = (c.computation, c.kind, c.phase, c.notation, c.reduction, c.dimension)
+            shape = () if c.kind == "all-reduce" else site.taken.dimensions
+            alike.setdefault((*key, c.element_type, shape), []).append(site)
     groups: list[list[Site]] = []
     for sites in alike.values():
         sites.sort(key=lambda s: s.position)
@@ -83,20 +76,20 @@ def _beside(program, group: list[Site], site: Site) -> bool:
 
 
 def _needed(program, computation) -> tuple[list[int], list[int]] | None:
-    """Give what each instruction is made of, as bits: the collectives, and what is large."""
+    """Give as bits the collectives and the large instructions that each one is made of."""
     instructions = computation.instructions
     if len(instructions) > 20000:  # the bits would take more memory than the program
         return None
     collectives: list[int] = []
     large: list[int] = []
-    for position, one in enumerate(instructions):
-        took, made = 0, 0
-        for operand in set(one.operands):
-            took |= collectives[operand]
-            made |= large[operand]
-        heavy = program.is_large(one)
-        collectives.append(took | (one.opcode in OPCODES) << position)
-        large.append(made | heavy << position)
+    for position, instruction in enumerate(instructions):
+        mine = (instruction.opcode in OPCODES) << position
+        mine_large = program.is_large(instruction) << position
+        for operand in set(instruction.operands):
+            mine |= collectives[operand]
+            mine_large |= large[operand]
+        collectives.append(mine)
+        large.append(mine_large)
     return collectives, large
 
 

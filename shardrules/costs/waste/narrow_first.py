@@ -6,11 +6,10 @@ import re
 from typing import NamedTuple
 
 from shardrules.costs.waste.shared.program import Hint, Kind, Site
-from shardrules.costs.waste.shared.values import Outside
 
 __all__ = ["KIND"]
 
-# They move elements and change none, so that a conversion may stand on either side.
+# These move elements and change none: a conversion may stand on either side.
 _KINDS = ("all-gather", "collective-permute", "all-to-all")
 _MOVES = frozenset(
     "bitcast reshape copy transpose slice dynamic-slice concatenate get-tuple-element copy-start "
@@ -23,7 +22,7 @@ _NARROW_FLOAT = re.compile(r"(bf|f)(16|8|4)")
 
 
 class _Narrower(NamedTuple):
-    """What would do: the element type, its bytes, why, and the change."""
+    """The array that is enough: its element type and bytes, why, and the change."""
 
     element_type: str
     bytes: int
@@ -41,33 +40,25 @@ def _find(site: Site) -> Hint | None:
         return None
     if _NARROW_FLOAT.match(narrower.element_type) and not site.program.narrow_floats:
         return None
-    runs = site.entry.runs
     advice = (
         f"{narrower.why}: {narrower.change}, and {site.entry.bytes} B become {narrower.bytes} B "
         "(the values are the same)"
     )
-    after = None if runs is None else runs * narrower.bytes
-    return site.hint(KIND.name, advice, bytes_after=after, trips_after=runs)
+    return site.smaller(KIND.name, advice, narrower.bytes)
 
 
 def _size(site: Site, bits: int) -> int:
     return (site.taken.element_count * bits + 7) // 8
 
 
-def _before(site: Site) -> tuple[Outside, int]:
-    """Give what made the operand."""
-    outside: Outside = ((site.computation, -1),)
-    return site.program.made_by(outside, site.source, _BACK)
-
-
 def _widened(site: Site) -> _Narrower | None:
     """Find an operand that was converted from a narrower type just before."""
-    outside, position = _before(site)
+    outside, position = site.made_by(site.source, _BACK)
     here = outside[-1][0]
-    one = here.instructions[position]
-    if one.opcode != "convert":
+    convert = here.instructions[position]
+    if convert.opcode != "convert":
         return None
-    before, after = here.instructions[one.operands[0]].shape, one.shape
+    before, after = here.instructions[convert.operands[0]].shape, convert.shape
     if before.bits >= after.bits or after.element_type != site.taken.element_type:
         return None
     why = (
@@ -79,31 +70,30 @@ def _widened(site: Site) -> _Narrower | None:
 
 def _one_hot(site: Site) -> _Narrower | None:
     """Find a one-hot array that is made of indices just before."""
-    start: Outside = ((site.computation, -1),)
-    outside, position = site.program.made_by(start, site.source, _COPIES | {"convert"})
-    one = outside[-1][0].instructions[position]
-    if one.opcode != "compare" or one.attribute("direction") != "EQ":
+    outside, position = site.made_by(site.source, _COPIES | {"convert"})
+    compare = outside[-1][0].instructions[position]
+    if compare.opcode != "compare" or compare.attribute("direction") != "EQ":
         return None
-    if one.shape.dimensions != site.taken.dimensions or site.collective.kind == "all-to-all":
+    if compare.shape.dimensions != site.taken.dimensions or site.collective.kind == "all-to-all":
         return None
-    sides = [site.program.made_by(outside, o, _COPIES) for o in one.operands]
+    sides = [site.program.made_by(outside, o, _COPIES) for o in compare.operands]
     made = [o[-1][0].instructions[p] for o, p in sides]
     names = [i.opcode for i in made]
     if sorted(names) != ["broadcast", "iota"]:
         return None
     counter, spread = made[names.index("iota")], made[names.index("broadcast")]
-    if {i.shape.dimensions for i in made} != {one.shape.dimensions}:
+    if {i.shape.dimensions for i in made} != {compare.shape.dimensions}:
         return None
-    # Indices for all dimensions but the counted one, along which nothing is gathered.
+    # Indices for all dimensions except the counted one, along which nothing is gathered.
     counted = counter.attribute("iota_dimension") or ""
-    others = [str(d) for d in range(len(one.shape.dimensions)) if str(d) != counted]
+    others = [str(d) for d in range(len(compare.shape.dimensions)) if str(d) != counted]
     if re.findall(r"\d+", spread.attribute("dimensions") or "") != others:
         return None
     outside = sides[names.index("broadcast")][0]
     indices = outside[-1][0].instructions[spread.operands[0]].shape
     if site.collective.dimension == counted or not counted:
         return None
-    row = one.shape.dimensions[int(counted)]
+    row = compare.shape.dimensions[int(counted)]
     why = f"it moves {row} numbers for each index, of which one is not zero"
     change = "move the indices, and make the one-hot array of the result"
     return _Narrower(indices.element_type, indices.bytes, why, change)
@@ -117,16 +107,15 @@ def _narrowed(site: Site) -> _Narrower | None:
     wide = site.taken
     read = []
     for use in uses:
-        one = use.instruction
-        if one.opcode != "convert" or use.before.shape.element_type != wide.element_type:
+        convert = use.instruction
+        if convert.opcode != "convert" or use.before.shape.element_type != wide.element_type:
             return None
-        read.append(one.shape)
+        read.append(convert.shape)
     widest = max(read, key=lambda shape: shape.bits)
     if {s.element_type for s in read} != {widest.element_type} or widest.bits >= wide.bits:
         return None
-    loop = any(use.outside[0][0] is not site.computation for use in uses)
     held = "each use converts it"
-    if loop:
+    if any(use.outside[0][0] is not site.computation for use in uses):
         held = "the loop that reads it converts it on each trip"
     elif not site.in_shard_map:
         held = "the conversion stands behind the constraint that gathers it, or XLA moved it there"

@@ -17,8 +17,7 @@ def _find(site: Site) -> Hint | None:
     along = site.collective.dimension
     if part is None or site.result is None or not along.isdecimal():
         return None
-    runs, groups = entry.runs, site.collective.groups
-    whole = site.result.dimensions
+    groups = site.collective.groups
     if part.dimension == int(along):
         if part.size != operand.dimensions[part.dimension]:
             return None
@@ -33,10 +32,7 @@ def _find(site: Site) -> Hint | None:
             else f"which one permute brings: jax.lax.ppermute(x, {site.over}, perm) with perm="
             f"{_permutation(groups, part)}"
         )
-    elif part.size * size == whole[part.dimension]:
-        for group in groups:
-            if [part.starts[d] for d in group] != [place * part.size for place in range(size)]:
-                return None
+    elif part.size * size == site.result.dimensions[part.dimension] and part.follows(groups):
         sent = accounts.wire_bytes("all-to-all", entry.bytes, size)
         change = (
             f"its own slice of dimension {part.dimension} of each shard, which one all-to-all "
@@ -48,19 +44,17 @@ def _find(site: Site) -> Hint | None:
         change += (
             " (XLA's partitioner gathered it: give both sides one layout, or write a shard_map)"
         )
-    advice = f"each device reads only 1/{size} of the result, {change}, and sends {sent} B of "
-    advice += f"{entry.wire_bytes} B"
-    return site.hint(
-        KIND.name,
-        advice,
-        bytes_after=None if runs is None else runs * (entry.bytes if sent else 0),
-        trips_after=runs if sent else 0,
-        sent_after=None if runs is None else runs * sent,
+    advice = (
+        f"each device reads only 1/{size} of the result, {change}, and sends {sent} B of "
+        f"{entry.wire_bytes} B"
     )
+    if not sent:
+        return site.without(KIND.name, advice)
+    return site.smaller(KIND.name, advice, entry.bytes, sent)
 
 
 def _sources(groups, part: parts.Part) -> list[tuple[int, int]] | None:
-    """Give from which device each gets the shard that it reads; None if no permute brings it."""
+    """List each shard's owner and its reader; None if no permute brings the shards."""
     pairs = []
     for group in groups:
         for device in group:

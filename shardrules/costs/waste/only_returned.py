@@ -24,7 +24,7 @@ def _find(site: Site) -> Hint | None:
         f"{site.entry.bytes} B become 0 B (the array is the same; a device then holds its shard "
         "of it)"
     )
-    return site.hint(KIND.name, advice, bytes_after=0, trips_after=0)
+    return site.without(KIND.name, advice)
 
 
 def _only_returned(site: Site) -> bool:

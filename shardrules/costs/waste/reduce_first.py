@@ -25,9 +25,7 @@ def _find(site: Site) -> Hint | None:
         f"its result is only summed up on each device: {change}, and {entry.bytes} B become "
         f"{size} B{line(entry)}"
     )
-    return site.hint(
-        KIND.name, advice, bytes_after=size * (entry.runs or 1), trips_after=entry.runs
-    )
+    return site.smaller(KIND.name, advice, size)
 
 
 KIND = Kind(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from shardrules.costs import accounts
+from shardrules.costs import accounts, walk
 from shardrules.costs.waste.shared import parts
 from shardrules.costs.waste.shared.program import Hint, Kind, Site
 
@@ -29,32 +29,22 @@ def _find(site: Site) -> Hint | None:
     if not _gathered_apart(use.before.shape, result, int(along), size):
         return None
     over = re.findall(r"\d+", reduce.attribute("dimensions") or "")
-    called = site.module.computations.get((reduce.attribute("to_apply") or "").lstrip("%"))
-    if along not in over or called is None or len(called.instructions) != 3:
-        return None
-    operation = called.instructions[called.root].opcode
-    if operation not in _NAMES or not _starts_from_nothing(site, use, operation):
+    operation = walk.applied(site.module, reduce)
+    if along not in over or operation not in _NAMES or not _starts_neutral(site, use, operation):
         return None
     after = (reduce.shape.element_count * site.taken.bits + 7) // 8
     sent = accounts.wire_bytes("all-reduce", after, size)
     if sent >= entry.wire_bytes:
         return None
-    runs, name = entry.runs, _NAMES[operation]
     note = " (equal up to rounding)" if operation == "add" else ""
-    change = f"reduce on each device and {name} that"
+    change = f"reduce on each device and {_NAMES[operation]} that"
     if not site.in_shard_map:
         change = "reduce the sharded array itself, without a constraint that replicates it"
     advice = (
         f"its result is only reduced over what it gathered: {change}, and a device sends {sent} B "
         f"where it sends {entry.wire_bytes} B{note}"
     )
-    return site.hint(
-        KIND.name,
-        advice,
-        bytes_after=None if runs is None else runs * after,
-        trips_after=runs,
-        sent_after=None if runs is None else runs * sent,
-    )
+    return site.smaller(KIND.name, advice, after, sent)
 
 
 def _gathered_apart(shape, result, along: int, size: int) -> bool:
@@ -66,16 +56,12 @@ def _gathered_apart(shape, result, along: int, size: int) -> bool:
     return sizes == own or (sizes == split and own[along] % size == 0)
 
 
-def _starts_from_nothing(site: Site, use, operation: str) -> bool:
-    """Tell whether a reduction starts from what changes nothing, however often it is taken."""
+def _starts_neutral(site: Site, use, operation: str) -> bool:
+    """Tell whether each device may start its reduction from the same value."""
     outside, position = site.program.origin(use.outside, use.instruction.operands[1])
     start = outside[-1][0].instructions[position]
-    if start.opcode != "constant":
-        return False
-    value = start.literal.strip()
-    if operation == "add":
-        return re.fullmatch(r"-?0(\.0*)?", value) is not None
-    return True  # max and min take the same start any number of times
+    # A maximum or a minimum takes the same start any number of times.
+    return start.opcode == "constant" and (operation != "add" or walk.is_zero(start))
 
 
 KIND = Kind(

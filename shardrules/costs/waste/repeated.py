@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardrules import hlo
-from shardrules.costs import sums
+from shardrules.costs import sums, walk
 from shardrules.costs.waste.shared.program import Hint, Kind, Site
+from shardrules.costs.waste.shared.values import unchanged
 
 __all__ = ["KIND"]
 
-# Functions of their operands alone: of operands that stay the same they stay the same.
+# Functions of their operands alone: they give the same on each trip if their operands are the same.
 _PURE = sums.PASS_ON | frozenset(
     "constant iota broadcast slice dynamic-slice concatenate pad add subtract multiply divide "
     "negate maximum minimum select compare and or not exponential tanh rsqrt dot fusion tuple "
@@ -18,7 +19,7 @@ _PURE = sums.PASS_ON | frozenset(
     "all-reduce-start reduce-scatter collective-permute collective-permute-start "
     "collective-permute-done all-to-all".split()
 )
-# May give something else on each trip, or do something besides.
+# They may give another value on each trip, or have an effect.
 _IMPURE = frozenset(
     "rng rng-get-and-update-state custom-call infeed outfeed send recv send-done recv-done".split()
 )
@@ -30,57 +31,38 @@ def _find(site: Site) -> Hint | None:
     stays = site.program.remembered(_invariant, site.module, site.computation)
     if site.source not in stays:
         return None
-    change = "its operand is the same on every trip of the loop: run it before the loop"
-    return site.once(KIND.name, change, "the result then stays in memory")
+    times = site.runs_of(site.program.loops[site.computation.name].around)
+    before, after = site.in_all(site.entry.bytes), site.entry.bytes * times
+    if before is not None and before <= after:
+        return None
+    now = f"{site.entry.bytes} B on every trip" if before is None else f"{before} B"
+    advice = (
+        "its operand is the same on every trip of the loop: run it before the loop, and "
+        f"{now} become {after} B (the result then stays in memory)"
+    )
+    return site.hint(KIND.name, advice, bytes_after=after, trips_after=times)
 
 
 def _invariant(module: hlo.Module, body: hlo.Computation) -> set[int]:
     """List the positions in a loop's body whose values are the same on every trip."""
-    root = body.instructions[body.root]
-    if root.opcode != "tuple":
-        return set()
-
-    def passed_on(position: int) -> int:
-        while body.instructions[position].opcode == "copy":
-            position = body.instructions[position].operands[0]
-        return position
-
-    found: set[int] = set()
+    same: set[int] = set()
     for position, instruction in enumerate(body.instructions):
-        operands = instruction.operands
-        if (
-            instruction.opcode == "get-tuple-element"
-            and body.instructions[operands[0]].opcode == "parameter"
-        ):
-            index = int(instruction.attribute("index") or -1)
-            if 0 <= index < len(root.operands):
-                back = body.instructions[passed_on(root.operands[index])]
-                if (
-                    back.opcode == "get-tuple-element"
-                    and back.operands == operands
-                    and back.attribute("index") == instruction.attribute("index")
-                ):
-                    found.add(position)
-        elif (
+        computed = (
             instruction.opcode in _PURE
-            and all(o in found for o in operands)
+            and all(operand in same for operand in instruction.operands)
             and _pure(module, instruction.calls)
-        ):
-            found.add(position)
-    return found
+        )
+        if computed or unchanged(body, position) is not None:
+            same.add(position)
+    return same
 
 
 def _pure(module: hlo.Module, names: Sequence[str]) -> bool:
     """Tell whether what a fusion or a reduction calls depends on its parameters alone."""
-    stack, seen = [*names], {*names}
-    while stack:
-        for instruction in module.computations[stack.pop()].instructions:
-            if instruction.opcode in _IMPURE:
-                return False
-            fresh = {*instruction.calls} - seen
-            seen |= fresh
-            stack += fresh
-    return True
+    called = walk.reached(
+        names, lambda name: [c for i in module.computations[name].instructions for c in i.calls]
+    )
+    return all(i.opcode not in _IMPURE for c in called for i in module.computations[c].instructions)
 
 
 KIND = Kind(

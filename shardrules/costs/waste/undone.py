@@ -24,16 +24,16 @@ def _find(site: Site) -> Hint | None:
     )
     if other is None:
         return None
-    where = other.entry.source or other.collective.name
     if other.position < site.position:
         what = (
-            f"it brings each element back to the device that sent it by the all-to-all at {where}"
+            "it brings each element back to the device that sent it by the all-to-all at "
+            f"{other.where}"
         )
     else:
-        what = f"only the all-to-all at {where} takes its result, and sends each element back"
+        what = f"only the all-to-all at {other.where} takes its result, and sends each element back"
     size = site.entry.bytes
     advice = f"{what}: do what stands between them on the device itself, and {size} B become 0 B"
-    return site.hint(KIND.name, advice, bytes_after=0, trips_after=0)
+    return site.without(KIND.name, advice)
 
 
 def _pairs(program: Program) -> dict[tuple[str, int], Site]:

@@ -1,8 +1,8 @@
 """What a loop does with the results of its collectives: which of them no trip reads.
 
-Each instruction of a loop's body is evaluated once, on values that say how it depends on these
-results. What a trip computes from them alone, or writes, adds or passes into an element of the
-carry that no trip reads, may be computed after the loop. Anything else is a read.
+A loop's body is evaluated on values that say how they depend on these results. A trip may compute
+something from them alone, and write, add or pass that into an element of the carry that no trip
+reads: all of this can be done after the loop. Anything else is a read.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardrules import hlo
+from shardrules.costs import walk
 from shardrules.hlo.proof.collectives import OPCODES
 
 __all__ = ["FUNCTIONS", "UNARY", "Source", "Unread", "unread"]
 
-# A collective's result: its computation, its position, and which operand or range of one it is.
+# A collective's result: its computation, its position, and its operand's number or range's start.
 Source = tuple[str, int, int]
 _Sources = frozenset[Source]
 
@@ -94,7 +95,7 @@ _WAYS = {"written": "stacks", "added": "adds up", "last": "keeps the last of"}
 
 @dataclasses.dataclass(frozen=True)
 class _Outcome:
-    """What one loop does: for each element of its carry that holds results, how and which."""
+    """The elements of a loop's carry that hold results: how they are made, and of which results."""
 
     elements: dict[int, tuple[str, _Sources]]
     sources: _Sources
@@ -106,7 +107,7 @@ class _Outcome:
 def unread(program: Any) -> dict[Source, Unread]:
     """List the results that no trip reads, each with the outermost loop that it can leave."""
     outcomes: dict[str, _Outcome] = {}
-    found: dict[Source, Unread] = {}
+    results: dict[Source, Unread] = {}
     for name in program.module.order:  # callees first
         loop = program.loops.get(name)
         if loop is None:
@@ -124,13 +125,13 @@ def unread(program: Any) -> dict[Source, Unread]:
             trips = own.count // outer.count
         for source in outcome.sources:
             ways = outcome.ways(source)
-            before = found.get(source, Unread(name, 1, frozenset()))
+            before = results.get(source, Unread(name, 1, frozenset()))
             copies = before.copies
             if "written" in ways:
                 copies = None if trips is None or copies is None else copies * trips
             named = before.ways | {_WAYS[way] for way in ways}
-            found[source] = Unread(loop.around, copies, named)
-    return found
+            results[source] = Unread(loop.around, copies, named)
+    return results
 
 
 def _is_loop(instruction: hlo.Instruction, outcomes: dict[str, _Outcome]) -> bool:
@@ -138,7 +139,7 @@ def _is_loop(instruction: hlo.Instruction, outcomes: dict[str, _Outcome]) -> boo
 
 
 def _settle(program, loop, outcomes, sources: _Sources) -> _Outcome | None:
-    """Evaluate a loop's body until no more of the results is seen to be read."""
+    """Evaluate a loop's body until no further result turns out to be read."""
     body = program.module.computations[loop.body]
     root = body.instructions[body.root]
     if root.opcode != "tuple" or len(body.parameters) != 1:
@@ -164,8 +165,7 @@ def _settle(program, loop, outcomes, sources: _Sources) -> _Outcome | None:
                 trip.read([value])
         if not isinstance(returned, tuple):
             trip.read([returned])
-        for condition in loop.conditions:
-            trip.read([_Trip.evaluate(trip, condition, [carry])])
+        trip.read([trip.evaluate(loop.condition, [carry])])
         if trip.seen:
             sources, elements = sources - trip.seen, {}
         elif after == elements:
@@ -231,7 +231,7 @@ class _Trip:
             value, index = operands[0], int(instruction.attribute("index") or -1)
             return value[index] if isinstance(value, tuple) else value
         if opcode == "constant":
-            return _Same(_is_zero(instruction))
+            return _Same(walk.is_zero(instruction))
         if opcode.endswith("-done") and isinstance(operands[0], tuple):
             started = computation.instructions[instruction.operands[0]]
             whole = started.shape.elements or ()
@@ -241,19 +241,13 @@ class _Trip:
         if opcode == "while" and instruction.calls[1] in self.outcomes:
             return self._loop(instruction, operands)
         if opcode in ("fusion", "call") and len(instruction.calls) == 1:
-            if not any(map(_may_hold, operands)) and not all(
-                isinstance(o, _Same) for o in operands
-            ):
+            same = all(isinstance(o, _Same) for o in operands)
+            if not same and not any(map(_may_hold, operands)):
                 return _PLAIN
             called = self.program.module.computations[instruction.calls[0]]
             return self.evaluate(called, operands)
-        if (
-            opcode == "custom-call"
-            and not operands
-            and '"AllocateBuffer"'
-            in instruction.text[instruction.attributes_start : instruction.end]
-        ):  # on TPU a stack starts so: nobody reads what is in it
-            return _SAME
+        if opcode == "custom-call" and walk.target(instruction) == "AllocateBuffer":
+            return _SAME  # on TPU a stack starts so: nobody reads what is in it
         if not any(map(_may_hold, operands)):
             return self._without(instruction, operands)
         value = self._function(computation, instruction, operands)
@@ -313,17 +307,18 @@ class _Trip:
         opcode = instruction.opcode
         if len(carried) != 1:
             return _PLAIN
-        (one,) = carried
+        (element,) = carried
         floats = _FLOATS.match(instruction.shape.element_type)
         if len(operands) == 1 and (opcode in _IN_PLACE or (opcode == "convert" and floats)):
-            return one
-        rest = [o for o in operands if o is not one]
+            return element
+        rest = [o for o in operands if o is not element]
         if opcode == "add" and len(rest) == 1 and isinstance(rest[0], _Result) and rest[0].linear:
-            if one.change in ("", "added"):
-                return _Carried(one.element, one.sources | rest[0].sources, "added")
-        if opcode == "select" and one is not operands[0] and not one.change:
+            if element.change in ("", "added"):
+                return _Carried(element.element, element.sources | rest[0].sources, "added")
+        if opcode == "select" and element is not operands[0] and not element.change:
             # On TPU the first trip takes what the carry starts from.
-            return one if all(isinstance(o, _Same) for o in rest) and len(rest) == 2 else _PLAIN
+            same = len(rest) == 2 and all(isinstance(o, _Same) for o in rest)
+            return element if same else _PLAIN
         return _PLAIN
 
     def _collective(self, computation, position, instruction, operands) -> Any:
@@ -338,20 +333,19 @@ class _Trip:
         ranges = self.program.ranges(computation.name, position)
         results: list[Any] = []
         for k, operand in enumerate(operands):
-            if ranges:
-                sources = frozenset(own.values()) & self.sources
-            else:
-                sources = frozenset([own[k]]) & self.sources if k in own else frozenset()
+            made = own.values() if ranges else [own[k]] if k in own else []
+            sources = self.sources.intersection(made)
             if not sources:
                 results.append(_PLAIN)
                 continue
-            flat = linear and (not isinstance(operand, _Result) or operand.linear)
-            packed = () if isinstance(operand, _Result) else ranges
-            results.append(_Result(sources | _sources([operand]), flat, packed))
+            chained = isinstance(operand, _Result)
+            still_linear = linear and (not chained or operand.linear)
+            packed = () if chained else ranges
+            results.append(_Result(sources | _sources([operand]), still_linear, packed))
         return _started(instruction, operands, results)
 
     def _loop(self, instruction, operands) -> Any:
-        """Give the value of an inner loop, of which it is known what it does with results."""
+        """Give the value of an inner loop whose outcome is settled."""
         outcome, start = self.outcomes[instruction.calls[1]], operands[0]
         count = len(instruction.shape.elements or ())
         starts = start if isinstance(start, tuple) else (start,) * count
@@ -400,13 +394,13 @@ def _may_hold(value: Any) -> bool:
 
 
 def _sources(values: Sequence[Any]) -> _Sources:
-    found: frozenset[Source] = frozenset()
+    sources: _Sources = frozenset()
     for value in values:
         if isinstance(value, tuple):
-            found |= _sources(value)
+            sources |= _sources(value)
         elif isinstance(value, (_Result, _Carried)):
-            found |= value.sources
-    return found
+            sources |= value.sources
+    return sources
 
 
 def _linear(module, computation, instruction: hlo.Instruction, operands: Sequence[Any]) -> bool:
@@ -430,12 +424,5 @@ def _linear(module, computation, instruction: hlo.Instruction, operands: Sequenc
     if opcode == "pad":
         return first and operands[1].zero
     if opcode == "reduce" and len(operands) == 2 and first:
-        called = module.computations.get((instruction.attribute("to_apply") or "").lstrip("%"))
-        adds = called is not None and len(called.instructions) == 3
-        adds = adds and called.instructions[called.root].opcode == "add"
-        return bool(adds) and getattr(operands[1], "zero", False)
+        return walk.applied(module, instruction) == "add" and getattr(operands[1], "zero", False)
     return False
-
-
-def _is_zero(instruction: hlo.Instruction) -> bool:
-    return re.fullmatch(r"-?0(\.0*)?|\(-?0, -?0\)|false", instruction.literal.strip()) is not None

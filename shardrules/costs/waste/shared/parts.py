@@ -1,7 +1,8 @@
-"""Which part of a collective's result each device reads, by an index made of its number."""
+"""Which part of a collective's result each device reads, at an index made of its number."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,17 +13,15 @@ from shardrules.costs.waste.shared.values import Outside, Use
 from shardrules.hlo.known import exact
 from shardrules.hlo.known.ranges import Exact
 
-__all__ = ["Part", "array_uses", "device_rows", "read"]
+__all__ = ["Part", "array_uses", "read"]
 
 _DONE = frozenset("get-tuple-element all-reduce-done all-gather-done".split())
 _COPIES = _DONE | frozenset("copy copy-start copy-done optimization-barrier opt-barrier".split())
 
 
 def array_uses(site: Site) -> list[Use] | None:
-    """List what takes a result as it is, or the same memory as another array.
-
-    Copies keep an array, bitcasts keep the memory; what both did could be a transposition.
-    """
+    """List what takes a result as it is, or the same memory as another array."""
+    # Copies keep the array and bitcasts keep the memory; both together could transpose it.
     where = (site.computation, site.position, site.operand)
     uses = site.program.uses(*where, _COPIES)
     if uses and all(use.instruction.opcode != "bitcast" for use in uses):
@@ -42,10 +41,10 @@ def _order(shape: hlo.Shape) -> str | None:
 
 
 class Part(NamedTuple):
-    """What each device reads of a result, and nothing else of it.
+    """The only part of a result that each device reads.
 
     Attributes:
-      dimension: along which it is sliced; all of the others are read.
+      dimension: along which it is sliced; the others are read whole.
       size: of the slice.
       starts: where each device's slice begins.
     """
@@ -54,29 +53,36 @@ class Part(NamedTuple):
     size: int
     starts: tuple[int, ...]
 
+    def follows(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Tell whether each device's slice is at its own place in its group."""
+        return all(
+            self.starts[device] == place * self.size
+            for group in groups
+            for place, device in enumerate(group)
+        )
+
 
 def read(site: Site) -> Part | None:
-    """Give the one part of a result that each device reads; None if it reads another, or all."""
+    """Give the one part of a result that each device reads; None if it reads several, or all."""
     result = site.result
     if result is None:
         return None
-    uses = array_uses(site)
-    parts = {_part(site.program, use, result.dimensions) for use in uses or ()}
+    parts = {_part(site.program, use, result.dimensions) for use in array_uses(site) or ()}
     return parts.pop() if len(parts) == 1 else None
 
 
 def _part(program: Program, use: Use, sizes: tuple[int, ...]) -> Part | None:
-    one = use.instruction
-    if one.opcode != "dynamic-slice" or one.operands[0] != use.used:
+    taker = use.instruction
+    if taker.opcode != "dynamic-slice" or taker.operands[0] != use.used:
         return None
-    if use.before.shape.dimensions != sizes or use.used in one.operands[1:]:
+    if use.before.shape.dimensions != sizes or use.used in taker.operands[1:]:
         return None
-    cut = [d for d, size in enumerate(one.shape.dimensions) if size != sizes[d]]
+    cut = [d for d, size in enumerate(taker.shape.dimensions) if size != sizes[d]]
     if len(cut) != 1:
         return None
     (dimension,) = cut
-    size = one.shape.dimensions[dimension]
-    index = device_rows(program, use.outside, one.operands[1 + dimension])
+    size = taker.shape.dimensions[dimension]
+    index = _device_rows(program, use.outside, taker.operands[1 + dimension])
     starts = None if index is None else exact.clamped_index(index, sizes[dimension] - size)
     if starts is None:
         return None
@@ -84,34 +90,35 @@ def _part(program: Program, use: Use, sizes: tuple[int, ...]) -> Part | None:
     return Part(dimension, size, tuple(int(n) for n in np.broadcast_to(starts, (devices,))))
 
 
-def device_rows(program: Program, outside: Outside, position: int, depth: int = 0) -> Exact | None:
+def _device_rows(program: Program, outside: Outside, position: int, depth: int = 0) -> Exact | None:
     """Evaluate an integer for each device, out of fusions and of loops that pass it on."""
     outside, position = program.origin(outside, position)
     computation = outside[-1][0]
-    one = computation.instructions[position]
+    instruction = computation.instructions[position]
     if depth > 64:
         return None
-    if one.opcode == "constant":
-        rows = exact.literal(one.literal, one.shape)
+    if instruction.opcode == "constant":
+        rows = exact.literal(instruction.literal, instruction.shape)
         return None if rows is None else Exact(0, rows, False)
-    if one.opcode in ("partition-id", "replica-id"):
+    if instruction.opcode in ("partition-id", "replica-id"):
         ids = np.arange(program.device_count, dtype=np.uint32)
-        own = ids % program.partitions
-        return Exact(0, own if one.opcode == "partition-id" else ids // program.partitions, False)
-    if one.opcode == "get-tuple-element":
+        partition = instruction.opcode == "partition-id"
+        rows = ids % program.partitions if partition else ids // program.partitions
+        return Exact(0, rows, False)
+    if instruction.opcode == "get-tuple-element":
         passed = program.before_loop(computation, position)
         if passed is None:
             return None
-        return device_rows(program, ((passed[0], -1),), passed[1], depth + 1)
-    if one.opcode == "fusion" and len(one.calls) == 1:
-        called = program.module.computations[one.calls[0]]
-        return device_rows(program, (*outside, (called, position)), called.root, depth + 1)
-    if one.opcode not in exact.OPCODES:
+        return _device_rows(program, ((passed[0], -1),), passed[1], depth + 1)
+    if instruction.opcode == "fusion" and len(instruction.calls) == 1:
+        called = program.module.computations[instruction.calls[0]]
+        return _device_rows(program, (*outside, (called, position)), called.root, depth + 1)
+    if instruction.opcode not in exact.OPCODES:
         return None
-    operands = [device_rows(program, outside, o, depth + 1) for o in one.operands]
+    operands = [_device_rows(program, outside, o, depth + 1) for o in instruction.operands]
     if not operands or any(o is None for o in operands):
         return None
-    shapes = [computation.instructions[o].shape for o in one.operands]
+    shapes = [computation.instructions[o].shape for o in instruction.operands]
     given = [o for o in operands if o is not None]
-    found = exact.evaluate(one, given, shapes, program.device_count)
-    return None if found is None else Exact(0, np.ascontiguousarray(found[0]), found[1])
+    value = exact.evaluate(instruction, given, shapes, program.device_count)
+    return None if value is None else Exact(0, np.ascontiguousarray(value[0]), value[1])

@@ -1,4 +1,4 @@
-"""A judged program, and what each kind of waste looks up in it: uses, loops, overlap, hints."""
+"""A judged program, as the kinds of waste read it: its collectives' sites, loops and overlap."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from shardrules import hlo
-from shardrules.costs import accounts, launches
+from shardrules.costs import accounts, launches, walk
 from shardrules.costs.waste.shared import loop_flow
-from shardrules.costs.waste.shared.values import Values, reached
+from shardrules.costs.waste.shared.values import Outside, Values
 from shardrules.hlo.proof import loops
 from shardrules.hlo.reader.module import Users
 
@@ -18,8 +18,7 @@ __all__ = ["SMALL", "Hint", "Kind", "Program", "Site", "line"]
 
 _T = TypeVar("_T")
 
-# Bytes of one run up to which a collective takes about the time of its round trip: at 100 GB/s an
-# all-reduce of so many takes 5 us.
+# Up to these bytes a run takes about as long as its round trip: 5 us for an all-reduce at 100 GB/s.
 SMALL = 256 * 1024
 
 
@@ -28,17 +27,16 @@ class Hint:
     """A collective that is needed and could be cheaper.
 
     Attributes:
-      kind: a kind's name, one of ``KINDS``.
+      kind: one of ``KINDS``.
       verdict: the verifier's.
       entry: its line in the account.
       bytes_before, bytes_after: operand bytes on one device, over all runs of one execution;
         ``bytes_before`` is None where a loop's trip count isn't known.
       advice: the change.
       round_trips_before, round_trips_after: how often all devices of a group wait for each other,
-        over all runs; of a combined collective its first part counts them. None as for bytes.
+        over all runs; a combined collective's first part counts them. None as for bytes.
       sent_before, sent_after: what one device sends, as an account's wire bytes, over all runs.
-      waited_for: nothing large in its computation is independent of it, so that nothing can
-        overlap with it.
+      waited_for: nothing large in its computation can overlap with it.
     """
 
     kind: str
@@ -60,8 +58,8 @@ class Kind(NamedTuple):
     Attributes:
       name: of the hints.
       looks: what it looks like in a program.
-      shard_map, jit: what to do about it in a shard_map, and in a jit with shardings.
-      find: gives the hint for a collective, or None.
+      shard_map, jit: what to type instead in a shard_map, and in a jit with shardings.
+      find: returns the hint for a collective, or None.
     """
 
     name: str
@@ -72,7 +70,7 @@ class Kind(NamedTuple):
 
 
 class Program(Values):
-    """A judged program, and what is looked up in it again and again."""
+    """A judged program; what several kinds look up in it is kept."""
 
     def __init__(self, judgement: hlo.Judgement):
         super().__init__(judgement.module)
@@ -83,11 +81,11 @@ class Program(Values):
         self.entries = accounts.of(judgement).entries
         self._numbers: dict[str, dict[str, int]] = {}
         self._remembered: dict[tuple[Any, ...], Any] = {}
-        self._busy: dict[tuple[str, int], bool] = {}
+        self._overlaps: dict[tuple[str, int], bool] = {}
 
     @functools.cached_property
     def sites(self) -> list[Site]:
-        """List the places of all verdicts, in their order."""
+        """List the sites of all verdicts, in their order."""
         return [
             Site(self, verdict, entry)
             for verdict, entry in zip(self.judgement.verdicts, self.entries)
@@ -95,13 +93,13 @@ class Program(Values):
 
     @functools.cached_property
     def _at(self) -> dict[tuple[str, int], list[Site]]:
-        found: dict[tuple[str, int], list[Site]] = {}
+        by_place: dict[tuple[str, int], list[Site]] = {}
         for site in self.sites:
-            found.setdefault((site.computation.name, site.position), []).append(site)
-        return found
+            by_place.setdefault((site.computation.name, site.position), []).append(site)
+        return by_place
 
     def parts(self, name: str, position: int) -> list[Site]:
-        """List the places that one instruction's verdicts have."""
+        """List the sites of one instruction's verdicts."""
         return self._at.get((name, position), [])
 
     def position(self, computation: str, name: str) -> int:
@@ -111,11 +109,11 @@ class Program(Values):
             self._numbers[computation] = {i.name: n for n, i in enumerate(instructions)}
         return self._numbers[computation][name]
 
-    def remembered(self, look: Callable[..., _T], *of: Any) -> _T:
-        """Give what a function finds, which is called once for each of its arguments."""
-        key = (look, *map(id, of))
+    def remembered(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Call a function, once for the same arguments."""
+        key = (function, *map(id, arguments))
         if key not in self._remembered:
-            self._remembered[key] = look(*of)
+            self._remembered[key] = function(*arguments)
         return self._remembered[key]
 
     # -- for loop_flow ----------------------------------------------------------------------------
@@ -174,15 +172,16 @@ class Program(Values):
         return self.platform is not None
 
     def overlaps(self, name: str, position: int) -> bool:
-        """Tell whether anything large in a computation neither makes nor takes an instruction."""
+        """Tell whether anything large in a computation is independent of an instruction."""
         key = (name, position)
-        if key not in self._busy:
-            computation = self.module.computations[name]
-            tied = reached(computation, self.users(name), position)
-            self._busy[key] = any(
-                n not in tied and self.is_large(i) for n, i in enumerate(computation.instructions)
+        if key not in self._overlaps:
+            instructions, users = self.module.computations[name].instructions, self.users(name)
+            makers = walk.reached([position], lambda n: instructions[n].operands)
+            dependent = makers | walk.reached([position], lambda n: users[n])
+            self._overlaps[key] = any(
+                n not in dependent and self.is_large(i) for n, i in enumerate(instructions)
             )
-        return self._busy[key]
+        return self._overlaps[key]
 
     def is_large(self, instruction: hlo.Instruction) -> bool:
         """Tell whether an instruction may take as long as a round trip."""
@@ -190,12 +189,12 @@ class Program(Values):
         if opcode in ("dot", "convolution", "custom-call", "while", "sort", "conditional"):
             return bool(instruction.operands)
         if opcode in ("fusion", "call"):
-            names = instruction.calls
-            inner = [i for c in names for i in self.module.computations[c].instructions]
-            if any(i.opcode in ("dot", "convolution", "custom-call") for i in inner):
+            called = [self.module.computations[name] for name in instruction.calls]
+            inner = {i.opcode for computation in called for i in computation.instructions}
+            if inner & {"dot", "convolution", "custom-call"}:
                 return True
-        still = opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "constant")
-        return not still and instruction.shape.bytes >= 2**20
+        no_work = opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "constant")
+        return not no_work and instruction.shape.bytes >= 2**20
 
 
 def _results(instruction: hlo.Instruction) -> list[hlo.Shape]:
@@ -204,7 +203,7 @@ def _results(instruction: hlo.Instruction) -> list[hlo.Shape]:
 
 
 class Site:
-    """Where a collective, a part of a combined one or a range of a flat one stands."""
+    """One verdict's place: a collective, a part of a combined one or a range of a flat one."""
 
     def __init__(self, program: Program, verdict: hlo.Verdict, entry: accounts.Entry):
         collective = verdict.collective
@@ -242,7 +241,7 @@ class Site:
 
     @property
     def result(self) -> hlo.Shape | None:
-        """Give the shape of its operand's result; None where the text shows it otherwise."""
+        """Give the shape of its operand's result; None where the text does not show it."""
         results = self.program.remembered(_results, self.instruction)
         return results[self.operand] if results else None
 
@@ -258,14 +257,23 @@ class Site:
 
     @property
     def in_shard_map(self) -> bool:
-        """Tell what a shard_map holds from what XLA's partitioner made."""
+        """Tell whether a shard_map holds it; else XLA's partitioner made it."""
         name = self.collective.op_name
         return not name or "shard_map/" in name or "pmap" in name
+
+    @property
+    def where(self) -> str:
+        """Give its source line, or its name, for people."""
+        return self.entry.source or self.collective.name
 
     @property
     def over(self) -> str:
         """Name its axes for a line of code, ``'data'``."""
         return ", ".join(map(repr, self.entry.axes or ())) or "axis_name"
+
+    def made_by(self, position: int, through: frozenset[str]) -> tuple[Outside, int]:
+        """Follow a value beside it back to what made it, out of and into fusions."""
+        return self.program.made_by(((self.computation, -1),), position, through)
 
     def runs_of(self, computation: str) -> int:
         """Count how often another computation runs, 1 where it isn't known."""
@@ -280,43 +288,44 @@ class Site:
         bytes_after: int | None,
         trips_after: int | None,
         sent_after: int | None = None,
-        trips_before: int | None = -1,
     ) -> Hint:
-        """Make a hint: what is after the change, over all runs; what is now is in the account.
-
-        ``sent_after`` follows from ``bytes_after`` where the kind of collective stays.
-        """
+        """Make a hint from what is after the change, over all runs."""
         entry = self.entry
         first = self.program.parts(self.computation.name, self.position)[0] is self
-        if trips_before == -1:
-            trips_before = entry.runs if first else 0
+        # The kind of collective stays, unless ``sent_after`` is given.
         if sent_after is None and bytes_after is not None and entry.bytes:
             sent_after = -(-bytes_after * entry.wire_bytes // entry.bytes)
         return Hint(
             kind,
             self.verdict,
             entry,
-            None if entry.runs is None else entry.runs * entry.bytes,
+            self.in_all(entry.bytes),
             bytes_after,
             advice,
-            trips_before,
+            entry.runs if first else 0,
             trips_after if first else 0,
-            None if entry.runs is None else entry.runs * entry.wire_bytes,
+            self.in_all(entry.wire_bytes),
             sent_after,
             not self.program.overlaps(self.computation.name, self.position),
         )
 
-    def once(self, kind: str, change: str, note: str, more: str = "") -> Hint | None:
-        """Make the hint that one run beside the loop replaces those in it; None if that is more."""
-        entry = self.entry
-        times = self.runs_of(self.program.loops[self.computation.name].around)
-        after = entry.bytes * times
-        if entry.runs is not None and entry.runs * entry.bytes <= after:
-            return None
-        now = f"{entry.bytes} B on every trip"
-        now = now if entry.runs is None else f"{entry.runs * entry.bytes} B"
-        advice = f"{change}, and {now} become {after} B ({note}){more}"
-        return self.hint(kind, advice, bytes_after=after, trips_after=times)
+    def in_all(self, amount: int) -> int | None:
+        """Give an amount of one run over all runs; None where their count isn't known."""
+        return None if self.entry.runs is None else self.entry.runs * amount
+
+    def without(self, kind: str, advice: str) -> Hint:
+        """Make the hint that the collective goes away."""
+        return self.hint(kind, advice, bytes_after=0, trips_after=0)
+
+    def smaller(self, kind: str, advice: str, size: int, sent: int | None = None) -> Hint:
+        """Make the hint that each run takes fewer bytes, or sends fewer."""
+        return self.hint(
+            kind,
+            advice,
+            bytes_after=self.in_all(size),
+            trips_after=self.entry.runs,
+            sent_after=None if sent is None else self.in_all(sent),
+        )
 
 
 def line(entry: accounts.Entry) -> str:

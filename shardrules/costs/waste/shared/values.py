@@ -6,18 +6,19 @@ import functools
 from typing import NamedTuple
 
 from shardrules import hlo
+from shardrules.costs import walk
 from shardrules.costs.waste.shared import loop_flow
 from shardrules.hlo.proof import loops
 from shardrules.hlo.reader.module import Users
 
-__all__ = ["Loop", "Outside", "Use", "Values", "reached"]
+__all__ = ["Loop", "Outside", "Use", "Values", "unchanged"]
 
 # Computations from the outermost in, each with the position of the fusion outside that calls it.
 Outside = tuple[tuple[hlo.Computation, int], ...]
 
 
 class Use(NamedTuple):
-    """What takes a value: the computations it stands in, its position, and the operand's."""
+    """An instruction that takes a value: its computations, its position, and the operand's."""
 
     outside: Outside
     user: int
@@ -35,12 +36,12 @@ class Use(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A while: its body, the computation and the position it stands at, and its conditions."""
+    """A while: its body's name, the computation and position where it stands, its condition."""
 
     body: str
     around: str
     position: int
-    conditions: tuple[hlo.Computation, ...]
+    condition: hlo.Computation
 
 
 class Values:
@@ -52,15 +53,15 @@ class Values:
 
     @functools.cached_property
     def loops(self) -> dict[str, Loop]:
-        """List the loops by their bodies' names; a body of two loops is none here."""
-        found: dict[str, list[Loop]] = {}
+        """List the loops by their bodies' names, without bodies that two loops share."""
+        loops_of: dict[str, list[Loop]] = {}
         for computation in self.module.computations.values():
             for position in computation.calling:
                 if computation.instructions[position].opcode == "while":
                     condition, body = loops.parts(self.module, computation.instructions[position])
-                    loop = Loop(body.name, computation.name, position, (condition,))
-                    found.setdefault(body.name, []).append(loop)
-        return {name: these[0] for name, these in found.items() if len(these) == 1}
+                    loop = Loop(body.name, computation.name, position, condition)
+                    loops_of.setdefault(body.name, []).append(loop)
+        return {name: these[0] for name, these in loops_of.items() if len(these) == 1}
 
     def users(self, name: str) -> Users:
         """Give a computation's users of each instruction."""
@@ -70,23 +71,23 @@ class Values:
 
     def is_constant(self, computation: hlo.Computation, position: int) -> bool:
         """Tell whether a value is made of constants alone, or is a buffer that nobody filled."""
-        stack, seen = [(computation, position)], 0
-        while stack and (seen := seen + 1) < 64:
+        stack, steps = [(computation, position)], 0
+        while stack and (steps := steps + 1) < 64:
             where, at = stack.pop()
-            one = where.instructions[at]
-            if one.opcode == "fusion":
-                called = self.module.computations[one.calls[0]]
+            maker = where.instructions[at]
+            opcode = maker.opcode
+            if opcode == "fusion":
+                called = self.module.computations[maker.calls[0]]
                 stack.append((called, called.root))
-            elif (
-                one.opcode == "custom-call"
-                and '"AllocateBuffer"' not in one.text[one.start : one.end]
-            ):
+            elif opcode == "custom-call":
+                if walk.target(maker) != "AllocateBuffer":
+                    return False
+            elif opcode == "parameter":
+                if where is computation:
+                    return False
+            elif opcode != "constant" and opcode not in loop_flow.FUNCTIONS:
                 return False
-            elif one.opcode not in loop_flow.FUNCTIONS | {"constant", "parameter", "custom-call"}:
-                return False
-            elif one.opcode == "parameter" and where is computation:
-                return False
-            stack += [(where, o) for o in one.operands]
+            stack += [(where, o) for o in maker.operands]
         return not stack
 
     def uses(
@@ -97,11 +98,8 @@ class Values:
         through: frozenset[str],
         in_loops: bool = False,
     ) -> list[Use] | None:
-        """List what takes a value, in fusions too, behind instructions that are in ``through``.
-
-        None where it leaves its computation, or there are too many. ``in_loops``: also in loops
-        that pass it on unchanged.
-        """
+        """List what takes a value, in fusions and behind ``through`` too; None where it leaves."""
+        # ``in_loops`` follows it into the loops that pass it on unchanged as well.
         ends: list[Use] = []
         stack: list[tuple[Outside, int, int]] = [(((computation, -1),), position, element)]
         steps = 0
@@ -117,24 +115,24 @@ class Values:
                 stack.append((outside[:-1], outside[-1][1], part))
                 continue
             for user in self.users(here.name).taking(at, part):
-                one = here.instructions[user]
-                if one.opcode == "fusion":
-                    inner = self.module.computations[one.calls[0]]
-                    for n, i in enumerate(inner.instructions):
-                        number = int(i.literal) if i.opcode == "parameter" else -1
-                        if 0 <= number < len(one.operands) and one.operands[number] == at:
+                taker = here.instructions[user]
+                operands = taker.operands
+                if taker.opcode == "fusion":
+                    inner = self.module.computations[taker.calls[0]]
+                    for number, n in walk.parameters(inner).items():
+                        if number < len(operands) and operands[number] == at:
                             stack.append(((*outside, (inner, user)), n, 0))
-                elif one.opcode == "tuple" and user == here.root and len(outside) > 1:
-                    back = [k for k, o in enumerate(one.operands) if o == at]
+                elif taker.opcode == "tuple" and user == here.root and len(outside) > 1:
+                    back = [k for k, o in enumerate(operands) if o == at]
                     stack += [(outside[:-1], outside[-1][1], k) for k in back]
-                elif one.opcode == "tuple" and in_loops:
+                elif taker.opcode == "tuple" and in_loops:
                     entered = self._into_loops(here, user, at)
                     if entered is None:
                         return None
                     stack += [(outside if c is here else ((c, -1),), n, k) for c, n, k in entered]
-                elif one.opcode == "dynamic-slice" and at in one.operands[1:]:
+                elif taker.opcode == "dynamic-slice" and at in operands[1:]:
                     ends.append(Use(outside, user, at))  # as an index
-                elif one.opcode in through or one.opcode == "get-tuple-element":
+                elif taker.opcode in through or taker.opcode == "get-tuple-element":
                     stack.append((outside, user, 0))
                 else:
                     ends.append(Use(outside, user, at))
@@ -144,14 +142,11 @@ class Values:
         self, here: hlo.Computation, position: int, operand: int
     ) -> list[tuple[hlo.Computation, int, int]] | None:
         """Follow an operand of a tuple into the loops that take it and pass it on unchanged."""
-        if position == here.root:  # of a loop's body: passed on, or it isn't the same any more
-            loop = self.loops.get(here.name)
-            back = [k for k, o in enumerate(here.instructions[position].operands) if o == operand]
-            kept = here.instructions[operand]
-            same = loop is not None and kept.opcode == "get-tuple-element" and len(back) == 1
-            return [] if same and self.before_loop(here, operand) is not None else None
-        found = []
         elements = [k for k, o in enumerate(here.instructions[position].operands) if o == operand]
+        if position == here.root:  # of a loop's body, which may pass it on in its own place
+            passed_on = len(elements) == 1 and self.before_loop(here, operand) is not None
+            return [] if passed_on else None
+        entered = []
         bodies = {(loop.around, loop.position): loop for loop in self.loops.values()}
         for user in self.users(here.name)[position]:
             loop = bodies.get((here.name, user))
@@ -159,15 +154,13 @@ class Values:
                 return None
             body = self.module.computations[loop.body]
             for element in elements:
-                if any(_takes(c, element) for c in loop.conditions):
+                taken = _taking(body, element)
+                if _taking(loop.condition, element) or any(
+                    self.before_loop(body, n) is None for n in taken
+                ):
                     return None
-                taken = [
-                    n for n, i in enumerate(body.instructions) if _is_element(body, i, element)
-                ]
-                if any(self.before_loop(body, n) is None for n in taken):
-                    return None
-                found += [(body, n, 0) for n in taken] + [(here, user, element)]
-        return found
+                entered += [(body, n, 0) for n in taken] + [(here, user, element)]
+        return entered
 
     def made_by(
         self, outside: Outside, position: int, through: frozenset[str]
@@ -175,16 +168,16 @@ class Values:
         """Follow a value back to what made it, out of and into fusions."""
         for _ in range(64):
             outside, position = self.origin(outside, position)
-            one = outside[-1][0].instructions[position]
-            if one.opcode == "fusion" and len(one.calls) == 1:
-                called = self.module.computations[one.calls[0]]
+            maker = outside[-1][0].instructions[position]
+            if maker.opcode == "fusion" and len(maker.calls) == 1:
+                called = self.module.computations[maker.calls[0]]
                 if called.instructions[called.root].opcode == "tuple":
                     break
                 outside, position = (*outside, (called, position)), called.root
-            elif one.opcode in through and one.operands:
-                position = one.operands[0]
-            elif one.opcode == "get-tuple-element":
-                element = self._element(outside, one, through)
+            elif maker.opcode in through and maker.operands:
+                position = maker.operands[0]
+            elif maker.opcode == "get-tuple-element":
+                element = self._element(outside, maker, through)
                 if element is None:
                     break
                 outside, position = element
@@ -193,11 +186,11 @@ class Values:
         return outside, position
 
     def _element(
-        self, outside: Outside, one: hlo.Instruction, through: frozenset[str]
+        self, outside: Outside, taken: hlo.Instruction, through: frozenset[str]
     ) -> tuple[Outside, int] | None:
         """Give what a tuple, a barrier or a fusion with several results has at an element."""
-        here, position = outside[-1][0], one.operands[0]
-        maker, index = here.instructions[position], int(one.attribute("index") or -1)
+        here, position = outside[-1][0], taken.operands[0]
+        maker, index = here.instructions[position], int(taken.attribute("index") or -1)
         while maker.opcode in through and "barrier" in maker.opcode:
             maker = here.instructions[maker.operands[0]]
         if maker.opcode == "fusion" and len(maker.calls) == 1:
@@ -211,57 +204,48 @@ class Values:
         """Follow a fusion's parameter to what it is given outside."""
         while len(outside) > 1:
             here, caller = outside[-1]
-            one = here.instructions[position]
-            if one.opcode != "parameter":
+            parameter = here.instructions[position]
+            if parameter.opcode != "parameter":
                 break
             outside = outside[:-1]
-            position = outside[-1][0].instructions[caller].operands[int(one.literal)]
+            position = outside[-1][0].instructions[caller].operands[int(parameter.literal)]
         return outside, position
 
     def before_loop(
         self, computation: hlo.Computation, position: int
     ) -> tuple[hlo.Computation, int] | None:
         """Give what a loop starts from, for what its body takes and passes on unchanged."""
-        one, loop = computation.instructions[position], self.loops.get(computation.name)
-        taken = computation.instructions[one.operands[0]] if one.operands else one
-        if one.opcode != "get-tuple-element" or taken.opcode != "parameter" or loop is None:
+        loop, element = self.loops.get(computation.name), unchanged(computation, position)
+        if loop is None or element is None:
             return None
-        index = int(one.attribute("index") or -1)
-        root = computation.instructions[computation.root]
         around = self.module.computations[loop.around]
         start = around.instructions[around.instructions[loop.position].operands[0]]
-        if not (root.opcode == start.opcode == "tuple" and 0 <= index < len(root.operands)):
-            return None
-        back = computation.instructions[root.operands[index]]
-        while back.opcode == "copy":
-            back = computation.instructions[back.operands[0]]
-        same = back.opcode == one.opcode and back.operands == one.operands
-        if not same or back.attribute("index") != one.attribute("index"):
-            return None
-        return around, start.operands[index]
+        return (around, start.operands[element]) if start.opcode == "tuple" else None
 
 
-def _is_element(computation: hlo.Computation, one: hlo.Instruction, element: int) -> bool:
-    """Tell whether an instruction takes an element of the computation's parameter."""
-    return (
-        one.opcode == "get-tuple-element"
-        and computation.instructions[one.operands[0]].opcode == "parameter"
-        and one.attribute("index") == str(element)
-    )
+def unchanged(body: hlo.Computation, position: int) -> int | None:
+    """Give the element of the carry that an instruction takes, if each trip passes it on."""
+    element, root = _element_taken(body, position), body.instructions[body.root]
+    if element is None or root.opcode != "tuple" or not 0 <= element < len(root.operands):
+        return None
+    returned = root.operands[element]
+    while body.instructions[returned].opcode == "copy":
+        (returned,) = body.instructions[returned].operands
+    return element if _element_taken(body, returned) == element else None
 
 
-def _takes(computation: hlo.Computation, element: int) -> bool:
-    return any(_is_element(computation, one, element) for one in computation.instructions)
+def _element_taken(computation: hlo.Computation, position: int) -> int | None:
+    """Give the element of the computation's parameter that an instruction takes, if it does."""
+    instruction = computation.instructions[position]
+    if (
+        instruction.opcode != "get-tuple-element"
+        or computation.instructions[instruction.operands[0]].opcode != "parameter"
+    ):
+        return None
+    return int(instruction.attribute("index") or -1)
 
 
-def reached(computation: hlo.Computation, users: Users, position: int) -> set[int]:
-    """List the positions of an instruction, of what it is made of, and of what is made of it."""
-    found = {position}
-    for follow in (lambda n: computation.instructions[n].operands, lambda n: users[n]):
-        seen, stack = {position}, [position]
-        while stack:
-            fresh = set(follow(stack.pop())) - seen
-            seen |= fresh
-            stack += fresh
-        found |= seen
-    return found
+def _taking(computation: hlo.Computation, element: int) -> list[int]:
+    """List what takes an element of the computation's parameter."""
+    positions = range(len(computation.instructions))
+    return [n for n in positions if _element_taken(computation, n) == element]

@@ -188,16 +188,13 @@ WHOLE = clean_module().encode()
             "is binary, a protocol buffer or a serialized program, and no",
         ),
         (b"HloModule m\x00", "is binary"),
-        (
-            b"ML\xefR\x0dStableHLO",
-            "is MLIR bytecode, and no text of HLO; pass text: compiled.as_te",
-        ),
+        (b"ML\xefR\x0dStableHLO", "is MLIR bytecode, not HLO text; pass text: compiled.as_te"),
         (
             clean_module().encode("utf-16"),
             "is UTF-16; write it as UTF-8: iconv -f UTF-16 -t UTF-8 ",
         ),
         (clean_module().encode("utf-32"), "is UTF-32; write it"),
-        (b"HloModule m\n// caf\xe9\n", "is not UTF-8: byte 0xe9 in line 2 can't stand there; wri"),
+        (b"HloModule m\n// caf\xe9\n", "is not UTF-8: byte 0xe9 in line 2 is invalid there; wri"),
         (gzip.compress(WHOLE)[:-20], "is cut off: its gzip data has no end"),
         (gzip.compress(WHOLE)[:9] + b"\xff" * 99, "is damaged: gzip says "),
         (gzip.compress(WHOLE[: len(WHOLE) // 2]), "is cut off: "),

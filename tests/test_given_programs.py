@@ -124,7 +124,7 @@ def test_files_of_bytes(tmp_path):
     path.write_bytes(b"\xff\xfe" + np.arange(9).tobytes())
     with pytest.raises(
         errors.ShardrulesError,
-        match="exported.bin is binary, .* or a serialized program, and no text of HLO; pass text: "
+        match="exported.bin is binary .* or a serialized program.*, not HLO text; pass text: "
         "compiled.as_text",
     ):
         testing.judge(path)

@@ -30,7 +30,9 @@ def test_a_mesh_of_jax_is_taken(cpu_mesh):
 
 @pytest.mark.parametrize("mesh", ["data=4,model=2", 8, (4, 2), np.ones(8)])
 def test_what_is_no_mesh(mesh):
-    with pytest.raises(errors.HloError, match="is no mesh; pass axis names and sizes, mesh={'data"):
+    with pytest.raises(
+        errors.HloError, match="is not a mesh; pass axis names and sizes, mesh={'data"
+    ):
         hlo.judge(ONE, mesh=mesh)
 
 

@@ -163,7 +163,7 @@ BAD = {
     "HloModule m\nENTRY e {\n  p = f32[] parameter(\u00b2)\n}\n": "expected the parameter's number",
     "f32[] add(a, b)": "operand 'a' has neither a definition nor a shape",
     "a = f32[] add(f32[] b)\nc = f32[] add(f32[] d)": "expected the end after one instruction",
-    "HloModule m\nENTRY e {\n  p = f32[] add(" + "negate(" * 5000: "nested deeper than any",
+    "HloModule m\nENTRY e {\n  p = f32[] add(" + "negate(" * 5000: "operands are nested too deep",
     "HloModule m\nENTRY e {\n  p = f32[] call(), to_apply="
     + "{ a = f32[] call(), to_apply=" * 300: ("is never closed"),
 }

@@ -131,10 +131,10 @@ def test_replica_groups(groups, expected):
     "groups, message",
     [
         ("{{0,1},{2,9}}", "all-reduce 'r': id 9 is beyond the 8 that the module has"),
-        ("{{0,1},{1,2}}", "all-reduce 'r': id 1 stands in two places"),
+        ("{{0,1},{1,2}}", "all-reduce 'r': id 1 occurs twice"),
         (
             "[4,2]<=[9]",
-            "all-reduce 'r': '[4,2]<=[9]': the two lists of sizes don't hold as many devices",
+            "all-reduce 'r': '[4,2]<=[9]': the two lists of sizes have different products",
         ),
         ("[4,2]<=[4,2]T(0,0)", "T(...) does not order 2 dimensions"),
         ("{0,1}", "expected {{0,1},{2,3}}, [2,2]<=[4] or mesh[...] {...}, got '{0,1}'"),

@@ -1,7 +1,7 @@
-"""Writes into a module's text what else is known of it, where the reader and XLA's parser take it.
+"""Adds the mesh and the shardings to a module's text, in notation that XLA's parser accepts too.
 
-The mesh stands in the header's ``frontend_attributes``, by the name that it has in a kernel's tag,
-a parameter's sharding where XLA itself prints it (JAX 0.12 prints none).
+The mesh goes into the header's ``frontend_attributes``, under the same key as in a kernel's tag. A
+parameter's sharding goes where XLA prints it (JAX 0.12 prints none).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def annotated(
     shardings: Sequence[str | None] | None,
     outputs: Sequence[str | None] | None = None,
 ) -> str:
-    """Return a module's text with its mesh, and shardings of what has none in it."""
+    """Return a module's text with its mesh, and with the shardings that the text lacks."""
     text = module.text
     added: list[tuple[int, str]] = []
     name = _NAME.match(text)
-    # Of an axis that is named otherwise the reader would make another one, or none.
+    # The reader would misread an axis name with other characters.
     if mesh and name and all(_AXIS.fullmatch(axis) for axis in mesh):
         tag = 'shardrules.mesh="{}"'.format(",".join(f"{a}={n}" for a, n in mesh.items()))
         attributes_at = text.find(_ATTRIBUTES, 0, text.find("\n") + 1 or len(text))

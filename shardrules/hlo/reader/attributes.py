@@ -1,7 +1,7 @@
 """The notation of HLO text: brackets, quotes, comments, and ``key=value`` attributes.
 
-A newline is a space like any other (XLA's hlo_lexer.cc): an instruction ends where no comma and
-attribute follow, wherever that is, and a value ends where its own brackets do.
+A newline counts as a space (XLA's hlo_lexer.cc): an instruction ends where no comma and attribute
+follow, and a value ends with its own brackets.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 from shardrules import errors
 
-# Written so that no part of a comment is one: a pattern that tries again finds it whole or not.
+# No part of a comment matches on its own, so backtracking can't split a comment.
 _COMMENT = r"/\*(?:[^*]|\*(?!/))*\*/|//[^\n]*(?:\n|\Z)"
 _SPACE = rf"(?:\s|{_COMMENT})*"
 COMMENT = re.compile(_COMMENT, re.DOTALL)
 _SKIP = re.compile(_SPACE, re.DOTALL)
-# Attributes of instructions that XLA's parser knows (hlo_parser.cc, of JAX 0.4.28 to 0.12), with
-# what its printer alone writes. Any other may mean something that the proof does not know of.
+# Attributes of instructions that XLA's parser knows (hlo_parser.cc, JAX 0.4.28 to 0.12) or that
+# only its printer writes. Any other may have a meaning that the proof does not know.
 KNOWN = frozenset(
     "algorithm api_version async_execution_thread backend_config batch_group_count body "
     "branch_computations called_computations calls channel_id collapsed_slice_dims condition "
@@ -41,13 +41,13 @@ KNOWN = frozenset(
 
 
 def spaced(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern in which each space stands for any space and comments, or none."""
+    """Compile a pattern in which each space matches any spaces and comments, or nothing."""
     return re.compile(pattern.replace(" ", _SPACE), re.DOTALL)
 
 
 _KEY = spaced(r"([\w\-]+) =")
 _QUOTED = r'"[^"\\]*(?:\\.[^"\\]*)*"'
-# An attribute as XLA prints nearly all: its value is a string, a word, or stands in braces.
+# The most common attributes: the value is a string, a word, or in braces.
 _PLAIN = rf'[^{{}}()\[\]"/]++|{_QUOTED}|\[[^{{}}()\[\]"/]*+\]|\([^{{}}()\[\]"/]*+\)'
 _BRACED = rf"\{{(?:{_PLAIN})*+\}}"
 _PRINTED = re.compile(
@@ -61,8 +61,8 @@ _KEPT = re.compile(rf"({_QUOTED})|{_COMMENT}", re.DOTALL)
 _UNPRINTED = re.compile(r"/(?:/|\*(?:(?<!, /\*)|(?!index=)))")  # a comment that XLA doesn't print
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
 _WORD = re.compile(r"[^\s\"{}()\[\],/]+")
-# What goes on with a value after its first bracket: <=[8], T(1,0), a shape's layout, the
-# axes of mesh['a'=4] {'a'} and its device ids.
+# A value may continue after its first bracket: <=[8], T(1,0), a shape's layout, the axes of
+# mesh['a'=4] {'a'} and its device ids.
 _MORE = spaced(r" <= (?=\[)| T(?=\()|(?=[\[{(])")
 _MESH_MORE = spaced(r" , device_ids= (?=\()| (?:, )?(?=\{)")
 
@@ -82,22 +82,22 @@ def syntax_error(text: str, offset: int, message: str) -> errors.HloSyntaxError:
 
 
 def blanked(text: str) -> str:
-    """Put spaces in the place of comments, where one stands that XLA would not print."""
-    # XLA prints only `, /*index=5*/`. Its parser takes comments anywhere, as in a parameter's
-    # number or between replica groups.
+    """Replace comments by spaces if the text has one that XLA would not print."""
+    # XLA prints only `, /*index=5*/`. Its parser accepts comments anywhere, even inside a
+    # parameter's number.
     if not _UNPRINTED.search(text):
         return text
     return _KEPT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
 
 
 def skip(text: str, position: int, end: int = sys.maxsize) -> int:
-    """Find the next place that is neither space nor comment."""
+    """Find the next position after spaces and comments."""
     match = _SKIP.match(text, position, end)
     return match.end() if match else position
 
 
 def match_bracket(text: str, start: int, end: int) -> int:
-    """Find the end of the bracket that opens at ``start``; HloSyntaxError where it never closes."""
+    """Find the end of the bracket that opens at ``start``; HloSyntaxError if it never closes."""
     open_at: list[int] = []
     position = start
     while True:
@@ -119,7 +119,7 @@ def match_bracket(text: str, start: int, end: int) -> int:
 
 
 def _dictionary_end(text: str, start: int, end: int) -> int:
-    """Find the end of a JSON dictionary as XLA does: of brackets only ``{`` and ``}`` count."""
+    """Find the end of a JSON dictionary as XLA does, which counts only ``{`` and ``}``."""
     depth = 0
     for match in _BRACE.finditer(text, start, end):
         depth += (match[0] == "{") - (match[0] == "}")
@@ -129,7 +129,7 @@ def _dictionary_end(text: str, start: int, end: int) -> int:
 
 
 def value_end(text: str, key: str, start: int, end: int) -> int:
-    """Find where an attribute's value ends that begins at ``start``."""
+    """Find the end of the attribute value that begins at ``start``."""
     first = text[start : start + 1]
     if first == '"':
         quoted = _BRACKET.match(text, start, end)
@@ -155,7 +155,7 @@ def value_end(text: str, key: str, start: int, end: int) -> int:
             position = match_bracket(text, follows.end(), end)
             if more is _MESH_MORE and text[position - 1] == "}":
                 break
-    if key == "literal" and first != "(":  # a shape, and then its elements
+    if key == "literal" and first != "(":  # a shape, followed by its elements
         return value_end(text, "", skip(text, position, end), end)
     return position
 

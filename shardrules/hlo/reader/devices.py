@@ -1,9 +1,9 @@
 """Device groups, meshes, and the relation "devices i and j hold the same value".
 
-A device is a position, ``replica * num_partitions + partition``: what HLO calls a flattened id. A
-relation is an equivalence of devices, kept as an array that gives each device the lowest device of
-its class, and interned: equal relations have equal small ids, so that comparing and combining them
-costs a dictionary look-up however many devices there are.
+A device is its flattened id in HLO, ``replica * num_partitions + partition``. A relation is an
+equivalence of devices: an array that gives each device the lowest device of its class. Relations
+are interned as small ids, so that comparing or combining two costs one dictionary look-up for any
+number of devices.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from shardrules import errors
 from shardrules.hlo.reader import notations
 
 EQUAL = 0  # the relation in which all devices hold the same value
-_FEW = 64  # devices for which a loop is quicker than numpy
+_FEW = 64  # devices up to which a loop is faster than numpy
 _DIRECT = 1 << 20  # labels below it are looked up in an array, others are sorted
-DISTINCT = 1  # the relation in which every device holds its own
+DISTINCT = 1  # the relation in which no two devices are equal
 
 
 class Relations:
     """The interned relations over a module's devices."""
 
     def __init__(self, partitions: int, replicas: int = 1, counts_stated: bool = True):
-        self.partitions = partitions  # how many devices the module is for
+        self.partitions = partitions
         self.replicas = replicas
-        self.device_count = device_count = partitions * replicas  # how many that are in all
+        self.device_count = device_count = partitions * replicas
         self.counts_stated = counts_stated  # else counted from ids in the text
         self._ids: dict[bytes, int] = {}
         self._arrays: list[np.ndarray] = []
         self._refined: dict[tuple[int, int], int] = {}
         self._constant: dict[tuple[int, int], bool] = {}
-        self._lowest = np.empty(0, np.int32)  # by label, its lowest device
+        self._lowest = np.empty(0, np.int32)  # the lowest device of each label
         self._falling = np.arange(device_count - 1, -1, -1, dtype=np.int32)
         self.intern(np.zeros(device_count, np.int64))
         self.intern(np.arange(device_count))
@@ -58,7 +58,7 @@ class Relations:
                 most = self.device_count
             if most >= self._lowest.size:
                 self._lowest = np.empty(most + 1, np.int32)
-            # The last one written stays: in falling order the lowest device of each class.
+            # The last write wins: written in descending order, it is the lowest device.
             self._lowest[labels[::-1]] = self._falling
             canonical = self._lowest[labels]
         key = canonical.tobytes()
@@ -69,11 +69,11 @@ class Relations:
         return number
 
     def labels(self, relation: int) -> np.ndarray:
-        """Give each device's class, by its lowest member."""
+        """Give the lowest device of each device's class."""
         return self._arrays[relation]
 
     def refine(self, a: int, b: int) -> int:
-        """Combine: devices are equal if they are so under both."""
+        """Combine two relations: devices are equal if they are equal in both."""
         if a == b or b == EQUAL:
             return a
         if a == EQUAL:
@@ -88,7 +88,7 @@ class Relations:
         return number
 
     def coarsen(self, a: int, b: int) -> int:
-        """Combine: devices are equal if they are so under either, or by way of others."""
+        """Combine two relations: devices are equal if a chain of equal pairs links them."""
         if a == b or EQUAL in (a, b):
             return min(a, b)
         if DISTINCT in (a, b):
@@ -104,18 +104,18 @@ class Relations:
             labels = lowest
 
     def refines(self, fine: int, coarse: int) -> bool:
-        """Tell whether devices that are equal under ``fine`` are so under ``coarse``."""
+        """Tell whether devices that are equal in ``fine`` are equal in ``coarse``."""
         return self.refine(fine, coarse) == fine
 
     def linked(self, ends: np.ndarray) -> int:
-        """Give the relation in which sources and targets are equal, no target being one twice."""
+        """Give the relation in which sources and targets are equal; each target occurs once."""
         before = np.arange(self.device_count)
         before[ends[1]] = ends[0]
         lowest = np.arange(self.device_count)
-        for _ in range(self.device_count.bit_length()):  # twice as many steps back each time
+        for _ in range(self.device_count.bit_length()):  # doubles the steps back
             lowest = np.minimum(lowest, lowest[before])
             before = before[before]
-        return self.intern(lowest[before])  # of the circle that a device's path ends in
+        return self.intern(lowest[before])  # the lowest device of the cycle in which each path ends
 
 
 def row_numbers(rows: np.ndarray) -> np.ndarray:
@@ -123,7 +123,7 @@ def row_numbers(rows: np.ndarray) -> np.ndarray:
     if rows.shape[1] <= 1:
         return np.unique(rows.sum(axis=1), return_inverse=True)[1].reshape(-1)
     width = rows.shape[1] * rows.itemsize
-    numbers: dict[bytes, int] = {}  # np.unique sorts whole rows, in fifty times as long
+    numbers: dict[bytes, int] = {}  # np.unique sorts whole rows, fifty times slower
     keys = np.ascontiguousarray(rows).view(f"V{width}").reshape(-1).tolist()
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
@@ -132,14 +132,14 @@ def row_numbers(rows: np.ndarray) -> np.ndarray:
 class Groups:
     """The device groups of one collective, as flattened device ids."""
 
-    # Group by group, in the order in which the collective takes its members; for a permute the
-    # sets of devices that its pairs connect.
+    # Group by group, in the collective's order of members; for a permute, the sets of devices that
+    # its pairs connect.
     members: np.ndarray
     sizes: np.ndarray  # the number of members of each group
-    # Members of a group are equal under it; devices in no group are each their own.
+    # Members of a group are equal in it; a device in no group is a class of its own.
     relation: int
     complete: bool  # every device is in exactly one group
-    ends: Any = None  # the array of a permute's sources and targets, else None
+    ends: Any = None  # an array of a permute's sources and targets; None for other kinds
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Groups) and self._key == other._key
@@ -164,14 +164,14 @@ class Groups:
 
     @functools.cached_property
     def matrix(self) -> np.ndarray | None:
-        """Give the groups as rows of an array, None where they are of unequal sizes."""
+        """Give the groups as rows of an array; None if their sizes differ."""
         if not self.sizes.size or (self.sizes != self.sizes[0]).any():
             return None
         return self.members.reshape(self.sizes.size, -1)
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        """Give the place in ``members`` at which each group begins."""
+        """Give each group's start in ``members``."""
         return np.cumsum(self.sizes) - self.sizes
 
     @functools.cached_property
@@ -191,13 +191,13 @@ class Groups:
 
     @functools.cached_property
     def reaches_all(self) -> bool:
-        """Tell whether each device gets data: of a permute, none that is no target gets zeros."""
+        """Tell whether every device receives data, so that a permute leaves none with zeros."""
         targets = self.members if self.ends is None else self.ends[1]
         return self.complete and np.unique(targets).size == self.members.size
 
     @functools.cached_property
     def in_order(self) -> str:
-        """Write the pairs, or groups in which a device's place says which part it has."""
+        """Write the pairs, or the groups with the order of their members."""
         if self.pairs is not None:
             return notations.listed(sorted(self.pairs))
         return notations.notation(self.rows, ordered=True)
@@ -254,11 +254,11 @@ class Mesh:
         return self._varying[relation]
 
     def axes_of(self, groups: Groups) -> tuple[str, ...] | None:
-        """Name the axes whose lines are exactly these groups; None where there are no such."""
+        """Name the axes whose lines are exactly these groups, or None."""
         return self.along(groups.relation) if groups.complete else None
 
     def along(self, relation: int) -> tuple[str, ...] | None:
-        """Name the axes along whose lines, and no others, devices are equal; None for no such."""
+        """Name the axes along which, and only along which, devices are equal, or None."""
         if relation not in self._names:
             labels = self._relations.labels(relation)[self._ids]
             names = tuple(
@@ -271,7 +271,7 @@ class Mesh:
         return self._names[relation]
 
     def better_order(self, relations: Sequence[int]) -> tuple[tuple[str, int], ...] | None:
-        """Give an order of the axes under which all these relations, and more, are along axes."""
+        """Give an order of the axes under which more of these relations follow axes, or None."""
         explained = [r for r in set(relations) if self.along(r) is not None]
         rest = [r for r in set(relations) if self.along(r) is None]
         best, most = None, 0
@@ -286,22 +286,22 @@ class Mesh:
 
 
 def mesh_of(named: notations.TextMesh | None, relations: Relations) -> Mesh | None:
-    """Give the mesh that a collective's own notation names, for that collective alone."""
+    """Give the mesh in a collective's own notation, for that collective only."""
     if named is None or not named.is_row_major or named.devices.size != relations.device_count:
         return None
     return Mesh(named.axes, relations)
 
 
 def axes_of(mesh: object) -> dict[str, int] | None:
-    """Return the axes of a mesh that a caller gave: a mapping, a jax Mesh (its ``shape``), None."""
+    """Return the axes of a caller's mesh: a mapping, a jax Mesh (its ``shape``) or None."""
     if mesh is None:
         return None
     shape = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
     if isinstance(shape, Mapping):
         return dict(shape)
     raise errors.HloError(
-        f"mesh={mesh!r} is no mesh; pass axis names and sizes, mesh={{'data': 4, 'model': 2}}, or "
-        "the jax.sharding.Mesh"
+        f"mesh={mesh!r} is not a mesh; pass axis names and sizes, mesh={{'data': 4, 'model': 2}}, "
+        "or the jax.sharding.Mesh"
     )
 
 
@@ -330,7 +330,7 @@ def make_mesh(axes: Mapping[str, int], relations: Relations, module_name: str) -
 def check_order(
     mesh: Mesh, relations: Relations, seen: Sequence[int], groups: Mapping[str, Groups]
 ) -> None:
-    """Refuse a mesh that groups contradict: along no axes of it, but of another order."""
+    """Refuse a mesh if the groups follow the axes only in another order."""
     groups = {n: g for n, g in groups.items() if g.pairs is None and g.complete}
     order = mesh.better_order([*seen, *(g.relation for g in groups.values())])
     if order is None:
@@ -343,10 +343,10 @@ def check_order(
             right = ",".join(f"{n}={s}" for n, s in order)
             raise errors.HloError(
                 f"the mesh ({shown}) contradicts the program: the groups of {name!r}, "
-                f"{notations.notation(group.rows)}, are along no axes of it, but along "
-                f"{','.join(along)} of ({right.replace(',', ', ')}). Axes stand in the order of "
-                f"the devices, the last one changing fastest: pass --mesh={right} or "
-                f"mesh={dict(order)}, or no mesh where these groups follow no axes "
+                f"{notations.notation(group.rows)}, follow none of its axes, but "
+                f"{','.join(along)} of ({right.replace(',', ', ')}). The order of the axes is that "
+                f"of the devices, the last axis changes fastest: pass --mesh={right} or "
+                f"mesh={dict(order)}, or no mesh if these groups follow no axes "
                 "(axis_index_groups).",
                 mesh=dict(mesh.axes),
             )

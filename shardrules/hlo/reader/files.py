@@ -1,4 +1,4 @@
-"""From a file's bytes to text: gzip, encodings, and what is no text at all."""
+"""Decodes a file's bytes to text: gzip, encodings, and messages for files that are not text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDE = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-# What text has none of. Protocol buffers have lengths and numbers among their first bytes.
+# Bytes that no text has; a protocol buffer has some among its first bytes.
 _CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f]")
 _LOOKED_AT = 1 << 16  # bytes
 _INSTEAD = (
@@ -28,7 +28,7 @@ _INSTEAD = (
 
 
 def decode(data: bytes, name: str) -> str:
-    """Return the text that a file holds, unpacked if it is gzip's."""
+    """Decode a file's text; unpack it if it is gzip."""
     if data.startswith(_GZIP):
         try:
             data = gzip.decompress(data)
@@ -43,10 +43,10 @@ def decode(data: bytes, name: str) -> str:
                 name=name,
             )
     if data.startswith(b"ML\xefR"):
-        raise HloError(f"{name} is MLIR bytecode, and no text of HLO; {_INSTEAD}", name=name)
+        raise HloError(f"{name} is MLIR bytecode, not HLO text; {_INSTEAD}", name=name)
     if _CONTROL.search(data[:_LOOKED_AT]):
         raise HloError(
-            f"{name} is binary, a protocol buffer or a serialized program, and no text of HLO; "
+            f"{name} is binary (a protocol buffer or a serialized program), not HLO text; "
             f"{_INSTEAD}",
             name=name,
         )
@@ -55,8 +55,8 @@ def decode(data: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise HloError(
-            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} in line {line} can't stand "
-            "there; write it as UTF-8 (iconv -f LATIN1 -t UTF-8, if it is that)",
+            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} in line {line} is "
+            "invalid there; write it as UTF-8 (iconv -f LATIN1 -t UTF-8, if it is Latin-1)",
             name=name,
             line=line,
         ) from error

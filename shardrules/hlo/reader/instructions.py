@@ -1,8 +1,8 @@
 """Reads the instructions of computations.
 
-A line that looks like what XLA prints is taken apart by one regular expression; of any other
-(nested tuples, attributes over several lines, what people write) shape, operands and attributes are
-read one after the other. Either way ``Reader.add`` makes the instruction.
+One regular expression reads a line as XLA prints it. In any other line (nested tuples, attributes
+over several lines, text written by hand), shape, operands and attributes are read one after the
+other. In both cases ``Reader.add`` makes the instruction.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _SHAPE = (
     r"\w+\[[^\]\n{}()]*\](?:\{[^{}\n]*\})?"
     r"|\([^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)"
 )
-# The rest of a line that holds one whole instruction: quotes that close on it, and no space but
-# after a comma and in metadata, windows and shardings; any other may stand before an instruction.
+# The rest of a line that holds one whole instruction: quotes close on it, and spaces occur only
+# after commas and in metadata, windows and shardings; any other may precede an instruction.
 _INNER = "(?:op_|source_|stack_|deduplicated_|scheduling_|profile_|size|stride|pad|[lr]hs_)[a-z_]*="
 _REST = (
     r'(?:, [^ \t-\r"/]*+(?:(?:"[^"\\\n]*+(?:"|\\.[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")'
     r"|(?<=,) | (?=" + _INNER + r"|last_tile|\{'))[^ \t-\r\"/]*+)*+"
     r"(?<![,={(\[]))?+\n"
 )
-# The computation that most calls name in an attribute that XLA prints first.
+# The computation that most calls name in their first attribute.
 _CALLEE = r"(?:, (?:kind=\w+, |dimensions=\{[\d,]*\}, )?(?:calls|to_apply)=%([\w.\-]+)(?=[,\n]))?"
-# How a line begins that doesn't go on with the instruction before it.
+# The start of a line that does not continue the instruction before it.
 _FRESH = r"(?=  %|  ROOT %|\}\n|[ \t]+(?:ROOT )?[\w.\-]+ = )"
 _LINE = re.compile(
     r"[ \t]*+(ROOT )?%?([\w.\-]++) = ((?>"
@@ -37,16 +37,16 @@ _LINE = re.compile(
     + _REST
     + _FRESH
 )
-# Opcodes whose attributes name computations. Others can't call any.
+# Opcodes whose attributes may name computations.
 _CALLERS = frozenset(
     "fusion fusion-start call call-start while conditional async-start async-update async-done "
     "custom-call map reduce reduce-window scatter select-and-scatter sort all-reduce "
     "all-reduce-start reduce-scatter reduce-scatter-start scan custom-call-start topk "
     "composite".split()
 )
-# Those that call one, in an attribute that XLA prints first.
+# Opcodes that call one computation, in their first attribute.
 _FAST_CALLERS = frozenset("fusion call map reduce".split())
-_LITERAL = ("parameter", "constant")  # what stands in their parentheses is no operand
+_LITERAL = ("parameter", "constant")  # their parentheses hold no operands
 
 _HEAD = spaced(r"(ROOT(?=[\s/]) )?%?([\w.\-]+) = ")
 _OPCODE = spaced(r"([A-Za-z][\w\-]*) \(")
@@ -59,22 +59,22 @@ _CALL_KEYS = (
     "condition body true_computation false_computation branch_computations calls to_apply "
     "called_computations select scatter".split()
 )
-_MAX_DEPTH = 100  # of operands and computations that are written inside of one another
+_MAX_DEPTH = 100  # nesting of operands and computations
 _make = tuple.__new__
 
 
 class Scope:
-    """A computation that is being read."""
+    """A computation during reading."""
 
     def __init__(self, name: str, alone: bool = False):
         self.name = name
-        self.instructions: list[hm.Instruction] = []  # what was read so far
+        self.instructions: list[hm.Instruction] = []  # those read so far
         self.index: dict[str, int] = {}  # places in ``instructions`` by name
-        # Places of instructions whose operands were not all known, with the operands' names.
+        # Places of instructions with operands that follow later, and the operands' names.
         self.late: list[tuple[int, list[str]]] = []
         self.numbers: dict[int, int] = {}  # where each parameter starts
-        self.root = -1  # the place of ROOT, negative where none was marked yet
-        # This is the text of one instruction: operands that nothing defines are parameters.
+        self.root = -1  # the place of ROOT, negative until it is read
+        # The text is a single instruction: undefined operands are parameters.
         self.alone = alone
 
 
@@ -83,8 +83,8 @@ class Reader:
 
     def __init__(self, text: str):
         self.text = text
-        self.computations: dict[str, hm.Computation] = {}  # those that are read already, by name
-        # By the offset at which an instruction starts, an attribute that is not known.
+        self.computations: dict[str, hm.Computation] = {}  # those read so far, by name
+        # An unknown attribute, by the offset of its instruction.
         self.strange: dict[int, str] = {}
         self._shapes: dict[str, hm.Shape] = {}
         self._names: dict[str, str] = {}
@@ -95,7 +95,7 @@ class Reader:
         return attributes.syntax_error(self.text, offset, message)
 
     def computation(self, name: str, is_entry: bool, position: int) -> int:
-        """Read instructions from behind the opening brace to behind the closing one."""
+        """Read instructions from after the opening brace to after the closing one."""
         text, opening = self.text, position - 1
         match, add = _LINE.match, self.add
         intern, shape_of = self._names.setdefault, self._shapes.get
@@ -144,7 +144,7 @@ class Reader:
     def add(
         self, scope: Scope, label, opcode, shape, operands, calls, start, inner, end, is_root
     ) -> None:
-        """Add an instruction that was read whole; what it takes is as ``Instruction`` holds it."""
+        """Add an instruction to a scope; the arguments are the fields of ``Instruction``."""
         if opcode == "parameter":
             self._parameter(scope, start, inner)
         instructions, index = scope.instructions, scope.index
@@ -176,7 +176,7 @@ class Reader:
         scope.numbers[int(number)] = start
 
     def finish(self, scope: Scope, is_entry: bool, opening: int) -> hm.Computation:
-        """Keep a computation that was read whole."""
+        """Make the computation of a scope."""
         name, instructions, root = scope.name, scope.instructions, scope.root
         if not instructions:
             raise self.error(opening, f"computation {name!r} holds no instruction")
@@ -184,7 +184,7 @@ class Reader:
             instructions, root = ordering.operands_first(
                 self.error, name, instructions, scope.late, scope.index, root
             )
-        # XLA takes the last instruction where none is marked.
+        # Without a ROOT, XLA uses the last instruction.
         root = len(instructions) - 1 if root < 0 else root
         if scope.numbers and max(scope.numbers) >= len(scope.numbers):
             raise self.error(
@@ -200,7 +200,7 @@ class Reader:
         return computation
 
     def instruction(self, scope: Scope, position: int) -> int:
-        """Read one instruction of any form; give its end."""
+        """Read one instruction in any form; give its end."""
         text = self.text
         start = skip(text, position)
         head = _HEAD.match(text, start)
@@ -215,7 +215,7 @@ class Reader:
     def _right_side(
         self, scope: Scope, position: int, label: str, start: int, is_root: bool, nested=False
     ) -> int:
-        """Read what stands right of the '=', or an instruction that is written as an operand."""
+        """Read the right side of the '=', or an instruction that is written as an operand."""
         text = self.text
         shape: hm.Shape | None = None
         at = position
@@ -225,7 +225,7 @@ class Reader:
         opcode = _OPCODE.match(text, at)
         if not opcode:
             if shape is None:
-                shapes.read(text, at)  # raises: a shape is what most often stands here
+                shapes.read(text, at)  # raises an error that asks for a shape
             raise self.error(at, "expected an opcode and '('")
         opening = opcode.end()
         labels: list[str] = []
@@ -273,9 +273,9 @@ class Reader:
             return ()
 
     def _operands(self, scope: Scope, position: int) -> tuple[list[str], int]:
-        """Read operands from behind the '('; give their names and the place behind the ')'."""
-        # An operand may be an instruction itself, without a name and attributes, or the element of
-        # a tuple (%t#0#1); both become instructions before the one that uses them.
+        """Read operands from after the '('; give their names and the place after the ')'."""
+        # An operand may be an instruction without name and attributes, or the element of a tuple
+        # (%t#0#1); both are added as instructions before their user.
         text = self.text
         plain = _NAMES.match(text, position)
         if plain:
@@ -294,7 +294,7 @@ class Reader:
             if name and text.startswith("(", after):
                 label = f"{name[1]}.anon.{begin}"
                 if self._depth >= _MAX_DEPTH:
-                    raise self.error(begin, "operands nested deeper than any reader follows")
+                    raise self.error(begin, "operands are nested too deep")
                 self._depth += 1
                 at = skip(text, self._right_side(scope, begin, label, begin, False, True))
                 self._depth -= 1
@@ -331,7 +331,7 @@ class Reader:
         )
 
     def _elements(self, scope: Scope, label: str, start: int) -> None:
-        """Add a get-tuple-element for ``%tuple#1``: dumps leave them out (JAX 0.12)."""
+        """Add a get-tuple-element for ``%tuple#1``, which dumps of JAX 0.12 leave out."""
         place = scope.index.get(label.partition("#")[0])
         if label in scope.index or place is None:
             return
@@ -412,7 +412,7 @@ class Reader:
 
     def _inline(self, name: str, start: int) -> str:
         if self._depth >= _MAX_DEPTH:
-            raise self.error(start, "computations nested deeper than any reader follows")
+            raise self.error(start, "computations are nested too deep")
         name = f"{name}.{start}"
         self._depth += 1
         self.computation(name, False, start + 1)

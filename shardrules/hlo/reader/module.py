@@ -1,7 +1,7 @@
-"""What a compiled HLO module holds, as frozen data; made by ``parser.parse``.
+"""The data of a compiled HLO module, frozen; made by ``parser.parse``.
 
 An ``Instruction`` keeps offsets into the text instead of parsed attributes: most attributes
-(layouts, backend configs) are never looked at, and reading them all would cost more than the proof.
+(layouts, backend configs) are never used, and parsing them all would take longer than the proof.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Shape(NamedTuple):
 
     Attributes:
       element_type: XLA's name (``"f32"``), or ``"tuple"``.
-      dimensions: sizes of an array's dimensions; a bounded dynamic one counts its bound.
-      layout: the text between the layout's braces, ``""`` where none was printed.
-      elements: a tuple's shapes, None for an array.
-      dynamic: a size is a bound alone: where its elements end isn't known.
+      dimensions: sizes of an array's dimensions; the bound of a dynamic dimension.
+      layout: the text between the layout's braces; ``""`` if none is printed.
+      elements: a tuple's shapes; None for an array.
+      dynamic: a size is only a bound; the number of elements isn't known.
     """
 
     element_type: str
@@ -76,12 +76,12 @@ class Shape(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Give the element type's size in bits; raises HloError for a type that isn't known."""
+        """Give the element type's size in bits; raises HloError for an unknown type."""
         try:
             return _ELEMENT_BITS[self.element_type]
         except KeyError:
             raise errors.HloError(
-                f"element type {self.element_type!r} has no known size; known are "
+                f"element type {self.element_type!r} has no known size; the known types are "
                 f"{', '.join(_ELEMENT_BITS)}.",
                 element_type=self.element_type,
             ) from None
@@ -105,7 +105,7 @@ class Shape(NamedTuple):
 
     @property
     def is_row_major(self) -> bool:
-        """Tell whether elements are shown to lie in memory in row-major order, without tiles."""
+        """Tell whether the printed layout is row-major without tiles."""
         order, _, tiles = self.layout.partition(":")
         if re.sub(r"[SE]\(\d+\)", "", tiles):
             return False
@@ -132,7 +132,7 @@ class Frame(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """What ``metadata={...}`` says: the JAX op's name and the stack, innermost frame first."""
+    """The content of ``metadata={...}``: the JAX op's name, and frames, innermost first."""
 
     op_name: str = ""
     frames: tuple[Frame, ...] = ()
@@ -143,11 +143,11 @@ class Instruction(NamedTuple):
 
     Attributes:
       name: without ``%``.
-      opcode: as printed; unknown ones are kept.
+      opcode: as printed, known or not.
       shape: of the result.
       operands: positions of the operands in the computation's ``instructions``.
-      calls: names of the computations that it calls: a while's condition, then its body, in
-        whatever order the text has them; branches, as they are numbered.
+      calls: names of the computations that it calls: always a while's condition before its body,
+        and branches by number.
       text: the whole module's text.
       start: offset of the instruction.
       inner: offsets of the text between the parentheses (a literal, a parameter's number).
@@ -169,14 +169,14 @@ class Instruction(NamedTuple):
     def attributes(self) -> Iterator[tuple[str, int, int]]:
         """Yield each attribute's key and the offsets of its value in the text.
 
-        Raises HloSyntaxError where a comma is not followed by ``key=value``.
+        Raises HloSyntaxError if a comma is not followed by ``key=value``.
         """
         return iter_attributes(self.text, self.attributes_start, self.end)
 
     def attribute(self, key: str) -> str | None:
-        """Give the text of one attribute's value, None where it is absent."""
+        """Give the text of an attribute's value; None if it is absent."""
         if self.text.find(key, self.attributes_start, self.end) < 0:
-            return None  # quickly: long device groups are not read
+            return None  # fast: skips long device groups
         for name, start, end in self.attributes():
             if name == key:
                 return self.text[start:end]
@@ -192,13 +192,13 @@ class Instruction(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """One computation: its instructions in an order in which operands come first.
+    """One computation, with its instructions ordered so that operands come first.
 
     Attributes:
       name: without ``%``.
       instructions: its instructions.
-      root: the position of the one that gives its result.
-      is_entry: it is the module's.
+      root: the position of the instruction that gives the result.
+      is_entry: it is the module's entry computation.
       calling: positions of the instructions that call computations.
     """
 
@@ -234,7 +234,7 @@ class Users(list[list[int]]):
         """List the users of a value; of a tuple, those of an element or of the whole tuple."""
         if not self._instructions[position].shape.is_tuple:
             return self[position]
-        if position not in self._elements:  # read once for all elements: there may be thousands
+        if position not in self._elements:  # read all elements once: there may be thousands
             takers = self._elements.setdefault(position, {})
             for user in self[position]:
                 taker = self._instructions[user]
@@ -250,15 +250,15 @@ class Module:
 
     Attributes:
       name: the module's name.
-      text: what was parsed.
+      text: the parsed text.
       source: where the text came from, for messages.
       computations: by name, in the order of the text.
       entry: the entry computation.
-      num_partitions, replica_count: from the header; None where it doesn't say.
+      num_partitions, replica_count: from the header; None if it doesn't state them.
       header: the header's other attributes as text.
       frames: the stack-frame tables.
       order: names of the computations, callees before callers.
-      strange: by the offset at which an instruction starts, an attribute of it that is not known.
+      strange: unknown attributes, by the offset of their instruction.
     """
 
     name: str
@@ -274,8 +274,8 @@ class Module:
     strange: dict[int, str]
 
     def metadata(self, instruction: Instruction) -> Metadata:
-        """Read an instruction's metadata; empty where there is none."""
-        if instruction.text is not self.text:  # it was left out of the text
+        """Read an instruction's metadata; empty if it has none."""
+        if instruction.text is not self.text:  # the reader added it
             return Metadata()
         metadata = self.frames.by_start.get(instruction.start)
         if metadata is None:
@@ -292,7 +292,7 @@ class FrameTable:
     """The FileNames, FunctionNames, FileLocations and StackFrames tables, looked up lazily."""
 
     _ROW = re.compile(r"(\d+)[ \t]+([^\n]*)\n")
-    # Not tried anew from each letter of a word: that takes quadratic time.
+    # The word boundary and possessive match avoid quadratic time on long words.
     _LOCATION = re.compile(r"\b(\w++)=(\d{1,18})")
     _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
     _SOURCE_FILE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"')
@@ -300,15 +300,15 @@ class FrameTable:
     _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 
     def __init__(self, tables: dict[str, str]):
-        self.by_start: dict[int, Metadata] = {}  # by the offset at which an instruction starts
+        self.by_start: dict[int, Metadata] = {}  # by the instruction's offset
         self._texts = tables
         self._rows: dict[str, dict[int, str]] = {}
         self._cache: dict[int, tuple[Frame, ...]] = {}
 
     @functools.cached_property
     def _shift(self) -> int:
-        # XLA prints the parent's id plus one: with 0 for "no parent" the outermost frame, which
-        # stands first, would otherwise name itself as its parent (seen from JAX 0.8 to 0.10).
+        # JAX 0.8 to 0.10 print the parent's id plus one, with 0 for "no parent". We can see that if
+        # the first frame, which is the outermost, would be its own parent.
         return 1 if self._fields("StackFrames", 1).get("parent_frame_id") == 1 else 0
 
     def _row(self, table: str, key: int) -> str:
@@ -342,7 +342,7 @@ class FrameTable:
                 location.get("line", 0),
                 self._string("FunctionNames", location.get("function_name_id", 0)),
             )
-            if frame not in frames[-1:]:  # columns differ, which a Frame doesn't hold
+            if frame not in frames[-1:]:  # frames that differ only in the column
                 frames.append(frame)
             current = row.get("parent_frame_id", 0) - self._shift
         self._cache[frame_id] = tuple(frames)
@@ -356,7 +356,7 @@ class FrameTable:
         source_file = self._SOURCE_FILE.search(text)
         if frame_id:
             frames = self.frames(int(frame_id[1][:9]))
-        if not frames and source_file:  # the notation before stack-frame tables
+        if not frames and source_file:  # older notation, without stack-frame tables
             line = self._SOURCE_LINE.search(text)
             frames = (Frame(_unescape(source_file[1]), int(line[1][:9]) if line else 0),)
         return Metadata(_unescape(op_name[1]) if op_name else "", frames)

@@ -15,7 +15,7 @@ import numpy as np
 
 _NUMBERS = re.compile(r"\d+")
 _IOTA = re.compile(r"\[([\d,\s]*)\]\s*<=\s*\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?")
-# Possessive: spaces between groups could be split in 2**n ways.
+# Possessive, since spaces between groups could be split in 2**n ways.
 _LIST = re.compile(r"\{\s*+(?:\{[\d,\s]*+\}\s*+,?\s*+)*+\}")
 _AS_LISTED = str.maketrans("[]()", "{}{}", " ")
 _INNER = re.compile(r"\{([\d,\s]*)\}")
@@ -26,12 +26,12 @@ _DEVICE_IDS = re.compile(
 )
 AXIS_REF = re.compile(r"'((?:[^'\\]|\\.)*)'(?::\((\d+)\)(\d+))?")
 _MAX_DEVICES = 1 << 20
-# Lists of ids, one behind the other, and how long each is.
+# Concatenated lists of ids, and the length of each.
 IdLists = tuple[np.ndarray, np.ndarray]
 
 
 class NotationError(ValueError):
-    """A group list, a mesh or a sharding in a notation that this module doesn't read."""
+    """A group list, a mesh or a sharding in a notation that we don't read."""
 
 
 def read_ints(text: str) -> list[int]:
@@ -43,14 +43,14 @@ def read_ints(text: str) -> list[int]:
 
 
 def iota_tiles(text: str) -> np.ndarray:
-    """Read ``[4,2]<=[2,4]T(1,0)``: numbers counted up, reshaped, transposed, reshaped."""
+    """Read ``[4,2]<=[2,4]T(1,0)``: an iota, reshaped, transposed and reshaped again."""
     match = _IOTA.match(text)
     if not match:
         raise NotationError(f"expected [..]<=[..], got {text[:60]!r}")
     tiles, shape = read_ints(match[1]), read_ints(match[2])
     total = int(np.prod(shape, dtype=np.float64)) if shape else 1
     if total > _MAX_DEVICES or int(np.prod(tiles, dtype=np.float64)) != total:
-        raise NotationError(f"{text[:60]!r}: the two lists of sizes don't hold as many devices")
+        raise NotationError(f"{text[:60]!r}: the two lists of sizes have different products")
     array = np.arange(total).reshape(shape or [1])
     if match[3]:
         order = read_ints(match[3])
@@ -62,19 +62,19 @@ def iota_tiles(text: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextMesh:
-    """A mesh as the text writes it: axes in order, and the device at each position."""
+    """A mesh in the text: its axes in order, and the device at each position."""
 
     axes: tuple[tuple[str, int], ...]
     devices: np.ndarray
 
     @property
     def is_row_major(self) -> bool:
-        """Tell whether position and device id are the same."""
+        """Tell whether device ids ascend with the position."""
         return bool((self.devices.reshape(-1) == np.arange(self.devices.size)).all())
 
 
 def read_mesh(text: str) -> tuple[TextMesh, int]:
-    """Read ``mesh['data'=4,'model'=2]``, with device ids inside or after; give also its end."""
+    """Read ``mesh['data'=4,'model'=2]``, with device ids inside or after it; give also its end."""
     match = _MESH.match(text)
     if not match:
         raise NotationError(f"expected mesh['axis'=size,...], got {text[:60]!r}")
@@ -113,7 +113,7 @@ def read_mesh(text: str) -> tuple[TextMesh, int]:
 
 def axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndarray:
     """Group a mesh's devices over axes and sub-axes."""
-    # 'a':(2)2 is the factor of size 2 that has 2 before it.
+    # 'a':(2)2 is the factor of size 2 of axis 'a' after a major factor of size 2.
     names = [name for name, _ in mesh.axes]
     sizes: list[int] = []
     slots: dict[tuple[int, int, int], int] = {}
@@ -153,7 +153,7 @@ def axis_groups(mesh: TextMesh, refs: Sequence[tuple[str, str, str]]) -> np.ndar
 
 
 def read_groups(text: str) -> tuple[IdLists, TextMesh | None]:
-    """Read a ``replica_groups`` value into lists of ids, and the mesh if it names one."""
+    """Read a ``replica_groups`` value as lists of ids, and the mesh if it names one."""
     text = text.strip()
     if text.startswith("mesh"):
         mesh, end = read_mesh(text)
@@ -184,7 +184,7 @@ def _lists_of(matrix: np.ndarray) -> IdLists:
 
 
 def _read_printed(text: str) -> IdLists | None:
-    """Read ``{{0,1},{2,3}}`` as XLA prints it, lists of one length; None for any other text."""
+    """Read ``{{0,1},{2,3}}`` with lists of equal length, as XLA prints it; else None."""
     if not text.isascii():
         return None
     data = text.encode()
@@ -211,7 +211,7 @@ def id_count(mode: str, partitions: int, replicas: int) -> int:
 def flatten_groups(groups: IdLists, mode: str, partitions: int, replicas: int) -> IdLists:
     """Turn the ids of a collective's groups into flattened device ids.
 
-    The mode says what the ids are, as XLA's GetCollectiveOpGroupMode does.
+    The mode says what the ids mean, as in XLA's GetCollectiveOpGroupMode.
     """
     members, sizes = groups
     limit = id_count(mode, partitions, replicas)
@@ -220,7 +220,7 @@ def flatten_groups(groups: IdLists, mode: str, partitions: int, replicas: int) -
         raise NotationError(f"id {beyond[0]} is beyond the {limit} that the module has")
     counts = np.bincount(members, minlength=1)
     if counts.max() > 1:
-        raise NotationError(f"id {counts.argmax()} stands in two places")
+        raise NotationError(f"id {counts.argmax()} occurs twice")
     if not members.size:
         members, sizes = np.arange(limit), np.array([limit])
     if mode == "cross_partition" and replicas > 1:
@@ -239,8 +239,8 @@ def flatten_groups(groups: IdLists, mode: str, partitions: int, replicas: int) -
 
 
 def notation(rows: Sequence[Sequence[int]], ordered: bool = False) -> str:
-    """Write groups as XLA does, ``[4,2]<=[8]`` or ``{{0,3},{1,2}}``, in any order one way."""
-    # ordered: that of the devices within a group says something, as it does of an all-gather.
+    """Write groups as XLA does, ``[4,2]<=[8]`` or ``{{0,3},{1,2}}``, in one canonical order."""
+    # ordered: the order within a group has a meaning, as in an all-gather.
     rows = sorted(list(r) if ordered else sorted(r) for r in rows)
     count, width = len(rows), len(rows[0]) if rows else 0
     total = count * width
@@ -258,7 +258,7 @@ def notation(rows: Sequence[Sequence[int]], ordered: bool = False) -> str:
 
 
 def listed(rows: Sequence[Sequence[int]]) -> str:
-    """Write lists of devices, ``{{0,3},{1,2}}``; a long one by its beginning and a checksum."""
+    """Write lists of devices, ``{{0,3},{1,2}}``; shorten long text to its start and a checksum."""
     text = str(list(map(tuple, rows))).replace(",)", ")").translate(_AS_LISTED)
     if len(text) <= 80:
         return text

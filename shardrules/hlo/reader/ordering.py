@@ -1,4 +1,4 @@
-"""Puts operands before users and callees before callers; finds what depends on itself."""
+"""Puts operands before users and callees before callers; finds cycles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardrules.hlo.reader import module as hm
 
 
 def _order(edges: list[list[int]], cycle: Callable[[int, int], Exception]) -> list[int]:
-    """Order nodes so that each one stands after those that its edges name."""
+    """Order nodes so that each one comes after the targets of its edges."""
     order: list[int] = []
     state = [0] * len(edges)
     for first in range(len(edges)):
@@ -40,7 +40,7 @@ def operands_first(
     index: dict[str, int],
     root: int,
 ) -> tuple[list[hm.Instruction], int]:
-    """Put operands before their users, for text that was written by hand."""
+    """Put operands before their users in text that was written by hand."""
     edges = [list(i.operands) for i in instructions]
     for position, labels in late:
         for label in labels:
@@ -65,7 +65,7 @@ def operands_first(
 
 
 def callees_first(error, computations: dict[str, hm.Computation]) -> tuple[str, ...]:
-    """Check that calls have targets and no cycles; give an order with callees first."""
+    """Check calls for missing targets and cycles; give the names with callees first."""
     names = list(computations)
     place = {name: number for number, name in enumerate(names)}
     edges: list[list[int]] = []

@@ -1,7 +1,7 @@
 """Reads HLO text into a ``Module``.
 
-Its header, tables and the frames of computations; what stands in these is for ``instructions``.
-Nothing is skipped in silence: what can't be read is an ``HloSyntaxError`` with its place.
+This module reads the header, the tables and the frames of computations; ``instructions`` reads the
+instructions. Nothing is skipped silently: unreadable text is an ``HloSyntaxError`` with its place.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _header(reader: Reader, position: int) -> tuple[bool, str, int]:
 
 
 def _find_strange(reader: Reader) -> None:
-    """Find the attributes on the lines of the fast path that are not known."""
+    """Find unknown attributes in instructions that the fast path read."""
     first = min(c.instructions[0].start for c in reader.computations.values())
     if not set(_PRINTED_KEY.findall(reader.text, first)) - attributes.KNOWN:
         return
@@ -172,7 +172,7 @@ def _find_strange(reader: Reader) -> None:
     for key in _PRINTED_KEY.finditer(reader.text, first):
         place = bisect.bisect_right(starts, key.start()) - 1
         if key[1] not in attributes.KNOWN and place >= 0:
-            if place != read:  # once, however much in its strings looks like a key
+            if place != read:  # read its attributes once: strings may hold what looks like a key
                 read = place
                 names = {value: name for name, value, _ in instructions[place].attributes()}
             if key.end() in names:
@@ -190,15 +190,15 @@ def _count(reader: Reader, header: dict[str, str], key: str) -> int | None:
 
 @contextlib.contextmanager
 def uncollected():
-    """Keep the cycle collector from walking a module's tuples again and again."""
-    # About 100,000 tuples stay alive, and the collector would find nothing: it takes a third of
-    # the time for 4 MB. Freezing moves them into the oldest generation.
+    """Keep the cycle collector from scanning a module's tuples again and again."""
+    # About 100,000 tuples stay alive and the collector would free nothing, yet take a third of the
+    # time for 4 MB of text. Freezing moves the tuples into the oldest generation.
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collecting and not gc.get_freeze_count():  # what someone froze stays so
+        if collecting and not gc.get_freeze_count():  # keep what others froze
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
         if collecting:
@@ -236,7 +236,7 @@ def parse(text: str, *, name: str = "<text>") -> hm.Module:
 
 
 def _placed(error: HloSyntaxError, reader: Reader, name: str) -> HloSyntaxError:
-    """Say which text it was, and that it is cut off where it ends before its ENTRY does."""
+    """Name the text in an error, and say that it is cut off if it ends before ENTRY does."""
     last = reader.text.rstrip().count("\n") + 1
     whole = any(computation.is_entry for computation in reader.computations.values())
     message = str(error.reason)

@@ -1,8 +1,8 @@
-"""Tells whether a module is partitioned: only then do its collectives stand in its text.
+"""Tells whether XLA has partitioned a module: only then does the text hold its collectives.
 
-What XLA's SPMD partitioner has not seen holds the shardings of what is to be sharded, on
-instructions or in custom calls, and none of the collectives that they will cost. After it only
-parameters keep theirs (JAX 0.4.28 to 0.12, on CPU, TPU and GPU).
+Before XLA's SPMD partitioner, instructions and custom calls have shardings, and the collectives
+that these will cost are missing. After it, only parameters keep their shardings (JAX 0.4.28 to
+0.12, on CPU, TPU and GPU).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from shardrules import errors
 from shardrules.hlo.reader import module as hm
 
-# What JAX and Shardy put around what the partitioner is to make.
+# Custom calls that JAX and Shardy add for the partitioner.
 _TARGETS = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "xla.sdy.")
-# Instructions that only XLA's optimizations make, after partitioning; JAX lowers to none of them.
+# Instructions that only XLA's passes after partitioning make; JAX lowers to none of them.
 _LATE = frozenset("fusion bitcast copy copy-start async-start".split())
 # Instructions whose shardings say where they run, not how a value is cut.
 _PLACED = frozenset("parameter infeed outfeed send recv send-done recv-done".split())
@@ -20,20 +20,20 @@ _COLLECTIVE = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all", "pa
 
 
 def check(module: hm.Module) -> None:
-    """Raise HloError for a module that is still to be partitioned, or may be."""
+    """Raise HloError for a module that is not partitioned, or may not be."""
     early = _unpartitioned(module)
     if early is not None:
         raise errors.HloError(
-            f"module {module.name!r} is not partitioned yet, or can't be told from one that isn't "
-            f"({early}): the collectives that it will run are not in it. Pass what "
-            "f.lower(...).compile() gives, or its as_text(), or of the files of --xla_dump_to the "
-            "one that ends in after_optimizations.txt.",
+            f"module {module.name!r} is not partitioned yet, or may not be "
+            f"({early}), so it lacks the collectives that it will run. Pass "
+            "f.lower(...).compile(), its as_text(), or the file of --xla_dump_to that ends in "
+            "after_optimizations.txt.",
             module=module.name,
         )
 
 
 def _unpartitioned(module: hm.Module) -> str | None:
-    """Say why a module is one that is still to be partitioned, or may be; None if it is not."""
+    """Say why a module is not partitioned, or may not be; None if it is."""
     if module.header.get("is_scheduled") == "true" or module.num_partitions == 1:
         return None  # XLA schedules last
     sharded = module.num_partitions is not None
@@ -43,7 +43,7 @@ def _unpartitioned(module: hm.Module) -> str | None:
             if i.opcode == "custom-call":
                 target = (i.attribute("custom_call_target") or "").strip('"')
                 if target in _TARGETS[:3] or target.startswith(_TARGETS[3]):
-                    return f"the call of {target!r}, {i.name!r}, stands for what it will make"
+                    return f"the call of {target!r}, {i.name!r}, is for the partitioner"
             late = late or i.opcode in _LATE or i.opcode.startswith(_COLLECTIVE)
             if "sharding" in i.text[i.attributes_start : i.end]:
                 value = i.attribute("sharding")
@@ -52,7 +52,7 @@ def _unpartitioned(module: hm.Module) -> str | None:
                 sharded = sharded or "devices" in (value or "") or "mesh[" in (value or "")
     if sharded and not late:
         return (
-            "it holds no collective, and nothing that XLA's passes after the partitioner leave, "
-            "such as a schedule or a fusion"
+            "it has no collective, and no trace of XLA's passes after the partitioner, such as a "
+            "schedule or a fusion"
         )
     return None

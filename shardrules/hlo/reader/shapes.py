@@ -1,4 +1,4 @@
-"""Reads shapes, and infers those that a text leaves out."""
+"""Reads shapes, and infers shapes that a text leaves out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ARRAY = spaced(r"(\w+) \[((?:[^\]/]|/\*(?:[^*]|\*(?!/))*\*/|//[^\n]*\n)*)\]")
 # As XLA prints it.
 _PRINTED = re.compile(r"(\w+)\[(\d{1,18}(?:,\d{1,18})*)?\](?:\{([\d:][^{}\"/\n]*)?\})?(?!\s*\{)")
 _DIMENSIONS = re.compile(r"\s*(?:(?:<=)?\d+|\?)\s*(?:,\s*(?:(?:<=)?\d+|\?)\s*)*")
-# A brace after a shape begins its layout if a number, a colon or nothing stands in it; else the
-# computation whose header this is (hlo_parser.cc, ParseShape).
+# A brace after a shape begins its layout if it holds a number, a colon or nothing; otherwise it
+# begins a computation's body (hlo_parser.cc, ParseShape).
 _LAYOUT = spaced(r" (?=\{ [\d:])|(?=\{\s*\})")
 
 
@@ -27,7 +27,7 @@ def begins(text: str, position: int) -> bool:
 
 
 def read(text: str, position: int) -> tuple[hm.Shape, int]:
-    """Read a shape, and give its end; iterative, so that no nesting exhausts the stack."""
+    """Read a shape and give its end; iterative, since deep nesting would exhaust the stack."""
     stack: list[list[hm.Shape]] = []
     while True:
         position = skip(text, position)
@@ -77,10 +77,10 @@ def _array(text: str, position: int) -> tuple[hm.Shape, int]:
     if sizes:
         if not _DIMENSIONS.fullmatch(sizes):
             raise syntax_error(text, match.start(2), "expected sizes such as 8,128 or <=8")
-        # '?' is an unbounded dynamic size; nothing that XLA compiles still holds one.
+        # '?' is an unbounded dynamic size; compiled text has none.
         parts = [p.strip().lstrip("<=") for p in sizes.split(",")]
         if any(len(p) > 18 for p in parts):
-            raise syntax_error(text, match.start(2), "a size of this many digits is no size")
+            raise syntax_error(text, match.start(2), "this size has too many digits")
         dimensions = tuple(0 if p == "?" else int(p) for p in parts)
     end = match.end()
     layout = ""
@@ -111,7 +111,7 @@ _PARTS = {"c64": "f32", "c128": "f64"}
 def infer(
     opcode: str, operands: list[hm.Shape], attribute: Callable[[str], str], called: hm.Shape | None
 ) -> hm.Shape | None:
-    """Infer a result's shape that the text leaves out; None where that takes more than this."""
+    """Infer a result's shape that the text leaves out; None if we can't."""
     if opcode in _FIXED:
         return _FIXED[opcode]
     if opcode in ("call", "conditional", "fusion"):
@@ -136,7 +136,7 @@ def infer(
     if opcode in ("abs", "real", "imag"):
         return first._replace(element_type=_PARTS.get(first.element_type, first.element_type))
     sizes = _sizes(opcode, operands, attribute)
-    # XLA takes a reduce-window's type from what it starts with.
+    # The type of a reduce-window is that of its initial value.
     kind = operands[1 if opcode == "reduce-window" and sizes else 0].element_type
     return None if sizes is None else hm.Shape(kind, tuple(sizes))
 
@@ -191,7 +191,7 @@ def _sizes(
 
 
 def _windowed(sizes: Sequence[int], window: str) -> list[int] | None:
-    """Count the places of a window along each dimension (xla/window_util, jaxlib 0.10.2)."""
+    """Count a window's positions along each dimension (xla/window_util, jaxlib 0.10.2)."""
 
     def along(key: str, default: str) -> list[str]:
         match = re.search(rf"\b{key}=([-\dx_]+)", window)
@@ -215,7 +215,7 @@ def _windowed(sizes: Sequence[int], window: str) -> list[int] | None:
 
 
 def _convolved(operands: list[hm.Shape], attribute: Callable[[str], str]) -> list[int] | None:
-    """Give a convolution's sizes, in the order of its result's ``dim_labels``."""
+    """Give a convolution's sizes, in the order of the result's ``dim_labels``."""
     image, kernel = operands
     labels = re.fullmatch(r"([bf\d]+)_([io\d]+)->([bf\d]+)", attribute("dim_labels"))
     groups = attribute("batch_group_count") or "1"

@@ -1,4 +1,4 @@
-"""Reads shardings, as far as they say which partitions hold the same shard."""
+"""Reads shardings: which partitions hold the same shard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from shardrules.hlo.reader import notations as hn
 
-_TILED = re.compile(  # possessive where spaces could be split in many ways
+_TILED = re.compile(  # possessive, since spaces could be split in many ways
     r"devices\s*+=\s*+(\[[\d,\s]*\])\s*+(<=\s*+\[[\d,\s]*\]\s*+(?:T\([\d,\s]*\))?|[\d,\s]++)"
     r"\s*+(last_tile_dim_replicate|last_tile_dims=\{([^}]*)\})?\s*+"
     r"(?:shard_(?:as|like)\s++\d++)?\s*+"
@@ -19,7 +19,7 @@ _METADATA = re.compile(r"metadata=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\})*
 
 
 def split_tuple_sharding(text: str) -> list[str]:
-    """Split ``{{replicated}, {devices=...}}`` into its leaves; one leaf gives itself."""
+    """Split ``{{replicated}, {devices=...}}`` into its leaves; a single leaf is returned alone."""
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL).strip()
     if not text.startswith("{"):
         text = "{" + text + "}"
@@ -43,14 +43,14 @@ def split_tuple_sharding(text: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """A sharding, as far as equality of shards goes."""
+    """The partitions that hold equal shards."""
 
     text: str
-    # For each partition the number of the tile that it holds; None where every device must be
-    # taken to hold its own (maximal, manual, unreduced, unknown).
+    # The number of each partition's tile; None if we must assume that every device has its own
+    # (maximal, manual, unreduced, unknown).
     tiles: tuple[int, ...] | None
-    mesh: hn.TextMesh | None = None  # the mesh that the notation names, if it does
-    why: str = ""  # what the sharding says, for reasons
+    mesh: hn.TextMesh | None = None  # the mesh in the notation, if any
+    why: str = ""  # what the sharding says, for messages
 
 
 def read_sharding(text: str, partitions: int) -> Sharding:
@@ -88,7 +88,7 @@ def read_sharding(text: str, partitions: int) -> Sharding:
         if len(kinds) > tiles.ndim:
             raise hn.NotationError(f"the sharding {text[:80]!r} has too few dimensions")
         if any(k != "replicated" for k in kinds):
-            # `{unreduced, replicated}` read as replicated would call a needed psum redundant.
+            # Reading `{unreduced, replicated}` as replicated would call a needed psum redundant.
             return Sharding(text, None, why=f"sharded as {text}")
         copies = int(np.prod(tiles.shape[tiles.ndim - len(kinds) :], dtype=np.int64))
         flat = tiles.reshape(-1, copies)

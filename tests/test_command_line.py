@@ -185,7 +185,7 @@ WHOLE = clean_module().encode()
     [
         (
             b"\x0a\x05jit_f\x12\x00\x1a",
-            "is binary, a protocol buffer or a serialized program, and no",
+            "is binary (a protocol buffer or a serialized program), not",
         ),
         (b"HloModule m\x00", "is binary"),
         (b"ML\xefR\x0dStableHLO", "is MLIR bytecode, not HLO text; pass text: compiled.as_te"),

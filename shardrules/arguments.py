@@ -1,7 +1,7 @@
-"""The arguments of public functions, held to their annotations: a wrong one says what was due.
+"""Check the arguments of public functions against their annotations.
 
-What an annotation can't say (a mesh axis that is not one here, a name that is none of a few) is the
-function's own to check, and so is each parameter that is annotated ``Any``.
+A function itself checks what an annotation can't express (a mesh axis that is not in scope, an
+unknown name), and each parameter that is annotated ``Any``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def checked(f: _T) -> _T: ...
 @typing.overload
 def checked(*, own: tuple[str, ...]) -> Callable[[_T], _T]: ...
 def checked(f: Any = None, *, own: tuple[str, ...] = ()) -> Any:
-    """Make a function refuse arguments that its annotations don't allow.
+    """Make a function raise ArgumentError for arguments that its annotations don't allow.
 
-    Arguments that don't fit the signature are left to Python's own words.
+    Python itself raises for arguments that don't fit the signature.
     """
     if f is None:
         return functools.partial(checked, own=own)
@@ -41,12 +41,12 @@ def checked(f: Any = None, *, own: tuple[str, ...] = ()) -> Any:
 
     @functools.cache
     def wanted() -> list[tuple[inspect.Parameter, Any]]:
-        hints = typing.get_type_hints(f)  # once all modules are there that they name
-        found = [(p, hints.get(p.name, Any)) for p in signature.parameters.values()]
-        return [(p, hint) for p, hint in found if hint is not Any and p.name not in own]
+        hints = typing.get_type_hints(f)  # at the first call: all modules are imported by then
+        annotated = [(p, hints.get(p.name, Any)) for p in signature.parameters.values()]
+        return [(p, hint) for p, hint in annotated if hint is not Any and p.name not in own]
 
-    # The types of arguments that fitted, where nothing else decides: the hooks ask some of these
-    # functions at each call that is traced, and looking takes longer than most answers.
+    # The argument types that fit, where types alone decide. The hooks call some of these functions
+    # for each traced call, and checking takes longer than most of them.
     fitted: set[tuple[type, ...]] = set()
 
     @functools.wraps(f)
@@ -56,15 +56,15 @@ def checked(f: Any = None, *, own: tuple[str, ...] = ()) -> Any:
         if not kwargs and kinds in fitted:
             return f(*args)
         try:
-            given = signature.bind(*args, **kwargs).arguments
+            bound = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return f(*args, **kwargs)
         for parameter, hint in wanted():
-            values = given[parameter.name] if parameter.name in given else ()
+            values = bound[parameter.name] if parameter.name in bound else ()
             if parameter.kind is parameter.VAR_KEYWORD:
                 values = tuple(values.values()) if values else ()
             elif parameter.kind not in variable:
-                values = (values,) if parameter.name in given else ()
+                values = (values,) if parameter.name in bound else ()
             for value in values:
                 if not _fits(value, hint):
                     _refuse(f, parameter, hint, value)
@@ -84,7 +84,7 @@ def _refuse(f: Callable[..., Any], parameter: inspect.Parameter, hint: Any, valu
         left_out = f"; pass a list, {parameter.name}=[{value!r}]"
     raise ArgumentError(
         f"{name}: {parameter.name} is {_due(hint)}, not {shown(value)} "
-        f"({type(value).__name__}){left_out}; help({_home(f)}{name}) has the rest",
+        f"({type(value).__name__}){left_out}; see help({_home(f)}{name})",
         argument=parameter.name,
         value=value,
     )
@@ -94,21 +94,20 @@ def _home(f: Callable[..., Any]) -> str:
     """Return the public module that exports a function, with a dot."""
     package = f.__module__.partition(".")[0]
     for module in (package, *(f"{package}.{m}" for m in ("testing", "report", "hlo", "aot"))):
-        known = sys.modules.get(module)
-        if known is not None and f.__name__ in getattr(known, "__all__", ()):
+        if f.__name__ in getattr(sys.modules.get(module), "__all__", ()):
             return f"{module}."
     return f"{f.__module__}."
 
 
 def shown(value: Any) -> str:
-    """Write a value of any kind on one short line."""
+    """Write any value on one short line."""
     try:
         return reprlib.repr(value).replace("\n", " ")
     except Exception:  # a user's own __repr__ may do anything
         return "an object"
 
 
-# From an annotation to what it is called in a message, and to what it takes.
+# From an annotation to its name in messages, and to the test of a value.
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda v: type(v).__name__ in ("bool", "bool_")),  # numpy's too
     int: ("an int", lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool)),
@@ -119,14 +118,14 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the root of an annotation, and what is in its brackets."""
+    """Return an annotation's origin, and its arguments in brackets."""
     if isinstance(hint, TypeVar):
         hint = hint.__bound__ or Any
     return typing.get_origin(hint) or hint, typing.get_args(hint)
 
 
 def _by_type(hint: Any) -> bool:
-    """Whether a value's type alone decides if it fits; no container's does."""
+    """Whether a value's type alone decides if it fits; for containers it does not."""
     root, inner = _parts(hint)
     if root in (typing.Union, types.UnionType):
         return all(map(_by_type, inner))
@@ -138,7 +137,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if root is Any:
         return True
     if root in (typing.Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
+        return any(_fits(value, option) for option in inner)
     if root in _KINDS:
         return _KINDS[root][1](value)
     if root is collections.abc.Callable:
@@ -148,14 +147,14 @@ def _fits(value: Any, hint: Any) -> bool:
     if issubclass(root, collections.abc.Mapping):
         return not inner or all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
     if isinstance(value, collections.abc.Iterator):
-        return True  # its items come only once
-    return all(_fits(one, kind) for kind in inner[:1] for one in value)
+        return True  # looking at its items would consume them
+    return all(_fits(item, kind) for kind in inner[:1] for item in value)
 
 
 def _due(hint: Any) -> str:
     root, inner = _parts(hint)
     if root in (typing.Union, types.UnionType):
-        return " or ".join(_due(one) for one in inner)
+        return " or ".join(map(_due, inner))
     if root in _KINDS:
         return _KINDS[root][0]
     if root is collections.abc.Callable:

@@ -1,7 +1,7 @@
-"""The exceptions of shardrules: one small tree, each also a builtin's subclass.
+"""The exceptions of shardrules, each also a subclass of a builtin exception.
 
-Every message says what failed, with which values, which rule was broken and what to type next;
-the values are attributes too, so that a caller never has to read them out of the text.
+Every message says what failed, with which values, which rule was broken and what to type next. The
+values are attributes too, so that a caller need not parse the text.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ShardrulesError(Exception):
     """Base of everything that shardrules raises on purpose.
 
     Args:
-      message: the whole text for the user.
-      **data: the values behind the text; each becomes an attribute.
+      message: the whole text.
+      **data: the values in the text; each becomes an attribute.
     """
 
     def __init__(self, message: str, **data: Any):
@@ -59,7 +59,7 @@ class ShardrulesError(Exception):
 
 
 class ArgumentError(ShardrulesError, TypeError):
-    """An argument of another kind than a public function takes."""
+    """An argument of a type that a public function does not accept."""
 
 
 class RegistrationError(ShardrulesError, ValueError):
@@ -71,11 +71,11 @@ class RuleError(ShardrulesError, ValueError):
 
 
 class AnnotationWarning(ShardrulesError, UserWarning):
-    """A kernel's output annotated less varying than the kernel's own jaxpr shows that it is."""
+    """An annotation of an output that varies over fewer axes than the kernel's jaxpr shows."""
 
 
 class RuleCheckError(ShardrulesError, AssertionError):
-    """An op that does something else than its rule says."""
+    """An op that does not do what its rule declares."""
 
 
 class UnknownKernelError(ShardrulesError, LookupError):
@@ -83,31 +83,31 @@ class UnknownKernelError(ShardrulesError, LookupError):
 
 
 class AxisError(ShardrulesError, ValueError):
-    """A mesh axis that is not one here, or over which a value can't be cast."""
+    """A mesh axis that is not in scope, or over which a value can't be cast."""
 
 
 class RulesDifferError(ShardrulesError, AssertionError):
-    """Processes of one job that hold different rules, and would trace different programs."""
+    """Processes of one job that hold different rules, and so would trace different programs."""
 
 
 class MissingProcessError(ShardrulesError, TimeoutError):
-    """A process that did not come to where all of a job's processes meet."""
+    """A process of a job that did not answer in time."""
 
 
 class CotangentError(ShardrulesError, ValueError):
-    """A cotangent, of a bwd or a transpose, that can't be given its primal's type safely."""
+    """A cotangent of a bwd or a transpose that can't safely be cast to its primal's type."""
 
 
 class RefError(ShardrulesError, ValueError):
-    """A ref that would be called equal on devices where what is written to it differs."""
+    """A ref that is typed equal on devices that write different values to it."""
 
 
 class UnsupportedJaxError(ShardrulesError, RuntimeError):
-    """A JAX whose internals are not the ones that the hooks were written for."""
+    """A JAX whose internals differ from those that the hooks are written for."""
 
 
 class UntestedJaxWarning(ShardrulesError, UserWarning):
-    """A JAX newer than all that were tested, on which the hooks' self-test passed."""
+    """A JAX newer than all tested versions, on which the hooks' self-test passed."""
 
 
 class NotInstalledError(ShardrulesError, RuntimeError):
@@ -115,28 +115,28 @@ class NotInstalledError(ShardrulesError, RuntimeError):
 
 
 class AotError(ShardrulesError, RuntimeError):
-    """A compiler for an absent accelerator that is missing, or a topology that it doesn't know."""
+    """A missing compiler for an absent accelerator, or a topology that it doesn't know."""
 
 
 class ProfileError(ShardrulesError, ValueError):
-    """A profile that can't be read, or lacks what its verdicts take."""
+    """A profile that can't be read, or lacks data that its verdicts need."""
 
 
 class HloError(ShardrulesError, ValueError):
-    """HLO that was read but that the request does not fit (a mesh of another size, say)."""
+    """Readable HLO that does not fit the request (such as a mesh of another size)."""
 
 
 class HloSyntaxError(HloError):
-    """Text that is not HLO, with the place where reading stopped.
+    """Text that is not HLO, with the position where reading stopped.
 
     Args:
-      message: what was expected there.
+      message: what was expected at that position.
       line: 1-based line number.
       column: 1-based column number.
       text_line: that line of the text.
     """
 
-    _CLIP = 120  # characters of the line that are shown around the caret
+    _CLIP = 120  # the most characters shown of the line, around the caret
 
     def __init__(self, message: str, *, line: int, column: int, text_line: str):
         text_line = text_line.rstrip("\r\n")
@@ -160,11 +160,11 @@ class CollectiveAssertionError(ShardrulesError, AssertionError):
 
 
 class ReplicationAssertionError(ShardrulesError, AssertionError):
-    """Arrays that are called replicated and differ, or are not proven not to."""
+    """Arrays whose shardings say replicated, but that differ or are not proven equal."""
 
 
 class CostAssertionError(ShardrulesError, AssertionError):
-    """A compiled program with a silent cost: lost donation, a transfer, a loop of many launches."""
+    """A compiled program with a silent cost: lost donation, a transfer, or many small launches."""
 
 
 class SteadyStateError(CostAssertionError):

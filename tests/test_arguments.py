@@ -312,7 +312,7 @@ def test_what_is_said():
         testing.assert_donated(TEXT, paths="state")
     assert str(caught.value) == (
         "assert_donated: paths is a collection of a str or None, not 'state' (str); pass a list, "
-        "paths=['state']; help(shardrules.testing.assert_donated) has the rest"
+        "paths=['state']; see help(shardrules.testing.assert_donated)"
     )
     assert (caught.value.argument, caught.value.value) == ("paths", "state")
 

@@ -1,9 +1,10 @@
-"""What the audit does with each primitive that takes more than its name to judge."""
+"""The audit's judgement of each primitive whose name alone does not decide."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from shardrules.pallas.allowlist import RACE
 from shardrules.pallas.walk import Frame, Walk, mesh_axes
 
 __all__ = ["ACTIONS"]
@@ -47,13 +48,13 @@ def _call(walk: Walk, eqn: Any, frame: Frame) -> None:
 
 @_for("jax:cond")
 def _cond(walk, eqn, frame):
-    branches = [walk.enter(one, frame, eqn.invars[1:]) for one in eqn.params["branches"]]
-    frame.seeded = all(one.seeded for one in branches)
+    branches = [walk.enter(branch, frame, eqn.invars[1:]) for branch in eqn.params["branches"]]
+    frame.seeded = all(inner.seeded for inner in branches)
 
 
 @_for("jax:scan")
 def _scan(walk, eqn, frame):
-    if eqn.params["length"]:  # what never runs does nothing
+    if eqn.params["length"]:  # a body that never runs does nothing
         frame.seeded = walk.enter(eqn.params["jaxpr"], frame, eqn.invars).seeded
 
 
@@ -61,7 +62,7 @@ def _scan(walk, eqn, frame):
 def _while(walk, eqn, frame):
     for_cond, for_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = eqn.invars[for_cond + for_body :]
-    # The condition is asked once at least; the body may never run.
+    # The condition runs at least once; the body may never run.
     condition = walk.enter(eqn.params["cond_jaxpr"], frame, [*eqn.invars[:for_cond], *carry])
     frame.seeded = condition.seeded
     consts = eqn.invars[for_cond : for_cond + for_body]
@@ -70,7 +71,7 @@ def _while(walk, eqn, frame):
 
 @_for("pallas:run_scoped")
 def _run_scoped(walk, eqn, frame):
-    # The constvars are what the body closes over; its invars are the new buffers.
+    # The body closes over its constvars; its invars are the new buffers.
     inner = walk.enter(eqn.params["jaxpr"], frame, eqn.invars, consts=True)
     frame.seeded = inner.seeded
 
@@ -78,12 +79,12 @@ def _run_scoped(walk, eqn, frame):
 @_for("state:run_state")
 def _run_state(walk, eqn, frame):
     jaxpr = eqn.params["jaxpr"]
-    given = iter(eqn.invars)
-    ready = eqn.params.get("is_initialized") or (True,) * len(jaxpr.invars)
-    atoms = [next(given) if one else None for one in ready]
+    operands = iter(eqn.invars)
+    initialized = eqn.params.get("is_initialized") or (True,) * len(jaxpr.invars)
+    atoms = [next(operands) if is_initialized else None for is_initialized in initialized]
     inner = walk.enter(jaxpr, frame, atoms)
     frame.seeded = inner.seeded
-    # The results are what the refs hold in the end.
+    # The results are the final contents of the refs.
     for var, out in zip(inner.jaxpr.invars, eqn.outvars):
         if walk.is_ref(out):
             frame.buffers[out] = inner.buffers[var]
@@ -91,12 +92,12 @@ def _run_state(walk, eqn, frame):
 
 @_for("pallas:core_map", "pallas:mpmd_map")
 def _threads(walk, eqn, frame):
-    # Warps of one thread (an mpmd_map from JAX 0.12 on): their axis is the kernel's own.
+    # Also the warps of one thread (an mpmd_map from JAX 0.12 on): their axis is the kernel's own.
     params = eqn.params
     meshes = params["meshes"] if "meshes" in params else [params["mesh"]]
     outer = walk.local_axes, walk.core_axes
     axes = {axis for mesh in meshes for axis in mesh_axes(mesh)}
-    walk.local_axes, walk.core_axes = (known | axes for known in outer)
+    walk.local_axes, walk.core_axes = (own | axes for own in outer)
     for jaxpr in params["jaxprs"] if "jaxprs" in params else [params["jaxpr"]]:
         walk.enter(jaxpr, frame, eqn.invars)
     walk.local_axes, walk.core_axes = outer
@@ -119,10 +120,10 @@ def _reshard(walk, eqn, frame):
 def _axis_index(walk, eqn, frame):
     name = eqn.params["axis_name"]
     names = name if isinstance(name, (tuple, list)) else (name,)
-    strange = [n for n in names if n not in walk.local_axes]
-    if strange and frame.uses(eqn):  # to JAX 0.9 it is there unread, too
-        axes = ", ".join(map(str, strange))
-        walk.block(eqn, f"it asks where this device stands along mesh axis {axes}", True, strange)
+    mesh = [n for n in names if n not in walk.local_axes]
+    if mesh and frame.uses(eqn):  # JAX 0.9 and older also leave it where nothing reads it
+        axes = ", ".join(map(str, mesh))
+        walk.block(eqn, f"it reads this device's position along mesh axis {axes}", True, mesh)
 
 
 # --- refs ------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def _axis_index(walk, eqn, frame):
 @_for("state:get", "pallas:masked_load")
 def _read(walk, eqn, frame):
     if walk.touch(eqn, frame) and eqn.params.get("is_volatile"):
-        walk.block(eqn, "a volatile load may find what another program has stored")
+        walk.block(eqn, "a volatile load may read what another program has stored")
 
 
 @_for("state:swap", "state:addupdate", "pallas:masked_swap", "sc:swap")
@@ -148,11 +149,11 @@ def _atomic(walk, eqn, frame):
     kind = eqn.params["atomic_type"]
     kind = str(getattr(kind, "name", kind)).lower()
     if kind not in _FIXED_ORDER:
-        walk.block(eqn, "what it finds depends on which program comes first")
+        walk.block(eqn, RACE)
     elif ref.aval.dtype.kind not in "iub":
         walk.block(eqn, _NO_ORDER)
     elif frame.uses(eqn):
-        walk.block(eqn, "the old value that it gives back depends on which program comes first")
+        walk.block(eqn, "the old value that it returns depends on which program runs first")
     buffer.atomics.add(kind)
     buffer.last = eqn
 
@@ -166,8 +167,8 @@ def _added(walk, eqn, frame):
 
 @_for("sc:scatter")
 def _scatter(walk, eqn, frame):
-    # A subcore's own memory receives a program's stores in order; only lanes of one store may meet.
-    # (Rounds of a parallel_loop that meet are not well formed.)
+    # A subcore's own memory receives a program's stores in order, so only lanes of one store may
+    # write to one place. (Iterations of a parallel_loop that do so are not well formed.)
     if not walk.touch(eqn, frame) or not eqn.params.get("add", True):
         return
     ref, _, indices, *_ = eqn.params["tree"].unflatten(eqn.invars)
@@ -179,17 +180,17 @@ def _scatter(walk, eqn, frame):
 
 
 def _lanes_differ(walk: Walk, frame: Frame, atom: Any) -> bool:
-    """Whether a vector is iota plus or minus what is the same in all lanes."""
+    """Whether a vector is iota plus or minus a value that is the same in all lanes."""
     # Sums of integers wrap around, which keeps different values different.
     while True:
         name, eqn = _made_by(walk, frame, atom)
         if name not in ("jax:add", "jax:sub"):
             return name == "jax:iota" and atom.aval.ndim == 1 and _holds_each_lane(atom.aval)
-        one, other = eqn.invars
-        if _lanes_agree(walk, frame, other):
-            atom = one
-        elif _lanes_agree(walk, frame, one):
-            atom = other
+        left, right = eqn.invars
+        if _lanes_agree(walk, frame, right):
+            atom = left
+        elif _lanes_agree(walk, frame, left):
+            atom = right
         else:
             return False
 
@@ -220,7 +221,7 @@ def _seed(walk, eqn, frame):
     if eqn.invars:
         frame.seeded = True
     else:
-        walk.block(eqn, "it is given no seed")
+        walk.block(eqn, "it has no seed")
 
 
 @_for("tpu:prng_random_bits")
@@ -237,13 +238,13 @@ def _draw(walk, eqn, frame):
     "jax:random_unwrap",
 )
 def _keyed(walk, eqn, frame):
-    # It is a function of its key, except for a key of the device's own generator.
+    # The result is a function of the key, except for keys of the device's own generator.
     atoms = (*eqn.invars, *eqn.outvars)
     kinds = {kind for kind in (walk.names.key_kind(a.aval) for a in atoms) if kind is not None}
     if "stateful" in kinds and eqn.primitive.name == "random_bits" and not frame.seeded:
         walk.block(eqn, _UNSEEDED)
     if "unknown" in kinds:
-        walk.block(eqn, "its keys are of a generator that is not JAX's own")
+        walk.block(eqn, "its keys belong to a generator that is not JAX's own")
 
 
 # --- copies and signals ----------------------------------------------------------------------
@@ -252,15 +253,15 @@ def _keyed(walk, eqn, frame):
 def _copy_operands(eqn: Any) -> tuple[Any, list]:
     """Return a copy's source semaphore, and the devices that it names."""
     operands = eqn.params["tree"].unflatten(eqn.invars)
-    if len(operands) == 9:  # to JAX 0.9 refs and their views stood side by side
+    if len(operands) == 9:  # JAX 0.9 and older list refs and their views separately
         return operands[6], operands[8:]
     return operands[3], operands[4:]
 
 
 def _is_remote(walk: Walk, device: Any) -> bool:
-    """Whether a device id names another device, and not another core of this one."""
-    # JAX takes an axis for the devices' if their mesh has one of that name, whatever the grid or
-    # the cores' mesh calls its own (0.10.2 and 0.12.0.1).
+    """Whether a device id names another device, not another core of this one."""
+    # JAX (0.10.2 and 0.12.0.1) reads an axis name as one of the device mesh if that has it, even
+    # if the grid or the cores' mesh has an axis of that name too.
     if isinstance(device, dict):
         return not set(device) <= walk.core_axes - walk.names.device_axes()
     return device is not None
@@ -281,23 +282,23 @@ def _dma(walk, eqn, frame):
     if remote:
         walk.block(eqn, "it copies to or from another device", True, _axes_of(remote[0]))
     elif source_semaphore is not None and all(device is None for device in devices):
-        walk.block(eqn, "a copy with two semaphores is one between devices", True)
+        walk.block(eqn, "a copy with two semaphores is a copy between devices", True)
     elif eqn.params.get("add"):
-        walk.block(eqn, "copies that add come in no fixed order")
+        walk.block(eqn, "copies that add run in no fixed order")
 
 
 @_for("mgpu:copy_smem_to_gmem")
 def _copy_out(walk, eqn, frame):
     if walk.touch(eqn, frame) and eqn.params.get("reduction_op") is not None:
-        walk.block(eqn, "copies that reduce come in no fixed order")
+        walk.block(eqn, "copies that reduce run in no fixed order")
 
 
 @_for("pallas:semaphore_signal", "mgpu:semaphore_signal", "mgpu:semaphore_signal_parallel")
 def _signal(walk, eqn, frame):
     if not walk.touch(eqn, frame):
         return
-    device = eqn.params["args_tree"].unflatten(eqn.invars)[3]
-    for one in device if isinstance(device, list) else [device]:
-        if _is_remote(walk, one):
-            walk.block(eqn, "it signals a semaphore of another device", True, _axes_of(one))
+    devices = eqn.params["args_tree"].unflatten(eqn.invars)[3]
+    for device in devices if isinstance(devices, list) else [devices]:
+        if _is_remote(walk, device):
+            walk.block(eqn, "it signals a semaphore of another device", True, _axes_of(device))
             return

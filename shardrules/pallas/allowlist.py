@@ -1,22 +1,22 @@
-"""What a kernel may hold and still depend on its operands alone, and why the rest is refused.
+"""The primitives that keep a kernel a function of its operands, and why others are not allowed.
 
-A primitive is named ``family:name``: the family is the part of JAX that defines it, so that a
-user's own primitive called ``add`` is not mistaken for JAX's. What is in none of these
-tables, nor among the walk's actions, is not proven. Some names are here in the forms of several JAX
-versions (``debug_barrier_p``: 0.10, ``debug_barrier``: 0.12).
+A primitive is named ``family:name``. The family is the part of JAX that defines it, so that a
+user's own primitive called ``add`` is not mistaken for JAX's. A primitive that is in none of these
+tables, and has no action in ``actions``, is not allowed. Some names are listed in the forms of
+several JAX versions (``debug_barrier_p``: 0.10, ``debug_barrier``: 0.12).
 """
 
 from __future__ import annotations
 
-__all__ = ["LOCAL", "MEETING", "PURE", "REFUSED", "REMOTE_TRANSFORMS", "TRANSFORMS"]
+__all__ = ["LOCAL", "MEETING", "PURE", "RACE", "REFUSED", "REMOTE_TRANSFORMS", "TRANSFORMS"]
 
 
 def _family(family: str, names: str) -> frozenset[str]:
     return frozenset(f"{family}:{name}" for name in names.split())
 
 
-# Functions of their operands, and operations without a result (hints, fences, prints, checks, waits
-# for what this kernel itself has started).
+# Functions of their operands, and operations without a result (hints, fences, prints, checks, and
+# waits for operations that this kernel started).
 PURE = (
     _family(
         "jax",
@@ -38,7 +38,7 @@ PURE = (
         threefry4x32 tile to_edtype top_k transpose unstack xor zeros_like zeta""",
     )
     | _family("state", "broadcast_to with_memory_space_constraint")
-    # delay spends time and gives nothing back.
+    # delay only takes time; it has no result.
     | _family(
         "pallas",
         """
@@ -53,7 +53,7 @@ PURE = (
         add_dependency bitcast conv has_memory_space pack_elementwise prng_join prng_split repeat
         roll stochastic_round trace_value unpack_elementwise""",
     )
-    # Of a SparseCore: all_reduce_* are over the lanes of one vector, barrier between the subcores.
+    # On a SparseCore, all_reduce_* reduce the lanes of one vector, and barrier joins the subcores.
     | _family(
         "sc",
         """
@@ -71,9 +71,9 @@ PURE = (
         wgmma_accumulator_store wgmma_accumulator_store_p wgmma_wait""",
     )
     | _family("triton", "debug_barrier debug_barrier_p max_contiguous")
-    # It formats its operands and gives nothing back. debug_callback runs the user's Python.
+    # debug_print only formats its operands. (debug_callback runs the user's Python.)
     | _family("debug", "debug_print")
-    # pl.debug_check: it stops the program, or does nothing.
+    # pl.debug_check stops the program or does nothing.
     | _family("checkify", "check")
 )
 
@@ -92,12 +92,12 @@ LOCAL = (
 )
 
 _ASSEMBLY = ("inline code can read a clock or an SM's id", False)
-_TIMING = ("its answer depends on timing", False)
-_RACE = ("what it finds depends on which program comes first", False)
+_TIMING = ("its result depends on timing", False)
+RACE = "the value that it reads depends on which program runs first"
 
 MEETING = "devices meet at a barrier semaphore"
 
-# name -> (reason, whether it shows that the kernel communicates or reads its device's place).
+# name -> (reason, whether it shows that the kernel communicates or reads its device's position).
 REFUSED = {
     "callback:*": ("it calls out of the kernel", False),
     "debug:*": ("it calls out of the kernel", False),
@@ -106,18 +106,18 @@ REFUSED = {
     "mgpu:barrier_test": _TIMING,
     "mgpu:inline_mgpu": _ASSEMBLY,
     "mgpu:inline_mgpu_p": _ASSEMBLY,
-    "mgpu:mgpu_atomic_store": ("the order in which it happens is not fixed", False),
+    "mgpu:mgpu_atomic_store": ("the order of such stores is not fixed", False),
     "mgpu:multimem_load_reduce": ("it reads the memory of other devices", True),
     "mgpu:multimem_store": ("it writes the memory of other devices", True),
     "mgpu:query_cluster_cancel": _TIMING,
     "mgpu:semaphore_signal_multicast": ("it signals semaphores of other devices", True),
     "mgpu:try_cluster_cancel": _TIMING,
-    "pallas:atomic_cas": _RACE,
-    "pallas:get_global": ("it lives on from one run of the kernel to the next", False),
+    "pallas:atomic_cas": (RACE, False),
+    "pallas:get_global": ("its value persists from one run of the kernel to the next", False),
     "pallas:semaphore_read": _TIMING,
-    "sc:sc_fetch_and_add": _RACE,
+    "sc:sc_fetch_and_add": (RACE, False),
     "tpu:get_barrier_semaphore": (MEETING, False),
-    "triton:atomic_cas": _RACE,
+    "triton:atomic_cas": (RACE, False),
     "triton:elementwise_inline_asm": _ASSEMBLY,
     "triton:elementwise_inline_asm_p": _ASSEMBLY,
 }

@@ -1,9 +1,8 @@
-"""Does a Pallas kernel depend on anything but its operands? Its own jaxpr says.
+"""A proof from a Pallas kernel's own jaxpr that its outputs depend on its operands alone.
 
-The audit is an allow list: what is not known to be a function of this device's operands is not
-proven. Whether the kernel is well formed (reads what it has stored, stays in bounds, covers its
-outputs, doesn't race with itself) is another question, taken for granted here: ``check_rule`` asks
-it, in JAX's own interpreter.
+The audit is an allow list: a kernel with any primitive that is not on it is not proven. The audit
+assumes that the kernel is well formed (reads only memory that it has written, stays in bounds,
+covers its outputs, doesn't race with itself); ``check_rule`` tests that in JAX's own interpreter.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ __all__ = ["Audit", "audit_call", "prove"]
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What the audit of a kernel says."""
+    """The result of an audit."""
 
-    blockers: tuple[Blocker, ...] = ()  # what keeps the kernel from being proven; none if it is
+    blockers: tuple[Blocker, ...] = ()  # why the kernel is not proven; empty if it is
 
     @property
     def proven(self) -> bool:
@@ -36,7 +35,7 @@ class Audit:
 
     @property
     def contradicts_no_communication(self) -> bool:
-        """Whether the jaxpr shows communication, or that it reads where its device stands."""
+        """Whether the jaxpr shows that the kernel communicates or reads its device's position."""
         return any(blocker.communicates for blocker in self.blockers)
 
     def __str__(self) -> str:
@@ -44,7 +43,7 @@ class Audit:
 
 
 def audit_call(name: str, params: dict[str, Any], operand_count: int) -> Audit:
-    """Audit each kernel of a ``pallas_call``, ``mpmd_map`` or ``core_map``, once for each jaxpr."""
+    """Audit each kernel of a ``pallas_call``, ``mpmd_map`` or ``core_map``; results are cached."""
     mapping = None
     aliases: tuple[tuple[int, int], ...] = ()
     if name == "pallas_call":
@@ -76,7 +75,7 @@ def audit_call(name: str, params: dict[str, Any], operand_count: int) -> Audit:
         )
         for jaxpr in jaxprs
     ]
-    return Audit(tuple(dict.fromkeys(blocker for one in audits for blocker in one.blockers)))
+    return Audit(tuple(dict.fromkeys(blocker for audit in audits for blocker in audit.blockers)))
 
 
 def prove(primitive: str, params: dict[str, Any], operand_count: int) -> Audit | None:
@@ -88,7 +87,7 @@ def prove(primitive: str, params: dict[str, Any], operand_count: int) -> Audit |
         return None
     try:
         return audit_call(primitive, params, operand_count)
-    except UnsupportedJaxError:  # its kernels are then declared, and never proven
+    except UnsupportedJaxError:  # its kernels can be declared, but not proven
         return None
 
 
@@ -106,7 +105,7 @@ def _audit(
     walk = Walk(names, axes, grid_axes, place_of(jaxpr), ACTIONS)
     try:
         _walk(walk, jaxpr, mapping, inputs, outputs, aliases)
-    except Exception as error:  # noqa: BLE001 - a jaxpr of a form never met is not proven
+    except Exception as error:  # noqa: BLE001 - a jaxpr of an unknown form is not proven
         text = f"the audit can't read its jaxpr ({type(error).__name__}: {error}); please report it"
         return Audit((Blocker("the kernel", text, walk.kernel_place),))
     return Audit(tuple(dict.fromkeys(walk.blockers)))
@@ -119,14 +118,14 @@ def _walk(walk: Walk, jaxpr, mapping, inputs, outputs, aliases) -> None:
             f"the kernel takes {len(jaxpr.invars)} refs, its grid mapping holds {inputs} operands, "
             f"{outputs} outputs and {mapping.num_scratch_operands} scratch buffers"
         )
-    if getattr(jaxpr, "is_high", False):  # JAX's hijax: what their get and swap do is not here yet
-        reason = "it has values of somebody's own types, whose code stands elsewhere"
+    if getattr(jaxpr, "is_high", False):  # hijax: the jaxpr does not show what get and swap do
+        reason = "it has values of types that the user defined, whose code is not in the jaxpr"
         walk.blockers.append(Blocker("the kernel", reason, walk.kernel_place))
     variables = [*jaxpr.constvars, *jaxpr.invars]
     for number, var in enumerate(variables[: len(variables) - scratch]):
         if walk.is_ref(var) and is_semaphore(var.aval):
             label = f"operand or output {number}"
-            reason = f"{label} is a semaphore, which others can signal too"
+            reason = f"{label} is a semaphore, which other kernels can signal too"
             walk.blockers.append(Blocker("the kernel", reason, walk.kernel_place))
     buffers = {var: walk.buffer() for var in variables if walk.is_ref(var)}
     for source, output in aliases:  # they are the same memory
@@ -144,11 +143,11 @@ _CACHE: weakref.WeakKeyDictionary[Any, list] = weakref.WeakKeyDictionary()
 
 
 def _cached(jaxpr: Any, key: tuple, mapping: Any, compute: Callable[[], Audit]) -> Audit:
-    # The grid mapping is kept with its answer, so that its id stays its own.
-    known = _CACHE.setdefault(jaxpr, [])
-    for other, _, answer in known:
-        if key == other:
-            return answer
-    answer = compute()
-    known.append((key, mapping, answer))
-    return answer
+    # The entry keeps the grid mapping alive, so that no other one gets its id.
+    entries = _CACHE.setdefault(jaxpr, [])
+    for cached_key, _, audit in entries:
+        if key == cached_key:
+            return audit
+    audit = compute()
+    entries.append((key, mapping, audit))
+    return audit

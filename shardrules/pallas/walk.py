@@ -1,4 +1,4 @@
-"""One walk over a kernel's jaxpr and those nested in it: what is there that is not an operand?"""
+"""One walk over a kernel's jaxpr and the nested ones: on what but operands may results depend?"""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from shardrules.pallas.allowlist import LOCAL, MEETING, PURE, REFUSED, REMOTE_TR
 
 __all__ = ["Blocker", "Frame", "Walk", "is_semaphore", "mesh_axes", "place_of"]
 
-_MOST_EQUATIONS = 200_000  # a bound on the work, where jaxprs are nested in jaxprs
+_MOST_EQUATIONS = 200_000  # bounds the work, since nested jaxprs are read at each use
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocker:
-    """One thing in a kernel that keeps it from being proven."""
+    """One reason why a kernel is not proven."""
 
     primitive: str  # the primitive's name
-    reason: str  # what is wrong with it, as the end of a sentence
+    reason: str  # the end of the message
     source: str  # ``file:line`` of the kernel's code
-    # whether it shows that the kernel communicates or reads where its device stands, so that a
-    # ``no_communication`` declaration can't be true
+    # whether it shows that the kernel communicates or reads its device's position, which
+    # contradicts a declaration of ``no_communication``
     communicates: bool = False
     axes: tuple[str, ...] = ()  # the mesh axes that it names
 
@@ -51,7 +51,7 @@ def mesh_axes(mesh: Any) -> tuple[str, ...]:
 def is_semaphore(aval: Any) -> bool:
     """Whether a ref holds semaphores or barriers."""
     dtype = getattr(aval, "dtype", "")
-    if isinstance(dtype, np.dtype):  # not one of JAX's own; NumPy's str() is slow
+    if isinstance(dtype, np.dtype):  # no semaphore's dtype; str() of it is slow
         return False
     name = str(dtype).lower()
     return "sem" in name or "barrier" in name
@@ -59,7 +59,7 @@ def is_semaphore(aval: Any) -> bool:
 
 @dataclasses.dataclass
 class Buffer:
-    """One piece of memory, under all the names that nested jaxprs give it."""
+    """One piece of memory, whatever variables of nested jaxprs name it."""
 
     # the kinds of the atomic operations on it
     atomics: set[str] = dataclasses.field(default_factory=set)
@@ -68,7 +68,7 @@ class Buffer:
 
 
 class Frame:
-    """One use of a jaxpr; ``seeded`` once a seed was set on every path to here."""
+    """One use of a jaxpr; ``seeded`` if a seed was set on every path to the current equation."""
 
     def __init__(self, jaxpr: Any, buffers: dict[Any, Buffer], seeded: bool = False):
         self.jaxpr = jaxpr
@@ -83,7 +83,7 @@ class Frame:
 
     @functools.cached_property
     def made_by(self) -> dict[Any, Any]:
-        """From each variable to the equation that makes it."""
+        """Maps each variable to the equation that computes it."""
         return {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
 
     def uses(self, eqn: Any) -> bool:
@@ -92,7 +92,7 @@ class Frame:
 
 
 class Walk:
-    """The walk over a kernel, on cores or threads of ``core_axes``."""
+    """The walk over a kernel that runs on cores or threads of ``core_axes``."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Walk:
         self.names = names
         self.actions = actions
         self.core_axes = frozenset(core_axes)
-        self.local_axes = self.core_axes | frozenset(grid_axes)  # not of the mesh of devices
+        self.local_axes = self.core_axes | frozenset(grid_axes)  # not axes of the device mesh
         self.kernel_place = kernel_place
         self.blockers: list[Blocker] = []
         self._buffers: list[Buffer] = []
@@ -137,10 +137,10 @@ class Walk:
                     "each use",
                 )
             return
-        known = self.names.known
+        names = self.names.known
         for eqn in eqns:
             primitive = eqn.primitive
-            name = known[primitive] if primitive in known else self.name(eqn)
+            name = names[primitive] if primitive in names else self.name(eqn)
             if name in PURE:
                 continue
             if name in self.actions:
@@ -164,7 +164,7 @@ class Walk:
         """Walk over a jaxpr inside an equation; return its frame."""
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         variables = list(inner.invars) if inner is not jaxpr else [*inner.constvars, *inner.invars]
-        if consts:  # from JAX 0.12 each jaxpr is closed, and doesn't tell
+        if consts:  # from JAX 0.12 on all jaxprs are closed, so their kind does not decide
             variables = list(inner.constvars)
         buffers = {
             var: self.buffer_of(frame, atom)
@@ -204,8 +204,8 @@ class Walk:
 
     def is_local(self, eqn: Any) -> bool:
         """Block views of other devices' memory; return whether there are none."""
-        trees = [one for value in eqn.params.values() for one in _trees(value)]
-        problems = [problem for tree in trees for problem in self._strange_views(tree)]
+        trees = [tree for value in eqn.params.values() for tree in _trees(value)]
+        problems = [problem for tree in trees for problem in self._remote_or_unknown(tree)]
         for name, remote in problems:
             self.block(
                 eqn,
@@ -216,7 +216,7 @@ class Walk:
             )
         return not problems
 
-    def _strange_views(self, tree: Any):
+    def _remote_or_unknown(self, tree: Any):
         data = tree.node_data()
         if data is None:
             return
@@ -226,16 +226,15 @@ class Walk:
             if name not in TRANSFORMS:
                 yield cls.__name__, name in REMOTE_TRANSFORMS
         for child in tree.children():
-            yield from self._strange_views(child)
+            yield from self._remote_or_unknown(child)
 
     def finish(self) -> None:
-        """Block atomic operations on memory that is also used otherwise."""
+        """Block atomic operations on memory that is also used in other ways."""
         for buffer in self._buffers:
             if len(buffer.atomics) > 1 or (buffer.atomics and buffer.otherwise):
                 self.block(
                     buffer.last,
-                    "its ref is also read or stored to in other ways, and the order of the two is "
-                    "not fixed",
+                    "its ref is also read or stored to in other ways, in no fixed order",
                 )
 
 
@@ -243,14 +242,14 @@ def _trees(value: Any):
     if hasattr(value, "node_data"):
         yield value
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _trees(one)
+        for item in value:
+            yield from _trees(item)
 
 
 def _axes_of(eqn: Any) -> tuple[str, ...]:
-    found: list[str] = []
+    axes: list[str] = []
     for key in ("axis_name", "axes", "axis_names", "collective_axes"):
         value = eqn.params.get(key)
         values = value if isinstance(value, (tuple, list)) else (value,)
-        found += [a for a in values if isinstance(a, str)]
-    return tuple(dict.fromkeys(found))
+        axes += [a for a in values if isinstance(a, str)]
+    return tuple(dict.fromkeys(axes))

@@ -92,7 +92,7 @@ def test_cotangent_that_may_be_summed_already_is_refused(cpu_mesh):
         jax.jit(jax.grad(loss_of(op, cpu_mesh), (0, 1))).lower(*arguments(cpu_mesh))
     message = str(caught.value)
     assert "returns a cotangent at output[1] that is varying over {data}" in message
-    assert "for a primal that asks for invariant" in message
+    assert "for a primal that needs invariant" in message
     assert "bwd holds all_gather over {data}" in message
     assert "return jax.lax.psum(ct, ('data',)) from bwd" in message
     assert caught.value.axes == {"data"}

@@ -30,9 +30,9 @@ PIPED = dict(in_specs=[ANYWHERE], out_specs=ANYWHERE)
 REMOTE = dict(**PIPED, scratch_shapes=[DMA] * 2)
 
 # What is said of a kernel, and what of that contradicts a declaration of no_communication.
-PLACE = "it asks where this device stands along mesh axis data"
-RACE = "what it finds depends on which program comes first"
-TIMING = "its answer depends on timing"
+PLACE = "it reads this device's position along mesh axis data"
+RACE = "the value that it reads depends on which program runs first"
+TIMING = "its result depends on timing"
 OUT = "it calls out of the kernel"
 ASSEMBLY = "inline code can read a clock or an SM's id"
 MIXED = "its ref is also read or stored to in other ways"
@@ -40,15 +40,15 @@ ACROSS = "it copies to or from another device"
 SIGNALS = "it signals a semaphore of another device"
 COLLECTIVE = "it is a collective over a mesh axis"
 MEETING = "devices meet at a barrier semaphore"
-ADDS = "copies that add come in no fixed order"
+ADDS = "copies that add run in no fixed order"
 STATE = "its state lives outside of the kernel"
 UNLISTED = "it is not on the audit's allow list"
-STRANGE_KEYS = "its keys are of a generator that is not JAX's own"
+STRANGE_KEYS = "its keys belong to a generator that is not JAX's own"
 PEER = "PeerMemRef is a view of another device's memory"
 WRITES = "it writes the memory of other devices"
 READS = "it reads the memory of other devices"
 ALL = "it signals semaphores of other devices"
-NO_TIME = "the order in which it happens is not fixed"
+NO_TIME = "the order of such stores is not fixed"
 CONTRADICTS = {PLACE, ACROSS, SIGNALS, COLLECTIVE, PEER, WRITES, READS, ALL}
 PRNG = "random bits are drawn before a seed is set on every path"
 NO_ORDER = "sums of floating-point numbers in no fixed order differ by rounding between devices"
@@ -288,7 +288,7 @@ def bits_in_a_custom_jvp(x, o):
     o[...] = noisy(x[...])
 
 
-@refused("prng_seed", "it is given no seed")
+@refused("prng_seed", "it has no seed")
 def seed_of_nothing(x, o):
     pltpu.prng_seed()
     o[...] = x[...] + bits()
@@ -313,7 +313,7 @@ def float_atomic(x, into, o):
 
 
 @refused(
-    "atomic_rmw", "the old value that it gives back depends on which program comes first", by=atomic
+    "atomic_rmw", "the old value that it returns depends on which program runs first", by=atomic
 )
 def atomic_with_old_value(counts, into, o):
     o[1] = plt.atomic_add(o, (0,), counts[0])
@@ -348,7 +348,7 @@ def atomic_cas(counts, o):
 
 @refused(
     "masked_load",
-    "a volatile load may find what another program has stored",
+    "a volatile load may read what another program has stored",
     compiler_params=TRITON,
 )
 def volatile_load(x, o):
@@ -550,7 +550,7 @@ def inline_mgpu(x, o):
     o[...] = x[...]
 
 
-@refused("get_global", "it lives on from one run of the kernel to the next", by=mosaic)
+@refused("get_global", "its value persists from one run of the kernel to the next", by=mosaic)
 def global_semaphore(x, o):
     pl.get_global(plgpu.SemaphoreType.REGULAR)
     o[...] = x[...]

@@ -78,7 +78,7 @@ REFUSED = {
     "a semaphore as output": (
         lambda: handing_out_a_semaphore()[0],
         "the kernel",
-        "operand or output 2 is a semaphore, which others can signal too",
+        "operand or output 2 is a semaphore, which other kernels can signal too",
     ),
     **{
         f"axis_index {how}": (k.call(k.inside(k.device_place, how)), "axis_index", k.PLACE)
@@ -104,7 +104,7 @@ REFUSED = {
     "Mosaic: reducing copy": (
         k.mosaic(functools.partial(k.smem_copy, reduction_op="add"), scratch=(k.SMEM, k.BARRIER)),
         "copy_smem_to_gmem",
-        "copies that reduce come in no fixed order",
+        "copies that reduce run in no fixed order",
     ),
     "Mosaic: which tile": (k.mosaic(k.next_tile, **k.TILES), "query_cluster_cancel", k.TIMING),
     "SparseCore: fetch and add": (
@@ -231,7 +231,9 @@ def test_a_semaphore_from_outside_is_not_the_kernels_own():
 
     _, eqn = kernels_in(jax.make_jaxpr(run)().jaxpr)
     (blocker,) = pallas.audit_call("pallas_call", eqn.params, len(eqn.invars)).blockers
-    assert blocker.reason == "operand or output 1 is a semaphore, which others can signal too"
+    assert (
+        blocker.reason == "operand or output 1 is a semaphore, which other kernels can signal too"
+    )
 
 
 @pytest.mark.parametrize(
@@ -305,7 +307,7 @@ def test_values_of_somebodys_own_types_are_not_proven():
     (eqn,) = kernels_in(jax.make_jaxpr(k.call(k.copy))().jaxpr)
     high = eqn.params["jaxpr"].replace(is_high=True)
     (blocker,) = pallas.audit_call("pallas_call", {**eqn.params, "jaxpr": high}, 1).blockers
-    assert "values of somebody's own types" in blocker.reason
+    assert "types that the user defined" in blocker.reason
 
 
 @pytest.mark.parametrize(

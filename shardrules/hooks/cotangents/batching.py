@@ -16,8 +16,8 @@ class BatchedVjpHooks(Hooks):
     """The hooks on a custom_vjp under ``vmap(..., spmd_axis_name=...)``."""
 
     # vmap sums the cotangent of an unbatched primal over the batch, and each device holds a part of
-    # the batch: JAX (0.6.0 to 0.12) adds no psum over the axes that carry it, and then refuses the
-    # cotangent's type.
+    # the batch. JAX (0.6.0 to 0.12) adds no psum over the mesh axes that carry the batch, and then
+    # rejects the cotangent's type.
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
@@ -64,7 +64,7 @@ class BatchedVjpHooks(Hooks):
         batched = self.door.batch_bwd(inner, tag, axis_data, *rest, **named)
         dims = rest[1] if len(rest) > 1 else named["out_dim_dests"]
         return self.door.wrapped(
-            # Primals that came to vary over these axes have a cast before, which sums.
+            # Primals that were cast to vary over these axes are summed by the cast's transpose.
             lambda *args: self._sum(
                 batched.call_wrapped(*args), primals, axes - self.state.here.primals_over[0], dims
             ),

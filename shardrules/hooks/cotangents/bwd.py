@@ -1,8 +1,8 @@
-"""One run of a custom_vjp's bwd: the cotangents that it returns, and what its jaxpr says of them.
+"""One run of a custom_vjp's bwd: the cotangents that it returns, and the proofs on its jaxpr.
 
-A bwd is written for one device. Whether it returns this device's share of a gradient, or the whole,
-follows from what it communicates and from how its cotangents arrive; where that does not tell, the
-answer is an error that shows both right forms.
+A bwd is written for one device. Its communication and the types of the cotangents that arrive
+decide whether it returns this device's share of a gradient or the whole gradient. Where they don't
+decide, an error shows both correct forms.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardrules.registry.suggestions import is_library
 
 __all__ = ["Bwd"]
 
-# Parts of the names of JAX's primitives that sum over mesh axes, and of the rules that do.
+# Parts of the names of JAX's primitives, and of rules, that sum over mesh axes.
 _REDUCTIONS = ("psum", "reduce_scatter")
 _REDUCING_RULES = ("all_reduce", "reduce_scatter")
 
@@ -83,12 +83,12 @@ class Bwd:
         return self.entering[self.first :]
 
     def cotangents(self) -> Any:
-        """Run bwd, by its jaxpr."""
-        # The checks read the jaxpr: tracing bwd's kernels twice would double the time of the
+        """Run bwd's jaxpr."""
+        # The checks read the same jaxpr. Tracing bwd's kernels twice would double the time of the
         # backward pass.
         try:
             return self._trace.run()
-        except AxisError as error:  # a gradient of a value that varies now
+        except AxisError as error:  # jax.grad of a value that now varies
             if not is_library(self.parts.place) or not hasattr(error, "why"):
                 raise
             raise CotangentError(
@@ -98,18 +98,18 @@ class Bwd:
             ) from None
 
     def share(self, path, axes: frozenset[str]) -> Any:
-        """Return this device's share of a cotangent that bwd sums, or None if it can't be told."""
+        """Return this device's share of a cotangent that bwd sums, or None if that is unproven."""
         return Shares(self.door, self._trace, axes).of(self._trace.paths.index(path))
 
     def differs(self, path) -> frozenset[str]:
         """Return the axes along which devices may hold different values of one cotangent."""
-        # The type may name more: a primal that was cast is still equal along these axes.
+        # The type may name more axes: a value that was cast is still equal along them.
         seen = self._seen()
         if seen is None:
             return self.mesh_axes
-        return frozenset().union(*(one.axes for one in self._origins(path, seen).outputs))
+        return frozenset().union(*(origin.axes for origin in self._origins(path, seen).outputs))
 
-    # What the jaxpr shows.
+    # Checks of the jaxpr.
 
     def check(self, ct: Cotangent) -> None:
         """Raise unless a cast and a psum give this cotangent its primal's type."""
@@ -123,10 +123,11 @@ class Bwd:
 
     def check_share(self, ct: Cotangent, axes: frozenset[str]) -> None:
         """Raise unless this cotangent is one device's share of the sum over ``axes``."""
-        # It is a share if nothing that it depends on communicates over them, and each cotangent
-        # that it depends on varies over them. If one is invariant, the outputs are one value for
-        # all devices, and what varies came from a residual, perhaps of a gathered argument: then it
-        # may be the whole. All of bwd is asked first, since its parts then need no look.
+        # It is a share if nothing that it depends on communicates over these axes, and each
+        # arriving cotangent that it depends on varies over them. Where one of these is invariant,
+        # the output is one value for all devices, and a residual, perhaps of a gathered argument,
+        # made this one vary: it may be the whole gradient. The whole jaxpr is searched first: where
+        # it does not communicate, no slice of it does.
         if any(self._communicates(self._trace.jaxpr, axes)):
             for call in self._communicates(self._sliced(ct.path), axes):
                 raise self.refusals.undecided(ct, axes, f"bwd holds {call}")
@@ -136,12 +137,12 @@ class Bwd:
             raise self.refusals.undecided(
                 ct,
                 summed,
-                f"it is made of a residual that the forward summed over {show_axes(summed)} or "
-                "gathered, as jax.grad sums there for what is invariant (and not for "
-                f"shardrules.vary(w, {quoted(summed)})): no cotangent that varies makes shares "
-                "of it",
+                f"it depends on a residual that the forward summed over {show_axes(summed)} or "
+                "gathered (jax.grad sums the gradient of an invariant value, but not that of "
+                f"shardrules.vary(w, {quoted(summed)})), and such a residual is not one "
+                "device's share",
             )
-        if all(axes <= _axes(one) for one in self._arriving):
+        if all(axes <= _axes(arriving) for arriving in self._arriving):
             return
         used = self._used(ct.path)
         for i in used:
@@ -151,70 +152,71 @@ class Bwd:
                     ct,
                     whole,
                     f"the cotangent that arrives for output {i} is invariant over "
-                    f"{show_axes(whole)}: what varies comes from a residual or an argument, and "
-                    "these may be gathered",
+                    f"{show_axes(whole)}, so this one varies because of a residual or an argument, "
+                    "and these may be gathered",
                 )
-        is_zero = all(one.number == 0 for one in self._origins(ct.path).outputs)
+        is_zero = all(origin.number == 0 for origin in self._origins(ct.path).outputs)
         if not used and not is_zero:
             raise self.refusals.undecided(
                 ct, axes, "it depends on no cotangent that arrives, only on residuals"
             )
 
     def _check_sums(self, ct: Cotangent) -> None:
-        """Raise if this cotangent depends on a sum of what is equal on the devices."""
-        # The cotangent of an output that is invariant over an axis arrives summed over it; a bwd
+        """Raise if this cotangent depends on a sum of values that are equal on the devices."""
+        # The cotangent of an output that is invariant over an axis arrives summed over it. A bwd
         # that is right with the check off (psum, psum_scatter) then gives N times the gradient.
-        # Only a forward that itself sums equal values over the axis has such a bwd.
+        # Such a sum is right only where the forward itself sums equal values over the axis.
         arriving = frozenset().union(*map(_axes, self._arriving))
         dropped = _axes(ct.want) - arriving
         if not any(self._communicates(self._trace.jaxpr, self.mesh_axes, reductions=True)):
             return
-        # JAX accepts a bwd that varies as its primal does. It may be right where no kernel
-        # dropped the axis (a forward that is more than one reduction); where one did, it is not.
+        # JAX accepts a cotangent that varies as its primal does. It may be right where no kernel
+        # made an output invariant over the axis (a forward of several reductions). Where a kernel
+        # did, it is wrong.
         by = next(self._communicates(self._sliced(ct.path), dropped, reductions=True), None)
         if dropped and by is not None:
             kernel = self._forward.dropping(dropped)
             if kernel is not None or not dropped <= ct.have.varying:
                 raise self.refusals.summed(ct, dropped, by, kernel)
         origins = self._origins(ct.path)
-        for one in self._reductions(ct.path, arriving):
-            equal = one.axes - one.origin.axes
-            if not equal or all(i < self.first for i in self._leaves(one.origin)):
+        for reduction in self._reductions(ct.path, arriving):
+            equal = reduction.axes - reduction.origin.axes
+            if not equal or all(i < self.first for i in self._leaves(reduction.origin)):
                 continue
-            sizes = {size_of(equal), size_of(one.axes)}
-            # A mean of equal values changes nothing; where the forward divides by the number
-            # of devices, it is the psum that is right with the check off, and that division.
+            sizes = {size_of(equal), size_of(reduction.axes)}
+            # A mean of equal values changes nothing. But where the forward divides by the number
+            # of devices, this is a psum (right with the check off) and that division's transpose.
             again = origins.scalings(sizes) - self._forward.scalings(sizes)
-            if one.is_mean(*sizes) and again >= 0:
+            if reduction.is_mean(*sizes) and again >= 0:
                 continue  # pmean
             summed, averaged = self._forward.equals()
             equal -= summed
             if equal <= averaged and origins.divisions(sizes):
                 continue  # the forward's pmean, differentiated
             if equal:
-                raise self.refusals.summed(ct, equal, one.text, self._forward.dropping(equal))
+                raise self.refusals.summed(ct, equal, reduction.text, self._forward.dropping(equal))
 
     def _check_whole(self, ct: Cotangent) -> None:
-        """Raise if each device would get the sum of all devices' cotangents of one output."""
-        # That sum is an invariant output's cotangent. For a primal that varies it is right where
-        # the forward made the output by a collective along that axis, since a psum is transposed to
-        # the identity. Elsewhere (straight-through estimators, gradients that are replaced) each
-        # device has a cotangent of its own.
+        """Raise if each device would receive the sum of all devices' cotangents of one output."""
+        # An invariant output's cotangent is that sum. For a varying primal it is right where the
+        # forward made the output by a collective along that axis, since a psum's transpose is the
+        # identity. Elsewhere (straight-through estimators, replaced gradients) each device has a
+        # cotangent of its own.
         arriving = self._arriving
         for axis in sorted(ct.want.varying):
-            if all(axis in one.axes for one in arriving):
+            if all(axis in type_.axes for type_ in arriving):
                 continue
             for i in sorted(self._used(ct.path)):
                 if axis in arriving[i].axes:
                     continue
                 outputs = self._forward.outputs(len(arriving))
-                why = "whether the forward makes it of that primal can't be seen a second time"
+                why = "the forward can't be traced again to see whether it depends on that primal"
                 averaged = False
                 if outputs is not None:
                     have, origin = outputs[i]
                     if axis in have.axes:
                         continue
-                    why = "the forward does not make it of that primal"
+                    why = "in the forward it does not depend on that primal"
                     if (ct.index, axis) in origin.crossed:
                         why, averaged = self._unscaled(ct, axis)
                 if why and i in self._used(ct.path, axis):
@@ -225,14 +227,14 @@ class Bwd:
         if size_of(frozenset((axis,))) == 1:
             return "", False
         sums = self._forward.sums(ct.index)
-        means = [one for one in sums if one.is_mean(size_of(one.axes), size_of(one.differing))]
-        averaged = ct.want.varying & frozenset().union(*(one.differing for one in means))
-        sums = [one for one in sums if axis in one.differing]
+        means = [s for s in sums if s.is_mean(size_of(s.axes), size_of(s.differing))]
+        averaged = ct.want.varying & frozenset().union(*(mean.differing for mean in means))
+        sums = [s for s in sums if axis in s.differing]
         size = size_of(averaged)
-        if size and sums and all(one in means for one in sums):
+        if size and sums and all(s in means for s in sums):
             scale = self._origins(ct.path, self._seen() or ()).scale
             scale *= self._forward.saved_scale(len(self._arriving))
-            # A mean over elements is divided by their number too, if bwd does so visibly.
+            # A mean over elements is divided by their number too, if bwd shows that division.
             elements = self._forward.origins.mean_size
             needed = size * (elements if _divides(elements, scale) else 1)
             text = "the forward averages that primal, and bwd doesn't divide by the device count"
@@ -242,8 +244,8 @@ class Bwd:
         return "", False
 
     def _check_others(self, ct: Cotangent) -> None:
-        """Raise if a cotangent that is equal along axes is made of cotangents that differ."""
-        # Its primal differs there, so the sum holds the cotangents of other devices' values.
+        """Raise if a cotangent is equal along axes over which its primal and others differ."""
+        # It is then a sum, which holds the cotangents of other devices' values.
         used = self._used(ct.path)
         outputs = self._forward.outputs(len(self._arriving))
         axes = ct.missing & frozenset().union(*(_axes(self._arriving[i]) for i in used))
@@ -255,9 +257,9 @@ class Bwd:
                 raise self.refusals.of_others(ct, axes, by)
 
     def _check_type(self, ct: Cotangent) -> None:
-        """Raise if JAX typed this cotangent invariant and it isn't."""
-        # JAX refuses a cotangent that varies less than its primal, and our cast makes it pass:
-        # where the type is wrong (an opaque primitive), that error was the only sign of it.
+        """Raise if JAX wrongly typed this cotangent as invariant."""
+        # JAX rejects a cotangent that varies less than its primal; our cast makes it pass. Where
+        # the type is wrong (an opaque primitive), JAX's error was the only sign of it.
         for equation in equations(self._sliced(ct.path)):
             name = equation.primitive.name
             if self.hooks.state.opaque_call_of(equation.primitive, equation.params) is not None:
@@ -272,7 +274,7 @@ class Bwd:
                 if lost - kept.axes:
                     raise self.refusals.lost(ct, lost, lost - kept.axes, name)
 
-    # How it is found.
+    # Lookups in the jaxprs.
 
     @functools.cached_property
     def _trace(self) -> Trace:
@@ -291,7 +293,7 @@ class Bwd:
 
     @functools.cached_property
     def _forward(self) -> Forward:
-        primals = [_axes(one) for one in self.primals]
+        primals = [_axes(primal) for primal in self.primals]
         opaque_call_of = self.hooks.state.opaque_call_of
         return Forward(self.door, opaque_call_of, self.mesh_axes, self.parts, primals)
 
@@ -299,8 +301,8 @@ class Bwd:
         return self._forward.saved(len(self.entering) - self.first, len(self.entering))
 
     def _seen(self) -> list[Origin] | None:
-        """Return the axes along which each argument differs, and constants, as fwd shows them."""
-        saved, entering = self._saved(), [Origin(axes=_axes(one)) for one in self.entering]
+        """Return the axes along which each argument differs, and its constants, as fwd shows."""
+        saved, entering = self._saved(), [Origin(axes=_axes(type_)) for type_ in self.entering]
         if saved is None:
             return None
         kept = [
@@ -310,11 +312,11 @@ class Bwd:
         return kept + entering[len(saved) :]
 
     def _origins(self, path, seen: Sequence[Origin] = (), declared: str = "") -> Origins:
-        """Return one cotangent's origins, by the types of bwd's arguments or by what fwd shows."""
+        """Return one cotangent's origins, from the types of bwd's arguments or from ``seen``."""
         kept = not seen and not declared
         if kept and path in self._cached:
             return self._cached[path]
-        seen = seen or [Origin(axes=_axes(one)) for one in self.entering]
+        seen = seen or [Origin(axes=_axes(type_)) for type_ in self.entering]
         inputs = [
             seen[leaf]
             if seen[leaf].number is not None
@@ -328,7 +330,7 @@ class Bwd:
         return origins
 
     def _leaves(self, origin: Origin) -> set[int]:
-        """Return which leaves of the arguments an origin's inputs are."""
+        """Return the leaves of the arguments that an origin's inputs are."""
         return {self._trace.dynamic[i] for i in origin.inputs}
 
     def _origin(self, path, declared: str = "") -> Origin:
@@ -336,37 +338,37 @@ class Bwd:
         return functools.reduce(Origin.__or__, origins.outputs, NOWHERE)
 
     def _used(self, path, declared: str = "") -> set[int]:
-        """Return the outputs whose cotangents it holds; without those cast over ``declared``."""
+        """Return the outputs whose cotangents it needs, without those cast over ``declared``."""
         leaves = self._leaves(self._origin(path, declared))
         return {i - self.first for i in leaves if i >= self.first}
 
     def _reductions(self, path, arriving: frozenset[str]) -> Sequence[Reduction]:
         """Return the sums over mesh axes that one cotangent depends on."""
-        # A residual that was cast may still be equal, whatever its type. That matters over an axis
-        # along which no cotangent differs (they differ along ``arriving``); the forward shows it.
+        # A residual that was cast may still be equal on the devices. That matters over axes along
+        # which no cotangent differs (they differ along ``arriving``), and the forward shows it.
         typed = self._origins(path).reductions
-        if all(one.axes & one.origin.axes <= arriving for one in typed):
+        if all(reduction.differing <= arriving for reduction in typed):
             return typed
         seen = self._seen()
         return typed if seen is None else self._origins(path, seen).reductions
 
     def _summed_before(self, residuals: Sequence[int], axes: frozenset[str]) -> frozenset[str]:
         """Return the axes over which the forward summed a gradient that these residuals hold."""
-        # Other sums are statistics, if they were saved with what varies there. A forward that can't
-        # be traced again may have done either.
+        # Sums saved beside a residual that varies over the axis are statistics. A forward that
+        # can't be traced again may hold either.
         equal = axes.difference(*(_axes(self.entering[i]) for i in residuals))
-        asked = axes if self.parts.gradients else equal
-        if not asked or not residuals:
+        suspect = axes if self.parts.gradients else equal
+        if not suspect or not residuals:
             return frozenset()
         saved = self._saved()
         if saved is None:
-            return asked
+            return suspect
         sums = frozenset().union(*(saved[i].sums for i in residuals))
         gradients = frozenset().union(*(saved[i].gradients for i in residuals))
         return axes & gradients | equal & sums
 
     def _sliced(self, path):
-        """Return the jaxpr of what one cotangent depends on."""
+        """Return the part of the jaxpr that one cotangent depends on."""
         trace = self._trace
         used = [p == path for p in trace.paths]
         if path not in trace.returned:  # a bwd that returns another structure each time
@@ -376,12 +378,12 @@ class Bwd:
     def _communicates(
         self, jaxpr, axes: frozenset[str], *, reductions: bool = False
     ) -> Iterator[str]:
-        """Describe each equation that may move data along ``axes``, or may sum over them."""
+        """Describe each equation that may move data along ``axes``, or only those that may sum."""
         for equation in equations(jaxpr):
             name = equation.primitive.name
-            known = self.hooks.state.opaque_call_of(equation.primitive, equation.params)
-            if known is not None:
-                yield from self._opaque(known, len(equation.outvars), axes, reductions)
+            opaque = self.hooks.state.opaque_call_of(equation.primitive, equation.params)
+            if opaque is not None:
+                yield from self._opaque(opaque, len(equation.outvars), axes, reductions)
                 continue
             over = named_axes(equation.params) & axes
             if not over or name in CASTS or name == "axis_index":
@@ -390,21 +392,21 @@ class Bwd:
                 yield f"{name} over {show_axes(over)}"
 
     def _opaque(
-        self, known, output_count: int, axes: frozenset[str], reductions: bool
+        self, opaque, output_count: int, axes: frozenset[str], reductions: bool
     ) -> Iterator[str]:
-        if known.registration is None:
+        if opaque.registration is None:
             if self.hooks.state.scope.policy != COLLECT:
-                yield f"{known.call}, which has no rule"
+                yield f"{opaque.call}, which has no rule"
             return
-        rule = known.registration.rule
+        rule = opaque.registration.rule
         if reductions and not any(word in rule.name for word in _REDUCING_RULES):
             return
-        # A kernel that returns nothing (a core_map) writes to refs: one effect speaks for them all.
+        # A kernel that returns nothing (a core_map) writes to refs: one effect describes them all.
         for effect in rule.effects(output_count or 1) or (Effect("unknown"),):
             if effect.kind in ("unknown", "typed"):
-                yield f"{known.call}, whose rule {rule!r} does not say what it communicates"
+                yield f"{opaque.call}, whose rule {rule!r} does not say what it communicates"
             elif set(effect.axes) & axes:
-                yield f"{known.call}, whose rule is {rule!r}"
+                yield f"{opaque.call}, whose rule is {rule!r}"
 
 
 def _axes(type_: AxisType) -> frozenset[str]:

@@ -1,10 +1,9 @@
 """custom_vjp under shard_map's check: scopes that outlive the trace, cotangents of the right type.
 
-A bwd is written by hand, and JAX asks that each cotangent has its primal's type. A kernel's
-cotangent for a replicated weight varies over the batch's axes: it is one device's share, and the
-psum that makes it whole is exactly the one that is needed. But a bwd that communicates may have
-summed already, and a second psum would silently give N times the gradient; so the psum is put in
-only where bwd's jaxpr shows that it can't have.
+JAX requires each cotangent that a bwd returns to have its primal's type. A kernel's cotangent for a
+replicated weight varies over the batch's axes: it is one device's share, and one psum makes it
+whole. But a bwd that communicates may have summed already, and a second psum would silently give N
+times the gradient. So we insert the psum only where bwd's jaxpr proves that it has not summed.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ __all__ = ["CustomVjpHooks", "FlatBwd", "Run"]
 
 @dataclasses.dataclass(frozen=True)
 class FlatBwd:
-    """A bwd, and what JAX flattens its cotangents with."""
+    """A bwd, and the arguments with which JAX flattens its cotangents."""
 
     fun: Any
     in_tree: Any  # the pytree of the primals
     in_avals: tuple[Any, ...]
     trees: Any  # returns the outputs' and residuals' trees, once fwd ran
-    others: tuple[Any, ...]  # what else JAX's function takes
+    rest: tuple[Any, ...]  # the other arguments of JAX's function
     scope: Scope  # the scope that its forward ran under
 
 
 Run = Callable[[FlatBwd], Any]
-Stage = Callable[[FlatBwd, Run], Any]  # calls what it is given with that bwd, or with another one
+Stage = Callable[[FlatBwd, Run], Any]  # calls the run with that bwd, or with another one
 
 
 class CustomVjpHooks(Hooks):
@@ -50,8 +49,8 @@ class CustomVjpHooks(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        # From what JAX hands on from fwd to bwd (a function that returns their trees) to fwd,
-        # whether that takes gradients, and which of its arguments are perturbed.
+        # JAX passes a function that returns the trees from fwd to bwd. It is the key here; the
+        # value is fwd, whether fwd takes gradients, and which of its arguments are perturbed.
         self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
@@ -72,7 +71,7 @@ class CustomVjpHooks(Hooks):
 
             leaves = jax.tree_util.tree_leaves(args)
             kind = jax.custom_derivatives.CustomVJPPrimal
-            perturbed[:] = [one.perturbed for one in leaves if isinstance(one, kind)]
+            perturbed[:] = [leaf.perturbed for leaf in leaves if isinstance(leaf, kind)]
 
         scoped = self._scoped(fun, self._inside(), gradients, see)
         if not self.state.active:
@@ -101,14 +100,14 @@ class CustomVjpHooks(Hooks):
         scope = self._inside()
         if not scope.active:
             return flat
-        in_tree, in_avals, trees, *others = rest
-        bwd = FlatBwd(fun, in_tree, tuple(in_avals), trees, tuple(others), scope)
+        in_tree, in_avals, trees, *rest = rest
+        bwd = FlatBwd(fun, in_tree, tuple(in_avals), trees, tuple(rest), scope)
 
         def run(stages, bwd, args):
             if stages:
                 return stages[0](bwd, lambda bwd: run(stages[1:], bwd, args))
-            rest = bwd.in_tree, bwd.in_avals, bwd.trees, *bwd.others
-            return self.door.flatten_bwd(bwd.fun, *rest).call_wrapped(*args)
+            flat = self.door.flatten_bwd(bwd.fun, bwd.in_tree, bwd.in_avals, bwd.trees, *bwd.rest)
+            return flat.call_wrapped(*args)
 
         return self.door.wrapped(lambda *args: run(self.stages, bwd, args), flat)
 
@@ -120,7 +119,7 @@ class CustomVjpHooks(Hooks):
         return CustomVjpInfo(name, fwd, gradients, perturbed, tree, avals, place, None, bwd.fun)
 
     def _inside(self) -> Scope:
-        # fwd and bwd are not inside the innermost reverse pass themselves.
+        # fwd and bwd run outside the innermost reverse pass.
         scope = self.state.scope
         count = scope.derivatives_count
         return dataclasses.replace(scope, derivatives_count=count - 1) if count else scope
@@ -134,7 +133,7 @@ class CustomVjpHooks(Hooks):
         return self.door.scoped(fun, enter, scope, see)
 
     def _enter(self, name: str, scope: Scope, gradients: list[None] | None = None):
-        """Enter the scope of a custom_vjp; refuse to run it without the hooks."""
+        """Enter the scope of a custom_vjp; raise if the hooks are gone."""
         if not self.state.patched and self.door.checking():
             raise self.state.outlived(f"{name!r}, of a custom_vjp,", function=name)
         context = contextlib.ExitStack()
@@ -143,10 +142,10 @@ class CustomVjpHooks(Hooks):
             context.enter_context(self.state.recording_gradients(gradients))
         return context
 
-    # The stages of a bwd, which is traced when the scope that its forward ran under has closed.
+    # The stages of a bwd. It is traced after the scope of its forward has closed.
 
     def _widen(self, bwd: FlatBwd, run: Run) -> Any:
-        """Ask bwd for cotangents of primals that vary more than when it was traced."""
+        """Run a bwd whose primals vary over more axes than when it was traced."""
         with self.state.of(Retyping).inside_bwd() as (axes, by_cast):
             if not axes:
                 return run(bwd)
@@ -159,9 +158,9 @@ class CustomVjpHooks(Hooks):
         return self.door.with_axis_type(aval, widened(self.door.axis_type(aval), axes))
 
     def _shares(self, fun, parts, axes, by_cast, *args):
-        """Run a bwd; of a cotangent that is the full sum, give each device its part."""
-        # A bwd that was written for an invariant primal may reduce its cotangent. The primal's cast
-        # is before the branch now, and the cast's psum adds what the devices return.
+        """Run a bwd, and replace each cotangent that is a full sum by this device's share."""
+        # A bwd that was written for an invariant primal may reduce its cotangent. The primal is now
+        # cast before the branch, and the cast's psum adds up what the devices return.
         import jax
 
         if by_cast:
@@ -171,14 +170,14 @@ class CustomVjpHooks(Hooks):
         kept = self.state.here.bwds is not None
         cotangents = bwd.cotangents() if by_cast or kept else fun(*args)
 
-        def one(path, index, value):
+        def share_of(path, index, value):
             if isinstance(value, self.door.SymbolicZero) or not is_inexact(value):
                 return value
             aval = parts.in_avals[index]
             have = self.door.axis_type(self.door.typeof(value))
             want = self.door.cotangent_type(aval)
             share = by_cast & have.varying - want.varying - want.unreduced
-            equal = share and share - bwd.differs(path)  # it varies by the cast alone
+            equal = share and share - bwd.differs(path)  # typed varying only because of the cast
             share -= equal
             if share:
                 bwd.check_share(Cotangent(path, index, have, want), share)
@@ -191,7 +190,7 @@ class CustomVjpHooks(Hooks):
             order = tuple(a for a in self.door.manual_axes() if a in whole)
             return self.door.cast(value / jax.lax.psum(1, order), have.vary(*whole))
 
-        return parts.each(cotangents, one)
+        return parts.each(cotangents, share_of)
 
     def _type(self, bwd: FlatBwd, run: Run) -> Any:
         typed = self.door.transformation(self._run_bwd)(bwd.fun, bwd.scope, self.parts(bwd))
@@ -211,17 +210,17 @@ class CustomVjpHooks(Hooks):
     def _match(self, bwd, parts, cotangents):
         import jax
 
-        def one(path, index, value):
+        def match(path, index, value):
             if getattr(value, "dtype", None) == jax.dtypes.float0:
                 return value
             primal = parts.in_avals[index]
-            if isinstance(value, self.door.SymbolicZero):  # zero varies over whatever it has to
+            if isinstance(value, self.door.SymbolicZero):  # a zero may have any type
                 return self.door.SymbolicZero(
                     self.door.with_axis_type(value.aval, self.door.cotangent_type(primal))
                 )
             return self._cotangent(path, index, value, primal, bwd)
 
-        return parts.each(cotangents, one)
+        return parts.each(cotangents, match)
 
     def _cotangent(self, path, index, value, primal, bwd):
         import jax

@@ -1,11 +1,10 @@
 """Forward mode under shard_map's check: a primal varies at least as its tangent does.
 
-A probe for each device (Hutchinson's, a forward gradient, expm_frechet) is a varying tangent of an
-invariant primal. JAX (0.6 to 0.12) gives tangents the types of their primals wherever it traces a
-jaxpr (jit, scan, cond, a custom_jvp), so the result was typed invariant, silently, or types no
-longer matched. Each pair is cast to the join of both, as if the primal had been cast before jvp was
-called: what is differentiated in reverse inside of it is then one function for each device, and
-its gradient that device's own.
+A random probe that differs by device (Hutchinson's estimator, a forward gradient) is a varying
+tangent of an invariant primal. JAX (0.6 to 0.12) gives tangents the types of their primals wherever
+it traces a jaxpr (jit, scan, cond, a custom_jvp), so the result was silently typed invariant, or
+types no longer matched. We cast primal and tangents to the join of their types, as if the primal
+had been cast before jvp was called. A gradient taken inside is then each device's own.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class ForwardHooks(Hooks):
     """The hooks of forward mode and of ``jet``, where a primal meets its tangents."""
 
     def install(self, patches: Patches) -> None:
-        """Replace what makes a tracer of a primal and its tangent, or its series."""
+        """Replace the constructors of JVP and jet tracers."""
         door = self.door
         patches.attribute(*door.owner("jvp_tracer"), self._jvp_tracer)
         patches.attribute(door.JetTracer, "__init__", self._jet_tracer(door.JetTracer.__init__))
@@ -45,15 +44,15 @@ class ForwardHooks(Hooks):
 
     def _joined(self, trace, primal: Any, tangents) -> tuple[Any, list[Any]]:
         values = [primal, *tangents]
-        types = [self._type(one) for one in values]
-        known = [one for one in types if one is not None]
-        union = frozenset().union(*(one.varying for one in known))
-        if types[0] is None or all(union == one.varying for one in known):
+        types = [self._type(value) for value in values]
+        varying = [type_.varying for type_ in types if type_ is not None]
+        union = frozenset().union(*varying)
+        if types[0] is None or all(union == axes for axes in varying):
             return primal, list(tangents)
         with self.door.set_current_trace(trace.parent_trace):
             primal, *tangents = (
-                one if have is None else self.door.cast(one, widened(have, union))
-                for one, have in zip(values, types)
+                value if have is None else self.door.cast(value, widened(have, union))
+                for value, have in zip(values, types)
             )
         return primal, tangents
 

@@ -1,8 +1,8 @@
 """Each device's share of a cotangent that a bwd sums over the devices.
 
-In a branch that only some devices take, the sum would wait for the others. The primal is cast
-before the branch, and the cast's own sum comes after it. So the sum inside is left out where all
-that follows it is linear.
+In a branch that only some devices take, the sum would wait for the other devices. The primal is
+cast before the branch, and the cast's transpose sums after it. So we leave out the sum inside the
+branch where everything that follows it is linear.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardrules.hooks.cotangents.traced import Trace
 
 __all__ = ["Shares"]
 
-# What is linear in its first operand, in one of two, in all of them together.
+# Primitives that are linear in the first operand, in either operand, in all operands together.
 _FIRST = frozenset(
     "broadcast_in_dim copy copy_p div expand_dims neg reduce_sum reshape rev slice squeeze "
     "transpose".split()
@@ -25,7 +25,7 @@ _TOGETHER = frozenset({"add", "add_any", "sub"})
 
 
 class Shares:
-    """This device's shares of what a bwd's jaxpr sums over mesh axes."""
+    """This device's shares of the sums over mesh axes in a bwd's jaxpr."""
 
     def __init__(self, door: Door, trace: Trace, axes: frozenset[str]):
         self.door = door
@@ -36,16 +36,14 @@ class Shares:
 
     def of(self, at: int) -> Any:
         """Return output ``at``'s share; None where its sum can't be left out."""
-        inputs = self.jaxpr.constvars, self.jaxpr.invars
-        known = [*map(len, inputs)] == [len(self._constants), len(self._arrays)]
-        out = self.jaxpr.outvars[at]
-        if not (known and self._is_sum(out)):
+        jaxpr, out = self.jaxpr, self.jaxpr.outvars[at]
+        if len(jaxpr.constvars) != len(self._constants) or len(jaxpr.invars) != len(self._arrays):
             return None
-        return self._share(out)
+        return self._share(out) if self._is_sum(out) else None
 
     def _is_sum(self, atom: Any) -> bool:
         """Whether a value is linear in sums over the axes, so that shares of them add up to it."""
-        # What else it is made of is equal along them, as the output is.
+        # All other values that it depends on are equal along the axes, as the output is.
         eqn = None if hasattr(atom, "val") else self._made.get(atom)
         if eqn is None:
             return False
@@ -80,12 +78,12 @@ class Shares:
             if eqn.primitive.name in _TOGETHER:  # each device adds its part
                 value = value / jax.lax.psum(1, tuple(sorted(self.axes)))
             operands.append(value)
-        return eqn.primitive.bind(*self._alike(operands), **eqn.params)
+        return eqn.primitive.bind(*self._same_type(operands), **eqn.params)
 
-    def _alike(self, operands: list[Any]) -> list[Any]:
+    def _same_type(self, operands: list[Any]) -> list[Any]:
         types = [self.door.axis_type(self.door.typeof(x)) for x in operands]
-        union = frozenset().union(*(one.varying for one in types))
-        return [self.door.cast(x, one.vary(*union)) for x, one in zip(operands, types)]
+        union = frozenset().union(*(type_.varying for type_ in types))
+        return [self.door.cast(x, type_.vary(*union)) for x, type_ in zip(operands, types)]
 
     def _whole(self, atom: Any) -> Any:
         """Evaluate a value as bwd computes it."""
@@ -96,7 +94,7 @@ class Shares:
         needed, eqns = {atom}, []
         for eqn in reversed(self.jaxpr.eqns):
             if not needed.isdisjoint(eqn.outvars):
-                needed.update(one for one in eqn.invars if not hasattr(one, "val"))
+                needed.update(atom for atom in eqn.invars if not hasattr(atom, "val"))
                 eqns.append(eqn)
         jaxpr = self.jaxpr.replace(eqns=eqns[::-1], outvars=[atom])
         return jax.core.eval_jaxpr(jaxpr, self._constants, *self._arrays)[0]

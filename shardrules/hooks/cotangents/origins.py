@@ -1,8 +1,8 @@
-"""What a value in a jaxpr comes from: the inputs that it depends on, and what makes it differ.
+"""The origin of each value in a jaxpr: the inputs it depends on, and the axes where it differs.
 
-A type says over which mesh axes a value *may* vary, and a cast adds to it. Whether devices can
-hold different values, casts or not, is asked here: a sum over an axis of what is equal along it
-counts one value once for each device. So is which cotangents a returned cotangent depends on.
+A type names the mesh axes over which a value *may* vary, and a cast adds axes to it. This module
+finds the axes along which devices can really hold different values: a sum of equal values counts
+each of them once per device. It also finds the cotangents that a returned cotangent depends on.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from shardrules.door.jaxprs import (
 )
 from shardrules.registry.axistypes import show_axes
 
-_Number = Callable[[Any], "float | None"]  # from an atom to what each of its elements is
+_Number = Callable[[Any], "float | None"]  # from an atom to the number that all its elements hold
 
 __all__ = ["NOWHERE", "Origin", "Origins", "Reduction", "size_of"]
 
-# Equations that change the form of what they take, and not its values.
+# Equations that change the shape, type or dtype of their operand, but not its values.
 _SAME_VALUES = CASTS | set(
     "broadcast_in_dim convert_element_type reshape squeeze stop_gradient".split()
 )
 
-# Equations whose results hold one number where all of their operands hold it.
+# Equations whose results hold a number if all of their operands hold it.
 _SAME_NUMBER = _SAME_VALUES | {"transpose", "copy", "slice", "rev", "select_n", "pmax", "pmin"}
 
-# Equations that make zeros of zeros, and those that need only one of them.
+# Equations whose results are zero if all operands are, and if one operand is.
 _OF_ZEROS = frozenset("neg add add_any sub cumsum".split())
 _OF_ONE_ZERO = frozenset("mul dot_general".split())
 
-# Equations on floating-point numbers that make one known number of others.
+# How equations on floating-point numbers compute a known number from known numbers.
 _ARITHMETIC: dict[str, Callable[..., float]] = {
     "add": operator.add,
     "add_any": operator.add,
@@ -61,19 +61,19 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What one value comes from."""
+    """The origin of one value."""
 
     inputs: frozenset[int] = frozenset()  # the positions of the jaxpr's inputs on which it depends
     # the mesh axes along which devices may hold different values of it
     axes: frozenset[str] = frozenset()
-    # the mesh axes over which something was summed that it depends on, or moved: what is gathered
-    # may be added up
+    # the mesh axes over which a collective summed or moved something that it depends on (gathered
+    # values may be added up later)
     sums: frozenset[str] = frozenset()
-    # of these, the ones over which a backward pass summed it
+    # of these, the axes over which a backward pass summed
     gradients: frozenset[str] = frozenset()
     # pairs of an input and a mesh axis along which a collective brought it here
     crossed: frozenset[tuple[int, str]] = frozenset()
-    # what each of its elements is, where that is known: a constant of no input
+    # the number that all its elements hold, if known; it then depends on no input
     number: float | None = None
 
     def __or__(self, other: Origin) -> Origin:
@@ -135,27 +135,27 @@ class Reduction:
 
 
 class Origins:
-    """The origins of the outputs of one jaxpr, and of what is summed in it."""
+    """The origins of one jaxpr's outputs, and of the operands of its sums."""
 
     def __init__(
         self,
         door: Door,
-        opaque: Callable[[Any, dict], Any],
+        opaque_of: Callable[[Any, dict], Any],
         mesh_axes: frozenset[str],
         jaxpr: Any,
         inputs: Sequence[Origin],
         declared: str = "",
     ):
         self.door = door
-        self.opaque = opaque
+        self.opaque_of = opaque_of
         self.mesh_axes = mesh_axes
         self.declared = declared
-        # By place: one jaxpr may be in several equations, and is read repeatedly.
+        # Keyed by place, since several equations may hold one jaxpr and loops are read repeatedly.
         self._reductions: dict[tuple, Reduction] = {}
         self._divisors: dict[tuple, float] = {}  # of the equations that divide by a known number
-        self._means: dict[tuple, float] = {}  # of those that divide a sum over elements
+        self._means: dict[tuple, float] = {}  # of the equations that divide a sum over elements
         self._in_gradient = False
-        self._stored = NOWHERE  # what one equation's jaxprs store to refs
+        self._stored = NOWHERE  # the origin of what the current equation's jaxprs store to refs
         closed = jaxpr.invars[: len(jaxpr.invars) - len(inputs)]
         self.outputs = self._jaxpr(jaxpr, [*map(self._constant, closed), *inputs], ())
 
@@ -166,14 +166,12 @@ class Origins:
 
     def divisions(self, by: Collection[float | None]) -> int:
         """Count the equations that divide by a number in ``by``."""
-        return sum(one in by for one in self._divisors.values())
+        return sum(divisor in by for divisor in self._divisors.values())
 
     def scalings(self, by: Collection[float | None], elements: bool = False) -> int:
-        """Count those that make no mean over devices (nor over ``elements``)."""
-        means = sum(one.is_mean(*by) for one in self.reductions)
-        return (
-            self.divisions(by) - means - elements * sum(one in by for one in self._means.values())
-        )
+        """Count the divisions that are not part of a mean over devices (nor over ``elements``)."""
+        count = self.divisions(by) - sum(sum_.is_mean(*by) for sum_ in self.reductions)
+        return count - elements * sum(divisor in by for divisor in self._means.values())
 
     @property
     def mean_size(self) -> float:
@@ -182,10 +180,8 @@ class Origins:
 
     @property
     def scale(self) -> float:
-        """The product of the known divisors that make no mean."""
-        sizes = [
-            size_of(one.axes) or 1 for one in self.reductions if one.is_mean(size_of(one.axes))
-        ]
+        """The product of the known divisors that are not part of a mean."""
+        sizes = [size_of(s.axes) or 1 for s in self.reductions if s.is_mean(size_of(s.axes))]
         return _product(self._divisors.values()) / (self.mean_size * _product(sizes))
 
     def _jaxpr(self, jaxpr: Any, inputs: Sequence[Origin], place: tuple) -> list[Origin]:
@@ -208,14 +204,14 @@ class Origins:
                     results = [Origin(number=number)] * len(results)
                 self._in_gradient, inside, self._stored = outside, self._stored, before
                 for var, result in zip(eqn.outvars, results):
-                    # What is stored to a new ref later in a pass is its own in the next.
+                    # The next pass knows what this pass stored to a new ref.
                     is_ref = isinstance(var.aval, self.door.AbstractRef)
                     env[var] = result | env.get(var, NOWHERE) if is_ref else result
                 refs = [a for a in eqn.invars if isinstance(a.aval, self.door.AbstractRef)]
                 if not refs:
                     continue
-                # What is stored may be all that the equation takes or makes, and what is made in
-                # its jaxprs may leave these by a ref alone.
+                # The equation may store any of its operands and results, and values made in its
+                # jaxprs may leave them only through a ref.
                 stored = _union([*operands, *results, inside])
                 self._stored |= stored
                 for ref in refs:
@@ -234,23 +230,24 @@ class Origins:
                 if made is not None and made.primitive.name == "reduce_sum":
                     self._means[here] = self._divisors[here]
             for i, operand in enumerate(eqn.invars):
-                one = self._reductions.get((*here, i))
-                if one is not None:
+                reduction = self._reductions.get((*here, i))
+                if reduction is not None:
                     result = eqn.outvars[min(i, len(eqn.outvars) - 1)]
                     divisors = _divisors(jaxpr, number, operand, result)
-                    self._reductions[(*here, i)] = dataclasses.replace(one, divisors=divisors)
+                    reduction = dataclasses.replace(reduction, divisors=divisors)
+                    self._reductions[(*here, i)] = reduction
 
     def _constant(self, var: Any) -> Origin:
-        """Return the origin of a closed-over value; without axes in its aval it may differ."""
+        """Return the origin of a closed-over value; it may differ if its aval names no axes."""
         axes = self.door.axes_of(var.aval)
         return Origin(axes=self.mesh_axes if axes is None else axes)
 
     def _equation(self, jaxpr: Any, eqn: Any, operands: list[Origin], place: tuple) -> list[Origin]:
         name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
-        known = self.opaque(eqn.primitive, params)
-        if known is not None:
+        opaque = self.opaque_of(eqn.primitive, params)
+        if opaque is not None:
             # A kernel without results writes to refs.
-            return [self._opaque(known, _union(operands), count or 1, place)] * (count or 1)
+            return [self._opaque(opaque, _union(operands), count or 1, place)] * (count or 1)
         if name in CASTS or name == "optimization_barrier":
             if self.declared in named_axes(params) and is_declared(eqn):
                 return [NOWHERE] * count
@@ -266,16 +263,16 @@ class Origins:
             ]
             return [operands[0] | _union(each) for each in zip(*results)]
         inner = [] if name in KERNELS else list(inner_jaxprs(params))
-        if [(len(one.invars), len(one.outvars)) for one in inner] == [(len(operands), count)]:
+        if [(len(body.invars), len(body.outvars)) for body in inner] == [(len(operands), count)]:
             return self._jaxpr(inner[0], operands, place)
         joined = _union(operands)
-        for i, one in enumerate(inner):
-            joined |= _union(self._jaxpr(one, [joined] * len(one.invars), (*place, i)))
-            joined |= self._stored  # a run_state's results are what its refs hold
+        for i, body in enumerate(inner):
+            joined |= _union(self._jaxpr(body, [joined] * len(body.invars), (*place, i)))
+            joined |= self._stored  # the results of a run_state are the contents of its refs
         over = named_axes(params)
         if over:
             return self._collective(jaxpr, eqn, operands, joined, over, place)
-        # A draw that differs by device, say.
+        # An equation may add axes, such as a random draw that differs by device.
         entering = frozenset().union(*(self.door.axis_type(a.aval).axes for a in eqn.invars))
         return [
             joined.along(self.door.axis_type(var.aval).varying - entering) for var in eqn.outvars
@@ -294,9 +291,10 @@ class Origins:
         if "axis_size" in name:
             return [joined] * len(eqn.outvars)
         if name != "axis_index":
-            operands, joined = [one.crossing(over) for one in operands], joined.crossing(over)
+            operands = [operand.crossing(over) for operand in operands]
+            joined = joined.crossing(over)
         whole = eqn.params.get("axis_index_groups") is None and not scatters
-        if whole and "all_gather" in name:  # whatever its type
+        if whole and "all_gather" in name:  # equal, even if its type varies
             return [joined.moved(over).equal(over)] * len(eqn.outvars)
         if whole and name in ("pmax", "pmin"):
             return [origin.equal(over) for origin in operands]
@@ -308,24 +306,25 @@ class Origins:
             return [joined.along(over)] * len(eqn.outvars)
         return [joined.moved(over)] * len(eqn.outvars)
 
-    def _opaque(self, known: Any, joined: Origin, count: int, place: tuple) -> Origin:
-        rule = None if known.registration is None else known.registration.rule
+    def _opaque(self, opaque: Any, joined: Origin, count: int, place: tuple) -> Origin:
+        rule = None if opaque.registration is None else opaque.registration.rule
         if rule is None:
             return joined.crossing(self.mesh_axes).moved(self.mesh_axes)
         effects, over = rule.effects(count), frozenset(rule.named_axes)
-        said = effects and not any(one.kind in ("unknown", "typed") for one in effects)
-        along = frozenset().union(*(one.axes for one in effects)) if said else self.mesh_axes
+        decided = effects and not any(effect.kind in ("unknown", "typed") for effect in effects)
+        axes = (effect.axes for effect in effects)
+        along = frozenset().union(*axes) if decided else self.mesh_axes
         joined = joined.crossing(along)
         if any(word in rule.name for word in ("all_reduce", "reduce_scatter")):
-            text = f"{known.call}, whose rule is {rule!r}"
+            text = f"{opaque.call}, whose rule is {rule!r}"
             self._reductions[place] = Reduction(text, over, joined)
-        if effects and all(one.kind == "local" for one in effects):
+        if effects and all(effect.kind == "local" for effect in effects):
             return joined
-        whole = effects and all(one.kind == "join" for one in effects)
+        whole = effects and all(effect.kind == "join" for effect in effects)
         return joined.summed(over) if rule.drops and whole else joined.moved(over or self.mesh_axes)
 
     def _loop(self, body, operands, counts, place) -> list[Origin]:
-        """Follow a scan, whose first results are its carry."""
+        """Read a scan until its carry stops changing; its first results are the carry."""
         constants, carries = counts
         while True:
             results = self._jaxpr(body, operands, place)
@@ -349,7 +348,7 @@ class Origins:
 
 
 def _divisors(jaxpr: Any, number: _Number, operand: Any, result: Any) -> frozenset[float]:
-    """Return the known numbers that divide a sum's operand, or its result wherever it is used."""
+    """Return the known numbers that divide a sum's operand, or all uses of its result."""
     divisors: set[float] = set()
     made = _made(jaxpr, operand)
     while made is not None and (divisor := _divides_by(made, number)) != 1:
@@ -375,7 +374,7 @@ def _divisors(jaxpr: Any, number: _Number, operand: Any, result: Any) -> frozens
 
 
 def _made(jaxpr: Any, atom: Any) -> Any:
-    """Return the equation that made the values of an atom, in whatever shape; None for an input."""
+    """Return the equation that computed an atom's values, before reshapes; None for an input."""
     for eqn in reversed(jaxpr.eqns):
         if any(atom is var for var in eqn.outvars):
             if eqn.primitive.name not in _SAME_VALUES:
@@ -385,7 +384,7 @@ def _made(jaxpr: Any, atom: Any) -> Any:
 
 
 def _divides_by(eqn: Any, number: _Number) -> float:
-    """Return the number by which an equation divides an unknown, or 1."""
+    """Return the known number by which an equation divides its other operand, or 1."""
     if eqn.primitive.name not in ("div", "mul"):
         return 1
     first, second = map(number, eqn.invars)
@@ -395,12 +394,12 @@ def _divides_by(eqn: Any, number: _Number) -> float:
         return second or 1
     factor = first if second is None else second
     divisor = 1 / factor if factor else 1
-    whole = round(divisor)  # a third in float32, say
+    whole = round(divisor)  # 1 / 3 is not exact in float32
     return whole if math.isclose(divisor, whole, rel_tol=1e-6) else divisor
 
 
 def _product(divisors: Iterable[float]) -> float:
-    return math.prod(one for one in divisors if one > 1)
+    return math.prod(divisor for divisor in divisors if divisor > 1)
 
 
 def _union(origins: Sequence[Origin]) -> Origin:
@@ -420,12 +419,12 @@ def _literal(value: Any) -> Origin:
 
 def _number(eqn: Any, operands: Sequence[Origin]) -> float | None:
     """Return the one number that an equation's results hold, if known."""
-    name, numbers = eqn.primitive.name, [one.number for one in operands]
+    name, numbers = eqn.primitive.name, [operand.number for operand in operands]
     if name == "select_n":
-        del numbers[0]  # which of the others it is
+        del numbers[0]  # the predicate
     if (name in _OF_ONE_ZERO and 0 in numbers) or (name == "div" and numbers[0] == 0):
         return 0
-    known = [one for one in numbers if one is not None]
+    known = [number for number in numbers if number is not None]
     if not known or len(known) < len(numbers):
         return None
     first, is_float = known[0], is_inexact(eqn.outvars[0].aval)
@@ -434,7 +433,7 @@ def _number(eqn: Any, operands: Sequence[Origin]) -> float | None:
             return _ARITHMETIC[name](*known, **{k: v for k, v in eqn.params.items() if k == "y"})
         except (ArithmeticError, TypeError):
             return None
-    if any(one != first for one in known) or eqn.params.get("axis_index_groups") is not None:
+    if any(number != first for number in known) or eqn.params.get("axis_index_groups") is not None:
         return None
     if name in SUMS:
         size = size_of(named_axes(eqn.params))
@@ -449,7 +448,7 @@ def _number(eqn: Any, operands: Sequence[Origin]) -> float | None:
 
 
 def size_of(axes: frozenset[str]) -> int | None:
-    """Return the number of devices along mesh axes; None where one is not an axis here."""
+    """Return the number of devices along mesh axes; None if an axis is not in scope."""
     import jax
 
     try:

@@ -1,4 +1,4 @@
-"""What is wrong with a cotangent that a bwd returns, and what to type instead: the errors."""
+"""The errors about a cotangent that a bwd returns: what is wrong, and what to type instead."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class Cotangent:
 
     @property
     def missing(self) -> frozenset[str]:
-        """The axes over which only its primal varies."""
+        """The axes over which its primal varies and it does not."""
         return self.want.varying - self.have.axes
 
     @property
     def extra(self) -> frozenset[str]:
-        """The axes over which only it varies, not its primal."""
+        """The axes over which it varies and its primal does not."""
         return self.have.varying - self.want.varying - self.partial
 
     @property
     def partial(self) -> frozenset[str]:
-        """The axes over which its primal is reduced, so that a partial sum is asked for."""
+        """The axes over which its primal is reduced, so that a partial sum is expected."""
         return self.have.varying & self.want.unreduced
 
 
-BOTH_USES = "Where the same function is to sum equal copies of such a primal, as the outer f of "
+BOTH_USES = "Where the same function must sum equal copies of such a primal, as the outer f of "
 
 
 class Refusals:
@@ -50,39 +50,40 @@ class Refusals:
         self.parts = parts
 
     def undecided(self, ct: Cotangent, axes: frozenset[str], why: str) -> CotangentError:
-        """Refuse what may be one device's share, or the full sum."""
+        """Return the error for a cotangent that may be one device's share or the full sum."""
         names, have, want = quoted(axes), ct.have, ct.want
         if is_library(self.parts.place):
             return self._error(
                 ct,
                 axes,
-                f"is {have}, for a primal that asks for {want}, and whether one psum over "
-                f"{{{names}}} is missing can't be told, because {why}. "
+                f"is {have}, for a primal that needs {want}. Whether one psum over {{{names}}} is "
+                f"missing can't be decided, because {why}. "
                 f"{self.parts.to_cast(self.door, axes)}",
             )
         if axes & want.unreduced:
             return self._error(
                 ct,
                 axes,
-                f"is {have}, for a primal that is reduced over {show_axes(axes)}: it is to be each "
-                f"device's share, and whether it is can't be told, because {why}. If it is, return "
-                f"jax.lax.pcast(ct, ({names},), to='unreduced') from bwd; if it is the full sum "
-                f"already, return that of ct / jax.lax.axis_size(({names},)).",
+                f"is {have}, for a primal that is reduced over {show_axes(axes)}: it must be each "
+                f"device's share, and whether it is can't be decided, because {why}. If it is a "
+                f"share, return jax.lax.pcast(ct, ({names},), to='unreduced') from bwd. If it is "
+                f"the full sum already, return that cast of ct / jax.lax.axis_size(({names},)).",
             )
         return self._error(
             ct,
             axes,
-            f"is {have}, for a primal that asks for {want}. One psum over {{{names}}} is missing "
+            f"is {have}, for a primal that needs {want}. One psum over {{{names}}} is missing "
             "if it is this device's share, and none if it is the full sum already; which of them "
-            f"can't be told, because {why}. If it is a share, return jax.lax.psum(ct, ({names},)) "
-            f"from bwd. If it is summed already, return {self._whole(names)}. Both are for primals "
-            f"that are invariant over {{{names}}}, as here{self._share(names)}.",
+            f"can't be decided, because {why}. If it is a share, return "
+            f"jax.lax.psum(ct, ({names},)) from bwd. If it is summed already, return "
+            f"{self._whole(names)}. Both are for primals that are invariant over {{{names}}}, as "
+            f"here{self._share(names)}.",
         )
 
     def unmoved(
         self, ct: Cotangent, axis: str, output: int, why: str, averaged: bool
     ) -> CotangentError:
-        """Refuse what gives each device the cotangents of all devices' copies of an output."""
+        """Return the error where each device would receive the cotangents of all devices."""
         own, whole = self._by_casts(axis)
         form = (
             f"the gradient of that mean: return ct / jax.lax.psum(1, {axis!r})"
@@ -93,16 +94,17 @@ class Refusals:
         return self._error(
             ct,
             frozenset((axis,)),
-            f"is made of the cotangent of output {output}, for a primal that varies over "
+            f"depends on the cotangent of output {output}, for a primal that varies over "
             f"{{{axis!r}}}. That output is invariant over {{{axis!r}}}, so its cotangent is the "
-            f"sum over all devices; {why}, so each device would get the whole sum, where with the "
-            f"check off each gets its own part of it. Say which is meant:{own}\n    {form}{whole}",
+            f"sum over all devices; {why}, so each device would receive the whole sum, while with "
+            "the check off each receives its own part. Say which is meant:"
+            f"{own}\n    {form}{whole}",
         )
 
     def summed(
         self, ct: Cotangent, axes: frozenset[str], by: str, kernel: str | None
     ) -> CotangentError:
-        """Refuse a sum of what is equal on the devices."""
+        """Return the error for a sum of values that are equal on the devices."""
         names = quoted(axes)
         return self._error(
             ct,
@@ -118,25 +120,25 @@ class Refusals:
         )
 
     def of_others(self, ct: Cotangent, axes: frozenset[str], by: str) -> CotangentError:
-        """Refuse the sum of other devices' values' cotangents."""
+        """Return the error for a sum that holds the cotangents of other devices' values."""
         names = quoted(axes)
         return self._error(
             ct,
             axes,
             f"it reduces over {{{names}}} (by {by}), for a primal that varies over {{{names}}} and "
-            "that the forward does not move there: other devices' cotangents are those of other "
+            "that the forward does not move there: the other devices' cotangents belong to other "
             "values, and JAX itself sums those of a value that was cast. Return this device's:\n"
             f"    return (ct,){self._copies(names)}",
         )
 
     def lost(self, ct: Cotangent, axes: frozenset[str], lost: frozenset[str], by: str):
-        """Refuse a result that varies and that JAX types as invariant."""
+        """Return the error for a varying result that JAX types as invariant."""
         names = quoted(axes)
         return self._error(
             ct,
             lost,
             f"is typed invariant over {{{names}}}, but it depends on {by}, "
-            f"which takes what varies over them and whose result JAX types as "
+            f"whose operands vary over them and whose result JAX types as "
             f"invariant. Cast its result: shardrules.vary(x, {names}).",
         )
 
@@ -153,30 +155,30 @@ class Refusals:
             want=ct.want,
         )
 
-    # What is said of casts; JAX to 0.5.3 has none, see hooks/sets.
+    # Advice that names casts. hooks/sets overrides it: JAX 0.5.3 and older have no casts.
 
     def _whole(self, names: str) -> str:
         return f"shardrules.already_summed(ct, {names})"
 
     def _share(self, names: str) -> str:
         return (
-            "; a bwd that serves varying ones too is to return its share as it is, and this primal "
-            f"to be cast where the function is called, shardrules.vary(x, {names})"
+            "; if the bwd serves varying primals too, let it return its share as it is, and cast "
+            f"this primal where the function is called, shardrules.vary(x, {names})"
         )
 
     def _by_casts(self, axis: str) -> tuple[str, str]:
         if is_library(self.parts.place):
             return (
                 "\n    each device's own, as with the check off: cast the arguments that the "
-                f"output is made of, shardrules.vary(x, {axis!r})"
+                f"output depends on, shardrules.vary(x, {axis!r})"
             ), ""
         return (
             f"\n    each device's own, as with the check off: return shardrules.vary(y, {axis!r}) "
             "from the function and from its fwd, and reduce it after the call where an invariant "
-            f"value is asked for, as by jax.lax.pmean(y, {axis!r})"
+            f"value is needed, as by jax.lax.pmean(y, {axis!r})"
         ), (
-            f"\n    the whole (the primal was reduced before the call): make it of "
-            f"shardrules.vary(ct, {axis!r}) in bwd"
+            f"\n    the whole (the primal was reduced before the call): use "
+            f"shardrules.vary(ct, {axis!r}) in place of ct in bwd"
         )
 
     def _copies(self, names: str) -> str:

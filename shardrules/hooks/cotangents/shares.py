@@ -1,8 +1,9 @@
-"""Whether a bwd makes the gradients that it makes with the check off.
+"""Whether a bwd gives the same gradients with the check on and off.
 
-With the check off each device passes on its own share of the cotangent of a replicated value, and
-shard_map adds the shares up at its inputs; with the check on, all devices pass on the sum. The
-gradients are equal where a bwd makes of the sum what it makes of the shares, added up.
+With the check off, each device passes on its own share of the cotangent of a replicated value, and
+shard_map adds up the shares at its inputs. With the check on, all devices pass on the sum. The
+gradients are equal where bwd is linear: it then maps the sum of the shares to the sum of its
+results.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ __all__ = ["doubt"]
 
 
 def doubt(bwd: Bwd, cotangents: Any) -> str:
-    """Say why its gradients may be others than with the check off; empty if they are equal."""
+    """Say why its gradients may differ from those with the check off; empty if they are equal."""
     import jax
 
     door, name = bwd.door, bwd.parts.name
     leaves = jax.tree_util.tree_leaves(bwd.args[-1])
     live = [
-        one.varying | one.unreduced
-        for leaf, one in zip(leaves, bwd._arriving)
+        type_.varying | type_.unreduced
+        for leaf, type_ in zip(leaves, bwd._arriving)
         if isinstance(leaf, jax.Array) and is_inexact(leaf)
     ]
-    primals = [one.axes for one, aval in zip(bwd.primals, bwd.parts.in_avals) if is_inexact(aval)]
+    primals = [t.axes for t, aval in zip(bwd.primals, bwd.parts.in_avals) if is_inexact(aval)]
     returned = []
 
     def note(path, index, value):
         zero = isinstance(value, door.SymbolicZero) or not is_inexact(value)
-        if not zero and any(one.number != 0 for one in bwd._origins(path).outputs):
+        if not zero and any(origin.number != 0 for origin in bwd._origins(path).outputs):
             have, primal = door.axis_type(door.typeof(value)), bwd.primals[index]
             returned.append((path, have.axes | primal.axes))
         return value
@@ -53,10 +54,10 @@ def doubt(bwd: Bwd, cotangents: Any) -> str:
 
 
 def _is_linear(bwd: Bwd, path: Any) -> bool:
-    """Whether a cotangent is linear in those that arrive; kernels are taken to be."""
+    """Whether a cotangent is linear in those that arrive; kernels are assumed to be."""
     jaxpr, dynamic = bwd._sliced(path), bwd._trace.dynamic
     inputs = jaxpr.invars[len(jaxpr.invars) - len(dynamic) :]
     arriving = [var for var, leaf in zip(inputs, dynamic) if leaf >= bwd.first]
     opaque_call_of = bwd.hooks.state.opaque_call_of
-    opaque = any(opaque_call_of(one.primitive, one.params) is not None for one in equations(jaxpr))
+    opaque = any(opaque_call_of(eqn.primitive, eqn.params) is not None for eqn in equations(jaxpr))
     return opaque or linear_in(jaxpr, arriving) is not None

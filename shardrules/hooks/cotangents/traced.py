@@ -1,4 +1,4 @@
-"""A custom_vjp's bwd as a jaxpr, asked what it does and run in its place; and what it has."""
+"""A custom_vjp: its forward and its bwd as jaxprs, which the checks read and the bwd runs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class CustomVjpInfo:
 
     name: str  # the bwd's, for messages
     fwd: Any  # the custom_vjp's fwd, as JAX wraps it
-    gradients: Sequence[None]  # not empty once its fwd took some
+    gradients: Sequence[None]  # not empty once its fwd took a gradient
     perturbed: Sequence[bool]  # of each primal, with ``symbolic_zeros=True``; else empty
     in_tree: Any  # the pytree of the primals
     in_avals: tuple[Any, ...]
     place: str = ""  # where the bwd is defined, ``file:line``, or empty
-    fwd_avals: tuple[Any, ...] | None = None  # that fwd ran with, if not ``in_avals``
+    fwd_avals: tuple[Any, ...] | None = None  # the types that fwd ran with, if not ``in_avals``
     bwd: Any = None  # the function, one object for all of its runs
 
     def each(self, cotangents: Any, function: Callable[[Any, int, Any], Any]) -> Any:
@@ -37,37 +37,37 @@ class CustomVjpInfo:
         tree, is_none = jax.tree_util, lambda x: x is None
         if isinstance(cotangents, list):
             cotangents = tuple(cotangents)
-        # Plain objects: classes may check what they hold, and accept those, which JAX uses itself.
+        # Pytree classes may check their leaves, but accept plain objects, which JAX uses too.
         placeholders = [object() for _ in self.in_avals]
-        indices = {id(one): index for index, one in enumerate(placeholders)}
+        indices = {id(leaf): index for index, leaf in enumerate(placeholders)}
         primals = tree.tree_unflatten(self.in_tree, placeholders)
         try:
             tree.tree_map(lambda value, primal: value, cotangents, primals, is_leaf=is_none)
         except (ValueError, TypeError):  # Leave mismatches to JAX.
             return cotangents
 
-        def one(path, value, placeholder):
-            # A None covers a whole subtree of the primals, and JAX drops what is for a None.
+        def call(path, value, placeholder):
+            # A None covers a whole subtree of primals; JAX drops cotangents of a None.
             index = None if value is None else indices.get(id(placeholder))
             return value if index is None else function(path, index, value)
 
-        return tree.tree_map_with_path(one, cotangents, primals, is_leaf=is_none)
+        return tree.tree_map_with_path(call, cotangents, primals, is_leaf=is_none)
 
     def to_cast(self, door: Door, axes: frozenset[str]) -> str:
         """Say which arguments of a library's function to cast before the call."""
         names = ", ".join(map(repr, sorted(axes)))
         types = map(door.cotangent_type, self.in_avals)
-        cast = [i for i, one in enumerate(types) if not axes <= one.axes]
+        cast = [i for i, type_ in enumerate(types) if not axes <= type_.axes]
         inputs = f"input {cast[0]}" if len(cast) == 1 else f"inputs {', '.join(map(str, cast))}"
         return (
-            f"It is a library's, so change the call: what it is given and is invariant over "
-            f"{{{names}}} ({inputs} of its flattened arguments) is to be cast before, as in "
+            "It belongs to a library, so change the call: cast the arguments that are invariant "
+            f"over {{{names}}} ({inputs} of the flattened arguments) before it, as in "
             f"ts, w = shardrules.vary((ts, w), {names})."
         )
 
 
 class Trace:
-    """A bwd's jaxpr, which can run in its place."""
+    """A bwd's jaxpr, which runs in place of the bwd."""
 
     def __init__(self, door: Door, bwd, args):
         import jax
@@ -84,15 +84,15 @@ class Trace:
             out = bwd(*tree.tree_unflatten(structure, full))
             if isinstance(out, list):
                 out = tuple(out)
-            found, self._structure = tree.tree_flatten_with_path(out)
-            arrays = [(path, leaf) for path, leaf in found if isinstance(leaf, jax.Array)]
+            outputs, self._structure = tree.tree_flatten_with_path(out)
+            arrays = [(path, leaf) for path, leaf in outputs if isinstance(leaf, jax.Array)]
             self.paths = [path for path, _ in arrays]
-            self.returned = [path for path, _ in found]
-            self._constant = [None if isinstance(leaf, jax.Array) else leaf for _, leaf in found]
+            self.returned = [path for path, _ in outputs]
+            self._constant = [None if isinstance(leaf, jax.Array) else leaf for _, leaf in outputs]
             return [leaf for _, leaf in arrays]
 
-        # Inlined, it leaves the equations that bwd would have left. Not by eval_jaxpr: without a
-        # jit around the whole program JAX 0.6.0 can't run a kernel's equation by itself.
+        # Inlining binds the same equations as bwd itself. eval_jaxpr would not do: without a jit
+        # around the whole program, JAX 0.6.0 can't run a kernel's equation by itself.
         staged = door.staged(run, self.arrays)
         if staged is not None:
             self.jaxpr, self.constants, self._put = staged
@@ -120,14 +120,14 @@ class Trace:
 
         arrays = iter(self._put(self.arrays))
         return jax.tree_util.tree_unflatten(
-            self._structure, [next(arrays) if one is None else one for one in self._constant]
+            self._structure, [next(arrays) if leaf is None else leaf for leaf in self._constant]
         )
 
 
 class Forward:
-    """What a custom_vjp's fwd does, where it can be traced a second time."""
+    """A custom_vjp's fwd, traced again where that is possible."""
 
-    # It may close over values of a trace that has ended.
+    # It is not where fwd closes over values of a trace that has ended.
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Forward:
 
         try:
             return jax.make_jaxpr(run)(*structs).jaxpr
-        except Exception:  # whatever a second trace runs into, the first one did not
+        except Exception:  # the first trace succeeded, so any error comes from tracing again
             return None
 
     @functools.cached_property
@@ -189,53 +189,54 @@ class Forward:
 
     def dropping(self, axes: frozenset[str]) -> str | None:
         """Describe an opaque call whose rule makes outputs invariant over ``axes``."""
-        # A forward that can't be traced again may have one.
+        # A forward that can't be traced again may hold such a call.
         if self.jaxpr is None:
             return None if self.parts.fwd is None else "a forward that can't be traced again"
         for equation in equations(self.jaxpr):
-            known = self.opaque_call_of(equation.primitive, equation.params)
-            if (
-                known is not None
-                and known.registration is not None
-                and known.registration.rule.drops
-            ):
-                named = frozenset(known.registration.rule.named_axes)
+            opaque = self.opaque_call_of(equation.primitive, equation.params)
+            rule = (
+                opaque.registration.rule
+                if opaque is not None and opaque.registration is not None
+                else None
+            )
+            if rule is not None and rule.drops:
+                named = frozenset(rule.named_axes)
                 if not named or named & axes:
-                    return f"{known.call}, whose rule is {known.registration.rule!r}"
+                    return f"{opaque.call}, whose rule is {rule!r}"
         return None
 
     def sums(self, primal: int) -> list[Reduction]:
-        """Return the sums that are made of a primal."""
-        return [one for one in self.origins.reductions if primal in one.origin.inputs]
+        """Return the sums that depend on a primal."""
+        return [sum_ for sum_ in self.origins.reductions if primal in sum_.origin.inputs]
 
     def saved_scale(self, output_count: int) -> float:
-        """Return by what its residuals are divided."""
+        """Return the number by which its residuals are divided."""
         used = [at >= output_count for at in range(len(self.jaxpr.outvars))]
         jaxpr = self.door.dce_jaxpr(self.jaxpr, used, instantiate=True)[0]
         return self._origins_of(jaxpr).scale
 
     def selects(self, axis: str) -> bool:
-        """Whether ``pmax`` and ``pmin`` alone move data along an axis."""
+        """Whether only ``pmax`` and ``pmin`` move data along an axis."""
         moving = set()
         for eqn in equations(self.jaxpr):
-            known = self.opaque_call_of(eqn.primitive, eqn.params) is not None
-            if known or axis in named_axes(eqn.params) and eqn.primitive.name not in CASTS:
+            opaque = self.opaque_call_of(eqn.primitive, eqn.params) is not None
+            if opaque or axis in named_axes(eqn.params) and eqn.primitive.name not in CASTS:
                 moving.add(eqn.primitive.name)
         return bool(moving) and moving <= {"pmax", "pmin"}
 
     def scalings(self, by: Collection[float | None]) -> int:
-        """Count the divisions by a number in ``by`` that make no mean."""
+        """Count the divisions by a number in ``by`` that are not part of a mean."""
         return 0 if self.jaxpr is None else self.origins.scalings(by, elements=True)
 
     def equals(self) -> tuple[frozenset[str], frozenset[str]]:
         """Return the axes of redundant sums and of redundant means."""
-        # Not of sums that its primals don't reach (a count of the devices): no cotangent goes
-        # through these.
+        # Sums that don't depend on its primals (a count of the devices) are left out: no cotangent
+        # passes through them.
         summed: frozenset[str] = frozenset()
         averaged: frozenset[str] = frozenset()
-        for one in [] if self.jaxpr is None else self.origins.reductions:
-            equal = one.axes - one.origin.axes if one.origin.inputs else frozenset()
-            if equal and one.is_mean(size_of(equal), size_of(one.axes)):
+        for reduction in [] if self.jaxpr is None else self.origins.reductions:
+            equal = reduction.axes - reduction.differing if reduction.origin.inputs else frozenset()
+            if equal and reduction.is_mean(size_of(equal), size_of(reduction.axes)):
                 averaged |= equal
             else:
                 summed |= equal

@@ -1,9 +1,9 @@
 """A custom_vjp's fwd that runs with primals that were cast to vary before a branch.
 
-What fwd saves may hold a function that JAX differentiated: ``jax.vjp``'s pullback sums over the
-devices what is invariant, and does so wherever bwd calls it. In a branch that some devices take
-only, that sum waits for the others for good. So fwd is traced with the types that its primals have
-there (``retyping/higher_order.py``), and what it saves is each device's own.
+fwd may save the pullback of a ``jax.vjp``, which sums the cotangents of invariant values over the
+devices wherever bwd calls it. In a branch that only some devices take, that sum waits forever for
+the other devices. So fwd is traced with the types that its primals have in the branch
+(``retyping/higher_order.py``), and each device saves residuals of its own.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ __all__ = ["WidenedFwd"]
 
 
 class WidenedFwd:
-    """A custom_vjp's fwd that obeys marks, and its trees under each mark."""
+    """A custom_vjp's fwd, and its trees for each set of axes that its primals were cast to."""
 
     def __init__(self, door: Door, state: Any):
         self.door = door
         self.state = state
-        self._known: dict[frozenset[str], Any] = {}
-        self._axes: frozenset[str] = frozenset()  # those of the run that goes on
+        self._trees: dict[frozenset[str], Any] = {}
+        self._axes: frozenset[str] = frozenset()  # of the current run
         self._returned: Any = None
 
     def flatten(self, fwd: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:
         """Return the flat fwd and the function that returns its trees, as JAX does."""
-        *others, primal = rest
+        *before, primal = rest
         seen = self.door.transformation(self._see)(fwd)
-        flat, trees = self.door.flatten_fwd(seen, *others, self._typed_as(primal), **options)
+        flat, trees = self.door.flatten_fwd(seen, *before, self._typed_as(primal), **options)
 
-        def known():  # JAX's own knows those of the last run alone
+        def trees_of_run():  # JAX's own function returns only the trees of the last run
             axes = self.state.here.widened
-            return self._known[axes] if axes in self._known else trees()
+            return self._trees[axes] if axes in self._trees else trees()
 
-        return self.door.transformation(self._run)(flat, trees), known
+        return self.door.transformation(self._run)(flat, trees), trees_of_run
 
     def _run(self, flat, trees, *args):
         values, marks = args[::2], args[1::2]
-        axes = frozenset().union(*(getattr(one, "axes", frozenset()) for one in marks))
+        axes = frozenset().union(*(getattr(mark, "axes", frozenset()) for mark in marks))
         if axes:
             values = tuple(self._cast(value, axes) for value in values)
             args = tuple(x for pair in zip(values, map(bool, marks)) for x in pair)
@@ -49,7 +49,7 @@ class WidenedFwd:
             results = flat(*args)
         finally:
             self._axes, self._returned = before, None
-        self._known[axes] = trees()
+        self._trees[axes] = trees()
         return results
 
     def _see(self, fwd, *args):
@@ -57,7 +57,7 @@ class WidenedFwd:
         return self._returned
 
     def _typed_as(self, primal):
-        """Give the primal's outputs, which JAX compares with fwd's, the types that fwd's have."""
+        """Give the primal's outputs the types of fwd's outputs, which JAX compares with them."""
 
         def out_type():
             import jax

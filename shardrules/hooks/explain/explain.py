@@ -1,9 +1,8 @@
-"""What the check makes of a program: ``explain``, and ``scan_calls`` for what has no rule yet.
+"""``explain`` shows what the check does with a program; ``scan_calls`` lists calls without a rule.
 
-Both trace the program once more, to look at it only: under a policy that takes a call without a
-rule for one that does not communicate, so that the trace goes on to the next, and under a trace
-key of its own, so that nothing of it is ever compiled or run. What they say is read from the
-jaxpr, backward passes, loops and nested calls included.
+Both trace the program once more and read the jaxpr, with its backward passes, loops and nested
+calls. In that trace a call without a rule counts as one that does not communicate, so that the
+trace reaches the next call. A trace key of its own keeps it from being compiled or run.
 """
 
 from __future__ import annotations
@@ -50,18 +49,21 @@ __all__ = ["explain", "missing_rules", "scan_calls"]
 
 @checked
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Say what type each opaque call of a program has and why, and what casts and psums are there.
+    """Explain the axis types of a program's opaque calls, its casts and its psums.
 
     The program is traced as after ``shardrules.install()``, not run.
 
     Args:
       f: a function, jitted or not; pass the gradient to see the backward pass.
-      *args: what it is called with; arrays or ``jax.ShapeDtypeStruct``.
+      *args: its arguments, arrays or ``jax.ShapeDtypeStruct``.
       **kwargs: its keyword arguments.
 
+    Returns:
+      The rows as data; ``print`` shows them as a table.
+
     Raises:
-      ShardrulesError: if ``f`` can't be called.
-      RuleError, CotangentError: as tracing the program itself does.
+      ShardrulesError: ``f`` is not callable.
+      RuleError, CotangentError: tracing the program itself raises them.
 
     Examples:
       >>> [call.kernel for call in shardrules.explain(f, x).calls]
@@ -83,22 +85,22 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 @checked
 def scan_calls(f: Callable[..., Any], *args: Any, **kwargs: Any) -> MissingRules:
-    """List the kernels of a program that have no rule, with the lines to paste.
+    """List the kernels of a program that have no rule, with lines to paste.
 
     The program is traced as after ``shardrules.install()``, not run. Calls inside a
     ``shard_map(check_vma=False)`` count: they need the rule once the check is on.
 
     Args:
       f: a function, jitted or not; pass the gradient to find the backward pass's kernels too.
-      *args: what it is called with; arrays or ``jax.ShapeDtypeStruct``.
+      *args: its arguments, arrays or ``jax.ShapeDtypeStruct``.
       **kwargs: its keyword arguments.
 
     Returns:
-      The kernels; false where there are none.
+      The kernels; falsy if there are none.
 
     Raises:
-      ShardrulesError: if ``f`` can't be called.
-      Exception: what tracing the program raises, where it comes before the first of them.
+      ShardrulesError: ``f`` is not callable.
+      Exception: tracing the program fails before the first kernel without a rule.
 
     Examples:
       >>> print(shardrules.scan_calls(f, x))
@@ -126,7 +128,7 @@ def missing_rules(closed: Any, notes: Notes) -> tuple[MissingRule, ...]:
 
 
 def _missing(walk: _Walk) -> tuple[MissingRule, ...]:
-    # First those that the jaxpr no longer shows, or not at all, in the order of the trace.
+    # First the calls noted while tracing, since the jaxpr may not hold them, in that order.
     rows = [
         MissingRule(call.name, call.primitive, call.place, (), inputs, True, lines)
         for call, inputs, lines in walk.notes.unknown
@@ -165,8 +167,8 @@ def _traced(f: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
 
     if not callable(f):
         raise ShardrulesError(
-            f"{type(f).__name__} can't be called; pass the function and its arguments, not what "
-            "it was lowered or compiled to",
+            f"{type(f).__name__} can't be called; pass the function and its arguments, not its "
+            "lowered or compiled form",
             program=f,
         )
     return jax.make_jaxpr(f)(*args, **kwargs)
@@ -180,9 +182,9 @@ class _Place:
     """Where an equation is."""
 
     stack: str = ""  # the name stacks of the equations around it
-    at: str = ""  # its source line, or ``within`` and that of the innermost around it that has one
+    at: str = ""  # its source line, or ``within`` and the source line of an equation around it
     checked: bool | None = None  # whether the check is on; None outside shard_map
-    steps: int | None = 1  # how often it runs for the loops around it; None where that is not known
+    steps: int | None = 1  # how often the loops around it run it; None if unknown
 
     @property
     def phase(self) -> str:
@@ -215,17 +217,17 @@ class _Walk:
         for eqn in jaxpr.eqns:
             around = f"within {place.at.removeprefix('within ')}" if place.at else ""
             at = self.door.source_line(eqn.source_info)
-            if around and is_library(at):  # a jit of the library's ends JAX's traceback there
+            if around and is_library(at):  # JAX's traceback ends at a library's own jit
                 at = "" if is_library(place.at.removeprefix("within ")) else place.at
             here = dataclasses.replace(
                 place,
                 stack=f"{place.stack}/{eqn.source_info.name_stack}",
                 at=at or self.door.source_line(eqn.source_info) or around,
             )
-            known = state().opaque_call_of(eqn.primitive, eqn.params)
-            if known is not None:
+            opaque = state().opaque_call_of(eqn.primitive, eqn.params)
+            if opaque is not None:
                 if place.checked is not None:
-                    self._call(eqn, known, here)
+                    self._call(eqn, opaque, here)
                 continue
             name = eqn.primitive.name
             if place.checked and name in (*TO_VARYING, *TO_UNREDUCED):
@@ -235,7 +237,7 @@ class _Walk:
             elif place.checked and name == "already_summed":
                 axes, value, _ = _described(eqn)
                 self.claims.append(
-                    f"{value} at {short(here.at)} is summed over {show_axes(axes)} already"
+                    f"{value} at {short(here.at)} is already summed over {show_axes(axes)}"
                 )
             inside = here
             if name == "shard_map":
@@ -250,18 +252,18 @@ class _Walk:
                 chosen = " whose predicate varies" if self._chooses(eqn) else ""
                 result = f"the output of a branch{chosen}"
             elif name in _LOOPS:
-                result = f"what a {_LOOPS[name]} carries"
+                result = f"a carry of {_LOOPS[name]}"
             for inner in inner_jaxprs(eqn.params):
                 self._read(inner, inside, result)
 
-    def _call(self, eqn: Any, known: Any, place: _Place) -> None:
-        count = len(eqn.invars) if known.operand_count is None else known.operand_count
-        # As lowering would refuse it; that it would be proven, too, is not what was declared.
-        confirm(dataclasses.replace(known), state(), eqn.primitive.name, eqn.params, count)
-        call, found = known.call, known.registration
+    def _call(self, eqn: Any, opaque: Any, place: _Place) -> None:
+        count = len(eqn.invars) if opaque.operand_count is None else opaque.operand_count
+        # Raises where lowering would. On a copy, so that the status stays the declared one.
+        confirm(dataclasses.replace(opaque), state(), eqn.primitive.name, eqn.params, count)
+        call, entry = opaque.call, opaque.registration
         status = "no rule"
-        if found is not None:
-            status = found.status
+        if entry is not None:
+            status = entry.status
         elif place.checked and (call.primitive, call.name, call.place) not in self.unknown:
             status = "own types"
         avals = [[v.aval for v in side] for side in (eqn.invars, eqn.outvars)]
@@ -276,10 +278,10 @@ class _Walk:
                 checked=bool(place.checked),
                 inputs=inputs,
                 outputs=outputs,
-                rule=repr(found.rule) if found else "",
+                rule=repr(entry.rule) if entry else "",
                 status=status,
-                declared_at=found.where if found else "",
-                to_paste=to_paste(call, known.audit) if status == "no rule" else (),
+                declared_at=entry.where if entry else "",
+                to_paste=to_paste(call, opaque.audit) if status == "no rule" else (),
             )
         )
 
@@ -290,13 +292,14 @@ class _Walk:
         self.casts.append(ExplainedCast(axes, to, value, size, place.at, place.phase, why))
 
     def _reason(self, uses: Sequence[tuple[Any, int]], outcome: str) -> str:
-        """Say what asked for a cast, from the uses of its result."""
+        """Describe which use of its result needs a cast."""
         if not uses:
             return f"{outcome}, to vary as the others do"
         eqn, i = uses[0]
-        known = state().opaque_call_of(eqn.primitive, eqn.params)
-        if known is not None:
-            return f"input {i} of {name_of(known.call.primitive, known.call.name)}, for its rule"
+        opaque = state().opaque_call_of(eqn.primitive, eqn.params)
+        if opaque is not None:
+            call = opaque.call
+            return f"input {i} of {name_of(call.primitive, call.name)}, for its rule"
         name = eqn.primitive.name
         if name in _LOOPS and _carries(eqn, i):
             chosen = " or its condition does" if name == "while" and self._chooses(eqn) else ""
@@ -319,10 +322,10 @@ class _Walk:
         aval = eqn.invars[0].aval
         why = WRITTEN
         noted = [
-            n
-            for n in self.notes.sums
-            if (n.axes, n.shape, n.dtype) == (axes, aval.shape, aval.dtype)
-            and n.at == place.at.partition("within ")[0]
+            note
+            for note in self.notes.sums
+            if (note.axes, note.shape, note.dtype) == (axes, aval.shape, aval.dtype)
+            and note.at == place.at.partition("within ")[0]
         ]
         if noted:
             why = noted[0].why
@@ -337,7 +340,7 @@ class _Walk:
 
 
 def _uses(jaxpr: Any) -> dict[Any, list[tuple[Any, int]]]:
-    """Map each variable to the equations that take it, and as which operand."""
+    """Map each variable to its uses: equations and operand positions."""
     uses: dict[Any, list[tuple[Any, int]]] = {}
     for eqn in jaxpr.eqns:
         for i, var in enumerate(eqn.invars):

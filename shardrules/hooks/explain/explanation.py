@@ -1,4 +1,4 @@
-"""What ``explain`` and ``scan_calls`` return: rows as data, and their text."""
+"""The results of ``explain`` and ``scan_calls``: rows as data, and their text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "short",
 ]
 
-WRITTEN = "written in the program, or by JAX for one of its operations"  # why a psum is there
+WRITTEN = "written in the program, or by JAX for one of its operations"  # the reason for a psum
 _COLUMNS = 100  # of the text; longer names and paths stay whole
 
 
@@ -39,15 +39,15 @@ class ExplainedCall:
     at: str  # the source line of the call, or that of the shard_map around it, or empty
     phase: str  # ``forward``, ``backward`` or ``recompute``
     checked: bool  # whether shard_map's check is on there
-    inputs: tuple[AxisType, ...]  # each operand's axis type, as it is cast
+    inputs: tuple[AxisType, ...]  # each operand's axis type, after its cast
     outputs: tuple[AxisType, ...]  # each output's axis type
-    rule: str  # the rule as it is written; empty where there is none
+    rule: str  # the rule's text; empty if there is none
     # ``declared``, ``audited`` (by the kernel's own jaxpr), ``own types`` (a user's primitive whose
     # types are wide enough) or ``no rule``
     status: str
-    declared_at: str  # where the rule was declared, or what was proven; empty where there is none
+    declared_at: str  # where the rule was declared, or what was proven; empty if there is none
     count: int = 1  # how many such calls the program holds, loops counted once
-    to_paste: tuple[str, ...] = ()  # where there is no rule, the lines that would give it one
+    to_paste: tuple[str, ...] = ()  # without a rule: lines of which each would declare one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ExplainedCast:
     bytes: int  # the size of the value on one device
     at: str  # the source line, or empty
     phase: str  # ``forward``, ``backward`` or ``recompute``
-    why: str  # what asked for it
+    why: str  # what needs it
     count: int = 1  # how many such casts the program holds, loops counted once
 
 
@@ -73,21 +73,22 @@ class ExplainedSum:
     bytes: int  # the size of the value on one device
     at: str  # the source line, or empty
     phase: str  # ``forward``, ``backward`` or ``recompute``
-    why: str  # what put it in
+    why: str  # where it comes from
     steps: int | None = 1  # how often the loops around it run it; None inside a while_loop
     count: int = 1  # how many such psums the program holds, loops counted once
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` returns; its text is a table."""
+    """The result of ``explain``; its text is a table."""
 
     calls: tuple[ExplainedCall, ...]  # the opaque calls inside shard_map, in the program's order
     casts: tuple[ExplainedCast, ...]  # the casts inside shard_map with the check on
     sums: tuple[ExplainedSum, ...]  # the psums there
-    claims: tuple[str, ...] = ()  # what ``already_summed`` says, which nothing proves
+    claims: tuple[str, ...] = ()  # the claims of ``already_summed``, which nothing proves
     placements: tuple[Placement, ...] = ()  # where casts would move the fewest bytes
-    annotations: tuple[str, ...] = ()  # those less varying than a kernel's own jaxpr shows
+    # the annotations that vary over fewer axes than a kernel's own jaxpr shows
+    annotations: tuple[str, ...] = ()
     unchecked: tuple[UncheckedSite, ...] = ()  # with install(unchecked="check")
 
     def __str__(self) -> str:
@@ -103,13 +104,13 @@ class Explanation:
         for cast in self.casts:
             casts.append(_row(cast, f"{cast.to} over {show_axes(cast.axes)}", cast.why))
         sums: list[tuple[str, ...]] = [("psum", "phase", "at", "value", "why")]
-        for one in self.sums:
-            sums.append(_row(one, f"over {show_axes(one.axes)}", one.why + _advice(one)))
+        for psum in self.sums:
+            sums.append(_row(psum, f"over {show_axes(psum.axes)}", psum.why + _advice(psum)))
         tables = [_table(rows) for rows in (calls, casts, sums) if len(rows) > 1]
         unchecked = [
-            f"{one.function} at {one.file}:{one.line} "
-            + (f"runs as written: {one.reason}" if one.reason else "runs with its check on")
-            for one in self.unchecked
+            f"{site.function} at {site.file}:{site.line} "
+            + (f"runs as written: {site.reason}" if site.reason else "runs with its check on")
+            for site in self.unchecked
         ]
         for kind, texts in (
             ("unchecked", unchecked),
@@ -132,15 +133,15 @@ class MissingRule:
     called_at: tuple[str, ...]  # the source lines of its calls
     inputs: tuple[AxisType, ...]  # types at the first call; empty where the check is off
     checked: bool  # whether the check is on at one of its calls
-    lines: tuple[str, ...]  # to paste one of
+    lines: tuple[str, ...]  # paste any one of them
 
 
 @dataclasses.dataclass(frozen=True)
 class MissingRules:
-    """What ``scan_calls`` returns; its text says what to paste."""
+    """The result of ``scan_calls``; its text says what to paste."""
 
     calls: tuple[MissingRule, ...]  # the kernels without a rule, in the program's order
-    known_count: int  # how many opaque calls inside shard_map have one
+    known_count: int  # how many opaque calls inside shard_map have a rule
     stopped_by: Exception | None = None  # the error that ended the trace early, or None
 
     def __bool__(self) -> bool:
@@ -157,7 +158,7 @@ class MissingRules:
             for place in call.called_at:
                 at = "" if place.startswith("within ") else "at "
                 text.append(f"  called {at}{short(place)}")
-            text += [f"  input {i}: {one}" for i, one in enumerate(call.inputs)]
+            text += [f"  input {i}: {type_}" for i, type_ in enumerate(call.inputs)]
             if not call.checked:
                 text.append("  inside shard_map(check_vma=False)")
             text += [f"    {line}" for line in call.lines]
@@ -187,17 +188,16 @@ def short(at: str) -> str:
     return at.replace(os.getcwd() + os.sep, "", 1)
 
 
-def _row(one: ExplainedCast | ExplainedSum, what: str, why: str) -> tuple[str, ...]:
-    what = _times(what, one.count)
-    return what, one.phase, short(one.at), f"{one.value}, {one.bytes} B", why
+def _row(row: ExplainedCast | ExplainedSum, what: str, why: str) -> tuple[str, ...]:
+    return _times(what, row.count), row.phase, short(row.at), f"{row.value}, {row.bytes} B", why
 
 
-def _advice(one: ExplainedSum) -> str:
-    if one.steps == 1 or one.why == WRITTEN:  # no cast takes away what is written
+def _advice(psum: ExplainedSum) -> str:
+    if psum.steps == 1 or psum.why == WRITTEN:  # no cast removes a psum of the program's own
         return ""
-    steps = f"each of {one.steps} steps" if one.steps else "every step"
+    steps = f"each of {psum.steps} steps" if psum.steps else "every step"
     return (
-        f"; runs in {steps}: shardrules.vary(x, {', '.join(map(repr, one.axes))}) before the "
+        f"; runs in {steps}: shardrules.vary(x, {', '.join(map(repr, psum.axes))}) before the "
         "loop sums once, if x is the same in all of them"
     )
 
@@ -209,17 +209,14 @@ def _times(text: str, count: int) -> str:
 def _show(types: Sequence[AxisType]) -> str:
     """Write types in short: ``{data}``, ``{}``, ``{data} unreduced {model}``."""
 
-    def one(t: AxisType) -> str:
-        partial = f" unreduced {show_axes(t.unreduced)}" if t.unreduced else ""
-        return (
-            show_axes(t.varying)
-            + partial
-            + (f" reduced {show_axes(t.reduced)}" if t.reduced else "")
-        )
+    def text(t: AxisType) -> str:
+        unreduced = f" unreduced {show_axes(t.unreduced)}" if t.unreduced else ""
+        reduced = f" reduced {show_axes(t.reduced)}" if t.reduced else ""
+        return show_axes(t.varying) + unreduced + reduced
 
     if len(set(types)) == 1 and len(types) > 1:
-        return f"{len(types)} of {one(types[0])}"
-    return ", ".join(map(one, types)) or "none"
+        return f"{len(types)} of {text(types[0])}"
+    return ", ".join(map(text, types)) or "none"
 
 
 def _rule(call: ExplainedCall) -> str:
@@ -231,24 +228,24 @@ def _rule(call: ExplainedCall) -> str:
     return f"{call.rule}, {status} at {short(call.declared_at)}"
 
 
-def describe_placement(one: Placement) -> str:
-    """Say what placing casts saves, with the line for each cast."""
-    if one.why:
-        return _wrap(f"casts stand where they stood: {one.why}")
-    if one.after_bytes >= one.before_bytes:
+def describe_placement(placement: Placement) -> str:
+    """Say how many bytes placing casts saves, with the line for each cast."""
+    if placement.why:
+        return _wrap(f"the casts stay where JAX puts them: {placement.why}")
+    if placement.after_bytes >= placement.before_bytes:
         return ""
     done = (
         "placed by shardrules.install()"
-        if one.applied
+        if placement.applied
         else 'placed by hand, or all by shardrules.install(casts="cheapest")'
     )
     lines = [
         _wrap(
-            f"the casts' psums sum {one.before_bytes:,} B on each device where JAX casts, and "
-            f"{one.after_bytes:,} B where that is the fewest ({done}):"
+            f"the casts' psums sum {placement.before_bytes:,} B on each device where JAX casts, "
+            f"and {placement.after_bytes:,} B where that is the fewest ({done}):"
         )
     ]
-    for cast in one.casts:
+    for cast in placement.casts:
         names = ", ".join(map(repr, cast.axes))
         of = f" of {short(cast.function)}" if cast.function else ""
         where = f"made at {short(cast.at)}" if cast.at else f"an argument{of}"

@@ -1,4 +1,4 @@
-"""What becomes of each ``checkpoint_name``: saved, offloaded, recomputed, or nothing at all."""
+"""Whether each ``checkpoint_name`` is saved, offloaded, recomputed, or not a residual."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["NamedValue", "named_values"]
 class NamedValue(NamedTuple):
     """One ``checkpoint_name`` of a program."""
 
-    name: str  # what it was given
-    # ``offloaded``, ``saved``, ``recomputed``, or ``not a residual``: no backward pass inside of a
-    # ``jax.checkpoint`` reads it, so a policy that names it has nothing to act on
+    name: str
+    # ``offloaded``, ``saved``, ``recomputed``, or ``not a residual``: no backward pass inside a
+    # ``jax.checkpoint`` reads it, so a policy that names it changes nothing
     status: str
     shape: str  # of one value, on all devices, ``"float32[8,16]"``
     bytes: int  # of all values that the loops around it make, on all devices
-    is_output: bool  # it is what its block returns
+    is_output: bool  # whether its block returns it
     source: str  # ``file:line``, empty if JAX keeps none
 
 
@@ -36,22 +36,22 @@ class _Frame(NamedTuple):
     recomputing: bool
 
 
-# Equations whose result is their operand, as far as a residual goes. Another name is another value.
+# Equations whose result is the same residual as their operand. A new name makes a new one.
 _SAME = ("copy", "copy_p", "device_put", "optimization_barrier", "reduce_precision", "pvary")
 _ORDER = ("offloaded", "saved", "recomputed", "not a residual")
 
 
 @checked
 def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedValue]:
-    """List the named values of a program with what its backward pass does with each.
+    """List a program's named values, and what its backward pass does with each.
 
     Args:
       f: the function that is compiled, jitted or not, with its gradient in it.
-      *args: what it is called with; arrays or ``jax.ShapeDtypeStruct``.
-      **kwargs: what else it is called with.
+      *args: its arguments, arrays or ``jax.ShapeDtypeStruct``.
+      **kwargs: its keyword arguments.
 
     Raises:
-      ShardrulesError: ``f`` is no function, or holds no backward pass of a ``jax.checkpoint``.
+      ShardrulesError: ``f`` is not callable, or holds no backward pass of a ``jax.checkpoint``.
     """
     import jax
 
@@ -60,7 +60,7 @@ def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Named
             f"{type(f).__name__} holds no trace to read names from; pass the function and its "
             "arguments"
         )
-    if hasattr(f, "trace"):  # it knows which arguments are static; not there before JAX 0.4.31
+    if hasattr(f, "trace"):  # from JAX 0.4.31; it handles static arguments
         closed = f.trace(*args, **kwargs).jaxpr
     else:
         closed = jax.make_jaxpr(f)(*args, **kwargs)
@@ -73,7 +73,7 @@ def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Named
             "its blocks in jax.checkpoint(block, policy=...)"
         )
     line = internals.load().source_line
-    found: dict[tuple[str, str], NamedValue] = {}
+    values: dict[tuple[str, str], NamedValue] = {}
     for frame in frames:
         for equation in frame.jaxpr.eqns:
             if equation.primitive.name != "name":
@@ -87,11 +87,11 @@ def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Named
                 _returned(frame, equation.outvars[0]),
                 line(equation.source_info),
             )
-            # The forward pass holds a value that is recomputed too, and needs it for nothing else.
+            # A recomputed value is in the forward pass too, where it is not a residual.
             key = (value.name, value.source)
-            if key not in found or _ORDER.index(value.status) < _ORDER.index(found[key].status):
-                found[key] = value
-    return list(found.values())
+            if key not in values or _ORDER.index(value.status) < _ORDER.index(values[key].status):
+                values[key] = value
+    return list(values.values())
 
 
 def _is_backward(equation: Any) -> bool:
@@ -120,7 +120,7 @@ def _is_same(equation: Any) -> bool:
 
 
 def _to_host(equation: Any) -> bool:
-    # To JAX 0.4.31 the parameter is called ``device``.
+    # JAX 0.4.31 and older call the parameter ``device``.
     params = equation.params
     where = params.get("devices", params.get("device"))
     return equation.primitive.name == "device_put" and "host" in str(where).lower()
@@ -151,7 +151,7 @@ def _returned(frame: _Frame, variable: Any) -> bool:
 
 def _reaches(frame: _Frame, variable: Any, seen: set[int]) -> bool:
     """Whether a value, or a copy of it, enters a backward pass that recomputes."""
-    # Not through a loop's carry: there it is the next trip's input, and has no name any more.
+    # We don't follow a loop's carry: the value is then the next trip's input, without a name.
     if id(variable) in seen:
         return False
     seen.add(id(variable))

@@ -291,8 +291,8 @@ def test_a_librarys_bwd_is_not_to_be_edited(cpu_mesh, hooks):
     args = jnp.ones((8, 3)), jnp.linspace(0.0, 1.0, 3), jnp.float32(2.0)
     with pytest.raises(errors.CotangentError) as caught:
         gradient(solve)(*args)
-    assert "It is a library's, so change the call" in str(caught.value)
-    assert "(inputs 1, 2 of its flattened arguments)" in str(caught.value)
+    assert "It belongs to a library, so change the call" in str(caught.value)
+    assert "(inputs 1, 2 of the flattened arguments)" in str(caught.value)
     assert "ts, w = shardrules.vary((ts, w), 'data')" in str(caught.value)
     want = jax.grad(lambda *a: solve(*a).sum(), argnums=2)(*args)
     np.testing.assert_allclose(gradient(cast)(*args), want, rtol=1e-5)

@@ -179,8 +179,8 @@ def test_explain_shows_claims(cpu_mesh):
     mapped = jax.shard_map(f, mesh=cpu_mesh, in_specs=P("data"), out_specs=P())
     explanation = sr.explain(mapped, jnp.ones(8))
     assert pinned(one_line_a_row(explanation)) == (
-        'claim: float32[2] at <return sr.already_summed(total, "data")> is summed over {data} '
-        "already"
+        'claim: float32[2] at <return sr.already_summed(total, "data")> is already summed over '
+        "{data}"
     )
     assert len(explanation.claims) == 1
 
@@ -303,7 +303,7 @@ def test_what_is_no_function_is_refused(look):
         look("HloModule m")
     assert str(caught.value) == (
         f"{look.__name__}: f is a function, not 'HloModule m' (str); "
-        f"help(shardrules.{look.__name__}) has the rest"
+        f"see help(shardrules.{look.__name__})"
     )
 
 

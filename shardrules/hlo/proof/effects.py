@@ -91,7 +91,7 @@ def _result(proof: Proof, instruction, channel: hc.Channel, operands, guard: int
         return values.states.refine(moved(whole), whole)
     results = []
     for value in operands:
-        exact = _known(proof, channel, value, guard)
+        exact = _exactly(proof, channel, value, guard)
         if exact is not None:
             results.append(exact)
         elif isinstance(value, Ranged) and kind in _PLACEWISE:
@@ -125,7 +125,7 @@ def _how(proof: Proof, computation, instruction, kind: str, channel: hc.Channel,
     return how
 
 
-def _known(proof: Proof, channel: hc.Channel, value: Any, guard: int) -> Any:
+def _exactly(proof: Proof, channel: hc.Channel, value: Any, guard: int) -> Any:
     if not isinstance(value, Exact) or not proof.transfer.uniform(
         proof.values.states[guard].proven, channel
     ):

@@ -200,7 +200,7 @@ class Output:
         self.supports: tuple[hs.Support, ...] = state.supports
         self.reason: str = "" if self.equal else why_varying(state, hd.EQUAL, relations, mesh)
         self._labels = relations.labels(state.proven)
-        self._known = state, relations, mesh
+        self._context = state, relations, mesh
 
     def broken(self, tiles: Sequence[int]) -> Broken | None:
         """Check the claim that devices with the same tile hold equal data.
@@ -211,7 +211,7 @@ class Output:
         Returns:
           None if the claim is proven.
         """
-        state, relations, mesh = self._known
+        state, relations, mesh = self._context
         promised = np.array(tiles)[np.arange(relations.device_count) % relations.partitions]
         called = relations.intern(promised)
         if relations.refine(called, state.proven) == called:
@@ -237,7 +237,7 @@ class Output:
 
     def _why(self, called: int, axes: tuple[str, ...] | None, differs: bool) -> tuple[str, str]:
         """Say why devices that should be equal may differ, and name the thing that differs."""
-        state, relations, mesh = self._known
+        state, relations, mesh = self._context
         if not differs and state.blockers:
             return why_varying(hs.State(blockers=state.blockers), called, relations, mesh), ""
         for relation, cause in state.causes:

@@ -144,7 +144,8 @@ class _Induction:
             return None
         limit = self._value(right)
         start = self._initial(left[1])
-        step = self._step(left[1])
+        position = self._returned(left[1])
+        step = None if position is None else self._added(self.body, position, left[1])
         if limit is None or start is None or not step:
             return None
         trips = _trips(direction, start, limit, step)
@@ -211,19 +212,16 @@ class _Induction:
             return side[1]
         if side[0] == "element":
             # The bound may be in the carry; then the body must not change it.
-            root = self.body.instructions[self.body.root]
-            if root.opcode != "tuple" or not 0 <= side[1] < len(root.operands):
-                return None
-            if self._side(self.body, root.operands[side[1]]) != side:
-                return None
-            return self._initial(side[1])
+            position = self._returned(side[1])
+            if position is not None and self._side(self.body, position) == side:
+                return self._initial(side[1])
         return None
 
-    def _step(self, index: int) -> int | None:
+    def _returned(self, index: int) -> int | None:
+        """Give the position of the body's instruction that returns element ``index``, or None."""
         root = self.body.instructions[self.body.root]
-        if root.opcode != "tuple" or not 0 <= index < len(root.operands):
-            return None
-        return self._added(self.body, root.operands[index], index)
+        returns = root.opcode == "tuple" and index < len(root.operands)
+        return root.operands[index] if returns else None
 
     def _added(self, computation, position, index) -> int | None:
         """Give the number that is added to element ``index``; None if that isn't clear."""

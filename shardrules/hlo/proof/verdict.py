@@ -388,11 +388,11 @@ class _Judge:
             and (collective.kind != "ragged-all-to-all")
         ):
             alone = collective.group_size <= 1
+            permute = collective.kind == "collective-permute"
+            where = "on each source and its target" if permute else collective.over()
             return verdict(
                 "redundant",
-                "every group has one member"
-                if alone
-                else f"its operand is proven equal {_members(collective)}",
+                "every group has one member" if alone else f"its operand is proven equal {where}",
                 copies=collective.group_size,
             )
         if collective.kind in hc.OVERWIDE_KINDS:
@@ -437,7 +437,9 @@ class _Judge:
             return None
         key = (id(channel.groups), proven)
         if key not in self._widths:
-            self._widths[key] = self._subgroups(channel, proven)
+            counts = np.bincount(self.relations.labels(proven)[channel.groups.members])
+            sizes = set(counts[counts > 0].tolist())
+            self._widths[key] = sizes.pop() if len(sizes) == 1 else None
         width = self._widths[key]
         if width is None or width < 2:
             return None
@@ -447,14 +449,3 @@ class _Judge:
             None,
             width,
         )
-
-    def _subgroups(self, channel, proven) -> int | None:
-        counts = np.bincount(self.relations.labels(proven)[channel.groups.members])
-        sizes = set(counts[counts > 0].tolist())
-        return sizes.pop() if len(sizes) == 1 else None
-
-
-def _members(collective: Collective) -> str:
-    if collective.kind == "collective-permute":
-        return "on each source and its target"
-    return collective.over()

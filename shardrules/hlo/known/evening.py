@@ -29,8 +29,6 @@ import re
 
 from shardrules.hlo.reader import module as hm
 
-__all__ = ["HANDLED", "cancels", "rounds"]
-
 _ROUNDS = frozenset(
     "and ceil clamp compare convert count-leading-zeros floor is-finite maximum minimum or popcnt "
     "remainder round-nearest-afz round-nearest-even shift-right-arithmetic shift-right-logical "

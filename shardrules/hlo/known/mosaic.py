@@ -12,8 +12,6 @@ import binascii
 import json
 import re
 
-__all__ = ["is_local"]
-
 # Operations on a kernel's operands with the same result on every device. Any other operation may
 # read a device id, a clock or random bits, wait, or copy from another device.
 _LOCAL = re.compile(

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from shardrules.hlo.known import states as hs
+from shardrules.hlo.reader import attributes
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader import notations as hn
@@ -112,7 +113,9 @@ def _attributes(instruction: hm.Instruction) -> tuple[dict[str, tuple[str, int]]
     unread = ""
     for key, start, end in instruction.attributes():
         if key in values:
-            raise hm.syntax_error(instruction.text, start, f"attribute {key!r} is given twice")
+            raise attributes.syntax_error(
+                instruction.text, start, f"attribute {key!r} is given twice"
+            )
         values[key] = (instruction.text[start:end], start)
         if key not in _ATTRIBUTES:
             unread = f"an unknown attribute, {key}={values[key][0][:40]}"
@@ -156,7 +159,7 @@ def _connections(
         except hn.NotationError as error:
             refused = error
     if not connections:
-        raise hm.syntax_error(
+        raise attributes.syntax_error(
             module.text, place, f"{instruction.opcode} {instruction.name!r}: {refused}"
         )
     doubt = ""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from shardrules.hlo.known import exact
+from shardrules.hlo.reader import attributes
 from shardrules.hlo.reader import module as hm
 
 _KNOWN = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"?(\d{1,18})"?')
@@ -77,7 +78,7 @@ def parts(module: hm.Module, loop: hm.Instruction) -> tuple[hm.Computation, hm.C
     """Give a while's condition and body."""
     keys = {key for key, _, _ in loop.attributes()}
     if len(loop.calls) != 2 or not {"condition", "body"} <= keys:
-        raise hm.syntax_error(
+        raise attributes.syntax_error(
             module.text, loop.start, f"while {loop.name!r} has no condition or no body"
         )
     return module.computations[loop.calls[0]], module.computations[loop.calls[1]]

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from shardrules.hlo.reader import module as hm
 
-__all__ = ["PartNames", "phase_of"]
-
 _SAME = frozenset("bitcast reshape copy get-tuple-element".split())
 _FORMS = _SAME | frozenset("parameter slice transpose".split())
 _SLICE = re.compile(r"\{\[(\d+):(\d+)\]\}")

@@ -10,6 +10,7 @@ from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.values import ELEMENTWISE, LOCAL
 from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import loops
+from shardrules.hlo.reader import attributes
 from shardrules.hlo.reader import module as hm
 
 # Opcodes that are deterministic if the computations that they apply are.
@@ -138,7 +139,7 @@ class Reach:
     def error(self, instruction: hm.Instruction, what: str) -> errors.HloSyntaxError:
         """Make the error for an instruction."""
         name = f"{instruction.opcode} {instruction.name!r}"
-        return hm.syntax_error(self.module.text, instruction.start, f"{name} {what}")
+        return attributes.syntax_error(self.module.text, instruction.start, f"{name} {what}")
 
     def _named(self, instruction: hm.Instruction) -> list[str]:
         text = instruction.text[instruction.attributes_start : instruction.end]

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from shardrules.hlo.reader.module import Module
 
-__all__ = ["annotated"]
-
 _NAME = re.compile(r"\s*HloModule\s+[^\s,]+")
 _AXIS = re.compile(r'[^\s",=]([^",=]*[^\s",=])?')
 _ATTRIBUTES = "frontend_attributes={"

@@ -9,8 +9,6 @@ import zlib
 
 from shardrules.errors import HloError
 
-__all__ = ["decode"]
-
 _GZIP = b"\x1f\x8b"
 _WIDE = {
     codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark it begins with

@@ -13,18 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardrules import errors
-from shardrules.hlo.reader.attributes import iter_attributes, syntax_error
-
-__all__ = [
-    "Computation",
-    "Frame",
-    "FrameTable",
-    "Instruction",
-    "Metadata",
-    "Module",
-    "Shape",
-    "syntax_error",
-]
+from shardrules.hlo.reader.attributes import iter_attributes
 
 # Sizes in bits, by the names in XLA's primitive_util. `token` and `opaque` hold no data.
 _ELEMENT_BITS = {

@@ -543,8 +543,7 @@ def test_a_collective_that_nothing_calls_is_not_passed_over():
     (verdict,) = verdicts(T.parameter("{replicated}"), before=COND.replace("GROUPS", T.OVER_MODEL))
     assert verdict.verdict == "unproven"
     assert verdict.reason == (
-        "on its operand's path: computation 'yes', which holds it, is not "
-        "reached from ENTRY by anything that the proof follows"
+        "on its operand's path: the proof does not reach computation 'yes', which holds it, from ENTRY"
     )
 
 

@@ -280,7 +280,7 @@ def test_tags_are_read_quoted_or_not(tags):
 @pytest.mark.parametrize(
     "tags, reason",
     [
-        (QUOTED.format("local;local"), "has a tag for 2 outputs, but 1 outputs"),
+        (QUOTED.format("local;local"), "has a tag whose number of outputs is 2, not 1"),
         (QUOTED.format("loca"), "has a tag that can't be read, 'loca'"),
         (
             QUOTED.format("join(batch)"),
@@ -293,7 +293,7 @@ def test_tags_are_read_quoted_or_not(tags):
         ),
         (
             'shardrules.effects="join(data)",shardrules.mesh="data=4"',
-            "communicates over data, in no mesh known to fit 8 partitions",
+            "communicates over data, and no known mesh with these axes has 8 partitions",
         ),
         (QUOTED.format("unknown"), "is tagged 'unknown': it has no rule"),
         ("kernel_metadata={}", "has no rule"),

@@ -172,7 +172,7 @@ def _connections(
     elif not permute and "replica_groups" not in values:  # XLA prints them even if they are empty
         doubt = "no replica_groups: is the text printed without attributes?"
     elif not relations.counts_stated and not text.strip("{} \n"):
-        doubt = "groups of all devices, and the text doesn't say how many (pass mesh=)"
+        doubt = "groups of all devices, but the text doesn't say how many (pass mesh=)"
     return connections[0], doubt
 
 

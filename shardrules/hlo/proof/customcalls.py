@@ -261,7 +261,7 @@ def _by_tag(call: _Call) -> Resolution | None:
     except errors.ShardrulesError:
         return call.unknown(f"has a tag that can't be read, {text!r}", mesh)
     if len(effects) != call.outputs:
-        why = f"has a tag for {len(effects)} outputs, but {call.outputs} outputs"
+        why = f"has a tag whose number of outputs is {len(effects)}, not {call.outputs}"
         return call.unknown(why, mesh)
     axes = [a for e in effects for a in e.axes]
     needs = any(e.kind in ("join", "exchange", "typed") for e in effects)
@@ -303,11 +303,13 @@ def _ruled(call: _Call, registration: Registration, name: str) -> Resolution:
     effects = registration.rule.effects(call.outputs)
     if effects is None:
         return call.unknown(
-            "has a rule that needs the operands' types, which text doesn't hold; compile it with "
+            "has a rule that needs the operands' types, which the text lacks; compile it with "
             "shardrules installed"
         )
     if len(effects) != call.outputs:
-        return call.unknown(f"has a rule for {len(effects)} outputs, but {call.outputs} outputs")
+        return call.unknown(
+            f"has a rule whose number of outputs is {len(effects)}, not {call.outputs}"
+        )
     detail = f"{axistypes.format_effects(effects)}, {registration.status} at {registration.where}"
     support = hs.Support(name, "rule", registration.status, detail)
     return Resolution(tuple(effects), support, None, call.blocker("has a rule that says 'unknown'"))

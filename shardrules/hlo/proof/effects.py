@@ -235,13 +235,11 @@ def _effect(proof: Proof, effect, state: int, resolution, guard: int) -> int:
         or not set(effect.axes) <= set(sizes)
     ):
         what = resolution.blocker.what.split(" is tagged")[0].split(" has a rule")[0]
-        what += f" communicates over {','.join(effect.axes)}, in no mesh known to fit "
-        return states.blocked(
-            resolution.blocker._replace(
-                what=f"{what}{proof.values.relations.partitions} partitions"
-            ),
-            state,
+        what += (
+            f" communicates over {','.join(effect.axes)}, and no known mesh with these axes has "
+            f"{proof.values.relations.partitions} partitions"
         )
+        return states.blocked(resolution.blocker._replace(what=what), state)
     key = ("mesh", effect.kind, effect.axes, tuple(sizes.items()))
     channel = proof.cache.get(key)
     if channel is None:

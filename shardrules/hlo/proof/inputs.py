@@ -175,7 +175,7 @@ def parameter_values(
                     raise hn.NotationError(f"{len(parts)} shardings for {leaves} arrays")
                 leaf_states.append(read.state(parts[leaf], shared[leaf] == "true", name))
             except hn.NotationError as error:
-                why = f"{what} has a sharding that doesn't say what is equal ({error})"
+                why = f"{what} has an unreadable sharding ({error})"
                 leaf_states.append(states.blocked(hs.Blocker(why)))
         values.append(tree(instruction.shape, leaf_states, states))
     return values
@@ -193,7 +193,7 @@ class _Shardings:
             self._relations[text, shared] = self._relation(text, shared)
         relation = self._relations[text, shared]
         if relation is None:
-            how = f"has sharding {text}, under which each device has its own"
+            how = f"has sharding {text}, which may give each device its own data"
             return self._states.source(hd.DISTINCT, hs.Cause(name, how))
         return self._states.source(relation, hs.Cause(name, "is sharded", f"as {text}"), True)
 

@@ -333,4 +333,4 @@ def why_varying(state: hs.State, groups: int, relations: hd.Relations, mesh: hd.
             return f"{cause.what} {cause.how}{' ' + cause.detail if cause.detail else ''}"
     if state.blockers:
         return "; ".join(str(b) for b in state.blockers)
-    return "its cause is not known"
+    return "the cause is not known"

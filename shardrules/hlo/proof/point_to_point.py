@@ -37,7 +37,9 @@ def blocker(instruction: Instruction) -> hs.Blocker:
     """Give the blocker of a send: the proof does not follow it."""
     match = _TYPE.search(instruction.attribute("frontend_attributes") or "")
     kind = f" ({match[1]} by Megascale)" if match else ""
-    return hs.Blocker(f"send {instruction.name!r} to other devices{kind}, which is not followed")
+    return hs.Blocker(
+        f"send {instruction.name!r} to other devices{kind}, which the proof doesn't follow"
+    )
 
 
 def read_channel(instruction: Instruction, relations: hd.Relations) -> hc.Channel:

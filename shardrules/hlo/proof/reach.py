@@ -103,7 +103,9 @@ class Reach:
                     continue  # the fast path of most instructions
                 self._check(instruction, opcode in handled)
                 names: Iterable[str] = instruction.calls
-                why = f"{opcode} {instruction.name!r} runs it in a way not followed"
+                why = (
+                    f"{opcode} {instruction.name!r} runs it in a way that the proof doesn't follow"
+                )
                 if not understood:  # it may run any computation that it names
                     names = [*names, *self._named(instruction)]
                     why = self.unknown_attribute(instruction)

@@ -77,7 +77,7 @@ def _device_id(proof: Proof, computation, position, instruction, operands, guard
         if (
             not values.relations.counts_stated and count > 1 and kinds == 1
         ):  # devices may be partitions or replicas
-            why = "partition-id or replica-id, and the text doesn't say how many (pass mesh=)"
+            why = "partition-id or replica-id, but the text doesn't say how many (pass mesh=)"
             proof.cache[opcode] = values.blocked(why, ())
         else:
             proof.cache[opcode] = values.device_number(numbers, opcode)

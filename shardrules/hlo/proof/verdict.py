@@ -278,8 +278,8 @@ class _Judge:
             channel = hc.read_channel(self.module, instruction, kind, self.relations, {})
             record = Record([], 0, channel)
             blocker = blocker or hs.Blocker(
-                f"computation {computation.name!r}, which holds it, is not "
-                "reached from ENTRY by anything that the proof follows"
+                f"the proof does not reach computation {computation.name!r}, which holds it, "
+                "from ENTRY"
             )
         if blocker is None:
             return record, True

@@ -8,8 +8,8 @@ and n the size of a group (NCCL-tests, PERFORMANCE.md, gives the same factors as
 - ragged-all-to-all: (n-1)/n S, as if every piece were full.
 
 The *compiled* account is of the program that runs. The *logical* one is of the program before any
-of XLA's passes: the collectives that the source asks for, in the types that it asks for. It agrees
-on all platforms, and does not hold what the partitioner adds for sharded arrays outside shard_map.
+of XLA's passes: the collectives that the source asks for, in the types that it asks for. It is the
+same on all platforms, and lacks what the partitioner adds for sharded arrays outside shard_map.
 """
 
 from __future__ import annotations
@@ -35,14 +35,7 @@ CONVENTION = (
 
 
 def wire_bytes(kind: str, operand_bytes: int, group_size: int, moves: bool = True) -> int:
-    """Count the bytes that one device sends for one collective, rounded up.
-
-    Args:
-      kind: ``"all-reduce"`` and so on.
-      operand_bytes: the operand's bytes on one device.
-      group_size: devices in a group.
-      moves: for a permute, whether any device sends to another.
-    """
+    """Count the bytes that one device sends for one collective; of a permute that ``moves`` any."""
     n = max(group_size, 1)
     if kind in ("collective-permute", "collective-broadcast"):
         return operand_bytes if moves and n > 1 else 0
@@ -63,15 +56,15 @@ class Entry:
       element_type: XLA's name, ``"bf16"``.
       bytes, wire_bytes: of one run, on one device.
       runs: how often one execution of the program runs it; None where a loop's count isn't known.
-      loop_depth: how many while loops stand around it.
+      loop_depth: the number of while loops around it.
       file, line, function: where the source asks for it; empty where the text doesn't say.
       verdict, reason: the verifier's; empty in a logical account.
-      groups: the device groups, or a permute's pairs, the same text for the same ones.
-      at_most: it stands in a branch, and ``runs`` is what it is if each branch ran.
+      groups: the device groups, or a permute's pairs; the same groups have the same text.
+      at_most: it stands in a branch, and ``runs`` counts as if each branch ran.
       each: how often it runs if each loop whose count isn't known makes one trip.
-      reduction: what an all-reduce or a reduce-scatter does, ``"add"``, several operations with a
-        checksum; "" for none.
-      dimension: along which parts are put together or taken apart, ``"0"``; "" for none.
+      reduction: an all-reduce's or a reduce-scatter's, ``"add"``; several operations have a
+        checksum; empty for other kinds.
+      dimension: along which parts are put together or taken apart, ``"0"``; empty for none.
     """
 
     kind: str
@@ -114,7 +107,7 @@ class Totals:
       count, bytes, wire_bytes: over all runs of one execution, without the sites of unknown runs.
       unknown: sites in loops whose trip count isn't known.
       unknown_bytes: of these sites, if each of those loops makes one trip.
-      at_most: sites in branches, of which the sums hold each, though only one of them runs.
+      at_most: sites in branches; the sums count every branch, though only one of them runs.
     """
 
     sites: int = 0
@@ -173,24 +166,20 @@ class Account:
         return iter(self.entries)
 
     def by(self, *fields: str) -> dict[tuple[Any, ...], Totals]:
-        """Sum up by fields of Entry, in the order of first appearance.
-
-        Raises:
-          ShardrulesError: a name that is none of them.
-        """
-        known = [*(f.name for f in dataclasses.fields(Entry)), "what", "source"]
+        """Sum up by fields of Entry, in the order of first appearance."""
+        names = [*(f.name for f in dataclasses.fields(Entry)), "what", "source"]
         for field in fields:
-            if field not in known:
+            if field not in names:
                 raise ShardrulesError(
-                    f"{field!r} is no field of an account's entries; there are {', '.join(known)}"
-                    + near(str(field), known),
+                    f"{field!r} is no field of an account's entries; there are {', '.join(names)}"
+                    + near(str(field), names),
                     field=field,
                 )
-        found: dict[tuple[Any, ...], Totals] = {}
+        totals: dict[tuple[Any, ...], Totals] = {}
         for entry in self.entries:
             key = tuple(getattr(entry, field) for field in fields)
-            found[key] = found.get(key, Totals()).plus(entry)
-        return found
+            totals[key] = totals.get(key, Totals()).plus(entry)
+        return totals
 
     @property
     def total(self) -> Totals:
@@ -205,13 +194,7 @@ class Account:
 
 
 def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
-    """Make the account of a judged module.
-
-    Args:
-      judgement: what ``hlo.judge`` returned.
-      level: ``"compiled"``, or ``"logical"`` for a module before any of XLA's passes, of which
-        the verdicts say nothing.
-    """
+    """Make the account of a judged module; the verdicts say nothing of a ``"logical"`` one."""
     entries = []
     for verdict in judgement.verdicts:
         collective = verdict.collective
@@ -261,12 +244,12 @@ _SELECTOR = re.compile(
 
 def near(name: str, names: Iterable[str]) -> str:
     """Suggest the name that was meant, nothing where none is near."""
-    found = difflib.get_close_matches(name, list(names), 1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    close = difflib.get_close_matches(name, list(names), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class Selector(NamedTuple):
-    """Which collectives an expectation or an allowance is about; empty fields match all.
+    """The collectives that an expectation or an allowance is about; empty fields match all.
 
     Attributes:
       verdict, phase, kind: as in Entry.
@@ -284,20 +267,14 @@ class Selector(NamedTuple):
 
     @classmethod
     def read(cls, text: Any) -> Selector:
-        """Read ``"redundant backward all-reduce(data, model) at model.py:12"``.
-
-        Raises:
-          ShardrulesError: it is not of that form.
-        """
-        found = _SELECTOR.fullmatch(text) if isinstance(text, str) else None
+        """Read ``"redundant backward all-reduce(data, model) at model.py:12"``."""
+        match = _SELECTOR.fullmatch(text) if isinstance(text, str) else None
         wrong: str | None = ""
-        if found is not None and found[2] and found[2] not in PHASES:
-            wrong = near(found[2], PHASES if found[1] else [*hlo.VERDICTS, *PHASES])
-        elif found is not None and found[3] not in KINDS:
-            wrong = near(found[3], KINDS)
-        elif found is not None:
-            wrong = None
-        if found is None or wrong is not None:
+        if match is not None and match[2] and match[2] not in PHASES:
+            wrong = near(match[2], PHASES if match[1] else [*hlo.VERDICTS, *PHASES])
+        elif match is not None:
+            wrong = None if match[3] in KINDS else near(match[3], KINDS)
+        if match is None or wrong is not None:
             raise ShardrulesError(
                 f"{text!r} names no collectives{wrong}{' Write' if wrong else '; write'} the kind "
                 "and its mesh axes, such as "
@@ -305,20 +282,15 @@ class Selector(NamedTuple):
                 f"{', '.join(PHASES)}",
                 key=text,
             )
-        axes = frozenset(a.strip() for a in found[4].split(",") if a.strip())
-        return cls(
-            found[1] or "",
-            found[2] or "",
-            found[3],
-            None if axes == {"?"} else axes,
-            found[5] or "",
-            int(found[6] or 0),
-        )
+        axes = frozenset(a.strip() for a in match[4].split(",") if a.strip())
+        known_axes = None if axes == {"?"} else axes
+        verdict, phase, file = (match[n] or "" for n in (1, 2, 5))
+        return cls(verdict, phase, match[3], known_axes, file, int(match[6] or 0))
 
     def check_axes(self, text: str, mesh: Mapping[str, int] | None) -> None:
-        """Raise where ``text``, which this was read from, names axes that are not of the mesh."""
+        """Raise if ``text``, from which this was read, names axes that the mesh does not have."""
         for axis in sorted((self.axes or frozenset()) - set(mesh or ())):
-            if mesh:  # else no name is known to be wrong
+            if mesh:  # without a mesh, no name is known to be wrong
                 raise ShardrulesError(
                     f"{text!r} names the axis {axis!r}, and the mesh has "
                     f"{', '.join(mesh)}{near(axis, mesh)}",

@@ -1,4 +1,4 @@
-"""What came, went, grew or shrank between the accounts of two programs."""
+"""The differences between the accounts of two programs: what came, went, grew or shrank."""
 
 from __future__ import annotations
 
@@ -44,10 +44,7 @@ class Change:
 
 
 def relative_file(file: str, root: str) -> str:
-    """Shorten a source path so that it is the same on every machine.
-
-    Below ``root`` it is relative to that; below ``site-packages`` to that; else only its name.
-    """
+    """Shorten a source path: relative to ``site-packages`` or ``root``, else the file's name."""
     path = file.replace("\\", "/")
     if not path.startswith("/") and not re.match(r"[A-Za-z]:/", path):
         return path
@@ -61,11 +58,9 @@ def relative_file(file: str, root: str) -> str:
 
 
 def common_names(before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, str]:
-    """Name the source files of two programs; a file of two checkouts has one name.
-
-    Of a path in one program and one in the other, those are one file whose ends agree in more parts
-    than those of any other two that either is in.
-    """
+    """Name the source files of two programs; a file of two checkouts has one name."""
+    # Two paths are one file if their ends agree in more parts than those of any other two paths
+    # that either is in.
     files = [sorted({e.file for e in entries if e.file}) for entries in (before, after)]
     names = {file: relative_file(file, ".") for some in files for file in some}
     left = [[f for f in mine if f not in theirs] for mine, theirs in (files, files[::-1])]
@@ -80,8 +75,8 @@ def common_names(before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, s
     return names
 
 
-def _common_end(one: str, other: str) -> tuple[str, ...]:
-    parts = [path.replace("\\", "/").split("/")[::-1] for path in (one, other)]
+def _common_end(first: str, second: str) -> tuple[str, ...]:
+    parts = [path.replace("\\", "/").split("/")[::-1] for path in (first, second)]
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*parts))
     return tuple(part for part, _ in same)[::-1]
 
@@ -92,31 +87,24 @@ def grouped(
     groups: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> dict[tuple[str, ...], Totals]:
-    """Sum entries up by what lasts across recompiles: what, element type, source function.
-
-    Args:
-      entries: what is summed up.
-      root: source paths below it are relative to it.
-      groups: sum up by device groups, too (axis names alone don't tell one mesh from another), by
-        what is done (a sum, a maximum), along which dimension, and by whether in a branch.
-      names: what source files are called instead.
-    """
-    found: dict[tuple[str, ...], Totals] = {}
+    """Sum entries up by what lasts across recompiles: what, element type, source function."""
+    totals: dict[tuple[str, ...], Totals] = {}
     for entry in entries:
         key = key_of(entry, root, groups, names)
-        found[key] = found.get(key, Totals()).plus(entry)
-    return found
+        totals[key] = totals.get(key, Totals()).plus(entry)
+    return totals
 
 
 def key_of(
     entry: Entry, root: str = ".", groups: bool = False, names: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Return by what ``grouped`` sums an entry up."""
+    """Return the key by which ``grouped`` sums an entry up."""
     source = (names or {}).get(entry.file) or relative_file(entry.file, root)
     if source and entry.function:
         source += f" ({entry.function})"
     if not groups:
         return entry.what, entry.element_type, source
+    # Axis names alone don't tell one mesh from another.
     how = entry.groups + (f" by {entry.reduction}" if entry.reduction not in ("", "add") else "")
     how += f" along dimension {entry.dimension}" if entry.dimension else ""
     how += " in a branch" if entry.at_most else ""
@@ -134,7 +122,7 @@ def compare(
 def each(
     before: Mapping[tuple[str, ...], Totals], after: Mapping[tuple[str, ...], Totals]
 ) -> Iterator[tuple[tuple[str, ...], Change]]:
-    """Yield what became of each key of two results of ``grouped``, what stays the ``same``, too."""
+    """Yield the change of each key of two results of ``grouped``; its status may be ``same``."""
     keys = list(dict.fromkeys([*before, *after]))
     alike = collections.Counter(key[:3] for key in keys)
     for key in keys:

@@ -1,9 +1,9 @@
 """What became of the memory of donated arguments, leaf by leaf.
 
-The module's header holds the truth (XLA, ``HloModuleConfig`` and ``HloInputOutputAliasConfig``):
+The module's header says it (XLA, ``HloModuleConfig`` and ``HloInputOutputAliasConfig``):
 ``input_output_alias`` says which output is written into which parameter's memory, ``buffer_donor``
-which parameters were given away and are not reused. What JAX pruned before compiling stands in
-neither, nor does, before JAX 0.8, a donated argument that no output fits.
+which parameters were donated and are not reused. Neither lists the arguments that JAX pruned before
+compiling, nor, before JAX 0.8, a donated argument that no output fits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADVICE = {
 
 
 class Argument(NamedTuple):
-    """A leaf of a program's arguments, as JAX tells of it.
+    """A leaf of a program's arguments, as JAX describes it.
 
     Attributes:
       path: the parameter's name and the keys below it, ``"state['m']"``.
@@ -93,18 +93,18 @@ def _index(text: str) -> tuple[int, ...]:
 
 def _places(roots: Sequence[hlo.Shape]) -> dict[tuple[int, tuple[int, ...]], int]:
     """Give each array leaf of several shapes its number, by shape and index below it."""
-    found: dict[tuple[int, tuple[int, ...]], int] = {}
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def visit(number: int, index: tuple[int, ...], shape: hlo.Shape) -> None:
         if shape.elements is None:
-            found[number, index] = len(found)
+            numbers[number, index] = len(numbers)
             return
         for position, element in enumerate(shape.elements):
             visit(number, (*index, position), element)
 
     for number, shape in enumerate(roots):
         visit(number, (), shape)
-    return found
+    return numbers
 
 
 def read(
@@ -112,19 +112,9 @@ def read(
     arguments: Sequence[Argument] | None = None,
     results: Sequence[Result] | None = None,
 ) -> list[Leaf]:
-    """List the leaves of a program's arguments, with what became of each one's memory.
-
-    Args:
-      module: the compiled module.
-      arguments: all leaves as JAX tells of them, pruned ones too; None where only text is there.
-      results: the leaves of the outputs; None where only text is there.
-
-    Raises:
-      HloError: the module's parameters are not the kept ones of ``arguments``, or its alias table
-        names something that isn't there.
-    """
-    parameters = module.entry.parameters
-    roots = [parameter.shape for parameter in parameters]
+    """List the leaves of a program's arguments, with what became of each one's memory."""
+    # ``arguments`` holds pruned leaves too; it is None, as ``results``, where only text is known.
+    roots = [parameter.shape for parameter in module.entry.parameters]
     inputs = [leaf for root in roots for leaf in root.leaves()]
     output_root = module.entry.instructions[module.entry.root].shape
     outputs = output_root.leaves()
@@ -132,7 +122,7 @@ def read(
     # The tokens of ordered effects stand before a program's own arguments and outputs.
     skip_in, skip_out = _leading_tokens(inputs), _leading_tokens(outputs)
     named = _results(results, outputs[skip_out:])
-    sure = arguments is not None
+    only_text = arguments is None
     if arguments is None:
         arguments = _from_text(module, inputs, skip_in, {*aliased, *donors})
     kept = [argument for argument in arguments if argument.kept]
@@ -163,15 +153,15 @@ def read(
             why = _why(argument, shape, named, outputs[skip_out:], taken)
             leaves.append(Leaf(path, str(shape), shape.bytes, True, "donor", *why))
         else:
-            known = False if sure else None
-            leaves.append(Leaf(path, str(shape), shape.bytes, known, "kept", "", "", ""))
+            not_donated = None if only_text else False
+            leaves.append(Leaf(path, str(shape), shape.bytes, not_donated, "kept", "", "", ""))
     return leaves
 
 
 def _table(
     module: hlo.Module, inputs: Sequence[hlo.Shape], output: hlo.Shape
 ) -> tuple[dict[int, int], set[int]]:
-    """Read from which leaf of the inputs to which of the outputs memory goes, and what is given."""
+    """Read which leaf of the outputs has the memory of which input, and the donated inputs."""
     in_places, out_places = _places(inputs), _places([output])
     aliased: dict[int, int] = {}
     donors: set[int] = set()
@@ -202,7 +192,7 @@ def _from_text(
 
 
 def _bytes(shape: str) -> int:
-    """Count the bytes of ``"f32[8,16]"``, 0 for a type that HLO has not (a key's)."""
+    """Count the bytes of ``"f32[8,16]"``; 0 for a type that HLO does not have (a key's)."""
     element_type, _, dimensions = shape.rstrip("]").partition("[")
     try:
         return hlo.Shape(element_type, _index(dimensions)).bytes
@@ -210,9 +200,9 @@ def _bytes(shape: str) -> int:
         return 0
 
 
-def _differ(one: str, other: str) -> bool:
-    """Tell shardings apart that are written alike, both as specs or both as HLO does."""
-    return bool(one and other) and one[0] == other[0] and one != other
+def _differ(first: str, second: str) -> bool:
+    """Tell whether two shardings in one notation, both specs or both HLO's, differ."""
+    return bool(first and second) and first[0] == second[0] and first != second
 
 
 def _leading_tokens(shapes: Sequence[hlo.Shape]) -> int:
@@ -269,11 +259,9 @@ def _why(
         return None
 
     order = ("layout", "unknown", "sharding", "taken", "dtype", "shape")
-    found = [(n, why) for n in range(len(outputs)) if (why := differs(n)) is not None]
-    if not found:
+    near = [(n, why) for n in range(len(outputs)) if (why := differs(n)) is not None]
+    if not near:
         return "", "no output", f"no output is {shape}, nor that in another dtype or shape"
-    # A same-named output of another dtype says more than a stranger that is taken.
-    n, (cause, text) = max(
-        found, key=lambda f: (rank(f[0])[0], rank(f[0])[1], -order.index(f[1][0]))
-    )
+    # An output of the same name in another dtype says more than an unrelated one that is taken.
+    n, (cause, text) = max(near, key=lambda pair: (*rank(pair[0]), -order.index(pair[1][0])))
     return named[n].path, cause, f"output {named[n].path} {text}"

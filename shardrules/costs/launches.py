@@ -27,12 +27,12 @@ class Loop(NamedTuple):
     Attributes:
       name: of its instruction.
       source: its source line, or JAX's name for it.
-      depth: how many loops stand around it.
+      depth: the number of loops around it.
       trip_count: of one run; None where the compiled program holds no static one.
       unknown: what made it unknown.
-      launches: kernels, library calls, copies and graphs of one trip, its condition's too where the
-        host asks it; None with a loop of unknown length inside, and for other platforms than GPU.
-      kinds: of these, by kind.
+      launches: kernels, library calls, copies and graphs of one trip, and of its condition where
+        the host reads it; None with a loop of unknown length inside, and on other platforms.
+      kinds: the launches by kind.
       host_decides: whether the host waits for the predicate on each trip.
       copied_bytes: by copies, of one trip; None with a loop of unknown length inside.
       graphs: command buffers launched on one trip, with what stands in them counted as one.
@@ -77,13 +77,8 @@ def platform(module: hlo.Module) -> str | None:
 
 
 def read(module: hlo.Module, on: str | None = None) -> list[Loop]:
-    """List a module's loops, outermost first, with what one trip launches on a GPU.
-
-    Args:
-      module: the compiled module.
-      on: ``gpu``, ``tpu`` or ``cpu``; what the text tells if None. Launches are counted for GPU
-        alone: a TPU runs a whole program, and a CPU launches nothing.
-    """
+    """List a module's loops, outermost first, with what one trip launches if it is for a GPU."""
+    # A TPU runs a whole program, and a CPU launches nothing.
     gpu = (on or platform(module)) == "gpu"
     sums = _sums(module)
     return [
@@ -104,7 +99,7 @@ def _loop(module: hlo.Module, place: walk.Place, sums: dict[str, _Sum], gpu: boo
     trips = loops.trip_count(module, place.computation, instruction)
     condition, body = loops.parts(module, instruction)
     total = sums[body.name]
-    # What the compiler wrote down decides how it runs, not what can be found out.
+    # The count that the compiler wrote down decides how the loop runs, not one that we found.
     asked = gpu and "known_trip_count" not in (instruction.attribute("backend_config") or "")
     if asked:
         total = total.plus(sums[condition.name])

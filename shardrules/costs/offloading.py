@@ -17,7 +17,7 @@ class Access(NamedTuple):
     Attributes:
       bytes: of one run, on one device.
       runs: how often one execution runs it at most; None where a loop's count isn't known.
-      loop_depth: how many while loops stand around it.
+      loop_depth: the number of while loops around it.
       source: its source line, or JAX's name for it.
     """
 
@@ -49,29 +49,25 @@ _Place = tuple[str, int, int]  # of an array: computation, instruction, which le
 
 
 def read(module: hlo.Module) -> list[HostBuffer]:
-    """List a program's buffers in host memory, the largest first.
-
-    TPU and GPU print a buffer's memory space in its layout (``S(5)`` is the host's); a program for
-    CPU has one memory, and no such buffer.
-    """
+    """List a program's buffers in host memory, the largest first; CPU has one memory, and none."""
     places = list(walk.executed(module))
     buffers = _Buffers(module)
     for place in places:
         buffers.add(place.computation, place.position)
-    found = buffers.found()
+    by_place = buffers.by_place()
     for place in places:
         moved = walk.moved(module, place)
         if moved is None:
             continue
         name, instruction = place.computation.name, place.instruction
-        told = Access(moved.bytes, place.runs, place.loop_depth, walk.where(module, place))
+        access = Access(moved.bytes, place.runs, place.loop_depth, walk.where(module, place))
         if moved.to_host:
             held = [(name, place.position, n) for n in walk.result_leaves(instruction)]
         else:
             held = [(name, operand, 0) for operand in instruction.operands]
-        for buffer in {id(b): b for one in held if (b := found.get(one)) is not None}.values():
-            (buffer.stores if moved.to_host else buffer.loads).append(told)
-    return sorted({id(b): b for b in found.values()}.values(), key=lambda b: -b.bytes)
+        for buffer in {id(b): b for array in held if (b := by_place.get(array))}.values():
+            (buffer.stores if moved.to_host else buffer.loads).append(access)
+    return sorted({id(b): b for b in by_place.values()}.values(), key=lambda b: -b.bytes)
 
 
 class _Buffers:
@@ -81,26 +77,26 @@ class _Buffers:
         self._module = module
         self._parent: dict[_Place, _Place] = {}
 
-    def found(self) -> dict[_Place, HostBuffer]:
+    def by_place(self) -> dict[_Place, HostBuffer]:
         """Give the buffer of each place."""
-        found: dict[_Place, HostBuffer] = {}
+        buffers: dict[_Place, HostBuffer] = {}
         entry = self._module.entry
         for name, position, leaf in list(self._parent):
             place = (name, position, leaf)
             instruction = self._module.computations[name].instructions[position]
             shape = instruction.shape.leaves()[leaf]
-            buffer = found.setdefault(
+            buffer = buffers.setdefault(
                 self._root(place), HostBuffer(str(shape), shape.bytes, "temporary")
             )
-            found[place] = buffer
+            buffers[place] = buffer
             if name == entry.name and instruction.opcode == "parameter":
                 buffer.kind = "argument"
             elif name == entry.name and position == entry.root and buffer.kind == "temporary":
                 buffer.kind = "output"
-        return found
+        return buffers
 
     def add(self, computation: hlo.Computation, position: int) -> None:
-        """Note the buffers of one instruction, and those of others that are the same."""
+        """Add the buffers of one instruction, and join them with those that it passes on."""
         instruction = computation.instructions[position]
         name, opcode, operands = computation.name, instruction.opcode, instruction.operands
         here = (name, position)
@@ -145,8 +141,8 @@ class _Buffers:
         theirs = self._leaves(*second)[second_first:]
         for leaf, (mine, other) in enumerate(zip(self._leaves(*first), theirs)):
             if walk.host_buffer(mine) and walk.host_buffer(other):
-                one = self._root((*first, leaf))
-                self._parent[one] = self._root((*second, second_first + leaf))
+                root = self._root((*first, leaf))
+                self._parent[root] = self._root((*second, second_first + leaf))
 
     def _root(self, place: _Place) -> _Place:
         while self._parent.setdefault(place, place) != place:

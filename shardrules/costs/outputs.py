@@ -1,8 +1,8 @@
-"""Outputs that their shardings call replicated, and that are not proven so: a missing reduction.
+"""Outputs whose shardings say replicated, without a proof: a reduction may be missing.
 
-Each device then holds data of its own under the name of one array, and a state that is carried
-from step to step drifts apart. An output *differs* where it is computed from different data by
-steps that keep data different (``hlo.known.evening`` says which do); else it is *unproven*.
+Each device then holds other data under the name of one array, and a state that is carried from step
+to step drifts apart. An output *differs* if it is computed from different data by steps that keep
+data different (``hlo.known.evening`` lists them); else it is *unproven*.
 """
 
 from __future__ import annotations
@@ -66,37 +66,30 @@ def name(path: str) -> str:
 
 
 def tiles(judgement: hlo.Judgement, text: str) -> tuple[int, ...] | None:
-    """Give the tile that a sharding promises to each partition; None where it promises nothing.
-
-    Raises:
-      NotationError: it can't be read, or is for other devices.
-    """
-    found = shardings.read_sharding(text, judgement.partitions).tiles
-    alone = found is not None and len(set(found)) == len(found) and judgement.replicas == 1
-    return None if alone else found
+    """Give the tile that a sharding promises to each partition; None where it promises nothing."""
+    partition_tiles = shardings.read_sharding(text, judgement.partitions).tiles
+    if partition_tiles is None or judgement.replicas > 1:
+        return partition_tiles
+    return None if len(set(partition_tiles)) == len(partition_tiles) else partition_tiles
 
 
 def find(judgement: hlo.Judgement) -> list[Unequal]:
-    """List the outputs that are called replicated and not proven so, those that differ first.
-
-    Args:
-      judgement: of a program whose outputs' shardings are known; of others there is no promise.
-    """
+    """List the outputs that are called replicated and not proven so, those that differ first."""
     carried: dict[int, str] = {}
-    found = []
+    unequal = []
     for number, (output, promise) in enumerate(zip(judgement.outputs, judgement.promises or ())):
         if promise is None:
             continue
         try:
             promised = tiles(judgement, promise[1])
         except notations.NotationError:
-            continue  # nobody knows what it promises
+            continue  # we can't read what it promises
         broken = None if promised is None else output.broken(promised)
         if broken is None:
             continue
         carried = carried or _carried(judgement)
-        found.append(_unequal(output, promise[0], broken, carried.get(number, "")))
-    return sorted(found, key=lambda one: one.kind)
+        unequal.append(_unequal(output, promise[0], broken, carried.get(number, "")))
+    return sorted(unequal, key=lambda output: output.kind)
 
 
 def _unequal(output: hlo.Output, path: str, broken: Broken, carried: str) -> Unequal:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardrules import hlo
-from shardrules.costs import walk
+from shardrules.costs import sums, walk
 
 __all__ = ["Constant", "Gathered", "constants", "gathered", "is_pmap"]
 
@@ -50,32 +50,23 @@ class Gathered(NamedTuple):
 
 
 def constants(module: hlo.Module, min_bytes: int = 1) -> list[Constant]:
-    """List the arrays that are written into a program, the largest first.
-
-    An array of one repeated value (``jnp.zeros``) is made on the device, and is none.
-
-    Args:
-      module: the compiled module.
-      min_bytes: of the smallest that is listed.
-    """
+    """List the arrays that are written into a program, of ``min_bytes`` or more, largest first."""
+    # An array of one repeated value (jnp.zeros) is made on the device: it is no large constant.
     devices = (module.num_partitions or 1) * (module.replica_count or 1)
-    found = []
+    listed = []
     for computation in module.computations.values():
         for position, instruction in enumerate(computation.instructions):
             size = instruction.shape.bytes if instruction.opcode == "constant" else 0
             if size and size >= min_bytes:
-                source = _used_at(module, computation, position) or instruction.name
-                found.append(
-                    Constant(instruction.name, str(instruction.shape), size, devices, source)
-                )
-    return sorted(found, key=lambda c: -c.bytes)
+                name, shape = instruction.name, str(instruction.shape)
+                source = _used_at(module, computation, position) or name
+                listed.append(Constant(name, shape, size, devices, source))
+    return sorted(listed, key=lambda c: -c.bytes)
 
 
 def _used_at(module: hlo.Module, computation: hlo.Computation, position: int) -> str:
-    """Give the source line of what reads a value first, in a fusion too; empty if none has one.
-
-    A constant's own line is that of the call that traced the program.
-    """
+    """Give the source line of the first reader that has one, in a fusion too; else nothing."""
+    # A constant's own line is that of the call that traced the program.
     users = computation.users()
     reached = [position]
     for reader in reached:
@@ -91,28 +82,20 @@ def _used_at(module: hlo.Module, computation: hlo.Computation, position: int) ->
 
 
 def is_pmap(module: hlo.Module, axes: Iterable[str] = ()) -> bool:
-    """Tell whether a ``jax.pmap`` stands in a program.
-
-    To JAX 0.7 its operations are named after it. From 0.8 on it is a shard_map with the check off,
-    over an axis that has a name of its own unless it was given one: then nothing tells it.
-
-    Args:
-      module: the compiled module.
-      axes: the names of its mesh axes, if they are known.
-    """
+    """Tell whether a program, or a name of its mesh axes, shows a ``jax.pmap``."""
+    # Up to JAX 0.7 its operations are named after it. From 0.8 on it is a shard_map with the check
+    # off, over an axis of this name; if it was given a name, nothing shows it.
     return _PMAP_AXIS in axes or re.search(rf"xla_pmap|{_PMAP_AXIS}", module.text) is not None
 
 
 def gathered(module: hlo.Module) -> list[Gathered]:
-    """List the outputs that a program gathers from shards, over whichever devices.
-
-    By an all-gather, or by an all-reduce of shards that lie in zeros, which is how a ``jax.pmap``
-    under a jit returned its result to JAX 0.7.
-    """
+    """List the outputs that a program gathers from shards, over whichever devices."""
+    # By an all-gather; or by an all-reduce of shards that lie in zeros: up to JAX 0.7 a jax.pmap
+    # under a jit returned its result so.
     entry = module.entry
     root = entry.instructions[entry.root]
     outputs = root.operands if root.opcode == "tuple" else (entry.root,)
-    found = []
+    outputs_gathered = []
     for number, position in enumerate(outputs):
         collective = _collective(entry, position)
         if collective is None:
@@ -127,8 +110,9 @@ def gathered(module: hlo.Module) -> list[Gathered]:
             if not re.search(r"(^|/)(xla_)?pmap", name):
                 continue
             before = after.bytes // max(module.replica_count or 1, 1)
-        found.append(Gathered(number, str(after), before, after.bytes, walk.where(module, place)))
-    return found
+        source = walk.where(module, place)
+        outputs_gathered.append(Gathered(number, str(after), before, after.bytes, source))
+    return outputs_gathered
 
 
 def _collective(computation: hlo.Computation, position: int) -> int | None:
@@ -138,16 +122,7 @@ def _collective(computation: hlo.Computation, position: int) -> int | None:
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in ("all-gather", "all-reduce"):
             return position
-        if not instruction.operands or opcode not in (
-            "copy",
-            "copy-done",
-            "bitcast",
-            "reshape",
-            "transpose",
-            "convert",
-            "get-tuple-element",
-            "all-gather-done",
-            "all-reduce-done",
-        ):
+        moves = opcode in sums.PASS_ON or opcode == "all-gather-done"
+        if not moves or not instruction.operands:
             return None
         position = instruction.operands[0]

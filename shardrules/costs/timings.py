@@ -1,4 +1,4 @@
-"""What a profile measured of a program's collectives, for each verdict."""
+"""The time that a program's collectives took in a profile, for each verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Timing", "Timings", "avoidable"]
 
 
 class Timing(NamedTuple):
-    """What one collective took in a step.
+    """The time that one collective took in a step.
 
     Attributes:
       seconds: the median over steps, on the slowest device.
@@ -49,7 +49,7 @@ class Timing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timings:
-    """What a profile measured of one program.
+    """The times that a profile measured of one program.
 
     Attributes:
       step_seconds: the median step.

@@ -26,7 +26,7 @@ class Transfer(NamedTuple):
       direction: ``to host``, ``from host`` or ``both``.
       bytes: of one run, on one device, without tokens.
       runs: how often one execution runs it at most; None where a loop's trip count isn't known.
-      loop_depth: how many while loops stand around it.
+      loop_depth: the number of while loops around it.
       name: of the instruction.
       target: of a callback.
       source: its source line, or JAX's name for it.
@@ -49,11 +49,9 @@ class Transfer(NamedTuple):
 
 
 def read(module: hlo.Module) -> list[Transfer]:
-    """List a program's transfers, those in loops first, the costliest of these first.
-
-    A TPU's callback is listed as its send and its recv. Copies between memories are those between
-    buffers whose layouts say so: TPU and GPU print them, CPU has one memory.
-    """
+    """List a program's transfers, those in loops first, the costliest of these first."""
+    # A TPU's callback is listed as its send and its recv. TPU and GPU print a buffer's memory in
+    # its layout; CPU has one memory, and no copies.
     transfers = []
     for place in walk.executed(module):
         described = _transfer(module, place)

@@ -1,4 +1,4 @@
-"""What a compiled program executes, instruction by instruction: without the insides of fusions."""
+"""The instructions that a compiled program executes, without those inside fusions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-# Instructions that hand control to a computation whose instructions run one by one. What fusions,
-# reductions, sorts and scatters call is part of one kernel.
+# Instructions that run a computation's instructions one by one. The computations of fusions,
+# reductions, sorts and scatters are part of one kernel.
 _CONTROL = ("while", "conditional", "call", "async-start")
 _HOST_SPACE = "S(5)"  # xla::Layout::kHostMemorySpace
 # Opcodes that name values, lie in memory, or wait for others: they launch and move nothing.
@@ -43,11 +43,10 @@ class Place(NamedTuple):
     """An instruction that runs, and how often.
 
     Attributes:
-      computation: that holds it.
-      position: its own in the computation's instructions.
-      loop_depth: how many while loops stand around it.
-      runs: how often one execution of the program runs it at most; None where a loop's count
-        isn't known.
+      computation: the computation that holds it.
+      position: its position in the computation's instructions.
+      loop_depth: the number of while loops around it.
+      runs: how often one execution runs it at most; None where a loop's count isn't known.
     """
 
     computation: hlo.Computation
@@ -137,21 +136,19 @@ def host_buffer(shape: hlo.Shape) -> bool:
 
 
 class Moved(NamedTuple):
-    """What an instruction moves between host and device memory: bytes of one run."""
+    """A move between host and device memory, with the bytes of one run."""
 
     to_host: bool
     bytes: int
 
 
 def moved(module: hlo.Module, place: Place) -> Moved | None:
-    """Tell whether an instruction moves data between host and device memory.
-
-    On TPU and GPU layouts carry the memory space; CPU has one memory and prints none.
-    """
+    """Give what an instruction moves between host and device memory, if it does."""
+    # On TPU and GPU layouts carry the memory space; CPU has one memory and prints none.
     instruction = place.instruction
     opcode = instruction.opcode
     if opcode in NO_WORK or opcode in _CONTROL or opcode.endswith("-done"):
-        return None  # the body of an async-start is followed by itself
+        return None  # the body of an async-start is walked on its own
     result = [instruction.shape.leaves()[n] for n in result_leaves(instruction)]
     size = sum(leaf.bytes for leaf in result)
     operands = [place.computation.instructions[o].shape for o in instruction.operands]
@@ -166,10 +163,8 @@ def moved(module: hlo.Module, place: Place) -> Moved | None:
 
 
 def result_leaves(instruction: hlo.Instruction) -> range:
-    """Give the array leaves of an instruction's shape that are its result.
-
-    ``copy-start`` gives (result, operand, context), other starts ((operands), result, context).
-    """
+    """Give the array leaves of an instruction's shape that are its result."""
+    # copy-start gives (result, operand, context), other starts ((operands), result, context).
     elements = instruction.shape.elements
     if not instruction.opcode.endswith("-start") or not elements or len(elements) < 2:
         return range(len(instruction.shape.leaves()))
@@ -181,7 +176,7 @@ def result_leaves(instruction: hlo.Instruction) -> range:
 def written(
     module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction
 ) -> hlo.Shape | None:
-    """Give the shape of what is written into a buffer in place, None where all of it is new."""
+    """Give the shape of the part of a buffer that is written in place; None if all of it is new."""
     while True:
         if instruction.opcode.startswith("dynamic-update-slice") and instruction.operands[1:]:
             return computation.instructions[instruction.operands[1]].shape

@@ -26,7 +26,7 @@ from shardrules.costs.waste.shared.program import Hint, Kind, Program
 
 __all__ = ["KINDS", "Hint", "Kind", "dearer", "hints", "rows"]
 
-# A collective gets the hint of the first kind that it is of.
+# A collective gets the hint of the first kind that matches it.
 _MODULES = (
     repeated,
     after_loop,
@@ -48,7 +48,7 @@ KINDS = tuple(kind.name for kind in rows)
 
 
 def hints(judgement: hlo.Judgement) -> list[Hint]:
-    """List the needed collectives that could be cheaper, as far as the program shows it."""
+    """List the needed collectives that the program shows could be cheaper."""
     program = Program(judgement)
     found = []
     for site in program.sites:

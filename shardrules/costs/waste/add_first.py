@@ -1,4 +1,4 @@
-"""Two all-reduces over the same devices whose results are only added: one of the sum does."""
+"""Two all-reduces over the same devices whose results are only added: reduce the sum once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ def _find(site: Site) -> Hint | None:
     size = site.entry.bytes
     if not (site.adds and site.whole):
         return None
-    where = (site.module, site.computation, site.users, site.position, site.operand)
-    if not sums.added_to_another(*where):
+    if not sums.added_to_another(*site.result_place):
         return None
     advice = (
         "its result is only added to that of another psum over the same devices: add the operands "

@@ -1,4 +1,4 @@
-"""A collective in a loop of whose results no trip reads one: one after the loop does."""
+"""A collective in a loop whose results no trip reads: one collective after the loop is enough."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def _find(site: Site) -> Hint | None:
         return None
     runs, size = site.entry.runs, site.entry.bytes
     outer = [r.around for r in results if r is not None]
-    # All of a combined one goes, or its round trips stay.
+    # A combined collective's round trips stay unless all of its parts leave the loop.
     whole = len(outer) == len(sites)
     times = max(site.runs_of(around) for around in outer) if whole else runs
     after = None if own.copies is None else size * own.copies * site.runs_of(own.around)
-    before = None if runs is None else runs * size
+    before = site.in_all(size)
     saves = before is None or (after is not None and after < before)
     small = whole and sum(s.entry.bytes for s in sites) <= SMALL
     if "stacks" in own.ways and not small or not (saves or whole):
@@ -37,7 +37,7 @@ def _find(site: Site) -> Hint | None:
 
 
 def _can_leave(site: Site) -> bool:
-    """Tell whether the source can move it: not out of a shard_map, nor where no sum is written."""
+    """Tell whether the source can move it: it can't leave a shard_map, or a sum nobody wrote."""
     name, phase = site.collective.op_name, site.entry.phase
     if site.in_shard_map:
         return re.search(r"while.*shard_map", name) is None

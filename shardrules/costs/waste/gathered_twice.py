@@ -63,27 +63,25 @@ def _hint(site: Site, first: Site) -> Hint:
 
 
 def _origin(site: Site) -> tuple[str, int, str] | None:
-    """Follow an operand back to the array that it is, or is one trip's slice of."""
+    """Follow an operand back to its array, also if it is one trip's slice of that."""
     program, here, position, part = site.program, site.computation, site.source, ""
     for _ in range(64):
         outside, position = program.made_by(((here, -1),), position, _MOVES)
-        at = outside[-1][0]
-        one = at.instructions[position]
-        while one.opcode in ("dynamic-slice", "slice", "convert"):
-            if one.opcode == "convert":
-                part += one.shape.element_type
-            elif one.opcode == "slice" and one.shape.dimensions[:1] != (1,):
-                # Of dimension 1 it is the slice of a trip that XLA took out of the loop.
-                part += one.attribute("slice") or ""
-            outside, position = program.made_by(outside, one.operands[0], _MOVES)
-            at = outside[-1][0]
-            one = at.instructions[position]
+        maker = outside[-1][0].instructions[position]
+        while maker.opcode in ("dynamic-slice", "slice", "convert"):
+            if maker.opcode == "convert":
+                part += maker.shape.element_type
+            elif maker.opcode == "slice" and maker.shape.dimensions[:1] != (1,):
+                # A slice of one row may be a trip's, which XLA took out of the loop.
+                part += maker.attribute("slice") or ""
+            outside, position = program.made_by(outside, maker.operands[0], _MOVES)
+            maker = outside[-1][0].instructions[position]
         if len(outside) > 1:
             return None
-        here = at
-        if one.opcode != "get-tuple-element":
+        here = outside[0][0]
+        if maker.opcode != "get-tuple-element":
             return (here.name, position, part) if here.is_entry else None
-        before = program.before_loop(here, position) or _stacked(program, here, one)
+        before = program.before_loop(here, position) or _stacked(program, here, maker)
         if before is None:
             return here.name, position, part
         here, position = before
@@ -91,14 +89,14 @@ def _origin(site: Site) -> tuple[str, int, str] | None:
 
 
 def _stacked(
-    program: Program, here: hlo.Computation, one: hlo.Instruction
+    program: Program, here: hlo.Computation, taken: hlo.Instruction
 ) -> tuple[hlo.Computation, int] | None:
-    """Give what a loop stacks, or passes on, in the element of its result that is taken."""
-    loop = here.instructions[one.operands[0]]
+    """Give what a loop stacks, or passes on, in one element of its result."""
+    loop = here.instructions[taken.operands[0]]
     if loop.opcode != "while":
         return None
     body = program.module.computations[loop.calls[1]]
-    root, index = body.instructions[body.root], int(one.attribute("index") or -1)
+    root, index = body.instructions[body.root], int(taken.attribute("index") or -1)
     if loop.calls[1] not in program.loops or root.opcode != "tuple":
         return None
     outside, position = program.made_by(((body, -1),), root.operands[index], frozenset(["copy"]))

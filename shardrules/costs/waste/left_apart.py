@@ -1,4 +1,4 @@
-"""Small collectives of one kind side by side, which the compiler left apart: one does."""
+"""Small collectives of one kind that the compiler did not combine: run one for all of them."""
 
 from __future__ import annotations
 

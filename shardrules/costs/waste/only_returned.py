@@ -28,11 +28,9 @@ def _find(site: Site) -> Hint | None:
 
 
 def _only_returned(site: Site) -> bool:
-    """Tell whether ENTRY returns an all-gather's result as it is, and does nothing else with it.
-
-    An output that is computed from the whole array needs it, and one of another shape need not be
-    sharded as any spec says.
-    """
+    """Tell whether ENTRY returns an all-gather's result as it is, and does nothing else with it."""
+    # An output that is computed from the whole array needs it, and one of another shape may be
+    # sharded as no spec says.
     entry, position, element = site.computation, site.position, site.operand
     if entry.instructions[position].opcode.endswith("-start"):  # its tuple holds operands too
         if len(site.users[position]) != 1:
@@ -65,7 +63,7 @@ def _only_returned(site: Site) -> bool:
 
 
 def _part(shape: hlo.Shape, element: int) -> tuple[int, ...] | None:
-    """Give the sizes of a collective's one result; None where there is no such."""
+    """Give the sizes of one result of a collective; None where there is no array."""
     if shape.elements is None:
         return shape.dimensions
     if element < len(shape.elements) and not shape.elements[element].is_tuple:

@@ -12,8 +12,7 @@ def _find(site: Site) -> Hint | None:
     entry = site.entry
     if not (site.adds and site.whole):
         return None
-    where = (site.module, site.computation, site.users, site.position, site.operand)
-    size = sums.reduced_after(*where)
+    size = sums.reduced_after(*site.result_place)
     if size is None or size >= entry.bytes:
         return None
     change = (

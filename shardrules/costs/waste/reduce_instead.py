@@ -1,9 +1,10 @@
-"""An all-gather whose result is only reduced over what it gathered: an all-reduce does."""
+"""An all-gather whose result is only reduced over the gathered dimension: all-reduce instead."""
 
 from __future__ import annotations
 
 import re
 
+from shardrules import hlo
 from shardrules.costs import accounts, walk
 from shardrules.costs.waste.shared import parts
 from shardrules.costs.waste.shared.program import Hint, Kind, Site
@@ -26,7 +27,7 @@ def _find(site: Site) -> Hint | None:
     reduce = use.instruction
     if reduce.opcode != "reduce" or len(reduce.operands) != 2 or reduce.operands[0] != use.used:
         return None
-    if not _gathered_apart(use.before.shape, result, int(along), size):
+    if not _is_result(use.before.shape, result, int(along), size):
         return None
     over = re.findall(r"\d+", reduce.attribute("dimensions") or "")
     operation = walk.applied(site.module, reduce)
@@ -47,13 +48,12 @@ def _find(site: Site) -> Hint | None:
     return site.smaller(KIND.name, advice, after, sent)
 
 
-def _gathered_apart(shape, result, along: int, size: int) -> bool:
-    """Tell whether what is reduced is the result, whole or with its shards along one dimension."""
-    own, sizes = result.dimensions, shape.dimensions
-    if shape.element_type != result.element_type:
-        return False
+def _is_result(shape: hlo.Shape, result: hlo.Shape, along: int, size: int) -> bool:
+    """Tell whether an array is the result, or the result with its shards along one dimension."""
+    own = result.dimensions
     split = (*own[:along], size, own[along] // size, *own[along + 1 :])
-    return sizes == own or (sizes == split and own[along] % size == 0)
+    same = shape.dimensions == own or (shape.dimensions == split and own[along] % size == 0)
+    return same and shape.element_type == result.element_type
 
 
 def _starts_neutral(site: Site, use, operation: str) -> bool:

@@ -1,4 +1,4 @@
-"""A collective in a loop whose operand is the same on every trip: one before the loop does."""
+"""A collective in a loop whose operand is the same on every trip: run it before the loop."""
 
 from __future__ import annotations
 

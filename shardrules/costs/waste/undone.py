@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from shardrules import hlo
+from shardrules.costs import walk
 from shardrules.costs.waste.shared.loop_flow import UNARY
 from shardrules.costs.waste.shared.program import Hint, Kind, Program, Site
 
 __all__ = ["KIND"]
 
-_MOST = 2**24  # elements of all devices of a group that are followed
+_MOST = 2**24  # elements, of all devices of a group, that are evaluated
 
 
 def _find(site: Site) -> Hint | None:
@@ -38,7 +39,7 @@ def _find(site: Site) -> Hint | None:
 
 def _pairs(program: Program) -> dict[tuple[str, int], Site]:
     """Give for each all-to-all that is undone, or undoes one, the other one."""
-    found = {}
+    pairs = {}
     for site in program.sites:
         if site.collective.kind != "all-to-all" or site.operand or not (site.needed and site.whole):
             continue
@@ -51,57 +52,45 @@ def _pairs(program: Program) -> dict[tuple[str, int], Site]:
         origins = _Origins(site, before, count).result()
         if origins is None or any((rows != place).any() for place, rows in enumerate(origins)):
             continue
-        found[site.computation.name, site.position] = before
+        pairs[site.computation.name, site.position] = before
         if _only_for(before, site):
-            found[before.computation.name, before.position] = site
-    return found
+            pairs[before.computation.name, before.position] = site
+    return pairs
 
 
 def _only_for(before: Site, site: Site) -> bool:
-    """Tell whether nothing but one all-to-all takes what another one brings."""
-    taken: set[int] = set()
-    stack = [site.position]
-    while stack:
-        fresh = set(site.computation.instructions[stack.pop()].operands) - taken
-        taken |= fresh
-        stack += fresh
-    seen: set[int] = set()
-    stack = [before.position]
-    while stack:
-        position = stack.pop()
-        if position == site.computation.root:
-            return False
-        fresh = set(site.users[position]) - seen - {site.position}
-        seen |= fresh
-        stack += fresh
-    return seen <= taken
+    """Tell whether all that reads the first one's result is an operand of the second one."""
+    here, last = site.computation, site.position
+    makers = walk.reached([last], lambda n: here.instructions[n].operands)
+    readers = walk.reached([before.position], lambda n: [] if n == last else site.users[n])
+    return readers <= makers and here.root not in readers - {last}
 
 
 def _before(site: Site) -> Site | None:
     """Find the one all-to-all from which all operands come."""
     here, stack = site.computation, list(site.instruction.operands)
     seen: set[int] = set()
-    found = set()
+    exchanges = set()
     while stack:
         position = stack.pop()
         if position in seen:
             continue
         seen.add(position)
-        one = here.instructions[position]
-        if one.opcode in ("all-to-all", "all-to-all-start"):
-            found.add(position)
-        elif (one.opcode != "constant" and not one.operands) or len(seen) > 64:
+        maker = here.instructions[position]
+        if maker.opcode in ("all-to-all", "all-to-all-start"):
+            exchanges.add(position)
+        elif (maker.opcode != "constant" and not maker.operands) or len(seen) > 64:
             return None
         else:
-            stack += one.operands
-    if len(found) != 1:
+            stack += maker.operands
+    if len(exchanges) != 1:
         return None
-    sites = site.program.parts(here.name, found.pop())
+    sites = site.program.parts(here.name, exchanges.pop())
     return sites[0] if sites and sites[0].needed else None
 
 
 class _Origins:
-    """From which device of a group each element comes, on each of its devices."""
+    """The device of a group from which each element comes, on each of its devices."""
 
     def __init__(self, site: Site, before: Site, count: int):
         self.site = site
@@ -109,10 +98,10 @@ class _Origins:
         self.count = count
 
     def result(self) -> list[np.ndarray] | None:
-        """Give, for each device, where the elements of the second one's results come from."""
-        here, one = self.site.computation, self.site.instruction
+        """Give, for each device, the devices from which the second one's elements come."""
+        here = self.site.computation
         values: dict[int, Any] = {}
-        given = [self._value(here, values, o) for o in one.operands]
+        given = [self._value(here, values, o) for o in self.site.instruction.operands]
         if any(not isinstance(v, np.ndarray) for v in given):
             return None
         results = self._exchange(self.site, given)
@@ -142,57 +131,57 @@ class _Origins:
         """Evaluate an instruction: an array, a list for a tuple, None where it isn't followed."""
         if position in values:
             return values[position]
-        one = here.instructions[position]
+        instruction = here.instructions[position]
         if here is self.before.computation and position == self.before.position:
-            shapes = [here.instructions[o].shape.dimensions for o in one.operands]
+            shapes = [here.instructions[o].shape.dimensions for o in instruction.operands]
             devices = range(self.count)
             operands = [np.stack([np.full(s, d, np.int16) for d in devices]) for s in shapes]
             results = self._exchange(self.before, operands)
-            whole = one.shape.elements is None or one.opcode.endswith("-start")
-            value = results and (results[0] if whole and len(results) == 1 else results)
-        elif one.opcode == "parameter":
+            array = instruction.shape.elements is None or instruction.opcode.endswith("-start")
+            value = results and (results[0] if array and len(results) == 1 else results)
+        elif instruction.opcode == "parameter":
             value = None
         else:
-            given = [self._value(here, values, o) for o in one.operands]
-            value = self._apply(here, one, given)
+            given = [self._value(here, values, o) for o in instruction.operands]
+            value = self._apply(here, instruction, given)
         values[position] = value
         return value
 
-    def _apply(self, here: hlo.Computation, one: hlo.Instruction, given: list[Any]) -> Any:
-        opcode = one.opcode
+    def _apply(self, here: hlo.Computation, instruction: hlo.Instruction, given: list[Any]) -> Any:
+        opcode = instruction.opcode
         if opcode == "get-tuple-element":
-            index = int(one.attribute("index") or -1)
+            index = int(instruction.attribute("index") or -1)
             return given[0][index] if isinstance(given[0], list) else None
-        if opcode == "fusion" and len(one.calls) == 1:
-            called = self.site.module.computations[one.calls[0]]
-            numbers = {
-                n: int(i.literal)
-                for n, i in enumerate(called.instructions)
-                if i.opcode == "parameter"
-            }
-            return self._value(called, {n: given[k] for n, k in numbers.items()}, called.root)
+        if opcode == "fusion" and len(instruction.calls) == 1:
+            called = self.site.module.computations[instruction.calls[0]]
+            arguments = {n: given[k] for k, n in walk.parameters(called).items()}
+            return self._value(called, arguments, called.root)
         if not given or any(not isinstance(v, np.ndarray) for v in given):
             return None
         if opcode == "concatenate":
-            return np.concatenate(
-                given, int(re.findall(r"\d+", one.attribute("dimensions") or "0")[0]) + 1
-            )
+            return np.concatenate(given, _dimensions(instruction)[0] + 1)
         if len(given) != 1:
             return None
-        (array,), sizes = given, (self.count, *one.shape.dimensions)
+        (array,), sizes = given, (self.count, *instruction.shape.dimensions)
         if opcode in ("all-to-all-done", "copy", "copy-start", "copy-done") or opcode in UNARY:
             return array if array.shape == sizes else None
         if opcode == "reshape":
             return array.reshape(sizes)
         if opcode == "bitcast":
-            return _bitcast(array, here.instructions[one.operands[0]].shape, one.shape)
+            return _bitcast(
+                array, here.instructions[instruction.operands[0]].shape, instruction.shape
+            )
         if opcode == "transpose":
-            order = [int(d) + 1 for d in re.findall(r"\d+", one.attribute("dimensions") or "")]
-            return array.transpose([0, *order])
+            return array.transpose([0, *(d + 1 for d in _dimensions(instruction))])
         if opcode == "slice":
-            cuts = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", one.attribute("slice") or "")
+            text = instruction.attribute("slice") or ""
+            cuts = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", text)
             return array[(slice(None), *(slice(int(a), int(b), int(c or 1)) for a, b, c in cuts))]
         return None
+
+
+def _dimensions(instruction: hlo.Instruction) -> list[int]:
+    return [int(d) for d in re.findall(r"\d+", instruction.attribute("dimensions") or "0")]
 
 
 def _bitcast(array: np.ndarray, before: hlo.Shape, after: hlo.Shape) -> np.ndarray | None:

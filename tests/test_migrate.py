@@ -13,6 +13,7 @@ import tokenize
 import pytest
 
 from shardrules import migration
+from shardrules.commands import trial
 from shardrules.hooks.unchecked import Call, Site
 
 SCRIPT = '''\
@@ -87,7 +88,9 @@ def test_a_scripts_table_and_its_patch(tmp_path):
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     (layer,) = [line for line in lines if line.startswith("train.py:29 (layer) ")]
-    assert "128 B" in layer and layer.endswith("switch it now")
+    assert layer.endswith("switch it now")
+    (step,) = [line for line in lines if line.startswith("jit_step ")]
+    assert [cell.strip() for cell in step.split("|")[1:]] == ["256 B", "128 B"]
     assert "out_specs is P(), and it varies over data:" in done.stderr
     assert "train.py:40 (<lambda>): no check_vma=False or check_rep=False in this call" in lines[-1]
     patch = (tmp_path / "on.patch").read_text()
@@ -98,6 +101,81 @@ def test_a_scripts_table_and_its_patch(tmp_path):
     assert patched.stdout == done.stdout, patched.stderr
     again = run(tmp_path, *migrate)
     assert "(layer)" not in again.stderr and "2 shard_maps with the check off" in again.stderr
+
+
+FAILS = SCRIPT.replace(
+    "if __name__",
+    """\
+def another():
+    return shard_map(lambda x: 4 * x, out_specs=P("data"), check_vma=False, **on)
+
+
+another()(np.ones((8, 16), np.float32))
+import inspect
+if "True" in inspect.getsource(another):
+    raise ValueError("it is patched")
+
+
+if __name__""",
+)
+
+
+def test_a_site_whose_patched_script_raises_is_not_switched(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(FAILS)
+    done = run(tmp_path, "-m", "shardrules", "migrate", "--diff", "on.patch", "train.py")
+    assert done.stdout == "[] 9248.0\n" and done.returncode == 1, done.stderr
+    assert path.read_text() == FAILS
+    table = {
+        line.partition(" ")[0]: line.rpartition("| ")[2]
+        for line in done.stderr.splitlines()
+        if line.startswith("train.py:") and "|" in line
+    }
+    assert table["train.py:45"] == migration.RAISES and table["train.py:29"] == migration.SWITCH
+    assert "with this switched on, the script fails: ValueError: it is patched" in done.stderr
+    patch = (tmp_path / "on.patch").read_text()
+    assert "def layer" in patch and "4 * x" not in patch
+    once = run(tmp_path, "-m", "shardrules", "migrate", "--once", "train.py")
+    assert migration.SWITCH not in once.stderr and migration.UNTRIED in once.stderr
+    assert "with the patch" not in once.stderr
+
+
+def test_a_script_that_fails_by_itself_is_not_tried(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT + "\n    raise SystemExit(3)\n")
+    done = run(tmp_path, "-m", "shardrules", "migrate", "train.py")
+    assert done.returncode == 3 and migration.SWITCH not in done.stderr
+    assert "the script as it is fails: exit code 3" in done.stderr
+    assert "running the script again" not in done.stderr
+
+
+def test_modules_are_run_from_the_patch(tmp_path):
+    head, main = SCRIPT.split("if __name__")
+    (tmp_path / "model.py").write_text(head)
+    (tmp_path / "train.py").write_text(f"from model import *\n\n\nif __name__{main}\n")
+    run(tmp_path, "train.py")  # its bytecode is there
+    done = run(tmp_path, "-m", "shardrules", "migrate", "--diff", "on.patch", "-m", "train", "1")
+    assert done.stdout == "['1'] 9248.0\n", done.stderr
+    (step,) = [line for line in done.stderr.splitlines() if line.startswith("jit_step ")]
+    assert [cell.strip() for cell in step.split("|")[1:]] == ["256 B", "128 B"]
+    patch = (tmp_path / "on.patch").read_text()
+    assert "+++ b/model.py" in patch and "+++ b/train.py" in patch
+
+
+@pytest.mark.parametrize("sent, verdict", [(9, "SWITCH"), (10, "SWITCH"), (11, "MORE")])
+def test_what_the_patched_script_sends_decides(tmp_path, monkeypatch, sent, verdict):
+    monkeypatch.chdir(tmp_path)
+    site = call(pathlib.Path("file.py"), "x = shard_map(f, check_vma=False)\n")
+    # By a derivative that the script never takes, it would send more.
+    found = [migration.Row(site, (), migration.MORE)]
+    rows, outcome = migration.tried(
+        found,
+        trial.Outcome(sent={"jit_f": 10}),
+        lambda some: migration.edited(some, "file.py"),
+        lambda edits: trial.Outcome(sent={"jit_f": sent}),
+    )
+    assert [row.verdict for row in rows] == [getattr(migration, verdict)]
+    assert (outcome is None) == (verdict == "MORE")
+    assert ("send 10 B now, and 11 B with this on" in rows[0].note) == (verdict == "MORE")
 
 
 ANNOTATED = SCRIPT.replace(
@@ -146,6 +224,10 @@ def test_rules_of_flags_are_in_the_patch_and_those_that_match_nothing_are_named(
         ("import shardrules as sr\nsr.install()\n", ""),
         ("def main():\n    from shardrules import install\n    install()\n", ""),
         ("import shardrules.testing\nshardrules.install()\n", ""),
+        ("import shardrules\nif __name__ == '__main__':\n    shardrules.install()\n", ""),
+        ("import shardrules\nwith shardrules.install() as handle:\n    pass\n", ""),
+        ("import shardrules\nif flag:\n    shardrules.install()\n", "import shardrules\n"),
+        ("import shardrules\nf = lambda: shardrules.install()\n", "import shardrules\n"),
         ("from other import install\ninstall()\n", "from other import install\n"),
         (
             "import os\nos.environ['JAX_PLATFORMS'] = 'cpu'\nprint()\n",  # read with jax
@@ -173,6 +255,21 @@ def test_hooks_are_installed_once_and_where_the_environment_is_set(
     assert path.read_text().replace("\n\n\n", "\n\n") == (
         f"{after}{added}{rest}x = shard_map(f, check_vma=True)\n".replace("\n\n\n", "\n\n")
     )
+
+
+@pytest.mark.parametrize("arguments", ["casts='late'", "unknown='warn'", "**settings"])
+def test_an_install_with_other_arguments_is_named(tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    text = (
+        f"import shardrules\nshardrules.install({arguments})\nx = shard_map(f, check_vma=False)\n"
+    )
+    row = migration.Row(call(pathlib.Path("file.py"), text), (), migration.SWITCH)
+    patch, left = migration.patch([row], "file.py")
+    assert "+shardrules.install()" in patch
+    assert left == [
+        f"file.py:2: shardrules.install({arguments}) replaces what the patch adds; "
+        "drop its arguments"
+    ]
 
 
 def test_rules_are_to_be_written_by_hand_where_the_script_installs_already(tmp_path, monkeypatch):

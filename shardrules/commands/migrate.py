@@ -1,8 +1,11 @@
-"""Run a script, and say which of its shard_maps can have their check switched on.
+"""Run a script, say which of its shard_maps can have their check on, and run it again with that.
 
 Flags stand before the script; what follows it, or -m MODULE, is its own. Beside each call of a
 shard_map whose check is off (check_vma=False, check_rep=False) the same call and its derivative are
-traced with the check on, under the rules that are there. The table goes to stderr, or to a file.
+traced with the check on, under the rules that are there. Then the script runs once more with the
+patch, in a process of its own, with its output dropped, to measure what it sends; no source file
+changes. If that run fails or sends more, the script runs once for each site. The table goes to
+stderr, or to a file.
 
 Exit code: the script's own where it is not 0; else 1 if something stands in the way anywhere, 0 if
 all can be switched, or none is off.
@@ -11,13 +14,17 @@ all can be switched, or none is off.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import os
 import pathlib
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from shardrules import registry
-from shardrules.commands import flags, rules, script
+from shardrules.commands import flags, rules, script, trial
+
+if TYPE_CHECKING:
+    from shardrules import migration
 
 __all__ = ["add_arguments", "run"]
 
@@ -37,54 +44,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the table there instead of to stderr; - is stdout",
     )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="do not run the script a second time with the patch: no site is tried",
+    )
     script.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, write the table, and return the exit code."""
-    # Nothing here may import jax or numpy: the script sets what they read from its environment.
-    from shardrules.watching import check_off
-
+    """Run the script, then with its patch, write the table, and return the exit code."""
     target = script.find(arguments)
     for file in (arguments.diff, arguments.output):
         if file not in (None, "-"):
             pathlib.Path(file).open("a").close()  # said now if it can't be written
     rules.check(arguments)
-    calls: list[check_off.Call] = []
-    given: dict[str, list[registry.Registration]] = {}
+    before = trial.run(arguments, look=True)
+    code = _report(arguments, target.file, before)
+    if -before.code in (signal.SIGINT, signal.SIGTERM):  # ended as the script was
+        sys.stdout.flush()
+        signal.signal(-before.code, signal.SIG_DFL)
+        os.kill(os.getpid(), -before.code)
+    return (before.code if before.code >= 0 else 128 - before.code) or code
 
-    @contextlib.contextmanager
-    def watched() -> Iterator[None]:
-        stop = check_off.start(calls.append, lambda: given.update(rules.register(arguments)))
-        try:
-            yield
-        finally:
-            stop()
 
-    def report() -> int:
-        from shardrules import migration
+def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> int:
+    from shardrules import migration
+    from shardrules.report.grouping import counted
 
-        found = migration.rows(calls)
-        text = migration.written(found)
-        declared = {place for call in calls for place in call.declared}
-        used = [flag for flag, some in given.items() if declared & {one.where for one in some}]
-        missing = list(dict.fromkeys(one.kernel for call in calls for one in call.missing))
-        for flag, some in given.items():
-            if some and flag not in used:
-                line = rules.unmatched(flag, some[0].name, missing)
-                print(f"shardrules: {line}", file=sys.stderr, flush=True)
-        if arguments.diff is not None:
-            patch, left = migration.patch(found, target.file, [rules.to_write(f) for f in used])
-            _write(arguments.diff, patch)
-            if left:
-                text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in left)])
-        _write(arguments.output, text)
-        return 0 if all(row.verdict == migration.SWITCH for row in found) else 1
+    for note in before.notes:
+        _say(note)
+    lines = [rules.to_write(flag) for flag in before.used]
 
-    code = script.run(target, watched(), report)
-    if code == script.INTERRUPTED:
-        script.end_by_interrupt()
-    return code
+    def edit(rows: Sequence[migration.Row]) -> migration.Edits:
+        return migration.edited(rows, file, lines)
+
+    def again(edits: migration.Edits) -> trial.Outcome:
+        _say(f"running the script again with {counted(len(edits.sites), 'site')} switched on")
+        text = "".join(edits.after.get(file, ()))  # it registers some rules itself
+        flags_left = {
+            "rule": [one for one in arguments.rule if rules.to_write(f"--rule={one}") not in text],
+            "rules": [
+                one for one in arguments.rules if rules.to_write(f"--rules={one}") not in text
+            ],
+        }
+        plain = argparse.Namespace(**{**vars(arguments), **flags_left})
+        return trial.run(plain, look=False, texts=edits.after)
+
+    looked = migration.rows(before.calls)
+    try:
+        found, after = migration.tried(looked, before, edit, None if arguments.once else again)
+    except KeyboardInterrupt:
+        _say("the run with the patch was interrupted: no site was tried")
+        found, after = migration.tried(looked, before, edit, None)
+    text = migration.written(found, before.sent, after.sent if after else None)
+    if arguments.diff is not None:
+        edits = edit(found)
+        _write(arguments.diff, migration.diff(edits))
+        if edits.left:
+            text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in edits.left)])
+    _write(arguments.output, text)
+    fine = migration.SWITCH, migration.BY_HAND
+    return 0 if all(row.verdict in fine for row in found) else 1
+
+
+def _say(message: str) -> None:
+    print(f"shardrules: {message}", file=sys.stderr, flush=True)
 
 
 def _write(file: str | None, text: str) -> None:

@@ -1,0 +1,218 @@
+"""The shard_maps whose check is off: their verdicts, and the tables of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from shardrules.hooks.retrace import sent_bytes
+from shardrules.hooks.unchecked import Call, Site, UncheckedSite, costliest
+from shardrules.report.blocks import table
+from shardrules.report.grouping import size
+
+__all__ = ["Row", "decided", "is_here", "place", "rows", "short", "written"]
+
+SWITCH, BY_HAND, UNTRIED, MORE, RAISES, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER = (
+    "switch it now",
+    "can be switched by hand, not tried",
+    "can be switched, not tried",
+    "can be switched, and would send more",
+    "the patched script fails",
+    "takes gradients in its body, which would change",
+    "needs this rule",
+    "out_specs say replicated and the value varies",
+    "refused with the check on",
+)
+_GRADIENTS_CHANGE = (
+    "  with the check on, the gradient of a replicated value is summed over the mesh axes already:",
+    "    leave out the psum or pmean that follows (of a loss that is a pmean it is the mean), or",
+    "    differentiate by shardrules.vary(w, axes), which keeps each device's own;",
+    "  and a psum in what is differentiated passes its cotangent on once, and not once for each",
+    "    device: compare the values of a step before and after",
+)
+
+
+class Row(NamedTuple):
+    """A call site with all that was seen of it.
+
+    Attributes:
+      site: where the shard_map is asked for.
+      calls: one for each kind of arguments.
+      verdict: SWITCH, BY_HAND, UNTRIED, or what stands in the way of one of its calls: MORE,
+        RAISES, GRADIENTS, RULE, OUTPUTS, LIMIT.
+      note: what the patched script did, where that decided the verdict.
+    """
+
+    site: Site
+    calls: tuple[Call, ...]
+    verdict: str
+    note: str = ""
+
+    def shown(self, after: bool) -> str:
+        """Write the wire bytes of the all-reduces, over all kinds of arguments."""
+        # A function that is traced again, for jit say, moves nothing more.
+        own = list(
+            {(c.kind, c.before, c.after): c for c in self.calls if c.inside is None}.values()
+        )
+        if not own and self.calls[0].inside is not None:
+            return f"with line {self.calls[0].inside.line}"
+        sums = [call.after if after else call.before for call in own]
+        known = [one for some in sums if some is not None for one in some]
+        open_ended = sum(one.runs is None for one in known)
+        if any(some is None for some in sums):
+            return "?"
+        return size(sent_bytes(known)) + (f" and {open_ended} in while loops" if open_ended else "")
+
+
+def rows(calls: Sequence[Call]) -> list[Row]:
+    """Gather calls by site, in the order in which the sites were met first."""
+    found: dict[Site, list[Call]] = {}
+    for call in calls:
+        found.setdefault(call.site, []).append(call)
+    return [Row(site, tuple(some), _verdict(some)) for site, some in found.items()]
+
+
+def _verdict(calls: Sequence[Call]) -> str:
+    if any(call.missing for call in calls):
+        return RULE
+    if any(call.outputs for call in calls):
+        return OUTPUTS
+    if any(call.error for call in calls):
+        return LIMIT
+    if any(call.takes_gradients for call in calls):
+        return GRADIENTS
+    before, after = (
+        sum(sent_bytes(some or ()) for some in sums)
+        for sums in ([call.before for call in calls], [call.after for call in calls])
+    )
+    known = all(call.before is not None for call in calls if call.inside is None)
+    return MORE if known and after > before else SWITCH
+
+
+def place(site: Site) -> str:
+    """Write a site as ``file:line (function)``, below the current folder without that."""
+    return f"{short(site.file)}:{site.line} ({site.function})"
+
+
+def written(
+    found: Sequence[Row],
+    before: Mapping[str, int] | None = None,
+    after: Mapping[str, int] | None = None,
+) -> str:
+    """Return the table of sites, what to do at each, and what the programs send.
+
+    ``before`` and ``after`` are bytes by program, of the script as it is and of the patched one.
+    """
+    if not found:
+        return "no shard_map with its check off was called\n"
+    counts = {verdict: sum(row.verdict == verdict for row in found) for verdict in _ORDER}
+    lines = [
+        f"{len(found)} shard_map{'s' if len(found) > 1 else ''} with the check off: "
+        + ", ".join(f"{verdict} ({n})" for verdict, n in counts.items() if n),
+        "",
+        table(
+            [("shard_map", "calls", "verdict")]
+            + [(place(r.site), len(r.calls), r.verdict) for r in found]
+        ),
+    ]
+    if before is not None and after is not None:
+        lines += ["", *_sent(before, after)]
+    for row in found:
+        lines += _told(row)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+_SHOWN = 12  # programs in the table
+
+
+def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    names = sorted(
+        (name for name in {*before, *after} if before.get(name) or after.get(name)),
+        key=lambda name: (-max(before.get(name, 0), after.get(name, 0)), name),
+    )
+    sums = [(name, before.get(name, 0), after.get(name, 0)) for name in names]
+    shown, rest = sums[:_SHOWN], sums[_SHOWN:]
+    if rest:
+        others = sum(off for _, off, _ in rest), sum(on for _, _, on in rest)
+        shown.append((f"{len(rest)} more programs", *others))
+    shown.append(("all programs", sum(before.values()), sum(after.values())))
+    return [
+        table(
+            [("compiled program", "bytes now", "bytes with the patch")]
+            + [(name, size(off), size(on)) for name, off, on in shown]
+        ),
+        "",
+        "(bytes: what one device sends for the collectives of each program that the script\n"
+        "compiled, run once; a while loop without a known count is one trip. The script ran\n"
+        "again with the patch, in a process of its own, to measure this)",
+    ]
+
+
+def _told(row: Row) -> list[str]:
+    lines = [f"  {row.note}"] if row.note else []
+    if row.verdict == MORE and not row.note:
+        lines.append(
+            f"  its call and its derivative by every float argument send {row.shown(False)} now, "
+            f"and {row.shown(True)} with the check on"
+        )
+    for missing in dict.fromkeys(m for call in row.calls for m in call.missing):
+        lines.append(f"  {missing.kernel} has no rule; write one of")
+        lines += [f"    {line}" for line in missing.lines]
+    for output in dict.fromkeys(o for call in row.calls for o in call.outputs):
+        lines.append(
+            f"  out_specs{output.path} is {output.spec}, and it varies over {output.axes}:\n"
+            "    name the axes in its spec, or reduce it over them (jax.lax.psum, pmean)"
+        )
+    for error in dict.fromkeys(c.error for c in row.calls if c.error and not c.outputs):
+        lines += [f"  {line}" for line in error.splitlines()]
+    lines += [
+        f"  {text}" for text in dict.fromkeys(one for c in row.calls for one in c.annotations)
+    ]
+    if any(call.takes_gradients for call in row.calls):
+        lines += _GRADIENTS_CHANGE
+    for why in dict.fromkeys(c.undifferentiated for c in row.calls if c.undifferentiated):
+        lines.append(f"  its derivative was not traced ({why})")
+    return ["", f"{place(row.site)}: {row.verdict}", *lines] if lines else []
+
+
+def decided(sites: Iterable[UncheckedSite]) -> str:
+    """Return the table of what ``install(unchecked="check")`` made of each site."""
+    groups: dict[UncheckedSite, list[UncheckedSite]] = {}
+    for one in costliest(sites):
+        place = dataclasses.replace(one, before_bytes=None, after_bytes=None, arguments="")
+        groups.setdefault(place, []).append(one)
+    if not groups:
+        return "no shard_map with its check off was called"
+
+    def moved(some: list[int | None]) -> str:
+        known = [one for one in some if one is not None]
+        return size(sum(known)) if known else "?"
+
+    on_count = sum(one.switched for one in groups)
+    rows = [
+        (
+            f"{short(one.file)}:{one.line} ({one.function})",
+            moved([each.before_bytes for each in some]),
+            moved([each.after_bytes for each in some]),
+            "runs with its check on" if one.switched else f"as written: {one.reason}",
+        )
+        for one, some in groups.items()
+    ]
+    return (
+        f"{len(groups)} shard_map{'s' if len(groups) > 1 else ''} with the check off: {on_count} "
+        f"switched on, {len(groups) - on_count} left\n"
+        + table([("shard_map", "bytes off", "bytes on", "outcome"), *rows])
+    )
+
+
+def short(file: str) -> str:
+    """Write a path, below the current folder relative to it."""
+    return os.path.relpath(file) if is_here(file) else file
+
+
+def is_here(file: str) -> bool:
+    """Tell whether a file is below the current folder."""
+    inside = os.path.relpath(file)
+    return not inside.startswith(os.pardir) and not os.path.isabs(inside) and os.path.isfile(file)

@@ -65,7 +65,5 @@ def cancels(computation: hm.Computation, instruction: hm.Instruction) -> bool:
 
 
 def _is_zero(computation: hm.Computation, position: int) -> bool:
-    instruction = computation.instructions[position]
-    while instruction.opcode in _MOVES and instruction.operands:
-        instruction = computation.instructions[instruction.operands[0]]
+    instruction = hm.behind(computation, position, _MOVES)
     return instruction.opcode == "constant" and bool(_ZEROS.fullmatch(instruction.literal))

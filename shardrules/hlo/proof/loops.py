@@ -160,9 +160,7 @@ class _Induction:
 
     def _compare(self, computation, position):
         """Find a comparison, also inside a fusion; each side is an element or a constant."""
-        root = computation.instructions[position]
-        while root.opcode in ("copy", "bitcast") and root.operands:
-            root = computation.instructions[root.operands[0]]
+        root = hm.behind(computation, position, ("copy", "bitcast"))
         if root.opcode == "fusion" and len(root.calls) == 1:
             inner = self.module.computations[root.calls[0]]
             comparison = self._compare(inner, inner.root)
@@ -259,15 +257,8 @@ class _Induction:
 
 def _follow(computation: hm.Computation, position: int, index: int) -> int | None:
     """Give the constant at ``index`` of a tuple, or None."""
-    instruction = computation.instructions[position]
-    for _ in range(64):
-        if (
-            instruction.opcode in ("copy", "optimization-barrier", "opt-barrier")
-            and instruction.operands
-        ):
-            instruction = computation.instructions[instruction.operands[0]]
-        else:
-            break
+    passed_on = ("copy", "optimization-barrier", "opt-barrier")
+    instruction = hm.behind(computation, position, passed_on)
     if instruction.opcode != "tuple" or not 0 <= index < len(instruction.operands):
         return None
     element = computation.instructions[instruction.operands[index]]

@@ -243,9 +243,7 @@ class PartNames:
             and len(instruction.operands) == len(instruction.calls) == 1
         ):
             inner = self._module.computations[instruction.calls[0]]
-            instruction = inner.instructions[inner.root]
-            while instruction.opcode in ("bitcast", "reshape", "copy"):
-                instruction = inner.instructions[instruction.operands[0]]
+            instruction = hm.behind(inner, inner.root, ("bitcast", "reshape", "copy"))
             if (
                 instruction.opcode != "slice"
                 or inner.instructions[instruction.operands[0]].opcode != "parameter"

@@ -131,9 +131,7 @@ def _slices(inside: hm.Computation, position: int) -> list[hm.Instruction] | Non
 
 def _made_of(inside: hm.Computation, position: int) -> int | None:
     """Give the number of the parameter behind an operand's padding and reshapes, or None."""
-    instruction = inside.instructions[position]
-    while instruction.opcode in (*_FORMS, "pad") and instruction.operands:
-        instruction = inside.instructions[instruction.operands[0]]
+    instruction = hm.behind(inside, position, {*_FORMS, "pad"})
     return int(instruction.literal) if instruction.opcode == "parameter" else None
 
 

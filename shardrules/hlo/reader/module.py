@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from shardrules import errors
@@ -206,6 +206,14 @@ class Computation(NamedTuple):
     def users(self) -> Users:
         """List, for each instruction, the positions of those that use it."""
         return Users(self)
+
+
+def behind(computation: Computation, position: int, opcodes: Collection[str]) -> Instruction:
+    """Follow first operands back through these opcodes, to the first instruction of another."""
+    instruction = computation.instructions[position]
+    while instruction.opcode in opcodes and instruction.operands:
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction
 
 
 class Users(list[list[int]]):

@@ -361,15 +361,9 @@ def _needs(body: hm.Computation, result: int, pure) -> tuple[set[int], tuple[int
     while stack:
         position = stack.pop()
         instruction = body.instructions[position]
-        if (
-            instruction.opcode == "get-tuple-element"
-            and body.instructions[instruction.operands[0]].opcode == "parameter"
-            and pure(instruction)
-        ):
-            text = instruction.attribute("index") or ""
-            if not text.isdecimal() or len(text) > 9:
-                return None
-            elements.add(int(text))
+        element = hm.parameter_element(body, instruction)
+        if element is not None and pure(instruction):
+            elements.add(element)
             continue
         if instruction.opcode in hc.KINDS:
             collectives.append(position)
@@ -388,11 +382,6 @@ def _passed(computation: hm.Computation, index: int, strange: dict[int, str]) ->
         return None
     behind = _behind_copies(computation, root.operands[index], strange)
     instruction = computation.instructions[behind]
-    if instruction.opcode != "get-tuple-element" or len(instruction.operands) != 1:
-        return None
     if {instruction.start, root.start} & strange.keys():
         return None
-    if computation.instructions[instruction.operands[0]].opcode != "parameter":
-        return None
-    text = instruction.attribute("index") or ""
-    return int(text) if text.isdecimal() and len(text) < 10 else None
+    return hm.parameter_element(computation, instruction)

@@ -196,12 +196,9 @@ class _Induction:
         if instruction.opcode == "constant":
             number = _constant(instruction)
             return None if number is None else ("constant", number)
-        if (
-            instruction.opcode == "get-tuple-element"
-            and computation.instructions[instruction.operands[0]].opcode == "parameter"
-        ):
-            index = re.fullmatch(r"\d{1,9}", instruction.attribute("index") or "")
-            return ("element", int(index[0])) if index else None
+        index = hm.parameter_element(computation, instruction)
+        if index is not None:
+            return ("element", index)
         if instruction.opcode == "parameter":
             return ("parameter", int(instruction.literal))
         return None

@@ -216,6 +216,15 @@ def behind(computation: Computation, position: int, opcodes: Collection[str]) ->
     return instruction
 
 
+def parameter_element(computation: Computation, instruction: Instruction) -> int | None:
+    """Give the index if an instruction is an element of a parameter, else None."""
+    if instruction.opcode != "get-tuple-element" or len(instruction.operands) != 1:
+        return None
+    text = instruction.attribute("index") or ""
+    of_parameter = computation.instructions[instruction.operands[0]].opcode == "parameter"
+    return int(text) if of_parameter and text.isdecimal() and len(text) < 10 else None
+
+
 class Users(list[list[int]]):
     """For each instruction of a computation, the positions of those that use it, each once."""
 

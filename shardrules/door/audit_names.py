@@ -1,6 +1,6 @@
 """JAX's private names that the audit of kernels needs, apart from those of the hooks.
 
-A primitive is known by the module of JAX that defines it: a user's own may be called ``add`` too.
+A primitive is identified by the module of JAX that defines it: a user's may also be called ``add``.
 Nothing here depends on JAX's version, and ``install`` depends on nothing here.
 """
 
@@ -66,7 +66,7 @@ class AuditNames:
     def __init__(self, symbols: dict[str, Any]):
         self.__dict__.update(symbols)
         self._scanned: set[str] = set()
-        self.known: dict[Any, str] = {}  # those of the modules that were looked through
+        self.primitives: dict[Any, str] = {}  # to family:name, for the modules read so far
         self._families = {module: family for family, module in AUDIT_MODULES}
 
     if TYPE_CHECKING:  # the symbols
@@ -75,7 +75,7 @@ class AuditNames:
 
     def primitive(self, primitive: Any) -> str | None:
         """Return ``family:name``, or None for a primitive that JAX's own modules don't hold."""
-        if primitive not in self.known:
+        if primitive not in self.primitives:
             for family, name in AUDIT_MODULES:
                 module = sys.modules.get(name)
                 if module is None or name in self._scanned:
@@ -83,8 +83,8 @@ class AuditNames:
                 self._scanned.add(name)
                 for value in list(vars(module).values()):
                     if isinstance(value, self.Primitive):
-                        self.known.setdefault(value, f"{family}:{value.name}")
-        return self.known.get(primitive)
+                        self.primitives.setdefault(value, f"{family}:{value.name}")
+        return self.primitives.get(primitive)
 
     def key_kind(self, aval: Any) -> str | None:
         """Say what kind of generator random keys are of."""
@@ -92,7 +92,9 @@ class AuditNames:
         if generator is None:
             return None
         # Not their __module__, which functools.wraps copies.
-        functions = [getattr(generator, one) for one in ("seed", "split", "random_bits", "fold_in")]
+        functions = [
+            getattr(generator, name) for name in ("seed", "split", "random_bits", "fold_in")
+        ]
         modules = [getattr(f, "__globals__", {}).get("__name__", "") for f in functions]
         ours = all(module.startswith("jax._src.") for module in modules)
         if ours and generator.name in _PURE_GENERATORS:

@@ -376,7 +376,7 @@ def _dynamic(tree: Any, args: Sequence[Any], kwargs: dict) -> list[Any] | None:
         left = [arg for n, arg in enumerate(args) if n not in chosen]
         if any(isinstance(x, jax.Array) for x in jax.tree_util.tree_leaves(left)):
             continue
-        leaves, found = jax.tree_util.tree_flatten((tuple(args[n] for n in chosen), named))
-        if found == tree:
+        leaves, chosen_tree = jax.tree_util.tree_flatten((tuple(args[n] for n in chosen), named))
+        if chosen_tree == tree:
             return leaves
     return None

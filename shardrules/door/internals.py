@@ -260,8 +260,8 @@ class Door:
                 return [self.cast(x, types[i]) for x, i in zip(values, wide)]
 
         casts = jax.make_jaxpr(cast)(*(outvars[i].aval for i in wide)).jaxpr
-        known = dict(zip(casts.invars, (outvars[i] for i in wide)))
-        eqns = [eqn.replace(invars=[known.get(v, v) for v in eqn.invars]) for eqn in casts.eqns]
+        atoms = dict(zip(casts.invars, (outvars[i] for i in wide)))
+        eqns = [eqn.replace(invars=[atoms.get(v, v) for v in eqn.invars]) for eqn in casts.eqns]
         for i, var in zip(wide, casts.outvars):
             outvars[i] = var
         inner = inner.replace(eqns=[*inner.eqns, *eqns], outvars=outvars)

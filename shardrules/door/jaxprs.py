@@ -55,7 +55,7 @@ def widened(have: AxisType, axes: Iterable[str]) -> AxisType:
 
 def union(types: Iterable[AxisType]) -> frozenset[str]:
     """Return the axes over which any of the types varies."""
-    return frozenset().union(*(one.varying for one in types))
+    return frozenset().union(*(axis_type.varying for axis_type in types))
 
 
 def gained(types: Iterable[AxisType], before: Iterable[AxisType]) -> frozenset[str]:
@@ -121,12 +121,12 @@ def named_axes(params: dict[str, Any]) -> frozenset[str]:
 
 
 def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    """Yield the jaxprs that stand in an equation's parameters."""
+    """Yield the jaxprs in an equation's parameters."""
     for value in params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            one = opened(one)
-            if one is not None:
-                yield one
+        for entry in value if isinstance(value, (tuple, list)) else (value,):
+            inner = opened(entry)
+            if inner is not None:
+                yield inner
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -158,11 +158,11 @@ def is_in(eqn: Any, scope: str) -> bool:
 
 def gradient_sums(jaxpr: Any, in_gradient: bool = False) -> frozenset[str]:
     """Return the mesh axes over which backward passes in a jaxpr sum."""
-    found: frozenset[str] = frozenset()
+    axes: frozenset[str] = frozenset()
     for eqn in jaxpr.eqns:
         inside = in_gradient or is_transposed(eqn)
         if inside and "psum" in eqn.primitive.name:
-            found |= named_axes(eqn.params)
+            axes |= named_axes(eqn.params)
         elif eqn.primitive.name not in KERNELS:
-            found = found.union(*(gradient_sums(one, inside) for one in inner_jaxprs(eqn.params)))
-    return found
+            axes = axes.union(*(gradient_sums(j, inside) for j in inner_jaxprs(eqn.params)))
+    return axes

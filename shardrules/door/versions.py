@@ -29,7 +29,9 @@ def order(version: str) -> tuple:
     # What follows a ``+`` (a local build) is left out.
     match = _VERSION.fullmatch(version.strip())
     if match is None:
-        raise ValueError(f"{version!r} is no version; one looks like '0.12.0' or '0.13.0.dev1'")
+        raise ValueError(
+            f"{version!r} is not a version; a version looks like '0.12.0' or '0.13.0.dev1'"
+        )
     numbers = tuple(int(part) for part in match["release"].split("."))
     while len(numbers) > 1 and numbers[-1] == 0:
         numbers = numbers[:-1]

@@ -169,10 +169,10 @@ def _call(original: Any, *args, **params) -> Any:
         if any(listener.wants_arguments for listener in listeners)
     ]
     with _reporting(listeners, name, arguments):
-        found = original(*args, **params)
-    for listener in tuple(listeners):  # one may end its watching here
-        listener.returned(name, arguments, found[1], found[0])
-    return found
+        answer = original(*args, **params)
+    for listener in tuple(listeners):  # a listener may stop watching here
+        listener.returned(name, arguments, answer[1], answer[0])
+    return answer
 
 
 @contextlib.contextmanager
@@ -202,10 +202,10 @@ def _compiled_call(original: Any, self: Any, *args, **kwargs) -> Any:
     ]
     name = getattr(getattr(executable, "unsafe_call", None), "name", "a compiled function")
     with _reporting(listeners, name, arguments):
-        found = original(self, *args, **kwargs)
-    for listener in tuple(listeners):  # one may end its watching here
-        listener.returned(name, arguments, executable, found)
-    return found
+        results = original(self, *args, **kwargs)
+    for listener in tuple(listeners):  # a listener may stop watching here
+        listener.returned(name, arguments, executable, results)
+    return results
 
 
 def _argument(path: str, value: Any, donated: bool) -> Argument:
@@ -262,9 +262,9 @@ def _explicit() -> bool:
     from jax._src import config
 
     for library in ("guard_lib", "transfer_guard_lib"):
-        found = getattr(config, library, None)
-        if found is not None:
-            return bool(found.thread_local_state().explicit_device_get)
+        guards = getattr(config, library, None)
+        if guards is not None:
+            return bool(guards.thread_local_state().explicit_device_get)
     raise UnsupportedJaxError(f"JAX {jax.__version__} does not tell jax.device_get apart")
 
 
@@ -272,7 +272,7 @@ def live_arrays() -> list[tuple[str, int]]:
     """List type, and bytes on this process's devices, of every array that is not deleted."""
     import jax
 
-    found = []
+    arrays = []
     for array in jax.live_arrays():
         if array.is_deleted():
             continue
@@ -284,5 +284,5 @@ def live_arrays() -> list[tuple[str, int]]:
                 size *= length
         except (AttributeError, TypeError, ValueError):  # a key's type has no size
             size = int(array.nbytes)
-        found.append((f"{array.dtype}[{','.join(map(str, array.shape))}]", size))
-    return found
+        arrays.append((f"{array.dtype}[{','.join(map(str, array.shape))}]", size))
+    return arrays

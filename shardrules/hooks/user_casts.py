@@ -64,14 +64,14 @@ def vary(x: Any, *axes: str) -> Any:
     if not door.checking():
         return x
 
-    def one(leaf):
+    def cast(leaf):
         if isinstance(leaf, door.SymbolicZero):
             return leaf
         have = _whole(door, "vary", leaf, named)
         with jax.named_scope(DECLARED):
             return door.cast(leaf, have.vary(*(named - have.varying)))
 
-    return jax.tree_util.tree_map(one, x)
+    return jax.tree_util.tree_map(cast, x)
 
 
 @checked
@@ -105,11 +105,11 @@ def place_casts(f: _F) -> _F:
             return f(*args, **kwargs)
         hold_for_ops()
 
-        def one(leaf):
+        def marked(leaf):
             inexact = jax.numpy.issubdtype(getattr(leaf, "dtype", None), jax.numpy.inexact)
             return mark(leaf) if inexact and isinstance(leaf, jax.Array) else leaf
 
-        return f(*jax.tree_util.tree_map(one, args), **jax.tree_util.tree_map(one, kwargs))
+        return f(*jax.tree_util.tree_map(marked, args), **jax.tree_util.tree_map(marked, kwargs))
 
     return placed  # type: ignore[return-value]  # it takes and returns what f does
 
@@ -146,7 +146,7 @@ def already_summed(ct: Any, *axes: str) -> Any:
     claims = state().scope.claims
     where = caller_place()
 
-    def one(leaf):
+    def claim(leaf):
         if isinstance(leaf, door.SymbolicZero) or _is_float0(leaf):
             return leaf
         over = named & _whole(door, "already_summed", leaf, named).varying
@@ -157,7 +157,7 @@ def already_summed(ct: Any, *axes: str) -> Any:
             _compare(claims, leaf, order, where)
         return uncast(leaf, order)
 
-    return jax.tree_util.tree_map(one, ct)
+    return jax.tree_util.tree_map(claim, ct)
 
 
 @contextlib.contextmanager

@@ -123,7 +123,7 @@ class Walk:
 
     def name(self, eqn: Any) -> str | None:
         """Return a primitive as ``family:name``; None if it isn't JAX's."""
-        return self.names.known.get(eqn.primitive) or self.names.primitive(eqn.primitive)
+        return self.names.primitives.get(eqn.primitive) or self.names.primitive(eqn.primitive)
 
     def run(self, frame: Frame) -> None:
         """Walk over a jaxpr."""
@@ -137,7 +137,7 @@ class Walk:
                     "each use",
                 )
             return
-        names = self.names.known
+        names = self.names.primitives
         for eqn in eqns:
             primitive = eqn.primitive
             name = names[primitive] if primitive in names else self.name(eqn)

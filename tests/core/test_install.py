@@ -68,7 +68,7 @@ def test_older_versions_and_pre_releases_of_the_oldest_are_not(version):
 
 @pytest.mark.parametrize("version", ["", "main", "0.12.0-gabcdef", "0..1", "0.12.x"])
 def test_what_is_no_version_is_refused(version):
-    assert "is no version; one looks like '0.12.0'" in versions.too_old(version)
+    assert "is not a version; a version looks like '0.12.0'" in versions.too_old(version)
 
 
 def test_versions_sort_as_package_installers_sort_them():

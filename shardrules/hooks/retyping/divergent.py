@@ -60,12 +60,12 @@ class Divergent:
         """Raise AxisError if devices that decide differently would sum gradients differently."""
         is_backward = trace is self.state.here.transposed_in
         axes_of = self._axes_of(over) if is_backward else _summed
-        seen = [self._waiting(jaxpr, over, is_backward, axes_of) for jaxpr in jaxprs]
-        found = next(filter(None, seen), None)
+        collectives = [self._waiting(jaxpr, over, is_backward, axes_of) for jaxpr in jaxprs]
+        some = next(filter(None, collectives), None)
         is_loop = "while_loop" in what
-        if found is None or not is_loop and all(_kinds(one) == _kinds(found) for one in seen):
+        if some is None or not is_loop and all(_kinds(c) == _kinds(some) for c in collectives):
             return
-        first = _first(found)
+        first = _first(some)
         place = self.door.source_line(first.source_info)
         axes = axes_of(first) & over
         does = "sums" if _summed(first) else f"communicates ({name_of(first)})"
@@ -95,7 +95,11 @@ class Divergent:
         # Where the branches held collectives of their own, theirs are transposed with them, and
         # nothing tells these from a bwd's. Sums are never theirs: a psum's transpose is a cast.
         branches = map(opened, self.state.here.transposed)
-        own = any(True for one in branches for _ in _found(one, over, True, self._communicated))
+        own = any(
+            True
+            for branch in branches
+            for _ in _collectives(branch, over, True, self._communicated)
+        )
         return _summed if own else self._communicated
 
     def _communicated(self, eqn: Any) -> frozenset[str]:
@@ -107,24 +111,26 @@ class Divergent:
         if rule is None or rule.name == "per_device":  # which only asks where it runs
             return frozenset()
         effects = rule.effects(len(eqn.outvars) or 1)
-        return frozenset(axis for one in effects or () for axis in one.axes)
+        return frozenset(axis for effect in effects or () for axis in effect.axes)
 
     def _waiting(
         self, jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf
     ) -> list[Any]:
         jaxpr = opened(jaxpr)
-        if not any(True for _ in _found(jaxpr, over, everywhere, axes_of)):
+        if not any(True for _ in _collectives(jaxpr, over, everywhere, axes_of)):
             return []
         # An unused cotangent's sum is dropped by XLA, too.
         used = self.door.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
-        return [*_found(used, over, everywhere, axes_of)]
+        return [*_collectives(used, over, everywhere, axes_of)]
 
 
 def _summed(eqn: Any) -> frozenset[str]:
     return named_axes(eqn.params) if eqn.primitive.name in SUMS else frozenset()
 
 
-def _found(jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf) -> Iterator[Any]:
+def _collectives(
+    jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf
+) -> Iterator[Any]:
     """Yield the collectives over some of ``over`` in order; of a call, (equation, list)."""
     for eqn in jaxpr.eqns:
         inside = everywhere or is_transposed(eqn)
@@ -133,15 +139,15 @@ def _found(jaxpr: Any, over: frozenset[str], everywhere: bool, axes_of: _AxesOf)
         if inside and axes_of(eqn) & over and not is_in(eqn, JOINED):
             yield eqn, []
         elif eqn.primitive.name not in KERNELS:
-            inner = [[*_found(one, over, inside, axes_of)] for one in inner_jaxprs(eqn.params)]
+            inner = [[*_collectives(j, over, inside, axes_of)] for j in inner_jaxprs(eqn.params)]
             if any(inner):
                 yield eqn, inner
 
 
-def _kinds(found: Sequence[Any]) -> list[Any]:
+def _kinds(collectives: Sequence[Any]) -> list[Any]:
     """Return what distinguishes collectives that devices would run in each other's place."""
     kinds: list[Any] = []
-    for eqn, inner in found:
+    for eqn, inner in collectives:
         if not inner:
             forms = [(var.aval.shape, var.aval.dtype) for var in eqn.invars]
             what = "sum" if _summed(eqn) else (eqn.primitive, str(eqn.params))
@@ -151,10 +157,10 @@ def _kinds(found: Sequence[Any]) -> list[Any]:
         elif eqn.primitive.name == "while":
             kinds.append(eqn)
         else:
-            kinds += [one for each in inner for one in _kinds(each)]
+            kinds += [kind for each in inner for kind in _kinds(each)]
     return kinds
 
 
-def _first(found: Sequence[Any]) -> Any:
-    eqn, inner = found[0]
+def _first(collectives: Sequence[Any]) -> Any:
+    eqn, inner = collectives[0]
     return _first(next(filter(None, inner))) if inner else eqn

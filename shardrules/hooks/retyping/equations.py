@@ -78,7 +78,7 @@ class Equation:
             )
         if all(map(self.door.can_cast, (atom.aval for atom in self.operands))):
             axes = self._gained() & union(self.types)
-            self._cast([widened(one, axes) for one in self.types])
+            self._cast([widened(have, axes) for have in self.types])
         try:
             avals, _ = eqn.primitive.abstract_eval(
                 *(atom.aval for atom in self.operands), **eqn.params
@@ -124,21 +124,21 @@ class Equation:
         casts = jax.make_jaxpr(lambda *xs: [self.door.cast(x, types[i]) for x, i in zip(xs, wide)])(
             *(self.operands[i].aval for i in wide)
         ).jaxpr
-        known = dict(zip(casts.invars, (self.operands[i] for i in wide)))
+        atoms = dict(zip(casts.invars, (self.operands[i] for i in wide)))
         for eqn in casts.eqns:
             self.eqns.append(
                 eqn.replace(
-                    invars=[known.get(v, v) for v in eqn.invars], source_info=self.eqn.source_info
+                    invars=[atoms.get(v, v) for v in eqn.invars], source_info=self.eqn.source_info
                 )
             )
         for i, var in zip(wide, casts.outvars):
-            self.operands[i] = known.get(var, var)
+            self.operands[i] = atoms.get(var, var)
 
     def _done(self, changes: dict[str, Any], types: Sequence[AxisType]) -> list[Any]:
         """Return the casts and the equation with these parameters and output types."""
         outvars = [
-            self.retyping.retype_variable(var, one, self.env)
-            for var, one in zip(self.eqn.outvars, types)
+            self.retyping.retype_variable(var, axis_type, self.env)
+            for var, axis_type in zip(self.eqn.outvars, types)
         ]
         return [
             *self.eqns,
@@ -175,13 +175,13 @@ def transposed_by_jax(primitive: Any) -> bool:
     # A user's may clip a cotangent, or sum it, and has to be given what it was given before.
     from jax.interpreters import ad
 
-    queue = [ad.primitive_transposes.get(primitive)]
-    while queue:
-        one = queue.pop()
-        if isinstance(one, functools.partial):
-            queue += [one.func, *filter(callable, one.args)]
-        elif one is not None:
-            module = getattr(one, "__module__", None) or ""
+    rules = [ad.primitive_transposes.get(primitive)]
+    while rules:
+        rule = rules.pop()
+        if isinstance(rule, functools.partial):
+            rules += [rule.func, *filter(callable, rule.args)]
+        elif rule is not None:
+            module = getattr(rule, "__module__", None) or ""
             if module.partition(".")[0] not in ("jax", "shardrules"):
                 return False
     return True

@@ -35,8 +35,8 @@ class Mark:
     """Whether a tangent is not zero, and over which axes its primal was cast to vary.
 
     JAX traces a custom_vjp's fwd when it is differentiated, and tells it which tangents are not
-    zero. These marks reach it through jit, vmap and other traces; nothing else does. They are part
-    of the key by which JAX keeps what it traced.
+    zero. Only these marks reach it through jit, vmap and other traces. They are part of JAX's
+    cache key for the traced fwd.
     """
 
     def __init__(self, nonzero: Any, axes: frozenset[str]):
@@ -104,7 +104,7 @@ class HigherOrderOp:
 
     def wanted(self, have: Sequence[AxisType]) -> list[AxisType]:
         """Return the types to cast operands to first: those that the jaxprs take, or more."""
-        return [widened(one, traced.varying) for one, traced in zip(have, self.traced)]
+        return [widened(own, traced.varying) for own, traced in zip(have, self.traced)]
 
     def retyped(self, types: Sequence[AxisType], what: str | None) -> Retyped | None:
         """Return the call retyped for operands of these types; None if it fits."""
@@ -119,8 +119,8 @@ class _Cond(HigherOrderOp):
         chosen = [var.aval for branch in branches for var in opened(branch).outvars]
         if _missing(door, over, chosen) or self._casts_inside(over, operands, avals):
             operands = [
-                widened(one, over) if door.can_cast(aval) else one
-                for one, aval in zip(operands, avals)
+                widened(have, over) if door.can_cast(aval) else have
+                for have, aval in zip(operands, avals)
             ]
         elif not gained(operands, door.axis_types(avals)):
             return None
@@ -136,8 +136,9 @@ class _Cond(HigherOrderOp):
         """Whether a branch casts what may come from an operand: its gradient is then a psum."""
         narrow = [
             i
-            for i, (one, aval) in enumerate(zip(operands, avals))
-            if _missing(self.door, over, [self.door.with_axis_type(aval, one)]) and is_inexact(aval)
+            for i, (have, aval) in enumerate(zip(operands, avals))
+            if _missing(self.door, over, [self.door.with_axis_type(aval, have)])
+            and is_inexact(aval)
         ]
         return bool(narrow) and any(
             self._casts(branch, [branch.invars[i] for i in narrow], over)
@@ -154,7 +155,7 @@ class _Cond(HigherOrderOp):
                 return True
             if "bwd" in eqn.params:  # a custom_vjp, whose bwd's cotangents are summed
                 types = self.door.axis_types(v.aval for v in eqn.invars if is_inexact(v.aval))
-                if len({one.varying & over for one in types}) > 1:
+                if len({operand.varying & over for operand in types}) > 1:
                     return True
             if self.retyping.state.opaque_call_of(eqn.primitive, eqn.params) is None and any(
                 self._casts(inner, inner.invars, over) for inner in inner_jaxprs(eqn.params)
@@ -201,7 +202,7 @@ class _Scan(HigherOrderOp):
         while True:
             body = self.retyping.jaxpr(jaxpr, types, what)
             results = self.retyping.results(body)
-            wider = [widened(have, one.varying) for have, one in zip(types[carry], results)]
+            wider = [widened(have, result.varying) for have, result in zip(types[carry], results)]
             if wider == types[carry]:
                 break
             types[carry] = wider
@@ -216,7 +217,7 @@ class _Alike(HigherOrderOp):
 
     def wanted(self, have):
         axes = union((*have, *self.traced))
-        return [widened(one, axes) for one in have]
+        return [widened(own, axes) for own in have]
 
 
 class _LinearSolve(_Alike):
@@ -240,14 +241,14 @@ class _LinearSolve(_Alike):
         for each in jaxprs:
             if each is not None:
                 entering = door.axis_types(var.aval for var in opened(each).invars)
-                each = retyping.jaxpr(each, [widened(one, axes) for one in entering], what)
+                each = retyping.jaxpr(each, [widened(have, axes) for have in entering], what)
                 each = door.cast_outputs(
-                    each, [widened(one, axes) for one in retyping.results(each)]
+                    each, [widened(have, axes) for have in retyping.results(each)]
                 )
             new.append(each)
         changes = {"jaxprs": type(jaxprs)(*new)}
         results = retyping.results(changes["jaxprs"].solve)
-        return Retyped([widened(one, axes) for one in types], changes, results)
+        return Retyped([widened(have, axes) for have in types], changes, results)
 
 
 class _Call(HigherOrderOp):
@@ -263,8 +264,8 @@ class _Call(HigherOrderOp):
         thunks = [name for name in _THUNKS if name in params]
         if thunks:
             axes = gained(types, self.traced)
-            types = [widened(one, axes) for one in types]
-            # Cast before a branch: fwd and bwd are asked for what each device has of its own.
+            types = [widened(have, axes) for have in types]
+            # The cast is before a branch: fwd and bwd give each device's own share.
             cast = axes if what is not None and "bwd" in params else frozenset()
             for name in thunks:
                 primals = types[params["num_consts"] :]
@@ -278,26 +279,26 @@ class _Call(HigherOrderOp):
 
     def _thunk(self, thunk, types, what, cast: frozenset[str]) -> Any:
         """Return a custom rule's thunk that retypes its jaxpr when called."""
-        retyping, known = self.retyping, {}
+        retyping, jaxprs = self.retyping, {}
 
         def run(*zeros):
             if cast:
-                zeros = tuple(Mark(one, cast) for one in zeros)
-            if zeros not in known:
-                jaxpr, *others = callable_of(thunk)(*zeros)
-                if len(others) == 2:  # of a custom_jvp; that of a custom_vjp takes the primals
-                    tangents = [one for one, zero in zip(types, zeros) if not zero]
+                zeros = tuple(Mark(zero, cast) for zero in zeros)
+            if zeros not in jaxprs:
+                jaxpr, *rest = callable_of(thunk)(*zeros)
+                if len(rest) == 2:  # a custom_jvp's; a custom_vjp's takes the primals only
+                    tangents = [primal for primal, zero in zip(types, zeros) if not zero]
                     jaxpr = retyping.jaxpr(jaxpr, [*types, *tangents], what)
-                    results, out_zeros = retyping.results(jaxpr), others[1]
+                    results, out_zeros = retyping.results(jaxpr), rest[1]
                     primals, tangents = results[: len(out_zeros)], results[len(out_zeros) :]
-                    wants = [one.varying for one, zero in zip(primals, out_zeros) if not zero]
+                    wants = [p.varying for p, zero in zip(primals, out_zeros) if not zero]
                     jaxpr = self.door.cast_outputs(
                         jaxpr, [*primals, *map(widened, tangents, wants)]
                     )
                 else:
                     jaxpr = retyping.jaxpr(jaxpr, types, what)
-                known[zeros] = (jaxpr, *others)
-            return known[zeros]
+                jaxprs[zeros] = (jaxpr, *rest)
+            return jaxprs[zeros]
 
         return self.door.wrapped(run, thunk)
 
@@ -309,7 +310,7 @@ class _LinearCall(_Alike, _Call):
 def _missing(door: Any, over: frozenset[str], avals: Iterable[Any]) -> bool:
     """Whether a chosen value is typed as if all devices along ``over`` chose alike."""
     types = [door.axis_type(aval) for aval in avals if door.can_cast(aval)]
-    return any(over - one.varying - one.unreduced for one in types)
+    return any(over - axis_type.varying - axis_type.unreduced for axis_type in types)
 
 
 def _takes_operands(door: Any, variables: Sequence[Any], avals: Sequence[Any]) -> bool:

@@ -30,15 +30,15 @@ class Retyping(Hooks):
         self, bwd: Any, axes: frozenset[str], args: Sequence[Any], by_cast: bool = False
     ) -> Any:
         """Run a custom_vjp's bwd for primals that vary over ``axes`` too."""
-        known, cast = self.state.here.primals_over
-        over = axes | known, cast | axes if by_cast else cast
-        with self.state.locally(primals_over=over):
+        over, cast = self.state.here.primals_over
+        wider = over | axes, cast | axes if by_cast else cast
+        with self.state.locally(primals_over=wider):
             return callable_of(bwd)(*args)
 
     def run_hiding(self, bwd: Any, axes: frozenset[str], args: Sequence[Any]) -> Any:
         """Run a bwd inside vmap's ``spmd_axis_name``, whose ``axes`` types don't show."""
-        known, cast = self.state.here.primals_over
-        with self.state.locally(primals_over=(known - axes, cast - axes)):
+        over, cast = self.state.here.primals_over
+        with self.state.locally(primals_over=(over - axes, cast - axes)):
             return callable_of(bwd)(*args)
 
     @contextlib.contextmanager
@@ -60,18 +60,20 @@ class Retyping(Hooks):
         if what is not None:
             return self._retyped(jaxpr, types, what)
         invars = opened(jaxpr).invars
-        avals = [self.door.with_axis_type(var.aval, one) for var, one in zip(invars, types)]
+        avals = [
+            self.door.with_axis_type(var.aval, axis_type) for var, axis_type in zip(invars, types)
+        ]
         self.check_gradients(opened(jaxpr), invars, avals)
-        known = self._replayed.setdefault(jaxpr, {})  # one jaxpr is lowered and cached once
+        replayed = self._replayed.setdefault(jaxpr, {})  # one jaxpr is lowered and cached once
         key = (*types, self.door.abstract_mesh(), self.state.scope, self.state.registry.version)
-        if key not in known:
+        if key not in replayed:
             try:
-                known[key] = self._retyped(jaxpr, types, None)
+                replayed[key] = self._retyped(jaxpr, types, None)
             except AxisError:
-                known[key] = self._retraced(jaxpr, types)
-            if known[key] is jaxpr:
-                known[key] = None  # or it would keep itself
-        return jaxpr if known[key] is None else known[key]
+                replayed[key] = self._retraced(jaxpr, types)
+            if replayed[key] is jaxpr:
+                replayed[key] = None  # else the value would keep its key alive
+        return jaxpr if replayed[key] is None else replayed[key]
 
     def check_gradients(self, jaxpr: Any, variables: Any, avals: Any) -> None:
         """Raise AxisError if a jaxpr sums a gradient over axes that an input gained."""
@@ -101,14 +103,19 @@ class Retyping(Hooks):
 
         inner, constants = opened(jaxpr), getattr(jaxpr, "consts", ())
         new = jax.make_jaxpr(lambda *args: jax.core.eval_jaxpr(inner, constants, *args))(
-            *(self.door.with_axis_type(var.aval, one) for var, one in zip(inner.invars, types))
+            *(
+                self.door.with_axis_type(var.aval, axis_type)
+                for var, axis_type in zip(inner.invars, types)
+            )
         )
-        return new if isinstance(new, type(jaxpr)) else new.jaxpr  # one that had no constants
+        return new if isinstance(new, type(jaxpr)) else new.jaxpr  # it had no constants
 
     def _retyped(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
         inner = opened(jaxpr)
         env: dict[Any, Any] = {}
-        invars = [self.retype_variable(var, one, env) for var, one in zip(inner.invars, types)]
+        invars = [
+            self.retype_variable(var, axis_type, env) for var, axis_type in zip(inner.invars, types)
+        ]
         if not env:
             return jaxpr
         eqns: list[Any] = []
@@ -118,20 +125,20 @@ class Retyping(Hooks):
                 eqns.append(eqn)
                 continue
             if all(new.aval == old.aval for new, old in zip(operands, eqn.invars)):
-                eqns.append(eqn.replace(invars=operands))  # a cast went, and nothing else
+                eqns.append(eqn.replace(invars=operands))  # only a cast was removed
                 continue
             with eqn.ctx.manager:
                 eqns += Equation(self, eqn, operands, env, what).retyped()
         outvars = [read(env, atom) for atom in inner.outvars]
-        # With its debug_info: the names of its arguments are what they were.
+        # Keep debug_info: it holds the arguments' names.
         new = inner.replace(invars=invars, eqns=eqns, outvars=outvars, debug_info=inner.debug_info)
         return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
-    def retype_variable(self, var: Any, one: AxisType, env: dict[Any, Any]) -> Any:
+    def retype_variable(self, var: Any, axis_type: AxisType, env: dict[Any, Any]) -> Any:
         """Return a variable of this type, recorded as the replacement of ``var``."""
-        if not self.door.can_cast(var.aval) or self.door.axis_type(var.aval) == one:
+        if not self.door.can_cast(var.aval) or self.door.axis_type(var.aval) == axis_type:
             return var
-        env[var] = variable(var, self.door.with_axis_type(var.aval, one))
+        env[var] = variable(var, self.door.with_axis_type(var.aval, axis_type))
         return env[var]
 
     def bwd(self, bwd: Any, axes: frozenset[str], by_cast: bool = False) -> Any:

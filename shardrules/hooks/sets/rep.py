@@ -181,7 +181,7 @@ class SetHooks(Hooks):
             for x, aval, rep, want in zip(args, avals, in_rep, resolution.inputs)
         ]
         results = primitive.bind(*cast, **self.primitives.carrying(opaque, params))
-        reps = [_rep(mesh, one) for one in resolution.outputs]
+        reps = [_rep(mesh, output) for output in resolution.outputs]
         return (results if primitive.multiple_results else [results]), reps
 
     def check(self, primitive, original, mesh, /, *in_rep, **params):
@@ -206,7 +206,7 @@ class SetHooks(Hooks):
                     kernel=opaque.call.name,
                     axes=lost,
                 )
-        reps = [_rep(mesh, one) for one in resolution.outputs]
+        reps = [_rep(mesh, output) for output in resolution.outputs]
         return reps if primitive.multiple_results else reps[0]
 
     def _rewrite_cond(self, original, mesh, in_rep, /, *args, **params):
@@ -299,18 +299,18 @@ class SetHooks(Hooks):
         call = getattr(bwd, "call_wrapped", bwd)
         parts = CustomVjpInfo(self.door.function_name(bwd), None, (), (), None, ())
 
-        def noted(*args):
+        def recorded(*args):
             results = call(*args)
             self.state.here.running[-1].returned = True
             return results
 
-        rewritten = self.door.rewrite_bwd(self.door.wrapped(noted, bwd), mesh, in_reps, reps_dst)
+        rewritten = self.door.rewrite_bwd(self.door.wrapped(recorded, bwd), mesh, in_reps, reps_dst)
         matched = getattr(rewritten, "call_wrapped", rewritten)
 
         def run(*args):
             primals = tuple(_type(mesh, rep) for rep in reps_dst)
-            one = _Run(call, args, frozenset(mesh.axis_names), parts, primals)
-            with self.state.locally(running=(*self.state.here.running, one)):
+            current = _Run(call, args, frozenset(mesh.axis_names), parts, primals)
+            with self.state.locally(running=(*self.state.here.running, current)):
                 return matched(*args)
 
         return self.door.wrapped(run, rewritten)
@@ -356,7 +356,7 @@ def _varying(axes: frozenset[str], value: Any) -> frozenset[str]:
     if hasattr(value, "rep"):
         return axes - frozenset(value.rep)
     inner = (getattr(value, name, None) for name in ("val", "primal", "tangent"))
-    return frozenset().union(*(_varying(axes, one) for one in inner if one is not None))
+    return frozenset().union(*(_varying(axes, part) for part in inner if part is not None))
 
 
 def _weaker(earlier: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
@@ -365,12 +365,12 @@ def _weaker(earlier: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> 
     if earlier is None or len(earlier) != len(effects):
         return effects
     return tuple(
-        one
-        if one == other
-        else Effect("typed", tuple(dict.fromkeys((*one.axes, *other.axes))))
-        if one.kind == other.kind == "typed"
+        first
+        if first == second
+        else Effect("typed", tuple(dict.fromkeys((*first.axes, *second.axes))))
+        if first.kind == second.kind == "typed"
         else Effect("unknown")
-        for one, other in zip(earlier, effects)
+        for first, second in zip(earlier, effects)
     )
 
 

@@ -189,11 +189,11 @@ def _joined(door: Door, branches: Sequence[Sequence[Any]]) -> list[AxisType] | N
     for avals in zip(*branches):
         joined = avals[0]
         for aval in avals[1:]:
-            one = _join(door, joined, aval)
-            if one is None:
+            wider = _join(door, joined, aval)
+            if wider is None:
                 return None
-            joined = door.with_axis_type(joined, one)
+            joined = door.with_axis_type(joined, wider)
         types.append(door.axis_type(joined))
-    if all(door.axis_type(aval) == one for avals in branches for aval, one in zip(avals, types)):
+    if all([*door.axis_types(avals)] == types for avals in branches):
         return None
     return types

@@ -82,13 +82,13 @@ class HijaxHooks(Hooks):
         """Return the avals of the results when the call is expanded to arrays."""
         import jax
 
-        arrays = [one for aval in takes for one in aval.lo_ty()]
-        found: list[Any] = []
+        arrays = [array for aval in takes for array in aval.lo_ty()]
+        results: list[Any] = []
 
         def run(*flat):
             typed = iter([self.door.cast(x, self.door.axis_type(a)) for x, a in zip(flat, arrays)])
             values = [aval.raise_val(*itertools.islice(typed, len(aval.lo_ty()))) for aval in takes]
-            found.extend(map(jax.typeof, jax.tree_util.tree_leaves(expand(*values))))
+            results.extend(map(jax.typeof, jax.tree_util.tree_leaves(expand(*values))))
 
         jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays))
-        return found
+        return results

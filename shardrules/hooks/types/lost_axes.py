@@ -47,21 +47,21 @@ class LostAxesHooks(Hooks):
 
     def _retyped(self, trace, args, params, outputs):
         """Let an unchecked inner shard_map's results vary as its operands do."""
-        # JAX (0.6.2 to 0.12) drops the types of the one around there.
+        # JAX (0.6.2 to 0.12) drops the types of the outer shard_map there.
         door = self.door
         if params.get("check_vma", True) or not self.acts:
             return outputs
         over = union(door.axis_types(map(door.typeof, args)))
         order = tuple(a for a in door.manual_axes() if a in over)
 
-        def one(x):
+        def retyped(x):
             if not door.can_cast(door.typeof(x)) or over <= door.axis_type(door.typeof(x)).axes:
                 return x
             self.state.of(TypeNoteHooks).note("shard_map, whose own check is off,", over)
             return retype_varying(x, order)
 
         with door.set_current_trace(trace):
-            return outputs.map(one) if hasattr(outputs, "map") else [*map(one, outputs)]
+            return outputs.map(retyped) if hasattr(outputs, "map") else [*map(retyped, outputs)]
 
     # The law.
 
@@ -85,7 +85,8 @@ class LostAxesHooks(Hooks):
         """Whether JAX's standard rule gives the type; it requires equal operand types."""
         evaluate = _held(evaluate)
         return isinstance(evaluate, functools.partial) and any(
-            getattr(one, "func", None) is self.door.standard_vma_rule for one in evaluate.args
+            getattr(argument, "func", None) is self.door.standard_vma_rule
+            for argument in evaluate.args
         )
 
     def _typed(self, primitive, row: Row, evaluate):
@@ -144,9 +145,9 @@ class LostAxesHooks(Hooks):
         axes = union(types)
         if row.adds:
             axes |= self._added(row, params)
-        if all(axes <= one.varying for one in types):
+        if all(axes <= axis_type.varying for axis_type in types):
             return None
-        return door.cast_all(trace, args, avals, [widened(one, axes) for one in types])
+        return door.cast_all(trace, args, avals, [widened(have, axes) for have in types])
 
 
 def _dropped(row: Row, params: dict[str, Any]) -> frozenset[str]:

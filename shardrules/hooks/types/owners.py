@@ -55,9 +55,9 @@ def code_modules(function: Any, depth: int = _DEPTH) -> Iterator[str]:
     else:
         wrapped = getattr(function, "__wrapped__", None)
         inside = () if wrapped is None else (wrapped,)
-    for one in inside if depth else ():
-        if callable(one):
-            yield from code_modules(one, depth - 1)
+    for part in inside if depth else ():
+        if callable(part):
+            yield from code_modules(part, depth - 1)
 
 
 def _contents(function: Any) -> Iterator[Any]:

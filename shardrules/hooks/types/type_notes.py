@@ -4,8 +4,8 @@ A sort's indices, and what a varying predicate chooses, vary under the hooks whe
 invariant. JAX then rightly refuses ``out_specs=P()``, and can't say why the value varies.
 
 When a shard_map is differentiated, JAX (0.6 to 0.12) writes that error from the residuals' types
-and the outputs' specs: it raises one about pytrees, or names another output. The hooks write it
-from the outputs' own types.
+and the outputs' specs, so it raises an error about pytrees or names the wrong output. The hooks
+write it from the outputs' own types.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.calls.annotations import tell
 from shardrules.registry.axistypes import show_axes
 
-# What JAX's messages about axis types hold, one or another of them (0.6 to 0.12).
+# JAX's messages about axis types contain one of these (0.6 to 0.12).
 _OF_TYPES = ("out_specs", "varying", "vma", "manual_axis_type", "cotangent type", "{V:")
 _SHOWN = 5
 _FROM = "shardrules: "
@@ -66,15 +66,15 @@ def _of_outputs(fails: list[Any], count: int, wide: list[frozenset[str]] | None)
         failing = sum(map(_fails, fails))
         at_once = getattr(jax.config, "jax_use_direct_linearize", False)
         parts = (last, first) if at_once else (first, last)
-        return next((one for one in parts if sum(map(_fails, fails[one])) == failing), None)
+        return next((part for part in parts if sum(map(_fails, fails[part])) == failing), None)
     for part in (last, first):
         if [*map(_fails, fails[part])] == [*map(bool, wide)]:
             return part
     return None
 
 
-def _fails(one: Any) -> bool:
-    return type(one).__name__ != "NoFail"
+def _fails(fail: Any) -> bool:
+    return type(fail).__name__ != "NoFail"
 
 
 class TypeNoteHooks(Hooks):
@@ -124,7 +124,7 @@ class TypeNoteHooks(Hooks):
         here = self.state.here
         (causes, outputs), here.refused = here.refused, ("", None)
         tree = tree if outputs is None else outputs.tree
-        varying = [getattr(one, "varying", one) if _fails(one) else frozenset() for one in fails]
+        varying = [getattr(f, "varying", f) if _fails(f) else frozenset() for f in fails]
         own = _of_outputs(fails, tree.num_leaves, outputs and outputs.wide)
         if own is None:
             name = self.door.function_name(f)
@@ -180,9 +180,9 @@ class TypeNoteHooks(Hooks):
         self, noted: dict[tuple[str, frozenset[str]], Any], contradictions: list[Any]
     ) -> str:
         lines = [
-            f"  output {one.output} of {one.call}{f' at {one.at}' if one.at else ''}, annotated "
-            f"'{one.annotation}': over {show_axes(one.proven.varying - one.annotation.varying)}"
-            for one in contradictions[-_SHOWN:]
+            f"  output {c.output} of {c.call}{f' at {c.at}' if c.at else ''}, annotated "
+            f"'{c.annotation}': over {show_axes(c.proven.varying - c.annotation.varying)}"
+            for c in contradictions[-_SHOWN:]
         ]
         for (what, axes), source in list(noted.items())[-_SHOWN:]:
             at = self.door.source_line(source)

@@ -31,18 +31,20 @@ _OURS = os.path.join(os.path.dirname(sys.modules["shardrules"].__path__[0]), "sh
 def check_annotations(
     door: Door, state: State, opaque: OpaqueCall, types: tuple[AxisType, ...]
 ) -> None:
-    """Compare annotations with the rule's or proof's answer; a wider one is accepted."""
-    found = []
-    for i, (note, one) in enumerate(zip(opaque.annotations, types)):
-        if note is None or (one.varying <= note.varying and one.unreduced == note.unreduced):
+    """Compare annotations with the rule's or proof's answer; accept wider ones."""
+    contradictions = []
+    for i, (note, answer) in enumerate(zip(opaque.annotations, types)):
+        if note is None or (answer.varying <= note.varying and answer.unreduced == note.unreduced):
             continue
         if (
             opaque.registration
             and opaque.registration.status == "audited"
             and not (note.unreduced | note.reduced)
         ):
-            lost = one.varying - note.varying
-            found.append(Contradiction(opaque.call, _calling_line(), i, note, one, lost))
+            lost = answer.varying - note.varying
+            contradictions.append(
+                Contradiction(opaque.call, _calling_line(), i, note, answer, lost)
+            )
             continue
         said = (
             f"rule {opaque.registration.rule!r} (declared at {opaque.registration.where})"
@@ -50,26 +52,26 @@ def check_annotations(
             else "policy for calls without a rule"
         )
         raise RuleError(
-            f"output {i} of {opaque.call} is annotated '{note}', but the {said} makes it '{one}'. "
-            "Remove the annotation (the rule is enough), or register a rule that says which axes "
-            "the kernel makes invariant.",
+            f"output {i} of {opaque.call} is annotated '{note}', but the {said} makes it "
+            f"'{answer}'. Remove the annotation (the rule is enough), or register a rule that says "
+            "which axes the kernel makes invariant.",
             kernel=opaque.call.name,
             annotation=note,
-            answer=one,
+            answer=answer,
         )
-    if found:
-        opaque.contradictions = tuple(found)
+    if contradictions:
+        opaque.contradictions = tuple(contradictions)
         pending = state.here.contradictions
         if pending is None:
-            tell(door, state, found)
+            tell(door, state, contradictions)
         else:
-            pending += found
+            pending += contradictions
 
 
 def note_results(state: State, opaque: OpaqueCall, results: Any) -> None:
     """Record the results of a call that has a contradicted annotation."""
-    for one in opaque.contradictions if state.here.contradictions else ():
-        one.values.append(weakref.ref(results[one.output]))
+    for contradiction in opaque.contradictions if state.here.contradictions else ():
+        contradiction.values.append(weakref.ref(results[contradiction.output]))
 
 
 def note_called(state: State, jaxpr: Any, results: Any) -> None:
@@ -78,8 +80,8 @@ def note_called(state: State, jaxpr: Any, results: Any) -> None:
     # gradient flows into anything but the kernel there.
     makers = _makers(jaxpr)
     for variable, result in zip(jaxpr.outvars, results):
-        for one in _origin(state, jaxpr, makers, variable)[0]:
-            one.values.append(weakref.ref(result))
+        for contradiction in _origin(state, jaxpr, makers, variable)[0]:
+            contradiction.values.append(weakref.ref(result))
 
 
 def _origin(
@@ -90,18 +92,18 @@ def _origin(
     while not hasattr(variable, "val"):
         eqn = makers.get(variable)
         if eqn is None:
-            inputs = [i for i, one in enumerate(jaxpr.invars) if one is variable]
+            inputs = [i for i, invar in enumerate(jaxpr.invars) if invar is variable]
             return (), inputs[0] if inputs else None
         at, name = eqn.outvars.index(variable), eqn.primitive.name
         opaque = state.opaque_call_of(eqn.primitive, eqn.params)
         if opaque is not None:
-            return [one for one in opaque.contradictions if one.output == at], None
+            return [c for c in opaque.contradictions if c.output == at], None
         taken = [i for i, atom in enumerate(eqn.invars) if _is_differentiable(makers, atom)]
         if name in CALLS:
             inner = opened(eqn.params[CALLS[name]])
-            found, i = _origin(state, inner, _makers(inner), inner.outvars[at])
+            contradictions, i = _origin(state, inner, _makers(inner), inner.outvars[at])
             if i is None:
-                return found, None
+                return contradictions, None
             taken = [i]
         elif name in TO_VARYING:
             taken = [at]
@@ -129,36 +131,42 @@ def _is_differentiable(makers: dict[Any, Any], atom: Any) -> bool:
 
 def note_cast(state: State, value: Any, axes: Any, result: Any) -> None:
     """Record that the program casts a value to vary over ``axes``."""
-    for one in state.here.contradictions or ():
-        if any(its() is value for its in one.values):
-            one.lost -= frozenset(axes)
-            one.values.append(weakref.ref(result))
+    for contradiction in state.here.contradictions or ():
+        if any(reference() is value for reference in contradiction.values):
+            contradiction.lost -= frozenset(axes)
+            contradiction.values.append(weakref.ref(result))
 
 
-def tell(door: Door, state: State, found: list[Contradiction]) -> None:
+def tell(door: Door, state: State, contradictions: list[Contradiction]) -> None:
     """Warn of contradicted annotations, once for each kernel and place."""
-    for one in found:
-        one.values.clear()
-        if not one.lost:
+    for contradiction in contradictions:
+        contradiction.values.clear()
+        if not contradiction.lost:
             continue
-        text = _text(door, one)
+        text = _text(door, contradiction)
         notes = state.scope.notes
         if notes is not None:
             notes.annotations.append(text)
             continue
-        key = one.call.name, one.call.place, one.at, one.output, one.lost
+        key = (
+            contradiction.call.name,
+            contradiction.call.place,
+            contradiction.at,
+            contradiction.output,
+            contradiction.lost,
+        )
         if key in state.warned:
             continue
         state.warned.add(key)
-        file, _, line = one.at.rpartition(":")
+        file, _, line = contradiction.at.rpartition(":")
         warning = AnnotationWarning(
             text,
-            kernel=one.call.name,
-            output=one.output,
-            annotation=one.annotation,
-            answer=one.proven,
-            axes=one.lost,
-            at=one.at,
+            kernel=contradiction.call.name,
+            output=contradiction.output,
+            annotation=contradiction.annotation,
+            answer=contradiction.proven,
+            axes=contradiction.lost,
+            at=contradiction.at,
         )
         warnings.warn_explicit(
             warning, AnnotationWarning, file or "<unknown>", int(line) if line.isdigit() else 1
@@ -176,20 +184,20 @@ def _calling_line() -> str:
     return ""
 
 
-def _text(door: Door, one: Contradiction) -> str:
-    lost = show_axes(one.lost)
-    named = ", ".join(map(repr, sorted(one.proven.varying)))
+def _text(door: Door, wrong: Contradiction) -> str:
+    lost = show_axes(wrong.lost)
+    named = ", ".join(map(repr, sorted(wrong.proven.varying)))
     written = f"frozenset({{{named}}})"
     written = (
         f"vma={written}"
         if door.ManualAxisType is None
         else f"manual_axis_type=jax.sharding.ManualAxisType(varying={written})"
     )
-    called = f", called at {one.at}," if one.at else ""
+    called = f", called at {wrong.at}," if wrong.at else ""
     return (
-        f"output {one.output} of {one.call}{called} is annotated '{one.annotation}', but the "
-        f"kernel's own jaxpr shows that it depends on its operands, so that it is '{one.proven}'. "
-        f"shardrules widens it. Plain JAX believes the annotation and loses the reduction over "
-        f"{lost} wherever one follows from the type: each device keeps its own share of a "
-        f"gradient. Remove the annotation, or write {written}."
+        f"output {wrong.output} of {wrong.call}{called} is annotated '{wrong.annotation}', but the "
+        f"kernel's own jaxpr shows that it depends on its operands, so that it is "
+        f"'{wrong.proven}'. shardrules widens it. Plain JAX believes the annotation and loses the "
+        f"reduction over {lost} wherever one follows from the type: each device keeps its own "
+        f"share of a gradient. Remove the annotation, or write {written}."
     )

@@ -155,12 +155,12 @@ class MeshKernelHooks(Hooks):
     def _noting(self, module: Any) -> ModuleProxy:
         """Return a module whose tracing functions record what they trace."""
         trace, lower = self._trace, self._lower
-        noting = {"trace_to_jaxpr_dynamic": trace, "trace_to_jaxpr": trace, "lower_jaxpr2": lower}
+        tracing = {"trace_to_jaxpr_dynamic": trace, "trace_to_jaxpr": trace, "lower_jaxpr2": lower}
         return ModuleProxy(
             module,
             {
-                name: functools.partial(noted, getattr(module, name))
-                for name, noted in noting.items()
+                name: functools.partial(record, getattr(module, name))
+                for name, record in tracing.items()
                 if hasattr(module, name)
             },
         )
@@ -423,14 +423,14 @@ def _binding(name: str, functions: Sequence[Any]) -> Binding | None:
         if binding is None:
             return None
         bindings.append(binding)
-    for other in bindings[1:]:
-        if other.rule != bindings[0].rule:
+    for binding in bindings[1:]:
+        if binding.rule != bindings[0].rule:
             raise RegistrationError(
                 f"the functions of kernel {name!r} are declared with rules that differ:\n"
                 f"  {bindings[0].rule!r} at {bindings[0].where}\n"
-                f"  {other.rule!r} at {other.where}\n"
+                f"  {binding.rule!r} at {binding.where}\n"
                 "they run as one call, so declare all of them with the rule of the whole",
                 name=name,
-                places=(bindings[0].where, other.where),
+                places=(bindings[0].where, binding.where),
             )
     return bindings[0]

@@ -99,8 +99,8 @@ def typed(
     """Return avals with their axis types, widened by wider annotations."""
     if any(opaque.annotations):
         types = tuple(
-            one if note is None else one.vary(*(note.varying - one.axes))
-            for one, note in zip(types, opaque.annotations)
+            answer if note is None else answer.vary(*(note.varying - answer.axes))
+            for answer, note in zip(types, opaque.annotations)
         )
     return tuple(map(door.with_axis_type, avals, types))
 
@@ -263,7 +263,7 @@ def to_paste(call: Call, audit: Any, axes: Sequence[str] = ()) -> tuple[str, ...
     """Return the lines to type that give a call a rule."""
     blockers = () if audit is None else audit.blockers
     shown = [blocker.axes for blocker in blockers if blocker.communicates]
-    named = tuple(dict.fromkeys(axis for one in shown for axis in one if axis in axes))
+    named = tuple(dict.fromkeys(axis for group in shown for axis in group if axis in axes))
     return suggestions.lines(
         call.name,
         call.module,

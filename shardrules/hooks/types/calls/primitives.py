@@ -139,9 +139,9 @@ class PrimitiveHooks(Hooks):
     def _transpose(self, rule, name: str, cotangents, *args, **params):
         """Transpose a user's primitive; raise if an invariant operand gets a varying cotangent."""
         # JAX to 0.7.2 takes them for the whole, and from 0.8.3 it names neither primitive nor axes.
-        found = rule(cotangents, *args, **params)
-        if self.door.checking() and isinstance(found, (list, tuple)):
-            for i, (ct, x) in enumerate(zip(found, args)):
+        cotangents_out = rule(cotangents, *args, **params)
+        if self.door.checking() and isinstance(cotangents_out, (list, tuple)):
+            for i, (ct, x) in enumerate(zip(cotangents_out, args)):
                 if not (isinstance(x, self.door.UndefinedPrimal) and hasattr(ct, "dtype")):
                     continue
                 have = self.door.axis_type(self.door.typeof(ct))
@@ -160,7 +160,7 @@ class PrimitiveHooks(Hooks):
                         have=have,
                         want=want,
                     )
-        return found
+        return cotangents_out
 
     # The OpaqueCall of a call.
 
@@ -297,7 +297,9 @@ class PrimitiveHooks(Hooks):
         """Whether the results vary as those of a kernel that doesn't communicate would."""
         types = self.door.axis_types(outputs)
         axes = union(self.door.axis_types(avals))
-        return all(axes <= one.varying for one in types) and any(one.axes for one in types)
+        return all(axes <= axis_type.varying for axis_type in types) and any(
+            axis_type.axes for axis_type in types
+        )
 
     def _may_answer(self, kind: _Kind, opaque: OpaqueCall) -> bool:
         """Whether a call without a rule may keep its own abstract eval's types, if wide enough."""

@@ -41,7 +41,7 @@ def loop(proof: Proof, computation, position, instruction, operands, guard):
 
 
 def _settle(proof: Proof, condition, body, start: Any, guard: int, trips: int | None) -> Any:
-    """Evaluate a loop until its carry's states no longer change; None if they always do."""
+    """Evaluate a loop until its carry's states no longer change; None if they never settle."""
     carry = start
     inner = guard
     for step in range(64):

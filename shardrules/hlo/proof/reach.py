@@ -58,7 +58,7 @@ class Reach:
         )
 
     def deterministic(self, instruction: hm.Instruction) -> bool:
-        """Tell whether an instruction is a deterministic function of its operands alone."""
+        """Tell whether an instruction is a deterministic function of its operands."""
         understood = instruction.opcode in _PURE and instruction.start not in self.module.strange
         return understood and all(self._pure(c) for c in instruction.calls)
 

@@ -66,7 +66,7 @@ def find(proof: Proof) -> dict[tuple[str, int], Scatter]:
 
 
 def _emitted(fusion: hm.Instruction) -> bool:
-    """Tell whether a fusion has the emitter, or its computation the name, of such a fusion."""
+    """Tell whether the emitter or the computation's name marks a fusion as a reduce-scatter."""
     if fusion.opcode != "fusion" or fusion.attribute("kind") != "kCustom" or len(fusion.calls) != 1:
         return False
     config = fusion.attribute("backend_config") or ""

@@ -119,8 +119,8 @@ def _alone(reader: Reader, source: str, position: int) -> hm.Module:
 def _entry_of(
     reader: Reader, source: str, last: hm.Computation | None, header: dict[str, str]
 ) -> hm.Computation:
-    """Give the entry of a text that marks none: the last computation, as XLA takes it."""
-    # XLA marks it when it prints; the layout in the header tells a cut text from a whole one.
+    """Give the entry of a text without ENTRY: the last computation, as in XLA."""
+    # XLA always prints ENTRY. The layout in the header shows whether the text was cut.
     layout = header.get("entry_computation_layout")
     if last is not None and layout is not None:
         arguments, at = shapes.read(layout, 1)

@@ -43,7 +43,7 @@ def split_tuple_sharding(text: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """The partitions that hold equal shards."""
+    """A sharding, reduced to which partitions hold equal shards."""
 
     text: str
     # The number of each partition's tile; None if we must assume that every device has its own

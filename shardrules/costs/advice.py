@@ -13,7 +13,7 @@ from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.registry.suggestions import pattern
 
-__all__ = ["advice"]
+__all__ = ["advice", "operation"]
 
 # Of equal values these give the value.
 _IDEMPOTENT = ("maximum", "minimum", "and", "or")
@@ -39,7 +39,7 @@ def advice(verdict: hlo.Verdict) -> str:
         if _by_partitioner(collective):
             return _for_partitioner(verdict)
         backward = collective.phase not in ("forward", "recompute")
-        if collective.kind == "all-reduce" and backward and not _is_checked(collective):
+        if collective.kind == "all-reduce" and backward and _is_unchecked(collective):
             return (
                 "trace it under jax.shard_map(check_vma=True), with shardrules.install() and a "
                 "rule for each kernel: the backward pass then reduces over just the axes that "
@@ -53,7 +53,7 @@ def _for_partitioner(verdict: hlo.Verdict) -> str:
     collective = verdict.collective
     equal = ", ".join(_equal_axes(verdict))
     return (
-        f"XLA's partitioner made it for {_operation(collective)}, of data that is the same on "
+        f"XLA's partitioner made it for {operation(collective)}, of data that is the same on "
         f"the devices{f' over {equal}' if equal else ''}: replicate what that reads or makes, "
         "x = jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, "
         f"jax.sharding.PartitionSpec(...))) with a spec without {equal or 'axes'}, "
@@ -153,17 +153,18 @@ def _equal_axes(verdict: hlo.Verdict) -> list[str]:
     return [a for a in verdict.collective.axes or () if a not in (verdict.needed_axes or ())]
 
 
-def _operation(collective: hlo.Collective) -> str:
+def operation(collective: hlo.Collective) -> str:
+    """Return the JAX operation that made a collective, the end of its op_name."""
     # To JAX 0.4 its parameters stand behind it, psum[axes=('model',) axis_index_groups=None].
     return re.sub(r"\[.*?\]$", "", collective.op_name).rpartition("/")[2]
 
 
-def _is_checked(collective: hlo.Collective) -> bool:
-    """Tell whether a sum was traced under shard_map's check, which has a primitive of its own."""
-    return _operation(collective) in ("psum_invariant", "psum2")
+def _is_unchecked(collective: hlo.Collective) -> bool:
+    """Tell whether a sum was traced with shard_map's check off; with it on it has another name."""
+    return operation(collective) in ("psum", "shard_map")
 
 
 def _by_partitioner(collective: hlo.Collective) -> bool:
     """Tell whether XLA's partitioner made a collective: it has another operation's name."""
-    last = _operation(collective)
+    last = operation(collective)
     return bool(last) and _WRITTEN.fullmatch(last) is None and "pmap" not in collective.op_name

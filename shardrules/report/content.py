@@ -366,7 +366,7 @@ def item(
     if reason:
         lines.append(("allowed:", reason))
     elif todo:
-        lines.append(("to do:", todo))
+        lines.append(("to do:", grouping.here(todo)))
     return Item(first.kind, what, grouping.here(entry.source), tuple(lines), entry)
 
 

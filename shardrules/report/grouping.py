@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
@@ -43,13 +44,12 @@ def counted(count: int, noun: str, of: int | None = None) -> str:
 
 
 def here(source: str) -> str:
-    """Write ``file:line (function)`` without the working directory, where the file is below it."""
+    """Write each ``file:line`` of a text without the working directory, if it is below that."""
     try:
         folder = os.path.join(os.getcwd(), "")
     except OSError:  # it was removed
         return source
-    text = source.lstrip()  # a loop in another one is indented
-    return source[: len(source) - len(text)] + text.removeprefix(folder)
+    return re.sub(rf"(?<!\S){re.escape(folder)}", "", source)
 
 
 def percent(part: float, whole: float) -> str:

@@ -14,10 +14,11 @@ def _find(site: Site) -> Hint | None:
         return None
     if not sums.added_to_another(*site.result_place):
         return None
+    change = "add the operands and psum that once" if site.in_shard_map else KIND.jit
     advice = (
-        "its result is only added to that of another psum over the same devices: add the operands "
-        f"and psum that once, and {2 * size} B of both become {size} B (equal up to "
-        f"rounding){line(site.entry)}"
+        f"its result is only added to that of another sum over the same devices: {change}, and "
+        f"{2 * size} B of both become {size} B (equal up to rounding)"
+        f"{line(site, 'once, before its first use')}"
     )
     return site.without(KIND.name, advice)
 

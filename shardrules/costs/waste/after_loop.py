@@ -32,7 +32,7 @@ def _find(site: Site) -> Hint | None:
     small = whole and sum(s.entry.bytes for s in sites) <= SMALL
     if "stacks" in own.ways and not small or not (saves or whole):
         return None
-    advice = _advice(site, own, after, times) + line(site.entry)
+    advice = _advice(site, own, after, times) + line(site, "before the loop")
     return site.hint(_NAME, advice, bytes_after=after, trips_after=times)
 
 

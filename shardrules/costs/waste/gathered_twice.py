@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardrules import hlo
+from shardrules.costs.advice import operation
 from shardrules.costs.waste.shared.program import Hint, Kind, Program, Site
 
 __all__ = ["KIND"]
@@ -18,6 +19,8 @@ def _find(site: Site) -> Hint | None:
         return None
     if not (site.in_shard_map or entry.phase == "recompute" or "remat" in site.collective.op_name):
         return None  # the partitioner gathers for the backward pass what no policy names
+    if not site.in_shard_map and operation(site.collective) != "sharding_constraint":
+        return None  # to constrain it changes which other collectives the partitioner makes
     for first in site.program.remembered(_forward, site.program):
         if _same_groups(first, site) and _origin(first) == _origin(site):
             return _hint(site, first)
@@ -52,8 +55,9 @@ def _hint(site: Site, first: Site) -> Hint:
     )
     if not site.in_shard_map:
         keep = (
-            "constrain the array to its gathered layout where the layer reads it, name that by "
-            "jax.ad_checkpoint.checkpoint_name, and save it by the policy of jax.checkpoint"
+            "name what jax.lax.with_sharding_constraint gathers, "
+            "w = jax.ad_checkpoint.checkpoint_name(w, 'gathered'), and save it by the policy of "
+            "jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names('gathered')"
         )
     advice = (
         f"the forward pass gathers the same array at {first.where}: gathered again, it sends "

@@ -25,6 +25,8 @@ def _hint(site: Site, group: list[Site]) -> Hint:
     change = "concatenate the operands, flattened, and split the result"
     if site.collective.kind != "all-reduce":
         change = "stack the operands and take the result apart"
+    if not site.in_shard_map:
+        change = KIND.jit
     advice = (
         f"it is independent of the {site.collective.kind} at {group[0].where}, which runs over the "
         f"same devices: {change}: {len(group)} round trips become 1, with the same {size} B"

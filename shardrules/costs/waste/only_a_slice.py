@@ -16,6 +16,8 @@ def _find(site: Site) -> Hint | None:
     entry, size = site.entry, site.collective.group_size
     if site.program.platform == "tpu" and entry.bytes < _LEAST_ON_TPU:
         return None
+    if site.program.platform is None and not site.in_shard_map:
+        return None  # XLA for TPUs and GPUs makes the reduce-scatter by itself
     part = parts.read(site) if site.adds and site.whole and size > 1 else None
     if part is None or site.result is None:
         return None

@@ -15,14 +15,10 @@ def _find(site: Site) -> Hint | None:
     size = sums.reduced_after(*site.result_place)
     if size is None or size >= entry.bytes:
         return None
-    change = (
-        "reduce before you psum (or cast earlier, with shardrules.vary before the broadcast)"
-        if site.in_shard_map
-        else "sum up over the dimensions that are not sharded first"
-    )
+    change = "reduce before you psum" if site.in_shard_map else KIND.jit
     advice = (
         f"its result is only summed up on each device: {change}, and {entry.bytes} B become "
-        f"{size} B{line(entry)}"
+        f"{size} B{line(site, 'before it is broadcast')}"
     )
     return site.smaller(KIND.name, advice, size)
 

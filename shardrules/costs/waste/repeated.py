@@ -36,8 +36,9 @@ def _find(site: Site) -> Hint | None:
     if before is not None and before <= after:
         return None
     now = f"{site.entry.bytes} B on every trip" if before is None else f"{before} B"
+    change = "run it before the loop" if site.in_shard_map else KIND.jit
     advice = (
-        "its operand is the same on every trip of the loop: run it before the loop, and "
+        f"its operand is the same on every trip of the loop: {change}, and "
         f"{now} become {after} B (the result then stays in memory)"
     )
     return site.hint(KIND.name, advice, bytes_after=after, trips_after=times)
@@ -69,6 +70,6 @@ KIND = Kind(
     "repeated",
     "a collective in a loop whose operand is the same on every trip",
     "run it before the loop and close over the result",
-    "constrain the array to the layout that the loop needs before the loop",
+    "give the array the layout that the loop needs, by jax.lax.with_sharding_constraint before it",
     _find,
 )

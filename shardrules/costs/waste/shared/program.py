@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from shardrules import hlo
 from shardrules.costs import accounts, launches, walk
+from shardrules.costs.advice import operation
 from shardrules.costs.waste.shared import loop_flow
 from shardrules.costs.waste.shared.values import Outside, Values
 from shardrules.hlo.proof import loops
@@ -333,11 +334,16 @@ class Site:
         )
 
 
-def line(entry: accounts.Entry) -> str:
-    """Return the line to type where the psum is a cast's transpose, or nothing."""
-    if entry.phase != "backward" or not entry.axes:
+def line(site: Site, where: str) -> str:
+    """Return the line to type where the psum may be the gradient of a replicated array.
+
+    The check gives that psum a name of its own. With the check off, on JAX to 0.5.3 and outside
+    of shard_map ``vary`` does nothing.
+    """
+    checked = operation(site.collective) == "psum_invariant"
+    if site.entry.phase != "backward" or not site.entry.axes or not checked:
         return ""
-    axes = ", ".join(map(repr, entry.axes))
     return (
-        f"; where it is the psum of a cast's cotangent, cast there: x = shardrules.vary(x, {axes})"
+        f"; if it is the gradient of a replicated array, cast that array {where} instead: "
+        f"x = shardrules.vary(x, {site.over})"
     )

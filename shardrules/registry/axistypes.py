@@ -1,4 +1,4 @@
-"""What a rule speaks of: axis types, effects, one call's context and its resolution.
+"""The vocabulary of rules: axis types, effects, a call's context and its resolution.
 
 Pure Python: nothing here imports jax.
 """
@@ -27,32 +27,32 @@ __all__ = [
 
 
 def _named(axes: Any, call: str = "") -> frozenset[str]:
-    """Return mesh axes as a set; one may be given alone. ``call`` takes them one by one."""
+    """Return an axis or several as a set; ``call`` is how to pass them, for the message."""
     try:
-        found = (axes,) if isinstance(axes, str) else tuple(axes)
-    except TypeError:  # nothing to iterate over
-        found = (None,)
-    for axis in found:
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+    except TypeError:  # not iterable
+        names = (None,)
+    for axis in names:
         # JAX takes any hashable name; people use strings and an Enum's members.
         if not isinstance(axis, (str, enum.Enum)) or axis == "":
             raise RuleError(
-                f"{shown(axes)} names no mesh axes; "
+                f"{shown(axes)} does not name mesh axes; "
                 + (
                     (call and one_by_one(call, axes))
                     or "an axis type is written AxisType(['data', 'model'])"
                 ),
                 axes=axes,
             )
-    return frozenset(found)
+    return frozenset(names)
 
 
 def one_by_one(call: str, axes: tuple[Any, ...]) -> str:
-    """Return what to type for axes given in a tuple, a list or a set; empty otherwise."""
+    """Return what to type instead of a tuple, a list or a set of axes; empty otherwise."""
     flat: list[Any] = []
-    for one in axes:
-        if isinstance(one, (set, frozenset)):
-            one = sorted(one, key=str)
-        flat += one if isinstance(one, (tuple, list)) else [one]
+    for axis in axes:
+        if isinstance(axis, (set, frozenset)):
+            axis = sorted(axis, key=str)
+        flat += axis if isinstance(axis, (tuple, list)) else [axis]
     named = bool(flat) and all(isinstance(axis, str) and axis for axis in flat)
     if not named or flat == [*axes] or len(set(flat)) < len(flat):
         return ""
@@ -66,22 +66,21 @@ def show_axes(axes: Iterable[str]) -> str:
 
 
 class AxisType:
-    """How one value relates to the manual mesh axes, as JAX's types on avals say it.
+    """How one value relates to the manual mesh axes, as in JAX's types of avals.
 
-    Immutable, and one object for all that are equal: they are compared and looked up several times
-    for each call that is traced.
+    Immutable. Equal types are one object, which makes them fast to compare and to look up.
 
     Attributes:
       varying: axes along which devices may hold different data.
-      unreduced: axes over which the value is a partial sum that is still to be reduced.
-      reduced: axes over which the value is reduced, and its cotangent ``unreduced``.
+      unreduced: axes over which the value is a partial sum that is not reduced yet.
+      reduced: axes over which the value is reduced and its cotangent is ``unreduced``.
 
     Raises:
-      RuleError: if an axis stands in more than one of the three, or is no name.
+      RuleError: if an axis is in more than one of the three, or is not a name.
     """
 
     __slots__ = ("varying", "unreduced", "reduced")
-    _known: dict[tuple[frozenset[str], ...], AxisType] = {}
+    _types: dict[tuple[frozenset[str], ...], AxisType] = {}
 
     varying: frozenset[str]
     unreduced: frozenset[str]
@@ -96,19 +95,19 @@ class AxisType:
         """Return the one object for these axes."""
         key: tuple[Any, ...] = (varying, unreduced, reduced)
         try:
-            known = cls._known.get(key)
+            existing = cls._types.get(key)
         except TypeError:  # lists, sets
-            known = None
-        if known is None:
+            existing = None
+        if existing is None:
             key = _named(varying), _named(unreduced), _named(reduced)
-            known = cls._known.get(key)
-        if known is not None:
-            return known
+            existing = cls._types.get(key)
+        if existing is not None:
+            return existing
         varied, partial, summed = key
         twice = (varied & partial) | (varied & summed) | (partial & summed)
         if twice:
             raise RuleError(
-                f"an axis type can name each mesh axis once, but {show_axes(twice)} stands in "
+                f"an axis type can name each mesh axis once, but {show_axes(twice)} is in "
                 f"more than one of varying={show_axes(varied)}, "
                 f"unreduced={show_axes(partial)}, reduced={show_axes(summed)}",
                 axes=twice,
@@ -116,7 +115,7 @@ class AxisType:
         new = object.__new__(cls)
         for field, axes in zip(cls.__slots__, key):
             object.__setattr__(new, field, axes)
-        return cls._known.setdefault(key, new)
+        return cls._types.setdefault(key, new)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"an AxisType can't be changed ({name!r}); make another one")
@@ -134,14 +133,14 @@ class AxisType:
         )
 
     def vary(self, *axes: str) -> AxisType:
-        """Return this type, varying over ``axes`` too."""
-        more = _named(axes, "vary(...)")
-        return AxisType(self.varying | more, self.unreduced - more, self.reduced - more)
+        """Return this type, but varying over ``axes`` too."""
+        added = _named(axes, "vary(...)")
+        return AxisType(self.varying | added, self.unreduced - added, self.reduced - added)
 
     def drop(self, *axes: str) -> AxisType:
-        """Return this type, invariant over ``axes``."""
-        gone = _named(axes, "drop(...)")
-        return AxisType(self.varying - gone, self.unreduced - gone, self.reduced - gone)
+        """Return this type, but invariant over ``axes``."""
+        dropped = _named(axes, "drop(...)")
+        return AxisType(self.varying - dropped, self.unreduced - dropped, self.reduced - dropped)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -157,13 +156,14 @@ class AxisType:
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """What one output of an opaque call is a function of, across devices.
+    """On which devices' data one output of an opaque call depends.
 
     Args:
-      kind: ``local``: of this device's operands alone; ``join``: of the operands of all devices
-        along ``axes``, in their order, the same function on each of them; ``exchange``: as
-        ``join``, and of the device's own position along ``axes``; ``typed``: declared to be equal
-        on devices that differ only along axes that are not in ``axes``; ``unknown``: of anything.
+      kind: ``local``: the output is a function of this device's operands; ``join``: of the operands
+        of all devices along ``axes``, the same function on each device; ``exchange``: of these and
+        of the device's own position along ``axes``; ``typed``: it is declared equal on devices
+        whose positions differ only along other axes than ``axes``; ``unknown``: it may depend on
+        anything.
       axes: mesh axes, in the rule's order.
     """
 
@@ -180,16 +180,13 @@ class Effect:
                 kind=self.kind,
             )
         _named(self.axes)
-        # One axis may stand alone: as a str it would be taken for the axes of its letters.
+        # A single axis may be a str; tuple() would split it into letters.
         axes = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
         object.__setattr__(self, "axes", axes)
 
     def __str__(self) -> str:
-        return (
-            self.kind
-            if self.kind in ("local", "unknown")
-            else (f"{self.kind}({','.join(self.axes)})")
-        )
+        has_axes = self.kind not in ("local", "unknown")
+        return f"{self.kind}({','.join(self.axes)})" if has_axes else self.kind
 
 
 def format_effects(effects: Iterable[Effect]) -> str:
@@ -223,13 +220,13 @@ def parse_effects(text: str) -> tuple[Effect, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class RuleContext:
-    """What a rule is told about one opaque call.
+    """One opaque call, as a rule sees it.
 
     Args:
       name: the kernel name.
       inputs: each input's axis type; closed-over refs count as inputs.
-      output_count: how many outputs the call has.
-      mesh_axes: the manual mesh axes here, in the mesh's order.
+      output_count: the number of outputs.
+      mesh_axes: the manual mesh axes of the shard_map, in the mesh's order.
     """
 
     name: str
@@ -239,13 +236,13 @@ class RuleContext:
 
     @property
     def union(self) -> AxisType:
-        """Varying over every axis over which some input varies (U in the rule table)."""
+        """The type that varies over all axes over which inputs vary (U in the rule table)."""
         return AxisType(frozenset().union(*(t.varying for t in self.inputs)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Resolution:
-    """A rule's answer for one call: input types to cast to, output types, effects."""
+    """A rule's answer for one call: the types to cast its inputs to, its output types, effects."""
 
     inputs: tuple[AxisType, ...]
     outputs: tuple[AxisType, ...]

@@ -1,8 +1,8 @@
 """A declaration that is bound to a function object, not to a name.
 
-Kernel bodies are nearly all called ``kernel``, so a decorator must bind to the object. The
-declared function stays what it was, for ``inspect``, ``functools.partial``, ``jax.jit`` and
-``defvjp`` alike; only calling it as an op (on arrays) does more.
+Most kernel bodies are called ``kernel``, so a decorator must bind to the object. ``inspect``,
+``functools.partial``, ``jax.jit`` and ``defvjp`` see the function itself; only calling it as an op
+(on arrays) does more.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 __all__ = ["Binding", "Declared", "binding_of", "caller_place", "declare", "declared"]
 
-# What was declared in this process, by the function's name and how its rule is written: as many as
-# there are such lines in the source, however often each runs.
+# This process's declarations, by the function's name and its rule's text. A line that runs again
+# adds none.
 _declared: dict[tuple[str, str], Binding] = {}
 
 
@@ -35,7 +35,7 @@ class Binding:
 
 def caller_place() -> str:
     """Return ``file:line`` of the nearest frame outside this package."""
-    # The caller of a ``with`` is behind contextlib.
+    # contextlib is between this function and the caller of a ``with``.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -48,14 +48,13 @@ def caller_place() -> str:
 class Declared:
     """A function with a rule; calls go to ``Declared.caller``, everything else to the function."""
 
-    # ``caller`` is set from above: to call an op under its rule takes JAX, which this module does
-    # not need.
+    # ``hooks`` sets ``caller``: calling an op under its rule needs JAX, which this module does not.
 
     caller: Callable[..., Any]
 
     def __init__(self, target: Callable[..., Any], binding: Binding):
-        # __dict__ is not copied: a custom_vjp object still gets its fwd and bwd later, and
-        # attributes are read through __getattr__ instead.
+        # We don't copy __dict__: a custom_vjp object gets its fwd and bwd later, so __getattr__
+        # reads attributes from the function instead.
         functools.update_wrapper(self, target, updated=())
         self.__shardrules__ = binding
 
@@ -107,24 +106,24 @@ def declare(target: _F, rule: Any) -> _F:
             target=target,
             rule=rule,
         )
-    known = binding_of(target)
-    if known is not None and known.rule is not rule:
+    earlier = binding_of(target)
+    if earlier is not None and earlier.rule is not rule:
         raise RegistrationError(
-            f"{target!r} is declared twice, with rules that differ:\n"
-            f"  {known.rule!r} at {known.where}\n  {rule!r} at {where}\nkeep one of them",
+            f"{target!r} is declared twice, with different rules:\n"
+            f"  {earlier.rule!r} at {earlier.where}\n  {rule!r} at {where}\nkeep one of them",
             target=target,
-            places=(known.where, where),
+            places=(earlier.where, where),
         )
-    if known is not None:
+    if earlier is not None:
         return target
-    bound = _declared[_name_of(target), repr(rule)] = Binding(rule, where)
-    made: Any = Declared(target, bound)
-    return made  # as what it was: it stays that in all but being called on arrays
+    binding = _declared[_name_of(target), repr(rule)] = Binding(rule, where)
+    wrapped: Any = Declared(target, binding)
+    return wrapped
 
 
 def declared() -> list[tuple[str, Binding]]:
     """Return (``module:name``, binding) of all declared functions, sorted."""
-    return [(name, bound) for (name, _), bound in sorted(list(_declared.items()), key=str)]
+    return [(name, binding) for (name, _), binding in sorted(list(_declared.items()), key=str)]
 
 
 def _name_of(target: Any) -> str:

@@ -1,4 +1,4 @@
-"""The rules that come with shardrules, by what a kernel does over mesh axes."""
+"""The rules that come with shardrules, named by what a kernel does over mesh axes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _written(name: str, arguments: Iterable[Any]) -> str:
 
 
 def all_gather(*axes: str) -> Rule:
-    """Declare that a kernel gathers over ``axes``; outputs vary over them, as lax.all_gather's.
+    """Declare that a kernel gathers over ``axes``; outputs vary over them, as lax.all_gather's do.
 
     Args:
       *axes: mesh axes.
@@ -175,7 +175,7 @@ def all_gather_invariant(*axes: str) -> Rule:
 
 
 def unreduced(*axes: str) -> Rule:
-    """Declare that a kernel's outputs are partial sums, still to be reduced over ``axes``.
+    """Declare that a kernel's outputs are partial sums that are not reduced over ``axes`` yet.
 
     Args:
       *axes: mesh axes over which the inputs vary.
@@ -189,14 +189,14 @@ def unreduced(*axes: str) -> Rule:
 
     def types(context: RuleContext):
         union = context.union
-        lost = [a for a in axes if a not in union.varying]
-        if lost:
+        missing = [a for a in axes if a not in union.varying]
+        if missing:
             raise RuleError(
                 f"the rule {name} of kernel {context.name!r} says that its outputs are partial "
-                f"sums over {_axes(lost)}, but its inputs vary over {_axes(union.varying)}; a sum "
-                "over an axis along which nothing varies would count it several times",
+                f"sums over {_axes(missing)}, but its inputs vary over {_axes(union.varying)}; a "
+                "sum over an axis along which nothing varies counts each value several times",
                 kernel=context.name,
-                axes=tuple(lost),
+                axes=tuple(missing),
             )
         out = AxisType(union.varying - set(axes), frozenset(axes))
         return [union] * len(context.inputs), [out] * context.output_count
@@ -211,7 +211,7 @@ def outputs(*rules: AnyRule) -> Rule:
       *rules: a rule for each output, in order.
 
     Raises:
-      RuleError: if one is not a rule; at a call, if their number is not that of the outputs.
+      RuleError: if an argument is not a rule; at a call, if it has another number of outputs.
 
     Examples:
       >>> rule = shardrules.outputs(shardrules.no_communication, shardrules.all_reduce("data"))
@@ -227,21 +227,20 @@ def outputs(*rules: AnyRule) -> Rule:
                 f"the call has {context.output_count}; give one rule for each",
                 kernel=context.name,
             )
-        one = dataclasses.replace(context, output_count=1)
-        answers = [part.types(one)[1] for part in parts]
+        single = dataclasses.replace(context, output_count=1)
+        answers = [part.types(single)[1] for part in parts]
         return (
             [context.union] * len(context.inputs),
-            [part._checked(one, "output", answer, 1)[0] for part, answer in zip(parts, answers)],
+            [part._checked(single, "output", answer, 1)[0] for part, answer in zip(parts, answers)],
         )
 
     def effects(output_count: int):
         return tuple((part.effects(1) or (Effect("unknown"),))[0] for part in parts)
 
-    known = all(part.effects(1) is not None for part in parts)
     return Rule(
         name,
         types,
-        effects if known else None,
+        effects if all(part.effects(1) is not None for part in parts) else None,
         named_axes=tuple(dict.fromkeys(a for p in parts for a in p.named_axes)),
         drops=any(p.drops for p in parts),
         identity=tuple(p.identity for p in parts) if any(p.identity for p in parts) else None,
@@ -251,11 +250,10 @@ def outputs(*rules: AnyRule) -> Rule:
 def linear(rule: AnyRule) -> Rule:
     """Declare that a kernel obeys ``rule`` and is linear in all its inputs together.
 
-    Inputs that are all unreduced over the same axes are then taken, and the outputs are unreduced
-    over them too.
+    If all inputs are unreduced over the same axes, the outputs are unreduced over them too.
 
     Args:
-      rule: the rule for the rest.
+      rule: the rule for all other axes.
 
     Raises:
       RuleError: if it is not a rule.

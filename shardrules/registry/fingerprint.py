@@ -1,4 +1,4 @@
-"""All that a process has declared, as plain text: the same in every process with the same rules."""
+"""A process's declarations as text, which is equal in every process with the same rules."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One thing that two processes may hold differently."""
+    """One declaration or option that processes compare."""
 
-    kind: str  # what it is, for messages: ``rule``, ``rule in scope 1``, ``option``
-    name: str  # which one of its kind
-    value: str  # what is compared
-    where: str = ""  # where it was said, for messages; not compared
-    ordered: bool = False  # whether its place among those of its kind is compared
+    kind: str  # for messages: ``rule``, ``rule in scope 1``, ``option``
+    name: str  # unique among the entries of one kind
+    value: str  # the text that is compared
+    where: str = ""  # where it was declared, for messages; not compared
+    ordered: bool = False  # whether its position among entries of one kind is compared
 
     def __str__(self) -> str:
         return self.value + (f", at {self.where}" if self.where else "")
@@ -35,10 +35,11 @@ class Entry:
 
 def entries(registry: Registry) -> list[Entry]:
     """Return a registry's declarations in this thread, scopes included, and declared functions."""
-    found = list(registry.entries())
-    # Where a library's rules come from is the same everywhere; when it was imported is not.
-    ours = [e for e in found if not e.library]
-    theirs = sorted((e for e in found if e.library), key=lambda e: (e.library, e.name, e.is_ffi))
+    registered = registry.entries()
+    # Processes may import libraries in different orders, so we sort the libraries' rules.
+    ours = [e for e in registered if not e.library]
+    theirs = [e for e in registered if e.library]
+    theirs.sort(key=lambda e: (e.library, e.name, e.is_ffi))
     listed = [_entry(e, f"rule of {e.library}", False) for e in theirs]
     listed += [_entry(e, "rule", True) for e in ours]
     for depth, overlay in enumerate(registry.overlays, 1):
@@ -56,7 +57,7 @@ def _entry(e: Registration, kind: str, ordered: bool) -> Entry:
 
 
 def written(rule: Rule) -> str:
-    """Return a rule as text: its name, and a digest of its code if it is a function."""
+    """Return a rule as text: its name, with a digest of its code if it is a function."""
     if rule.identity is None:
         return rule.name
     code = hashlib.sha256(_text(rule.identity, ()).encode()).hexdigest()
@@ -64,9 +65,9 @@ def written(rule: Rule) -> str:
 
 
 def _text(value: Any, around: tuple[int, ...]) -> str:
-    """Return a function or a value as text, without addresses, paths and hash order."""
-    # A function is its code, its defaults, what it closes over, and the globals that its code
-    # names; an object is its type and attributes.
+    """Return a function or a value as text without addresses, paths and hash order."""
+    # Of a function: its code, defaults, closure values, and the globals that its code names. Of
+    # another object: its type and attributes.
     if isinstance(value, _PLAIN):
         return repr(value)
     if id(value) in around or len(around) > 20:
@@ -105,17 +106,17 @@ def _text(value: Any, around: tuple[int, ...]) -> str:
 def _is_filled(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
-    except ValueError:  # a name that is not bound yet
+    except ValueError:  # the name is not bound yet
         return False
     return True
 
 
 def _keyed(listed: Sequence[Entry]) -> dict[tuple[str, str, int], Entry]:
-    found: dict[tuple[str, str, int], Entry] = {}
+    keyed: dict[tuple[str, str, int], Entry] = {}
     for e in listed:
-        number = sum(1 for kind, name, _ in found if (kind, name) == (e.kind, e.name))
-        found[e.kind, e.name, number] = e
-    return found
+        number = sum((kind, name) == (e.kind, e.name) for kind, name, _ in keyed)
+        keyed[e.kind, e.name, number] = e
+    return keyed
 
 
 def digest(listed: Sequence[Entry]) -> str:
@@ -130,21 +131,20 @@ def differences(
     """Yield the name of each entry that differs, and a line about it."""
     left, right = _keyed(ours), _keyed(theirs)
     for key in {**left, **right}:
-        mine, other = left.get(key), right.get(key)
-        called = f"{key[0]} {key[1]!r}"
-        if mine is None or other is None:
-            there, has, lacks = (other, them, us) if mine is None else (mine, us, them)
-            yield key[1], f"{lacks} has no {called}; {has} has it: {there}"
-        elif mine.value != other.value:
-            yield key[1], f"{called} is {other} in {them}, and {mine} in {us}"
+        our_entry, their_entry = left.get(key), right.get(key)
+        label = f"{key[0]} {key[1]!r}"
+        if our_entry is None:
+            yield key[1], f"{us} has no {label}; {them} has it: {their_entry}"
+        elif their_entry is None:
+            yield key[1], f"{them} has no {label}; {us} has it: {our_entry}"
+        elif our_entry.value != their_entry.value:
+            yield key[1], f"{label} is {their_entry} in {them}, and {our_entry} in {us}"
     both = [key for key, e in left.items() if e.ordered and key in right]
-    order = {key: place for place, key in enumerate(right)}
-    for one, after in zip(both, both[1:]):
-        if one[0] == after[0] and order[one] > order[after]:
+    order = {key: position for position, key in enumerate(right)}
+    for first, second in zip(both, both[1:]):
+        if first[0] == second[0] and order[first] > order[second]:
             yield (
-                one[1],
-                (
-                    f"{one[0]} {one[1]!r} comes before {after[1]!r} in {us}, at {left[one].where}, "
-                    f"and after it in {them}, at {right[one].where}"
-                ),
+                first[1],
+                f"{first[0]} {first[1]!r} comes before {second[1]!r} in {us}, at "
+                f"{left[first].where}, and after it in {them}, at {right[first].where}",
             )

@@ -1,4 +1,4 @@
-"""One declaration: from a kernel's name, or from what a compiled text calls it, to its rule."""
+"""One declaration: a rule for the kernels that match a name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardrules.registry.rule import Rule
 
 __all__ = ["PROVEN", "Overlay", "Registration", "is_redeclaration", "matches_op_name", "normalise"]
 
-# What the status ``audited`` means. A kernel is well formed if its result on one device is
-# determined by its operands: check_rule looks into that, no audit does.
+# The meaning of the status ``audited``. A kernel is well formed if its operands determine its
+# result on one device; check_rule tests that, an audit does not.
 PROVEN = "proven to depend on its operands alone, if it is well formed"
 
 
@@ -23,14 +23,14 @@ class Registration:
     """One declaration.
 
     Args:
-      name: what it is for: a kernel name, an FFI target, a primitive's name; ``module:name``; or
-        a pattern of ``*``, ``?`` and ``[...]``.
+      name: a kernel name, an FFI target or a primitive's name; ``module:name``; or a pattern of
+        ``*``, ``?`` and ``[...]``.
       rule: its rule.
       where: ``file:line`` of the declaration.
-      status: ``declared`` (somebody says so) or ``audited`` (the kernel's own jaxpr proves it).
-      library: the distribution that ships it, or empty for the user's own.
-      target: the primitive object that it is for alone, or None.
-      is_ffi: whether it is for FFI targets alone: no Python function stands behind them.
+      status: ``declared`` (nothing proves it) or ``audited`` (the kernel's own jaxpr proves it).
+      library: the distribution that ships it; empty for the user's own.
+      target: the only primitive object that it matches, or None.
+      is_ffi: whether it matches only FFI targets, which have no Python function.
     """
 
     name: str
@@ -47,23 +47,23 @@ class Registration:
         return any(c in self.name for c in "*?[")
 
     def matches(self, name: str, module: str) -> bool:
-        """Whether this is for the kernel ``name`` of ``module``, both normalised."""
-        of, _, bare = self.name.rpartition(":")
-        if of and not fnmatch.fnmatchcase(module, of):
+        """Whether this matches the kernel ``name`` (normalised) of ``module``."""
+        own_module, _, own_name = self.name.rpartition(":")
+        if own_module and not fnmatch.fnmatchcase(module, own_module):
             return False
         if self.is_pattern:
-            return fnmatch.fnmatchcase(name, bare)
-        return normalise(bare) == name
+            return fnmatch.fnmatchcase(name, own_name)
+        return normalise(own_name) == name
 
     def __str__(self) -> str:
         by = f" by {self.library}" if self.library else ""
         return f"{self.rule!r} for {self.name!r}, {self.status}{by} at {self.where}"
 
 
-def is_redeclaration(known: Registration, entry: Registration) -> bool:
-    """Whether the same line made both declarations: a notebook's cell that runs again."""
-    same = known.rule == entry.rule or known.rule.is_written_as(entry.rule)
-    return same and (known.where, known.library) == (entry.where, entry.library)
+def is_redeclaration(earlier: Registration, entry: Registration) -> bool:
+    """Whether the same line made both declarations, as a notebook's cell that runs again."""
+    same = earlier.rule == entry.rule or earlier.rule.is_written_as(entry.rule)
+    return same and (earlier.where, earlier.library) == (entry.where, entry.library)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +84,8 @@ def normalise(name: str) -> str:
 
 
 def matches_op_name(entry: Registration, op_name: str, functions: bool) -> bool:
-    """Whether a declaration matches a call of which a compiled text tells the op_name only."""
-    # XLA joins the names of two operations into one; what is in front is then not its scope.
+    """Whether a declaration matches a compiled call by its op_name."""
+    # XLA may join the names of two operations by ";"; the text before the name is then no scope.
     scopes = [] if ";" in op_name else re.split(r"/(?![^\[]*\])", op_name)
     names = [op_name]
     if len(scopes) > 1:

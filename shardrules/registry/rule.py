@@ -1,10 +1,9 @@
 """Rules: from the axis types of an opaque call's inputs to those of its outputs.
 
-A rule has two halves, the two that shard_map's own tables have: to which types the inputs must be
-cast before the call (*rewrite*), and which types the outputs then have (*check*). It also says
-what the call does to values across devices (its *effects*), which is what the lowering writes on
-the compiled custom call and what ``shardrules.hlo`` reads back from there. Pure Python: nothing
-here imports jax.
+A rule has two halves, as shard_map's own tables do: the types that the inputs must be cast to
+before the call (*rewrite*), and the types that the outputs then have (*check*). It also declares
+the call's *effects*: on which devices' data each output depends. Lowering writes the effects on the
+compiled custom call, where ``shardrules.hlo`` reads them. Pure Python: nothing here imports jax.
 """
 
 from __future__ import annotations
@@ -28,20 +27,21 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class Rule:
     """A declared behaviour of an opaque call; also a decorator for a kernel body or an op.
 
-    Two rules are equal if they are written the same; callables, if they are the same object.
+    Two rules are equal if their names and identities are.
 
     Args:
-      name: how the rule is written, for messages: ``all_gather('model')``.
+      name: the rule's text, for messages: ``all_gather('model')``.
       types: from a ``RuleContext`` to ``(input types, output types)``.
-      effects: from the number of outputs to their effects; None where only the types at a call
-        can tell.
+      effects: from the number of outputs to their effects; None if they depend on the types at a
+        call.
       named_axes: the mesh axes that the rule itself names.
       drops: whether an output may vary over fewer axes than the union of the inputs.
       linear: whether the kernel is linear in all its inputs together.
-      identity: what tells the rule from others of the same name; None where the name does.
+      identity: distinguishes rules of the same name, such as the function of the user's that
+        answers; None if the name suffices.
     """
 
-    _KEPT = 256  # answers that are kept: a program has the same few kinds of calls again and again
+    _CACHE_SIZE = 256  # a program makes the same few calls again and again
 
     @checked
     def __init__(
@@ -72,21 +72,21 @@ class Rule:
         return same and self.identity == other.identity
 
     def __hash__(self) -> int:
-        return hash(self.name)  # a user's callable may have no hash
+        return hash(self.name)  # a user's callable may not be hashable
 
     def __call__(self, target: _F = None) -> _F:  # type: ignore[assignment]  # see below
         """Declare a kernel body or an op to obey this rule, and return it.
 
-        A kernel body is the function that is given to ``pallas_call``; the rule is bound to the
-        function object. An op is a function of arrays that calls kernels inside (a custom_vjp
-        function, say): every kernel call in it obeys the rule, and its backward pass too, also
-        where ``shardrules.install()`` was not called.
+        A kernel body is the function that ``pallas_call`` takes; the rule is bound to the function
+        object. An op is a function of arrays that calls kernels, such as a custom_vjp function.
+        Every kernel call in it and in its backward pass obeys the rule, also without
+        ``shardrules.install()``.
 
         Args:
           target: the function.
 
         Raises:
-          RegistrationError: if it is no function, or is declared already with another rule.
+          RegistrationError: if it is not a function, or is already declared with another rule.
         """
         if target is None:
             raise RegistrationError(
@@ -97,34 +97,34 @@ class Rule:
         return declare(target, self)
 
     def is_written_as(self, other: Rule) -> bool:
-        """Whether both are functions made of the same code and the same values."""
+        """Whether both are functions with the same code, defaults and closure values."""
         mine, theirs = _code(self.identity), _code(other.identity)
         return mine[0] is not None and self.name == other.name and mine == theirs
 
     def effects(self, output_count: int) -> tuple[Effect, ...] | None:
-        """Return each output's effect, or None where only the types at a call can tell."""
+        """Return each output's effect, or None if they depend on the types at a call."""
         return None if self._effects is None else self._effects(output_count)
 
     def types(self, context: RuleContext) -> tuple[Sequence[AxisType], Sequence[AxisType]]:
-        """Return (input types, output types) as the rule gives them, unchecked."""
+        """Return (input types, output types) without checking them."""
         return self._types(context)
 
     def resolve(self, context: RuleContext) -> Resolution:
         """Apply the rule to one call."""
-        if self.identity is not None:  # a function of the user's, which may change its mind
+        if self.identity is not None:  # a user's function may answer differently each time
             return self._resolve(context)
-        found = self.kept(context.inputs, context.output_count, context.mesh_axes)
-        if found is None:
-            found = self._resolve(context)
-            if len(self._resolved) >= self._KEPT:
+        resolution = self.kept(context.inputs, context.output_count, context.mesh_axes)
+        if resolution is None:
+            resolution = self._resolve(context)
+            if len(self._resolved) >= self._CACHE_SIZE:
                 self._resolved.clear()
-            self._resolved[context.inputs, context.output_count, context.mesh_axes] = found
-        return found
+            self._resolved[context.inputs, context.output_count, context.mesh_axes] = resolution
+        return resolution
 
     def kept(
         self, inputs: tuple[AxisType, ...], output_count: int, mesh_axes: tuple[str, ...]
     ) -> Resolution | None:
-        """Return the kept answer to such a call, if it can't change."""
+        """Return the cached answer for such a call, or None."""
         return self._resolved.get((inputs, output_count, mesh_axes))
 
     def _refusal(self, context: RuleContext, what: str, **data: Any) -> RuleError:
@@ -201,25 +201,25 @@ class Rule:
                 answer=types,
             )
         listed = tuple(listed)
-        for i, one in enumerate(listed):
-            if not isinstance(one, AxisType):
+        for i, type_ in enumerate(listed):
+            if not isinstance(type_, AxisType):
                 raise self._refusal(
                     context,
-                    f"answered {one!r} for {what} {i}; each must be a shardrules.AxisType, such as "
-                    "ctx.union or ctx.inputs[0]",
+                    f"answered {type_!r} for {what} {i}; each must be a shardrules.AxisType, such "
+                    "as ctx.union or ctx.inputs[0]",
                     answer=types,
                 )
-            strange = one.axes - set(context.mesh_axes)
-            if strange:
+            unknown = type_.axes - set(context.mesh_axes)
+            if unknown:
                 raise self._refusal(
                     context,
-                    f"answered '{one}' for {what} {i}, but {_axes(strange)} is not a manual mesh "
+                    f"answered '{type_}' for {what} {i}, but {_axes(unknown)} is not a manual mesh "
                     f"axis here; they are {_axes(context.mesh_axes)}",
                     answer=types,
-                    axes=strange,
+                    axes=unknown,
                 )
         if len(listed) != count:
-            shown = ", ".join(f"'{one}'" for one in listed) or "nothing"
+            shown = ", ".join(f"'{type_}'" for type_ in listed) or "nothing"
             raise self._refusal(
                 context,
                 f"answered for {len(listed)} {what}s ({shown}), but the call has {count}; answer "
@@ -235,14 +235,14 @@ def _code(function: Any) -> tuple[Any, Any, list[Any]]:
     return code, getattr(function, "__defaults__", None), cells
 
 
-# What can be declared: a rule, or a function that answers for the outputs.
+# A rule, or a function from a call's context to its outputs' types.
 AnyRule = Rule | Callable[[RuleContext], Any]
 
 
 def as_rule(rule: AnyRule) -> Rule:
-    """Return ``rule`` as a Rule; a callable answers for the outputs."""
-    # Its inputs are cast to the union of their varying axes. Its output types are believed, and a
-    # verdict that rests on them says so.
+    """Return ``rule`` as a Rule; a callable returns the outputs' types."""
+    # The inputs are then cast to the union of their varying axes. The output types are trusted, and
+    # verdicts that rest on them say so.
     if isinstance(rule, Rule):
         return rule
     if not callable(rule) or isinstance(rule, type):
@@ -254,7 +254,7 @@ def as_rule(rule: AnyRule) -> Rule:
 
     try:
         inspect.signature(rule).bind(None)
-    except ValueError:  # a builtin that doesn't tell its signature
+    except ValueError:  # a builtin without a signature
         pass
     except TypeError as error:
         raise RuleError(

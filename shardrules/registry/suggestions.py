@@ -16,7 +16,7 @@ _STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib")
 
 
 def is_library(path: str) -> bool:
-    """Whether a source file (or ``file:line``) is an installed library's, or Python's own."""
+    """Whether a source file (or ``file:line``) belongs to an installed library or to Python."""
     parts = os.path.normpath(path).split(os.sep)
     return (
         "site-packages" in parts
@@ -27,7 +27,7 @@ def is_library(path: str) -> bool:
 
 
 def _is_own(place: str) -> bool:
-    """Whether ``file:line`` is below the working directory or the script's."""
+    """Whether ``file:line`` is in the working directory or the script's, or below."""
     path = os.path.abspath(place.rpartition(":")[0])
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [os.getcwd()] + ([os.path.dirname(os.path.abspath(script))] if script else [])
@@ -36,7 +36,7 @@ def _is_own(place: str) -> bool:
 
 
 def module_at(place: str) -> str:
-    """Return the name of the module at ``file:line``, or an empty one."""
+    """Return the name of the module at ``file:line``, or an empty string."""
     path = place.rpartition(":")[0]
     for name, module in list(sys.modules.items()):
         if path and getattr(module, "__file__", None) == path:
@@ -44,16 +44,16 @@ def module_at(place: str) -> str:
     return ""
 
 
-# Numbers between separators, perhaps after a few letters that say of what: 128-256, bm128, 64x32.
+# Numbers between separators, perhaps after a few letters: 128-256, bm128, 64x32.
 _SIZES = re.compile(r"(?<![A-Za-z\d])([A-Za-z]{0,3})(\d+(?:[-_.x]\d+)*)(?![A-Za-z\d])")
-# Before a number, these name a dtype, a version or a machine, and so another kernel.
+# Before a number, these letters name a dtype, a version or a machine, so another kernel.
 _NO_SIZES = "b bf e f fp i int s sm u v".split()
-_BLOCK = 8  # a smaller number alone may count kernels: pass_2
-_LETTERS = 3  # that a pattern keeps: fewer would match what nobody looked at
+_BLOCK = 8  # smaller numbers may count kernels, as in pass_2
+_LETTERS = 3  # a pattern with fewer letters could match unrelated kernels
 
 
 def pattern(kernel: str) -> str:
-    """Return a pattern for all block sizes of a kernel (``gmm_bm*_bn*``), or an empty one."""
+    """Return a pattern for all block sizes of a kernel (``gmm_bm*_bn*``), or an empty string."""
 
     def sized(match: re.Match[str]) -> str:
         numbers = re.findall(r"\d+", match[2])
@@ -62,12 +62,12 @@ def pattern(kernel: str) -> str:
         return f"{match[1]}*"
 
     name = normalise(kernel)
-    found = _SIZES.sub(sized, name)
-    return found if found != name and sum(map(str.isalpha, found)) >= _LETTERS else ""
+    general = _SIZES.sub(sized, name)
+    return general if general != name and sum(map(str.isalpha, general)) >= _LETTERS else ""
 
 
 def registered(kernel: str) -> str:
-    """Return the name to register a kernel under, where its own would be a pattern."""
+    """Return the name under which to register a kernel; its own may read as a pattern."""
     return normalise(kernel) if any(c in kernel for c in "*?[") else kernel
 
 
@@ -80,7 +80,7 @@ def lines(
     communicates: bool = False,
     axes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Return the lines to paste for a kernel; each is enough."""
+    """Return the lines to paste for a kernel; any one of them is enough."""
     rule = "shardrules.no_communication"
     after = ""
     if communicates:
@@ -91,20 +91,20 @@ def lines(
         )
     module = module or module_at(place)
     named = not is_function or (module and kernel.isprintable() and kernel != "<lambda>")
-    said = []
+    texts = []
     if is_function and _is_own(place):
         shown = place.replace(os.getcwd() + os.sep, "", 1)
-        said.append(
+        texts.append(
             f"{rule}(lambda ...)  # around the lambda at {shown}{after}"
             if kernel == "<lambda>"
             else f"@{rule}  # above the def at {shown}{after}"
         )
     if named:
         of = f"{module}:" if is_function else ""
-        said.append(f"shardrules.register({of + registered(kernel)!r}, {rule}){after}")
+        texts.append(f"shardrules.register({of + registered(kernel)!r}, {rule}){after}")
         if pattern(kernel):
             sizes = "  # of all block sizes" + after.replace("  # or ", "; or ")
-            said.append(f"shardrules.register({of + pattern(kernel)!r}, {rule}){sizes}")
-    if not said:  # neither a name of its own nor code to edit
-        said.append(f"op = {rule}(op)  # op: the function of arrays that calls it{after}")
-    return tuple(said)
+            texts.append(f"shardrules.register({of + pattern(kernel)!r}, {rule}){sizes}")
+    if not texts:  # neither a name of its own nor code to edit
+        texts.append(f"op = {rule}(op)  # op: the function of arrays that calls it{after}")
+    return tuple(texts)

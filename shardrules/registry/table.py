@@ -1,6 +1,6 @@
-"""The registry: from kernel names to rules. An object; ``shardrules.register`` uses the default.
+"""The registry: from kernel names to rules. ``shardrules.register`` uses the default one.
 
-Pure Python: declaring a rule needs no JAX and changes nothing in it.
+Pure Python: declaring a rule neither needs nor changes JAX.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ENTRY_POINTS = "shardrules.rules"
 
 
 class _Here(threading.local):
-    """A thread's scopes, and what ``find`` answered under them."""
+    """A thread's scopes, and the cached answers of ``find`` under them."""
 
     def __init__(self):
         self.overlays: tuple[Overlay, ...] = ()
@@ -57,11 +57,11 @@ class Registry:
 
     Args:
       entry_points: the entry-point group in which libraries ship their rules, or None.
-      prover: ``module:function`` that audits kernels, or empty; a name, since it needs JAX.
-      shipped: from a library's module to the one that holds what shardrules knows of it.
+      prover: ``module:function`` that audits kernels, or empty; a name, since it imports JAX.
+      shipped: from a library's module to the module that holds our rules for it.
     """
 
-    _KEPT = 1024  # answers of ``find``, in each thread
+    _CACHE_SIZE = 1024  # answers of ``find`` in each thread
 
     @checked
     def __init__(
@@ -79,8 +79,8 @@ class Registry:
         self._entry_points = entry_points
         self._prover = prover
         self._shipped = dict(shipped or {})
-        # What they hold, and the primitives of modules that are not imported yet.
-        self._known: dict[tuple[str, str, Any], Registration] = {}
+        # The rules of ``shipped``, and those for primitives of modules that are not imported yet.
+        self._shipped_entries: dict[tuple[str, str, Any], Registration] = {}
         self._awaited: dict[str, list[tuple[str, str, str]]] = {}
         self._functions: dict[tuple[str, str], str] = {}
 
@@ -103,14 +103,14 @@ class Registry:
             and ``[...]``; or a primitive itself.
           rule: a shardrules rule, or a function from a RuleContext to one AxisType per output.
           replace: take the place of an earlier declaration of the same name.
-          where: where it is declared, for messages; the caller's line if empty.
+          where: the place of the declaration, for messages; the caller's line if empty.
 
         Returns:
           The registration.
 
         Raises:
-          RegistrationError: if the name is not a non-empty string, or is taken; the same line
-            that runs again (a notebook's cell) takes its own place.
+          RegistrationError: if the name is not a non-empty string, or is taken. The same line may
+            run again (a notebook's cell).
           RuleError: if ``rule`` is not a rule.
         """
         return self._add(self._entry(name, rule, where or caller_place()), replace)
@@ -135,25 +135,25 @@ class Registry:
         return name, entry.library, entry.target
 
     def _add(self, entry: Registration, replace: bool) -> Registration:
-        # A library's rule and the user's for the same name stand side by side: find() prefers
-        # the user's.
+        # The registry holds both a library's rule and the user's for one name: find() prefers the
+        # user's.
         key = self._key(entry)
         with self._lock:
-            known = self._entries.get(key)
-            if known is not None and not replace and not is_redeclaration(known, entry):
+            earlier = self._entries.get(key)
+            if earlier is not None and not replace and not is_redeclaration(earlier, entry):
                 raise RegistrationError(
                     f"kernel {entry.name!r} has a rule already:\n"
-                    f"  {known.rule!r} at {known.where}\n  {entry.rule!r} at {entry.where}\n"
+                    f"  {earlier.rule!r} at {earlier.where}\n  {entry.rule!r} at {entry.where}\n"
                     "keep one, or pass replace=True to the later",
                     name=entry.name,
-                    places=(known.where, entry.where),
+                    places=(earlier.where, entry.where),
                 )
             self._entries[key] = entry
             self._changed()
         return entry
 
     def ship(self, name: str, rule: Any, library: str, where: str) -> Registration:
-        """Declare a rule for a library, which ``where`` justifies. The user's own rule wins."""
+        """Declare a rule for a library; ``where`` says why. The user's own rule wins."""
         return self._add(self._entry(name, rule, where, library), replace=False)
 
     def _changed(self) -> None:
@@ -188,37 +188,37 @@ class Registry:
                     ) from error
 
     def _load_shipped(self) -> None:
-        """Add what shardrules knows of the libraries that are imported by now."""
-        # No program that was traced before depends on it, so listeners are not called.
+        """Add our rules for the libraries that are imported by now."""
+        # No program traced earlier depends on them, so listeners are not called.
         for library in [name for name in self._shipped if name in sys.modules]:
             with self._lock:
                 file = self._shipped.pop(library, None)
                 if file is None:
                     continue
-                known = importlib.import_module(file).RULES
-                for name, why in known.kernels.items():
-                    self._know(name, library, why)
-                for name, why in known.targets.items():
-                    self._know(name, library, why, is_ffi=True)
-                for name, why in known.primitives.items():
+                table = importlib.import_module(file).RULES
+                for name, why in table.kernels.items():
+                    self._add_shipped(name, library, why)
+                for name, why in table.targets.items():
+                    self._add_shipped(name, library, why, is_ffi=True)
+                for name, why in table.primitives.items():
                     module, _, attribute = name.partition(":")
                     self._awaited.setdefault(module, []).append((attribute, library, why))
         for module in [name for name in self._awaited if name in sys.modules]:
             with self._lock:
                 for attribute, library, why in self._awaited.pop(module, ()):
                     primitive = getattr(sys.modules[module], attribute, None)
-                    if primitive is not None:  # else it is another version's
-                        self._know(primitive, library, why)
+                    if primitive is not None:  # this version may not have it
+                        self._add_shipped(primitive, library, why)
 
-    def _know(self, name: Any, library: str, why: str, is_ffi: bool = False) -> None:
+    def _add_shipped(self, name: Any, library: str, why: str, is_ffi: bool = False) -> None:
         entry = self._entry(name, no_communication, f"shardrules' table ({why})", library)
-        self._known[self._key(entry)] = dataclasses.replace(entry, is_ffi=is_ffi)
+        self._shipped_entries[self._key(entry)] = dataclasses.replace(entry, is_ffi=is_ffi)
 
     @contextlib.contextmanager
     def rules(self, entries: Mapping[str, AnyRule]) -> Iterator[Overlay]:
-        """Declare rules for what this thread traces inside the ``with``, backward passes included.
+        """Declare rules for what this thread traces in the ``with`` and for its backward passes.
 
-        An inner scope wins over an outer one, and any scope over ``register``.
+        An inner scope wins over an outer one, and any scope wins over ``register``.
 
         Args:
           entries: from names or patterns, as ``register`` takes them, to rules.
@@ -247,7 +247,7 @@ class Registry:
 
     @contextlib.contextmanager
     def overlaid(self, overlays: tuple[Overlay, ...]) -> Iterator[None]:
-        """Make ``overlays`` this thread's scopes: a backward pass runs under its forward's."""
+        """Enter ``overlays`` as this thread's scopes; a backward pass runs under its forward's."""
         before = self.overlays
         self._local.overlays = overlays
         try:
@@ -255,7 +255,7 @@ class Registry:
         finally:
             self._local.overlays = before
 
-    # Asking.
+    # Lookups.
 
     @checked
     def find(
@@ -268,21 +268,21 @@ class Registry:
 
         Args:
           name: the kernel name, as written or as compiled.
-          module: the module of the kernel's function, where it is known.
-          function: what tells its function from others of the same name (``file:line``), if known.
-          target: the primitive, where it is known.
+          module: the module of the kernel's function, if known.
+          function: the place of its function, ``file:line``, if known.
+          target: the primitive, if known.
 
         Raises:
-          RegistrationError: if two declarations that match disagree and neither wins, or a bare
-            name whose rule drops an axis matches a second function.
+          RegistrationError: if two matching declarations disagree and neither wins, or a name
+            without a module, whose rule drops an axis, matches a second function.
         """
         self.load_libraries()
         self._load_shipped()
         local, key = self._local, (name, module, function, target)
-        state = self._version, len(self._known), local.overlays
-        if local.state != state or len(local.answers) >= self._KEPT:
+        state = self._version, len(self._shipped_entries), local.overlays
+        if local.state != state or len(local.answers) >= self._CACHE_SIZE:
             local.state, local.answers = state, {}
-        if key not in local.answers:  # a program calls the same few kernels again and again
+        if key not in local.answers:
             local.answers[key] = self._find(*key)
         return local.answers[key]
 
@@ -294,15 +294,15 @@ class Registry:
             if matching:
                 return self._best(name, matching)
         with self._lock:
-            # A library's own table wins over what is known of it here.
-            entries = {**self._known, **self._entries}
+            # A library's own table wins over our rules for it.
+            entries = {**self._shipped_entries, **self._entries}
             exact = [e for key, e in entries.items() if key[0] == compiled]
             exact = [e for e in exact if not (e.is_ffi and (module or function))]
             exact = [e for e in exact if e.target in (None, target)]
             exact = [e for e in exact if not e.library] or exact
             exact = [e for e in exact if e.target is not None] or exact
-            others = [e for e in entries.values() if e.is_pattern or ":" in e.name]
-            matching = exact + [e for e in others if e.matches(compiled, module)]
+            inexact = [e for e in entries.values() if e.is_pattern or ":" in e.name]
+            matching = exact + [e for e in inexact if e.matches(compiled, module)]
         if not matching:
             return None
         best = self._best(name, matching)
@@ -316,20 +316,20 @@ class Registry:
             ours, theirs = (not a.is_pattern, not a.library), (not b.is_pattern, not b.library)
             return ours != theirs and all(x >= y for x, y in zip(ours, theirs))
 
-        top = [e for e in matching if not any(beats(other, e) for other in matching)]
-        for other in top[1:]:
-            if other.rule != top[0].rule:
+        top = [e for e in matching if not any(beats(rival, e) for rival in matching)]
+        for rival in top[1:]:
+            if rival.rule != top[0].rule:
                 raise RegistrationError(
                     f"two declarations match kernel {name!r} and disagree:\n  {top[0]}\n"
-                    f"  {other}\nregister the exact name, which wins over patterns: "
+                    f"  {rival}\nregister the exact name, which wins over patterns: "
                     f"shardrules.register({name!r}, rule)",
                     name=name,
-                    places=(top[0].where, other.where),
+                    places=(top[0].where, rival.where),
                 )
         return top[0]
 
     def _claim(self, entry: Registration, function: str) -> None:
-        """Refuse one name that drops an axis for two functions."""
+        """Raise if a name whose rule drops an axis matches two functions."""
         with self._lock:
             first = self._functions.setdefault((entry.name, entry.where), function)
         if first != function:
@@ -343,14 +343,14 @@ class Registry:
             )
 
     def audit(self, primitive: str, params: dict[str, Any], operand_count: int) -> Any:
-        """Return what the prover says of a call; None without one, or if it can't read the call."""
+        """Return the prover's audit of a call, or None if nothing can audit it."""
         if not self._prover:
             return None
         module, _, function = self._prover.partition(":")
         return getattr(importlib.import_module(module), function)(primitive, params, operand_count)
 
     def find_by_op_name(self, op_name: str, functions: Collection[str] = ()) -> Registration | None:
-        """Return the user's declaration for a kernel that a compiled text knows by op_name only."""
+        """Return the user's declaration for a compiled kernel, found by its op_name."""
         scopes = [overlay.entries for overlay in reversed(self.overlays)]
         with self._lock:
             scopes.append(tuple(e for e in self._entries.values() if not e.library))
@@ -368,7 +368,7 @@ class Registry:
             return tuple(e for e in [*self._entries.values(), *scoped] if not e.library)
 
     def names(self) -> tuple[str, ...]:
-        """Return the names that the user gave a rule, sorted; without those of libraries."""
+        """Return the names in the user's own declarations, sorted."""
         return tuple(sorted({e.name for e in self.own()}))
 
     def entries(self) -> tuple[Registration, ...]:
@@ -376,9 +376,9 @@ class Registry:
         self.load_libraries()
         self._load_shipped()
         with self._lock:
-            return (*self._known.values(), *self._entries.values())
+            return (*self._shipped_entries.values(), *self._entries.values())
 
-    # Following.
+    # Listeners.
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` after every change."""
@@ -406,7 +406,7 @@ def register(name: Any, rule: AnyRule, *, replace: bool = False) -> Registration
 
 
 def rules(entries: Mapping[str, AnyRule]) -> contextlib.AbstractContextManager[Overlay]:
-    """Declare rules for what this thread traces inside a ``with``; see ``Registry.rules``.
+    """Declare rules for programs that this thread traces in a ``with``; see ``Registry.rules``.
 
     Example:
       >>> with shardrules.install(), shardrules.rules({"scale_*": shardrules.no_communication}):

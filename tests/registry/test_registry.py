@@ -138,7 +138,7 @@ RULES = (
         (lambda: sr.permute(()), "not (); such as permute('model')"),
         (
             lambda: sr.AxisType().vary(("data", "model")),
-            "names no mesh axes; pass the axes one by one: vary('data', 'model')",
+            "does not name mesh axes; pass the axes one by one: vary('data', 'model')",
         ),
         (lambda: sr.AxisType(["data"]).drop(["data"]), "one by one: drop('data')"),
         (lambda: sr.permute("data", "data"), "not 'data', 'data'"),
@@ -146,7 +146,7 @@ RULES = (
         (lambda: sr.outputs(sr.no_communication, 3), "3 is not a rule"),
         (
             lambda: sr.AxisType({"data"}, {"data"}),
-            "an axis type can name each mesh axis once, but {data} stands in more than one",
+            "an axis type can name each mesh axis once, but {data} is in more than one",
         ),
         (lambda: sr.Effect("magic"), "'magic' is not a kind of effect"),
     ],
@@ -446,7 +446,7 @@ def test_a_member_of_an_enum_names_an_axis():
 
     assert sr.AxisType([Axis.DATA]).varying == {Axis.DATA}
     for wrong in (None, "", 3, True):
-        with pytest.raises(errors.RuleError, match="names no mesh axes"):
+        with pytest.raises(errors.RuleError, match="does not name mesh axes"):
             sr.AxisType([wrong])
 
 

@@ -197,7 +197,7 @@ def test_a_librarys_calls_need_no_line(library, cpu_mesh, hooks):
 @pytest.mark.libraries
 def test_scan_calls_finds_all_of_klujax_where_nothing_is_known_of_it(cpu_mesh, monkeypatch):
     """Its gradient too, where an unruled solve would stop the trace at a cotangent's type."""
-    for table in ("_known", "_shipped"):
+    for table in ("_shipped_entries", "_shipped"):
         monkeypatch.setattr(registry.default, table, {})
     with jax.enable_x64(True):
         y, w = jnp.ones((8, 4)), jnp.float64(1.5)

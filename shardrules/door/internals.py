@@ -392,8 +392,7 @@ class Door:
 
         if self.stage_jaxpr is not None:
             info = self.debug_info("bwd", function, tuple(avals), {})
-            with contextlib.suppress(TypeError):  # of what make_jaxpr leaves out, on JAX 0.12
-                return self.stage_jaxpr(self.wrap_init(function, debug_info=info), [*avals])[0]
+            return self.stage_jaxpr(self.wrap_init(function, debug_info=info), [*avals])[0]
         types = [self.axis_type(aval) for aval in avals]
         structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         return jax.make_jaxpr(lambda *xs: function(*map(self.cast, xs, types)))(*structs).jaxpr

@@ -152,8 +152,10 @@ class CastHooks(Hooks):
         zeros: list[bool] = []
 
         def run(*flat):
-            returned = list(params["bwd"].call_wrapped(*flat))
-            nothing = (self.door.Zero, self.door.SymbolicZero, type(None))  # None from JAX 0.12
+            returned = params["bwd"].call_wrapped(*flat)
+            if returned and isinstance(returned[0], (list, tuple)):  # with logs, from JAX 0.11
+                returned = returned[0]
+            nothing = (self.door.Zero, self.door.SymbolicZero, type(None))
             zeros[:] = [isinstance(x, nothing) for x in returned]
             return [x for x, zero in zip(returned, zeros) if not zero]
 

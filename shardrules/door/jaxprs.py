@@ -5,6 +5,7 @@ The lists hold every name that a primitive has had from JAX 0.4.28 to 0.12.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -166,3 +167,15 @@ def gradient_sums(jaxpr: Any, in_gradient: bool = False) -> frozenset[str]:
         elif eqn.primitive.name not in KERNELS:
             axes = axes.union(*(gradient_sums(j, inside) for j in inner_jaxprs(eqn.params)))
     return axes
+
+
+def transposed_sums(jaxpr: Any, runs: int = 1) -> Iterator[tuple[int, frozenset[str]]]:
+    """Yield the bytes and the axes of each psum that a jaxpr's backward passes hold."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in SUMS and is_transposed(eqn):
+            for atom in eqn.invars:
+                size_bytes = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
+                yield size_bytes * runs, named_axes(eqn.params)
+        elif eqn.primitive.name not in KERNELS:
+            for inner in inner_jaxprs(eqn.params):
+                yield from transposed_sums(inner, runs * eqn.params.get("length", 1))

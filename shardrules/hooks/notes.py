@@ -48,6 +48,8 @@ class Placement:
     casts: tuple[PlacedCast, ...]  # the casts there, if they are fewer
     applied: bool  # whether they were placed; by ``install()`` or ``place_casts``
     why: str  # why they stand where they stood, if that could not be told to be the cheapest
+    unchecked_bytes: int = 0  # what these cotangents' psums sum with the check off
+    exceptions: tuple[str, ...] = ()  # why the fewest bytes are more than that
 
 
 @dataclasses.dataclass(eq=False)

@@ -21,6 +21,7 @@ from typing import Any
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, scan_counts
+from shardrules.hooks.casts.precision import keep_precision
 from shardrules.hooks.cotangents.linearity import linear_in, strings
 from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.retyping.equations import transposed_by_jax
@@ -65,6 +66,7 @@ class Value:
       at: the source line that made it, or empty.
       cast_bytes: what casting it costs: its bytes times its runs.
       castable: whether a cast may stand at it: not in a branch that devices take alone.
+      in_branch: whether it is in such a branch.
       live: whether its cotangent may be anything but zero.
       stays: the axes over which it stays invariant: it is less precise than what is cast later.
       narrow: the axes over which no cast may stand at it: what is cast before is more precise.
@@ -76,6 +78,7 @@ class Value:
     at: str
     cast_bytes: int
     castable: bool
+    in_branch: bool = False
     live: bool = False
     stays: frozenset[str] = frozenset()
     narrow: frozenset[str] = frozenset()
@@ -166,6 +169,7 @@ class Graph:
         self.at: dict[tuple[Where, int], Step] = {}  # an equation's own step
         self.residuals: dict[tuple[Where, Any], Residual] = {}
         self._customs: list[tuple[Step, Any, int]] = []
+        self._by_itself: dict[Step, Axes | None] = {}  # over which a bwd sums, None if not linear
         self.summed: list[tuple[Value, frozenset[str]]] = []  # by psums of the program
         # As they stand: what is cast, and the result.
         self.casts: list[tuple[Value, Value]] = []
@@ -195,6 +199,7 @@ class Graph:
             raise Unplaceable("a tangent is unreduced or reduced over a mesh axis")
         size_bytes = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
         value = Value(aval, kind.varying, runs, at, size_bytes * runs, castable and not is_ref)
+        value.in_branch = not (castable or is_ref)
         self.values[where, var] = value
         return value
 
@@ -311,7 +316,7 @@ class Graph:
             self._take_residuals(eqn, inside[:-1], step)
         if name_of(eqn) == "custom_lin":
             self._customs.append((step, eqn, tangents[0].runs))
-            self._custom(step, eqn, tangents[0].runs, *self._most_sums(eqn))
+            self._custom(step, eqn, tangents[0].runs, *self.most_sums(eqn))
             return
         if name_of(eqn) in SUMS:
             self.summed += [(value, strings(eqn.params)) for value in outputs]
@@ -344,10 +349,11 @@ class Graph:
         varied = frozenset().union(*(self._axes(atom) for atom in (*eqn.invars, *eqn.outvars)))
         every = frozenset(self.door.manual_axes())
         step.moves = moves
+        self._by_itself[step] = by_itself
         step.fixed = (every if by_itself is None else varied | by_itself) - moves
         step.sums = [(count * runs, axes) for count, axes in sums]
 
-    def _most_sums(self, eqn: Any) -> tuple[Sums, Axes, Axes]:
+    def most_sums(self, eqn: Any) -> tuple[Sums, Axes, Axes]:
         """Return what ``settle`` is told of a custom_vjp whose bwd sums nothing by itself."""
         count = eqn.params["num_res"]
         tangents = eqn.invars[count:]
@@ -371,7 +377,25 @@ class Graph:
         """
         for step, eqn, runs in self._customs:
             self._custom(step, eqn, runs, *custom(eqn))
-        self._keep_precision()
+        keep_precision(self)
+
+    def barriers(self) -> str:
+        """Say which bwds take whole cotangents; empty if none does."""
+        every = frozenset(self.door.manual_axes())
+        for step, eqn, _ in self._customs:
+            varied = frozenset().union(*map(self._axes, (*eqn.invars, *eqn.outvars)))
+            fixed = every if step.fixed is None else step.fixed
+            kept = fixed - (varied - self.most_sums(eqn)[1])
+            if kept:
+                bwd = eqn.params["bwd"]
+                does = (
+                    "is not known to be linear in its cotangents"
+                    if self._by_itself[step] is None
+                    else f"sums over {', '.join(sorted(kept))} by itself"
+                )
+                place = self.door.function_place(bwd)
+                return f"the bwd {self.door.function_name(bwd)!r} (at {place}) {does}"
+        return ""
 
     def _solves(self, eqn: Any) -> bool:
         """Whether it is a linear solve by functions that are known to be linear on each device.
@@ -417,62 +441,6 @@ class Graph:
             if not value.live:
                 value.live = True
                 queue += [one for step in makers.get(value, ()) for one in step.inputs]
-
-    def _keep_precision(self) -> None:
-        """Let casts stand only where what is summed is as precise as where they stand now.
-
-        A tangent of bf16 that becomes float32 before it is cast is not cast as bf16, nor before it
-        became bf16: each device's share would be rounded before they are summed. Nor is one cast as
-        bf16 that is made of a float32 which is cast.
-        """
-        for axis in self.door.manual_axes():
-            sites = [
-                value
-                for value, made in self.casts
-                if value.live and axis in made.varying - value.varying
-            ]
-            sites += [v for step in self.steps if axis in step.moves for v in step.inputs]
-            for value in self._narrower(axis, sites, before=True):
-                value.stays |= {axis}
-            for value in self._narrower(axis, sites, before=False):
-                value.narrow |= {axis}
-
-    def _narrower(self, axis: str, sites: list[Value], before: bool) -> list[Value]:
-        """Return what is less precise of the tangents that sites are made of, or that they make.
-
-        Args:
-          axis: a mesh axis; what a psum over it parts from a site has casts of its own.
-          sites: the tangents that are cast over the axis.
-          before: follow what they are made of, while it is invariant; else what they make, while
-            it varies.
-        """
-        links: dict[Value, list[Value]] = {}
-        for step in self.steps:
-            ends = (step.outputs, step.inputs) if before else (step.inputs, step.outputs)
-            for value in ends[0]:
-                links.setdefault(value, []).extend(ends[1])
-        found: list[Value] = []
-        queue = [(value, _precision(value)) for value in sites]
-        seen = set(queue)
-        while queue:
-            value, of_site = queue.pop()
-            if any(one < other for one, other in zip(_precision(value), of_site)):
-                found.append(value)
-            for one in links.get(value, ()):
-                if (one, of_site) not in seen and (axis in one.varying) != before:
-                    seen.add((one, of_site))
-                    queue.append((one, of_site))
-        return found
-
-
-def _precision(value: Value) -> tuple[int, int]:
-    """Return the bits of a tangent's mantissa, and of its exponent."""
-    from jax import numpy
-
-    if not numpy.issubdtype(value.aval.dtype, numpy.inexact):  # float0
-        return 0, 0
-    kind = numpy.finfo(value.aval.dtype)
-    return kind.nmant, kind.nexp
 
 
 def absent_tangents(eqn: Any) -> Sequence[bool]:

@@ -14,8 +14,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from shardrules.door.jaxprs import transposed_sums
 from shardrules.door.patching import Patches
-from shardrules.hooks.casts.cheapest import cheapest, cost, cost_as_traced, least_bytes
+from shardrules.hooks.casts.cheapest import (
+    cheapest,
+    cost,
+    cost_as_traced,
+    cost_unchecked,
+    least_bytes,
+)
+from shardrules.hooks.casts.exceptions import exceptions
 from shardrules.hooks.casts.linear import Axes, Graph, Sums, Unplaceable, absent_tangents
 from shardrules.hooks.casts.writer import Writer
 from shardrules.hooks.cotangents.linearity import linear_in
@@ -103,8 +111,17 @@ class CastHooks(Hooks):
         wanted = [not isinstance(ct, self.door.Zero) for ct in cotangents]
         again = self.state.scope.derivatives_count > 0
         why, before_bytes = "", 0
+
+        def make() -> Graph:
+            return Graph(self.door, jaxpr, linear, wanted, self._is_opaque, again)
+
+        def settled() -> Graph:
+            graph = make()
+            graph.settle(self._sums)
+            return graph
+
         try:
-            graph = Graph(self.door, jaxpr, linear, wanted, self._is_opaque, again)
+            graph = make()
             before = cost_as_traced(graph)
             noted = self.state.scope.notes is not None
             if not noted and (not before.bytes or least_bytes(graph) >= before.bytes):
@@ -114,13 +131,21 @@ class CastHooks(Hooks):
             before_bytes = before.bytes
             labels = cheapest(graph)
             after = cost(graph, labels)
+            off = cost_unchecked(graph).bytes
+            least = min(before, after) if after.within(before) else before
+            beyond = exceptions(settled, least) if noted else ()
             if after < before and after.within(before):
                 writer = Writer(self, graph, labels)
                 placed = writer.jaxpr(jaxpr, (), [atom.aval for atom in jaxpr.outvars])
                 self.state.note_placement(
-                    Placement(before_bytes, writer.bytes, tuple(writer.casts), asked, "")
+                    Placement(
+                        before_bytes, writer.bytes, tuple(writer.casts), asked, "", off, beyond
+                    )
                 )
                 return placed
+            note = Placement(before_bytes, before_bytes, (), asked, "", off, beyond)
+            self.state.note_placement(note)
+            return jaxpr
         except Exception as error:  # the program as JAX traced it is right; its casts stay
             text = str(error).splitlines()[0] if str(error) else ""
             why = text if isinstance(error, Unplaceable) else f"{type(error).__name__}: {text}"
@@ -163,6 +188,7 @@ class CastHooks(Hooks):
         with self.state.locally(summed=recorded):
             traced = self.door.jaxpr_of(run, avals)
         variables = traced.invars  # from JAX 0.11 what it closes over stands first
+        within = list(transposed_sums(traced))  # of a gradient that bwd takes
         by_itself = linear_in(traced, variables[len(variables) - len(eqn.outvars) :])
         summed: dict[int, frozenset[str]] = dict(recorded)
         indices = [i for i, zero in enumerate(absent_tangents(eqn)) if not zero]
@@ -171,11 +197,12 @@ class CastHooks(Hooks):
             for i, atom in zip(indices, tangents)
             if summed.get(i)
         ]
+        sums += within
         whole = {  # over these bwd returns the sum of one
             axis
             for i, one in zip(indices, axis_types)
             if not zeros[i]
             for axis in arriving - one.varying - summed.get(i, frozenset())
         }
-        moves = (arriving & frozenset().union(*(axes for _, axes in sums))) - whole
+        moves = (arriving & frozenset().union(*summed.values())) - whole
         return sums, moves, by_itself

@@ -300,12 +300,8 @@ class Body:
             ]
         elif name_of(eqn) == "custom_lin":
             gained = over - step.fixed
-            wants = [
-                None
-                if self.value(atom) is None
-                else self.door.axis_type(atom.aval).varying | gained
-                for atom in eqn.invars
-            ]
+            # A bwd may differentiate by its residuals: they vary as the cotangents do.
+            wants = [self.door.axis_type(atom.aval).varying | gained for atom in eqn.invars]
             self.writer.bytes += sum(count for count, _ in step.left(gained))
             if gained:
                 changes["bwd"] = self.writer.hooks.state.of(Retyping).bwd(eqn.params["bwd"], gained)

@@ -232,8 +232,15 @@ def describe_placement(placement: Placement) -> str:
     """Say how many bytes placing casts saves, with the line for each cast."""
     if placement.why:
         return _wrap(f"the casts stay where JAX puts them: {placement.why}")
+    beyond = ""
+    if placement.exceptions:
+        beyond = _wrap(
+            f"the psums of these cotangents sum at least {placement.after_bytes:,} B on each "
+            f"device, and {placement.unchecked_bytes:,} B with the check off: "
+            f"{'; '.join(placement.exceptions)}"
+        )
     if placement.after_bytes >= placement.before_bytes:
-        return ""
+        return beyond
     done = (
         "placed by shardrules.install()"
         if placement.applied
@@ -251,7 +258,7 @@ def describe_placement(placement: Placement) -> str:
         where = f"made at {short(cast.at)}" if cast.at else f"an argument{of}"
         times = "once" if cast.runs == 1 else f"{cast.runs} times"
         lines.append(f"  x = shardrules.vary(x, {names})    # {cast.value}, {where}; {times}")
-    return "\n".join(lines)
+    return "\n".join([*lines, beyond] if beyond else lines)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

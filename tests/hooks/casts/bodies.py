@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -47,6 +48,8 @@ class Body:
       axes: those of its axes over which the data is split; every one of them if not given.
       steps_count: operations.
     """
+
+    more_kinds = ()
 
     def __init__(self, seed, mesh, axes=None, steps_count=7):
         self.seed, self.mesh, self.steps_count = seed, mesh, steps_count
@@ -86,7 +89,8 @@ class Body:
     def operation(self, choose, a, b, same, differs):
         """Return a new value, and the values that it depends on."""
         kind = choose.choice(
-            (
+            self.more_kinds
+            + (
                 "sin",
                 "product",
                 "repeat",
@@ -162,6 +166,8 @@ class Body:
             return lax.scan(inner, b, None, length=2)[0], (a, b)
         if kind == "psum":
             return a + 0.1 * lax.psum(sr.vary(jnp.tanh(b), *self.axes), self.axes), (a,)
+        if kind in self.more_kinds:
+            return self.harder(kind, choose, a, b, differs)
         product = custom_product(None)
         if kind in ("atomic", "readtwice"):  # each operand varies over an axis of its own
             first, second = choose.sample(self.alone, 2)
@@ -177,6 +183,10 @@ class Body:
         if kind == "custom":
             return product(a, b), (a, b)
         return lax.scan(lambda h, _: (jnp.tanh(product(a, h)), None), b, None, length=2)[0], (a, b)
+
+    def one_of(self, choose, differs):
+        """Return a value that varies over one axis, or over some."""
+        return choose.choice(self.alone if len(self.axes) > 1 else differs)
 
     def split(self, check=True):
         """Return the loss of parameters and data, by shard_map."""
@@ -212,3 +222,83 @@ class Body:
             return each.sum() + one[(0,) * len(axes)]
 
         return loss
+
+
+@jax.custom_vjp
+def three_products(u, v, w):
+    """Three products by one custom_vjp; its bwd returns a share of each cotangent."""
+    return (u @ v) @ w
+
+
+three_products.defvjp(
+    lambda u, v, w: (three_products(u, v, w), (u, v, w)),
+    lambda kept, g: jax.vjp(lambda u, v, w: (u @ v) @ w, *kept)[1](g),
+)
+
+
+def _multiply(a, b):
+    """A product by a kernel."""
+
+    def kernel(a_ref, b_ref, out_ref):
+        out_ref[...] = a_ref[...] @ b_ref[...]
+
+    shape = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype)
+    return pl.pallas_call(kernel, out_shape=shape, interpret=True)(a, b)
+
+
+kernel_product = jax.custom_vjp(_multiply)
+kernel_product.defvjp(
+    lambda a, b: (_multiply(a, b), (a, b)),
+    lambda kept, g: (_multiply(g, kept[1].T), _multiply(kept[0].T, g)),
+)
+
+
+class HarderBody(Body):
+    """A random body that also holds kernels, solves, sorts, and custom_vjps of three operands."""
+
+    more_kinds = (
+        ("solve", "inv", "expm", "sorted", "kernel", "three") * 2
+        + ("cg", "while", "joined", "scattered")
+    )  # fmt: skip
+
+    def harder(self, kind, choose, a, b, differs):
+        """Return what an operation of ``more_kinds`` makes, and the values that it depends on."""
+        square = 3 * jnp.eye(SIZE) + 0.1 * jnp.tanh(a)
+        if kind == "solve":
+            return 0.3 * jnp.linalg.solve(square, b), (a, b)
+        if kind == "inv":
+            return jnp.linalg.inv(square) @ b, (a, b)
+        if kind == "expm":
+            return jax.scipy.linalg.expm(0.1 * jnp.tanh(a)) * 0.3, (a,)
+        if kind == "cg":
+            spd = 3 * jnp.eye(SIZE) + 0.01 * jnp.tanh(a) @ jnp.tanh(a).T
+            return jax.scipy.sparse.linalg.cg(lambda v: spd @ v, b, maxiter=8)[0], (a, b)
+        if kind == "sorted":
+            by = jax.jit(lambda p, q, r: lax.sort((p, q, r), num_keys=1))
+            first, second, third = by(jnp.sin(a), a, b)
+            return first + second * third, (a, b)
+        if kind == "while":
+            count = 2 + (lax.stop_gradient(b)[0, 0] > 0).astype(jnp.int32) * 0
+            return lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ a) + 0 * count, b), (a, b)
+        first = self.one_of(choose, differs)
+        if kind == "kernel":
+            left = jnp.repeat(jnp.sin(a * first), 2, axis=0)
+            return jnp.tanh(kernel_product(left, b * self.one_of(choose, differs)))[:SIZE], (
+                a,
+                b,
+                first,
+            )
+        if kind == "three":
+            others = [self.one_of(choose, differs) for _ in range(2)]
+            out = three_products(
+                jnp.concatenate([a, a * first]), b * others[0], jnp.sin(a) * others[1]
+            )
+            return jnp.tanh(out)[:SIZE], (a, b, first)
+        wide = jnp.broadcast_to(a * first, (2, SIZE, SIZE)).reshape(2 * SIZE, SIZE)
+        made = custom_product(None)(b * self.one_of(choose, differs), wide)
+        axis = choose.choice(self.axes)
+        if kind == "joined":
+            return jnp.tanh(lax.psum(sr.vary(made, axis), axis))[:SIZE] * 0.3 + first, (a, b, first)
+        made = sr.vary(jnp.tile(made, (self.mesh.shape[axis] // 2 or 1, 1)), axis)
+        part = lax.psum_scatter(jnp.tanh(made), axis, tiled=True)
+        return jnp.resize(part, (SIZE, SIZE)) + 0.1 * first, (a, b, first)

@@ -1,0 +1,81 @@
+"""Why the cheapest casts of a program may move more than the check off would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shardrules.hooks.casts.cheapest import Cost, cheapest, cost, cost_unchecked
+from shardrules.hooks.casts.labels import NONE
+from shardrules.hooks.casts.linear import Graph
+
+__all__ = ["exceptions"]
+
+
+def _allow_rounding(graph: Graph) -> str:
+    values = [value for value in graph.values.values() if value.stays or value.narrow]
+    for value in values:
+        value.stays = value.narrow = NONE
+    return "shares would be rounded before they are summed" if values else ""
+
+
+def _trust_bwds(graph: Graph) -> str:
+    why = graph.barriers()
+    graph.settle(graph.most_sums)
+    return why
+
+
+def _open_calls(graph: Graph) -> str:
+    steps = [step for step in graph.at.values() if step.fixed is None]
+    for step in steps:
+        step.fixed = NONE
+    return "an operation takes whole cotangents (opaque, or a solve that iterates)" if steps else ""
+
+
+def _cast_in_branches(graph: Graph) -> str:
+    values = [value for value in graph.values.values() if value.in_branch]
+    for value in values:
+        value.castable = True
+    return "devices that take different branches can't sum there" if values else ""
+
+
+def _forget_residuals(graph: Graph) -> str:
+    known = bool(graph.residuals)
+    graph.residuals.clear()
+    return "a gradient of a gradient also sums over residuals" if known else ""
+
+
+_RELAXED: Sequence[Callable[[Graph], str]] = (
+    _allow_rounding,
+    _trust_bwds,
+    _open_calls,
+    _cast_in_branches,
+    _forget_residuals,
+)
+
+
+def exceptions(make: Callable[[], Graph], after: Cost) -> tuple[str, ...]:
+    """Return what has to be allowed for no more bytes than with the check off; empty if nothing.
+
+    Each rule is lifted alone, and then all of them.
+    """
+    off = cost_unchecked(make())
+    if after.within(off):
+        return ()
+    reasons = []
+    for relax in _RELAXED:
+        graph = make()
+        why = relax(graph)
+        if why and _is_within(graph, off):
+            return (why,)
+        reasons.append(why)
+    graph = make()
+    for relax in _RELAXED:
+        relax(graph)
+    return tuple(filter(None, reasons)) if _is_within(graph, off) else ("unknown",)
+
+
+def _is_within(graph: Graph, off: Cost) -> bool:
+    try:
+        return cost(graph, cheapest(graph)).within(off)
+    except ValueError:  # no labels suit what was relaxed
+        return False

@@ -82,10 +82,10 @@ def _listed(door: Any) -> list[Entry]:
         f"unknown={scope.policy!r}, prove={scope.prove}, casts={scope.casts!r}, "
         f"unchecked={scope.unchecked!r}"
     )
-    decided = state.of(UncheckedHooks).decisions.values() if scope.active else ()
+    decisions = state.of(UncheckedHooks).decisions.values() if scope.active else ()
     sites = sorted(
-        (f"{os.path.basename(one.file)}:{one.line} ({one.function}) {one.arguments}", one.reason)
-        for one in decided
+        (f"{os.path.basename(d.file)}:{d.line} ({d.function}) {d.arguments}", d.reason)
+        for d in decisions
     )
     return [
         Entry("version of", "shardrules", shardrules.__version__),
@@ -98,10 +98,10 @@ def _listed(door: Any) -> list[Entry]:
 
 def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
     """Meet the other processes; raise if one is missing, or differs."""
-    # Only digests are stored, and whole lists where one differs.
+    # Each process stores a digest, and its whole list only where digests differ.
     client, me = job.client, str(job.process_id)
     calls = f"{_ROOT}/calls/{me}/"
-    # How often this process called, as the store has it: jax.distributed may have been restarted.
+    # The store counts this process's calls, since jax.distributed may have been restarted.
     round_ = len(client.key_value_dir_get(calls))
     digests, lists = f"{_ROOT}/digests/{round_}/", f"{_ROOT}/lists/{round_}/"
     client.key_value_set(digests + me, fingerprint.digest(mine))
@@ -109,12 +109,14 @@ def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
     started = time.monotonic()
     try:
         client.wait_at_barrier(f"{_ROOT}/{round_}", max(1, int(1000 * timeout_s)))
-    except Exception as error:  # it ran out of time, or the service knows that a process is gone
+    except Exception as error:  # a timeout, or the service knows that a process is gone
         _missing(job, digests, time.monotonic() - started, error)
-    found = {int(key.rsplit("/", 1)[1]): one for key, one in client.key_value_dir_get(digests)}
+    by_process = {
+        int(k.rsplit("/", 1)[1]): digest for k, digest in client.key_value_dir_get(digests)
+    }
     groups: dict[str, list[int]] = {}
-    for process, one in sorted(found.items()):
-        groups.setdefault(one, []).append(process)
+    for process, digest in sorted(by_process.items()):
+        groups.setdefault(digest, []).append(process)
     if len(groups) == 1:
         return
     client.key_value_set(lists + me, json.dumps([dataclasses.astuple(e) for e in mine]))
@@ -123,26 +125,26 @@ def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
         text = client.blocking_key_value_get(f"{lists}{process}", max(1, int(1000 * timeout_s)))
         return [Entry(*fields) for fields in json.loads(text)]
 
-    # What most hold is what the others are compared with.
-    (_, most), *others = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
+    # The rules that most processes hold are compared with those of the rest.
+    (_, most), *rest = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
     names, lines = [], []
-    for _, processes in others:
-        told = list(
+    for _, processes in rest:
+        differences = list(
             fingerprint.differences(
                 read(most[0]), read(processes[0]), _called(most), _called(processes)
             )
         )
-        names += [name for name, _ in told]
-        lines += [f"  {line}" for _, line in told[:_SHOWN]]
-        if len(told) > _SHOWN:
-            lines.append(f"  ... and {len(told) - _SHOWN} more of {_called(processes)}")
+        names += [name for name, _ in differences]
+        lines += [f"  {line}" for _, line in differences[:_SHOWN]]
+        if len(differences) > _SHOWN:
+            lines.append(f"  ... and {len(differences) - _SHOWN} more of {_called(processes)}")
     raise RulesDifferError(
         "the processes of this job hold different rules; they would trace different programs, and "
         "hang in the first collective that one of them does not have:\n" + "\n".join(lines) + "\n"
         "register the same rules in the same order in every process, outside of any "
         "`if jax.process_index() == 0`, before what is traced",
         names=tuple(dict.fromkeys(names)),
-        processes=tuple(process for _, processes in others for process in processes),
+        processes=tuple(process for _, processes in rest for process in processes),
     )
 
 
@@ -153,10 +155,10 @@ def _called(processes: list[int]) -> str:
 
 def _missing(job: Any, digests: str, waited_s: float, error: Exception) -> None:
     try:
-        came = {int(key.rsplit("/", 1)[1]) for key, _ in job.client.key_value_dir_get(digests)}
-    except Exception:  # the service itself is gone, with the process that runs it
-        came = {job.process_id}
-    missing = [process for process in range(job.num_processes) if process not in came]
+        arrived = {int(key.rsplit("/", 1)[1]) for key, _ in job.client.key_value_dir_get(digests)}
+    except Exception:  # the service is gone, and so is the process that ran it
+        arrived = {job.process_id}
+    missing = [process for process in range(job.num_processes) if process not in arrived]
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     who = (
         f"{_called(missing)} of {job.num_processes} did not call shardrules.assert_same_rules()"

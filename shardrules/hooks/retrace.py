@@ -81,11 +81,8 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def state_kept() -> Iterator[None]:
-    """Give Python's and NumPy's generators back as they were: a body may draw as it is traced.
-
-    Where other threads run, what they drew meanwhile would be drawn again: then it is kept, and how
-    their draws and the body's meet is chance without a look, too.
-    """
+    """Restore Python's and NumPy's generators afterwards: a body may draw as it is traced."""
+    # Not where other threads run: they would draw the same numbers twice.
     import random
 
     import numpy as np
@@ -101,13 +98,13 @@ def state_kept() -> Iterator[None]:
 
 
 def _alone() -> bool:
-    # One that Python didn't start is listed once it has asked for its name (a callback that logs,
-    # in a thread of XLA's), to Python 3.11 for ever.
+    # A thread that Python didn't start is listed once it has asked for its name (a callback that
+    # logs, in a thread of XLA's); to Python 3.11 it stays listed.
     dummy: Any = getattr(threading, "_DummyThread", ())
     return all(
-        isinstance(one, dummy)
-        for one in threading.enumerate()
-        if one is not threading.current_thread()
+        isinstance(thread, dummy)
+        for thread in threading.enumerate()
+        if thread is not threading.current_thread()
     )
 
 
@@ -186,14 +183,12 @@ def sums(jaxpr: Any, sizes: dict | None = None, runs: int | None = 1) -> Iterato
 
 def sent_bytes(sums: Iterable[Sum]) -> int:
     """Count what one device sends for all-reduces, by rings; a while_loop's body counts once."""
-    return sum(
-        (one.runs or 1) * -(-2 * (one.group_size - 1) * one.bytes // one.group_size) for one in sums
-    )
+    return sum((s.runs or 1) * -(-2 * (s.group_size - 1) * s.bytes // s.group_size) for s in sums)
 
 
 def summed_bytes(sums: Iterable[Sum]) -> int:
     """Count the operand bytes of all-reduces on one device; a while_loop's body counts once."""
-    return sum((one.runs or 1) * one.bytes for one in sums)
+    return sum((s.runs or 1) * s.bytes for s in sums)
 
 
 def computed(closed: Any) -> collections.Counter[tuple[str, str]]:
@@ -243,9 +238,9 @@ def outputs(error: BaseException) -> tuple[Output, ...]:
         return ()
     return tuple(
         Output(
-            found["path"],
-            found["spec"],
-            (found["one"] or found["new"] or found["old"] or "").strip(" .{}").split(" Check")[0],
+            match["path"],
+            match["spec"],
+            (match["one"] or match["new"] or match["old"] or "").strip(" .{}").split(" Check")[0],
         )
-        for found in _UNREPLICATED.finditer(re.sub(r"\s+", " ", text))
+        for match in _UNREPLICATED.finditer(re.sub(r"\s+", " ", text))
     )

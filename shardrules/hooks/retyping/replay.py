@@ -3,14 +3,13 @@
 A library traces a function once, with the values that it has, and runs the jaxpr on others later:
 closure conversion, a linear solve, a checkpointed loop, any interpreter of jaxprs. JAX's functions
 cast operands that vary differently when they are called; the primitives that they left in the
-jaxpr don't (JAX 0.6 to 0.12: "requires varying manual axes to match"), and what calls a jaxpr keeps
-the types with which that was traced, which are then too invariant. So the casts that JAX's
-functions would put in are put in where an equation is bound, and a jaxpr is retyped for what it is
-called with.
+jaxpr don't (JAX 0.6 to 0.12: "requires varying manual axes to match"). A primitive that calls a
+jaxpr keeps the types of its trace, which are then too invariant. So the hooks put in the casts of
+JAX's functions where an equation is bound, and retype a jaxpr for the operands of its call.
 
 What a predicate chooses varies as the predicate does, and JAX types it by the branches or the body
-alone (0.6 to 0.12): on devices that chose differently, a value that is called equal differs, and
-its gradient is silently wrong. So a cond's, switch's and while_loop's results get the predicate's
+alone (0.6 to 0.12): on devices that chose differently, a value typed as equal differs, and its
+gradient is silently wrong. So a cond's, switch's and while_loop's results get the predicate's
 axes when they are bound. Programs that JAX types rightly are left as they are.
 """
 
@@ -65,7 +64,7 @@ class ReplayHooks(Hooks):
         for owner in (door.owner("eval_jaxpr")[0], importlib.import_module("jax.core")):
             patches.attribute(owner, "eval_jaxpr", self._evaluator(door.eval_jaxpr))
         primitive = door.custom_vjp_call_p
-        if "bind_with_trace" in vars(type(primitive)):  # JAX 0.6.0's in a jaxpr is another one
+        if "bind_with_trace" in vars(type(primitive)):  # JAX 0.6.0 has another one in jaxprs
             patches.attribute(
                 primitive,
                 "get_bind_params",
@@ -80,12 +79,12 @@ class ReplayHooks(Hooks):
         if not self.acts:
             return rest(primitive, trace, args, params)
         if self.state.here.gradients is not None and any(map(gradient_sums, inner_jaxprs(params))):
-            self.state.record_gradient()  # one that a jit took, traced before
+            self.state.record_gradient()  # a jit took it, traced before
         fitted = self._fitted(primitive, trace, args, params)
         if fitted is None:
             results = rest(primitive, trace, args, params)
             if self.state.here.contradictions:
-                # What JAX binds to a function and not to its jaxpr, as it evaluates one, has none.
+                # JAX binds some of these to a function instead of its jaxpr; those have none.
                 called = opened(params.get(CALLS.get(primitive.name, "")))
                 if called is not None:
                     note_called(self.state, called, results)
@@ -98,7 +97,7 @@ class ReplayHooks(Hooks):
 
     def _refused(self, primitive, trace, args, params, error):
         """Bind; if JAX refuses, cast where it would cast by itself and bind again."""
-        # Only here, where JAX would fail: other programs pay nothing, and stay the same.
+        # Programs that JAX accepts never get here: they pay nothing and stay the same.
         if not (self.acts and self._casts_by_itself()):
             raise error
         with self.door.set_current_trace(trace):
@@ -110,17 +109,18 @@ class ReplayHooks(Hooks):
 
     def _managed(self):
         """Return how an equation's context is entered: with the current mesh if it had none."""
-        # JAX (0.6 to 0.12) runs what was traced outside of shard_map under no mesh inside, where
-        # nothing tells that types are followed.
+        # JAX (0.6 to 0.12) runs equations that were traced outside of shard_map without a mesh, so
+        # inside shard_map it doesn't follow their types.
         hooks, door, plain = self, self.door, self.door.JaxprEqnContextManager
-        full: Any = None  # the mesh, not an empty one, that was seen last: a program has but one
+        full: Any = None  # the last mesh that was not empty; a program has only one
 
         class Here(plain):
             def __enter__(self):
                 super().__enter__()
                 door.use_abstract_mesh(self.mesh).__enter__()  # __exit__ puts back what was before
 
-        # ModuleProxy of JAX's, not around it: that is the last line, and each equation comes here.
+        # This replaces JAX's method and does what it does in its last line, instead of calling it:
+        # every equation comes here.
         def manager(self):
             nonlocal full
             mesh = self.cur_abstract_mesh
@@ -140,7 +140,7 @@ class ReplayHooks(Hooks):
         def eval_jaxpr(jaxpr, consts, *args, **options):
             if self.acts:
                 if self.state.here.gradients is not None and gradient_sums(jaxpr):
-                    self.state.record_gradient()  # one that was taken before
+                    self.state.record_gradient()  # it was taken before
                 avals = [*map(self.door.typeof, (*consts, *args))]
                 inputs = (*jaxpr.constvars, *jaxpr.invars)
                 self.retyping.check_gradients(jaxpr, inputs, avals)
@@ -160,7 +160,7 @@ class ReplayHooks(Hooks):
         if primitive.name not in CASTS:
             # A collective: JAX's functions cast its operands over the axes that it names.
             axes |= named_axes(params) & frozenset(door.manual_axes())
-        cast = self._cast(args, [widened(one, axes) for one in types])
+        cast = self._cast(args, [widened(have, axes) for have in types])
         if all(new is old for new, old in zip(cast, args)):
             raise error
         try:
@@ -171,17 +171,17 @@ class ReplayHooks(Hooks):
     def _cast_rest(self, primitive, args, params, error):
         """Cast over the axes over which a value doesn't vary yet."""
         have = self.door.axis_types(map(self.door.typeof, args))
-        if not any(one.varying & named_axes(params) for one in have):
+        if not any(operand.varying & named_axes(params) for operand in have):
             raise error
-        cast = self._cast(args, [widened(one, named_axes(params)) for one in have])
+        cast = self._cast(args, [widened(own, named_axes(params)) for own in have])
         for x, result in zip(args, cast):
             note_cast(self.state, x, named_axes(params), result)
         return cast if primitive.multiple_results else cast[0]
 
     def _cast(self, args, types: Sequence[AxisType]) -> list[Any]:
         return [
-            self.door.cast(x, one) if self.door.can_cast(self.door.typeof(x)) else x
-            for x, one in zip(args, types)
+            self.door.cast(x, want) if self.door.can_cast(self.door.typeof(x)) else x
+            for x, want in zip(args, types)
         ]
 
     # What calls jaxprs.
@@ -196,8 +196,8 @@ class ReplayHooks(Hooks):
             return None
         have = [*self.door.axis_types(avals)]
         types = [
-            want if self.door.can_cast(aval) else one
-            for want, one, aval in zip(op.wanted(have), have, avals)
+            want if self.door.can_cast(aval) else own
+            for want, own, aval in zip(op.wanted(have), have, avals)
         ]
         what, over = self._decides(primitive, avals, params)
         if what is not None:
@@ -229,7 +229,7 @@ class ReplayHooks(Hooks):
             primitive.abstract_eval(*avals, **params)
         return DECIDES[primitive.name], over
 
-    # A custom_vjp: its bwd closes over the types of the primals.
+    # A custom_vjp: its bwd closes over the primals' types.
 
     def _bind_params(self, original, params):
         new = original(params)
@@ -247,9 +247,9 @@ class ReplayHooks(Hooks):
         if isinstance(run, _Replayed) and self.acts:
             have = self.door.axis_types(map(self.door.typeof, args[first:]))
             run.axes = gained(have, run.traced)
-            # bwd is run for primals that vary as those it knows, and all of them over these axes.
+            # bwd runs for primals that vary as when it was traced, and over these axes too.
             types = [
-                widened(one, traced.varying | run.axes) for one, traced in zip(have, run.traced)
+                widened(own, traced.varying | run.axes) for own, traced in zip(have, run.traced)
             ]
             args = (*args[:first], *self._cast(args[first:], types))
         return bind(*args, **params)

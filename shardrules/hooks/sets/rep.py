@@ -3,12 +3,12 @@
 There, a value's axis type is not on its aval: a tracer of shard_map's own carries the set of mesh
 axes over which the value is replicated, the complement of those over which it varies. Two tables
 hold, for each primitive, how the sets pass through it (*check*) and which casts its operands need
-(*rewrite*). JAX fills a table with ``setdefault``, which drops a second rule silently; so one entry
-for each opaque primitive goes in, and it asks the registry each time.
+(*rewrite*). JAX fills a table with ``setdefault``, which drops a second rule silently. So each
+opaque primitive has one entry, which asks the registry at every call.
 
 A custom_vjp's bwd is matched to its primals here too. JAX sums every cotangent that varies over an
-axis over which its primal doesn't, also one that bwd has made whole already: 0.4.35 and 0.5.3 give
-144 for 36. So it is asked first what bwd does, as where types are on avals.
+axis over which its primal doesn't, even if bwd has summed it already: 0.4.35 and 0.5.3 return 144
+instead of 36. So the hooks first look at what bwd does, as they do where types are on avals.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from shardrules.hooks.types.calls.primitives import PrimitiveHooks
 from shardrules.hooks.types.redundant_casts import leave_out_zeros
 from shardrules.registry.axistypes import AxisType, Effect, Resolution
 
-# JAX's own, whose tables say less: a maximum within groups is each group's, and a generator without
-# a key draws on every device for itself.
+# JAX's own primitives whose table entries are too invariant: each group has its own maximum, and a
+# generator without a key draws on every device for itself.
 _BY_DEVICE = frozenset(("pmax", "pmin", "rng_uniform"))
 
 
@@ -43,17 +43,17 @@ class _Run:
     call: Any  # bwd, from and to flat lists
     args: tuple[Any, ...]  # its arguments
     axes: frozenset[str]  # the mesh's
-    parts: CustomVjpInfo  # what it belongs to
+    parts: CustomVjpInfo  # of its custom_vjp
     primals: tuple[AxisType, ...] = ()  # the axis types of its primals
-    # those of its arguments, leaf by leaf, its outputs' cotangents last
+    # the axis types of its arguments' leaves, the cotangents of the outputs last
     entering: tuple[AxisType, ...] = ()
-    arriving: int = 0  # how many these are; none before bwd is entered
-    returned: bool = False  # whether it has
-    matched: int = 0  # how many cotangents were
+    arriving: int = 0  # how many cotangents of outputs it takes; 0 before bwd is entered
+    returned: bool = False  # whether bwd has returned
+    matched: int = 0  # how many cotangents are matched
 
 
 class SetRefusals(Refusals):
-    """Errors about a bwd's cotangents, without the forms that use a cast."""
+    """Errors about a bwd's cotangents that suggest no cast."""
 
     def _whole(self, names: str) -> str:
         return f"jax.lax.pmean(ct, ({names},))"
@@ -118,10 +118,10 @@ class SetHooks(Hooks):
         super().__init__(door, state)
         self.primitives = state.of(SetPrimitiveHooks)
         self.custom_vjp = state.of(SetVjpHooks)
-        # A user's primitive carries nothing from the rewrite, which runs in the scope of the trace,
-        # to the check, which runs at its end, outside every op.
+        # A user's primitive carries nothing from the rewrite (in the scope of the trace) to the
+        # check (at the end of the trace, outside every op).
         self._rewritten: dict[tuple[str, str], OpaqueCall] = {}
-        self._counts: dict[tuple[str, str], int] = {}  # of results, where parameters don't tell
+        self._counts: dict[tuple[str, str], int] = {}  # of results, where parameters don't say
 
     def install(self, patches: Patches) -> None:
         """Add the table entries, and replace the fallbacks for missing ones."""
@@ -195,8 +195,8 @@ class SetHooks(Hooks):
         for i, (rep, want) in enumerate(zip(in_rep, resolution.inputs)):
             lost = want.varying - _type(mesh, rep).varying
             if rep is not None and lost:
-                # vmap with spmd_axis_name over shard_map, say: its axis comes in after the casts,
-                # and the input's gradient would lack the psum that is a cast's transpose.
+                # For example, vmap with spmd_axis_name over shard_map adds its axis after the
+                # casts: the input's gradient would lack the psum that is a cast's transpose.
                 names = ", ".join(sorted(lost))
                 raise RuleError(
                     f"input {i} of {opaque.call} is invariant over {{{names}}}, over which another "
@@ -211,8 +211,8 @@ class SetHooks(Hooks):
 
     def _rewrite_cond(self, original, mesh, in_rep, /, *args, **params):
         """Cast operands before branches that devices choose differently."""
-        # A cast in a branch is a psum in its gradient, to which the devices that took another
-        # branch never come (JAX 0.5.3: the program hangs).
+        # A cast in a branch is a psum in its gradient, which the devices that took another branch
+        # never reach (JAX 0.5.3: the program hangs).
         args, in_rep = [*args], [*in_rep]
         over = _type(mesh, in_rep[0]).varying if self.state.active else frozenset()
         for i, (x, rep) in enumerate(zip(args, in_rep)):
@@ -227,11 +227,11 @@ class SetHooks(Hooks):
         original = functools.partial(self.door.rule_missing, primitive)
         if next(inner_jaxprs(params), None) is not None:
             return original(*args, **params)  # not opaque: to 0.4.35, JAX has no rule for cond
-        # Called as the rule that is missing: the check gets one set (None for a constant) for
-        # each operand, the rewrite all of them in one sequence, then the operands.
+        # The arguments are the missing rule's: the check gets a set (None for a constant) for each
+        # operand; the rewrite gets all of them in one sequence, then the operands.
         rewrites = len(args) > 1 and isinstance(args[1], (list, tuple))
-        # Its operand under a name (no rule to JAX 0.5.3), and a number that is the same on all
-        # devices (none to 0.4.35).
+        # ``name`` returns its operand (no rule in JAX 0.5.3 and older), and ``platform_index`` a
+        # number that is the same on all devices (no rule in 0.4.35 and older).
         if primitive in (self.door.name_p, self.door.platform_p) and self.state.active:
             mesh, *reps = args if not rewrites else (args[0], *args[1])
             rep = reps[0] if reps else set(mesh.axis_names)
@@ -318,7 +318,7 @@ class SetHooks(Hooks):
     def see(self, parts: CustomVjpInfo, *args) -> None:
         """Record a bwd's CustomVjpInfo and the types of its arguments."""
         running = self.state.here.running
-        # Once: what bwd differentiates may have a bwd of its own, which runs inside of it.
+        # Only once: bwd may differentiate something whose own bwd runs inside it.
         if running and not running[-1].returned and not running[-1].arriving:
             import jax
 
@@ -361,7 +361,7 @@ def _varying(axes: frozenset[str], value: Any) -> frozenset[str]:
 
 def _weaker(earlier: tuple[Effect, ...] | None, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
     """Return the effects that hold for both of a call's rewrites."""
-    # Only ``typed(axes)`` depends on them: equal on devices that differ only along other axes.
+    # Only ``typed(axes)`` differs between rewrites: equal on devices along all other axes.
     if earlier is None or len(earlier) != len(effects):
         return effects
     return tuple(

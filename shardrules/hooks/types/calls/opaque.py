@@ -1,4 +1,4 @@
-"""Which rule an opaque call obeys, and what follows for its types. Shared by every primitive."""
+"""The rule that an opaque call obeys, and the types that follow. Shared by every primitive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardrules.registry.builtin import no_communication
 from shardrules.registry.rule import Rule
 from shardrules.registry.table import Registration
 
-# What runs a Python function, whose name others may share, even where JAX doesn't say which.
+# Primitives that run a Python function; functions of other modules may have the same name.
 _OF_FUNCTIONS = ("pallas_call", "mpmd_map", "core_map")
 
 
@@ -61,16 +61,16 @@ class OpaqueCall:
     # for each output, the axis type that the user wrote, or None
     annotations: tuple[AxisType | None, ...] = ()
     registration: Registration | None = None  # the rule it obeys, set when it is first bound
-    scope: Scope | None = None  # the scope in which that was
-    # what the call does, where avals carry no types to tell it when it is lowered
+    scope: Scope | None = None  # the scope in which it was first bound
+    # what the call communicates, kept for lowering where avals carry no types
     effects: tuple[Effect, ...] | None = None
-    audit: Any = None  # what its kernel's jaxpr says, once it was asked
-    # how many operands the audit is to take, if not as many as are lowered
+    audit: Any = None  # the audit of its kernel's jaxpr, once it has run
+    # how many operands the audit takes, if not as many as are lowered
     operand_count: int | None = None
     contradictions: tuple[Contradiction, ...] = ()  # the annotations that its kernel contradicts
 
     def active(self, state: State) -> bool:
-        """Whether the hooks act on the call: here, or because they did when it was bound."""
+        """Whether the hooks act on the call now, or did when it was bound."""
         return state.active or (self.scope is not None and self.scope.active)
 
     def answer_count(self, output_count: int) -> int:
@@ -82,7 +82,7 @@ class OpaqueCall:
         return effects
 
     def settle(self, state: State) -> None:
-        """Set the scope and the declaration, once there are any."""
+        """Set the scope and the registration where they are not set yet."""
         if self.scope is None:
             self.scope = state.scope
         if self.registration is None:
@@ -107,8 +107,8 @@ def typed(
 
 def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
     """Return the declaration that a call obeys, or None."""
-    # A rule bound to the kernel's function object comes first, then that of the declared op around
-    # it, then the name in the registry.
+    # A rule bound to the kernel's function object comes first, then the rule of the declared op
+    # around it, then the registry's rule for the name.
     for binding in (call.binding, scope.binding):
         if binding is not None:
             return Registration(call.name, binding.rule, binding.where)
@@ -138,9 +138,9 @@ def confirm(
     opaque: OpaqueCall, state: State, primitive: str, params: dict[str, Any], operand_count: int
 ) -> None:
     """Raise RuleError if a kernel's own jaxpr contradicts its declaration ``no_communication``."""
-    # What the jaxpr proves is marked audited; what it merely can't confirm stands, as declared.
-    # Done when a call is lowered, so that tracing doesn't wait for it, and when it is bound where
-    # the jaxpr has an effect beyond its refs. ``explain`` and ``scan_calls`` ask for every call.
+    # A proven declaration is marked audited; one that can't be confirmed stays as declared. This
+    # runs when a call is lowered, so that tracing doesn't wait for it, and at the bind where the
+    # jaxpr has an effect beyond its refs. ``explain`` and ``scan_calls`` run it for every call.
     registration = opaque.registration
     if (
         registration is None
@@ -231,7 +231,7 @@ def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> Unkn
         else (f"Its own jaxpr is {str(audit).replace(chr(10), chr(10) + '  ')}\n")
     )
     communicates = audit is not None and audit.contradicts_no_communication
-    # Bits without a seed are the device's own, and no communication.
+    # Bits without a seed differ by device but don't communicate.
     alike = "" if audit is None else ", and what is named above is the same on every device"
     pasted = "\n".join(f"    {line}" for line in to_paste(call, audit, context.mesh_axes))
     return UnknownKernelError(
@@ -270,5 +270,5 @@ def to_paste(call: Call, audit: Any, axes: Sequence[str] = ()) -> tuple[str, ...
         call.place,
         is_function=bool(call.place or call.module or call.primitive in _OF_FUNCTIONS),
         communicates=audit is not None and audit.contradicts_no_communication,
-        axes=named if all(shown) and named else axes,  # who names none may reach any device
+        axes=named if all(shown) and named else axes,  # a blocker without axes may reach any device
     )

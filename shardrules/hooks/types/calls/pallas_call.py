@@ -1,9 +1,9 @@
 """pallas_call under shard_map's check, where avals carry it: types from rules, at every bind.
 
 The kernel tracer is where a kernel's function object and its jaxpr meet, so the rule that is bound
-to the object can be found again from the jaxpr, in whatever transformed call it turns up. Binding
-casts the inputs (the rewrite). The abstract eval gives the outputs their types (the check), each
-time anew: what was true when traced may be too invariant after batching.
+to the object can be looked up from the jaxpr in every transformed call. Binding
+casts the inputs (the rewrite). The abstract eval computes the outputs' types anew each time (the
+check), because the types at tracing may be too invariant after batching.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PallasHooks(Hooks):
             tagged=self.kernel_of,
         )
 
-    # Where function object and jaxpr meet.
+    # Where the function object and the jaxpr meet.
 
     def _convert_out_shape(self, out_shape):
         """Accept an output without annotation; record the annotation of one that has it."""
@@ -125,8 +125,8 @@ class PallasHooks(Hooks):
                     kernel.annotations,
                 )
             elif primitive is self.door.pallas_call_p and outer.call.name == name:
-                # A jaxpr that a transformation made: its name stays, and so does the rule of the
-                # bind that is being transformed. Its outputs are others: no annotation carries on.
+                # A jaxpr that a transformation made: it keeps the name and the rule of the bind
+                # that is being transformed. Its outputs differ, so it keeps no annotations.
                 kernel = dataclasses.replace(outer, annotations=())
             else:
                 kernel = OpaqueCall(Call("pallas_call", name, place, module_at(place)))

@@ -36,7 +36,7 @@ class _Results(tuple):
 
 @functools.cache
 def _register() -> None:
-    """Make it a tuple to JAX, which maps over the avals of a callback once the hooks are gone."""
+    """Register _Results as a pytree: JAX maps over a callback's avals once the hooks are gone."""
     import jax
 
     plain: Any = tuple
@@ -138,7 +138,8 @@ class PrimitiveHooks(Hooks):
 
     def _transpose(self, rule, name: str, cotangents, *args, **params):
         """Transpose a user's primitive; raise if an invariant operand gets a varying cotangent."""
-        # JAX to 0.7.2 takes them for the whole, and from 0.8.3 it names neither primitive nor axes.
+        # JAX to 0.7.2 takes the cotangents for the total; from 0.8.3 its error names neither the
+        # primitive nor the axes.
         cotangents_out = rule(cotangents, *args, **params)
         if self.door.checking() and isinstance(cotangents_out, (list, tuple)):
             for i, (ct, x) in enumerate(zip(cotangents_out, args)):
@@ -165,7 +166,7 @@ class PrimitiveHooks(Hooks):
     # The OpaqueCall of a call.
 
     def opaque_call(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
-        """Return the OpaqueCall of a primitive that is taken for a user's."""
+        """Return the OpaqueCall of a primitive that counts as a user's."""
         return self._opaque_call(self._kinds.get(primitive, _USERS), primitive, params)
 
     def carrying(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +245,7 @@ class PrimitiveHooks(Hooks):
         avals = [self.door.typeof(x) for x in args]
         may_answer = opaque.registration is None and self._may_answer(kind, opaque)
         if may_answer and opaque.governing(self.state).policy == COLLECT:
-            # A trace to look at it only goes on as if the rule were there, casts and all.
+            # A trace that only collects goes on as if the rule and its casts were there.
             with self.door.unchecked():
                 own = vars(primitive)["abstract_eval"](*avals, **params)[0]
             may_answer = self._is_wide(avals, own if primitive.multiple_results else (own,))
@@ -268,9 +269,9 @@ class PrimitiveHooks(Hooks):
         def abstract_eval(*avals, **params):
             answer = evaluate(*avals, **params)
             if not (isinstance(answer, tuple) and len(answer) == 2):
-                return answer  # JAX's to refuse
+                return answer  # leave the mismatch to JAX
             outputs, effects = answer
-            if isinstance(outputs, _Results):  # which callbacks hand on: JAX maps over it
+            if isinstance(outputs, _Results):  # callbacks return theirs, and JAX maps over it
                 outputs = tuple(outputs)
             several = primitive.multiple_results
             if not self.door.checking() or isinstance(outputs, (tuple, list)) != several:
@@ -303,5 +304,5 @@ class PrimitiveHooks(Hooks):
 
     def _may_answer(self, kind: _Kind, opaque: OpaqueCall) -> bool:
         """Whether a call without a rule may keep its own abstract eval's types, if wide enough."""
-        # A user's primitive may know about axis types. Its inputs are then its own to cast.
+        # A user's primitive may know about axis types; it then casts its own inputs.
         return kind.own and opaque.governing(self.state).policy in ("error", COLLECT)

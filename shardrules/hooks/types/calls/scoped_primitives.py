@@ -1,10 +1,8 @@
-"""Users' primitives that are bound under a rule of a scope, and find it when that has closed.
+"""Users' primitives that are bound under a rule of a scope, and find it after the scope has closed.
 
-What they are lowered by, differentiated by and batched by runs later.
-
-An equation has nothing to note a scope in: its parameters are the user's, and go to each of his
-rules. So what is bound is another primitive, its like in all but that: a carrier. Each of its rules
-is the user's own, run under the scope.
+Their lowering, differentiation and batching rules run later. An equation can't hold a scope: its
+parameters are the user's and go to each of the user's rules. So another primitive is bound in its
+place, a carrier. Each of the carrier's rules is the user's own, run under the scope.
 """
 
 from __future__ import annotations
@@ -37,9 +35,7 @@ def is_lent(opaque: OpaqueCall) -> bool:
 
 
 class ScopedPrimitives:
-    """The carriers that were made, one for each primitive and scope."""
-
-    # funnel: for what they obey.
+    """The carriers, one for each primitive and scope."""
 
     def __init__(self, door: Door, state: State, funnel: Funnel):
         self.door = door
@@ -84,7 +80,7 @@ class ScopedPrimitives:
         return carrier
 
     def _complete(self, carrier: Any, primitive: Any, scope: Scope) -> None:
-        """Give a carrier the rules that its primitive has by now."""
+        """Give a carrier the rules that its primitive has now."""
         for name in _TABLES:
             for table in list(vars(importlib.import_module(name)).values()):
                 if isinstance(table, dict) and primitive in table and carrier not in table:

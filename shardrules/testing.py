@@ -125,8 +125,9 @@ def assert_no_defensive_psum(
 ) -> hlo.Judgement:
     """Assert that every collective of a program is needed, as far as it can be proven.
 
-    Fails on each collective that is *redundant*, *overwide* or *unproven*; with ``cheapest``, also
-    on each psum that is needed where it stands and would move fewer bytes elsewhere.
+    Fails on each collective that is *redundant*, *overwide* or *unproven*, and on each psum in a
+    loop that one before or after the loop replaces with fewer bytes, if it sends more than 1% of
+    the program's bytes; with ``cheapest``, on each psum that would move fewer bytes elsewhere.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
@@ -135,11 +136,11 @@ def assert_no_defensive_psum(
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
       strict: accept proofs alone: also fail on verdicts that rest on a declared rule.
-      cheapest: also fail on a psum in a loop that one before or after it could replace, of what is
-        only reduced, scattered or added to another one afterwards (as of what was broadcast,
-        repeated, gathered or read twice), as far as the compiled text shows it; and, of a function,
-        on casts that stand elsewhere than where they move the fewest bytes
-        (``assert_cheapest_casts``). Each is told with the bytes now and then.
+      cheapest: also fail on the smaller psums in loops, and on a psum of what is only reduced,
+        scattered or added to another one afterwards (as of what was broadcast, repeated, gathered
+        or read twice), as far as the compiled text shows it; and, of a function, on casts that
+        stand elsewhere than where they move the fewest bytes (``assert_cheapest_casts``). Each is
+        told with the bytes now and then.
       allow: known findings, from ``"redundant all-reduce(model) at model.py"`` to the reason; one
         that matches nothing fails too.
 
@@ -162,14 +163,15 @@ def assert_no_defensive_psum(
     allowances.check_axes(judgement.mesh)
     found = findings.find(judgement, strict)
     bad, _, unused = allowances.split(
-        found + (waste.dearer(waste.hints(judgement)) if cheapest else [])
+        found + waste.dearer(waste.hints(judgement), None if cheapest else judgement)
     )
     if bad:
         counts = collections.Counter(f.kind for f in bad)
         kinds = ", ".join(
             f"{n} {kind}" for kind, n in sorted(counts.items(), key=lambda c: _ORDER.index(c[0]))
         )
-        what = "needed, or could be cheaper" if cheapest else "needed"
+        could = cheapest or any(f.hint is not None for f in bad)
+        what = "needed, or could be cheaper" if could else "needed"
         raise CollectiveAssertionError(
             f"{counted(len(bad), 'collective', len(judgement.verdicts))} not shown to be {what} "
             f"({kinds}):\n" + _listed(bad),

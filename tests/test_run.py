@@ -242,13 +242,11 @@ jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P()))(np.ones(
 """
 
 
-def test_what_could_move_less_is_a_finding_where_asked(tmp_path):
+def test_a_sum_in_a_loop_that_one_after_it_replaces_is_a_finding(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)
-    done, asked = (run(*flags, tmp_path / "loop.py") for flags in ((), ("--cheapest",)))
-    assert done.returncode == 0 and "could be cheaper" in done.stderr, done.stderr
-    assert asked.returncode == 1 and "12 B in 3 round trips become 4 B" in asked.stderr, (
-        asked.stderr
-    )
+    done = run(tmp_path / "loop.py")
+    assert done.returncode == 1, done.stderr
+    assert "12 B in 3 round trips become 4 B" in done.stderr
 
 
 def test_a_console_script_s_folder_is_not_the_scripts(tmp_path):

@@ -52,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cheapest",
         action="store_true",
-        help="all-reduces that are needed where they stand and would move fewer bytes elsewhere "
-        "are findings too",
+        help="each all-reduce that is needed where it stands and would move fewer bytes elsewhere "
+        "is a finding; otherwise only those in loops that one before or after the loop replaces, "
+        "above 1%% of the program's bytes",
     )
     add_judging(parser)
 

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules import errors, hlo, testing
+from shardrules import errors, hlo, report, testing
 from shardrules.costs import sums, waste
 
 ROWS = jnp.array([0, 1, 1, 2, 3, 0, 5, 6, 6, 7, 7, 7, 3, 2, 1, 0, 0])
@@ -75,17 +75,44 @@ def test_a_gather(gpu_mesh):
 
 def test_an_assertion_fails_on_them(cpu_mesh):
     f, args = gradient(in_a_loop, cpu_mesh)
-    testing.assert_no_defensive_psum(f, *args)
-    for program, given in ((f, args), (f.lower(*args).compile(), ())):
+    compiled = f.lower(*args).compile()
+    for program, given, cheapest in ((f, args, True), (compiled, (), True), (f, args, False)):
         with pytest.raises(errors.CollectiveAssertionError) as caught:
-            testing.assert_no_defensive_psum(program, *given, cheapest=True)
+            testing.assert_no_defensive_psum(program, *given, cheapest=cheapest)
         text = str(caught.value)
         assert text.startswith(
             "1 of 1 collective is not shown to be needed, or could be cheaper (1 after the loop):"
         )
         assert "\n    to do: its results are only added up over the loop's trips" in text
+        assert f"{5 * EACH} B in 5 round trips become {EACH} B" in text
     allowed = {"needed backward all-reduce(data)": "issue 12"}
-    testing.assert_no_defensive_psum(f.lower(*args).compile(), cheapest=True, allow=allowed)
+    testing.assert_no_defensive_psum(compiled, cheapest=True, allow=allowed)
+    testing.assert_no_defensive_psum(compiled, allow=allowed)
+
+
+def test_other_kinds_fail_only_where_asked(cpu_mesh):
+    f, args = gradient(repeated, cpu_mesh)
+    testing.assert_no_defensive_psum(f, *args)
+    with pytest.raises(errors.CollectiveAssertionError, match="1 reduce first"):
+        testing.assert_no_defensive_psum(f, *args, cheapest=True)
+
+
+@pytest.mark.parametrize("size, counts", [(4, True), (1024, False)])
+def test_a_sum_in_a_loop_counts_above_one_percent_of_the_bytes(size, counts, cpu_mesh):
+    def body(x):
+        def step(carry, k):
+            return carry + lax.psum((x * k).sum(), "data"), None
+
+        steps = jnp.arange(5, dtype=jnp.float32)
+        return lax.scan(step, jnp.float32(0), steps)[0], lax.psum(x[:size], "data")
+
+    f = jax.jit(jax.shard_map(body, mesh=cpu_mesh, in_specs=P("data"), out_specs=P()))
+    (x,) = programs.structs(cpu_mesh, ((4096,), P("data")))
+    content = report.content(testing.judge(f.lower(x).compile()))
+    assert [one.kind for one in content.findings] == ["after the loop"] * counts
+    assert [one.kind for one in content.hints] == ["after the loop"] * (not counts)
+    strict = report.content(content.judgement, cheapest=True)
+    assert [one.kind for one in strict.findings] == ["after the loop"] and not strict.hints
 
 
 def test_an_assertion_fails_on_what_only_the_traced_program_shows(cpu_mesh):

@@ -6,7 +6,7 @@ A kind is a ``Kind`` in ``KIND`` of its module and a name in ``_MODULES``.
 from __future__ import annotations
 
 from shardrules import hlo
-from shardrules.costs import findings
+from shardrules.costs import accounts, findings
 from shardrules.costs.waste import (
     add_first,
     after_loop,
@@ -45,6 +45,7 @@ _MODULES = (
 
 rows: tuple[Kind, ...] = tuple(module.KIND for module in _MODULES)
 KINDS = tuple(kind.name for kind in rows)
+_OF_LOOPS = (repeated.KIND.name, after_loop.KIND.name)
 
 
 def hints(judgement: hlo.Judgement) -> list[Hint]:
@@ -59,10 +60,34 @@ def hints(judgement: hlo.Judgement) -> list[Hint]:
     return found
 
 
-def dearer(found: list[Hint]) -> list[findings.Finding]:
-    """List the all-reduces among hints as findings, with the bytes now and then."""
+_SHARE = 0.01  # of a program's wire bytes: a smaller sum in a loop is a hint
+
+
+def dearer(found: list[Hint], worth_more_in: hlo.Judgement | None = None) -> list[findings.Finding]:
+    """List the all-reduces among hints as findings, with the bytes now and then.
+
+    Args:
+      found: the hints.
+      worth_more_in: take only the all-reduces in loops that one before or after the loop replaces
+        with fewer bytes, and that send more than 1% of this program's bytes; all if None.
+    """
+    least = None
+    if worth_more_in is not None:
+        least = _SHARE * sum(map(_sent, accounts.of(worth_more_in).entries))
     return [
         findings.Finding(h.kind, h.verdict, h.entry, h.advice, h)
         for h in found
-        if h.entry.kind == "all-reduce"
+        if h.entry.kind == "all-reduce" and (least is None or _leaves_a_loop(h, least))
     ]
+
+
+def _sent(entry: accounts.Entry) -> int:
+    """Count what a collective sends; a loop of unknown length makes one trip."""
+    return (entry.each if entry.runs is None else entry.runs) * entry.wire_bytes
+
+
+def _leaves_a_loop(hint: Hint, least: float) -> bool:
+    fewer = hint.bytes_before is None or (
+        hint.bytes_after is not None and hint.bytes_after < hint.bytes_before
+    )
+    return hint.kind in _OF_LOOPS and fewer and _sent(hint.entry) > least

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from shardrules.door import compiled
 from shardrules.door.patching import Patches
+from shardrules.door.places import owns
 from shardrules.errors import UnsupportedJaxError
 
 
@@ -45,8 +46,8 @@ class Listener(Protocol):
 
     wants_arguments: bool
 
-    def called(self, name: str, arguments: list[Argument]) -> None:
-        """Note that a compiled function is about to run."""
+    def called(self, name: str, arguments: list[Argument], is_jax_s: bool) -> None:
+        """Note that a compiled function is about to run, a user's or JAX's own."""
 
     def returned(self, name: str, arguments: list[Argument], executable: Any, results: Any) -> None:
         """Note that it ran; what it donated is deleted now."""
@@ -162,13 +163,15 @@ def _call(original: Any, *args, **params) -> Any:
     if not listeners:
         return original(*args, **params)
     name = params["name"]
-    names = getattr(getattr(params["jaxpr"].jaxpr, "debug_info", None), "arg_names", None) or ()
+    info = getattr(params["jaxpr"].jaxpr, "debug_info", None)
+    names = getattr(info, "arg_names", None) or ()
+    place = (getattr(info, "func_src_info", None) or "").rpartition(" at ")[2]
     arguments = [
         _argument(names[n] if n < len(names) and names[n] else f"argument {n}", arg, donated)
         for n, (arg, donated) in enumerate(zip(args, params["donated_invars"]))
         if any(listener.wants_arguments for listener in listeners)
     ]
-    with _reporting(listeners, name, arguments):
+    with _reporting(listeners, name, arguments, owns(place)):
         answer = original(*args, **params)
     for listener in tuple(listeners):  # a listener may stop watching here
         listener.returned(name, arguments, answer[1], answer[0])
@@ -176,9 +179,11 @@ def _call(original: Any, *args, **params) -> Any:
 
 
 @contextlib.contextmanager
-def _reporting(listeners: list[Listener], name: str, arguments: list[Argument]) -> Iterator[None]:
+def _reporting(
+    listeners: list[Listener], name: str, arguments: list[Argument], is_jax_s: bool = False
+) -> Iterator[None]:
     for listener in listeners:
-        listener.called(name, arguments)
+        listener.called(name, arguments, is_jax_s)
     try:
         yield
     except BaseException:

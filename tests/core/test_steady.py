@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import jax
@@ -76,7 +77,8 @@ def test_a_compilation_says_what_changed(other, text):
     first, second = jnp.ones(8), jax.block_until_ready(other())
     f(first)
     message = fails(lambda n: f(first if n == 0 else second))
-    assert message.startswith("jit__lambda") and "is compiled inside steady_state:\n" in message
+    assert message.startswith("jit__lambda") and " is compiled inside steady_state at " in message
+    assert f"{os.path.basename(__file__)}:" in message.splitlines()[0]
     assert text in message
 
 
@@ -106,7 +108,9 @@ def test_a_call_that_failed_is_not_blamed_later():
         jax.jit(lambda x: x * 5).lower(x).compile()
 
     nine = jnp.ones(9)
-    assert "is compiled inside steady_state:\n  to do: compile it before the loop" in fails(body)
+    message = fails(body)
+    assert " is compiled inside steady_state at " in message
+    assert message.endswith(":\n  to do: compile it before the loop")
 
 
 def test_warm_up():
@@ -161,10 +165,36 @@ def test_values_of_the_host_are_seen():
     x = jnp.ones(8)
     loss({"w": x, "m": x}, x), loss({"w": x, "m": x}, np.ones(8, np.float32))
     message = fails(lambda n: loss({"w": x, "m": x}, np.ones(8, np.float32)))
-    assert "loss is called with values of the host" in message
-    assert "x: ndarray float32[8]" in message
+    assert message.startswith("loss at ") and " is called with values of the host" in message
+    assert "x: numpy float32[8]" in message
     message = fails(lambda n: jnp.array([1.0, 2.0]))  # a copy of its own, and JAX's guard sees it
     assert "called with values of the host" in message or "JAX says\n  INVALID" in message
+
+
+def test_operations_outside_of_jit_take_numbers():
+    x = jnp.ones(8)
+    values = [x]
+
+    def body(n):
+        values[0] = values[0] * 2 + 1
+
+    with testing.steady_state(warmup_count=1) as s:
+        for n in range(3):
+            body(n)
+            x[n]
+            s.tick()
+    assert float(values[0][0]) == 15.0
+
+    def compare(n):
+        if values[0].sum() < 0:
+            raise ValueError("negative")
+
+    message = fails(compare, warmup_count=1)
+    assert message.startswith("an array bool[] is read by the host (read) inside steady_state at ")
+    message = fails(lambda n: x + np.ones(8, np.float32), warmup_count=1)
+    assert message.startswith("an operation (add) at ") and "y: numpy float32[8]" in message
+    message = fails(lambda n: loss({"w": x, "m": x}, 2.0), warmup_count=1)
+    assert "x: float\n" in message
 
 
 def test_what_the_guard_of_jax_refuses_is_an_error_of_this_tree():

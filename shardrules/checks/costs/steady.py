@@ -5,6 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
+import os
+import pathlib
+import sys
+import types
 from typing import Any
 
 from shardrules import hlo
@@ -12,9 +16,11 @@ from shardrules.arguments import checked
 from shardrules.costs import donation
 from shardrules.door import compiled, watching
 from shardrules.errors import ShardrulesError, SteadyStateError
+from shardrules.registry.suggestions import is_library
 
 __all__ = ["SteadyState", "steady_state"]
 
+_OWN = str(pathlib.Path(__file__).parents[2]) + os.sep
 _FIELDS = ("shape", "dtype", "weak_type", "sharding")
 
 
@@ -26,7 +32,8 @@ def steady_state(*, warmup_count: int = 0, growth_bytes: int = 0) -> SteadyState
 
     - a program is compiled (with what changed in the arguments since the calls before);
     - an array is read by the host, or a value of NumPy or Python is passed to a compiled function,
-      without ``jax.device_get`` and ``jax.device_put``;
+      without ``jax.device_get`` and ``jax.device_put``; a number in an operation outside of
+      ``jax.jit``, ``x * 2``, may be;
     - a donated argument was not deleted by the call (and why);
     - live arrays take more bytes at a ``tick`` than at the one before.
 
@@ -67,7 +74,7 @@ class SteadyState:
         self._growth_bytes = growth_bytes
         self._ticks = 0
         self._seen: dict[str, list[list[watching.Argument]]] = {}
-        self._current: list[tuple[str, list[watching.Argument]]] = []
+        self._current: list[tuple[str, list[watching.Argument], contextlib.ExitStack]] = []
         self._live: collections.Counter[str] | None = None
         self._stack = contextlib.ExitStack()
 
@@ -137,27 +144,35 @@ class SteadyState:
 
     # -- what the thread does -----------------------------------------------------------------
 
-    def called(self, name: str, arguments: list[watching.Argument]) -> None:
+    def called(self, name: str, arguments: list[watching.Argument], is_jax_s: bool) -> None:
         """See ``watching.Listener``."""
+        import jax
+
         host = [a for a in arguments if not a.sharding]
-        if self._warm and host:
+        arrays = [a for a in host if not is_jax_s or a.shape != "[]"]
+        if self._warm and arrays:
+            place = _line()
+            what = f"an operation ({name}){place}" if is_jax_s else f"{name}{place}"
             raise SteadyStateError(
-                f"{name} is called with values of the host, each of which is copied to the device:"
-                + "".join(f"\n  {a.path}: {type(a.array).__name__} {_type(a)}" for a in host)
+                f"{what} is called with values of the host, each of which is copied to the device:"
+                + "".join(f"\n  {a.path}: {_host_type(a)}" for a in arrays)
                 + "\n  to do: jax.device_put them, before the loop if they don't change",
-                paths=tuple(a.path for a in host),
+                paths=tuple(a.path for a in arrays),
             )
-        self._current.append((name, arguments))
+        stack = contextlib.ExitStack()
+        if self._warm and host:  # the numbers in x * 2 + 1
+            stack.enter_context(jax.transfer_guard_host_to_device("allow"))
+        self._current.append((name, arguments, stack))
 
     def failed(self) -> None:
         """See ``watching.Listener``."""
-        self._current.pop()
+        self._current.pop()[-1].close()
 
     def compiling(self, name: str) -> None:
         """See ``watching.Listener``."""
         if not self._warm:
             return
-        called, arguments = self._current[-1] if self._current else ("", [])
+        called, arguments = self._current[-1][:2] if self._current else ("", [])
         before = self._seen.get(called)
         if not called:
             why = "\n  to do: compile it before the loop"
@@ -172,22 +187,23 @@ class SteadyState:
                 "\n  none of its arguments changed: a static argument did, or a value that it "
                 "closes over, or it is another function (jax.jit inside the loop)"
             )
-        raise SteadyStateError(f"{name} is compiled inside steady_state:{why}", name=name)
+        raise SteadyStateError(f"{name} is compiled inside steady_state{_line()}:{why}", name=name)
 
     def reading(self, array: Any, how: str) -> None:
         """See ``watching.Listener``."""
         if self._warm:
             what = f"{array.dtype}[{','.join(map(str, array.shape))}]"
             raise SteadyStateError(
-                f"an array {what} is read by the host ({how}) inside steady_state, which waits for "
-                "the device\n  to do: read it after the loop, or ask for it with jax.device_get"
+                f"an array {what} is read by the host ({how}) inside steady_state{_line()}, which "
+                "waits for the device\n"
+                "  to do: read it after the loop, or ask for it with jax.device_get"
             )
 
     def returned(
         self, name: str, arguments: list[watching.Argument], executable: Any, results: Any
     ) -> None:
         """See ``watching.Listener``."""
-        self._current.pop()
+        self._current.pop()[-1].close()
         # The arrays themselves would live on here.
         self._seen.setdefault(name, []).append([a._replace(array=None) for a in arguments])
         del self._seen[name][:-8]
@@ -227,6 +243,26 @@ def _why_kept(arguments: list[watching.Argument], executable: Any) -> list[str]:
         words.get(leaf.status) or f"{leaf.reason}\n    to do: {donation.ADVICE.get(leaf.cause)}"
         for leaf in leaves
     ]
+
+
+def _line() -> str:
+    """Return " at FILE:LINE" of the user's innermost frame; empty where there is none."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not (path.startswith((_OWN, "<")) or is_library(path)):
+            short = os.path.relpath(path)
+            return f" at {path if short.startswith(os.pardir) else short}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _host_type(argument: watching.Argument) -> str:
+    """Write the type of a value of Python or NumPy."""
+    value = argument.array
+    if isinstance(value, (bool, int, float, complex)):
+        return type(value).__name__
+    return f"numpy {_type(argument)}"
 
 
 def _type(argument: watching.Argument) -> str:

@@ -86,7 +86,7 @@ class Recorder:
             by = watching.around(wrapper, getattr(marker, name))
             self._patches.attribute(marker, name, by)
 
-    def called(self, name: str, arguments: list[watching.Argument]) -> None:
+    def called(self, name: str, arguments: list[watching.Argument], is_jax_s: bool) -> None:
         """See ``watching.Listener``."""
 
     def failed(self) -> None:

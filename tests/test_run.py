@@ -273,3 +273,50 @@ def test_what_can_t_be_read_is_kept_as_it_is(tmp_path):
 
     command._keep([Program()], tmp_path)
     assert (tmp_path / "0001.jit_step.hlo").read_text() == Program.text
+
+
+KERNELS = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from shardrules import aot
+
+mesh = Mesh(np.array(aot.gpu("h100", 8)).reshape(4, 2), ("data", "model"))
+params = triton.CompilerParams(num_warps=1)
+
+def body(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2
+
+def double(x):
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(body, out_shape=out, compiler_params=params)(x)
+
+kernel = jax.custom_vjp(lambda w, x: double(w) * x)
+kernel.defvjp(lambda w, x: (double(w) * x, (w, x)), lambda r, g: (double(g) * r[1], g * r[0]))
+
+def loss(w, x):
+    f = jax.shard_map(kernel, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"),
+                      check_vma="check" in sys.argv)
+    return (f(w, x) ** 2).sum()
+
+def argument(rows, spec):
+    return jax.ShapeDtypeStruct((rows, 128), jnp.float32, sharding=NamedSharding(mesh, spec))
+
+jax.jit(jax.grad(loss)).lower(argument(8, P()), argument(32, P("data"))).compile()
+"""
+
+
+@pytest.mark.gpu
+def test_a_kernel_is_judged_as_with_the_hooks(tmp_path):
+    (tmp_path / "train.py").write_text(KERNELS)
+    plain = run("train.py", cwd=tmp_path)
+    assert plain.returncode == 1 and "1 unproven" in plain.stderr, plain.stderr
+    assert "the kernel 'body' needs no line: shardrules.install() proves it" in plain.stderr
+    refused = run("train.py", "check", cwd=tmp_path)
+    assert "ValueError" in refused.stderr  # JAX's own: vma is not given
+    off = run("--install", "train.py", cwd=tmp_path)
+    assert off.returncode == 1 and "  overwide: backward all-reduce" in off.stderr, off.stderr
+    on = run("--install", "train.py", "check", cwd=tmp_path)
+    assert on.returncode == 0 and "no findings" in on.stderr, on.stderr

@@ -54,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tells which",
     )
     parser.add_argument(
+        "--install",
+        action="store_true",
+        help="install the hooks when JAX is imported, as shardrules.install() in the script would",
+    )
+    parser.add_argument(
         "--keep",
         action=flags.Once,
         metavar="DIR",
@@ -94,9 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as around:
         around.enter_context(seen)
         handles: list[Handle] = []
-        if arguments.check:
+        if arguments.check or arguments.install:
             before = functools.partial(rules.register, arguments)
-            around.enter_context(check_off.switching(handles, before, _say))
+            unchecked = "check" if arguments.check else "leave"
+            around.enter_context(check_off.switching(handles, before, _say, unchecked))
         recorder = None
         if arguments.profile is not None:
             from shardrules.watching.profiles import recording
@@ -172,7 +178,7 @@ def _written(
     else:
         pathlib.Path(arguments.output).write_text(text, encoding="utf-8")
         _say(f"{found.headline}; the report is in {arguments.output}")
-    for handle in handles:
+    for handle in handles if arguments.check else ():
         print(f"\n{migration.decided(handle.unchecked())}", file=sys.stderr, flush=True)
     return code
 

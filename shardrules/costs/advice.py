@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Collection
 
 from shardrules import hlo
 from shardrules.arguments import checked
@@ -27,8 +28,13 @@ _WRITTEN = re.compile(
 
 
 @checked
-def advice(verdict: hlo.Verdict) -> str:
-    """Say the one change that removes a finding, or that would let it be judged."""
+def advice(verdict: hlo.Verdict, proven: Collection[str] = ()) -> str:
+    """Say the one change that removes a finding, or that would let it be judged.
+
+    Args:
+      verdict: the verifier's.
+      proven: names of kernels whose own jaxprs show that they don't communicate.
+    """
     collective = verdict.collective
     if verdict.divergent:
         return (
@@ -46,7 +52,7 @@ def advice(verdict: hlo.Verdict) -> str:
                 "it needs"
             )
         return _instead(verdict) if verdict.verdict == "redundant" else _narrowed(verdict)
-    return _to_be_judged(verdict) if verdict.verdict == "unproven" else ""
+    return _to_be_judged(verdict, proven) if verdict.verdict == "unproven" else ""
 
 
 def _for_partitioner(verdict: hlo.Verdict) -> str:
@@ -121,9 +127,16 @@ def _factor(reduction: str, count: int) -> str:
     return f"; then reduce {count} copies of it"
 
 
-def _to_be_judged(verdict: hlo.Verdict) -> str:
+def _to_be_judged(verdict: hlo.Verdict, proven: Collection[str]) -> str:
     """Say what would let an unproven collective be judged."""
-    names = [b.kernel for b in verdict.blockers if b.kernel]
+    kernels = list(dict.fromkeys(b.kernel for b in verdict.blockers if b.kernel))
+    names = [kernel for kernel in kernels if kernel not in proven]
+    if kernels and not names:
+        return (
+            f"the kernel{'s' if len(kernels) > 1 else ''} {', '.join(map(repr, kernels))} "
+            f"need{'' if len(kernels) > 1 else 's'} no line: shardrules.install() proves "
+            f"{'them' if len(kernels) > 1 else 'it'}; see the verdict with shardrules run --install"
+        )
     if names:
         sizes = pattern(names[0])
         return (

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules.door import versions
+from shardrules.door.jaxprs import kernel_name
 from shardrules.door.lookup import find, is_cached, look, unsupported
 from shardrules.door.symbols import SYMBOLS
 from shardrules.door.trace_key import ContextKey, MeshKey
@@ -271,18 +272,7 @@ class Door:
 
     def describe_kernel(self, jaxpr: Any, params: dict[str, Any]) -> tuple[str, str]:
         """Return a Pallas kernel's name and ``file:line``."""
-        info = getattr(jaxpr, "debug_info", None)
-        function, _, place = (getattr(info, "func_src_info", None) or "").partition(" at ")
-        # JAX 0.4.31 to 0.5.0 keep both in one parameter, 0.4.28 the name alone.
-        both = params.get("name_and_src_info")
-        name = (
-            params.get("name")
-            or getattr(both, "name", None)
-            or getattr(info, "func_name", None)
-            or function
-            or "unknown"
-        )
-        return name, place
+        return kernel_name({**params, "jaxpr": jaxpr})
 
     def kernel_jaxpr(self, traced: Any) -> tuple[Any, Any]:
         """Return the kernel's jaxpr in what ``trace_kernel`` returned, and all of that."""

@@ -179,3 +179,19 @@ def transposed_sums(jaxpr: Any, runs: int = 1) -> Iterator[tuple[int, frozenset[
         elif eqn.primitive.name not in KERNELS:
             for inner in inner_jaxprs(eqn.params):
                 yield from transposed_sums(inner, runs * eqn.params.get("length", 1))
+
+
+def kernel_name(params: dict[str, Any]) -> tuple[str, str]:
+    """Return the name and ``file:line`` of a ``pallas_call``'s kernel."""
+    info = getattr(params["jaxpr"], "debug_info", None)
+    function, _, place = (getattr(info, "func_src_info", None) or "").partition(" at ")
+    # JAX 0.4.31 to 0.5.0 keep both in one parameter, 0.4.28 the name alone.
+    both = params.get("name_and_src_info")
+    name = (
+        params.get("name")
+        or getattr(both, "name", None)
+        or getattr(info, "func_name", None)
+        or function
+        or "unknown"
+    )
+    return name, place

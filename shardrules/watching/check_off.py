@@ -56,9 +56,12 @@ def start(
 
 @contextlib.contextmanager
 def switching(
-    handles: list[Handle], before: Callable[[], object], failed: Callable[[str], object]
+    handles: list[Handle],
+    before: Callable[[], object],
+    failed: Callable[[str], object],
+    unchecked: str = "check",
 ) -> Iterator[None]:
-    """Install the hooks with ``unchecked="check"`` once JAX is imported, and keep their handle.
+    """Install the hooks once JAX is imported, and keep their handle.
 
     ``before`` is called before; ``failed`` is told why they can't be installed.
     """
@@ -66,7 +69,7 @@ def switching(
     def installed(_: object) -> None:
         try:
             before()
-            handles.append(install(unchecked="check"))
+            handles.append(install(unchecked=unchecked))
         except ShardrulesError as error:  # the program runs as written
             failed(f"every shard_map runs as written: {error}")
 

@@ -14,10 +14,11 @@ import pathlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardrules.door import compiled, watching
+from shardrules.door.jaxprs import kernel_name
 from shardrules.door.patching import Patches
 from shardrules.door.places import COMPILER, compilers, leave_out_frames
 from shardrules.errors import ShardrulesError
@@ -31,10 +32,11 @@ _watchers: list[Callable[[Any, Any], None]] = []
 
 
 class _Traced(NamedTuple):
-    """What a program's jaxpr told: the meshes of its shard_maps, and its results' paths."""
+    """What a program's jaxpr told: meshes of shard_maps, paths of results, Pallas calls' params."""
 
     meshes: list[Any]
     paths: tuple[str, ...] | None
+    kernels: list[dict[str, Any]]
 
 
 _traced: weakref.WeakKeyDictionary[Any, _Traced] = weakref.WeakKeyDictionary()
@@ -54,6 +56,7 @@ class Noted:
         self._inputs = getattr(executable, "_in_shardings", None)
         self._outputs = getattr(executable, "_out_shardings", None)
         self._meshes = traced.meshes
+        self._kernels = traced.kernels
         self.name = "a program"
         self.failure = ""
         try:
@@ -96,6 +99,22 @@ class Noted:
             return None
         return compiled.placed(self._avals, self._inputs)
 
+    def proven_kernels(self) -> frozenset[str]:
+        """Return the names of its Pallas kernels whose own jaxprs show that they don't communicate.
+
+        A name that a kernel shares with one of which that is not shown is not among them.
+        """
+        if not self._kernels:
+            return frozenset()
+        from shardrules.hooks.install import state
+
+        audits: dict[str, list[bool]] = {}
+        for params in self._kernels:
+            audit = state().registry.audit("pallas_call", params, 0)
+            name, _ = kernel_name(params)
+            audits.setdefault(name, []).append(audit is not None and audit.proven)
+        return frozenset(name for name, proven in audits.items() if all(proven))
+
     def output_shardings(self, shapes: list[str]) -> list[tuple[str, str] | None] | None:
         """Return path and HLO sharding of each output, None if not known.
 
@@ -136,7 +155,7 @@ def start(note: Callable[[Noted], None]) -> Callable[[], None]:
             if executable in seen:
                 return
             seen.add(executable)
-            noted = Noted(executable, _traced.get(computation, _Traced([], None)))
+            noted = Noted(executable, _traced.get(computation, _Traced([], None, [])))
         note(noted)
 
     with _lock:
@@ -181,25 +200,29 @@ def _lower(original: Any, closed_jaxpr: Any, *args, **kwargs) -> Any:
     computation = original(closed_jaxpr, *args, **kwargs)
     if _watchers:
         with _lock:
-            meshes = list(_shard_map_meshes(closed_jaxpr, set()))
-            _traced[computation] = _Traced(meshes, compiled.result_paths(closed_jaxpr))
+            traced = _Traced([], compiled.result_paths(closed_jaxpr), [])
+            _walk(closed_jaxpr, traced, set())
+            _traced[computation] = traced
     return computation
 
 
-def _shard_map_meshes(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield the meshes of the shard_maps in a jaxpr and in those that its equations hold."""
+def _walk(jaxpr: Any, traced: _Traced, seen: set[int], in_shard_map: bool = False) -> None:
+    """Note the outermost shard_maps' meshes and the Pallas calls of a jaxpr and of those in it."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     if id(jaxpr) in seen:
         return
     seen.add(id(jaxpr))
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "shard_map":
-            yield equation.params["mesh"]  # one inside it has the same devices
+        name = equation.primitive.name
+        if name == "pallas_call":
+            traced.kernels.append(equation.params)
             continue
+        if name == "shard_map" and not in_shard_map:
+            traced.meshes.append(equation.params["mesh"])
         for value in equation.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    yield from _shard_map_meshes(inner, seen)
+                    _walk(inner, traced, seen, in_shard_map or name == "shard_map")
 
 
 _imported = WhenImported((COMPILER,), _install)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,7 @@ class WatchedProgram:
         from shardrules import report
         from shardrules.costs import findings
 
-        return report.content(
+        content = report.content(
             self.judgement,
             title=f"{self.name} in {self.where}" if self.where else self.name,
             strict=self._owner.strict,
@@ -102,6 +103,14 @@ class WatchedProgram:
             target=self._owner.target,
             cheapest=self._owner.cheapest,
         )
+        proven = self._noted.proven_kernels()
+        advised = [
+            dataclasses.replace(finding, advice=findings.advice(finding.verdict, proven))
+            if finding.kind == "unproven"
+            else finding
+            for finding in content.findings
+        ]
+        return dataclasses.replace(content, findings=tuple(advised))
 
     def __repr__(self) -> str:
         return f"<WatchedProgram {self.name}>"

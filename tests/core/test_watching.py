@@ -159,7 +159,7 @@ def test_alike_programs_are_one_row(cpu_mesh):
             doubled(cpu_mesh)(np.ones((8, 16), np.float32))
     found = seen.judged()
     assert found.findings == 1 and found.counts[0] == 3
-    assert found.rows[0][1] == "3"
+    assert found.programs.rows[0][1] == "3"
 
 
 def test_programs_of_which_the_report_says_the_same_are_one_row(cpu_mesh):
@@ -171,7 +171,7 @@ def test_programs_of_which_the_report_says_the_same_are_one_row(cpu_mesh):
         jax.random.normal(jax.random.PRNGKey(0), (8,)).block_until_ready()
     found = seen.judged()
     assert len({one.text for one in seen if "lambda" in one.name}) > 1
-    assert [row[1] for row in found.rows] == ["3"]
+    assert [row[1] for row in found.programs.rows] == ["3"]
 
 
 def test_errors_are_the_users_own():

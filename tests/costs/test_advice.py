@@ -234,6 +234,17 @@ def test_without_a_mesh_the_equal_devices_are_counted():
     )
 
 
+def test_a_kernel_that_is_proven_needs_no_line():
+    call = '%k = f32[8] custom-call(%x), custom_call_target="mine"'
+    text = T.module("\n".join([T.parameter(T.DATA), call, T.all_reduce("%k")]))
+    (verdict,) = hlo.judge(text, mesh=T.MESH).verdicts
+    assert findings.advice(verdict).startswith("if the kernel reads no other device")
+    assert findings.advice(verdict, {"mine"}) == (
+        "the kernel 'mine' needs no line: shardrules.install() proves it; see the verdict with "
+        "shardrules run --install"
+    )
+
+
 @pytest.mark.parametrize(
     "name, told", [("psum", True), ("psum_invariant", False), ("psum2", False)]
 )

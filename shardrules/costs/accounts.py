@@ -202,7 +202,9 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
         over = ", ".join(collective.axes or ())
         if collective.axes is None:
             over = f"{len(collective.groups)} groups of {collective.group_size}: {groups}"
-        elif judgement.mesh is None:  # names of its own notation, which others may use otherwise
+        elif (
+            judgement.mesh is None
+        ):  # the axis names are the notation's own: another program may mean others
             over += f": {groups}"
         moves = collective.connections.moves
         frame = collective.source or hlo.Frame("", 0)

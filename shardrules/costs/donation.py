@@ -66,7 +66,7 @@ class Leaf(NamedTuple):
       shape: on one device; of the whole array where it was pruned.
       bytes: of that shape.
       donated: whether it was declared donated; None where only the text is known, in which an
-        argument that was donated in vain may leave no trace.
+        argument whose donation had no effect may leave no trace.
       status: ``aliased``, ``donor`` (given away, not reused), ``pruned`` or ``kept``.
       output: the path of the output that has its memory, or of the one that comes nearest.
       cause: a key of ADVICE; empty where it is aliased or was not donated.

@@ -1,10 +1,10 @@
 """What each loop of a compiled program costs per trip: kernels launched, bytes copied, decisions.
 
 On a GPU each instruction of a scheduled computation that computes is one kernel, one call of a
-library or one copy, and XLA's fusions are what it could put together. A while loop whose trip count
-XLA knows is run as so many launches of its body; where it doesn't, the predicate is computed on the
-GPU and copied to the host, which waits for it and decides, trip by trip (xla/backends/gpu/runtime,
-WhileThunk). Instructions in a command buffer are recorded once and launched as one graph.
+library or one copy. A while loop whose trip count XLA knows runs as so many launches of its body.
+If XLA does not know it, the GPU computes the predicate and copies it to the host, which waits for
+it and decides, trip by trip (xla/backends/gpu/runtime, WhileThunk). Instructions in a command
+buffer are recorded once and launched as one graph.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Loop(NamedTuple):
       kinds: the launches by kind.
       host_decides: whether the host waits for the predicate on each trip.
       copied_bytes: by copies, of one trip; None with a loop of unknown length inside.
-      graphs: command buffers launched on one trip, with what stands in them counted as one.
+      graphs: command buffers launched on one trip, each counted as one launch.
     """
 
     name: str
@@ -214,7 +214,7 @@ def _elements(computation: hlo.Computation, position: int) -> set[int]:
 
 
 def _element(computation: hlo.Computation, position: int) -> int | None:
-    """Give which element of the computation's parameter a value is, as it came; else None."""
+    """Give the element of the computation's parameter that a value is, unchanged; else None."""
     instruction = computation.instructions[position]
     while instruction.opcode in ("copy", "bitcast") and instruction.operands:
         instruction = computation.instructions[instruction.operands[0]]

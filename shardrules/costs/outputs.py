@@ -26,12 +26,12 @@ class Unequal:
 
     Attributes:
       kind: ``differs`` or ``unproven``.
-      name: by its path in the program's result, ``"output['w']"``.
+      name: its path in the program's result, ``"output['w']"``.
       shape: on one device.
       axes: the mesh axes along which it is not proven, None where they aren't known.
-      over: these, or the devices that are called equal, for people.
+      over: the axes, or the devices that are called equal, for people.
       reason: why it may differ.
-      carried: the argument in whose memory it is written; empty where there is none.
+      carried: the argument whose memory it takes; empty if it takes none.
       advice: what to type.
     """
 
@@ -46,7 +46,7 @@ class Unequal:
 
     @property
     def what(self) -> str:
-        """Name it, and say what it is called."""
+        """Give its name, its shape and what its sharding says."""
         return f"{self.name}, {self.shape}: called {self.over}, not proven equal"
 
     @property

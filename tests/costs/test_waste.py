@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardrules import testing
+from shardrules import hlo, testing
 from shardrules.costs import waste
 
 D = P("data")
@@ -409,6 +409,39 @@ def test_another_array_is_moved(cpu_mesh):
         return gather(x)[:16] + lax.all_to_all(jnp.sin(x), "data", 0, 0, tiled=True)
 
     assert hints(program(cpu_mesh, body, [X]), structs(cpu_mesh, [X])) == []
+
+
+BARRIER = """\
+HloModule m, num_partitions=4
+
+copies {
+  p0 = f32[8]{0} parameter(0)
+  p1 = f32[8]{0} parameter(1)
+  c0 = f32[8]{0} copy(p0)
+  c1 = f32[8]{0} copy(p1)
+  ROOT t = (f32[8]{0}, f32[8]{0}) tuple(c0, c1)
+}
+
+ENTRY main {
+  a = f32[8]{0} parameter(0), sharding={devices=[4]<=[4]}
+  b = f32[8]{0} parameter(1), sharding={devices=[4]<=[4]}
+  both = (f32[8]{0}, f32[8]{0}) fusion(a, b), kind=kLoop, calls=copies
+  held = (f32[8]{0}, f32[8]{0}) opt-barrier(both)
+  again = f32[8]{0} get-tuple-element(held), index=INDEX
+  first = f32[32]{0} all-gather(b), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}, \
+use_global_device_ids=true, metadata={op_name="jit(f)/jvp()/shard_map/all_gather"}
+  second = f32[32]{0} all-gather(again), channel_id=2, replica_groups={{0,1,2,3}}, \
+dimensions={0}, use_global_device_ids=true, \
+metadata={op_name="jit(f)/transpose(jvp())/shard_map/all_gather"}
+  ROOT sum = f32[32]{0} add(first, second)
+}
+"""
+
+
+@pytest.mark.parametrize("index, kinds", [("1", ["gathered twice"]), ("0", [])])
+def test_an_array_is_followed_through_a_barrier_into_a_fusion(index, kinds):
+    text = BARRIER.replace("INDEX", index)
+    assert [h.kind for h in waste.hints(hlo.judge(hlo.parse(text)))] == kinds
 
 
 def test_a_kind_is_a_row():

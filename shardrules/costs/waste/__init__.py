@@ -50,14 +50,9 @@ _OF_LOOPS = (repeated.KIND.name, after_loop.KIND.name)
 
 def hints(judgement: hlo.Judgement) -> list[Hint]:
     """List the needed collectives that the program shows could be cheaper."""
-    program = Program(judgement)
-    found = []
-    for site in program.sites:
-        if site.needed:
-            hint = next((h for kind in rows if (h := kind.find(site)) is not None), None)
-            if hint is not None:
-                found.append(hint)
-    return found
+    needed = [site for site in Program(judgement).sites if site.needed]
+    first = (next(filter(None, (kind.find(site) for kind in rows)), None) for site in needed)
+    return [hint for hint in first if hint is not None]
 
 
 _SHARE = 0.01  # of a program's wire bytes: a smaller sum in a loop is a hint

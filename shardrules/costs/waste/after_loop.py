@@ -17,7 +17,7 @@ def _find(site: Site) -> Hint | None:
     if not site.in_loop or not site.needed or not _can_leave(site):
         return None
     sites = site.program.parts(site.computation.name, site.position)
-    results = [site.program.unread.get((s.computation.name, s.position, s.part)) for s in sites]
+    results = [site.program.unread.get(s.key) for s in sites]
     own = results[sites.index(site)]
     if own is None:
         return None
@@ -37,7 +37,8 @@ def _find(site: Site) -> Hint | None:
 
 
 def _can_leave(site: Site) -> bool:
-    """Tell whether the source can move it: it can't leave a shard_map, or a sum nobody wrote."""
+    """Tell whether the source can move it out of the loop."""
+    # It can't leave a shard_map that the loop holds, and the partitioner's own sums can't be moved.
     name, phase = site.collective.op_name, site.entry.phase
     if site.in_shard_map:
         return re.search(r"while.*shard_map", name) is None

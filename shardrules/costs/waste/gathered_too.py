@@ -25,7 +25,7 @@ def _find(site: Site) -> Hint | None:
             f"{site.entry.bytes} B become 0 B"
         )
         if not site.in_shard_map:
-            advice += " (constrain the array once to the whole layout, and slice that)"
+            advice += f" ({KIND.jit})"
         return site.without(KIND.name, advice)
     return None
 
@@ -41,8 +41,8 @@ def _gathers(program: Program) -> dict[tuple[object, ...], Site]:
 
 def _made(site: Site, position: int) -> tuple[object, ...]:
     """Follow an operand back to what made the array."""
-    outside, maker = site.made_by(position, _MOVES)
-    return (*((computation.name, caller) for computation, caller in outside), maker)
+    value = site.made_by(position, _MOVES)
+    return (*((computation.name, caller) for computation, caller in value.outside), value.position)
 
 
 def _within(site: Site, gather: Site) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardrules import hlo
 from shardrules.costs.advice import operation
 from shardrules.costs.waste.shared.program import Hint, Kind, Program, Site
+from shardrules.costs.waste.shared.values import Value
 
 __all__ = ["KIND"]
 
@@ -68,49 +68,44 @@ def _hint(site: Site, first: Site) -> Hint:
 
 def _origin(site: Site) -> tuple[str, int, str] | None:
     """Follow an operand back to its array, also if it is one trip's slice of that."""
-    program, here, position, part = site.program, site.computation, site.source, ""
+    program, value, part = site.program, Value.at(site.computation, site.source), ""
     for _ in range(64):
-        outside, position = program.made_by(((here, -1),), position, _MOVES)
-        maker = outside[-1][0].instructions[position]
-        while maker.opcode in ("dynamic-slice", "slice", "convert"):
+        value = program.made_by(value, _MOVES)
+        while value.instruction.opcode in ("dynamic-slice", "slice", "convert"):
+            maker = value.instruction
             if maker.opcode == "convert":
                 part += maker.shape.element_type
             elif maker.opcode == "slice" and maker.shape.dimensions[:1] != (1,):
                 # A slice of one row may be a trip's, which XLA took out of the loop.
                 part += maker.attribute("slice") or ""
-            outside, position = program.made_by(outside, maker.operands[0], _MOVES)
-            maker = outside[-1][0].instructions[position]
-        if len(outside) > 1:
+            value = program.made_by(value.operand(0), _MOVES)
+        here, position = value.computation, value.position
+        if len(value.outside) > 1:
             return None
-        here = outside[0][0]
-        if maker.opcode != "get-tuple-element":
+        if value.instruction.opcode != "get-tuple-element":
             return (here.name, position, part) if here.is_entry else None
-        before = program.before_loop(here, position) or _stacked(program, here, maker)
+        before = program.before_loop(here, position) or _stacked(program, value)
         if before is None:
             return here.name, position, part
-        here, position = before
+        value = before
     return None
 
 
-def _stacked(
-    program: Program, here: hlo.Computation, taken: hlo.Instruction
-) -> tuple[hlo.Computation, int] | None:
+def _stacked(program: Program, taken: Value) -> Value | None:
     """Give what a loop stacks, or passes on, in one element of its result."""
-    loop = here.instructions[taken.operands[0]]
+    loop = taken.operand(0).instruction
     if loop.opcode != "while":
         return None
     body = program.module.computations[loop.calls[1]]
-    root, index = body.instructions[body.root], int(taken.attribute("index") or -1)
+    root, index = body.instructions[body.root], int(taken.instruction.attribute("index") or -1)
     if loop.calls[1] not in program.loops or root.opcode != "tuple":
         return None
-    outside, position = program.made_by(((body, -1),), root.operands[index], frozenset(["copy"]))
-    written = outside[-1][0].instructions[position]
-    if written.opcode == "dynamic-update-slice":
-        outside, position = program.made_by(outside, written.operands[1], _MOVES)
-        written = outside[-1][0].instructions[position]
-        if written.opcode == "dynamic-slice":
-            outside, position = program.made_by(outside, written.operands[0], _MOVES)
-    return (outside[0][0], position) if len(outside) == 1 else None
+    value = program.made_by(Value.at(body, root.operands[index]), frozenset(["copy"]))
+    if value.instruction.opcode == "dynamic-update-slice":
+        value = program.made_by(value.operand(1), _MOVES)
+        if value.instruction.opcode == "dynamic-slice":
+            value = program.made_by(value.operand(0), _MOVES)
+    return value if len(value.outside) == 1 else None
 
 
 KIND = Kind(

@@ -38,8 +38,8 @@ def _find(site: Site) -> Hint | None:
     narrower = _one_hot(site) or _widened(site) or _narrowed(site)
     if narrower is None or narrower.bytes >= site.entry.bytes:
         return None
-    if _NARROW_FLOAT.match(narrower.element_type) and not site.program.narrow_floats:
-        return None
+    if _NARROW_FLOAT.match(narrower.element_type) and site.program.platform is None:
+        return None  # XLA for CPU makes floats of 32 bits of narrower ones
     advice = (
         f"{narrower.why}: {narrower.change}, and {site.entry.bytes} B become {narrower.bytes} B "
         "(the values are the same)"
@@ -53,12 +53,10 @@ def _size(site: Site, bits: int) -> int:
 
 def _widened(site: Site) -> _Narrower | None:
     """Find an operand that was converted from a narrower type just before."""
-    outside, position = site.made_by(site.source, _BACK)
-    here = outside[-1][0]
-    convert = here.instructions[position]
-    if convert.opcode != "convert":
+    convert = site.made_by(site.source, _BACK)
+    if convert.instruction.opcode != "convert":
         return None
-    before, after = here.instructions[convert.operands[0]].shape, convert.shape
+    before, after = convert.operand(0).instruction.shape, convert.instruction.shape
     if before.bits >= after.bits or after.element_type != site.taken.element_type:
         return None
     why = (
@@ -70,14 +68,14 @@ def _widened(site: Site) -> _Narrower | None:
 
 def _one_hot(site: Site) -> _Narrower | None:
     """Find a one-hot array that is made of indices just before."""
-    outside, position = site.made_by(site.source, _COPIES | {"convert"})
-    compare = outside[-1][0].instructions[position]
+    value = site.made_by(site.source, _COPIES | {"convert"})
+    compare = value.instruction
     if compare.opcode != "compare" or compare.attribute("direction") != "EQ":
         return None
     if compare.shape.dimensions != site.taken.dimensions or site.collective.kind == "all-to-all":
         return None
-    sides = [site.program.made_by(outside, o, _COPIES) for o in compare.operands]
-    made = [o[-1][0].instructions[p] for o, p in sides]
+    sides = [site.program.made_by(value.operand(n), _COPIES) for n in range(len(compare.operands))]
+    made = [side.instruction for side in sides]
     names = [i.opcode for i in made]
     if sorted(names) != ["broadcast", "iota"]:
         return None
@@ -89,8 +87,7 @@ def _one_hot(site: Site) -> _Narrower | None:
     others = [str(d) for d in range(len(compare.shape.dimensions)) if str(d) != counted]
     if re.findall(r"\d+", spread.attribute("dimensions") or "") != others:
         return None
-    outside = sides[names.index("broadcast")][0]
-    indices = outside[-1][0].instructions[spread.operands[0]].shape
+    indices = sides[names.index("broadcast")].operand(0).instruction.shape
     if site.collective.dimension == counted or not counted:
         return None
     row = compare.shape.dimensions[int(counted)]
@@ -100,7 +97,7 @@ def _one_hot(site: Site) -> _Narrower | None:
 
 
 def _narrowed(site: Site) -> _Narrower | None:
-    """Find a result of which every use converts it to a narrower type first."""
+    """Find a result that every use converts to a narrower type first."""
     uses = site.program.uses(site.computation, site.position, site.operand, _MOVES, True)
     if not uses:
         return None

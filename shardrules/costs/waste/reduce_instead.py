@@ -8,6 +8,7 @@ from shardrules import hlo
 from shardrules.costs import accounts, walk
 from shardrules.costs.waste.shared import parts
 from shardrules.costs.waste.shared.program import Hint, Kind, Site
+from shardrules.costs.waste.shared.values import Use, Value
 
 __all__ = ["KIND"]
 
@@ -40,7 +41,7 @@ def _find(site: Site) -> Hint | None:
     note = " (equal up to rounding)" if operation == "add" else ""
     change = f"reduce on each device and {_NAMES[operation]} that"
     if not site.in_shard_map:
-        change = "reduce the sharded array itself, without a constraint that replicates it"
+        change = KIND.jit
     advice = (
         f"its result is only reduced over what it gathered: {change}, and a device sends {sent} B "
         f"where it sends {entry.wire_bytes} B{note}"
@@ -56,10 +57,9 @@ def _is_result(shape: hlo.Shape, result: hlo.Shape, along: int, size: int) -> bo
     return same and shape.element_type == result.element_type
 
 
-def _starts_neutral(site: Site, use, operation: str) -> bool:
+def _starts_neutral(site: Site, use: Use, operation: str) -> bool:
     """Tell whether each device may start its reduction from the same value."""
-    outside, position = site.program.origin(use.outside, use.instruction.operands[1])
-    start = outside[-1][0].instructions[position]
+    start = site.program.origin(Value(use.outside, use.instruction.operands[1])).instruction
     # A maximum or a minimum takes the same start any number of times.
     return start.opcode == "constant" and (operation != "add" or walk.is_zero(start))
 

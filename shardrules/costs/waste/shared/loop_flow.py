@@ -247,7 +247,7 @@ class _Trip:
             called = self.program.module.computations[instruction.calls[0]]
             return self.evaluate(called, operands)
         if opcode == "custom-call" and walk.target(instruction) == "AllocateBuffer":
-            return _SAME  # on TPU a stack starts so: nobody reads what is in it
+            return _SAME  # on TPU a stack starts so: its content is never read
         if not any(map(_may_hold, operands)):
             return self._without(instruction, operands)
         value = self._function(computation, instruction, operands)
@@ -325,12 +325,15 @@ class _Trip:
         if any(_sources([o]) and not isinstance(o, _Result) for o in operands):
             self.read(operands)
             return _PLAIN
+        sites = self.program.parts(computation.name, position)
         own = self.program.results_at(computation.name, position)
         if any(source not in self.sources for source in own.values()) or not own:
             self.read(operands)
             operands = [_PLAIN] * len(operands)
-        linear = self.program.is_linear(computation.name, position)
-        ranges = self.program.ranges(computation.name, position)
+        linear = bool(sites) and (sites[0].adds or sites[0].collective.kind == "all-gather")
+        ranges = tuple(
+            (s.verdict.range.start, s.verdict.range.stop, s.key) for s in sites if not s.whole
+        )
         results: list[Any] = []
         for k, operand in enumerate(operands):
             made = own.values() if ranges else [own[k]] if k in own else []

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardrules import hlo
 from shardrules.costs.waste.shared.program import Program, Site
-from shardrules.costs.waste.shared.values import Outside, Use
+from shardrules.costs.waste.shared.values import Use, Value
 from shardrules.hlo.known import exact
 from shardrules.hlo.known.ranges import Exact
 
@@ -82,7 +82,7 @@ def _part(program: Program, use: Use, sizes: tuple[int, ...]) -> Part | None:
         return None
     (dimension,) = cut
     size = taker.shape.dimensions[dimension]
-    index = _device_rows(program, use.outside, taker.operands[1 + dimension])
+    index = _device_rows(program, Value(use.outside, taker.operands[1 + dimension]))
     starts = None if index is None else exact.clamped_index(index, sizes[dimension] - size)
     if starts is None:
         return None
@@ -90,11 +90,10 @@ def _part(program: Program, use: Use, sizes: tuple[int, ...]) -> Part | None:
     return Part(dimension, size, tuple(int(n) for n in np.broadcast_to(starts, (devices,))))
 
 
-def _device_rows(program: Program, outside: Outside, position: int, depth: int = 0) -> Exact | None:
+def _device_rows(program: Program, value: Value, depth: int = 0) -> Exact | None:
     """Evaluate an integer for each device, out of fusions and of loops that pass it on."""
-    outside, position = program.origin(outside, position)
-    computation = outside[-1][0]
-    instruction = computation.instructions[position]
+    value = program.origin(value)
+    computation, instruction = value.computation, value.instruction
     if depth > 64:
         return None
     if instruction.opcode == "constant":
@@ -106,19 +105,18 @@ def _device_rows(program: Program, outside: Outside, position: int, depth: int =
         rows = ids % program.partitions if partition else ids // program.partitions
         return Exact(0, rows, False)
     if instruction.opcode == "get-tuple-element":
-        passed = program.before_loop(computation, position)
-        if passed is None:
-            return None
-        return _device_rows(program, ((passed[0], -1),), passed[1], depth + 1)
+        before = program.before_loop(computation, value.position)
+        return None if before is None else _device_rows(program, before, depth + 1)
     if instruction.opcode == "fusion" and len(instruction.calls) == 1:
         called = program.module.computations[instruction.calls[0]]
-        return _device_rows(program, (*outside, (called, position)), called.root, depth + 1)
+        return _device_rows(program, value.inside(called), depth + 1)
     if instruction.opcode not in exact.OPCODES:
         return None
-    operands = [_device_rows(program, outside, o, depth + 1) for o in instruction.operands]
+    numbers = range(len(instruction.operands))
+    operands = [_device_rows(program, value.operand(n), depth + 1) for n in numbers]
     if not operands or any(o is None for o in operands):
         return None
     shapes = [computation.instructions[o].shape for o in instruction.operands]
     given = [o for o in operands if o is not None]
-    value = exact.evaluate(instruction, given, shapes, program.device_count)
-    return None if value is None else Exact(0, np.ascontiguousarray(value[0]), value[1])
+    result = exact.evaluate(instruction, given, shapes, program.device_count)
+    return None if result is None else Exact(0, np.ascontiguousarray(result[0]), result[1])

@@ -11,7 +11,7 @@ from shardrules import hlo
 from shardrules.costs import accounts, launches, walk
 from shardrules.costs.advice import operation
 from shardrules.costs.waste.shared import loop_flow
-from shardrules.costs.waste.shared.values import Outside, Values
+from shardrules.costs.waste.shared.values import Value, Values
 from shardrules.hlo.proof import loops
 from shardrules.hlo.reader.module import Users
 
@@ -75,40 +75,20 @@ class Program(Values):
 
     def __init__(self, judgement: hlo.Judgement):
         super().__init__(judgement.module)
-        self.judgement = judgement
         self.runs = loops.executions(self.module)
         self.partitions = judgement.partitions
         self.device_count = judgement.partitions * judgement.replicas
-        self.entries = accounts.of(judgement).entries
-        self._numbers: dict[str, dict[str, int]] = {}
         self._remembered: dict[tuple[Any, ...], Any] = {}
         self._overlaps: dict[tuple[str, int], bool] = {}
-
-    @functools.cached_property
-    def sites(self) -> list[Site]:
-        """List the sites of all verdicts, in their order."""
-        return [
-            Site(self, verdict, entry)
-            for verdict, entry in zip(self.judgement.verdicts, self.entries)
-        ]
-
-    @functools.cached_property
-    def _at(self) -> dict[tuple[str, int], list[Site]]:
-        by_place: dict[tuple[str, int], list[Site]] = {}
+        entries = accounts.of(judgement).entries
+        self.sites = [Site(self, *both) for both in zip(judgement.verdicts, entries)]
+        self._at: dict[tuple[str, int], list[Site]] = {}
         for site in self.sites:
-            by_place.setdefault((site.computation.name, site.position), []).append(site)
-        return by_place
+            self._at.setdefault((site.computation.name, site.position), []).append(site)
 
     def parts(self, name: str, position: int) -> list[Site]:
         """List the sites of one instruction's verdicts."""
         return self._at.get((name, position), [])
-
-    def position(self, computation: str, name: str) -> int:
-        """Give an instruction's position by its name."""
-        if computation not in self._numbers:
-            instructions = self.module.computations[computation].instructions
-            self._numbers[computation] = {i.name: n for n, i in enumerate(instructions)}
-        return self._numbers[computation][name]
 
     def remembered(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Call a function, once for the same arguments."""
@@ -126,51 +106,23 @@ class Program(Values):
 
     def results_in(self, name: str) -> list[loop_flow.Source]:
         """List the results in a computation that might be made after the loop."""
-        return [
-            s
-            for (where, at) in self._at
-            if where == name
-            for s in self.results_at(name, at).values()
-        ]
+        places = [position for where, position in self._at if where == name]
+        return [key for position in places for key in self.results_at(name, position).values()]
 
     def results_at(self, name: str, position: int) -> dict[int, loop_flow.Source]:
         """Give one collective's results that might be made after the loop, by operand or range."""
         sites = self.parts(name, position)
-        kinds = ("all-reduce", "all-gather")
-        packed = len({s.verdict.collective.operand for s in sites}) == 1
-        if any(s.verdict.range and not packed for s in sites):
+        if len({s.operand for s in sites}) > 1 and not all(s.whole for s in sites):
             return {}
-        return {
-            s.part: (name, position, s.part)
-            for s in sites
-            if s.needed and s.verdict.collective.kind in kinds
-        }
-
-    def ranges(self, name: str, position: int) -> tuple[tuple[int, int, loop_flow.Source], ...]:
-        """Give the ranges of a flat result that XLA packed from several."""
-        return tuple(
-            (s.verdict.range.start, s.verdict.range.stop, (name, position, s.part))
-            for s in self.parts(name, position)
-            if s.verdict.range
-        )
-
-    def is_linear(self, name: str, position: int) -> bool:
-        """Tell whether the sum of a collective's results is its result of the sum."""
-        for site in self.parts(name, position):
-            return site.verdict.collective.kind == "all-gather" or site.adds
-        return False
+        kinds = ("all-reduce", "all-gather")
+        return {s.part: s.key for s in sites if s.needed and s.collective.kind in kinds}
 
     # -- overlap ----------------------------------------------------------------------------------
 
     @functools.cached_property
     def platform(self) -> str | None:
-        """Name the platform, gpu or tpu, by what only its compiler writes; None for others."""
+        """Name the platform, gpu or tpu; None for others."""
         return launches.platform(self.module)
-
-    @property
-    def narrow_floats(self) -> bool:
-        """Tell whether the compiler keeps floats of 16 bits: XLA's for CPU makes 32 of them."""
-        return self.platform is not None
 
     def overlaps(self, name: str, position: int) -> bool:
         """Tell whether anything large in a computation is independent of an instruction."""
@@ -198,6 +150,10 @@ class Program(Values):
         return not no_work and instruction.shape.bytes >= 2**20
 
 
+def _positions(computation: hlo.Computation) -> dict[str, int]:
+    return {instruction.name: n for n, instruction in enumerate(computation.instructions)}
+
+
 def _results(instruction: hlo.Instruction) -> list[hlo.Shape]:
     leaves, count = instruction.shape.leaves(), len(instruction.operands)
     return leaves[-count:] if len(leaves) in (count, 2 * count) else []
@@ -214,7 +170,7 @@ class Site:
         self.entry = entry
         self.collective = collective
         self.computation = program.module.computations[collective.computation]
-        self.position = program.position(collective.computation, collective.name)
+        self.position = program.remembered(_positions, self.computation)[collective.name]
         self.operand = collective.operand
         self.part = verdict.range.start if verdict.range else collective.operand
         self.needed = verdict.verdict == "needed" and not verdict.divergent
@@ -229,6 +185,11 @@ class Site:
     def instruction(self) -> hlo.Instruction:
         """Give the collective."""
         return self.computation.instructions[self.position]
+
+    @property
+    def key(self) -> loop_flow.Source:
+        """Give what tells its result from others."""
+        return self.computation.name, self.position, self.part
 
     @property
     def result_place(self) -> tuple[hlo.Module, hlo.Computation, Users, int, int]:
@@ -277,9 +238,9 @@ class Site:
         """Name its axes for a line of code, ``'data'``."""
         return ", ".join(map(repr, self.entry.axes or ())) or "axis_name"
 
-    def made_by(self, position: int, through: frozenset[str]) -> tuple[Outside, int]:
+    def made_by(self, position: int, through: frozenset[str]) -> Value:
         """Follow a value beside it back to what made it, out of and into fusions."""
-        return self.program.made_by(((self.computation, -1),), position, through)
+        return self.program.made_by(Value.at(self.computation, position), through)
 
     def runs_of(self, computation: str) -> int:
         """Count how often another computation runs, 1 where it isn't known."""

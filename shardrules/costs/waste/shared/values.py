@@ -11,10 +11,40 @@ from shardrules.costs.waste.shared import loop_flow
 from shardrules.hlo.proof import loops
 from shardrules.hlo.reader.module import Users
 
-__all__ = ["Loop", "Outside", "Use", "Values", "unchanged"]
+__all__ = ["Loop", "Outside", "Use", "Value", "Values", "unchanged"]
 
 # Computations from the outermost in, each with the position of the fusion outside that calls it.
 Outside = tuple[tuple[hlo.Computation, int], ...]
+
+
+class Value(NamedTuple):
+    """A value: the computations it stands in, and its position in the innermost one."""
+
+    outside: Outside
+    position: int
+
+    @classmethod
+    def at(cls, computation: hlo.Computation, position: int) -> Value:
+        """Give a value of a computation, outside of all fusions."""
+        return cls(((computation, -1),), position)
+
+    @property
+    def computation(self) -> hlo.Computation:
+        """Give the innermost computation."""
+        return self.outside[-1][0]
+
+    @property
+    def instruction(self) -> hlo.Instruction:
+        """Give the instruction that makes it."""
+        return self.computation.instructions[self.position]
+
+    def operand(self, number: int) -> Value:
+        """Give an operand of its instruction."""
+        return Value(self.outside, self.instruction.operands[number])
+
+    def inside(self, called: hlo.Computation) -> Value:
+        """Give the root of what its fusion calls."""
+        return Value((*self.outside, (called, self.position)), called.root)
 
 
 class Use(NamedTuple):
@@ -70,7 +100,7 @@ class Values:
         return self._users[name]
 
     def is_constant(self, computation: hlo.Computation, position: int) -> bool:
-        """Tell whether a value is made of constants alone, or is a buffer that nobody filled."""
+        """Tell whether a value is made of constants and unfilled buffers alone."""
         stack, steps = [(computation, position)], 0
         while stack and (steps := steps + 1) < 64:
             where, at = stack.pop()
@@ -162,65 +192,53 @@ class Values:
                 entered += [(body, n, 0) for n in taken] + [(here, user, element)]
         return entered
 
-    def made_by(
-        self, outside: Outside, position: int, through: frozenset[str]
-    ) -> tuple[Outside, int]:
+    def made_by(self, value: Value, through: frozenset[str]) -> Value:
         """Follow a value back to what made it, out of and into fusions."""
         for _ in range(64):
-            outside, position = self.origin(outside, position)
-            maker = outside[-1][0].instructions[position]
+            value = self.origin(value)
+            maker = value.instruction
             if maker.opcode == "fusion" and len(maker.calls) == 1:
                 called = self.module.computations[maker.calls[0]]
                 if called.instructions[called.root].opcode == "tuple":
                     break
-                outside, position = (*outside, (called, position)), called.root
+                value = value.inside(called)
             elif maker.opcode in through and maker.operands:
-                position = maker.operands[0]
+                value = value.operand(0)
             elif maker.opcode == "get-tuple-element":
-                element = self._element(outside, maker, through)
+                element = self._element(value, through)
                 if element is None:
                     break
-                outside, position = element
+                value = element
             else:
                 break
-        return outside, position
+        return value
 
-    def _element(
-        self, outside: Outside, taken: hlo.Instruction, through: frozenset[str]
-    ) -> tuple[Outside, int] | None:
+    def _element(self, value: Value, through: frozenset[str]) -> Value | None:
         """Give what a tuple, a barrier or a fusion with several results has at an element."""
-        here, position = outside[-1][0], taken.operands[0]
-        maker, index = here.instructions[position], int(taken.attribute("index") or -1)
-        while maker.opcode in through and "barrier" in maker.opcode:
-            maker = here.instructions[maker.operands[0]]
-        if maker.opcode == "fusion" and len(maker.calls) == 1:
-            called = self.module.computations[maker.calls[0]]
-            outside, maker = (*outside, (called, position)), called.instructions[called.root]
-        if maker.opcode != "tuple" or not 0 <= index < len(maker.operands):
-            return None
-        return outside, maker.operands[index]
+        index, maker = int(value.instruction.attribute("index") or -1), value.operand(0)
+        while maker.instruction.opcode in through and "barrier" in maker.instruction.opcode:
+            maker = maker.operand(0)
+        if maker.instruction.opcode == "fusion" and len(maker.instruction.calls) == 1:
+            maker = maker.inside(self.module.computations[maker.instruction.calls[0]])
+        is_tuple = maker.instruction.opcode == "tuple"
+        exists = is_tuple and 0 <= index < len(maker.instruction.operands)
+        return maker.operand(index) if exists else None
 
-    def origin(self, outside: Outside, position: int) -> tuple[Outside, int]:
-        """Follow a fusion's parameter to what it is given outside."""
-        while len(outside) > 1:
-            here, caller = outside[-1]
-            parameter = here.instructions[position]
-            if parameter.opcode != "parameter":
-                break
-            outside = outside[:-1]
-            position = outside[-1][0].instructions[caller].operands[int(parameter.literal)]
-        return outside, position
+    def origin(self, value: Value) -> Value:
+        """Follow a fusion's parameter to its value outside."""
+        while len(value.outside) > 1 and value.instruction.opcode == "parameter":
+            fusion = Value(value.outside[:-1], value.outside[-1][1])
+            value = fusion.operand(int(value.instruction.literal))
+        return value
 
-    def before_loop(
-        self, computation: hlo.Computation, position: int
-    ) -> tuple[hlo.Computation, int] | None:
-        """Give what a loop starts from, for what its body takes and passes on unchanged."""
+    def before_loop(self, computation: hlo.Computation, position: int) -> Value | None:
+        """Give the value before the loop of what its body takes and passes on unchanged."""
         loop, element = self.loops.get(computation.name), unchanged(computation, position)
         if loop is None or element is None:
             return None
         around = self.module.computations[loop.around]
         start = around.instructions[around.instructions[loop.position].operands[0]]
-        return (around, start.operands[element]) if start.opcode == "tuple" else None
+        return Value.at(around, start.operands[element]) if start.opcode == "tuple" else None
 
 
 def unchanged(body: hlo.Computation, position: int) -> int | None:

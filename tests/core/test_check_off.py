@@ -19,6 +19,7 @@ from shardrules import migration
 from shardrules.door import internals
 from shardrules.hooks import retrace, unchecked
 from shardrules.hooks.install import touched
+from shardrules.migration import sites
 from shardrules.watching import check_off
 
 X = np.ones((8, 16), np.float32)
@@ -262,7 +263,7 @@ def test_a_partial_is_called_as_its_function(cpu_mesh):
 
     with looking() as found:
         off(functools.partial(scale, by=2), cpu_mesh, P("data"), P("data"))(X)
-    assert migration.place(found[0].site).endswith("(scale)")
+    assert sites.place(found[0].site).endswith("(scale)")
 
 
 def test_what_is_to_happen_before_a_look_happens_once(cpu_mesh):

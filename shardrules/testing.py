@@ -1,7 +1,7 @@
 """Assertions about compiled programs, for users' test suites.
 
-Each takes what there is: a jitted function with arguments (arrays, or ``jax.ShapeDtypeStruct``
-with shardings, also of accelerators that are not here), a ``Lowered``, a ``Compiled``, or text.
+Each takes a jitted function with its arguments (arrays, or ``jax.ShapeDtypeStruct`` with shardings,
+also of absent accelerators), a ``Lowered``, a ``Compiled``, or HLO text.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def account(
     mesh: Mapping[str, int] | None = None,
     **kwargs: Any,
 ) -> accounts.Account:
-    """Return what a program's collectives move, by kind, axes, phase and source line.
+    """Return the bytes that a program's collectives move, by kind, axes, phase and source line.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
       *args: what the function is called with.
       **kwargs: its keyword arguments.
-      level: ``"compiled"`` for the program that runs on this platform, ``"logical"`` for what the
-        source asks for in shard_map, before XLA's passes: the same on every platform.
+      level: ``"compiled"`` for the program that runs on this platform; ``"logical"`` for the
+        collectives of the source in shard_map, before XLA's passes, equal on every platform.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
 
@@ -107,9 +107,9 @@ def _judged(
     if level == "logical":
         judgement = programs.judge_logical(program, args, kwargs, mesh)
         return judgement, accounts.of(judgement, level), None
-    found = programs.read(program, args, kwargs)
-    judgement = programs.judged(found, registry, mesh)
-    return judgement, accounts.of(judgement), found.compiled
+    source = programs.read(program, args, kwargs)
+    judgement = programs.judged(source, registry, mesh)
+    return judgement, accounts.of(judgement), source.compiled
 
 
 @checked(own=("mesh", "allow"))
@@ -123,11 +123,11 @@ def assert_no_defensive_psum(
     allow: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> hlo.Judgement:
-    """Assert that every collective of a program is needed, as far as it can be proven.
+    """Assert that every collective of a program is proven to be needed.
 
     Fails on each collective that is *redundant*, *overwide* or *unproven*, and on each psum in a
-    loop that one before or after the loop replaces with fewer bytes, if it sends more than 1% of
-    the program's bytes; with ``cheapest``, on each psum that would move fewer bytes elsewhere.
+    loop that a psum before or after the loop could replace with fewer bytes, if it sends more than
+    1% of the program's bytes; with ``cheapest``, on all psums that could move fewer bytes.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
@@ -135,14 +135,13 @@ def assert_no_defensive_psum(
       **kwargs: its keyword arguments.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
-      strict: accept proofs alone: also fail on verdicts that rest on a declared rule.
-      cheapest: also fail on the smaller psums in loops, and on a psum of what is only reduced,
-        scattered or added to another one afterwards (as of what was broadcast, repeated, gathered
-        or read twice), as far as the compiled text shows it; and, of a function, on casts that
-        stand elsewhere than where they move the fewest bytes (``assert_cheapest_casts``). Each is
-        told with the bytes now and then.
-      allow: known findings, from ``"redundant all-reduce(model) at model.py"`` to the reason; one
-        that matches nothing fails too.
+      strict: also fail on verdicts that rest on a declared rule.
+      cheapest: also fail on the smaller psums in loops, on a psum whose result is only reduced,
+        scattered or added to another psum's, as far as the compiled text shows it; and, of a
+        function, on casts that could move fewer bytes at another place
+        (``assert_cheapest_casts``). The message gives the bytes of both places.
+      allow: findings that may stay, from ``"redundant all-reduce(model) at model.py"`` to the
+        reason; an entry that matches nothing fails too.
 
     Returns:
       The verdicts, for further checks.
@@ -161,10 +160,8 @@ def assert_no_defensive_psum(
     allowances = findings.Allowances(allow)
     judgement = judge(program, *args, registry=registry, mesh=mesh, **kwargs)
     allowances.check_axes(judgement.mesh)
-    found = findings.find(judgement, strict)
-    bad, _, unused = allowances.split(
-        found + waste.dearer(waste.hints(judgement), None if cheapest else judgement)
-    )
+    dearer = waste.dearer(waste.hints(judgement), None if cheapest else judgement)
+    bad, _, unused = allowances.split(findings.find(judgement, strict) + dearer)
     if bad:
         counts = collections.Counter(f.kind for f in bad)
         kinds = ", ".join(
@@ -186,14 +183,14 @@ def assert_no_defensive_psum(
     return judgement
 
 
-_LINES = 24  # of a budget's differences, and
-_SHOWN = 6  # of findings, in a failing test's message
+_LINES = 24  # the most differences of a budget in a failing test's message
+_SHOWN = 6  # the most findings in one
 _ORDER = ("redundant", "overwide", "unproven", "may hang", "declared", *waste.KINDS)
 
 
-def _listed(found: list[findings.Finding]) -> str:
+def _listed(bad: list[findings.Finding]) -> str:
     """Describe findings, equal ones once, and no more than fit on a screen."""
-    same = findings.alike(found)
+    same = findings.alike(bad)
     lines = [report.describe_finding(*members) for members in same[:_SHOWN]]
     left = same[_SHOWN:]
     if left:
@@ -222,9 +219,9 @@ def assert_collectives(
     platform: str | None = None,
     **kwargs: Any,
 ) -> hlo.Judgement:
-    """Assert that a program holds just the expected collectives.
+    """Assert that a program holds exactly the expected collectives.
 
-    A collective in a loop of 32 trips counts 32 times; combined all-reduces count range by range.
+    A collective in a loop of 32 trips counts 32 times. Each part of a combined all-reduce counts.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
@@ -233,17 +230,17 @@ def assert_collectives(
       expect: from ``"all-reduce(data)"`` (axes in any order; ``"backward all-reduce(data)"`` for
         one phase) to a count, or to some of ``{"count": 1, "bytes": 512, "wire_bytes": 768,
         "sites": 1}``; ``exactly`` or ``at_most`` of such a mapping; or one of these for each
-        platform, ``{"cpu": ..., "tpu": ..., "gpu": ...}``. ``{}`` stands for none.
+        platform, ``{"cpu": ..., "tpu": ..., "gpu": ...}``. ``{}`` expects no collectives.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
       level: ``"compiled"`` or ``"logical"``, as for ``account``.
-      platform: the program's, where expectations differ and text does not say.
+      platform: the program's platform, if expectations differ and HLO text does not say it.
 
     Returns:
       The verdicts, for further checks.
 
     Raises:
-      CollectiveAssertionError: showing what was expected, what there is, and each difference.
+      CollectiveAssertionError: the collectives differ; the message shows each difference.
       ShardrulesError: if an expectation can't be read, or as ``account``.
 
     Examples:
@@ -253,19 +250,19 @@ def assert_collectives(
     __tracebackhide__ = True  # pytest shows the line that calls this
     if not for_platforms(expect):
         pick(expect, platform)  # before anything is compiled
-    judgement, held, compiled = _judged(program, args, kwargs, level, registry, mesh)
+    judgement, actual, compiled = _judged(program, args, kwargs, level, registry, mesh)
     if platform is None and compiled is not None:
-        from shardrules.door import compiled as known
+        from shardrules.door import compiled as door
 
-        platform = known.platform(compiled)
+        platform = door.platform(compiled)
     wanted = pick(expect, platform)
-    verdicts = {id(e): v for e, v in zip(held, judgement.verdicts)}
+    verdicts = {id(e): v for e, v in zip(actual, judgement.verdicts)}
     wrong = []
-    for line, entries in wanted.differences(held):
+    for line, entries in wanted.differences(actual):
         wrong.append(f"  {line}")
         wrong += report.listed(entries, [verdicts[id(e)] for e in entries])
     if wrong:
-        holds = str(held)
+        holds = str(actual)
         raise CollectiveAssertionError(
             "the collectives are not the expected ones:\n"
             + "\n".join(wrong)
@@ -287,21 +284,21 @@ def assert_budget(
     mesh: Mapping[str, int] | None = None,
     **kwargs: Any,
 ) -> hlo.Judgement:
-    """Assert that a program's collectives are those of a checked-in file.
+    """Assert that a program's collectives are those of a budget file.
 
-    ``assert_budget(compiled, "budgets/train.toml")``, or with the function's arguments between the
-    two. Findings (redundant, overwide and unproven collectives) fail unless the file allows them
-    by an ``[[allow]]`` with a reason. ``pytest --update-budgets`` rewrites the file of each test
-    that passes, and keeps its allowances; where ``CI`` is set it takes ``--update-budgets-in-ci``.
+    Call ``assert_budget(compiled, "budgets/train.toml")``, or pass the function's arguments between
+    the two. Findings (redundant, overwide and unproven collectives) fail unless an ``[[allow]]`` in
+    the file gives a reason. ``pytest --update-budgets`` rewrites the files of the tests that pass,
+    and keeps their allowances; where ``CI`` is set, use ``--update-budgets-in-ci``.
 
     Args:
       program: a function, a Lowered, a Compiled, HLO text or a path.
-      *args_then_path: what the function is called with, then the budget's path, relative to the
-        file that calls this.
+      *args_then_path: the function's arguments, then the budget's path, relative to the calling
+        file.
       **kwargs: its keyword arguments.
       level: ``"compiled"`` or ``"logical"``, as for ``account``; a logical budget holds for all
         platforms and has no findings.
-      strict: accept proofs alone: verdicts that rest on declared rules are findings too.
+      strict: verdicts that rest on declared rules are findings too.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
 
@@ -309,8 +306,8 @@ def assert_budget(
       The verdicts, for further checks.
 
     Raises:
-      CollectiveAssertionError: with the differences (``+`` came, ``-`` went, ``~`` grew or
-        shrank), or the findings that nothing allows.
+      CollectiveAssertionError: the collectives differ (``+`` added, ``-`` removed, ``~`` changed),
+        or a finding is not allowed.
       BudgetError: the file can't be read.
       ShardrulesError: no path was given, or as ``account``.
 
@@ -330,9 +327,9 @@ def assert_budget(
     *args, given = args_then_path
     caller = caller_place().rpartition(":")[0]
     path = pathlib.Path(caller).parent / given if os.path.exists(caller) else pathlib.Path(given)
-    judgement, held, _ = _judged(program, tuple(args), kwargs, level, registry, mesh)
-    now = budgets.of(held, budgets.root_of(path))
-    found = findings.find(judgement, strict) if level == "compiled" else []
+    judgement, actual, _ = _judged(program, tuple(args), kwargs, level, registry, mesh)
+    now = budgets.of(actual, budgets.root_of(path))
+    findings_now = findings.find(judgement, strict) if level == "compiled" else []
     if updates.wanted:
         now.allow = budgets.allowances(path)
         updates.write(path, budgets.dump(now), str(given))
@@ -340,7 +337,7 @@ def assert_budget(
     elif path.exists():
         before = budgets.load(path)
     else:
-        raise _no_budget(path, given, now, found, judgement)
+        raise _no_budget(path, given, now, findings_now, judgement)
     lines = before.differences(now)
     if lines:
         raise CollectiveAssertionError(
@@ -356,22 +353,22 @@ def assert_budget(
         return judgement
     allowances = findings.Allowances(before.allow)
     allowances.check_axes(judgement.mesh)
-    bad, _, unused = allowances.split(found)
+    bad, _, unused = allowances.split(findings_now)
     if bad:
         raise _not_allowed(path, given, bad, judgement)
     _no_unused(unused, judgement)
     return judgement
 
 
-def _no_budget(path, given, now, found, judgement) -> CollectiveAssertionError:
-    now.allow = dict.fromkeys(map(findings.allowance, found), "...")
+def _no_budget(path, given, now, findings_now, judgement) -> CollectiveAssertionError:
+    now.allow = dict.fromkeys(map(findings.allowance, findings_now), "...")
     reasons = (
         f", once {given} says why each of its findings stays (a new file may hold just the "
         "[[allow]])"
     )
     return CollectiveAssertionError(
         f"there is no budget {given}; write it with pytest --update-budgets"
-        f"{reasons if found else ''}. It would hold\n" + budgets.dump(now),
+        f"{reasons if findings_now else ''}. It would hold\n" + budgets.dump(now),
         judgement=judgement,
         path=path,
     )

@@ -1,7 +1,7 @@
-"""Budgets: a program's collectives in a small file that is checked in, reviewed and compared.
+"""Budgets: a program's collectives in a small TOML file that is checked in, reviewed and compared.
 
-A budget holds no instruction names and no line numbers, and its paths are relative, so it stays the
-same across recompiles and machines. It is TOML.
+A budget holds no instruction names or line numbers, and its paths are relative, so that it stays
+the same across recompiles and machines.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def root_of(path: pathlib.Path) -> str:
 
 
 def of(account: accounts.Account, root: str) -> Budget:
-    """Return the budget that a program just meets."""
+    """Return the budget that a program meets exactly."""
     mesh = ",".join(f"{a}={n}" for a, n in (account.mesh or {}).items())
     return Budget(account.level, mesh, comparing.grouped(account, root))
 
@@ -94,26 +94,26 @@ def dump(budget: Budget) -> str:
 
 
 def allowed(what: str, reason: str) -> str:
-    """Return the entry that lets a finding stay."""
+    """Return the TOML entry that allows a finding."""
     return f"[[allow]]\nwhat = {_quoted(what)}\nreason = {_quoted(reason)}\n"
 
 
 def _quoted(text: str) -> str:
-    # A JSON string is a TOML basic string, except that TOML wants DEL escaped.
+    # A JSON string is a TOML basic string, but TOML requires DEL to be escaped.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def load(path: pathlib.Path) -> Budget:
     """Read a budget."""
-    held = _read(path)
-    if held.get("version") != VERSION:
+    content = _read(path)
+    if content.get("version") != VERSION:
         raise _fail(
-            path, f"version is {held.get('version')!r}, and this shardrules reads {VERSION}"
+            path, f"version is {content.get('version')!r}, and this shardrules reads {VERSION}"
         )
-    head = {key: value for key, value in held.items() if key not in _TABLES}
+    head = {key: value for key, value in content.items() if key not in _TABLES}
     _check(path, "the head", head, {"version": int, "level": str, "mesh": str})
-    budget = Budget(head["level"], head["mesh"], {}, _allowances(path, held))
-    for where, table in _tables(path, held, "collective"):
+    budget = Budget(head["level"], head["mesh"], {}, _allowances(path, content))
+    for where, table in _tables(path, content, "collective"):
         row = {key: "" if key in _ROW[:3] else 0 for key in _ROW} | table
         _check(path, where, row, {key: str if key in _ROW[:3] else int for key in _ROW})
         key = (row["what"], row["element_type"], row["source"])
@@ -131,7 +131,7 @@ def load(path: pathlib.Path) -> Budget:
 
 
 def allowances(path: pathlib.Path) -> dict[str, str]:
-    """Read the allowances of a budget, which may hold nothing else yet."""
+    """Read the allowances of a budget file, which may hold only these."""
     return _allowances(path, _read(path)) if path.exists() else {}
 
 
@@ -157,19 +157,19 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
         raise _fail(path, f"it is not TOML: {error}") from error
 
 
-def _tables(path: pathlib.Path, held: dict[str, Any], name: str) -> list[tuple[str, dict]]:
-    tables = held.get(name, [])
+def _tables(path: pathlib.Path, content: dict[str, Any], name: str) -> list[tuple[str, dict]]:
+    tables = content.get(name, [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise _fail(path, f"{name!r} is not a list of tables; each begins with [[{name}]]")
     return [(f"[[{name}]] number {number}", table) for number, table in enumerate(tables, 1)]
 
 
-def _allowances(path: pathlib.Path, held: dict[str, Any]) -> dict[str, str]:
-    found = {}
-    for where, table in _tables(path, held, "allow"):
+def _allowances(path: pathlib.Path, content: dict[str, Any]) -> dict[str, str]:
+    reasons = {}
+    for where, table in _tables(path, content, "allow"):
         _check(path, where, table, {"what": str, "reason": str})
-        found[table["what"]] = table["reason"]
-    return found
+        reasons[table["what"]] = table["reason"]
+    return reasons
 
 
 def _check(path: pathlib.Path, where: str, table: dict[str, Any], types: dict[str, type]) -> None:

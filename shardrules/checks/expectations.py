@@ -1,4 +1,4 @@
-"""What a test expects of a program's collectives, and how that differs from what there is."""
+"""A test's expectations of a program's collectives, and how the program differs from them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from shardrules.errors import ShardrulesError
 __all__ = ["Expected", "at_most", "exactly", "for_platforms", "pick"]
 
 PLATFORMS = ("cpu", "gpu", "tpu")
-_NAMES = {**{p: p for p in PLATFORMS}, "cuda": "gpu", "rocm": "gpu"}  # JAX's among them
+_NAMES = {**{p: p for p in PLATFORMS}, "cuda": "gpu", "rocm": "gpu"}  # with JAX's names
 _NUMBERS = ("count", "bytes", "wire_bytes", "sites")
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """Expectations of one program; ``exact``, or upper bounds."""
+    """Expectations of one program: exact numbers, or upper bounds."""
 
     # from a selector (``"backward all-reduce(data)"``) to some of ``count``, ``bytes``,
     # ``wire_bytes`` (over all runs of one execution, on one device) and ``sites`` (places)
     numbers: Mapping[str, Mapping[str, int]]
-    # they are met exactly; else from below, and what is not named must not be there
+    # whether the numbers must be met exactly; collectives that no selector matches fail either way
     exact: bool = True
 
     def differences(self, account: accounts.Account) -> list[tuple[str, list[accounts.Entry]]]:
@@ -36,7 +36,7 @@ class Expected:
         taken: dict[str, list[accounts.Entry]] = {text: [] for text in self.numbers}
         rest = []
         for entry in account:
-            # The most particular name gets the collective: a phase, a file, a verdict count more.
+            # The most specific selector takes the collective, such as one that names a phase.
             names = sorted(
                 (t for t, s in selectors.items() if s.matches(entry)),
                 key=lambda t: -sum(map(bool, selectors[t])),
@@ -45,7 +45,7 @@ class Expected:
                 taken[names[0]].append(entry)
             else:
                 rest.append(entry)
-        found: list[tuple[str, list[accounts.Entry]]] = []
+        lines: list[tuple[str, list[accounts.Entry]]] = []
         for text, wanted in self.numbers.items():
             totals = accounts.Totals()
             for entry in taken[text]:
@@ -64,11 +64,11 @@ class Expected:
                     if unsure
                     else ""
                 )
-                line = f"{text}: {word} {_numbers(wanted)}, found {_found(totals, wanted)}{note}"
-                found.append((line, taken[text]))
+                line = f"{text}: {word} {_numbers(wanted)}, found {_totals(totals, wanted)}{note}"
+                lines.append((line, taken[text]))
         if rest:
-            found.append(("not expected:", rest))
-        return found
+            lines.append(("not expected:", rest))
+        return lines
 
 
 def _numbers(wanted: Mapping[str, int]) -> str:
@@ -76,21 +76,21 @@ def _numbers(wanted: Mapping[str, int]) -> str:
     return ", ".join(units[name].format(value) for name, value in wanted.items())
 
 
-def _found(totals: accounts.Totals, wanted: Mapping[str, int]) -> str:
+def _totals(totals: accounts.Totals, wanted: Mapping[str, int]) -> str:
     names = dict.fromkeys(["count", "bytes", *wanted])
-    bound = "at most " if totals.at_most else ""  # of branches only one runs
+    bound = "at most " if totals.at_most else ""  # only one branch of a conditional runs
     return bound + _numbers({name: getattr(totals, name) for name in names})
 
 
 @checked
 def exactly(numbers: Mapping[str, Any]) -> Expected:
-    """Expect just these collectives.
+    """Expect exactly these collectives.
 
     Args:
       numbers: from ``"all-reduce(data)"`` (axes in any order; ``"backward all-reduce(data)"`` for
         one phase, ``"... at model.py:12"`` for one source line) to a count, or to some of
-        ``{"count": 32, "bytes": 512, "wire_bytes": 768, "sites": 1}``. Branches of a conditional
-        count as if each ran.
+        ``{"count": 32, "bytes": 512, "wire_bytes": 768, "sites": 1}``, of one execution on one
+        device. Each branch of a conditional counts as if it ran.
 
     Raises:
       ShardrulesError: an expectation can't be read.
@@ -110,20 +110,23 @@ def at_most(numbers: Mapping[str, Any]) -> Expected:
 
 
 def _read(given: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    expected: dict[str, dict[str, int]] = {}
     for key, value in given.items():
         accounts.Selector.read(key)
         wanted = dict(value) if isinstance(value, Mapping) else {"count": value}
-        known = wanted and set(wanted) <= set(_NUMBERS)
-        if not known or not all(map(_is_count, wanted.values())):
+        if (
+            not wanted
+            or not set(wanted) <= set(_NUMBERS)
+            or not all(map(_is_count, wanted.values()))
+        ):
             raise ShardrulesError(
                 f"{value!r} for {key!r} is not an expectation; give a count, or "
                 "{'count': 1, 'bytes': 512}, of count, bytes, wire_bytes and sites",
                 key=key,
                 value=value,
             )
-        found[key] = {name: int(n) for name, n in wanted.items()}
-    return found
+        expected[key] = {name: int(n) for name, n in wanted.items()}
+    return expected
 
 
 def _is_count(number: Any) -> bool:
@@ -132,7 +135,7 @@ def _is_count(number: Any) -> bool:
 
 
 def _platform(name: Any) -> str:
-    """Return our name of a platform, from any of JAX's."""
+    """Return our name of a platform from any of JAX's names."""
     if str(name).lower() not in _NAMES:
         raise ShardrulesError(
             f"platform={name!r} is none of {', '.join(PLATFORMS)}"
@@ -143,17 +146,17 @@ def _platform(name: Any) -> str:
 
 
 def for_platforms(expect: Any) -> dict[str, Any]:
-    """Return the expectations of each platform; empty where they are not given by platform."""
+    """Return each platform's expectations; empty if they are not given by platform."""
     if not isinstance(expect, Mapping) or not any(str(k).lower() in _NAMES for k in expect):
         return {}
-    found = {_platform(name): one for name, one in expect.items()}
-    if len(found) < len(expect):
+    by_platform = {_platform(name): expected for name, expected in expect.items()}
+    if len(by_platform) < len(expect):
         raise ShardrulesError(f"expectations for {', '.join(expect)}: two are for one platform")
-    return found
+    return by_platform
 
 
 def pick(expect: Any, platform: str | None) -> Expected:
-    """Return the expectations for one platform (None: not known)."""
+    """Return the expectations for one platform (None: unknown)."""
     if platform is not None:
         platform = _platform(platform)
     if isinstance(expect, Expected):

@@ -34,21 +34,21 @@ def pytest_addoption(parser):
         "--shardrules-check",
         action="store_true",
         help="run shard_maps that say check_vma=False with their check on where that is equal; a "
-        "table tells which",
+        "table lists which",
     )
     group.addoption(
         "--update-budgets",
         action="store_true",
-        help="rewrite the files that shardrules.testing.assert_budget compares with, of the tests "
-        "that pass; refused where CI is set",
+        help="rewrite the budget files of shardrules.testing.assert_budget in the tests that pass; "
+        "refused where CI is set",
     )
     group.addoption(
-        "--update-budgets-in-ci", action="store_true", help="the same, where CI is set, too"
+        "--update-budgets-in-ci", action="store_true", help="the same, also where CI is set"
     )
 
 
 def pytest_configure(config):
-    """Tell ``updates`` whether budgets are to be rewritten."""
+    """Set whether budgets are rewritten, and register the plugins that were asked for."""
     forced = config.getoption("--update-budgets-in-ci")
     if config.getoption("--update-budgets") and not forced and _in_ci():
         raise pytest.UsageError(
@@ -116,11 +116,11 @@ def pytest_sessionfinish(session):
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
     """Receive a worker's file names (pytest-xdist)."""
-    for mine, theirs in zip(
+    for paths, sent in zip(
         (updates.written, updates.kept),
         getattr(node, "workeroutput", {}).get("shardrules_budgets", ()),
     ):
-        mine += [path for path in theirs if path not in mine]
+        paths += [path for path in sent if path not in paths]
 
 
 def pytest_terminal_summary(terminalreporter):

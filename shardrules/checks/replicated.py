@@ -1,4 +1,4 @@
-"""Replication that is promised: of a program's outputs, and of the arrays that it is given."""
+"""Check the replication that shardings promise, of a program's outputs and of its inputs."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ def assert_outputs_replicated(
     allow: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> hlo.Judgement:
-    """Assert that each output is proven equal on the devices on which its sharding says so.
+    """Assert that each output is proven equal on the devices where its sharding promises that.
 
-    A missing psum, or out_specs that leave out an axis over which the result varies, passes
-    shard_map with the check off; each device then holds its own data under one array's name.
+    With the check off, shard_map accepts a missing psum, or out_specs without an axis over which
+    the result varies. The devices of one array then hold different data.
 
     Args:
       program: a function of ``*args, **kwargs``, a Lowered, a Compiled, HLO text or a path.
-      *args: what the function is called with.
+      *args: the function's arguments.
       **kwargs: its keyword arguments.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
-      output_shardings: for text, which does not hold them: each output's HLO sharding, such as
-        ``"{replicated}"``, in order.
-      strict: accept proofs alone: also fail where one rests on a declared rule.
-      allow: outputs that are meant to differ, from ``"differs output['rng']"`` to the reason; one
-        that matches nothing fails too.
+      output_shardings: for HLO text, which lacks them: each output's HLO sharding in order, such as
+        ``"{replicated}"``.
+      strict: also fail on proofs that rest on a declared rule.
+      allow: outputs that may differ, from ``"differs output['rng']"`` to the reason; an entry that
+        matches nothing fails too.
 
     Returns:
       The verdicts, for further checks.
 
     Raises:
-      ReplicationAssertionError: naming each output that is not proven so, its axes and why.
-      ShardrulesError: the outputs' shardings are not known, or as ``judge``.
+      ReplicationAssertionError: an output is not proven equal; the message gives its axes and why.
+      ShardrulesError: the outputs' shardings are unknown, or as ``judge``.
 
     Examples:
       >>> judgement = testing.assert_outputs_replicated(step, w, x)
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    found = programs.read(program, args, kwargs)
-    judgement = programs.judged(found, registry, mesh)
+    source = programs.read(program, args, kwargs)
+    judgement = programs.judged(source, registry, mesh)
     outputs = judgement.outputs
     promised, count = judgement.promises, len(outputs)
     if output_shardings is not None:
@@ -71,7 +71,7 @@ def assert_outputs_replicated(
         count = len(output_shardings)
     if promised is None:
         raise ShardrulesError(
-            f"{found.name} does not say how its outputs are sharded; pass the jax.stages.Compiled "
+            f"{source.name} does not say how its outputs are sharded; pass the jax.stages.Compiled "
             "(or the function with its arguments), or output_shardings=['{replicated}', ...]",
             program=program,
         )
@@ -84,14 +84,13 @@ def assert_outputs_replicated(
     judgement = dataclasses.replace(judgement, promises=promised)
     list(_promised(judgement))  # raises where a sharding can't be read
     bad, _, unused = findings.Allowances(allow).split(unequal.find(judgement))
-    wrong = [_shown(one) for one in bad]
+    wrong = list(map(_shown, bad))
     if strict:
         wrong += _declared(judgement)
     if wrong:
         raise ReplicationAssertionError(
             f"{len(wrong)} of {len(outputs)} outputs are not proven equal where their shardings "
-            "call them replicated (which is not to say that they are proven different):\n"
-            + "\n".join(wrong),
+            "call them replicated (they may still be equal):\n" + "\n".join(wrong),
             judgement=judgement,
         )
     if unused:
@@ -102,7 +101,7 @@ def assert_outputs_replicated(
 
 
 def _promised(judgement: hlo.Judgement) -> Iterator[tuple[hlo.Output, str, tuple[int, ...]]]:
-    """Yield each output that its sharding calls replicated, with its name and its tiles."""
+    """Yield each output whose sharding says replicated, with its name and its tiles."""
     for output, promise in zip(judgement.outputs, judgement.promises or ()):
         if promise is None:
             continue
@@ -118,12 +117,12 @@ def _promised(judgement: hlo.Judgement) -> Iterator[tuple[hlo.Output, str, tuple
             yield output, name, tiles
 
 
-def _shown(one: unequal.Unequal) -> str:
-    path = one.name.removeprefix("output")
+def _shown(output: unequal.Unequal) -> str:
+    path = output.name.removeprefix("output")
     name = f"output {path}" if path else "the output"
     return (
-        f"  {name}, {one.shape}: called {one.over}, not proven equal\n"
-        f"    because {one.because}\n    to do: {one.advice}"
+        f"  {name}, {output.shape}: called {output.over}, not proven equal\n"
+        f"    because {output.because}\n    to do: {output.advice}"
     )
 
 
@@ -133,8 +132,8 @@ def _declared(judgement: hlo.Judgement) -> list[str]:
         weak = [s.what for s in findings.unaudited(output.supports)]
         if weak and output.broken(tiles) is None:
             lines.append(
-                f"  {name}, {output.shape}: proven equal, but the proof rests on what is only "
-                f"declared of {', '.join(weak)}\n    to do: let the audit prove it, or leave out "
+                f"  {name}, {output.shape}: proven equal, but the proof rests on declared rules of "
+                f"{', '.join(weak)}\n    to do: let the audit prove it, or leave out "
                 "strict=True"
             )
     return lines
@@ -144,20 +143,20 @@ def _declared(judgement: hlo.Judgement) -> list[str]:
 
 
 def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
-    """Check that arrays hold the same bits on the devices on which their shardings say so.
+    """Check that arrays hold the same bits on the devices where their shardings promise that.
 
-    Every proof starts from this promise, and ``jax.make_array_from_single_device_arrays`` or a
-    program with wrong out_specs breaks it without a word. Bits are compared, so NaN equals the
-    same NaN, and 0.0 differs from -0.0. Of an array that spans several processes, the shards of
-    this one are compared.
+    Every proof assumes this. ``jax.make_array_from_single_device_arrays``, or a program with wrong
+    out_specs, silently breaks it. The comparison is bit by bit: NaN equals the same NaN, and 0.0
+    differs from -0.0. Of an array that spans several processes, only this process's shards are
+    compared.
 
     Args:
-      *args: pytrees; leaves that are no jax.Array are passed over.
+      *args: pytrees of jax.Arrays; other leaves are skipped.
       **kwargs: more of them.
 
     Raises:
-      ReplicationAssertionError: naming each leaf that differs, over which axes, on which devices.
-      ShardrulesError: there is no array to look at.
+      ReplicationAssertionError: a leaf differs; the message gives its axes and devices.
+      ShardrulesError: there is no array to compare.
 
     Examples:
       >>> testing.check_replicated_inputs(w)
@@ -166,21 +165,21 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
     import jax
 
     leaves, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    wrong, arrays = [], 0
+    wrong, array_count = [], 0
     for path, leaf in leaves:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             continue
-        arrays += 1
+        array_count += 1
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        # The first entry says whether it is of args or of kwargs, the second which one.
+        # The first entry selects args or kwargs, the second the argument.
         rest = jax.tree_util.keystr(path[2:])
         first = path[1]
         name = (
             f"argument {first.idx}" if hasattr(first, "idx") else f"argument {first.key!r}"
         ) + rest
         wrong += _differing(name, leaf)
-    if not arrays:
+    if not array_count:
         kinds = sorted({type(leaf).__name__ for _, leaf in leaves}) or ["nothing"]
         raise ShardrulesError(
             f"check_replicated_inputs compares the shards of jax.Arrays and was given none "
@@ -201,7 +200,7 @@ def _differing(name: str, array: Any) -> list[str]:
         index = tuple((s.start, s.stop) for s in shard.index)
         data = np.asarray(shard.data)
         copies.setdefault(index, {}).setdefault(data.tobytes(), []).append(shard)
-    bad = {index: found for index, found in copies.items() if len(found) > 1}
+    bad = {index: versions for index, versions in copies.items() if len(versions) > 1}
     if not bad:
         return []
     lines = []
@@ -211,20 +210,20 @@ def _differing(name: str, array: Any) -> list[str]:
         f"  {name}, {array.dtype}{list(array.shape)}: called replicated{over}, "
         f"sharding {array.sharding}"
     )
-    index, found = next(iter(bad.items()))
-    one, other = list(found.values())[:2]
-    a, b = (np.frombuffer(np.asarray(s[0].data).tobytes(), np.uint8) for s in (one, other))
-    width = max(1, a.size // max(1, one[0].data.size))
+    versions = next(iter(bad.values()))
+    first, second = (shards[0].data for shards in list(versions.values())[:2])
+    a, b = (np.frombuffer(np.asarray(x).tobytes(), np.uint8) for x in (first, second))
+    width = max(1, a.size // max(1, first.size))
     count = int((a.reshape(-1, width) != b.reshape(-1, width)).any(axis=1).sum())
     classes = [
         ", ".join(str(s.device.id) for s in shards[:_SHOWN])
         + (", ..." if len(shards) > _SHOWN else "")
-        for shards in found.values()
+        for shards in versions.values()
     ]
     lines.append(
         "    the data of devices "
         + " | ".join(f"{{{c}}}" for c in classes[:_SHOWN])
-        + f" differ; {count} of {one[0].data.size} elements between the first two"
+        + f" differ; {count} of {first.size} elements between the first two"
     )
     return ["\n".join(lines)]
 
@@ -236,12 +235,12 @@ def _axes(sharding: Any, bad: Mapping[Any, Mapping[bytes, list[Any]]]) -> list[s
     if devices is None:
         return []
     place = {device: at for at, device in np.ndenumerate(devices)}
-    found = set()
+    differing = set()
     for classes in bad.values():
         label = {place[s.device]: n for n, shards in enumerate(classes.values()) for s in shards}
         for at, value in label.items():
             for axis, name in enumerate(mesh.axis_names):
-                other = at[:axis] + (0,) + at[axis + 1 :]
-                if label.get(other, value) != value:
-                    found.add(name)
-    return [name for name in mesh.axis_names if name in found]
+                origin = at[:axis] + (0,) + at[axis + 1 :]
+                if label.get(origin, value) != value:
+                    differing.add(name)
+    return [name for name in mesh.axis_names if name in differing]

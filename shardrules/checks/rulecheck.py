@@ -1,8 +1,8 @@
-"""Hold a declaration against what the op does: on CPU devices, with random data.
+"""Compare a declared rule with what the op does, on CPU devices with random data.
 
-A declaration is believed, so one that is wrong gives wrong gradients silently. Three gradients are
-compared, because a wrong rule goes wrong in only some of them: one that drops an axis is right with
-the check off, and N times the gradient with it on.
+Declarations are trusted, so a wrong one silently gives wrong gradients. We compare three gradients,
+because a wrong rule affects only some of them: a rule that wrongly drops an axis gives the right
+gradient with the check off, and N times the gradient with it on.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ def check_rule(
     seed: int = 0,
     rtol: float = 1e-4,
 ) -> None:
-    """Run an op under its rule, and compare what the rule says with what happens.
+    """Run an op under its rule, and compare the rule with the results.
 
-    Pallas kernels run in JAX's TPU interpreter first, which looks for what no audit can: races,
-    memory that is read before it is written, reads out of bounds; kernels that it can't run (those
-    for GPUs) are named in a warning.
-    Outputs that the rule calls invariant over an axis must be bitwise equal along it. The outputs
-    and the gradients of all floating-point arguments must be the same with the check on, with it
-    off, and on a single device. Where the rule drops an axis, a bwd that is right with the check
-    on gives one N-th of the gradient with it off: that is warned of, not refused.
+    JAX's TPU interpreter first runs the Pallas kernels. It finds faults that no audit can: races,
+    memory that is read before it is written, reads out of bounds. A warning names the kernels that
+    it can't run (those for GPUs).
+    Outputs that the rule calls invariant over an axis must be bitwise equal along it. The outputs,
+    and the gradients with respect to all floating-point arguments, must be the same with the check
+    on, with it off, and on a single device. Where the rule drops an axis, a bwd that is right with
+    the check on gives one N-th of the gradient with it off: that is a warning, not an error.
 
     Args:
-      op: what runs inside shard_map, on one device's blocks; it has to run on CPU (``interpret``
-        of pallas_call, TPU interpret parameters, an FFI handler for CPU).
+      op: the function that runs inside shard_map, on one device's blocks. It must run on CPU
+        (``interpret`` of pallas_call, TPU interpret parameters, an FFI handler for CPU).
       mesh: a mesh of CPU devices.
       *args: global arrays, or ShapeDtypeStructs for which random data is drawn.
       in_specs: their PartitionSpecs, as for jax.shard_map; those of their shardings if None.
       out_specs: the outputs' PartitionSpecs; if None, each output's first dimension is split over
-        the axes over which its rule says that it varies.
-      reference: the same function of the global arrays on a single device. Without it, op itself
-        runs on one block after the other, which an op that communicates can't.
+        the axes over which the output varies by the rule.
+      reference: the same function of the global arrays on a single device. Without it, op runs on
+        one block after the other; an op that communicates needs a reference.
       gradients: whether to compare gradients.
-      seed: of the random data.
-      rtol: how far results may differ, relative to the largest one: sums are added in another
-        order.
+      seed: the seed of the random data.
+      rtol: the largest allowed difference, relative to the largest result; the order of sums
+        differs.
 
     Raises:
-      RuleCheckError: naming the output or argument, the axes or the two ways that differ, and by
-        how much; or the kernel that is not well formed.
+      RuleCheckError: results differ from the rule or from each other, or a kernel is not well
+        formed; the message names the output, argument or kernel, the axes, and by how much.
       ShardrulesError: if the arguments don't fit.
 
     Examples:
@@ -75,7 +75,7 @@ def check_rule(
     elif isinstance(in_specs, jax.sharding.PartitionSpec):
         in_specs = (in_specs,) * len(args)
     values = _draw(jax, args, seed)
-    # The hooks act in any case: what is checked is what they would make of the rule.
+    # The check needs the hooks, which apply the rule.
     with contextlib.nullcontext() if hooks.installed() else hooks.install():
         try:
             _check(jax, op, mesh, values, in_specs, out_specs, reference, gradients, seed, rtol)
@@ -134,7 +134,7 @@ def _is_float(jax, leaf) -> bool:
 
 
 def _run(jax, f: Callable, values: list, weights: list, floats: tuple[int, ...]) -> tuple:
-    """Return f's outputs, and the gradients of a loss of them, on the host."""
+    """Return f's outputs and the gradients of a loss, on the host."""
 
     def loss(*arguments):
         leaves = jax.tree_util.tree_leaves(f(*arguments))
@@ -194,10 +194,10 @@ def _axes_of(spec: Any) -> frozenset[str]:
 def _check_mesh(jax, mesh: Any) -> None:
     if not isinstance(mesh, jax.sharding.Mesh):
         raise ShardrulesError(f"{mesh!r} is not a jax.sharding.Mesh", mesh=mesh)
-    others = {d.platform for d in mesh.devices.flat} - {"cpu"}
-    if others:
+    platforms = {d.platform for d in mesh.devices.flat} - {"cpu"}
+    if platforms:
         raise ShardrulesError(
-            f"check_rule runs on CPU devices, and this mesh has {', '.join(sorted(others))}; set "
+            f"check_rule runs on CPU devices; this mesh has {', '.join(sorted(platforms))}; set "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8 before jax starts, and build the "
             "mesh from jax.devices('cpu')",
             mesh=mesh,
@@ -205,7 +205,7 @@ def _check_mesh(jax, mesh: Any) -> None:
 
 
 def _draw(jax, args: Sequence[Any], seed: int) -> list[Any]:
-    """Draw normal floats and small integers; arrays stay as they are."""
+    """Draw normal floats and small integers for ShapeDtypeStructs."""
     keys = jax.random.split(jax.random.PRNGKey(seed), max(len(args), 1))
     drawn = []
     for i, (key, leaf) in enumerate(zip(keys, args)):
@@ -232,7 +232,7 @@ def _spec_of(number: int, leaf: Any) -> Any:
     spec = getattr(getattr(leaf, "sharding", None), "spec", None)
     if spec is None:
         raise ShardrulesError(
-            f"argument {number} has no NamedSharding that tells how it is split; pass in_specs",
+            f"argument {number} has no NamedSharding to take its spec from; pass in_specs",
             argument=number,
         )
     return spec
@@ -301,16 +301,16 @@ def _same_shapes(jax: Any, reference: Callable[..., Any], values: Any, shapes: A
         [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree_util.tree_leaves(tree)]
         for tree in (shapes, jax.eval_shape(reference, *values))
     )
-    if [one.partition("[")[2] for one in ours] != [one.partition("[")[2] for one in theirs]:
+    if [text.partition("[")[2] for text in ours] != [text.partition("[")[2] for text in theirs]:
         raise RuleCheckError(
             f"reference returns {', '.join(theirs) or 'nothing'} where op returns "
-            f"{', '.join(ours) or 'nothing'} on the mesh; pass what op computes of whole arrays",
+            f"{', '.join(ours) or 'nothing'} on the mesh; pass op's function of the whole arrays",
             reference=reference,
         )
 
 
 def _block_by_block(jax, op, mesh, values, in_specs, out_specs, shapes):
-    """Return op as a function of the global arrays that runs for one device after the other."""
+    """Return op as a function of the global arrays that runs on one block after the other."""
     specs, tree = jax.tree_util.tree_flatten(
         out_specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
     )
@@ -356,16 +356,16 @@ def _compare(what: str, leaves: dict[str, Any], rtol: float) -> None:
     scale = max(float(np.max(np.abs(a), initial=0.0)) for a in arrays.values())
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
-            apart = float(np.max(np.abs(arrays[a] - arrays[b]), initial=0.0))
-            if not apart <= rtol * scale:
+            difference = float(np.max(np.abs(arrays[a] - arrays[b]), initial=0.0))
+            if not difference <= rtol * scale:
                 sizes = ", ".join(
                     f"{name}: |.| = {np.linalg.norm(arrays[name]):.6g}" for name in names
                 )
                 raise RuleCheckError(
-                    f"{what} differs between {a!r} and {b!r} by {apart:.6g} (allowed: "
+                    f"{what} differs between {a!r} and {b!r} by {difference:.6g} (allowed: "
                     f"{rtol * scale:.6g})\n  {sizes}\nA rule that drops an axis changes what a "
-                    "custom_vjp's bwd receives: the cotangent is summed over that axis already, "
+                    "custom_vjp's bwd receives: the cotangent is already summed over that axis, "
                     "and bwd must pass it on or slice it.",
                     what=what,
-                    apart=apart,
+                    apart=difference,
                 )

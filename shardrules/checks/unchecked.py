@@ -1,4 +1,4 @@
-"""Whether a program is the same where the check of its unchecked shard_maps is switched on."""
+"""Compare a program with and without ``install(unchecked="check")``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
 
 
 def _results(f: Callable[..., Any], args: tuple) -> dict[str, Any]:
-    """Return the values and, where JAX can take them, the gradients of the sum of their sines."""
+    """Return the values and, where JAX can differentiate, gradients of the sum of their sines."""
     import jax
 
     leaves, tree = jax.tree_util.tree_flatten(args)
@@ -65,14 +65,14 @@ def _results(f: Callable[..., Any], args: tuple) -> dict[str, Any]:
         for i, value in zip(chosen, floats):
             given[i] = value
         results = jax.tree_util.tree_leaves(f(*jax.tree_util.tree_unflatten(tree, given)))
-        return sum(jax.numpy.sum(jax.numpy.sin(one)) for one in results if _is_float(one))
+        return sum(jax.numpy.sum(jax.numpy.sin(leaf)) for leaf in results if _is_float(leaf))
 
-    found = {"value": jax.jit(lambda *args: f(*args))(*args)}
+    outcome = {"value": jax.jit(lambda *args: f(*args))(*args)}
     try:
-        found["gradient"] = jax.jit(jax.grad(scalar))([leaves[i] for i in chosen])
-    except Exception as error:  # compared, too
-        found["gradient"] = type(error).__name__
-    return found
+        outcome["gradient"] = jax.jit(jax.grad(scalar))([leaves[i] for i in chosen])
+    except Exception as error:  # its type is compared
+        outcome["gradient"] = type(error).__name__
+    return outcome
 
 
 def _is_float(leaf: Any) -> bool:
@@ -88,12 +88,12 @@ def _differs(a: Any, b: Any) -> str:
 
     if not isinstance(a, jax.Array):
         return "" if a == b else f"{a!r} and {b!r}"
-    x, y = (np.asarray(one).astype(np.float64) for one in (a, b))
+    x, y = (np.asarray(array).astype(np.float64) for array in (a, b))
     eps = float(jax.numpy.finfo(a.dtype).eps) if _is_float(a) else 0.0
     if not np.allclose(x, y, 200 * eps, 200 * eps * float(np.max(np.abs(x), initial=0))):
         return f"the largest difference is {np.max(np.abs(x - y)):.3g}"
     if _by_device(a) != _by_device(b):
-        return "one of them differs by device where the other does not"
+        return "one differs by device and the other does not"
     return ""
 
 
@@ -103,6 +103,6 @@ def _by_device(array: Any) -> bool:
 
     parts: dict[str, Any] = {}
     return any(
-        not np.array_equal(parts.setdefault(str(one.index), np.asarray(one.data)), one.data, True)
-        for one in array.addressable_shards
+        not np.array_equal(parts.setdefault(str(s.index), np.asarray(s.data)), s.data, True)
+        for s in array.addressable_shards
     )

@@ -1,4 +1,4 @@
-"""Whether budgets are to be rewritten in this process, which wait for their test, which were."""
+"""The budgets that this process rewrites: whether it does, those written, those still held back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["kept", "settle", "wait", "wanted", "write", "written"]
 
 wanted: bool = False
 written: list[str] = []
-kept: list[str] = []  # of tests that failed: as they were
+kept: list[str] = []  # left unchanged, since their tests failed
 _waiting: dict[pathlib.Path, tuple[str, str]] | None = None
 
 
@@ -24,13 +24,13 @@ def write(path: pathlib.Path, text: str, shown: str) -> None:
 
 
 def wait() -> None:
-    """Hold back what is written until ``settle``."""
+    """Hold back budgets until ``settle``."""
     global _waiting
     _waiting = {}
 
 
 def settle(passed: bool) -> None:
-    """Write what was held back if the test passed."""
+    """Write the budgets that were held back if the test passed."""
     global _waiting
     waiting, _waiting = _waiting or {}, None
     for path, (text, shown) in waiting.items():

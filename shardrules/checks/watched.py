@@ -1,4 +1,4 @@
-"""``pytest --shardrules``: every program that the tests compile, judged when they are done.
+"""``pytest --shardrules``: judges every program that the tests compile, after the last test.
 
 ``pytest --shardrules-check``: the tests run with ``install(unchecked="check")``.
 """
@@ -21,7 +21,7 @@ _KEY, _CHECKED = (
 
 
 class PytestWatch:
-    """The plugin; in a worker of pytest-xdist it sends what it saw."""
+    """The plugin of ``--shardrules``; a worker of pytest-xdist sends its report."""
 
     def __init__(self, config: Any):
         from shardrules.watching import programs
@@ -84,7 +84,7 @@ class PytestWatch:
 
 
 class PytestCheck:
-    """The plugin that switches on the check of shard_maps, and says of which."""
+    """The plugin of ``--shardrules-check``: switches on checks of shard_maps, and lists them."""
 
     def __init__(self, config: Any):
         self._config = config
@@ -100,7 +100,7 @@ class PytestCheck:
         self._texts += getattr(node, "workeroutput", {}).get(_CHECKED, [])
 
     def pytest_sessionfinish(self, session: Any) -> None:
-        """Write the table, and take the hooks back."""
+        """Write the table, and remove the hooks."""
         self._stack.close()
         from shardrules import migration
 

@@ -1,4 +1,4 @@
-"""Is a kernel's result on one device determined by its operands? JAX's TPU interpreter looks."""
+"""Test in JAX's TPU interpreter whether a kernel's operands determine its result on one device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardrules.errors import RuleCheckError, UnsupportedJaxError
 
 __all__ = ["check_well_formed"]
 
-_WHAT = "races, memory that is read before it is written, or reads out of bounds"
+_FAULTS = "races, memory that is read before it is written, or reads out of bounds"
 
 
 def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, values: Any) -> None:
@@ -22,7 +22,7 @@ def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, val
 
     try:
         jaxpr, f, args = jax.make_jaxpr(run)(*blocks).jaxpr, run, blocks
-    except NameError:  # it names mesh axes
+    except NameError:  # the kernel names mesh axes
         jaxpr, f, args = jax.make_jaxpr(whole)(*values).jaxpr, whole, values
     kernels = dict(_kernels(jaxpr))
     unseen = [name for name, why in kernels.items() if why]
@@ -35,7 +35,7 @@ def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, val
     for fill in fills:
         try:
             with interpreted(fill) as races:
-                # A function of its own: what was traced without the interpreter is kept.
+                # A new function, since jit would reuse a trace made without the interpreter.
                 out = jax.jit(lambda *a: f(*a))(*args)
                 results[fill] = jax.device_get(jax.tree_util.tree_leaves(out))
         except UnsupportedJaxError as error:
@@ -66,7 +66,7 @@ def _compare(results: Mapping[str, list], kernels) -> None:
     import numpy as np
 
     for number, (a, b) in enumerate(zip(results["nan"], results["zero"])):
-        a, b = (np.ascontiguousarray(one) for one in (a, b))
+        a, b = map(np.ascontiguousarray, (a, b))
         differ = (a.view(np.uint8) != b.view(np.uint8)).sum()
         if differ:
             raise RuleCheckError(
@@ -89,8 +89,8 @@ def _kernels(jaxpr: Any):
 
 
 def _is_for_gpus(params: Mapping[str, Any]) -> bool:
-    said = params.get("compiler_params")
-    modules = list(said) if isinstance(said, Mapping) else [type(said).__module__]
+    options = params.get("compiler_params")
+    modules = list(options) if isinstance(options, Mapping) else [type(options).__module__]
     meshes = [params.get("mesh"), *(params.get("meshes") or ())]
     modules += [type(mesh).__module__ for mesh in meshes]
     return any("triton" in module or "mosaic_gpu" in module for module in modules)
@@ -102,11 +102,11 @@ def _list(kernels) -> str:
 
 def _first(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
-    said = [line for line in lines if "out-of-bounds" in line.lower().replace(" ", "-")]
-    return (said or lines or [type(error).__name__])[-1].strip()[:300]
+    relevant = [line for line in lines if "out-of-bounds" in line.lower().replace(" ", "-")]
+    return (relevant or lines or [type(error).__name__])[-1].strip()[:300]
 
 
 def _warn(kernels, why: str) -> None:
     warnings.warn(
-        f"check_rule could not look for {_WHAT}, in {_list(kernels)}: {why}", stacklevel=5
+        f"check_rule could not look for {_FAULTS} in {_list(kernels)}: {why}", stacklevel=5
     )

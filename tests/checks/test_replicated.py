@@ -27,8 +27,8 @@ def test_a_missing_psum_and_wrong_out_specs_are_named(platform):
         testing.assert_outputs_replicated(g, *args)
     text = str(caught.value)
     assert text.startswith(
-        "2 of 3 outputs are not proven equal where their shardings call them replicated (which is "
-        "not to say that they are proven different):\n"
+        "2 of 3 outputs are not proven equal where their shardings call them replicated (they may "
+        "still be equal):\n"
     )
     assert "  output ['loss'], f32[]: called replicated over {data}, not proven equal\n" in text
     assert "    because parameter 0" in text and "is sharded over data, and no" in text
@@ -139,7 +139,7 @@ def test_an_opaque_call_in_the_way_is_named():
     with pytest.raises(errors.ReplicationAssertionError) as caught:
         testing.assert_outputs_replicated(text, output_shardings=["{replicated}"], strict=True)
     assert (
-        "  the output, f32[8]: proven equal, but the proof rests on what is only declared of "
+        "  the output, f32[8]: proven equal, but the proof rests on declared rules of "
         "'mine'\n    to do: let the audit prove it, or leave out strict=True"
     ) in str(caught.value)
 

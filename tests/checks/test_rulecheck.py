@@ -135,7 +135,7 @@ def test_a_kernel_that_computes_something_else(cpu_mesh):
         ),
         (
             lambda mesh: testing.check_rule(jnp.sin, mesh, X),
-            "argument 0 has no NamedSharding that tells how it is split; pass in_specs",
+            "argument 0 has no NamedSharding to take its spec from; pass in_specs",
         ),
         (
             lambda mesh: testing.check_rule(jnp.sum, mesh, X, in_specs=P("data")),
@@ -166,6 +166,6 @@ def test_an_op_without_a_derivative_is_told_what_to_pass(cpu_mesh):
 @pytest.mark.tpu
 def test_a_mesh_of_other_devices(tpu_mesh):
     with pytest.raises(
-        errors.ShardrulesError, match="check_rule runs on CPU devices, and this mesh has tpu"
+        errors.ShardrulesError, match="check_rule runs on CPU devices; this mesh has tpu"
     ):
         testing.check_rule(jnp.sin, tpu_mesh, X, in_specs=P())

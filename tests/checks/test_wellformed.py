@@ -189,7 +189,7 @@ def test_what_it_can_not_look_at_is_said():
         look(f)
     assert str(caught[0].message) == (
         "check_rule could not look for races, memory that is read before it is written, or reads "
-        "out of bounds, in 'mine': JAX's TPU interpreter doesn't run kernels for GPUs"
+        "out of bounds in 'mine': JAX's TPU interpreter doesn't run kernels for GPUs"
     )
 
 

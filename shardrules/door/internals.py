@@ -205,6 +205,12 @@ class Door:
         """Whether we are inside a shard_map that checks types."""
         return self.typed and bool(self.check_vma.value) and bool(self.manual_axes())
 
+    def why_casts_do_nothing(self) -> str:
+        """Say why values have no types to cast here; empty where they do, and on JAX to 0.5.3."""
+        if not self.typed or self.checking():
+            return ""
+        return "unchecked" if self.manual_axes() else "outside"
+
     def unchecked(self):
         """Return a context manager in which shard_map's check is off."""
         return self.check_vma(False) if self.typed else contextlib.nullcontext()

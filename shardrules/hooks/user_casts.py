@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -27,6 +28,16 @@ __all__ = ["already_summed", "checking_claims", "place_casts", "vary"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+# The lines whose ``vary`` needs no warning: it cast something, or the warning was given.
+_settled: set[str] = set()
+
+_WHY = {
+    "outside": "no shard_map is around it. Call it in the function that jax.shard_map maps; under "
+    "jax.jit with shardings, jax.lax.with_sharding_constraint is what places an array",
+    "unchecked": "the check of this shard_map is off. Drop check_vma=False, or drop the call",
+    "varying": "its arrays vary over these axes already. Drop the call",
+}
+
 
 @checked(own=("axes",))
 def vary(x: Any, *axes: str) -> Any:
@@ -42,7 +53,7 @@ def vary(x: Any, *axes: str) -> Any:
 
     Returns:
       The same values; ``x`` itself outside ``shard_map(check_vma=True)``, and on JAX to 0.5.3,
-      where the check casts by itself.
+      where the check casts by itself. A line whose call casts nothing is warned of once.
 
     Raises:
       AxisError: if an axis is not a manual mesh axis here, or a value is a partial sum over it.
@@ -62,16 +73,37 @@ def vary(x: Any, *axes: str) -> Any:
     door = internals.load()
     named = _axes(door, "vary(x, ...)", axes)
     if not door.checking():
+        if reason := door.why_casts_do_nothing():
+            _warn_of_no_effect(axes, reason)
         return x
+    missing = []
 
     def cast(leaf):
         if isinstance(leaf, door.SymbolicZero):
             return leaf
         have = _whole(door, "vary", leaf, named)
+        missing.append(named - have.varying)
         with jax.named_scope(DECLARED):
-            return door.cast(leaf, have.vary(*(named - have.varying)))
+            return door.cast(leaf, have.vary(*missing[-1]))
 
-    return jax.tree_util.tree_map(cast, x)
+    result = jax.tree_util.tree_map(cast, x)
+    if any(missing):
+        _settled.add(caller_place())
+    elif missing:
+        _warn_of_no_effect(axes, "varying")
+    return result
+
+
+def _warn_of_no_effect(axes: tuple[str, ...], reason: str) -> None:
+    """Warn once for a line whose ``vary`` has not cast anything, and say what to do instead."""
+    scope, where = state().scope, caller_place()
+    # Some traces are only looked at, and a shard_map may be traced with its check off and on.
+    if where in _settled or scope.notes is not None or scope.unchecked != "leave":
+        return
+    _settled.add(where)
+    file, _, line = where.rpartition(":")
+    text = f"shardrules.vary(x, {', '.join(map(repr, axes))}) does nothing here: {_WHY[reason]}"
+    warnings.warn_explicit(text, UserWarning, file or where, int(line) if line.isdigit() else 1)
 
 
 @checked

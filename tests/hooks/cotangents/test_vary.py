@@ -1,6 +1,7 @@
 """vary and already_summed: types, bytes, gradients, and what they refuse."""
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,41 @@ def test_vary_is_nothing_without_the_check(cpu_mesh):
         return x
 
     inside(cpu_mesh, f, jnp.ones(ROWS), check_vma=False)
+
+
+SHARDED = lambda x: sr.vary(x, "data") + 1  # noqa: E731
+NO_EFFECT = {
+    "no shard_map is around it": lambda mesh, x: jax.jit(SHARDED)(x),
+    "the check of this shard_map is off": lambda mesh, x: inside(mesh, SHARDED, x, check_vma=False),
+    "its arrays vary over these axes already. Drop the call": lambda mesh, x: inside(
+        mesh, SHARDED, x
+    ),
+}
+
+
+@pytest.mark.parametrize("why", NO_EFFECT)
+def test_vary_that_does_nothing_is_warned_of_once(why, cpu_mesh, monkeypatch):
+    monkeypatch.setattr(user_casts, "_settled", set())
+    message = re.escape(f"shardrules.vary(x, 'data') does nothing here: {why}")
+    with pytest.warns(UserWarning, match=message) as warned:
+        NO_EFFECT[why](cpu_mesh, jnp.ones(ROWS))
+    assert [w.filename for w in warned] == [__file__]
+    jax.clear_caches()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        NO_EFFECT[why](cpu_mesh, jnp.ones(ROWS))
+
+
+def test_vary_that_casts_for_some_callers_is_not_warned_of(cpu_mesh, monkeypatch):
+    monkeypatch.setattr(user_casts, "_settled", set())
+
+    def body(w, x):
+        both = (sr.vary(y, "data") for y in (w, x))
+        return jnp.multiply(*both)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inside(cpu_mesh, body, jnp.ones(()), jnp.ones(ROWS), specs=(P(), P("data")))
 
 
 @pytest.mark.parametrize(

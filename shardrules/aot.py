@@ -3,6 +3,10 @@
 A topology description needs the platform's compiler and no hardware: libtpu holds the one for
 TPUs, JAX's CUDA plugin the one for GPUs (none of NVIDIA's own libraries is needed to compile).
 Both run in one process. What comes out is the real compiler's HLO, kernels and all.
+
+Nothing runs on these devices. Under ``jax.set_mesh`` of such a mesh JAX sends every operation
+outside of ``jax.jit`` there, ``jnp.ones(8)`` too, and ends in "'Executable' object has no attribute
+'local_devices'": make arrays before it, or pass ``jax.ShapeDtypeStruct``.
 """
 
 from __future__ import annotations

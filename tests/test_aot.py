@@ -66,3 +66,18 @@ def test_absent_gpus_need_no_jax_platforms(before):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
     assert done.stdout.split() == ["8", "cpu"], done.stderr
+
+
+@pytest.mark.gpu
+def test_under_set_mesh_nothing_runs_and_programs_compile():
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    if not hasattr(jax, "set_mesh"):
+        return
+    with jax.set_mesh(jax.sharding.Mesh(aot.gpu("h100", 8), ("data",))):
+        x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=P("data"))
+        assert "all-reduce" in jax.jit(lambda x: x.sum()).lower(x).compile().as_text()
+        with pytest.raises(AttributeError, match="local_devices"):  # the text of docs/install.md
+            jnp.ones(8)

@@ -90,7 +90,8 @@ def test_a_scripts_table_and_its_patch(tmp_path):
     (layer,) = [line for line in lines if line.startswith("train.py:29 (layer) ")]
     assert layer.endswith("switch it now")
     (step,) = [line for line in lines if line.startswith("jit_step ")]
-    assert [cell.strip() for cell in step.split("|")[1:]] == ["256 B", "128 B"]
+    now, then = (int(cell.split()[0]) for cell in step.split("|")[1:])
+    assert then and now - then == 128  # other sums in it are one or two, by JAX's version
     assert "out_specs is P(), and it varies over data:" in done.stderr
     assert "train.py:40 (<lambda>): no check_vma=False or check_rep=False in this call" in lines[-1]
     patch = (tmp_path / "on.patch").read_text()
@@ -156,7 +157,8 @@ def test_modules_are_run_from_the_patch(tmp_path):
     done = run(tmp_path, "-m", "shardrules", "migrate", "--diff", "on.patch", "-m", "train", "1")
     assert done.stdout == "['1'] 9248.0\n", done.stderr
     (step,) = [line for line in done.stderr.splitlines() if line.startswith("jit_step ")]
-    assert [cell.strip() for cell in step.split("|")[1:]] == ["256 B", "128 B"]
+    now, then = (int(cell.split()[0]) for cell in step.split("|")[1:])
+    assert then and now - then == 128  # other sums in it are one or two, by JAX's version
     patch = (tmp_path / "on.patch").read_text()
     assert "+++ b/model.py" in patch and "+++ b/train.py" in patch
 

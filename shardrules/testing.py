@@ -332,7 +332,7 @@ def assert_budget(
     findings_now = findings.find(judgement, strict) if level == "compiled" else []
     if updates.wanted:
         now.allow = budgets.allowances(path)
-        updates.write(path, budgets.dump(now), str(given))
+        updates.write(path, budgets.dump(now))
         before = now
     elif path.exists():
         before = budgets.load(path)

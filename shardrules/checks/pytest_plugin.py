@@ -125,7 +125,12 @@ def pytest_testnodedown(node, error):
 
 def pytest_terminal_summary(terminalreporter):
     """List the files that were written."""
-    for path in updates.written:
+    for path in map(_short, updates.written):
         terminalreporter.write_line(f"shardrules: wrote the budget {path}")
-    for path in updates.kept:
+    for path in map(_short, updates.kept):
         terminalreporter.write_line(f"shardrules: left the budget {path}: its test failed")
+
+
+def _short(path: str) -> str:
+    short = os.path.relpath(path)
+    return path if short.startswith(os.pardir) else short

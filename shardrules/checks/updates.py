@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 __all__ = ["kept", "settle", "wait", "wanted", "write", "written"]
@@ -9,18 +10,17 @@ __all__ = ["kept", "settle", "wait", "wanted", "write", "written"]
 wanted: bool = False
 written: list[str] = []
 kept: list[str] = []  # left unchanged, since their tests failed
-_waiting: dict[pathlib.Path, tuple[str, str]] | None = None
+_waiting: dict[pathlib.Path, str] | None = None
 
 
-def write(path: pathlib.Path, text: str, shown: str) -> None:
+def write(path: pathlib.Path, text: str) -> None:
     """Write a budget; inside a test, once the test has passed."""
     if _waiting is not None:
-        _waiting[path] = (text, shown)
+        _waiting[path] = text
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    if shown not in written:
-        written.append(shown)
+    _note(path, written)
 
 
 def wait() -> None:
@@ -33,8 +33,14 @@ def settle(passed: bool) -> None:
     """Write the budgets that were held back if the test passed."""
     global _waiting
     waiting, _waiting = _waiting or {}, None
-    for path, (text, shown) in waiting.items():
+    for path, text in waiting.items():
         if passed:
-            write(path, text, shown)
-        elif shown not in kept:
-            kept.append(shown)
+            write(path, text)
+        else:
+            _note(path, kept)
+
+
+def _note(path: pathlib.Path, paths: list[str]) -> None:
+    shown = os.path.abspath(path)
+    if shown not in paths:
+        paths.append(shown)

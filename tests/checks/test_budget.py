@@ -317,12 +317,12 @@ def suite(folder):
     known = "shardrules.pytest_plugin" in names
     plugin = [] if known else ["-p", "shardrules.checks.pytest_plugin"]
 
-    def pytest_there(*options, ci=""):
+    def pytest_there(*options, ci="", cwd=folder):
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-q", *plugin, *options],
             capture_output=True,
             text=True,
-            cwd=folder,
+            cwd=cwd,
             env=os.environ | {"CI": ci},
         )
 
@@ -343,6 +343,12 @@ def test_pytest_rewrites_budgets_when_asked(folder, suite):
     assert done.returncode == 1
     assert "- forward all-reduce(data) f32 at model.py: 1, 32 B" in done.stdout
     assert "def assert_budget(" not in done.stdout  # pytest shows the user's lines alone
+
+
+def test_pytest_says_where_a_budget_is(folder, suite):
+    """A budget's path begins at its test, which may be run from elsewhere."""
+    done = suite("--update-budgets", folder, cwd=folder.parent)
+    assert f"shardrules: wrote the budget {folder.name}/budgets/it.toml\n" in done.stdout
 
 
 def test_pytest_rewrites_nothing_in_ci(folder, suite):

@@ -181,7 +181,7 @@ def _read(text: str) -> tuple[str, Any]:
     if found[1] not in _RULES:
         near = difflib.get_close_matches(found[1], _RULES, 1)
         raise ShardrulesError(
-            f"--rule={text}: {found[1]!r} is no rule"
+            f"--rule={text}: {found[1]!r} is not a rule"
             + (f"; did you mean {near[0]!r}?" if near else "")
             + f"; there are {', '.join(_RULES)}"
         )

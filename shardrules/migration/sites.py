@@ -40,7 +40,7 @@ class Row(NamedTuple):
     Attributes:
       site: where the shard_map is asked for.
       calls: one for each kind of arguments.
-      verdict: SWITCH, BY_HAND, UNTRIED, or what stands in the way of one of its calls: MORE,
+      verdict: SWITCH, BY_HAND, UNTRIED, or the obstacle of one of its calls: MORE,
         RAISES, GRADIENTS, RULE, OUTPUTS, LIMIT.
       note: what the patched script did, where that decided the verdict.
     """

@@ -29,7 +29,7 @@ _END = Event("end")
 
 
 def events(judgement: hlo.Judgement) -> list[Event]:
-    """List what stands in program order, without loops and branches that hold no collective.
+    """List what runs in program order, without loops and branches that hold no collective.
 
     A computation with several callers stands at the first of them.
     """

@@ -19,7 +19,7 @@ _lock = threading.RLock()
 def start(
     listener: Callable[[Call], None], before: Callable[[], object] | None = None
 ) -> Callable[[], None]:
-    """Tell ``listener`` of each call of an unchecked shard_map, once for its kind of arguments.
+    """Report each unchecked shard_map call to ``listener`` once per argument signature.
 
     ``before`` is called before the first call is looked at. Returns what ends it.
     """
@@ -63,7 +63,7 @@ def switching(
 ) -> Iterator[None]:
     """Install the hooks once JAX is imported, and keep their handle.
 
-    ``before`` is called before; ``failed`` is told why they can't be installed.
+    ``before`` is called before; ``failed`` gets the reason if they can't be installed.
     """
 
     def installed(_: object) -> None:

@@ -354,7 +354,7 @@ class Graph:
         step.sums = [(count * runs, axes) for count, axes in sums]
 
     def most_sums(self, eqn: Any) -> tuple[Sums, Axes, Axes]:
-        """Return what ``settle`` is told of a custom_vjp whose bwd sums nothing by itself."""
+        """Return the arguments of ``settle`` for a custom_vjp whose bwd sums nothing by itself."""
         count = eqn.params["num_res"]
         tangents = eqn.invars[count:]
         arriving = frozenset().union(*map(self._axes, (*eqn.invars[:count], *eqn.outvars)))
@@ -430,7 +430,7 @@ class Graph:
         return self.door.axis_type(atom.aval).varying
 
     def _live(self, ends: list[Value]) -> None:
-        """Mark the tangents whose cotangent is not known to be zero."""
+        """Mark live tangents."""
         makers: dict[Value, list[Step]] = {}
         for step in self.steps:
             for value in step.outputs:

@@ -45,8 +45,8 @@ def _forget_residuals(graph: Graph) -> str:
 
 
 _RELAXED: Sequence[Callable[[Graph], str]] = (
+    _trust_bwds,  # first: it settles where less precise sums are kept from
     _allow_rounding,
-    _trust_bwds,
     _open_calls,
     _cast_in_branches,
     _forget_residuals,

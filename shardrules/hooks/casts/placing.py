@@ -17,6 +17,7 @@ from typing import Any
 from shardrules.door.jaxprs import transposed_sums
 from shardrules.door.patching import Patches
 from shardrules.hooks.casts.cheapest import (
+    Cost,
     cheapest,
     cost,
     cost_as_traced,
@@ -124,8 +125,8 @@ class CastHooks(Hooks):
             graph = make()
             before = cost_as_traced(graph)
             noted = self.state.scope.notes is not None
-            if not noted and (not before.bytes or least_bytes(graph) >= before.bytes):
-                return jaxpr  # as of most programs: no move can save a byte
+            if not noted and _saves_little(graph, before, least_bytes(graph)):
+                return jaxpr  # as of most programs
             graph.settle(self._sums)
             before = cost_as_traced(graph)
             before_bytes = before.bytes
@@ -134,7 +135,8 @@ class CastHooks(Hooks):
             off = cost_unchecked(graph).bytes
             least = min(before, after) if after.within(before) else before
             beyond = exceptions(settled, least) if noted else ()
-            if after < before and after.within(before):
+            worth = after < before and not _saves_little(graph, before, after.bytes)
+            if worth and after.within(before):
                 writer = Writer(self, graph, labels)
                 placed = writer.jaxpr(jaxpr, (), [atom.aval for atom in jaxpr.outvars])
                 self.state.note_placement(
@@ -206,3 +208,11 @@ class CastHooks(Hooks):
         }
         moves = (arriving & frozenset().union(*summed.values())) - whole
         return sums, moves, by_itself
+
+
+def _saves_little(graph: Graph, before: Cost, least: int) -> bool:
+    """Whether no move saves a byte, or under 0.1% of what is no more than with the check off."""
+    saved, off = before.bytes - least, cost_unchecked(graph)
+    if before.within(off):
+        return 1000 * saved < before.bytes or not before.bytes
+    return saved <= 0 and before.bytes > off.bytes

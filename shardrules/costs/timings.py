@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardrules import hlo
@@ -21,7 +22,6 @@ class Timing(NamedTuple):
       runs: how often it ran, on one device in one step.
       device: the slowest one.
       fastest_device: the fastest one, for which the others wait.
-      avoidable_seconds: the exposed part that goes if the verdict's advice is followed.
     """
 
     seconds: float
@@ -30,15 +30,13 @@ class Timing(NamedTuple):
     runs: float
     device: str
     fastest_device: str
-    avoidable_seconds: float = 0.0
 
-    def part(self, share: float, avoidable_share: float) -> Timing:
+    def part(self, share: float) -> Timing:
         """Return the timing of one operand of a combined collective, by its share of the bytes."""
         return self._replace(
             seconds=self.seconds * share,
             exposed_seconds=self.exposed_seconds * share,
             fastest_seconds=self.fastest_seconds * share,
-            avoidable_seconds=self.exposed_seconds * share * avoidable_share,
         )
 
     @property
@@ -64,6 +62,18 @@ class Timings:
     device: str = ""
     ran: tuple[tuple[int, float, float], ...] = ()
     busy: tuple[tuple[float, float], ...] = ()
+
+    def together(self, numbers: Iterable[int]) -> Timing | None:
+        """Add up what some verdicts' collectives took; None if the profile has no event of them."""
+        each = [timing for timing in map(self.of.__getitem__, numbers) if timing is not None]
+        if not each:
+            return None
+        return max(each)._replace(
+            seconds=sum(timing.seconds for timing in each),
+            exposed_seconds=sum(timing.exposed_seconds for timing in each),
+            fastest_seconds=sum(timing.fastest_seconds for timing in each),
+            runs=sum(timing.runs for timing in each),
+        )
 
 
 def avoidable(verdict: hlo.Verdict, entry: accounts.Entry) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardrules import hlo
@@ -23,6 +24,7 @@ class Worth(NamedTuple):
       round_trips: how much less often the devices of a group wait for each other.
       is_sure: it is shown to be for nothing; otherwise this is saved at most.
       is_per_trip: a loop's length isn't known.
+      exposed_seconds: of a step, as a profile measured it; 0 without one and for hints.
     """
 
     bytes: int = 0
@@ -30,6 +32,7 @@ class Worth(NamedTuple):
     round_trips: int = 0
     is_sure: bool = True
     is_per_trip: bool = False
+    exposed_seconds: float = 0.0
 
     def plus(self, other: Worth) -> Worth:
         """Add what another one saves."""
@@ -39,6 +42,7 @@ class Worth(NamedTuple):
             self.round_trips + other.round_trips,
             self.is_sure and other.is_sure,
             self.is_per_trip or other.is_per_trip,
+            self.exposed_seconds + other.exposed_seconds,
         )
 
 
@@ -49,14 +53,20 @@ class Ledger:
       judgement: the verifier's.
       account: of it.
       on: the accelerator on which times are estimated; None for none.
+      measured: what each collective took in a profile; None for none.
     """
 
     def __init__(
-        self, judgement: hlo.Judgement, account: accounts.Account, on: estimates.Target | None
+        self,
+        judgement: hlo.Judgement,
+        account: accounts.Account,
+        on: estimates.Target | None,
+        measured: timings.Timings | None = None,
     ):
         self._numbers = {id(verdict): n for n, verdict in enumerate(judgement.verdicts)}
         self.entries = account.entries
         self.on = on
+        self.measured = measured
         self.seconds = [0.0] * len(self.entries)
         """Of one run of each, which shares the latency of the collective that it is a part of."""
         if on is not None:
@@ -85,7 +95,19 @@ class Ledger:
         entry = self.entries[number]
         runs = entry.each if entry.runs is None else entry.runs
         seconds = runs * self.seconds[number]
-        return Worth(runs * entry.wire_bytes, seconds, runs, True, entry.runs is None)
+        timing = self.measured and self.measured.of[number]
+        exposed = timing.exposed_seconds if timing else 0.0
+        return Worth(runs * entry.wire_bytes, seconds, runs, True, entry.runs is None, exposed)
+
+    def timing(self, about: Sequence[Finding | Hint]) -> timings.Timing | None:
+        """Give what the collectives of findings or hints took in a step, if it was measured."""
+        numbers = dict.fromkeys(self._numbers[id(one.verdict)] for one in about)
+        return None if self.measured is None else self.measured.together(numbers)
+
+    def exposed_seconds(self, about: Sequence[Finding | Hint]) -> float:
+        """Give the exposed part of that; 0 where it wasn't measured."""
+        timing = self.timing(about)
+        return timing.exposed_seconds if timing else 0.0
 
     def worth(self, one: Finding | Hint) -> Worth:
         """Give what a finding or a hint saves."""
@@ -102,6 +124,7 @@ class Ledger:
         return cost._replace(
             bytes=round(share * cost.bytes),
             seconds=share * cost.seconds,
+            exposed_seconds=share * cost.exposed_seconds,
             round_trips=cost.round_trips if share == 1 else 0,
         )
 
@@ -126,9 +149,10 @@ class Ledger:
         return worth.bytes / self.total.bytes if self.total.bytes else 0.0
 
     def weight(self, worth: Worth) -> float:
-        """Give by how much of the program a worth should be seen: bytes, time or round trips."""
+        """Give by how much of the program a worth should be seen: bytes, times or round trips."""
+        measured = worth.exposed_seconds / (self.total.exposed_seconds or 1.0)
         trips = 0.0 if worth.bytes else worth.round_trips / max(1, self.total.round_trips)
-        return max(self.share(worth), trips)
+        return max(self.share(worth), trips, measured)
 
     def folded(self, worths: list[Worth]) -> int:
         """Count the last ones that are below 1% together; at least the first stays."""

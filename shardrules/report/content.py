@@ -11,6 +11,7 @@ from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import accounts, estimates, findings, outputs, transfers
 from shardrules.costs.findings import Finding
+from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
 from shardrules.costs.worth import Ledger, Worth
 from shardrules.report import grouping
@@ -22,10 +23,15 @@ __all__ = ["Content", "content", "item"]
 UNEQUAL = "Outputs called replicated that are not proven equal"
 COLUMNS = ("collective", "verdict", "sites", "runs", "bytes", "wire bytes", "in all", "source")
 SHARE = "share"
+MEASURED = ("measured, a step", "exposed")  # before those that are estimated, of a profile
 ESTIMATED = ("est. a run", "est. in all")  # before the source, where there is a target
 NOTE = (
     f"{accounts.CONVENTION}; of one run at one site, and in all: wire bytes of all runs at all "
     "sites"
+)
+_MEASURED_NOTE = (
+    "measured, a step: in the profile, the median over its steps on the slowest device, of all "
+    "runs at all sites; exposed: the part of it in which that device ran nothing else"
 )
 _OUTPUTS = {"differs": ("differs", "differ"), "unproven": ("unproven", "unproven")}
 _LISTED = 3  # of the findings that are one line
@@ -66,6 +72,18 @@ class Content:
     def target(self) -> estimates.Target | None:
         """Give the accelerator on which times are estimated, None for none."""
         return self.ledger.on
+
+    @property
+    def timings(self) -> Timings | None:
+        """Give what a profile measured of each collective, None without one."""
+        return self.ledger.measured
+
+    @property
+    def measured(self) -> str:
+        """Say which part of a measured step can be avoided; empty without a profile."""
+        if self.timings is None:
+            return ""
+        return grouping.of_step(self.avoidable.exposed_seconds, self.timings.step_seconds)
 
     @property
     def failing(self) -> int:
@@ -116,6 +134,9 @@ class Content:
         if self.target is not None:
             of = grouping.percent(worth.seconds, total.seconds)
             parts.append(f"~{grouping.duration(worth.seconds)} of communication, {of}")
+        if self.timings is not None and worth.exposed_seconds:
+            of = grouping.percent(worth.exposed_seconds, self.timings.step_seconds)
+            parts.append(f"measured: {grouping.milliseconds(worth.exposed_seconds)} a step, {of}")
         return "; ".join(parts)
 
     @property
@@ -195,11 +216,10 @@ class Content:
     @functools.cached_property
     def rows(self) -> tuple[grouping.Row, ...]:
         """List the rows of collectives, the costliest first; those that are alike are one."""
-        cost = self.ledger.cost
 
-        def key(row: grouping.Row) -> tuple[float, int]:
-            costs = [cost(n) for n in row.numbers]
-            return -sum(c.seconds for c in costs), -sum(c.bytes for c in costs)
+        def key(row: grouping.Row) -> tuple[float, float, int]:
+            whole = self._cost(row)
+            return -whole.exposed_seconds, -whole.seconds, -whole.bytes
 
         return tuple(sorted(grouping.rows(self.account), key=key))
 
@@ -207,13 +227,21 @@ class Content:
     def columns(self) -> tuple[str, ...]:
         """Name the cells of a row of collectives."""
         estimated = () if self.target is None else ESTIMATED
-        return (*COLUMNS[:-1], SHARE, *estimated, COLUMNS[-1])
+        measured = () if self.timings is None else MEASURED
+        return (*COLUMNS[:-1], SHARE, *measured, *estimated, COLUMNS[-1])
 
     def cells(self, row: grouping.Row) -> tuple[str, ...]:
         """Write a row's cells under ``columns``."""
         one = row.first
         cost = self._cost(row)
         times: tuple[str, ...] = ()
+        measured: tuple[str, ...] = ()
+        if self.timings is not None:
+            timing = self.timings.together(row.numbers)
+            measured = ("?", "?")
+            if timing is not None:
+                took, exposed = map(grouping.milliseconds, timing[:2])
+                measured = took + grouping.spread(timing), exposed
         if self.target is not None:
             each = f"~{grouping.duration(max(self.ledger.seconds[n] for n in row.numbers))}"
             times = (each, "?" if one.runs is None else f"~{grouping.duration(cost.seconds)}")
@@ -226,6 +254,7 @@ class Content:
             grouping.size(one.wire_bytes),
             "?" if one.runs is None else grouping.size(row.total.wire_bytes),
             grouping.percent(cost.bytes, self.ledger.total.bytes),
+            *measured,
             *times,
             grouping.here(one.source),
         )
@@ -235,7 +264,14 @@ class Content:
         one, cost = row.first, self._cost(row)
         times = (max(self.ledger.seconds[n] for n in row.numbers), cost.seconds)
         known = (row.sites, one.runs or 0, one.bytes, one.wire_bytes, row.total.wire_bytes)
-        return (*known, cost.bytes, *(() if self.target is None else times))
+        timing = self.timings and self.timings.together(row.numbers)
+        measured = timing[:2] if timing else (0.0, 0.0)
+        return (
+            *known,
+            cost.bytes,
+            *(() if self.timings is None else measured),
+            *(() if self.target is None else times),
+        )
 
     def _cost(self, row: grouping.Row) -> Worth:
         total = Worth()
@@ -246,10 +282,11 @@ class Content:
     @property
     def note(self) -> str:
         """Say how to read the table of collectives, a sentence a line."""
+        note = NOTE if self.timings is None else f"{NOTE}\n{_MEASURED_NOTE}"
         if self.target is None:
-            return NOTE
+            return note
         return (
-            f"{NOTE}\nest. with ~ is an estimated time and no measurement, on {self.target.name}: "
+            f"{note}\nest. with ~ is an estimated time and no measurement, on {self.target.name}: "
             "the larger of the wire bytes by ring algorithms over the bandwidth of the links and "
             "the latency of the hops, without other traffic and overlap; parts of one combined "
             f"collective share its latency; {self.target.source}"
@@ -317,13 +354,21 @@ class Content:
                 f"below 1% together: {', '.join(names[:_LISTED])}{more} "
                 f"({grouping.size(worth.bytes)}, {part})"
             )
-        return Block(title, items=tuple(item(g, self.saves(g)) for g in shown), rest=rest)
+        return Block(title, items=tuple(map(self._item, shown)), rest=rest)
+
+    def _item(self, group: Sequence[Finding | Hint]) -> Item:
+        took = ""
+        if self.timings is not None:
+            timing = self.ledger.timing(group)
+            took = grouping.took(timing, self.timings.step_seconds) + grouping.spread(timing)
+        return item(group, self.saves(group), took=took)
 
     def _rank(self, group: Sequence[Finding | Hint]) -> tuple[float, ...]:
         worth = self._worth(group)
         kind = group[0].kind
         first = 0 if kind == "may hang" else 2 if kind == "declared" else 1
-        return (first, -worth.seconds, -worth.bytes, -worth.round_trips)
+        exposed = self.ledger.exposed_seconds(group)
+        return (first, -exposed, -worth.seconds, -worth.bytes, -worth.round_trips)
 
 
 def named(name: str) -> Item:
@@ -337,7 +382,11 @@ def _unequal(one: outputs.Unequal, label: str, todo: str) -> Item:
 
 @checked
 def item(
-    same: Sequence[Finding | Hint], saves: str = "", reason: str = "", advice: str | None = None
+    same: Sequence[Finding | Hint],
+    saves: str = "",
+    reason: str = "",
+    advice: str | None = None,
+    took: str = "",
 ) -> Item:
     """Say what there is to say of findings or hints that are alike.
 
@@ -346,6 +395,7 @@ def item(
       saves: what following the advice saves.
       reason: why they stay, of allowed ones.
       advice: what to do; their own if None.
+      took: what they took in a measured step.
     """
     first, count = same[0], len(same)
     verdict, entry = first.verdict, first.entry
@@ -356,7 +406,7 @@ def item(
     if verdict.range is not None and count == 1:
         part = f", elements {verdict.range.start}:{verdict.range.stop} of its operand"
     what = f"{many}{entry.what}, {grouping.sizes([e.entry.bytes for e in same])}{part} ({name})"
-    lines = [("saves", saves)] if saves else []
+    lines = [(label, text) for label, text in (("saves", saves), ("took", took)) if text]
     if isinstance(first, Finding):
         lines.append(("because", verdict.reason))
         if verdict.rests_on:
@@ -379,6 +429,7 @@ def content(
     allow: findings.Allowances | None = None,
     target: str | None = None,
     cheapest: bool = False,
+    timings: Timings | None = None,
 ) -> Content:
     """Gather what a report says.
 
@@ -390,6 +441,7 @@ def content(
       target: an accelerator of ``costs.estimates``, on which times are estimated.
       cheapest: all all-reduces that are needed and would move less elsewhere are findings; if
         False, those in loops that one before or after the loop replaces, above 1% of the bytes.
+      timings: what a profile measured of each verdict's collective.
     """
     found = findings.find(judgement, strict)
     could = hints(judgement)
@@ -401,11 +453,11 @@ def content(
     unequal, unequal_allowed, unused_too = allow.split(outputs.find(judgement))
     account = accounts.of(judgement)
     on = None if target is None else estimates.target(target)
-    ledger = Ledger(judgement, account, on)
+    ledger = Ledger(judgement, account, on, timings)
 
-    def costliest(one: Finding | Hint) -> tuple[float, int]:
+    def costliest(one: Finding | Hint) -> tuple[float, float, int]:
         worth = ledger.worth(one)
-        return -worth.seconds, -worth.bytes
+        return -ledger.exposed_seconds([one]), -worth.seconds, -worth.bytes
 
     return Content(
         title or judgement.module.name,

@@ -23,7 +23,7 @@ def as_json(what: Content) -> str:
 
     ``collectives`` are single runs, ``totals`` are over all runs of one execution.
     """
-    on = what.target
+    on, on_profile = what.target, what.timings
     numbers = {id(verdict): n for n, verdict in enumerate(what.judgement.verdicts)}
     by_axes = what.account.by("over").items()
 
@@ -47,6 +47,14 @@ def as_json(what: Content) -> str:
             **what.avoidable._asdict(),
             "share": what.ledger.share(what.avoidable),
             "at_most_unproven": what.in_doubt._asdict(),
+        },
+        "measured": on_profile
+        and {
+            "step_seconds": on_profile.step_seconds,
+            "avoidable_seconds": what.avoidable.exposed_seconds,
+            "device": on_profile.device,
+            "ran": on_profile.ran,
+            "busy": on_profile.busy,
         },
         "unequal_outputs": [dataclasses.asdict(one) for one in what.unequal],
         "unequal_outputs_allowed": [
@@ -95,6 +103,9 @@ def _collectives(what: Content) -> list[dict[str, Any]]:
         )
         if what.target is not None:
             collectives[-1]["estimated_seconds"] = what.ledger.seconds[number]
+        if what.timings is not None:
+            timing = what.timings.of[number]
+            collectives[-1]["measured"] = timing and timing._asdict()
     return collectives
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from shardrules.arguments import checked
 from shardrules.costs import accounts
+from shardrules.costs.timings import Timing
 
 __all__ = ["Row", "alike", "duration", "here", "percent", "rows", "size", "sizes"]
 
@@ -66,6 +67,35 @@ def duration(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
+
+
+def of_step(avoidable_seconds: float, step_seconds: float) -> str:
+    """Say which part of a measured step can be avoided: ``avoidable: 3.1 ms of 41.0 ms a step``."""
+    part = f" ({avoidable_seconds / step_seconds:.1%})" if step_seconds else ""
+    return (
+        f"avoidable: {milliseconds(avoidable_seconds)} of {milliseconds(step_seconds)} a step{part}"
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    """Write a measured time."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def took(timing: Timing | None, step_seconds: float) -> str:
+    """Say how long collectives took in a measured step."""
+    if timing is None:
+        return "not measured: the profile has no event of it"
+    share = f", {timing.seconds / step_seconds:.1%} of it" if step_seconds else ""
+    exposed = milliseconds(timing.exposed_seconds)
+    return f"{milliseconds(timing.seconds)} a step{share}; {exposed} exposed"
+
+
+def spread(timing: Timing | None) -> str:
+    """Say how far devices are apart, where they are: a straggler then, not a slow collective."""
+    if timing is None or not timing.spread:
+        return ""
+    return f" (from {milliseconds(timing.fastest_seconds)}, on {timing.fastest_device})"
 
 
 def sizes(counts: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
 from shardrules.report import drawn
 from shardrules.report.blocks import Block, Item
-from shardrules.report.content import ESTIMATED, SHARE, Content
+from shardrules.report.content import ESTIMATED, MEASURED, SHARE, Content
 from shardrules.report.drawn import escaped
 from shardrules.report.grouping import Row, alike, duration, here, percent, size, sizes
 from shardrules.report.timeline import events
@@ -55,6 +55,8 @@ def page(what: Content) -> str:
     if what.target is not None:
         about = f"~{duration(avoidable.seconds)} of ~{duration(cost.seconds)}"
         figures.insert(1, (f"of communication, {what.target.name}", about))
+    if what.timings is not None:
+        figures.insert(0, ("measured", what.measured))
     body = [
         f"<header><h1>{escaped(what.title)}</h1>",
         tiles(figures),
@@ -327,7 +329,7 @@ def _item(item: Item, is_open: bool) -> str:
 # Of the table's columns, what hides one on a narrow screen, and what sorts it as a number.
 _CLASSES = {
     **dict.fromkeys(("sites", "runs", "bytes", "wire bytes", ESTIMATED[0]), "n less"),
-    **dict.fromkeys(("in all", SHARE, ESTIMATED[1]), "n"),
+    **dict.fromkeys(("in all", SHARE, *MEASURED, ESTIMATED[1]), "n"),
     "source": "less",
 }
 

@@ -86,12 +86,14 @@ def listed(entries: Sequence[Entry], verdicts: Sequence[Verdict]) -> list[str]:
 @checked
 def plain(content: Content) -> str:
     """Return a whole report as text."""
-    return "\n".join([content.headline, "", *as_text(content.blocks)]).rstrip() + "\n"
+    first = filter(None, (content.measured, content.headline))
+    return "\n".join([*first, "", *as_text(content.blocks)]).rstrip() + "\n"
 
 
 @checked
 def markdown(content: Content) -> str:
     """Return a report as GitHub's Markdown."""
     about = content.headline[len(content.title) + 2 :]
-    lines = [f"# {content.title}", "", f"{about}.", "", *as_markdown(content.blocks)]
+    first = [f"{content.measured}.", ""] if content.measured else []
+    lines = [f"# {content.title}", "", *first, f"{about}.", "", *as_markdown(content.blocks)]
     return "\n".join(lines).rstrip() + "\n"

@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules
-from shardrules import errors
+from shardrules import errors, report
+from shardrules.costs import timings
 
 try:
     from jaxlib._hlo import hlo_module_from_text
@@ -126,12 +127,50 @@ def test_every_operation_is_read_as_jax_reads_it(recorded):
 def test_the_command_prints_it_and_exits_by_its_findings(recorded, capsys):
     assert main(["profile", str(recorded), "--mesh", "data=4,model=2"]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("avoidable: ") and "overwide: backward all-reduce(data, model)" in out
+    assert out.startswith("avoidable: ")
+    assert "overwide: 2 x backward all-reduce(data, model)" in out  # those alike are one
     assert main(["profile", str(recorded), "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["steps"]["count"] == STEPS
     assert all(one["seconds"] >= one["exposed_seconds"] > 0 for one in found["collectives"])
     assert found["avoidable_seconds"] > 0  # without a mesh, by the groups
+
+
+def test_a_report_has_the_times(judged):
+    (program,) = judged.programs
+    content, verdicts = program.content, program.content.judgement.verdicts
+    first, exposed = judged.headline, sum(one.exposed_seconds for one in judged.findings)
+    assert content.measured == first
+    assert content.ledger.exposed_seconds(content.findings) == pytest.approx(exposed)
+    text, markdown = report.plain(content), report.markdown(content)
+    assert text.startswith(first + "\n") and f"\n{first}.\n" in markdown
+    for written in (text, markdown, report.page(content)):
+        assert "measured, a step" in written and "exposed" in written
+        assert f"{judged.findings[0].exposed_seconds * 1e3:.3g} ms" in written
+    data = json.loads(report.as_json(content))
+    assert data["measured"]["avoidable_seconds"] == pytest.approx(judged.avoidable_seconds)
+    assert data["measured"]["step_seconds"] == judged.step_seconds
+    measured_each = [one["measured"]["exposed_seconds"] for one in data["collectives"]]
+    assert len(measured_each) == len(verdicts)
+    assert sum(measured_each) == pytest.approx(sum(one.exposed_seconds for one in judged.lines))
+
+
+def test_findings_stand_in_the_order_of_their_exposed_time(judged):
+    """The one that moves fewer bytes stands first where it is exposed for longer."""
+    judgement = judged.programs[0].content.judgement
+    by_bytes = report.content(judgement).findings
+    assert by_bytes[0].entry.bytes > by_bytes[1].entry.bytes
+    order = [judgement.verdicts.index(one.verdict) for one in by_bytes[:2]]
+    each = [None] * len(judgement.verdicts)
+    each[order[0]] = timings.Timing(9e-3, 1e-3, 9e-3, 1, "0", "0")
+    each[order[1]] = timings.Timing(2e-3, 2e-3, 1e-3, 1, "0", "1")
+    content = report.content(judgement, timings=timings.Timings(0.1, tuple(each)))
+    assert [one.entry.bytes for one in content.findings[:2]] == [
+        by_bytes[n].entry.bytes for n in (1, 0)
+    ]
+    assert "2 ms (from 1 ms, on 1)" in "\n".join(map(str, map(content.cells, content.rows)))
+    none = report.content(judgement, timings=timings.Timings(0.1, (None,) * len(each)))
+    assert "not measured" in report.plain(none) and none.avoidable.exposed_seconds == 0
 
 
 def test_an_allowed_finding_stays(recorded, capsys):

@@ -124,9 +124,11 @@ def read(
     programs = []
     for program, judgement in judged.items():
         if judgement.verdicts:
-            content = report.content(judgement, title=program.name, allow=allow, **options)
-            times = _timings(program, content, seen, markers, covered, step_seconds)
-            programs.append(ProfiledProgram(program.name, content, times))
+            times = _timings(program, judgement, seen, markers, covered, step_seconds)
+            content = report.content(
+                judgement, title=program.name, allow=allow, timings=times, **options
+            )
+            programs.append(ProfiledProgram(program.name, content))
     return Profile(
         source=source or str(path),
         programs=tuple(programs),
@@ -322,14 +324,14 @@ def _sites(judgement: hlo.Judgement) -> dict[str, measured.Site]:
 
 def _timings(
     program: wire.Program,
-    content: report.Content,
+    judgement: hlo.Judgement,
     seen: events.Events,
     markers: Mapping[str, list[tuple[float, float]]],
     covered: Mapping[str, measured.Covered],
     step_seconds: float,
 ) -> timings.Timings:
     """Return what each of a program's verdicts took, and one step of its slowest device."""
-    verdicts, of = content.judgement.verdicts, _sites(content.judgement)
+    verdicts, of = judgement.verdicts, _sites(judgement)
     ran = {
         device: measured.executions(
             timeline, seen.numbers, [start for start, _ in markers[device]], of
@@ -343,12 +345,12 @@ def _timings(
         name = verdict.collective.name
         whole[name] = whole.get(name, 0) + verdict.bytes
     each: list[timings.Timing | None] = []
-    for verdict, entry in zip(verdicts, content.account.entries):
+    for verdict in verdicts:
         name = verdict.collective.name
         timing = took.get(name)
         if timing is not None:
             share = verdict.bytes / whole[name] if whole[name] else 1.0
-            timing = timing.part(share, timings.avoidable(verdict, entry))
+            timing = timing.part(share)
         each.append(timing)
     drawn = _drawn(verdicts, took, ran, markers, covered) if took else {}
     return timings.Timings(step_seconds, tuple(each), **drawn)

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardrules import hlo, report
 from shardrules.costs import accounts, findings
+from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timing, Timings
 from shardrules.report import grouping
 from shardrules.report.grouping import counted
@@ -29,6 +30,7 @@ class Line:
       entry: its line in the account.
       finding: what is wrong with it, None if nothing.
       timing: what its collective took in a step; None where the profile has no event of it.
+      avoidable_seconds: the exposed seconds a step that go if the finding's advice is followed.
     """
 
     program: str
@@ -36,6 +38,7 @@ class Line:
     entry: accounts.Entry
     finding: findings.Finding | None
     timing: Timing | None
+    avoidable_seconds: float
 
     @property
     def seconds(self) -> float:
@@ -46,11 +49,6 @@ class Line:
     def exposed_seconds(self) -> float:
         """Give the seconds a step in which nothing else ran."""
         return self.timing.exposed_seconds if self.timing else 0.0
-
-    @property
-    def avoidable_seconds(self) -> float:
-        """Give the exposed seconds a step that go if the finding's advice is followed."""
-        return self.timing.avoidable_seconds if self.timing and self.finding else 0.0
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -66,22 +64,31 @@ class ProfiledProgram:
 
     Attributes:
       name: the module's.
-      content: what a report says of it.
-      timings: what each of its verdicts took.
+      content: what a report says of it, with what each of its verdicts took.
     """
 
     name: str
     content: report.Content
-    timings: Timings
+
+    @property
+    def timings(self) -> Timings:
+        """Give what each of its verdicts took."""
+        assert self.content.timings is not None
+        return self.content.timings
 
     @property
     def lines(self) -> tuple[Line, ...]:
         """List its verdicts with their times."""
         judgement, account = self.content.judgement, self.content.account
         wrong = {id(finding.verdict): finding for finding in self.content.findings}
+        saved = {
+            number: worth.exposed_seconds
+            for number, finding in wrong.items()
+            if (worth := self.content.ledger.worth(finding)).is_sure
+        }
         return tuple(
-            Line(self.name, verdict, entry, wrong.get(id(verdict)), timing)
-            for verdict, entry, timing in zip(judgement.verdicts, account.entries, self.timings.of)
+            Line(self.name, one, entry, wrong.get(id(one)), timing, saved.get(id(one), 0.0))
+            for one, entry, timing in zip(judgement.verdicts, account.entries, self.timings.of)
         )
 
 
@@ -129,9 +136,7 @@ class Profile:
     @property
     def headline(self) -> str:
         """Say in one line what it comes to."""
-        step = self.step_seconds
-        part = f" ({self.avoidable_seconds / step:.1%})" if step else ""
-        return f"avoidable: {_ms(self.avoidable_seconds)} of {_ms(step)} a step{part}"
+        return grouping.of_step(self.avoidable_seconds, self.step_seconds)
 
     def __str__(self) -> str:
         steps = "marked by the profile" if self.marked else "runs of the longest program"
@@ -146,11 +151,13 @@ class Profile:
         if not self.lines:
             return "\n".join([*lines, "no collectives in any program that ran"]) + "\n"
         seldom = 0
-        for line in self.findings:
-            if line.timing is not None and not line.seconds:
-                seldom += 1
+        for program, same in self._alike():
+            timing = program.content.ledger.timing(same)
+            if timing is not None and not timing.seconds:
+                seldom += len(same)
             else:
-                lines += ["", *_told(line, self.step_seconds)]
+                took = grouping.took(timing, self.step_seconds) + grouping.spread(timing)
+                lines += ["", f"{took} ({program.name})", report.describe_finding(*same)]
         if seldom:
             lines += [
                 "",
@@ -162,6 +169,11 @@ class Profile:
             if len(needed) > _SHOWN_COUNT:
                 lines.append(f"and {len(needed) - _SHOWN_COUNT} more, which took less")
         return "\n".join(lines) + "\n"
+
+    def _alike(self) -> list[tuple[ProfiledProgram, tuple[Finding, ...]]]:
+        """Put findings of a program together that are alike, those longest exposed first."""
+        groups = [(p, same) for p in self.programs for same in findings.alike(p.content.findings)]
+        return sorted(groups, key=lambda pair: -pair[0].content.ledger.exposed_seconds(pair[1]))
 
     def as_dict(self) -> dict[str, Any]:
         """Give all of it as JSON's types."""
@@ -183,21 +195,6 @@ class Profile:
         return json.dumps(self.as_dict(), indent=2)
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _told(line: Line, step_seconds: float) -> list[str]:
-    """Say what a finding takes, then what a report says of it."""
-    assert line.finding is not None
-    share = f", {line.seconds / step_seconds:.1%} of it" if step_seconds else ""
-    if line.timing is None:
-        took = "not measured: the profile has no event of it"
-    else:
-        took = f"{_ms(line.seconds)} a step{share}; {_ms(line.exposed_seconds)} exposed"
-    return [f"{took} ({line.program})", report.describe_finding(line.finding)]
-
-
 def _table(lines: Sequence[Line], step_seconds: float) -> list[list[str]]:
     rows = [
         ["measured, a step", "of it exposed", "share", "collective", "bytes", "bandwidth", "at"]
@@ -206,8 +203,10 @@ def _table(lines: Sequence[Line], step_seconds: float) -> list[list[str]]:
         speed = line.bytes_per_s
         rows.append(
             [
-                _ms(line.seconds) + _spread(line) if line.timing else "?",
-                _ms(line.exposed_seconds) if line.timing else "?",
+                grouping.milliseconds(line.seconds) + grouping.spread(line.timing)
+                if line.timing
+                else "?",
+                grouping.milliseconds(line.exposed_seconds) if line.timing else "?",
                 f"{line.seconds / step_seconds:.1%}" if step_seconds else "?",
                 line.entry.what,
                 grouping.size(line.entry.bytes),
@@ -216,14 +215,6 @@ def _table(lines: Sequence[Line], step_seconds: float) -> list[list[str]]:
             ]
         )
     return rows
-
-
-def _spread(line: Line) -> str:
-    """Say how far devices are apart, where they are: a straggler then, not a slow collective."""
-    timing = line.timing
-    if timing is None or not timing.spread:
-        return ""
-    return f" (from {_ms(timing.fastest_seconds)}, on {timing.fastest_device})"
 
 
 def _json(line: Line) -> dict[str, Any]:

@@ -380,7 +380,7 @@ def test_diff_of_two_programs(tmp_path):
     assert done.returncode == 0 and "The same collectives: 1, 32 B." in done.stdout
 
 
-def test_diff_knows_a_file_of_another_checkout(tmp_path):
+def test_diff_knows_a_file_of_another_checkout_and_a_renamed_one(tmp_path):
     def program(*files):
         lines = [T.parameter(T.BOTH)]
         for n, file in enumerate(files):
@@ -395,7 +395,10 @@ def test_diff_knows_a_file_of_another_checkout(tmp_path):
     assert (done.returncode, done.stdout[:21]) == (0, "the same collectives:"), done.stdout
     other.write_text(program("/b/new/pkg/sub/model.py", "/b/new/pkg/data.py"))
     done = run("diff", one, other, MESH, cwd=tmp_path)
-    assert "+ forward all-reduce(model) f32 at data.py: 1, 32 B" in done.stdout
+    assert (done.returncode, done.stdout[:21]) == (0, "the same collectives:"), done.stdout
+    other.write_text(program("/b/new/pkg/sub/model.py", *["/b/new/pkg/data.py"] * 2))
+    done = run("diff", one, other, MESH, cwd=tmp_path)  # another file: it has two
+    assert "+ forward all-reduce(model) f32 at data.py: 2, 64 B" in done.stdout
     assert "- forward all-reduce(model) f32 at old/pkg/model.py: 1, 32 B" in done.stdout
     assert "sub" not in done.stdout
 

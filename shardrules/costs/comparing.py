@@ -60,7 +60,8 @@ def relative_file(file: str, root: str) -> str:
 def common_names(before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, str]:
     """Name the source files of two programs; a file of two checkouts has one name."""
     # Two paths are one file if their ends agree in more parts than those of any other two paths
-    # that either is in.
+    # that either is in, or if all of their collectives are the same and no other file's are.
+    before, after = tuple(before), tuple(after)
     files = [sorted({e.file for e in entries if e.file}) for entries in (before, after)]
     names = {file: relative_file(file, ".") for some in files for file in some}
     left = [[f for f in mine if f not in theirs] for mine, theirs in (files, files[::-1])]
@@ -71,8 +72,28 @@ def common_names(before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, s
         for pair in near:
             if times[pair[0]] == times[pair[1]] == 1:
                 names |= dict.fromkeys(pair, "/".join(ends[pair]))
+                left = [[f for f in some if f not in pair] for some in left]
         ends = {pair: end for pair, end in ends.items() if not times.keys() & set(pair)}
+    renamed = [_by_collectives(*side) for side in zip(left, (before, after))]
+    for collectives in renamed[0].keys() & renamed[1].keys():
+        pair = [by_collectives[collectives] for by_collectives in renamed]
+        if all(len(some) == 1 for some in pair):
+            (old,), (new,) = pair
+            names[old] = names[new]
     return names
+
+
+def _by_collectives(files: Iterable[str], entries: Iterable[Entry]) -> dict[object, list[str]]:
+    """Group files by the collectives that stand in them."""
+    groups: dict[object, list[str]] = {}
+    for file in files:
+        collectives = collections.Counter(
+            (entry.what, entry.element_type, entry.function, entry.bytes, entry.runs)
+            for entry in entries
+            if entry.file == file
+        )
+        groups.setdefault(frozenset(collectives.items()), []).append(file)
+    return groups
 
 
 def _common_end(first: str, second: str) -> tuple[str, ...]:

@@ -52,6 +52,15 @@ class WatchedProgram:
         shardings = program.matching(module, self._noted.parameter_shardings())
         return module, self._noted.mesh(devices), shardings
 
+    @property
+    def arguments(self) -> list[str]:
+        """Give the shape of each parameter on one device, and its sharding where JAX has it."""
+        module, _, shardings = self._known()
+        shapes = [str(p.shape) for p in module.entry.parameters]
+        if shardings is None or len(shardings) != len(shapes):
+            return shapes
+        return [f"{shape} a device, sharded {how}" for shape, how in zip(shapes, shardings)]
+
     def told(self) -> str:
         """Give its compiled HLO, with mesh and shardings where ``hlo.judge`` reads them.
 
@@ -207,6 +216,7 @@ class Watched:
             [one.count for one in judges],
             failures,
             len(programs) - judged,
+            notes=[*map(_why_again, _made_again(judges))],
         )
 
     @property
@@ -226,6 +236,33 @@ class Watched:
 
     def __repr__(self) -> str:
         return f"<Watched: {len(self)} programs>"
+
+
+def _made_again(programs: list[WatchedProgram]) -> Iterator[list[WatchedProgram]]:
+    """Yield the programs with collectives whose name was compiled more than once."""
+    by_name: dict[str, list[WatchedProgram]] = {}
+    for program in programs:
+        if program.content.account.entries:
+            by_name.setdefault(program.name, []).append(program)
+    for made in by_name.values():
+        if len(made) > 1 or made[0].count > 1:
+            yield made
+
+
+def _why_again(programs: list[WatchedProgram]) -> str:
+    """Say what differs between the arguments of programs of one name."""
+    times = sum(program.count for program in programs)
+    made, first = f"{programs[0].name} was compiled {times} times", programs[0].arguments
+    for other in programs[1:]:
+        if len(other.arguments) != len(first):
+            return f"{made}: for {len(first)} and for {len(other.arguments)} arguments"
+        for number, (before, after) in enumerate(zip(first, other.arguments)):
+            if before != after:
+                return f"{made}: argument {number} is {before}, then {after}"
+    return (
+        f"{made} for arguments of the same shapes and shardings: a jit that is made anew, a static "
+        "argument, or an array that was not placed on the devices before"
+    )
 
 
 @checked

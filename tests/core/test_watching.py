@@ -162,6 +162,27 @@ def test_alike_programs_are_one_row(cpu_mesh):
     assert found.programs.rows[0][1] == "3"
 
 
+def test_why_a_program_was_compiled_again_is_said(cpu_mesh):
+    @jax.jit
+    def total(x):
+        return x.sum()
+
+    def placed(*shape):
+        return jax.device_put(np.ones(shape, np.float32), NamedSharding(cpu_mesh, P("data")))
+
+    with shardrules.watch() as seen:
+        total(placed(8, 16))
+        total(placed(16, 16))
+    [note] = seen.judged().notes
+    assert note.startswith("jit_total was compiled 2 times: argument 0 is f32[2,16] a device")
+    assert ", then f32[4,16] a device" in note
+    with shardrules.watch() as seen:
+        for _ in range(2):
+            doubled(cpu_mesh)(np.ones((8, 16), np.float32))
+    [note] = seen.judged().notes
+    assert "was compiled 2 times for arguments of the same shapes and shardings" in note
+
+
 def test_programs_of_which_the_report_says_the_same_are_one_row(cpu_mesh):
     """Another constant makes another text; a loop of random bits alone makes no row."""
     x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(cpu_mesh, P("data")))

@@ -76,10 +76,9 @@ def common_names(before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, s
         ends = {pair: end for pair, end in ends.items() if not times.keys() & set(pair)}
     renamed = [_by_collectives(*side) for side in zip(left, (before, after))]
     for collectives in renamed[0].keys() & renamed[1].keys():
-        pair = [by_collectives[collectives] for by_collectives in renamed]
-        if all(len(some) == 1 for some in pair):
-            (old,), (new,) = pair
-            names[old] = names[new]
+        old, new = (by_collectives[collectives] for by_collectives in renamed)
+        if len(old) == len(new) == 1:
+            names[old[0]] = names[new[0]]
     return names
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardrules.hooks.install import Handle
     from shardrules.report.several import Several
     from shardrules.watching.profiles.recording import Recorder
+    from shardrules.watching.profiles.shown import Profile
     from shardrules.watching.programs import Watched
 
 __all__ = ["add_arguments", "run"]
@@ -157,18 +158,20 @@ def _written(
         return _exit_code(found)
     if keep is not None:
         _keep(seen, keep)
+    measured = None
+    if recorder is not None and recorder.trouble:
+        _say(f"--profile recorded nothing: {recorder.trouble}")
+    elif recorder is not None:
+        measured = _profiled(seen, arguments, recorder)
     shown = _Progress(len(seen))
     found = seen.judged(shown)
     shown.done()
     for line in given.unused(content.judgement for content in found.contents):
         _say(line)
     text = several.WRITERS[arguments.format](found)
-    code = _exit_code(found)
-    if recorder is not None and recorder.trouble:
-        _say(f"--profile recorded nothing: {recorder.trouble}")
-        code = UNUSABLE
-    elif recorder is not None:
-        text = _profiled(seen, arguments, recorder, text)
+    if measured is not None and arguments.format == "json":
+        text = json.dumps({**json.loads(text), "profile": measured.as_dict()}, indent=1) + "\n"
+    code = _exit_code(found) if recorder is None or measured is not None else UNUSABLE
     if arguments.output is None:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -189,8 +192,8 @@ def _exit_code(found: Several) -> int:
     return CLEAN if found.clean else UNUSABLE
 
 
-def _profiled(seen: Watched, arguments: argparse.Namespace, recorder: Recorder, report: str) -> str:
-    """Put what the profile shows before a report of text, and into one of JSON."""
+def _profiled(seen: Watched, arguments: argparse.Namespace, recorder: Recorder) -> Profile:
+    """Read what was recorded, which gives the script's programs their times."""
     from shardrules.watching.profiles import profile
 
     if recorder.left:
@@ -204,9 +207,9 @@ def _profiled(seen: Watched, arguments: argparse.Namespace, recorder: Recorder, 
         target=arguments.target,
         cheapest=arguments.cheapest,
     )
-    if arguments.format == "json":
-        return json.dumps({**json.loads(report), "profile": measured.as_dict()}, indent=1) + "\n"
-    return f"{measured}\n{report}" if arguments.format == "text" else report
+    for line in (measured.about, *measured.notes):
+        _say(line)
+    return measured
 
 
 def _keep(seen: Watched, folder: pathlib.Path) -> None:

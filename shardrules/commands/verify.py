@@ -8,11 +8,18 @@ the costliest first; exit 2 if one of them can't be judged.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from shardrules import hlo, report
-from shardrules.commands import flags, reading
+from shardrules.commands import flags, reading, rules
 from shardrules.costs import findings
+from shardrules.costs.timings import Timings
+from shardrules.errors import ShardrulesError
 from shardrules.report import several
+
+if TYPE_CHECKING:
+    from shardrules.watching.profiles.shown import Profile
 
 __all__ = ["add_arguments", "judged", "run"]
 
@@ -22,8 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files",
         metavar="FILE",
-        nargs="+",
+        nargs="*",
         help="compiled HLO text, a folder or a pattern of such files, or - for stdin",
+    )
+    parser.add_argument(
+        "--profile",
+        action=flags.Once,
+        metavar="DIR",
+        help="show what each collective took in a profile that JAX wrote there; without FILE, "
+        "judge the programs of the profile",
     )
     reading.add_arguments(parser)
     flags.add_arguments(parser)
@@ -32,20 +46,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def judged(arguments: argparse.Namespace) -> tuple[str, int]:
     """Judge the files as the flags say; return the report, and what it means as an exit code."""
     allow = flags.allowances(arguments)
-    found = reading.judged(arguments.files, arguments)
-    contents = [
-        report.content(
-            one.judgement,
-            title=one.name,
-            strict=arguments.strict,
-            allow=findings.Allowances(allow),
-            target=arguments.target,
-            cheapest=arguments.cheapest,
-        )
-        for one in found
-        if isinstance(one.result, hlo.Judgement)
-    ]
-    if len(found) == 1:
+    if not (arguments.files or arguments.profile):
+        raise ShardrulesError("the following arguments are required: FILE")
+    options = {
+        "strict": arguments.strict,
+        "target": arguments.target,
+        "cheapest": arguments.cheapest,
+    }
+    measured, found = None, []
+    if arguments.files:
+        found = reading.judged(arguments.files, arguments)
+        judged = [one for one in found if isinstance(one.result, hlo.Judgement)]
+        times: Sequence[Timings | None] = [None] * len(judged)
+        if arguments.profile:
+            from shardrules.watching.profiles import profile
+
+            judgements = [one.judgement for one in judged]
+            measured, times = profile.of_judged(arguments.profile, judgements, **options)
+        contents = [
+            report.content(
+                one.judgement,
+                title=one.name,
+                allow=findings.Allowances(allow),
+                timings=timings,
+                **options,
+            )
+            for one, timings in zip(judged, times)
+        ]
+    else:
+        measured = _of_profile(arguments, allow, options)
+        contents = [program.content for program in measured.programs]
+    for line in (measured.about, *measured.notes) if measured is not None else ():
+        reading.say(line)
+    if len(contents) == 1 and len(found) < 2:
         (content,) = contents
         text = several.ONE[arguments.format](content)
         return text, reading.CLEAN if content.clean else reading.FOUND
@@ -55,6 +88,22 @@ def judged(arguments: argparse.Namespace) -> tuple[str, int]:
     if all_of_them.failures:
         return text, reading.UNUSABLE
     return text, reading.CLEAN if all_of_them.clean else reading.FOUND
+
+
+def _of_profile(
+    arguments: argparse.Namespace, allow: dict[str, str], options: dict[str, Any]
+) -> Profile:
+    """Judge the programs of a profile."""
+    from shardrules.watching.profiles import profile
+
+    registry, notes = rules.Rules(arguments), list[str]()
+    if arguments.outputs is not None:
+        raise ShardrulesError("--outputs is of one FILE; with --profile, name that file, too")
+    judge = profile.judging(reading.mesh_of(arguments.mesh), registry, notes)
+    measured = profile.read(arguments.profile, judge, notes=notes, allow=allow, **options)
+    for line in registry.unused([program.content.judgement for program in measured.programs]):
+        reading.say(line)
+    return measured
 
 
 def run(arguments: argparse.Namespace) -> int:

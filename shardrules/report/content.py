@@ -23,7 +23,11 @@ __all__ = ["Content", "content", "item"]
 UNEQUAL = "Outputs called replicated that are not proven equal"
 COLUMNS = ("collective", "verdict", "sites", "runs", "bytes", "wire bytes", "in all", "source")
 SHARE = "share"
-MEASURED = ("measured, a step", "exposed")  # before those that are estimated, of a profile
+MEASURED = (
+    "measured, a step",
+    "exposed",
+    "bandwidth",
+)  # before those that are estimated, of a profile
 ESTIMATED = ("est. a run", "est. in all")  # before the source, where there is a target
 NOTE = (
     f"{accounts.CONVENTION}; of one run at one site, and in all: wire bytes of all runs at all "
@@ -31,7 +35,8 @@ NOTE = (
 )
 _MEASURED_NOTE = (
     "measured, a step: in the profile, the median over its steps on the slowest device, of all "
-    "runs at all sites; exposed: the part of it in which that device ran nothing else"
+    "runs at all sites; exposed: the part of it in which that device ran nothing else; "
+    "bandwidth: wire bytes over the measured time"
 )
 _OUTPUTS = {"differs": ("differs", "differ"), "unproven": ("unproven", "unproven")}
 _LISTED = 3  # of the findings that are one line
@@ -238,10 +243,12 @@ class Content:
         measured: tuple[str, ...] = ()
         if self.timings is not None:
             timing = self.timings.together(row.numbers)
-            measured = ("?", "?")
+            measured = ("?",) * 3
             if timing is not None:
                 took, exposed = map(grouping.milliseconds, timing[:2])
-                measured = took + grouping.spread(timing), exposed
+                speed = self._bytes_per_s(row)
+                reached = f"{grouping.size(speed)}/s" if speed else "?"
+                measured = took + grouping.spread(timing), exposed, reached
         if self.target is not None:
             each = f"~{grouping.duration(max(self.ledger.seconds[n] for n in row.numbers))}"
             times = (each, "?" if one.runs is None else f"~{grouping.duration(cost.seconds)}")
@@ -265,13 +272,24 @@ class Content:
         times = (max(self.ledger.seconds[n] for n in row.numbers), cost.seconds)
         known = (row.sites, one.runs or 0, one.bytes, one.wire_bytes, row.total.wire_bytes)
         timing = self.timings and self.timings.together(row.numbers)
-        measured = timing[:2] if timing else (0.0, 0.0)
+        measured = (*(timing[:2] if timing else (0.0, 0.0)), self._bytes_per_s(row))
         return (
             *known,
             cost.bytes,
             *(() if self.timings is None else measured),
             *(() if self.target is None else times),
         )
+
+    def _bytes_per_s(self, row: grouping.Row) -> float:
+        """Give what one device sends in a second of a row's measured time; 0 if not known."""
+        each = (
+            [(e, self.timings.of[n]) for e, n in zip(row.entries, row.numbers)]
+            if self.timings
+            else []
+        )
+        sent = sum(entry.wire_bytes * timing.runs for entry, timing in each if timing)
+        seconds = sum(timing.seconds for _, timing in each if timing)
+        return sent / seconds if seconds else 0.0
 
     def _cost(self, row: grouping.Row) -> Worth:
         total = Worth()

@@ -14,7 +14,7 @@ from shardrules.report.content import Content, named
 from shardrules.report.data import SCHEMA
 from shardrules.report.data import as_json as json_of_one
 from shardrules.report.drawn import escaped
-from shardrules.report.grouping import counted, duration, percent, size
+from shardrules.report.grouping import counted, duration, of_step, percent, size
 from shardrules.report.page import page, section, whole
 from shardrules.report.sections import LOOPS
 
@@ -85,6 +85,16 @@ class Several:
     def told(self) -> list[Content]:
         """List the programs of which there is more to say than their row."""
         return [content for content, _ in self.shown if content.changes or _costs(content)]
+
+    @property
+    def measured(self) -> str:
+        """Say which part of a measured step can be avoided; empty without a profile."""
+        # Programs of one text that are judged apart share their times.
+        each = {id(c.timings): c for c in self.contents if c.timings is not None}.values()
+        if not each:
+            return ""
+        step_seconds = max(c.timings.step_seconds for c in each if c.timings)
+        return of_step(sum(c.avoidable.exposed_seconds for c in each), step_seconds)
 
     @property
     def headline(self) -> str:
@@ -176,6 +186,7 @@ def gather(
         alike.values(),
         key=lambda pair: (
             all(one.kind != "differs" for one in pair[0].unequal),
+            -pair[0].avoidable.exposed_seconds,
             -pair[0].avoidable.seconds,
             -pair[0].avoidable.bytes,
             -pair[0].account.total.wire_bytes,
@@ -202,7 +213,7 @@ def _alone(content: Content) -> Content:
 
 def plain(what: Several) -> str:
     """Return the report as text."""
-    lines = [what.headline, "", *as_text([what.programs])]
+    lines = [*filter(None, (what.measured, what.headline)), "", *as_text([what.programs])]
     for content in what.told:
         lines += ["=" * 72, text.plain(_alone(content))]
     return "\n".join([*lines, *as_text(what.ends)]).rstrip() + "\n"
@@ -210,7 +221,8 @@ def plain(what: Several) -> str:
 
 def markdown(what: Several) -> str:
     """Return the report as GitHub's Markdown."""
-    lines = ["# Programs", "", what.headline + ".", "", *as_markdown([what.programs])]
+    first = [f"{what.measured}.", ""] if what.measured else []
+    lines = ["# Programs", "", *first, what.headline + ".", "", *as_markdown([what.programs])]
     for content in what.told:
         # Its headings go one level down.
         own = text.markdown(_alone(content)).splitlines()
@@ -237,7 +249,9 @@ def as_json(what: Several) -> str:
 
 def as_page(what: Several) -> str:
     """Return the report as one self-contained HTML page: a table, and each program's own page."""
-    body = [f"<header><h1>Programs</h1><p>{escaped(what.headline)}.</p></header><main>"]
+    first = f"<p><b>{escaped(what.measured)}.</b></p>" if what.measured else ""
+    headline = escaped(what.headline)
+    body = [f"<header><h1>Programs</h1>{first}<p>{headline}.</p></header><main>"]
     body += map(section, (what.programs, *what.ends))
     for content in what.told:
         # A frame of its own keeps each page's names and styles apart. Its links to #row would be

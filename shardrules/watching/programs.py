@@ -13,6 +13,7 @@ from shardrules.watching import compiling
 
 if TYPE_CHECKING:  # what judges needs NumPy, whose environment a watched script may still set
     from shardrules import hlo, report
+    from shardrules.costs.timings import Timings
     from shardrules.report import several
 
 __all__ = ["Watched", "WatchedProgram", "watch"]
@@ -103,7 +104,9 @@ class WatchedProgram:
         """
         from shardrules import report
         from shardrules.costs import findings
+        from shardrules.watching.profiles import dumps
 
+        timings = self._owner.timings.get(dumps.body(self.text)) if self._owner.timings else None
         content = report.content(
             self.judgement,
             title=f"{self.name} in {self.where}" if self.where else self.name,
@@ -111,6 +114,7 @@ class WatchedProgram:
             allow=findings.Allowances(self._owner.allow),
             target=self._owner.target,
             cheapest=self._owner.cheapest,
+            timings=timings,
         )
         proven = self._noted.proven_kernels()
         advised = [
@@ -136,6 +140,7 @@ class Watched:
       registry: rules for custom calls that carry no tag; the default registry if None.
       target: an accelerator, ``"v5e"``, on which each collective's time is estimated; or None.
       cheapest: whether all-reduces that are needed and would move less elsewhere are findings.
+      timings: what a profile measured, by a program's computations.
     """
 
     def __init__(self, strict: bool, allow: dict[str, str], where: Callable[[], str] = str):
@@ -144,6 +149,7 @@ class Watched:
         self.registry: Any = None
         self.target: str | None = None
         self.cheapest: bool = False
+        self.timings: dict[str, Timings] = {}
         self._where = where
         self._programs: list[WatchedProgram] = []
         self._stop: Callable[[], None] | None = None

@@ -173,6 +173,40 @@ def test_findings_stand_in_the_order_of_their_exposed_time(judged):
     assert "not measured" in report.plain(none) and none.avoidable.exposed_seconds == 0
 
 
+@pytest.mark.parametrize("form", ["text", "markdown", "json", "html"])
+def test_report_and_verify_take_a_profile(form, recorded, judged, capsys):
+    flags = ["--profile", str(recorded), "--mesh", "data=4,model=2", "--format", form]
+    assert main(["report", *flags]) == 0
+    captured = capsys.readouterr()
+    said = '"avoidable_seconds": ' if form == "json" else judged.headline
+    assert said in captured.out
+    assert "3 steps (marked by the profile)" in captured.err
+    assert main(["verify", *flags]) == 1
+    assert capsys.readouterr().out == captured.out
+    allow = ["--allow", "overwide all-reduce(data, model): known"]
+    assert main(["verify", *flags, *allow]) == 0
+
+
+def test_files_take_their_times_from_a_profile(recorded, judged, tmp_path, capsys):
+    (program,) = judged.programs
+    module = program.content.judgement.module
+    (tmp_path / "step.hlo").write_text(module.text)
+    (tmp_path / "other.hlo").write_text(ASYNC)
+    mesh = ["--mesh", "data=4,model=2", "--format", "json"]
+    profile = ["--profile", str(recorded), *mesh]
+    assert main(["report", str(tmp_path / "step.hlo"), *profile]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["title"] == "step.hlo"
+    assert data["measured"]["avoidable_seconds"] == pytest.approx(judged.avoidable_seconds)
+    assert main(["report", str(tmp_path), *profile]) == 0
+    both = {one["title"]: one for one in json.loads(capsys.readouterr().out)["programs"]}
+    assert both["other.hlo"]["measured"] is None and both["step.hlo"]["measured"]
+    assert main(["verify", str(tmp_path / "other.hlo"), "--profile", str(recorded)]) == 2
+    assert "no program of the files ran there with a collective" in capsys.readouterr().err
+    assert main(["verify", "--profile", str(tmp_path)]) == 2
+    assert "holds no profile" in capsys.readouterr().err
+
+
 def test_an_allowed_finding_stays(recorded, capsys):
     allow = ["--allow", "overwide all-reduce(data, model): known", "--mesh", "data=4,model=2"]
     assert main(["profile", str(recorded), *allow]) == 0
@@ -573,7 +607,10 @@ def test_run_records_steps_after_the_warm_up(around, more, runs, tmp_path):
     path = script(tmp_path / "train.py", around=around, more=more)
     done = run("run", "--profile", 3, "--format", "json", "--output", "-", path)
     assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)["profile"]
+    data = json.loads(done.stdout)
+    found = data["profile"]
+    (measured_one,) = (one["measured"] for one in data["programs"] if one["measured"])
+    assert measured_one["avoidable_seconds"] == pytest.approx(found["avoidable_seconds"])
     assert found["steps"]["count"] == 3 and found["steps"]["marked"] == (around == MARKED)
     (collective,) = found["collectives"]
     assert collective["what"] == "backward all-reduce(data, model)"  # the mesh is known

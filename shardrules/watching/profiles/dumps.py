@@ -29,13 +29,19 @@ def body(text: str) -> str:
 
 
 class Dumps:
-    """The programs of a folder of ``--xla_dump_to`` or ``run --keep``."""
+    """The programs of files: their modules, with XLA's numbers of them; ``where`` they are."""
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, modules: Iterable[tuple[int | None, hlo.Module]], where: str):
+        self.where = where
+        self._modules: dict[str, list[tuple[int | None, hlo.Module]]] = {}
+        for number, module in modules:
+            self._modules.setdefault(module.name, []).append((number, module))
+
+    @classmethod
+    def of_folder(cls, folder: pathlib.Path) -> Dumps:
+        """Read a folder of ``--xla_dump_to`` or ``run --keep``."""
         from shardrules import program
 
-        self._folder = folder
-        self._modules: dict[str, list[tuple[int | None, str, hlo.Module]]] = {}
         if not folder.is_dir():
             raise ProfileError(f"--hlo {folder} is not a folder")
         files = sorted({file for pattern in _FILES for file in folder.glob(pattern)})
@@ -44,6 +50,7 @@ class Dumps:
                 f"--hlo {folder} holds no HLO text ({', '.join(_FILES[::2])}); write it with "
                 "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text'"
             )
+        modules = []
         for file in files:
             text = program.read_file(file).text
             try:
@@ -51,8 +58,8 @@ class Dumps:
             except HloError:
                 continue  # what can't be read is no program of the profile
             match = _NUMBER.match(file.name)
-            number = int(match[1]) if match else None
-            self._modules.setdefault(module.name, []).append((number, text, module))
+            modules.append((int(match[1]) if match else None, module))
+        return cls(modules, str(folder))
 
     def text(self, name: str, ids: Iterable[int], operations: Iterable[str]) -> str | None:
         """Return the text of the one program that has this name and all operations that ran.
@@ -67,15 +74,15 @@ class Dumps:
         """
         ran = set(operations)
         fitting = [
-            (number, text)
-            for number, text, module in self._modules.get(name, ())
+            (number, module.text)
+            for number, module in self._modules.get(name, ())
             if ran <= _operations(module)
         ]
         numbered = [text for number, text in fitting if number in set(ids)]
         texts = numbered or [text for _, text in fitting]
         if len({body(text) for text in texts}) > 1:
             raise ProfileError(
-                f"{self._folder} holds {len(texts)} programs {name} with the operations that ran; "
+                f"{self.where} holds {len(texts)} programs {name} with the operations that ran; "
                 "leave one of them there, or dump the process that was profiled"
             )
         return texts[0] if texts else None

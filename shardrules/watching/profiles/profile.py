@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from shardrules.watching.profiles.shown import Profile, ProfiledProgram
 if TYPE_CHECKING:
     from shardrules.watching.programs import Watched, WatchedProgram
 
-__all__ = ["is_profile", "of_watched", "profile", "read"]
+__all__ = ["is_profile", "judging", "of_judged", "of_watched", "profile", "read"]
 
 _FILES = "*.xplane.pb"
 _KEPT = "*.hlo"  # programs that run --keep wrote beside the profile
@@ -76,7 +76,7 @@ def profile(
       avoidable: 3.1 ms of 41.0 ms a step (7.6%)
     """
     notes: list[str] = []
-    judge = _judge(mesh, registry, notes)
+    judge = judging(mesh, registry, notes)
     return read(path, judge, folder=hlo, notes=notes, strict=strict, allow=allow)
 
 
@@ -85,6 +85,7 @@ def read(
     judge: Judge,
     *,
     folder: str | pathlib.Path | None = None,
+    dumped: dumps.Dumps | None = None,
     notes: list[str] | None = None,
     source: str = "",
     **options: Any,
@@ -95,20 +96,27 @@ def read(
       path: as for ``profile``.
       judge: judges a program; what it raises of HloError is noted.
       folder: as ``hlo`` for ``profile``.
+      dumped: programs that stand in for those of a folder.
       notes: is added to; the profile shows it.
       source: what the profile is called; its path if empty.
       **options: of ``report.content``; ``allow`` is a mapping.
     """
     notes = [] if notes is None else notes
-    if folder is None and next(pathlib.Path(path).glob(_KEPT), None) is not None:
+    if folder is None and dumped is None and next(pathlib.Path(path).glob(_KEPT), None) is not None:
         folder = path
     seen = _events(_files(pathlib.Path(path)))
     if not seen.timelines:
         raise ProfileError(f"{path}: {_NO_OPERATIONS}")
-    texts = _texts(seen, None if folder is None else dumps.Dumps(pathlib.Path(folder)), notes)
+    if folder is not None:
+        dumped = dumps.Dumps.of_folder(pathlib.Path(folder))
+    texts = _texts(seen, dumped, notes)
     if not texts:
         names = ", ".join(sorted({program.name for _, program in seen.timelines}))
-        lacks = _NO_HLO if folder is None else f"{folder} holds none with these operations, either"
+        lacks = (
+            _NO_HLO
+            if dumped is None
+            else f"{dumped.where} holds none with these operations, either"
+        )
         lacks = notes[0] if notes else lacks
         raise ProfileError(f"{path}: no program can be judged ({names}); {lacks}")
     judged = {}
@@ -141,22 +149,53 @@ def read(
 
 
 def of_watched(folder: str, seen: Watched, **options: Any) -> Profile:
-    """Read the profile of a process whose programs were watched: their meshes are known."""
+    """Read the profile of a process whose programs were watched, which get their times."""
     watched: dict[str, WatchedProgram] = {}
     for program in seen:
         with contextlib.suppress(ShardrulesError):
             watched.setdefault(dumps.body(program.text), program)
     notes: list[str] = []
-    judge_alone = _judge(None, seen.registry, notes)
+    judge_alone = judging(None, seen.registry, notes)
+    bodies: dict[int, str] = {}
 
     def judge(program: wire.Program, text: str) -> hlo.Judgement:
         known = watched.get(dumps.body(text))
-        return judge_alone(program, text) if known is None else known.judgement
+        judgement = judge_alone(program, text) if known is None else known.judgement
+        bodies[id(judgement)] = dumps.body(text)
+        return judgement
 
-    return read(folder, judge, notes=notes, source="the script", **options)
+    # What --keep wrote beside the profile has the mesh in its text; these programs know theirs.
+    none = dumps.Dumps([], "the script")
+    found = read(folder, judge, dumped=none, notes=notes, source="the script", **options)
+    seen.timings = {bodies[id(p.content.judgement)]: p.timings for p in found.programs}
+    return found
 
 
-def _judge(mesh: Mapping[str, int] | None, registry: Any, notes: list[str]) -> Judge:
+def of_judged(
+    path: str, judgements: Sequence[hlo.Judgement], **options: Any
+) -> tuple[Profile, list[timings.Timings | None]]:
+    """Read a profile of programs that are judged already, and what each of them took.
+
+    A program of the profile is the one of its name in which all operations that ran occur.
+    """
+    dumped = dumps.Dumps([(None, one.module) for one in judgements], "FILE")
+    by_text = {one.module.text: one for one in judgements}
+
+    def judge(program: wire.Program, text: str) -> hlo.Judgement:
+        if text not in by_text:
+            raise HloError("none of the files holds it")
+        return by_text[text]
+
+    found = read(path, judge, dumped=dumped, **options)
+    if not found.programs:
+        ran = "; ".join(found.notes)
+        raise ProfileError(f"{path}: no program of the files ran there with a collective; {ran}")
+    times = {p.content.judgement.module.text: p.timings for p in found.programs}
+    return found, [times.get(one.module.text) for one in judgements]
+
+
+def judging(mesh: Mapping[str, int] | None, registry: Any, notes: list[str]) -> Judge:
+    """Make what judges a profile's programs alone, as well as the profile knows them."""
     from shardrules.door.compiled import sharding_text
 
     def judge(program: wire.Program, text: str) -> hlo.Judgement:

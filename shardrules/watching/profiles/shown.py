@@ -138,16 +138,17 @@ class Profile:
         """Say in one line what it comes to."""
         return grouping.of_step(self.avoidable_seconds, self.step_seconds)
 
-    def __str__(self) -> str:
+    @property
+    def about(self) -> str:
+        """Say what was read, in one line."""
         steps = "marked by the profile" if self.marked else "runs of the longest program"
         hosts = len({plane.partition(" ")[0] for plane in self.planes})
         planes = (f"{name.partition(' ')[2]} ({n} events)" for name, n in self.planes.items())
         held = f"{counted(self.step_count, 'step')} ({steps}), {counted(hosts, 'host')}"
-        lines = [
-            self.headline,
-            f"{self.source}: {held}, {', '.join(planes)}",
-            *(f"note: {note}" for note in self.notes),
-        ]
+        return f"{self.source}: {held}, {', '.join(planes)}"
+
+    def __str__(self) -> str:
+        lines = [self.headline, self.about, *(f"note: {note}" for note in self.notes)]
         if not self.lines:
             return "\n".join([*lines, "no collectives in any program that ran"]) + "\n"
         seldom = 0

@@ -7,9 +7,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from shardrules.report.grouping import milliseconds
 from shardrules.report.timeline import Event
 
-__all__ = ["escaped", "groups_on_mesh", "strip"]
+__all__ = ["escaped", "groups_on_mesh", "strip", "timed"]
 
 _CELLS = 256  # devices that are drawn; a larger mesh shows its first ones
 _ACROSS = 16  # of them in a line
@@ -17,6 +18,10 @@ _COLOURS = 8  # of groups; they come round again
 _MEMBERS = 16  # of a group that are listed
 _HEIGHT = 90  # of the timeline's highest bar
 _LOWEST = 2.0  # of any bar
+_WIDTH = 1080  # of a step that is drawn to time
+_LANE = 24  # of it, for collectives that don't overlap
+_NARROWEST = 0.5
+_MOST = 4000  # runs of collectives in it, the longest
 
 # Of text: what a browser refuses, and what turns the direction of the text after it.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
@@ -201,3 +206,47 @@ def strip(
             )
     label = f"{count} collectives in program order, each with its wire bytes; listed in the table"
     return _svg(max(x + 4, 200), base + 24, label, "strip", parts, "group")
+
+
+def timed(
+    ran: Sequence[tuple[str, str, str, float, float]], busy: Sequence[tuple[float, float]]
+) -> str:
+    """Draw a measured step to time: its collectives, those that overlap below each other.
+
+    Args:
+      ran: of each the id of its row in a table, its verdict, what it is, start and end in seconds.
+      busy: when the device ran anything else, which is drawn below them.
+    """
+    last = max([*(one[4] for one in ran), *(end for _, end in busy), 1e-9])
+    scale = _WIDTH / last
+    drawn: list[tuple[float, str]] = []
+    free: list[float] = []  # when each lane's last collective ended
+    for row, verdict, says, start, end in sorted(ran, key=lambda one: one[3]):
+        lane = next((n for n, until in enumerate(free) if until <= start), len(free))
+        free[lane : lane + 1] = [end]
+        x, wide, y = 4 + start * scale, max(_NARROWEST, (end - start) * scale), 4 + lane * _LANE
+        high, label = _LANE - 4, escaped(says)
+        back = f'<path class="back" d="M{x:.2f} {y}h{wide:.2f}v{high}h-{wide:.2f}z"/>'
+        bar = (
+            f'<rect data-row="{row}" data-log="{high}" class="{verdict}" x="{x:.2f}" y="{y}" '
+            f'width="{wide:.2f}" height="{high}"><title>{label}</title></rect>'
+        )
+        link = f'a href="#{row}"'
+        drawn.append((end - start, f'<{link} tabindex="0" aria-label="{label}">{back}{bar}</a>'))
+    shortest = sorted((took for took, _ in drawn), reverse=True)[:_MOST][-1] if drawn else 0.0
+    parts = [part for took, part in drawn if took >= shortest]
+    base = 4 + len(free) * _LANE
+    lines = "".join(
+        f"M{4 + a * scale:.2f} {base + 5}h{max(_NARROWEST, (b - a) * scale):.2f}" for a, b in busy
+    )
+    parts.append(f'<path class="busy" d="{lines}"><title>anything else</title></path>')
+    for part in range(5):
+        x = 4 + _WIDTH * part / 4
+        anchor = "start" if not part else "end" if part == 4 else "middle"
+        parts.append(f'<path class="edge" d="M{x:g} {base + 12}v4"/>')
+        parts.append(
+            f'<text class="dim" x="{x:g}" y="{base + 28}" text-anchor="{anchor}">'
+            f"{milliseconds(last * part / 4)}</text>"
+        )
+    label = f"{len(ran)} runs of collectives in a measured step, drawn to time"
+    return _svg(_WIDTH + 8, base + 32, label, "strip", parts, "group")

@@ -16,7 +16,16 @@ from shardrules.report import drawn
 from shardrules.report.blocks import Block, Item
 from shardrules.report.content import ESTIMATED, MEASURED, SHARE, Content
 from shardrules.report.drawn import escaped
-from shardrules.report.grouping import Row, alike, duration, here, percent, size, sizes
+from shardrules.report.grouping import (
+    Row,
+    alike,
+    duration,
+    here,
+    milliseconds,
+    percent,
+    size,
+    sizes,
+)
 from shardrules.report.timeline import events
 
 __all__ = ["meshes", "page", "section", "tiles", "timeline", "whole"]
@@ -112,7 +121,8 @@ def _badge(verdict: str, kind: str = "") -> str:
 def _pictures(what: Content) -> str:
     if not what.account.entries:
         return '<p class="dim">No collectives.</p>'
-    found = [_tools(what), timeline(what, "In program order", True), '<div class="side">']
+    found = [_tools(what), timeline(what, "In program order", True), _timed(what)]
+    found.append('<div class="side">')
     numbers = range(len(what.account.entries))
     axes = ((what.account.entries[n].over or "one device", n) for n in numbers)
     lines = ((_where(what.account.entries[n]) or "(no source line)", n) for n in numbers)
@@ -232,6 +242,28 @@ def timeline(what: Content, title: str, linked: bool) -> str:
         + _key(e.verdict for e in what.account)
         + '<p class="dim">Heights are wire bytes of all runs; below stand the '
         f"phases, or their first letters ({phases}).</p></section>"
+    )
+
+
+def _timed(what: Content) -> str:
+    """Draw the step that a profile measured, its collectives linked to their rows."""
+    if what.timings is None or not what.timings.ran:
+        return ""
+    rows = {number: f"row{n}" for n, row in enumerate(what.rows) for number in row.numbers}
+    runs = []
+    for number, start, end in what.timings.ran:
+        entry = what.account.entries[number]
+        says = f"{entry.what}: {entry.verdict}, {milliseconds(end - start)} from "
+        says += f"{milliseconds(start)} on" + (f", at {_where(entry)}" if entry.file else "")
+        runs.append((rows[number], entry.verdict, says, start, end))
+    picture = drawn.timed(runs, what.timings.busy)
+    return (
+        "<section><h2>A step as it ran</h2>"
+        f'<div class="wide" tabindex="0" role="region" aria-label="A step as it ran">{picture}'
+        '</div><p class="point" aria-live="polite"></p>'
+        f'<p class="dim">Measured on {escaped(what.timings.device)}, whose collectives took '
+        "longest in all. The grey line is when it ran anything else: what "
+        "it covers of a collective is hidden.</p></section>"
     )
 
 

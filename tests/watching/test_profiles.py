@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules
 from shardrules import errors, report
 from shardrules.costs import timings
+from shardrules.report import drawn
 
 try:
     from jaxlib._hlo import hlo_module_from_text
@@ -153,6 +154,31 @@ def test_a_report_has_the_times(judged):
     measured_each = [one["measured"]["exposed_seconds"] for one in data["collectives"]]
     assert len(measured_each) == len(verdicts)
     assert sum(measured_each) == pytest.approx(sum(one.exposed_seconds for one in judged.lines))
+
+
+def test_a_page_draws_the_step_to_time(judged):
+    (program,) = judged.programs
+    ran, busy = program.timings.ran, program.timings.busy
+    picture = report.page(program.content).partition("A step as it ran</h2>")[2]
+    picture = picture.partition("</svg>")[0]
+    bars = re.findall(
+        r'<rect data-row="row\d+".*? x="([\d.]+)" y="(\d+)" width="([\d.]+)"', picture
+    )
+    last = max(end for *_, end in (*ran, *busy))
+    assert len(bars) == len(ran) > 0
+    for (x, y, width), (_, start, end) in zip(bars, ran):
+        assert float(x) == pytest.approx(4 + 1080 * start / last, abs=0.01) and y == "4"
+        assert float(width) == pytest.approx(1080 * (end - start) / last, abs=0.01)
+    assert busy[0][1] < ran[0][1] and all(0 <= a < b <= last for a, b in busy)
+    assert picture.count("h", picture.index('class="busy"')) >= len(busy) > 1
+    assert "A step as it ran" not in report.page(report.content(program.content.judgement))
+
+
+def test_collectives_that_overlap_are_drawn_below_each_other():
+    runs = [("row0", "needed", "<a>", 0.0, 2.0), ("row1", "needed", "b", 1.0, 3.0)]
+    picture = drawn.timed([*runs, ("row0", "needed", "c", 2.0, 4.0)], [(0.5, 1.0)])
+    assert re.findall(r'<rect .*? y="(\d+)"', picture) == ["4", "28", "4"]
+    assert "<a>" not in picture and "4 s" in picture
 
 
 def test_findings_stand_in_the_order_of_their_exposed_time(judged):

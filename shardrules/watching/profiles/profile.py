@@ -391,7 +391,8 @@ def _timings(
             share = verdict.bytes / whole[name] if whole[name] else 1.0
             timing = timing.part(share)
         each.append(timing)
-    drawn = _drawn(verdicts, took, ran, markers, covered) if took else {}
+    lines = {d: line for (d, other), line in seen.timelines.items() if other is program}
+    drawn = _drawn(verdicts, took, ran, lines, covered) if took else {}
     return timings.Timings(step_seconds, tuple(each), **drawn)
 
 
@@ -399,7 +400,7 @@ def _drawn(
     verdicts: Any,
     took: Mapping[str, timings.Timing],
     ran: Mapping[str, Mapping[str, measured.Executions]],
-    markers: Mapping[str, list[tuple[float, float]]],
+    lines: Mapping[str, events.Timeline],
     covered: Mapping[str, measured.Covered],
 ) -> dict[str, Any]:
     """Return one step of the device that waits longest: the one in the middle by its length."""
@@ -421,8 +422,14 @@ def _drawn(
         for name, (starts, ends, steps) in collectives.items()
         for start, end in zip(starts[steps == middle].tolist(), ends[steps == middle].tolist())
     )
-    # Devices lag behind the host, whose markers say how long a step is and not where it begins.
+    # Devices lag behind the host, whose markers say how long a step is and not where it begins:
+    # it is drawn from the start of the program's runs to their end, where the runs are known.
     begin, last = shown[0][0], max(end for _, end, _ in shown)
+    spans = lines[device].spans()
+    if events.UNKNOWN_RUN not in spans:
+        around = [(a, b) for a, b in spans.values() if a < last and b > begin]
+        begin = min([begin, *(a for a, _ in around)])
+        last = max([last, *(b for _, b in around)])
     cover = covered[device]
     inside = (cover.ends > begin) & (cover.starts < last)
     busy = np.stack([cover.starts[inside], cover.ends[inside]], 1)
@@ -433,5 +440,7 @@ def _drawn(
     return {
         "device": device,
         "ran": tuple((n, (a - begin) / 1e9, (b - begin) / 1e9) for a, b, n in shown),
-        "busy": tuple((max(a - begin, 0) / 1e9, (b - begin) / 1e9) for a, b in busy.tolist()),
+        "busy": tuple(
+            (max(a - begin, 0) / 1e9, (min(b, last) - begin) / 1e9) for a, b in busy.tolist()
+        ),
     }

@@ -29,7 +29,7 @@ import atexit, os, sys, threading, time
 assert not {"jax", "numpy"} & set(sys.modules)
 import __main__
 assert __main__.__dict__ is globals()
-print(__name__, __file__, __spec__, __package__, sys.argv, sys.path[0])
+print(__name__, __file__, __spec__, __package__, sys.argv, sys.path[0], flush=True)
 atexit.register(print, "at exit")
 what = sys.argv[1]
 if "term" not in what:

@@ -3,10 +3,10 @@
 import re
 
 import pytest
+from test_run import run
 
 from shardrules import migration
 from shardrules.hooks.unchecked import UncheckedSite
-from tests.test_run import run
 
 # A library as people have it: JAX's own normalization kernel, in a shard_map of its own.
 LIBRARY = """

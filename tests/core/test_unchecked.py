@@ -8,10 +8,10 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 import shardrules
+from core import versions
 from shardrules.hooks import unchecked
 from shardrules.hooks.install import touched
 from shardrules.hooks.sharded import shard_map
-from tests.core import versions
 
 pytestmark = versions.where(versions.types_values)
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardrules.report.grouping import milliseconds
+from shardrules.report.grouping import counted, milliseconds
 from shardrules.report.timeline import Event
 
 __all__ = ["escaped", "groups_on_mesh", "strip", "timed"]
@@ -248,5 +248,5 @@ def timed(
             f'<text class="dim" x="{x:g}" y="{base + 28}" text-anchor="{anchor}">'
             f"{milliseconds(last * part / 4)}</text>"
         )
-    label = f"{len(ran)} runs of collectives in a measured step, drawn to time"
+    label = f"{counted(len(ran), 'run')} of collectives in a measured step, drawn to time"
     return _svg(_WIDTH + 8, base + 32, label, "strip", parts, "group")

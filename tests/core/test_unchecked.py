@@ -20,6 +20,12 @@ W = np.random.RandomState(1).rand(2, 16).astype(np.float32)
 AXES = ("data", "model")
 
 
+@pytest.fixture(autouse=True)
+def nothing_held():
+    """A declared op that another test called keeps JAX patched."""
+    shardrules.install().uninstall(ops=True)
+
+
 def double_kernel(x_ref, o_ref):
     o_ref[...] = 2 * x_ref[...]
 
@@ -334,10 +340,11 @@ def test_a_shard_map_in_one_that_is_left_is_left(cpu_mesh):
             plain = str(jax.make_jaxpr(f)(X))
         _, text, sites = traced(f, X)
         assert plain == text and [site.switched for site in sites] == [False] * count
-    assert {site.reason.partition(" of line")[0] for site in sites} == {
-        "its body holds another shard_map",
-        "inside",
+    reasons = {
+        site.reason.partition(" of line")[0].partition(": Tuple subset")[0] for site in sites
     }
+    assert "inside" in reasons and len(reasons) == 2  # JAX 0.7 refuses the derivative itself
+    assert reasons - {"inside"} < {"its body holds another shard_map", "in the derivative"}
     both(around(False), X)
 
 

@@ -103,6 +103,8 @@ def _of_profile(
     measured = profile.read(arguments.profile, judge, notes=notes, allow=allow, **options)
     for line in registry.unused([program.content.judgement for program in measured.programs]):
         reading.say(line)
+    if not measured.programs:
+        reading.say("no collectives in any program that ran while the profile was recorded")
     return measured
 
 

@@ -1,4 +1,4 @@
-"""Plug the registry into JAX: ``install()`` returns a handle that takes everything back."""
+"""Plug the registry into JAX: ``install()`` returns a handle that uninstalls everything."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ __all__ = [
     "touched",
 ]
 
-# All that is hooked into JAX, in the order in which it is installed. What replaces a function
-# that one before it replaced calls that one's; a class finds those before it by ``state.of``.
-TYPES: tuple[type[Hooks], ...] = (  # from JAX 0.6, where axis types are on avals
+# All hooks, in the order of installation. If two of them replace the same function of JAX, the
+# later hook calls the earlier one's. A class gets the hooks before it by ``state.of``.
+TYPES: tuple[type[Hooks], ...] = (  # JAX 0.6 and newer: avals carry axis types
     Funnel,
     TypeNoteHooks,
     PallasHooks,
@@ -74,7 +74,7 @@ TYPES: tuple[type[Hooks], ...] = (  # from JAX 0.6, where axis types are on aval
     CastHooks,
     UncheckedHooks,
 )
-SETS: tuple[type[Hooks], ...] = (  # to JAX 0.5.3, where replication sets are kept beside values
+SETS: tuple[type[Hooks], ...] = (  # JAX 0.5.3 and older: replication sets beside values
     Funnel,
     PallasHooks,
     SetVjpHooks,
@@ -86,7 +86,7 @@ SETS: tuple[type[Hooks], ...] = (  # to JAX 0.5.3, where replication sets are ke
 _lock = threading.RLock()
 _state = State(default)
 _patches = Patches()
-_holders = 0  # who needs JAX patched: each handle, and the ops together
+_holders = 0  # how many need JAX patched: each handle counts, and the ops together count once
 _held_for_ops = False
 
 
@@ -98,19 +98,20 @@ class Handle:
         self._decisions = decisions
 
     def unchecked(self) -> tuple[UncheckedSite, ...]:
-        """List the shard_maps that were met with their check off, the costliest first.
+        """List the shard_maps whose check is off, the costliest first.
 
-        Empty without ``install(unchecked="check")``. What was met before another handle was
-        uninstalled is among them.
+        Empty without ``install(unchecked="check")``. The list includes shard_maps that were called
+        under other handles, also under those uninstalled since.
         """
         return costliest(self._decisions.values())
 
     def uninstall(self, *, ops: bool = False) -> None:
-        """Put JAX back as it was; other handles stay.
+        """Restore JAX, unless other handles are installed.
 
         Args:
-          ops: also where a declared op was called, which keeps JAX patched, if passive: its
-            backward pass is traced later. One that is not traced yet is then plain JAX's.
+          ops: restore JAX even if a declared op was called. By default JAX then stays patched, but
+            passive, since the op's backward pass is traced later. With ``ops=True``, a backward
+            pass that is not traced yet follows plain JAX.
         """
         with _lock:
             if self._installed:
@@ -141,33 +142,34 @@ def install(
     """Make shard_map's check follow the registry. For applications to call, once.
 
     Args:
-      unknown: what happens to an opaque call under the check that has neither a rule nor a proof:
-        ``error``; ``warn`` and ``varying`` take its outputs to vary over every manual mesh axis,
-        the former with a warning.
-      prove: whether a kernel that nobody declares may be proven not to communicate by its own
-        jaxpr; with False, declarations alone count.
-      casts: where what is differentiated is cast to varying; the cast's transpose is a psum.
+      unknown: what happens under the check to an opaque call that has neither a rule nor a proof.
+        ``error``: it raises. ``warn`` and ``varying``: its outputs vary over every manual mesh
+        axis; ``warn`` also warns.
+      prove: whether the jaxpr of an undeclared kernel may prove that it does not communicate; with
+        False, only declarations count.
+      casts: where differentiated values are cast to varying; the cast's transpose is a psum.
         ``cheapest``: where the gradient's psums move the fewest bytes. ``late``: at the first
-        operation that asks for it, as JAX does; JAX to 0.5.3 always does. If None, as the
-        ``install()`` that is in force says, else ``cheapest``. A value that differs from the one
-        in force wins, with a warning.
-      unchecked: what happens to a ``jax.shard_map`` that a program, or a library, asks for with
-        ``check_vma=False``. ``leave``: it runs as written. ``check``: it is traced with its check
-        on, and that is used where values and gradients are equal and its all-reduces move no more
+        operation that needs the cast, as in JAX; JAX 0.5.3 and older always cast late. None: the
+        value of the ``install()`` that is in force, else ``cheapest``. A value that differs from
+        the one in force replaces it, with a warning.
+      unchecked: what happens to a ``jax.shard_map`` that a program, or a library, makes with
+        ``check_vma=False``. ``leave``: it runs as written. ``check``: shardrules traces it with the
+        check on, and uses that if values and gradients are equal and the all-reduces move no more
         bytes; else it runs as written, and ``handle.unchecked()`` says why. ``check`` stays in
-        force, whatever a later ``install()`` says, until its handle is uninstalled.
+        force until its handle is uninstalled, whatever a later ``install()`` says.
 
     Returns:
       A handle; ``handle.uninstall()``, or leaving ``with install():``, puts JAX back as it was.
 
     Raises:
       UnsupportedJaxError: if this JAX lacks a private name that the hooks use, or is newer than
-        all that were tested and fails their self-test; nothing was changed. Also for
+        all tested versions and fails the self-test; JAX is then unchanged. Also for
         ``unchecked="check"`` before JAX 0.6.1.
+      ShardrulesError: if ``unknown``, ``casts`` or ``unchecked`` is none of these.
 
     Warns:
-      UntestedJaxWarning: once, where that self-test passed.
-      ShardrulesError: if ``unknown``, ``casts`` or ``unchecked`` is none of these.
+      UntestedJaxWarning: once, if this JAX is newer than all tested versions and passes the
+        self-test.
 
     Examples:
       >>> with shardrules.install() as handle:  # or shardrules.install(), once, in an application
@@ -175,15 +177,15 @@ def install(
       >>> handle = shardrules.install(unknown="varying")
       >>> handle.uninstall()
     """
-    for name, given, known in (
+    for name, given, allowed in (
         ("unknown", unknown, POLICIES),
         ("casts", casts, (None, *CASTS)),
         ("unchecked", unchecked, UNCHECKED),
     ):
-        if given not in known:
+        if given not in allowed:
             raise ShardrulesError(
                 f"install({name}={given!r}) is not known; it is one of "
-                f"{', '.join(repr(one) for one in known if one)}",
+                f"{', '.join(repr(value) for value in allowed if value)}",
                 **{"policy" if name == "unknown" else name: given},
             )
     if unchecked == "check":
@@ -194,22 +196,21 @@ def install(
         now = _state.everywhere
         if now.active and now.unchecked == "check":
             unchecked = "check"
-        said = now.casts if now.active else None
-        if said is not None and casts not in (None, said):
+        in_force = now.casts if now.active else None
+        if in_force is not None and casts not in (None, in_force):
             warnings.warn(
-                f"install(casts={casts!r}) takes the place of install(casts={said!r}), which is "
-                "still in force; say it once, in the application",
+                f"install(casts={casts!r}) takes the place of install(casts={in_force!r}), which "
+                "is still in force; say it once, in the application",
                 stacklevel=3,
             )
-        scope = Scope(
-            True, unknown, prove=prove, casts=casts or said or "cheapest", unchecked=unchecked
-        )
+        casts = casts or in_force or "cheapest"
+        scope = Scope(True, unknown, prove=prove, casts=casts, unchecked=unchecked)
         _state.push(handle, scope)
     return handle
 
 
 def installed() -> bool:
-    """Return whether the hooks act in this thread, here."""
+    """Return whether the hooks act in this thread."""
     return _state.active
 
 
@@ -225,7 +226,7 @@ def state() -> State:
 
 @contextlib.contextmanager
 def held() -> Iterator[State]:
-    """Keep JAX patched inside, passively: what acts is up to the scopes that are entered."""
+    """Keep JAX patched inside the context; the hooks act only in scopes that are entered."""
     _hold()
     try:
         yield _state
@@ -234,7 +235,7 @@ def held() -> Iterator[State]:
 
 
 def _hold() -> None:
-    """Patch JAX, unless somebody holds it patched already."""
+    """Patch JAX, unless it is patched already."""
     global _holders
     with _lock:
         if not _holders:
@@ -252,7 +253,7 @@ def _hold() -> None:
                     _self_test(door)
                 if is_first:
                     _hide_frames()
-            except BaseException:  # all of it or nothing
+            except BaseException:  # install all hooks or none
                 _state.patched = False
                 _patches.undo()
                 if is_first:
@@ -262,7 +263,7 @@ def _hold() -> None:
 
 
 def _self_test(door: Door) -> None:
-    """Refuse a JAX that treats a tiny program otherwise than those that were tested; else warn."""
+    """Raise if the self-test's tiny program behaves differently in this JAX; else warn."""
     different = selftest.differences(_state)
     if different:
         raise unsupported(
@@ -277,15 +278,13 @@ def _self_test(door: Door) -> None:
             "there, and its self-test passed; compare a gradient with one that you trust.",
             version=door.version,
         ),
-        stacklevel=5,  # who calls install()
+        stacklevel=5,  # the caller of install()
     )
 
 
 def hold_for_ops() -> None:
-    """Patch JAX for good, once an op is called: its bwd is traced, and all lowered, later.
-
-    Passive wherever no handle is installed and no declared op is running.
-    """
+    """Patch JAX for good once an op is called: its bwd is traced, and the op lowered, later."""
+    # The hooks are passive where no handle is installed and no declared op is running.
     global _held_for_ops
     with _lock:
         if not _held_for_ops:
@@ -294,7 +293,7 @@ def hold_for_ops() -> None:
 
 
 def _release_ops() -> None:
-    """Take back what ``hold_for_ops`` patched; the next op that is called patches it again."""
+    """Undo ``hold_for_ops``; the next call of an op patches JAX again."""
     global _held_for_ops
     if _held_for_ops:
         _held_for_ops = False
@@ -302,7 +301,7 @@ def _release_ops() -> None:
 
 
 def _hide_frames() -> None:
-    """Leave this package's frames out of source lines, and of tracebacks that JAX filters."""
+    """Hide this package's frames from source lines and from JAX's filtered tracebacks."""
     folder = str(pathlib.Path(__file__).parents[1])
     leave_out_frames(folder)
     internals.load().exclude_from_tracebacks(folder)
@@ -320,13 +319,7 @@ def _release() -> None:
 
 
 def call_declared(declared: Declared, *args: Any, **kwargs: Any) -> Any:
-    """Call a declared function: a kernel body as it is, an op under its rule.
-
-    Args:
-      declared: what ``@no_communication`` returned.
-      *args: refs, for a kernel body that is being traced; else the op's arguments.
-      **kwargs: its keyword arguments.
-    """
+    """Call a function declared by ``@no_communication``: an op by its rule, a kernel plainly."""
     import jax
 
     binding: Binding = declared.__shardrules__

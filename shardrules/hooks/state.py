@@ -17,34 +17,34 @@ from shardrules.registry.binding import Binding
 from shardrules.registry.table import Overlay, Registry
 
 POLICIES = ("error", "warn", "varying")
-UNCHECKED = ("leave", "check")  # what becomes of a shard_map whose check is off
-CASTS = ("late", "cheapest")  # where casts of what is differentiated stand
+UNCHECKED = ("leave", "check")  # what happens to a shard_map whose check is off
+CASTS = ("late", "cheapest")  # where differentiated values are cast
 _H = TypeVar("_H", bound="Hooks")
-COLLECT = "collect"  # internal: note the call, take it for one that does not communicate
+COLLECT = "collect"  # internal: record an unknown call and assume that it does not communicate
 
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """What a trace runs under; its backward pass, traced later, runs under it too."""
+    """The settings of a trace, and of its backward pass, which is traced later."""
 
     active: bool = False  # whether the hooks act
-    policy: str = "error"  # what happens to an opaque call without rule or proof
+    policy: str = "error"  # what happens to an opaque call without a rule or proof
     binding: Binding | None = None  # the rule of the innermost op declared by a decorator
     overlays: tuple[Overlay, ...] = ()  # the registry's scopes, outermost first
     claims: Claims | None = None  # where the claims of ``already_summed`` are compared
-    notes: Notes | None = None  # what is recorded of a trace that is only looked at
+    notes: Notes | None = None  # the records of a trace that is made only for them
     prove: bool = True  # whether a kernel's own jaxpr may prove its rule
     casts: str = "late"  # ``late``, where JAX puts them, or ``cheapest``
-    # What becomes of a shard_map whose check is off: ``leave``, or ``check``, which switches it on
-    # where that is equal; ``on`` and ``off`` inside one that was decided.
+    # For a shard_map whose check is off: ``leave`` it, or ``check``: switch it on if that is equal.
+    # ``on`` and ``off`` hold inside a shard_map that is decided.
     unchecked: str = "leave"
-    derivatives_count: int = 0  # reverse passes to come, counted where casts are placed
+    derivatives_count: int = 0  # reverse passes around; only counted where casts are placed
 
 
 class _Key:
-    """One scope and registry version in JAX's trace key."""
+    """Stands for a scope and a registry version in JAX's trace key."""
 
-    # Compared by identity, which is cheap: jit hashes its trace key at every call.
+    # Keys compare by identity, which is cheap: jit hashes its trace key at every call.
 
     __slots__ = ("__weakref__",)
 
@@ -53,11 +53,11 @@ class _Here(threading.local):
     """The state of one thread."""
 
     scope: Scope | None = None  # the scope that was entered
-    annotations: list[Any]  # the user's, for each output of a kernel whose shape was converted
+    annotations: list[Any]  # the user's, for each kernel output whose shape was converted
     kernel_annotations: tuple[Any, ...] = ()  # the user's, of the mesh kernel that is being called
     checked: bool = False  # whether the check was on around the ``plgpu.kernel`` being called
-    # The primitive that is being bound, and its OpaqueCall: what a transformation binds in its
-    # place obeys the same rule.
+    # The primitive that is being bound, and its OpaqueCall. If a transformation binds another call
+    # in its place, the same rule holds for that.
     outer: tuple[Any, Any] = (None, None)
     # The jaxpr, the operands' and the outputs' axis types of the pallas_call that is being bound.
     settled: tuple[Any, Any, Any] = (None, None, None)
@@ -71,17 +71,17 @@ class _Here(threading.local):
     summed: list[tuple[int, frozenset[str]]] | None = None  # positions and axes of bwd's sums
     gradients: list[None] | None = None  # grows when something is differentiated in reverse
     transposing: bool = False  # whether we are in a transposition whose casts are already placed
-    bwds: dict[Any, Any] | None = None  # what was traced of bwds while casts are placed
+    bwds: dict[Any, Any] | None = None  # bwds that were traced while casts are placed
     transposed_in: Any = None  # the trace in which a cond's transpose is bound
     transposed: tuple[Any, ...] = ()  # the branches of that cond
     widened: frozenset[str] = frozenset()  # the axes that a custom_vjp's primals were cast to
     # The axes over which the primals of the running bwd vary too, and those they were cast to.
     primals_over: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     batched: list[Any] | None = None  # avals of the primals of the custom_vjp in vmap
-    running: tuple[Any, ...] = ()  # with replication sets: the running bwds, outermost first
-    met: list[Any] | None = None  # sites of unchecked shard_maps inside one that is looked at
-    blamed: list[Any] = []  # errors of these, each with the innermost site that it came from
-    under: tuple[Any, Any, Any] = (None, None, None)  # overlays, a scope, that scope with them
+    running: tuple[Any, ...] = ()  # the running bwds under replication sets, outermost first
+    met: list[Any] | None = None  # sites of inner unchecked shard_maps of a traced one
+    blamed: list[Any] = []  # their errors, each with the innermost site that raised it
+    under: tuple[Any, Any, Any] = (None, None, None)  # overlays, a scope, both combined
 
     def __init__(self):
         self.annotations = []
@@ -93,26 +93,26 @@ class State:
     def __init__(self, registry: Registry):
         self.registry = registry
         self.lock = threading.RLock()
-        self.patched = False  # whether JAX is, now
-        self.warned: set[Any] = set()  # what was warned of while JAX is patched
-        self.hooks: dict[type[Hooks], Hooks] = {}  # one of each class, in the order of installing
-        # From an equation's primitive and parameters to its opaque call, or None: the funnel's.
+        self.patched = False  # whether JAX is patched now
+        self.warned: set[Any] = set()  # the warnings given since JAX was patched
+        self.hooks: dict[type[Hooks], Hooks] = {}  # by class, in the order of installation
+        # From a primitive and parameters to the opaque call, or None; set by the funnel.
         self.opaque_call_of: Callable[[Any, dict[str, Any]], Any] = lambda primitive, params: None
-        self._installed: list[tuple[object, Scope]] = []  # one for each installed handle
+        self._installed: list[tuple[object, Scope]] = []  # in the order of installation
         self.everywhere = Scope()
         self.here = _Here()
         self._trace_key = None
-        # As long as JAX has something that was traced under it.
+        # A key lives as long as JAX caches a trace under it.
         self._keys: weakref.WeakValueDictionary[Any, _Key] = weakref.WeakValueDictionary()
 
     # Hooks.
 
     def of(self, kind: type[_H]) -> _H:
         """Return the hooks of a class that comes earlier in the order."""
-        return self.hooks[kind]  # type: ignore[return-value]  # each is kept under its own class
+        return self.hooks[kind]  # type: ignore[return-value]  # the key is the object's class
 
     def judge(self, law: str) -> Hooks | None:
-        """Return the hooks that judge a law; None if JAX's check does."""
+        """Return the hooks that apply a law; None if JAX's own check does."""
         return next((hooks for hooks in self.hooks.values() if law in hooks.laws), None)
 
     # Handles.
@@ -125,7 +125,7 @@ class State:
             self.refresh()
 
     def remove(self, handle: object) -> bool:
-        """Take back what ``push`` did; return whether any handle is left."""
+        """Undo ``push``; return whether any handle is left."""
         with self.lock:
             self._installed = [entry for entry in self._installed if entry[0] is not handle]
             self.everywhere = self._installed[-1][1] if self._installed else Scope()
@@ -133,7 +133,7 @@ class State:
             return bool(self._installed)
 
     def outlived(self, what: str, **data: Any) -> ShardrulesError:
-        """Return the error for what was traced under the hooks and is run without them."""
+        """Return the error for a program that was traced under the hooks and runs without them."""
         return ShardrulesError(
             f"{what} was traced in shard_map under shardrules' hooks and is run after they were "
             "taken back (by handle.uninstall(), or at the end of `with shardrules.install()`); "
@@ -147,27 +147,27 @@ class State:
 
     @property
     def active(self) -> bool:
-        """Whether the hooks act in this thread, here."""
+        """Whether the hooks act in this thread."""
         return (self.here.scope or self.everywhere).active
 
     @property
     def scope(self) -> Scope:
-        """The scope of this thread, here."""
+        """The current scope of this thread."""
         local = self.here
         base = local.scope or self.everywhere
         overlays = self.registry.overlays
         if not overlays:
             return base
-        known, outside, scope = local.under
-        if known is not overlays or outside is not base:
+        last_overlays, last_base, scope = local.under
+        if last_overlays is not overlays or last_base is not base:
             scope = dataclasses.replace(base, overlays=overlays)
             local.under = overlays, base, scope
         return scope
 
     @contextlib.contextmanager
     def enter(self, scope: Scope):
-        """Run this thread under ``scope``; JAX's caches are kept apart for it."""
-        if scope is self.scope:  # as nearly always where one scope is installed for everything
+        """Run this thread under ``scope``, with its own entries in JAX's caches."""
+        if scope is self.scope:  # the usual case: a single scope for the whole process
             yield
             return
         before = self.here.scope
@@ -185,13 +185,13 @@ class State:
         return self._trace_key(self._key(self.scope))
 
     def note_sum(self, axes: tuple[str, ...], value: Any, at: str, why: str) -> None:
-        """Record a psum of ``value`` that the hooks put in, if anybody listens."""
+        """Record a psum of ``value`` that the hooks add, if the scope has notes."""
         notes = self.scope.notes
         if notes is not None:
             notes.sums.append(NotedSum(tuple(sorted(axes)), value.shape, value.dtype, at, why))
 
     def note_placement(self, placement: Placement) -> None:
-        """Record where casts were placed, if anybody listens."""
+        """Record where casts were placed, if the scope has notes."""
         notes = self.scope.notes
         if notes is not None:
             notes.placements.append(placement)
@@ -207,7 +207,7 @@ class State:
             self.here.__dict__.update(before)
 
     def record_sum(self, index: int, axes: frozenset[str]) -> None:
-        """Record that the hooks sum a bwd's cotangent, if anybody listens."""
+        """Record that the hooks sum a bwd's cotangent, if sums are being recorded."""
         if self.here.summed is not None:
             self.here.summed.append((index, axes))
 
@@ -221,18 +221,18 @@ class State:
             outer += gradients
 
     def record_gradient(self) -> None:
-        """Record that something is differentiated in reverse, if anybody listens."""
+        """Record a reverse-mode derivative, if derivatives are being recorded."""
         if self.here.gradients is not None:
             self.here.gradients.append(None)
 
     def widening(self, axes: frozenset[str], trees: Callable[[], Any]) -> Callable[[], Any]:
         """Return a custom_vjp's trees for primals that were cast to vary over ``axes`` too."""
 
-        def asked():
+        def widened_trees():
             with self.locally(widened=self.here.widened | axes):
                 return trees()
 
-        return asked
+        return widened_trees
 
     # JAX's trace key.
 
@@ -244,12 +244,12 @@ class State:
         self.refresh()
 
     def refresh(self) -> None:
-        """Make what was traced under another registry or policy stale."""
+        """Invalidate traces that were made under another registry or policy."""
         if self._trace_key is not None:
             self._trace_key.set_global(self._key(self.everywhere))
 
     def _key(self, scope: Scope):
-        # None while nothing is installed: JAX's caches are then what they were without us.
+        # None while nothing is installed: JAX's caches are then those of plain JAX.
         traced = scope.active or scope.claims is not None
         if not traced:
             return None
@@ -260,14 +260,14 @@ class State:
 class Hooks:
     """Hooks on one part of JAX; ``install.TYPES`` and ``install.SETS`` list them all."""
 
-    laws: tuple[str, ...] = ()  # the laws that it judges by
+    laws: tuple[str, ...] = ()  # the laws that these hooks apply
 
     def __init__(self, door: Door, state: State):
         self.door = door
         self.state = state
 
     def install(self, patches: Patches) -> None:
-        """Replace functions of JAX, if any; ``patches`` undoes it."""
+        """Replace functions of JAX, if any; ``patches`` can undo that."""
 
     def law(self, primitive: Any, row: Any) -> Any:
         """Return the law of a primitive whose row names one of ``laws``."""
@@ -276,5 +276,5 @@ class Hooks:
     @property
     def acts(self) -> bool:
         """Whether the hooks follow types here."""
-        # The check is off inside of kernels: asked first, so that tracing one costs little.
+        # The check is off inside kernels: testing it first keeps their tracing cheap.
         return self.door.checking() and self.state.active

@@ -1,8 +1,8 @@
-"""shard_maps whose check is off: what each would be with the check on, and used so where equal.
+"""shard_maps whose check is off: compare them with the check on, and switch it on where equal.
 
-``install(unchecked="check")`` decides once for each site and program. The program is traced with
-the check off and on, forward and with its derivative, where the call stands; nothing of these
-traces is compiled or run. The body's Python runs again for it; what it prints then is dropped.
+``install(unchecked="check")`` decides once for each site and program. At the call, it traces the
+program with the check off and on, forward and with its derivative; it compiles and runs nothing.
+The body's Python runs again for these traces, and its prints are dropped.
 """
 
 from __future__ import annotations
@@ -32,33 +32,28 @@ _CHECKS = ("check_vma", "check_rep")
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Site:
-    """Where a program asks for a shard_map.
+    """The place where a program makes a shard_map."""
 
-    Attributes:
-      file: the path of the source file.
-      line, column, end_line, end_column: of the call's expression, 1-based lines and 0-based
-        columns in UTF-8 bytes, as in ``ast``; columns are -1 where Python does not tell.
-      function: the name of the function that is mapped.
-    """
-
-    file: str
+    file: str  # the path of the source file
+    # Of the call's expression, as in ``ast``: lines from 1, columns in UTF-8 bytes from 0, or -1 if
+    # Python does not record them.
     line: int
     column: int
     end_line: int
     end_column: int
-    function: str
+    function: str  # the name of the mapped function
 
     def decided(
         self, why: str, before: int | None = None, after: int | None = None, arguments: str = ""
     ) -> UncheckedSite:
-        """Return what became of it: left for a reason, or switched where that is empty."""
+        """Return the decision: left for the reason ``why``, or switched if that is empty."""
         return UncheckedSite(
             self.file, self.line, self.function, not why, why, before, after, arguments
         )
 
 
 class Missing(NamedTuple):
-    """A kernel without a rule, and the lines to write."""
+    """A kernel without a rule, and the lines that register it."""
 
     kernel: str
     lines: tuple[str, ...]
@@ -66,49 +61,35 @@ class Missing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a shard_map, traced with the check off and on.
+    """A call of a shard_map, traced with the check off and on."""
 
-    Attributes:
-      site: where the shard_map was asked for.
-      inside: the site of the shard_map around it, if that one's check is off, too.
-      kind: shapes and dtypes of its arguments.
-      missing: kernels without a rule.
-      outputs: those whose spec says less than their types.
-      error: what the trace with the check on ended with, empty if it passed.
-      undifferentiated: why the derivative was not traced, empty if it was.
-      takes_gradients: the body differentiates in reverse: with the check on, to other values.
-      before, after: all-reduces with the check off and on, in the forward and backward pass.
-      declared: where the rules stand that its kernels found by their names.
-      annotations: those of outputs that a kernel contradicts, each as a sentence.
-      doubts: why values or gradients may be others with the check on.
-    """
-
-    site: Site
-    inside: Site | None
-    kind: str
-    missing: tuple[Missing, ...] = ()
-    outputs: tuple[retrace.Output, ...] = ()
-    error: str = ""
-    undifferentiated: str = ""
-    takes_gradients: bool = False
+    site: Site  # where the shard_map was made
+    inside: Site | None  # the site of the shard_map around it, if its check is off too
+    kind: str  # the tree, shapes and dtypes of its arguments
+    missing: tuple[Missing, ...] = ()  # kernels without a rule
+    outputs: tuple[retrace.Output, ...] = ()  # outputs that vary over more than their out_specs say
+    error: str = ""  # the error of the trace with the check on; empty if it passed
+    undifferentiated: str = ""  # why the derivative was not traced; empty if it was
+    takes_gradients: bool = False  # the body takes gradients, whose values the check changes
+    # The all-reduces with the check off and on, in the forward and backward pass.
     before: tuple[retrace.Sum, ...] | None = None
     after: tuple[retrace.Sum, ...] | None = None
-    declared: tuple[str, ...] = ()
-    annotations: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
+    declared: tuple[str, ...] = ()  # the places of the rules that match its kernels by name
+    annotations: tuple[str, ...] = ()  # a sentence for each output annotation that is wrong
+    doubts: tuple[str, ...] = ()  # why values or gradients may differ with the check on
 
 
 @dataclasses.dataclass(frozen=True)
 class UncheckedSite:
-    """What became of a shard_map whose check is off, for one kind of arguments.
+    """The decision about a shard_map whose check is off, for one signature of arguments.
 
     Attributes:
-      file, line: where the shard_map is asked for.
+      file, line: where the program makes the shard_map.
       function: the name of the function that is mapped.
       switched: whether it runs with its check on.
-      reason: why it runs as written; empty where it is switched.
-      before_bytes: what one device sends for the all-reduces of a call and of its derivative with
-        the check off, as traced; None where that is not known.
+      reason: why it runs as written; empty if it is switched.
+      before_bytes: the bytes that each device sends for the all-reduces of a call and of its
+        derivative with the check off, as traced; None if unknown.
       after_bytes: the same with the check on.
       arguments: the arguments' tree, shapes and dtypes.
     """
@@ -124,18 +105,18 @@ class UncheckedSite:
 
 
 def costliest(sites: Iterable[UncheckedSite]) -> tuple[UncheckedSite, ...]:
-    """Return the sites, those first that move most with the check off."""
-    return tuple(sorted(sites, key=lambda one: -(one.before_bytes or 0)))
+    """Return the sites, ordered by the bytes they move with the check off, most first."""
+    return tuple(sorted(sites, key=lambda site: -(site.before_bytes or 0)))
 
 
 def why_left(call: Call) -> str:
-    """Say why a call runs as written; empty if it can have its check on."""
+    """Return why a call runs as written; empty if its check can be on."""
     if call.missing:
-        return f"no rule for {', '.join(dict.fromkeys(one.kernel for one in call.missing))}"
+        return f"no rule for {', '.join(dict.fromkeys(entry.kernel for entry in call.missing))}"
     if call.outputs:
         return "; ".join(
-            f"out_specs{one.path} is {one.spec}, and it varies over {one.axes}"
-            for one in call.outputs
+            f"out_specs{output.path} is {output.spec}, and it varies over {output.axes}"
+            for output in call.outputs
         )
     if call.error:
         return call.error.splitlines()[0]
@@ -149,9 +130,9 @@ def why_left(call: Call) -> str:
 
 
 def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> str:
-    """Say what all-reduces move more with the check on; those in while loops count apart."""
+    """Say how many bytes more the check moves, counting while loops apart; empty if none."""
     for loops in (False, True):
-        off, on = ([one for one in some if (one.runs is None) == loops] for some in (before, after))
+        off, on = ([s for s in sums if (s.runs is None) == loops] for sums in (before, after))
         for count in (retrace.sent_bytes, retrace.summed_bytes):
             if count(on) > count(off):
                 where = " in a while loop" if loops else ""
@@ -160,17 +141,14 @@ def _more(before: tuple[retrace.Sum, ...], after: tuple[retrace.Sum, ...]) -> st
 
 
 class UncheckedHooks(Hooks):
-    """The hook at the function that makes a shard_map.
-
-    Attributes:
-      watchers: each is called once for each kind of arguments, with what looks at the call, and
-        with what makes a Call of an error.
-      decisions: the sites that were decided, by what they were decided for.
-    """
+    """The hook at the function that makes a shard_map."""
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
+        # Called once per argument signature, with a function that traces the call and returns
+        # Calls, and a function that makes a Call of an error message.
         self.watchers: list[Callable[[Callable[[], list[Call]], Callable[[str], Call]], None]] = []
+        # By site and reason, or by site, program, scope and registry version.
         self.decisions: dict[Any, UncheckedSite] = {}
 
     def install(self, patches: Patches) -> None:
@@ -195,7 +173,7 @@ class UncheckedHooks(Hooks):
         patches.attribute(*self.door.owner("make_shard_map"), shard_map)
 
     def forget(self) -> None:
-        """Forget what was decided; who listed it keeps it."""
+        """Start a new dict of decisions; handles keep the old one."""
         self.decisions = {}
 
 
@@ -213,7 +191,7 @@ class _Unchecked:
         self.watched: set[str] = set()
 
     def called(self) -> Callable:
-        """Return the function that the program gets."""
+        """Return the function that the program gets instead of the shard_map."""
 
         @functools.wraps(self.off)
         def mapped(*args: Any) -> Any:
@@ -239,7 +217,7 @@ class _Unchecked:
         return mapped
 
     def _inside(self, args: tuple) -> Any:
-        """Call it with its check on inside of one that is looked at, or switched."""
+        """Call it with its check on, inside a shard_map that is traced so or switched."""
         met = self.state.here.met
         if met is not None and self.site not in met:
             met.append(self.site)
@@ -257,7 +235,7 @@ class _Unchecked:
     # install(unchecked="check").
 
     def _decided(self, args: tuple, scope: Scope) -> Any:
-        """Call it with its check on if that is equal and moves no more, else as written."""
+        """Call it with its check on if that is equal and moves no more bytes, else as written."""
         alone = "in a shard_map" if self.door.manual_axes() else ""
         if self.door.at_top():
             alone = "called outside of tracing"
@@ -267,7 +245,7 @@ class _Unchecked:
             try:
                 with self.state.enter(dataclasses.replace(scope, unchecked="on")):
                     return self.on()(*args)
-            except Exception as error:  # as it was traced before, it passed
+            except Exception as error:  # although the first trace passed
                 why = f"another trace was refused: {retrace.first_line(error)}"
                 self._note((self.site, why), self.site.decided(why))
         with self.state.enter(dataclasses.replace(scope, unchecked="off")):
@@ -284,7 +262,7 @@ class _Unchecked:
         try:
             with retrace.quiet(), retrace.state_kept(), self._off(scope):
                 program = _fingerprint(self.door, retrace.traced(self.off, args, False))
-            # All that the decision rests on: a reverse pass around it changes none of that.
+            # The key holds all that the decision depends on; derivatives around the call don't.
             plain = dataclasses.replace(scope, notes=None, claims=None, derivatives_count=0)
             key = self.site, program, plain, self.state.registry.version
             if key in self.hooks.decisions:
@@ -294,24 +272,24 @@ class _Unchecked:
         except Exception as error:  # the program's own error comes from the call as written
             why = f"it can't be looked at: {retrace.first_line(error)}"
             return self._note((self.site, why), self.site.decided(why))
-        # Of those that wait for another one, that one's reason.
+        # The reason of the site that fails comes before "waits for" of the others.
         reasons = [reason for reason in map(why_left, (call, *inner)) if reason]
-        why = min(reasons, key=lambda one: one.startswith("waits for"), default="")
-        for one in inner:
+        why = min(reasons, key=lambda reason: reason.startswith("waits for"), default="")
+        for inner_call in inner:
             left = why and f"inside of line {self.site.line}, which is left"
-            self._note((one.site, key), one.site.decided(left))
+            self._note((inner_call.site, key), inner_call.site.decided(left))
         before, after = (
             None if sums is None else retrace.sent_bytes(sums) for sums in (call.before, call.after)
         )
         return self._note(key, self.site.decided(why, before, after, kind))
 
-    # The look.
+    # Tracing with the check off and on.
 
     def _off(self, scope: Scope) -> contextlib.AbstractContextManager:
         return self.state.enter(dataclasses.replace(scope, unchecked="off", notes=None))
 
     def look(self, args: tuple, kind: str, casts: str) -> list[Call]:
-        """Trace a call with the check off and on, with its derivative; those inside come after."""
+        """Trace a call and its derivative with the check off and on; inner calls come after it."""
         undifferentiated = ""
         scope = self.state.scope
         with retrace.quiet(), retrace.state_kept():
@@ -362,37 +340,37 @@ class _Unchecked:
         return [call, *inner]
 
     def _doubts(self, off: Any, on: Any) -> Iterator[str]:
-        """Say why this program may be another one with the check on."""
+        """Yield reasons why values or gradients may differ with the check on."""
         import jax
 
         for name in ("in_specs", "out_specs"):
             for spec in jax.tree_util.tree_leaves(self.asked.get(name)):
                 if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
                     yield f"{name} hold partial sums"
-        if any(isinstance(one, jax.core.Tracer) and is_inexact(one) for one in off.consts):
+        if any(isinstance(x, jax.core.Tracer) and is_inexact(x) for x in off.consts):
             yield "its body closes over values that are traced: pass them as arguments"
         if sum(eqn.primitive.name == "shard_map" for eqn in equations(opened(off))) > 1:
-            # JAX to 0.12 can't lower the derivative of some of these with the check on.
+            # JAX up to 0.12 can't lower the derivative of some of these with the check on.
             yield "its body holds another shard_map"
         if on is not None and retrace.computed(off) != retrace.computed(on):
             yield "its body computes something else with the check on"
 
     def _trace_on(self, args: tuple, derivative: bool, casts: str) -> _On:
-        """Trace with the check on and the hooks acting, as far as it goes."""
+        """Trace with the check on and the hooks acting; record the error if it fails."""
         notes, closed, failed = Notes(), None, None
         scope = dataclasses.replace(
             self.state.scope, active=True, policy=COLLECT, notes=notes, casts=casts, unchecked="on"
         )
         met: list[Site] = []
-        heard: list[None] = []
+        gradients: list[None] = []
         with (
             self.state.enter(scope),
             self.state.locally(met=met, blamed=[]),
-            self.state.recording_gradients(heard),
+            self.state.recording_gradients(gradients),
         ):
             try:
                 closed = retrace.traced(self.on(), args, derivative)
-            except Exception as error:  # what the table is about
+            except Exception as error:  # it becomes the reason why the check stays off
                 failed = error
             culprit = next((site for error, site in self._blamed if error is failed), None)
         return _On(
@@ -402,7 +380,7 @@ class _Unchecked:
             tuple(dict.fromkeys(notes.declared)),
             tuple(dict.fromkeys(notes.annotations)),
             tuple(dict.fromkeys(notes.doubts)),
-            bool(heard),
+            bool(gradients),
             failed,
             culprit,
             tuple(met),
@@ -431,7 +409,7 @@ def _name(function: Any) -> str:
 
 
 def _site(frame: Any, function: str) -> Site | None:
-    """Find who asks for a shard_map; None where JAX itself does, as for pmap."""
+    """Return the place that makes a shard_map; None if JAX itself does, as for pmap."""
     while frame is not None and places.is_wrapper(frame.f_globals.get("__name__")):
         frame = frame.f_back
     if frame is None or places.owns(frame.f_code.co_filename):
@@ -450,7 +428,7 @@ def _site(frame: Any, function: str) -> Site | None:
 
 
 def _kind(args: tuple) -> str:
-    """Write what a trace depends on: shapes, dtypes and what is no array."""
+    """Describe the arguments' tree, shapes and dtypes, and the values of other leaves."""
     import jax
 
     leaves, tree = jax.tree_util.tree_flatten(args)
@@ -462,7 +440,7 @@ def _kind(args: tuple) -> str:
 
 
 def _fingerprint(door: Door, closed: Any) -> str:
-    """Return a digest of a program, with the functions that its custom_vjps will call."""
+    """Return a digest of a program and of the functions that its custom_vjps call later."""
     parts = [str(closed)]
     for eqn in equations(opened(closed)):
         for value in eqn.params.values() if "custom_" in eqn.primitive.name else ():

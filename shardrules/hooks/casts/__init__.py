@@ -1,1 +1,1 @@
-"""Where casts stand: the linear program, its cheapest cut, and the writer of the new jaxpr."""
+"""Placement of casts: the linear program, its cheapest cut, and the writer of the new jaxpr."""

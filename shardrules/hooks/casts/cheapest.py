@@ -1,10 +1,10 @@
 """The cheapest casts of a linear program: minimum cuts, each over one mesh axis or several.
 
-A tangent is invariant or varying where it is made and where it is used; it costs its bytes, times
-the runs of the loops around, if it is used as varying over any axis over which it is made
-invariant. Over one axis that is a minimum cut. Casts of one tangent over several axes share one
-psum, which no single cut expresses: so cuts over several axes at once move labels to cheaper ones
-until none does (``_descend``), and a bound from below says where to stop (``least_bytes``).
+A tangent is labelled invariant or varying where it is made and where it is used. If it is made
+invariant over some axis and used as varying, its cast costs its bytes, times the runs of the loops
+around it. Over one axis the cheapest labels are a minimum cut. Casts of one tangent over several
+axes share one psum, which no single cut expresses. So cuts over several axes at once improve the
+labels until no cut helps (``_descend``), and a lower bound says when to stop (``least_bytes``).
 """
 
 from __future__ import annotations
@@ -24,25 +24,20 @@ __all__ = ["Cost", "cheapest", "cost", "cost_as_traced", "cost_unchecked", "leas
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Cost:
-    """What the cotangents' psums move on each device: operand bytes, and by ring algorithms."""
+    """What the cotangents' psums move on each device: operand bytes, and bytes sent in a ring."""
 
     bytes: int
     wire_bytes: fractions.Fraction
 
     def within(self, other: Cost) -> bool:
-        """Whether it is no more than another, of both."""
+        """Whether neither figure exceeds the other cost's."""
         return self.bytes <= other.bytes and self.wire_bytes <= other.wire_bytes
 
 
 def cheapest(graph: Graph) -> Labels:
-    """Return the labels of the fewest bytes.
-
-    The fewest bytes summed are not always the fewest on the wire: of labels that are within what
-    JAX's late casts cost, and the check being off, the fewest bytes summed.
-
-    Raises:
-      ValueError: if no labels suit the program.
-    """
+    """Return the labels that sum the fewest bytes; ValueError if no labels suit the program."""
+    # The fewest bytes summed are not always the fewest on the wire. So labels that cost no more
+    # than JAX's late casts, and no more than with the check off, come first.
     limits = Limits(graph)
     axes = limits.axes
     if not axes:
@@ -58,14 +53,14 @@ def cheapest(graph: Graph) -> Labels:
             return labels
 
     def rank(labels: Labels) -> tuple[bool, Cost]:
-        one = cost(graph, labels)
-        return not one.within(bound), one
+        costs = cost(graph, labels)
+        return not costs.within(bound), costs
 
     return min(tried, key=rank)
 
 
 def _candidates(limits: Limits, axes: list[str]) -> Iterator[Labels]:
-    """Yield labels that no move makes cheaper, from several starts; the likeliest come first."""
+    """Yield locally cheapest labels from several starts; the most promising come first."""
     graph, every = limits.graph, limits.every
     whole = Prices(graph, every)
     orders = [axes] if len(axes) == 1 else list(itertools.permutations(axes))
@@ -88,7 +83,7 @@ def _candidates(limits: Limits, axes: list[str]) -> Iterator[Labels]:
 
 
 def _descend(limits: Limits, labels: Labels, axes: list[str], prices: Prices) -> Labels:
-    """Move to cheaper labels while a cut over some of the axes finds any."""
+    """Improve the labels until no cut over any group of axes makes them cheaper."""
     now = _total(limits.graph, labels, prices)
     groups = [
         frozenset(group)
@@ -116,15 +111,9 @@ def _total(graph: Graph, labels: Labels, prices: Prices) -> int:
 def _cut(
     limits: Limits, labels: Labels, axes: Axes, prices: Prices, from_here: bool = False
 ) -> Labels:
-    """Choose for each label its least or its most over ``axes``, all of them together.
-
-    Args:
-      limits: the least and the most.
-      labels: what the labels are over other axes.
-      axes: the axes; over one of them this is the best of all choices.
-      prices: what is paid.
-      from_here: choose between what the labels are and the most, and then the least.
-    """
+    """Return the cheapest choice of each label's least or most over ``axes``, taken together."""
+    # Over a single axis this is the optimum. ``from_here`` chooses between the present labels and
+    # the most, then between the result and the least.
     if from_here:
         above = labels.with_axes(axes, limits.high)
         labels = Cut(limits, labels, above, prices).labels()
@@ -134,13 +123,12 @@ def _cut(
 
 
 def least_bytes(graph: Graph, limits: Limits | None = None) -> int:
-    """Return a bound: no labels sum fewer bytes.
-
-    The most that flows over one axis after the other, by what earlier ones left of each price: a
-    psum over several axes is paid once. Over a single axis that is what the cheapest cut costs.
-    """
+    """Return a lower bound of the bytes that any labels sum."""
+    # The bound adds the maximum flows over one axis after another. Each flow can use only what
+    # earlier flows left of a price, since a psum over several axes is paid once. For a single axis
+    # the bound is the cost of the cheapest cut.
     limits = Limits(graph) if limits is None else limits
-    sure: dict[Any, int] = {}  # what is summed for any choice
+    sure: dict[Any, int] = {}  # what every choice sums
     for value in limits.values:
         if value.live and limits.low.used[value] - limits.high.made[value]:
             sure[value] = value.cast_bytes
@@ -150,19 +138,19 @@ def least_bytes(graph: Graph, limits: Limits | None = None) -> int:
                 sure[step, own] = count
     total, left = sum(sure.values()), dict.fromkeys(sure, 0)
     for axis in limits.axes:
-        one = frozenset({axis})
+        over = frozenset({axis})
         low, high = (
-            Labels(*({key: label & one for key, label in own.items()} for own in parts(labels)))
+            Labels(*({key: label & over for key, label in own.items()} for own in parts(labels)))
             for labels in (limits.low, limits.high)
         )
-        cut = Cut(limits, low, high, Prices(graph, one, left=left))
+        cut = Cut(limits, low, high, Prices(graph, over, left=left))
         total += cut.always + cut.net.flow()
         for key, always, edges in cut.paid:
-            took = always + sum(map(cut.net.sent, edges))
-            if took:
+            paid = always + sum(map(cut.net.sent, edges))
+            if paid:
                 if key not in left:
                     left[key] = key[0].sums[key[1]][0] if type(key) is tuple else key.cast_bytes
-                left[key] -= took
+                left[key] -= paid
     return total
 
 
@@ -187,21 +175,20 @@ def cost(graph: Graph, labels: Labels) -> Cost:
 
 
 def cost_as_traced(graph: Graph) -> Cost:
-    """Return what they move where the casts stand now."""
+    """Return what the cotangents' psums move with the casts of the program as traced."""
     casts = [
         (value.cast_bytes, made.varying - value.varying) for value, made in graph.casts if made.live
     ]
-    return _cost(graph, [*casts, *(one for step in graph.steps for one in step.left(NONE))])
+    return _cost(graph, [*casts, *(own for step in graph.steps for own in step.left(NONE))])
 
 
 def cost_unchecked(graph: Graph) -> Cost:
-    """Return what is moved with the check off.
-
-    Each input's cotangent is summed over all that it can vary over; and a psum's transpose is one.
-    """
+    """Return what the cotangents' psums move with the check off."""
+    # JAX then sums each input's cotangent over every manual axis over which the input is invariant,
+    # and transposes a psum to a psum.
     every = frozenset(graph.door.manual_axes())
-    inputs = [(one.cast_bytes, every - one.varying) for one in graph.inputs if one.live]
-    sums = [(one.cast_bytes, axes) for one, axes in graph.summed if one.live]
+    inputs = [(value.cast_bytes, every - value.varying) for value in graph.inputs if value.live]
+    sums = [(value.cast_bytes, axes) for value, axes in graph.summed if value.live]
     return _cost(graph, [*inputs, *sums])
 
 

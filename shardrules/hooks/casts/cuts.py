@@ -11,11 +11,11 @@ from shardrules.hooks.casts.mincut import Network
 
 __all__ = ["Cut", "Prices"]
 
-_SCALE = 1 << 40  # of two that cost the same bytes, the one with fewer psums
+_SCALE = 1 << 40  # among choices of equal bytes, fewer psums win
 
 
 class _Factors(dict[Axes, int]):
-    """From the axes of a psum to what it costs for each byte."""
+    """Maps the axes of a psum to its cost per byte."""
 
     def __init__(self, graph: Graph, wire: bool):
         super().__init__({NONE: 0})
@@ -29,15 +29,10 @@ class _Factors(dict[Axes, int]):
 
 
 class Prices:
-    """What is paid for a psum over some axes.
+    """The prices of psums; a psum over none of the ``counted`` axes is free."""
 
-    Args:
-      graph: the graph.
-      counted: the axes that count; a psum over others alone is free.
-      wire: whether to count what is sent, and not the operands.
-      left: for a bound, the bytes that are still to be paid of some; None for all, and of two that
-        cost the same bytes, the one with fewer psums.
-    """
+    # ``wire`` counts the bytes sent in a ring instead of the operands'. ``left`` is for a lower
+    # bound: the bytes that are still unpaid. Without it, fewer psums win among equal bytes.
 
     def __init__(self, graph: Graph, counted: Axes, wire: bool = False, left: Any = None):
         self.counted, self.factors = counted, _Factors(graph, wire)
@@ -45,30 +40,22 @@ class Prices:
         self.scale, self.tie = (1, 0) if left is not None else (_SCALE, 1)
 
     def of(self, key: Any, size_bytes: int, runs: int, sets: Iterable[Axes]) -> list[int]:
-        """Return the price of a psum of that many bytes, over each of these axes."""
+        """Return the price of a psum of that many bytes over each set of axes."""
         size = self.left[key] if key in self.left else size_bytes * self.scale
         factors = [self.factors[axes & self.counted] for axes in sets]
         return [factor * size + runs * self.tie if factor else 0 for factor in factors]
 
 
 class Cut:
-    """A choice between two labels for each tangent and step, at the least price.
+    """The cheapest choice between two labels, ``low`` and ``high``, for each tangent and step."""
 
-    Args:
-      limits: of the graph's labels.
-      low: one choice, which suits the program.
-      high: the other, which suits it too, and is nowhere less.
-      prices: what is paid.
-
-    Attributes:
-      always: what is paid for any choice, of what may be chosen at all.
-      paid: from a tangent, residual, or sum of a step to what is always paid, and to edges.
-    """
+    # Both choices suit the program, and no label of ``high`` is smaller than that of ``low``.
 
     def __init__(self, limits: Limits, low: Labels, high: Labels, prices: Prices):
         self.limits, self.low, self.high, self.prices = limits, low, high, prices
         self.net = Network()
-        self.always = 0
+        self.always = 0  # what every choice pays
+        # For each tangent, residual, or sum of a step: what every choice pays, and its edges.
         self.paid: list[tuple[Any, int, list[int]]] = []
         self._nodes = [
             {key: self.net.node() for key in free if own[key] != others[key]}
@@ -83,7 +70,7 @@ class Cut:
         self._residuals()
 
     def labels(self) -> Labels:
-        """Return the cheapest choice; of several the one that casts the latest."""
+        """Return the cheapest choice; among equals, the one with the latest casts."""
         varies = self.net.sink_side()
         return Labels(
             *(
@@ -94,7 +81,7 @@ class Cut:
 
     def _pay(self, key: Any, always: int, edges: list[tuple[int, int, int]]) -> None:
         self.always += always
-        self.paid.append((key, always, [self.net.edge(*one) for one in edges if one[2] > 0]))
+        self.paid.append((key, always, [self.net.edge(*edge) for edge in edges if edge[2] > 0]))
 
     def _value(self, value: Value) -> None:
         makes, uses = self._nodes[0].get(value), self._nodes[1].get(value)
@@ -121,7 +108,7 @@ class Cut:
                 self.net.edge(uses, makes)
 
     def _rule(self, first: tuple[int, Any], then: tuple[int, Any], over: Axes) -> None:
-        """Let ``then`` vary over what ``first`` varies over, of these axes."""
+        """Make ``then`` vary over those axes in ``over`` that ``first`` varies over."""
         head, tail = self._nodes[first[0]].get(first[1]), self._nodes[then[0]].get(then[1])
         if tail is None or head is None:
             return

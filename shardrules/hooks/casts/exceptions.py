@@ -39,13 +39,13 @@ def _cast_in_branches(graph: Graph) -> str:
 
 
 def _forget_residuals(graph: Graph) -> str:
-    known = bool(graph.residuals)
+    had_residuals = bool(graph.residuals)
     graph.residuals.clear()
-    return "a gradient of a gradient also sums over residuals" if known else ""
+    return "a gradient of a gradient also sums over residuals" if had_residuals else ""
 
 
 _RELAXED: Sequence[Callable[[Graph], str]] = (
-    _trust_bwds,  # first: it settles where less precise sums are kept from
+    _trust_bwds,  # first: it runs keep_precision, whose result _allow_rounding clears
     _allow_rounding,
     _open_calls,
     _cast_in_branches,
@@ -54,10 +54,8 @@ _RELAXED: Sequence[Callable[[Graph], str]] = (
 
 
 def exceptions(make: Callable[[], Graph], after: Cost) -> tuple[str, ...]:
-    """Return what has to be allowed for no more bytes than with the check off; empty if nothing.
-
-    Each rule is lifted alone, and then all of them.
-    """
+    """Return the rules that cost bytes beyond those of the check off; empty if none does."""
+    # Each rule is lifted alone, then all of them together.
     off = cost_unchecked(make())
     if after.within(off):
         return ()
@@ -77,5 +75,5 @@ def exceptions(make: Callable[[], Graph], after: Cost) -> tuple[str, ...]:
 def _is_within(graph: Graph, off: Cost) -> bool:
     try:
         return cost(graph, cheapest(graph)).within(off)
-    except ValueError:  # no labels suit what was relaxed
+    except ValueError:  # no labels suit the relaxed graph
         return False

@@ -1,4 +1,4 @@
-"""Over which axes each tangent of a linear program may vary, at the least and at the most."""
+"""The least and the most axes over which each tangent of a linear program may vary."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ NONE: Axes = frozenset()
 
 @dataclasses.dataclass
 class Labels:
-    """Over which axes each tangent varies where it is made and where it is used, and each step.
+    """The axes over which each tangent varies where it is made and used, and those of each step."""
 
-    What is used as less is what stood before the cast.
-    """
+    # A use that needs fewer axes than ``used`` reads the value before the cast.
 
     made: dict[Value, Axes]
     used: dict[Value, Axes]
     steps: dict[Step, Axes]
 
     def with_axes(self, axes: Axes, other: Labels) -> Labels:
-        """Return these labels, over ``axes`` replaced by another's."""
+        """Return these labels, with ``axes`` taken from ``other``."""
         mine, others = parts(self), parts(other)
         return Labels(
             *(
@@ -36,30 +35,26 @@ class Labels:
 
 
 def parts(labels: Labels) -> tuple[dict[Any, Axes], dict[Any, Axes], dict[Any, Axes]]:
-    """Return the labels where tangents are made, where they are used, and of steps."""
+    """Return the labels of tangents where made, of tangents where used, and of steps."""
     return labels.made, labels.used, labels.steps
 
 
 class Limits:
-    """The least and the most that each label can be.
-
-    Raises:
-      ValueError: if no labels suit the program.
-    """
+    """The least and the most that each label can be; ValueError if no labels suit the program."""
 
     def __init__(self, graph: Graph):
         self.every = frozenset(graph.door.manual_axes())
         self.graph = graph
         self.values = list(graph.values.values())
         self.fixed = {s: self.every if s.fixed is None else s.fixed for s in graph.steps}
-        # Over these, what is used as varying has to be made so.
+        # A tangent that is used as varying over these axes has to be made varying over them.
         self.stuck = {v: v.narrow if v.castable else self.every for v in self.values}
         self.low = self._least()
         self.high = self._most()
         for low, high in zip(parts(self.low), parts(self.high)):
             if any(label - high[key] for key, label in low.items()):
                 raise ValueError("no casts suit the program")
-        # What there is a choice of: tangents, where they are made and used, and steps.
+        # The labels that are not settled yet: tangents where made, tangents where used, steps.
         self.free = [
             [key for key, label in low.items() if label != high[key]]
             for low, high in zip(parts(self.low), parts(self.high))
@@ -76,7 +71,7 @@ class Limits:
         self.rules = list(self._rules())
 
     def _rules(self) -> Iterator[tuple[tuple[int, Any], tuple[int, Any], Axes]]:
-        """Yield which label takes which one's axes, and of which: 0 made, 1 used, 2 a step's."""
+        """Yield a label, the label that takes its axes, and which; 0 made, 1 used, 2 a step's."""
         made, used, steps = map(set, self.free)
         for value in self.free[1]:
             if self.stuck[value]:

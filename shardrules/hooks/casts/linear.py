@@ -1,13 +1,12 @@
 """The linear program that JAX transposes, as a graph in which casts are placed.
 
-What ``jax.grad`` transposes is a jaxpr whose inputs are residuals, which are known, and tangents.
-Each cast of a tangent from invariant to varying becomes a psum of its cotangent. Where in the
-program the tangent is cast is free: an operation gives the same on every device when its operands
-are the same, so it may as well work on what was cast before. Residuals are cast at no cost, since
-no gradient flows through them.
+``jax.grad`` transposes a jaxpr whose inputs are residuals (their values are known) and tangents.
+Each cast of a tangent from invariant to varying becomes a psum of its cotangent. The cast may be
+anywhere in the program: equal operands give equal results on every device, so an operation may run
+before the cast or after it. Casts of residuals cost nothing, since no gradient flows through them.
 
 A tangent that was invariant in the program as JAX traced it stays equal on all devices, wherever
-the casts stand; so it may also come back from varying, by an un-cast that moves nothing
+the casts are. After a cast it may become invariant again, by an un-cast that moves no data
 (``identities``).
 """
 
@@ -40,121 +39,85 @@ __all__ = [
     "absent_tangents",
 ]
 
-# The cast from invariant to varying, and what else is its operand with another type.
+# The primitives that return their operand with another type: the cast to varying, and the mark.
 CAST = "pvary"
 IDENTITIES = (CAST, MARK)
-# What makes no new ref of one: it reads, stores or adds.
+# The primitives that read, store or add, and so return no new ref.
 REFS = ("get", "swap", "addupdate")
 
 Axes = frozenset[str]
 Sums = Sequence[tuple[int, Axes]]
-Where = tuple[Any, ...]  # the indices of the equations around a jaxpr, branches' numbers among them
+Where = tuple[Any, ...]  # indices of the equations (and branches) around a jaxpr
 
 
 class Unplaceable(Exception):
-    """Casts stay where they are: the program holds what the graph has no form for."""
+    """The graph can't represent the program, so the casts stay where they are."""
 
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """A tangent.
+    """A tangent."""
 
-    Args:
-      aval: its aval in the program as it was traced.
-      varying: the mesh axes over which it varies there.
-      runs: how often it is made in one execution of the program.
-      at: the source line that made it, or empty.
-      cast_bytes: what casting it costs: its bytes times its runs.
-      castable: whether a cast may stand at it: not in a branch that devices take alone.
-      in_branch: whether it is in such a branch.
-      live: whether its cotangent may be anything but zero.
-      stays: the axes over which it stays invariant: it is less precise than what is cast later.
-      narrow: the axes over which no cast may stand at it: what is cast before is more precise.
-    """
-
-    aval: Any
-    varying: frozenset[str]
-    runs: int
-    at: str
-    cast_bytes: int
-    castable: bool
-    in_branch: bool = False
-    live: bool = False
+    aval: Any  # in the program as traced
+    varying: frozenset[str]  # the mesh axes over which it varies there
+    runs: int  # how often one execution of the program makes it
+    at: str  # the source line that made it, or empty
+    cast_bytes: int  # the cost of casting it: its bytes times its runs
+    castable: bool  # whether it may be cast: not in a branch that only some devices take
+    in_branch: bool = False  # whether it is in such a branch
+    live: bool = False  # whether its cotangent may be nonzero
+    # The axes over which it must stay invariant, since what is cast later is more precise.
     stays: frozenset[str] = frozenset()
+    # The axes over which it must not be cast, since what is cast earlier is more precise.
     narrow: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(eq=False)
 class Residual:
-    """A known value that is differentiated again: there a cast of it becomes a psum, too.
+    """A residual that is differentiated again, so that its casts become psums too."""
 
-    Args:
-      varying: the mesh axes over which it varies.
-      cast_bytes: what casting it costs: its bytes times its runs.
-      steps: the steps that take it.
-    """
-
-    varying: frozenset[str]
-    cast_bytes: int
-    steps: list[Step] = dataclasses.field(default_factory=list)
+    varying: frozenset[str]  # the mesh axes over which it varies
+    cast_bytes: int  # the cost of casting it: its bytes times its runs
+    steps: list[Step] = dataclasses.field(default_factory=list)  # the steps that take it
 
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """What an operation asks of its operands' types and gives to its results'.
+    """An operation, and how its operands' types relate to its results'."""
 
-    Args:
-      inputs: the tangents that it takes.
-      outputs: the tangents that it makes.
-      needed: the axes over which it has to vary: another operand does.
-      fixed: the axes over which operands and results keep the types that they have; None for all.
-      sums: what it sums by itself, for each operand: the bytes, and the axes.
-      moves: the axes over which operands may be cast before it, and it sums over these no more.
-      ties: whether operand and result are one value, as a scan's carry and its last state.
-    """
-
-    inputs: list[Value]
-    outputs: list[Value]
-    needed: frozenset[str] = frozenset()
+    inputs: list[Value]  # the tangents that it takes
+    outputs: list[Value]  # the tangents that it makes
+    needed: frozenset[str] = frozenset()  # the axes over which it must vary, as a residual does
+    # The axes over which operands and results keep their types; None for all axes.
     fixed: frozenset[str] | None = frozenset()
+    # The sums of cotangents at the operation, for each operand: the bytes, and the axes.
     sums: Sequence[tuple[int, frozenset[str]]] = ()
+    # The axes over which its operands may be cast instead, which removes the sums over these.
     moves: frozenset[str] = frozenset()
-    ties: bool = False
+    ties: bool = False  # whether operand and result are one value: a scan's carry and last state
 
     def fixes(self, axis: str) -> bool:
-        """Whether operands and results keep the types that they have over an axis."""
+        """Whether operands and results keep their types over an axis."""
         return self.fixed is None or axis in self.fixed
 
     def left(self, over: frozenset[str]) -> Iterator[tuple[int, frozenset[str]]]:
-        """Yield what it sums by itself, and over which axes, if it varies over some."""
+        """Yield the bytes and axes of the sums that remain if the step varies over ``over``."""
         for count, axes in self.sums:
             if axes - (over & self.moves):
                 yield count, axes - (over & self.moves)
 
 
 class Graph:
-    """The tangents of a linear program, and the steps between them.
-
-    Args:
-      door: JAX's private names.
-      jaxpr: the program.
-      linear: for each of its inputs, whether it is a tangent.
-      wanted: for each of its outputs, whether its cotangent is not zero.
-      opaque: whether an equation is an opaque call.
-      again: whether the program's transpose is differentiated in reverse mode.
-
-    Raises:
-      Unplaceable: if the program holds what this has no form for.
-    """
+    """The tangents of a linear program and the steps between them, or Unplaceable."""
 
     def __init__(
         self,
         door: Door,
         jaxpr: Any,
-        linear: Sequence[bool],
-        wanted: Sequence[bool],
-        opaque: Callable[[Any], bool],
-        again: bool = False,
+        linear: Sequence[bool],  # whether each input is a tangent
+        wanted: Sequence[bool],  # whether each output's cotangent may be nonzero
+        opaque: Callable[[Any], bool],  # whether an equation is an opaque call
+        again: bool = False,  # whether the transpose is differentiated in reverse mode
     ):
         from jax import lax
 
@@ -169,9 +132,9 @@ class Graph:
         self.at: dict[tuple[Where, int], Step] = {}  # an equation's own step
         self.residuals: dict[tuple[Where, Any], Residual] = {}
         self._customs: list[tuple[Step, Any, int]] = []
-        self._by_itself: dict[Step, Axes | None] = {}  # over which a bwd sums, None if not linear
+        self._by_itself: dict[Step, Axes | None] = {}  # a bwd's own sums; None if not linear
         self.summed: list[tuple[Value, frozenset[str]]] = []  # by psums of the program
-        # As they stand: what is cast, and the result.
+        # The casts of the program as traced: operand and result.
         self.casts: list[tuple[Value, Value]] = []
         ends = self._walk(jaxpr, (), linear, 1, True)
         self.inputs = [self.values[(), v] for v, is_in in zip(jaxpr.invars, linear) if is_in]
@@ -179,7 +142,7 @@ class Graph:
         self._live([value for value, used in zip(ends, wanted) if value is not None and used])
 
     def device_count(self, axes: frozenset[str]) -> int:
-        """Return how many devices there are along mesh axes."""
+        """Return the number of devices along mesh axes."""
         return math.prod(self._sizes[axis] for axis in axes)
 
     # From the program to the graph.
@@ -212,7 +175,7 @@ class Graph:
                 self._value(where, var, runs, castable)
         for index, eqn in enumerate(jaxpr.eqns):
             inputs = [self._read(where, atom) for atom in eqn.invars]
-            # A ref that is made of zeros is a tangent's as well, if a tangent is stored in it.
+            # A new ref of zeros may hold a tangent later.
             if any(value is not None for value in inputs) or any(map(self._is_ref, eqn.outvars)):
                 self._equation(eqn, (*where, index), where, inputs, runs, castable)
         return [self._read(where, atom) for atom in jaxpr.outvars]
@@ -240,9 +203,9 @@ class Graph:
         elif name == "scan":
             self._scan(eqn, inside, inputs, runs, castable, results)
         elif name == "cond":
-            # Devices that take different branches must not meet in a psum there.
+            # A psum in a branch hangs if only some devices take the branch.
             castable = castable and not self._axes(eqn.invars[0])
-            inners = [opened(one) for one in eqn.params["branches"]]
+            inners = [opened(branch) for branch in eqn.params["branches"]]
             every = [
                 self._inside(eqn, inner, (*inside, i), inputs[1:], runs, castable, eqn.invars[1:])
                 for i, inner in enumerate(inners)
@@ -250,10 +213,10 @@ class Graph:
             made = results(any(end is not None for end in ends) for ends in zip(*every))
             for i, (inner, ends) in enumerate(zip(inners, every)):
                 self._join(ends, made, inner.outvars)
-                # Branches take operands of one type.
+                # All branches take operands of the same types.
                 for first, var in zip(inners[0].invars, inner.invars if i else ()):
                     taken = [self._read((*inside, k), v) for k, v in ((0, first), (i, var))]
-                    both = [one for one in taken if one is not None]
+                    both = [value for value in taken if value is not None]
                     if both:
                         self.steps.append(Step(both[:1], both[1:], ties=True))
         elif name in IDENTITIES:
@@ -265,14 +228,14 @@ class Graph:
             self._operation(eqn, inside, inputs, results)
 
     def _inside(self, eqn, inner, where: Where, inputs, runs: int, castable: bool, atoms=None):
-        """Add a jaxpr that an equation calls; its inputs are the equation's operands."""
+        """Add a jaxpr that an equation calls with its operands; return its outputs' tangents."""
         atoms = eqn.invars if atoms is None else atoms
-        ends = self._walk(inner, where, [one is not None for one in inputs], runs, castable)
+        ends = self._walk(inner, where, [value is not None for value in inputs], runs, castable)
         self._join(inputs, [self._read(where, var) for var in inner.invars], atoms)
         return ends
 
     def _join(self, givers, takers, atoms) -> None:
-        """Let each taker be its giver; one that takes a residual varies as that does."""
+        """Add steps from givers to takers; a taker of a residual varies as the residual does."""
         for giver, taker, atom in zip(givers, takers, atoms):
             if taker is not None and giver is not None:
                 self.steps.append(Step([giver], [taker]))
@@ -283,7 +246,7 @@ class Graph:
         params, inner = eqn.params, opened(eqn.params["jaxpr"])
         constants, carries = scan_counts(params)
         linear = [value is not None for value in inputs]
-        while True:  # what a carry is after a step, it is before the next
+        while True:  # a carry that becomes a tangent is one in the next step
             ends = _linear_outputs(inner, linear, self._is_ref)
             grown = list(linear)
             for i in range(carries):
@@ -306,7 +269,7 @@ class Graph:
     def _operation(self, eqn, inside: Where, inputs, results) -> None:
         outputs = results(itertools.repeat(True, len(eqn.outvars)))
         tangents = [value for value in inputs if value is not None]
-        # What is read from a ref varies as what is written to it, and a cotangent takes that way.
+        # A read from a ref varies as the writes to it do, and cotangents flow from reads to writes.
         taken = [value for value in tangents if self._is_ref(value)]
         refs = taken or [value for value in outputs if self._is_ref(value)]
         step = Step(tangents, [*outputs, *taken])
@@ -322,7 +285,7 @@ class Graph:
             self.summed += [(value, strings(eqn.params)) for value in outputs]
         types = [self._axes(atom) for atom in eqn.invars]
         joined = frozenset().union(*types)
-        alike = all(one == joined for one in types) and all(
+        alike = all(axes == joined for axes in types) and all(
             value.varying == joined for value in outputs
         )
         named = strings(eqn.params)
@@ -332,18 +295,16 @@ class Graph:
             step.fixed = None
         elif alike and (refs or not eqn.effects):
             step.fixed = named
-            step.needed = frozenset().union(
-                *(one for one, value in zip(types, inputs) if value is None)
-            )
         elif named:  # a collective
             step.fixed = named | frozenset().union(
-                *(joined ^ one for one in (*types, *(value.varying for value in outputs)))
-            )
-            step.needed = frozenset().union(
-                *(one for one, value in zip(types, inputs) if value is None)
+                *(joined ^ axes for axes in (*types, *(value.varying for value in outputs)))
             )
         else:
             step.fixed = None
+        if step.fixed is not None:
+            step.needed = frozenset().union(
+                *(axes for axes, value in zip(types, inputs) if value is None)
+            )
 
     def _custom(self, step: Step, eqn: Any, runs: int, sums: Sums, moves: Axes, by_itself) -> None:
         varied = frozenset().union(*(self._axes(atom) for atom in (*eqn.invars, *eqn.outvars)))
@@ -354,7 +315,7 @@ class Graph:
         step.sums = [(count * runs, axes) for count, axes in sums]
 
     def most_sums(self, eqn: Any) -> tuple[Sums, Axes, Axes]:
-        """Return the arguments of ``settle`` for a custom_vjp whose bwd sums nothing by itself."""
+        """Return the upper bounds: what ``settle`` gets for a bwd that sums nothing by itself."""
         count = eqn.params["num_res"]
         tangents = eqn.invars[count:]
         arriving = frozenset().union(*map(self._axes, (*eqn.invars[:count], *eqn.outvars)))
@@ -366,21 +327,15 @@ class Graph:
         return sums, arriving & frozenset().union(*(axes for _, axes in sums)), frozenset()
 
     def settle(self, custom: Callable[[Any], tuple[Sums, Axes, Axes | None]]) -> None:
-        """Ask each custom_vjp's bwd what it sums, and tell where what is summed is less precise.
-
-        Until then each step's sums are the most that they may be.
-
-        Args:
-          custom: from an equation of a custom_vjp's linear part to what the hooks sum of its
-            tangents' cotangents (``Step.sums``, ``Step.moves``), and the axes over which its bwd
-            sums by itself, None where that is not linear.
-        """
+        """Replace the upper bounds of custom_vjps' sums by ``custom``'s, then keep precision."""
+        # ``custom`` takes an equation of a custom_vjp's linear part. It returns the step's ``sums``
+        # and ``moves``, and the axes over which bwd itself sums (None if bwd is not linear).
         for step, eqn, runs in self._customs:
             self._custom(step, eqn, runs, *custom(eqn))
         keep_precision(self)
 
     def barriers(self) -> str:
-        """Say which bwds take whole cotangents; empty if none does."""
+        """Describe a bwd that needs whole cotangents; empty if none does."""
         every = frozenset(self.door.manual_axes())
         for step, eqn, _ in self._customs:
             varied = frozenset().union(*map(self._axes, (*eqn.invars, *eqn.outvars)))
@@ -398,17 +353,16 @@ class Graph:
         return ""
 
     def _solves(self, eqn: Any) -> bool:
-        """Whether it is a linear solve by functions that are known to be linear on each device.
-
-        What iterates until it is near enough (cg) is not: shares that cancel would each be solved
-        to a tolerance of their own.
-        """
+        """Whether it is a linear solve by functions that are linear on each device."""
+        # An iterative solver (cg) is not linear: it would solve each device's share to a tolerance
+        # of its own, also where the shares cancel.
         if name_of(eqn) != "custom_linear_solve":
             return False
         jaxprs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]
         return all(
-            one is not None and linear_in(opened(one), opened(one).invars[count:]) == frozenset()
-            for one, count in (
+            jaxpr is not None
+            and linear_in(opened(jaxpr), opened(jaxpr).invars[count:]) == frozenset()
+            for jaxpr, count in (
                 (jaxprs.solve, counts.solve),
                 (jaxprs.transpose_solve, counts.transpose_solve),
             )
@@ -420,11 +374,11 @@ class Graph:
             if hasattr(atom, "val") or (where, atom) in self.values or not is_inexact(atom.aval):
                 continue
             size_bytes = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize * runs
-            one = self.residuals.setdefault((where, atom), Residual(self._axes(atom), size_bytes))
-            one.steps.append(step)
+            residual = Residual(self._axes(atom), size_bytes)
+            self.residuals.setdefault((where, atom), residual).steps.append(step)
 
-    def _is_ref(self, one: Any) -> bool:
-        return isinstance(one.aval, self.door.AbstractRef)
+    def _is_ref(self, atom: Any) -> bool:
+        return isinstance(atom.aval, self.door.AbstractRef)
 
     def _axes(self, atom: Any) -> frozenset[str]:
         return self.door.axis_type(atom.aval).varying
@@ -440,7 +394,7 @@ class Graph:
             value = queue.pop()
             if not value.live:
                 value.live = True
-                queue += [one for step in makers.get(value, ()) for one in step.inputs]
+                queue += [operand for step in makers.get(value, ()) for operand in step.inputs]
 
 
 def absent_tangents(eqn: Any) -> Sequence[bool]:
@@ -461,11 +415,11 @@ def _linear_outputs(
 
 
 def _holds_functions(eqn: Any) -> bool:
-    """Whether an equation calls what is not looked into; a scatter only adds or replaces."""
-    if eqn.primitive.name.startswith("scatter"):
+    """Whether an equation calls functions that the graph can't see into."""
+    if eqn.primitive.name.startswith("scatter"):  # its function only adds or replaces
         return False
     return any(
-        opened(one) is not None or (callable(one) and not isinstance(one, type))
+        opened(item) is not None or (callable(item) and not isinstance(item, type))
         for value in eqn.params.values()
-        for one in (value if isinstance(value, (tuple, list)) else (value,))
+        for item in (value if isinstance(value, (tuple, list)) else (value,))
     )

@@ -1,7 +1,7 @@
 """The minimum cut of a small directed graph, by Dinic's algorithm.
 
 Y. Dinitz, "Algorithm for solution of a problem of maximum flow in networks with power estimation",
-Soviet Mathematics Doklady 11 (1970). Written here since the package has no dependency that has it.
+Soviet Mathematics Doklady 11 (1970). Written here because no dependency of the package has it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Network:
         return len(self._edges) - 1
 
     def edge(self, tail: int, head: int, capacity: int = INFINITE) -> int:
-        """Add an edge: where the cut leaves ``tail`` at the source, it pays or keeps ``head``."""
+        """Add an edge; a cut pays for it if only ``tail`` is at the source's side."""
         number = len(self._heads)
         self._heads += head, tail
         self._left += capacity, 0
@@ -42,29 +42,25 @@ class Network:
         return self._left[edge ^ 1]
 
     def flow(self) -> int:
-        """Send all that the network can take, and return how much that is in all.
-
-        Raises:
-          ValueError: if each cut takes an edge of infinite capacity.
-        """
+        """Send the maximum flow and return it; ValueError if each cut has an infinite edge."""
         while (level := self._levels()) is not None:
             self._block(level)
         return self._total
 
     def sink_side(self) -> set[int]:
-        """Return the nodes at the sink's side of the minimum cut that lies nearest to the sink."""
+        """Return the nodes at the sink's side of the minimum cut that is nearest to the sink."""
         self.flow()
-        found, queue = {self.sink}, [self.sink]
+        side, queue = {self.sink}, [self.sink]
         while queue:
             for edge in self._edges[queue.pop()]:
                 tail = self._heads[edge]
-                if self._left[edge ^ 1] and tail not in found:
-                    found.add(tail)
+                if self._left[edge ^ 1] and tail not in side:
+                    side.add(tail)
                     queue.append(tail)
-        return found
+        return side
 
     def _levels(self) -> dict[int, int] | None:
-        """Return how far from the source each node is, or None if the sink can't be reached."""
+        """Return each node's distance from the source, or None if the sink can't be reached."""
         level, queue = {self.source: 0}, collections.deque([self.source])
         while queue:
             node = queue.popleft()
@@ -76,7 +72,7 @@ class Network:
         return level if self.sink in level else None
 
     def _block(self, level: dict[int, int]) -> None:
-        """Send all that shortest paths can take, one path at a time and with no recursion."""
+        """Saturate all shortest paths, one path at a time and without recursion."""
         todo = [list(edges) for edges in self._edges]
         path: list[int] = []
         while True:

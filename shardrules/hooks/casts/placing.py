@@ -1,9 +1,9 @@
-"""Casts of tangents at the minimum cut: what ``install()`` does unless it says ``casts="late"``.
+"""Casts of tangents at the minimum cut: the default of ``install()``, unless ``casts="late"``.
 
-JAX casts as late as it can, and the psum that a cast becomes stands there in the backward pass: in
-every step of a scan, or over the many rows that one row was repeated to. Just before JAX transposes
-the linear part of a shard_map's body, its casts are placed anew (``linear``), and nothing else of
-the program changes: forward passes, residuals and a bwd's own equations are what they were.
+JAX casts as late as it can. In the backward pass the cast becomes a psum at the same place: in
+every step of a scan, or over the many rows that a single row was broadcast to. So the hooks place
+the casts of the linear part of a shard_map's body again just before JAX transposes it (``linear``).
+Nothing else of the program changes: not the forward pass, the residuals, nor a bwd's equations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CastHooks(Hooks):
     """The hooks at the linearization of functions and at the transposition of linear programs."""
 
     def install(self, patches: Patches) -> None:
-        """Replace the functions that linearize one and that transpose a jaxpr."""
+        """Replace JAX's functions that linearize a function and that transpose a jaxpr."""
         patches.attribute(*self.door.owner("linearize"), self._linearize)
         for key in ("older_backward_pass", "backward_pass", "backward_pass3"):
             if getattr(self.door, key) is not None:
@@ -47,8 +47,8 @@ class CastHooks(Hooks):
                 patches.attribute(*self.door.owner(key), functools.partial(self._run, transpose))
 
     def _linearize(self, *args, **kwargs):
-        # Counted in the scope, which is in JAX's trace key: a gradient that a jit holds is traced
-        # anew for this one.
+        # The count is in the scope, and so in JAX's trace key: a jit inside that takes a gradient
+        # is traced again for this derivative.
         scope = self.state.scope
         if scope.active and (scope.casts == "cheapest" or scope.notes is not None):
             scope = dataclasses.replace(scope, derivatives_count=scope.derivatives_count + 1)
@@ -62,7 +62,7 @@ class CastHooks(Hooks):
             if not asked and self.state.scope.notes is None:
                 return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
             cotangents = rest[0] if rest else next(iter(kwargs.values()))
-            # What is transposed inside was looked at as a part of it.
+            # Programs that are transposed inside are part of this one: their casts are placed here.
             with self.state.locally(transposing=True, bwds={}):
                 placed = self._placed(jaxpr, [*consts, *primals_in], cotangents, asked)
                 if not asked:
@@ -75,39 +75,36 @@ class CastHooks(Hooks):
         return transpose(jaxpr, transform_stack, consts, primals_in, *rest, **kwargs)
 
     def _transpose(self, transpose, jaxpr, transform_stack, consts, primals_in, cotangents):
-        """Transpose a program in which residuals are cast; to JAX 0.7 all of it has to be linear.
-
-        What is known is evaluated before, as shard_map's own transpose does there.
-        """
+        """Transpose a program that casts residuals; JAX 0.7 and older need it to be all linear."""
+        # Evaluate the equations of residuals first, as shard_map's own transpose does there.
         door = self.door
         linear = [isinstance(x, door.UndefinedPrimal) for x in primals_in]
         whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-        known, unknown, *_ = door.partial_eval_jaxpr(
+        of_residuals, of_tangents, *_ = door.partial_eval_jaxpr(
             door.close_jaxpr(whole), [False] * len(consts) + linear, True
         )
-        values = [*consts, *(x for x, one in zip(primals_in, linear) if not one)]
-        residuals = door.jaxpr_as_fun(known)(*values)
-        tangents = [x for x, one in zip(primals_in, linear) if one]
-        returned = iter(
-            transpose(unknown.jaxpr, transform_stack, (), (*residuals, *tangents), cotangents)[
-                len(residuals) :
-            ]
-        )
+        values = [*consts, *(x for x, is_in in zip(primals_in, linear) if not is_in)]
+        residuals = door.jaxpr_as_fun(of_residuals)(*values)
+        tangents = [x for x, is_in in zip(primals_in, linear) if is_in]
+        operands = (*residuals, *tangents)
+        returned = transpose(of_tangents.jaxpr, transform_stack, (), operands, cotangents)
+        gradients = iter(returned[len(residuals) :])
         return [
-            next(returned) if one else door.Zero(var.aval) for one, var in zip(linear, jaxpr.invars)
+            next(gradients) if is_in else door.Zero(var.aval)
+            for is_in, var in zip(linear, jaxpr.invars)
         ]
 
     def _asked(self, jaxpr: Any) -> bool:
-        """Whether this program's casts are to be placed: everywhere, or by ``place_casts``."""
+        """Whether to place this program's casts: by ``install``, or by ``place_casts`` in it."""
         scope = self.state.scope
         return (scope.active and scope.casts == "cheapest") or any(
             eqn.primitive.name == MARK for eqn in jaxpr.eqns
         )
 
     def _placed(self, jaxpr: Any, values: Sequence[Any], cotangents: Any, asked: bool) -> Any:
-        """Return the program with its casts placed, or itself where that saves nothing."""
+        """Return the program with its casts placed, or unchanged if that saves too little."""
         tangents = (self.door.UndefinedPrimal, *self._accumulators)
-        # To JAX 0.12 constants are the first of the inputs.
+        # In JAX 0.12 and older, constants are the first inputs.
         linear = [isinstance(x, tangents) for x in values[len(jaxpr.constvars) :]]
         wanted = [not isinstance(ct, self.door.Zero) for ct in cotangents]
         again = self.state.scope.derivatives_count > 0
@@ -126,7 +123,7 @@ class CastHooks(Hooks):
             before = cost_as_traced(graph)
             noted = self.state.scope.notes is not None
             if not noted and _saves_little(graph, before, least_bytes(graph)):
-                return jaxpr  # as of most programs
+                return jaxpr  # the case of most programs
             graph.settle(self._sums)
             before = cost_as_traced(graph)
             before_bytes = before.bytes
@@ -148,7 +145,7 @@ class CastHooks(Hooks):
             note = Placement(before_bytes, before_bytes, (), asked, "", off, beyond)
             self.state.note_placement(note)
             return jaxpr
-        except Exception as error:  # the program as JAX traced it is right; its casts stay
+        except Exception as error:  # the program as traced is correct, so its casts stay
             text = str(error).splitlines()[0] if str(error) else ""
             why = text if isinstance(error, Unplaceable) else f"{type(error).__name__}: {text}"
         self.state.note_placement(Placement(before_bytes, before_bytes, (), asked, why))
@@ -156,17 +153,17 @@ class CastHooks(Hooks):
 
     @property
     def _accumulators(self) -> tuple[type, ...]:
-        one = self.door.GradAccum
-        return () if one is None else (one,)
+        accumulator = self.door.GradAccum
+        return () if accumulator is None else (accumulator,)
 
     def _is_opaque(self, eqn: Any) -> bool:
         return self.state.opaque_call_of(eqn.primitive, eqn.params) is not None
 
     def _sums(self, eqn: Any) -> tuple[Sums, Axes, Axes | None]:
         """Return what the hooks sum of a custom_vjp's cotangents, for ``Graph.settle``."""
-        # An axis over which bwd itself returns the whole sum of one is not among ``moves``: a cast
-        # before would only add a psum. Over axes over which it does not sum by itself it may as
-        # well be given the shares of a cotangent, and what it returns be summed.
+        # If bwd itself returns a cotangent that is already summed over an axis, the axis is not
+        # among ``moves``: an earlier cast would only add a psum. Over axes over which bwd does not
+        # sum, it may get the shares of a cotangent, and its results are summed instead.
         params = eqn.params
         count = params["num_res"]
         residuals, tangents = eqn.invars[:count], eqn.invars[count:]
@@ -189,7 +186,7 @@ class CastHooks(Hooks):
         recorded: list[tuple[int, frozenset[str]]] = []  # positions and axes of bwd's own sums
         with self.state.locally(summed=recorded):
             traced = self.door.jaxpr_of(run, avals)
-        variables = traced.invars  # from JAX 0.11 what it closes over stands first
+        variables = traced.invars  # from JAX 0.11 closed-over values come first
         within = list(transposed_sums(traced))  # of a gradient that bwd takes
         by_itself = linear_in(traced, variables[len(variables) - len(eqn.outvars) :])
         summed: dict[int, frozenset[str]] = dict(recorded)
@@ -200,18 +197,18 @@ class CastHooks(Hooks):
             if summed.get(i)
         ]
         sums += within
-        whole = {  # over these bwd returns the sum of one
+        whole = {  # over these axes bwd returns a cotangent that is already summed
             axis
-            for i, one in zip(indices, axis_types)
+            for i, primal_type in zip(indices, axis_types)
             if not zeros[i]
-            for axis in arriving - one.varying - summed.get(i, frozenset())
+            for axis in arriving - primal_type.varying - summed.get(i, frozenset())
         }
         moves = (arriving & frozenset().union(*summed.values())) - whole
         return sums, moves, by_itself
 
 
 def _saves_little(graph: Graph, before: Cost, least: int) -> bool:
-    """Whether no move saves a byte, or under 0.1% of what is no more than with the check off."""
+    """Whether moves save no byte, or under 0.1% where the casts cost no more than the check off."""
     saved, off = before.bytes - least, cost_unchecked(graph)
     if before.within(off):
         return 1000 * saved < before.bytes or not before.bytes

@@ -1,4 +1,4 @@
-"""Where no cast may stand, since what is summed there is rounded to a less precise type first."""
+"""Where casts are forbidden, because the shares would be rounded before they are summed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ __all__ = ["keep_precision", "narrower"]
 
 
 def keep_precision(graph: Any) -> None:
-    """Let casts stand only where what is summed is as precise as where they stand now.
-
-    A tangent of bf16 that becomes float32 before it is cast is not cast as bf16, nor before it
-    became bf16: each device's share would be rounded before they are summed. Nor is one cast as
-    bf16 that is made of a float32 which is cast.
-    """
+    """Allow casts only where the sum is at least as precise as in the program as traced."""
+    # Suppose a bf16 tangent becomes float32 and is then cast. The cast must not move to the bf16
+    # tangent, nor to what that is made of: the shares would be rounded to bf16 before they are
+    # summed. Nor may the cast of a float32 tangent move to a bf16 tangent that is made of it.
     for axis in graph.door.manual_axes():
         sites = [
             value
@@ -28,30 +26,30 @@ def keep_precision(graph: Any) -> None:
 
 
 def narrower(graph: Any, axis: str, sites: list[Any], before: bool) -> list[Any]:
-    """Return what is less precise of the tangents that sites are made of, or that they make."""
-    # What they are made of is followed while it is invariant, what they make while it varies: what
-    # a psum over the axis parts from a site has casts of its own.
+    """Return the tangents before, or after, the sites that are less precise than these."""
+    # Before the sites follow only invariant tangents, after them only varying ones: beyond a psum
+    # over the axis, tangents have casts of their own.
     links: dict[Any, list[Any]] = {}
     for step in graph.steps:
         ends = (step.outputs, step.inputs) if before else (step.inputs, step.outputs)
         for value in ends[0]:
             links.setdefault(value, []).extend(ends[1])
-    found: list[Any] = []
+    less_precise: list[Any] = []
     queue = [(value, _precision(value)) for value in sites]
     seen = set(queue)
     while queue:
         value, of_site = queue.pop()
-        if any(one < other for one, other in zip(_precision(value), of_site)):
-            found.append(value)
-        for one in links.get(value, ()):
-            if (one, of_site) not in seen and (axis in one.varying) != before:
-                seen.add((one, of_site))
-                queue.append((one, of_site))
-    return found
+        if any(bits < needed for bits, needed in zip(_precision(value), of_site)):
+            less_precise.append(value)
+        for linked in links.get(value, ()):
+            if (linked, of_site) not in seen and (axis in linked.varying) != before:
+                seen.add((linked, of_site))
+                queue.append((linked, of_site))
+    return less_precise
 
 
 def _precision(value: Any) -> tuple[int, int]:
-    """Return the bits of a tangent's mantissa, and of its exponent."""
+    """Return the bits of the mantissa and of the exponent of a tangent."""
     from jax import numpy
 
     if not numpy.issubdtype(value.aval.dtype, numpy.inexact):  # float0

@@ -1,4 +1,4 @@
-"""A linear program written anew, with its casts where the labels say."""
+"""Rewrites a linear program with its casts where the labels say."""
 
 from __future__ import annotations
 
@@ -19,25 +19,15 @@ __all__ = ["Writer"]
 
 
 class Writer:
-    """Writes a program anew, with casts where the labels say.
-
-    Args:
-      hooks: the hooks.
-      graph: the program's tangents and steps.
-      labels: where they vary.
-
-    Attributes:
-      bytes: what the cotangents' psums sum now, on each device.
-      casts: those of tangents whose cotangents are not zero.
-    """
+    """Rewrites a program with casts where the labels say."""
 
     def __init__(self, hooks: Hooks, graph: Graph, labels: Labels):
         self.hooks = hooks
         self.door = hooks.door
         self.graph = graph
         self.labels = labels
-        self.bytes = 0
-        self.casts: list[PlacedCast] = []
+        self.bytes = 0  # what the cotangents' psums sum on each device after the rewrite
+        self.casts: list[PlacedCast] = []  # of tangents whose cotangents are not zero
         self._written: dict[Any, tuple[Any, int, list[Any]]] = {}
         self._under: dict[Where, list[Value]] = {}
         self._steps_under: dict[Where, list[Step]] = {}
@@ -49,7 +39,7 @@ class Writer:
                 self._steps_under.setdefault(where[:depth], []).append(step)
 
     def aval(self, value: Value) -> Any:
-        """Return a tangent's aval as it is made now."""
+        """Return a tangent's aval in the rewritten program."""
         return self._retype(value.aval, self.labels.made[value])
 
     def _retype(self, aval: Any, axes: frozenset[str]) -> Any:
@@ -57,32 +47,26 @@ class Writer:
         return self.door.with_axis_type(aval, AxisType(axes, have.unreduced, have.reduced))
 
     def jaxpr(self, jaxpr: Any, where: Where, ends: Sequence[Any]) -> Any:
-        """Return a jaxpr of the program.
-
-        Args:
-          jaxpr: with or without its constants.
-          where: where it stands.
-          ends: the avals that its outputs are to have.
-        """
+        """Return a jaxpr of the program, rewritten so that its outputs have the avals ``ends``."""
         inner = opened(jaxpr)
-        # One program that is called in two places stays one where it can.
+        # A jaxpr that is called in two places stays a single object if its labels agree.
         under = self._under.get(where, ())
         key = (
             id(jaxpr),
-            tuple((self.labels.made[one], self.labels.used[one], one.live) for one in under),
-            tuple(self.labels.steps[one] for one in self._steps_under.get(where, ())),
+            tuple((self.labels.made[v], self.labels.used[v], v.live) for v in under),
+            tuple(self.labels.steps[step] for step in self._steps_under.get(where, ())),
             tuple(map(self.door.axis_type, ends)),
-            tuple(one.runs for one in under[:1]),
+            tuple(value.runs for value in under[:1]),
         )
         if key not in self._written:
             before = self.bytes, len(self.casts)
             new = self._write(jaxpr, inner, where, ends)
-            if where and all(self.labels.made[one] == one.varying for one in under):
+            if where and all(self.labels.made[value] == value.varying for value in under):
                 if all(
                     self.door.axis_type(a.aval) == self.door.axis_type(b)
                     for a, b in zip(inner.outvars, ends)
                 ):
-                    new = jaxpr  # with the casts that it had
+                    new = jaxpr  # its casts stay where they are
             self._written[key] = new, self.bytes - before[0], self.casts[before[1] :]
             return new
         new, size_bytes, casts = self._written[key]
@@ -105,20 +89,14 @@ class Writer:
         return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
     def note(self, value: Value, axes: frozenset[str]) -> None:
-        """Note a cast of a tangent, if its cotangent is summed."""
+        """Record a cast of a tangent, if its cotangent is summed."""
         if value.live:
             self.bytes += value.cast_bytes
             self.casts.append(self.graph.placed(value, axes))
 
 
 class Body:
-    """One jaxpr that is being written.
-
-    Args:
-      writer: the writer.
-      inner: the jaxpr as it was.
-      where: where it stands.
-    """
+    """A jaxpr that is being rewritten; ``inner`` is the original, ``where`` its place."""
 
     def __init__(self, writer: Writer, inner: Any, where: Where):
         self.writer = writer
@@ -135,7 +113,7 @@ class Body:
         return None if hasattr(atom, "val") else self.graph.values.get((self.where, atom))
 
     def renew(self, var: Any) -> Any:
-        """Return the variable that one has become."""
+        """Return the variable that replaces ``var`` in the rewritten program."""
         value = self.value(var)
         if value is None or self.writer.aval(value) is var.aval:
             return var
@@ -143,11 +121,9 @@ class Body:
         return self.env[var]
 
     def read(self, atom: Any, want: frozenset[str] | None, eqn: Any) -> Any:
-        """Return an atom that varies over ``want``; None leaves what is no tangent as it is.
-
-        A tangent is cast once, to all that it is used as: what takes less of it takes it back from
-        there, so that its cotangents share one psum.
-        """
+        """Return an atom that varies over ``want``; None means no particular type."""
+        # A tangent is cast once, to all the axes that any use needs. A use that needs fewer axes
+        # un-casts the result, so that all cotangents share one psum.
         value = self.value(atom)
         now = atom if hasattr(atom, "val") else self.env.get(atom, atom)
         if want is None or not self.door.can_cast(atom.aval):
@@ -191,27 +167,24 @@ class Body:
         jaxpr = jax.make_jaxpr(
             lambda x: function(self.door.cast(x, self.door.axis_type(atom.aval)))
         )(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)).jaxpr
-        # The first cast only gave the argument the type that the atom has.
-        known: dict[Any, Any] = {jaxpr.invars[0]: atom}
+        # The first cast only gives the argument the atom's type: it is left out.
+        atoms: dict[Any, Any] = {jaxpr.invars[0]: atom}
         info = self.door.current_source() if eqn is None else eqn.source_info
         kind = self.door.axis_type(atom.aval)
-        for one in jaxpr.eqns:
-            same = self.door.axis_type(one.outvars[0].aval) == kind
-            if same and known[one.invars[0]] is atom:
-                known[one.outvars[0]] = atom
+        for inner_eqn in jaxpr.eqns:
+            (out,), operand = inner_eqn.outvars, atoms[inner_eqn.invars[0]]
+            if operand is atom and self.door.axis_type(out.aval) == kind:
+                atoms[out] = atom
                 continue
-            (out,) = one.outvars
             new = variable(out, out.aval)
-            self.eqns.append(
-                one.replace(invars=[known[one.invars[0]]], outvars=[new], source_info=info)
-            )
-            known[out] = new
-        return known[jaxpr.outvars[0]]
+            self.eqns.append(inner_eqn.replace(invars=[operand], outvars=[new], source_info=info))
+            atoms[out] = new
+        return atoms[jaxpr.outvars[0]]
 
     # Equations.
 
     def write(self, eqn: Any, index: int) -> None:
-        """Write the equations that take an equation's place."""
+        """Write the equations that replace ``eqn``."""
         tangents = [self.value(atom) for atom in (*eqn.invars, *eqn.outvars)]
         if all(value is None for value in tangents):
             self.eqns.append(eqn)
@@ -243,8 +216,8 @@ class Body:
         outvars = [self.renew(var) for var in eqn.outvars]
         # From JAX 0.10 a write to a ref names the ref's variable.
         effects = {
-            one.replace(read(self.env, one.input)) if hasattr(one, "input") else one
-            for one in eqn.effects
+            effect.replace(read(self.env, effect.input)) if hasattr(effect, "input") else effect
+            for effect in eqn.effects
         }
         params = {**eqn.params, **changes}
         self.eqns.append(
@@ -252,7 +225,7 @@ class Body:
         )
 
     def _inner(self, jaxpr: Any, inside: Where, ends: list[Any]) -> tuple[Any, list[Any]]:
-        """Return a jaxpr that an equation calls, and what its inputs have to vary over."""
+        """Return the rewritten jaxpr of a call, and the axes over which its inputs must vary."""
         made = [
             None if value is None else self.labels.made[value]
             for value in (self.graph.values.get((inside, var)) for var in opened(jaxpr).invars)
@@ -300,7 +273,8 @@ class Body:
             ]
         elif name_of(eqn) == "custom_lin":
             gained = over - step.fixed
-            # A bwd may differentiate by its residuals: they vary as the cotangents do.
+            # A bwd may differentiate with respect to its residuals, so they must vary as the
+            # cotangents do.
             wants = [self.door.axis_type(atom.aval).varying | gained for atom in eqn.invars]
             self.writer.bytes += sum(count for count, _ in step.left(gained))
             if gained:
@@ -317,7 +291,7 @@ class Body:
         self._done(eqn, operands, **changes)
 
     def _retyped(self, eqn: Any, operands: list[Any]) -> dict[str, Any]:
-        """Return the parameters of a call of jaxprs that become others with these operands."""
+        """Return the parameters of a call that change with the types of these operands."""
         retyping = self.writer.hooks.state.of(Retyping)
         avals = [atom.aval for atom in eqn.invars]
         call = HigherOrderOp.of(retyping, eqn.primitive, eqn.params, avals)

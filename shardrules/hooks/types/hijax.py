@@ -1,8 +1,8 @@
 """Hijax primitives, whose authors type their results by hand.
 
-A result type (``out_aval``, to JAX 0.11 an ``abstract_eval`` too) has no mesh axes if its author
-thought of none. JAX (0.8 to 0.12) then takes the result for invariant: its check accepts ``P()``
-for values that differ, and the gradient is silently wrong. The expansion says what varies.
+If the author forgets the mesh axes in a result type (``out_aval``; in JAX 0.11 and older also
+``abstract_eval``), JAX 0.8 to 0.12 types the result as invariant. The check then accepts ``P()``
+for values that differ, and the gradient is silently wrong. The expansion shows what varies.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardrules.registry.axistypes import show_axes
 
 
 def hijax_object(door: Door, primitive: Any, params: dict[str, Any]) -> Any:
-    """Return the object whose class an author wrote, or None for another primitive."""
-    if isinstance(primitive, door.HiPrimitive or ()):  # to JAX 0.11
+    """Return the hijax primitive's object, or None for another primitive."""
+    if isinstance(primitive, door.HiPrimitive or ()):  # JAX 0.11 and older
         return primitive
     if primitive is door.hi_primitive_p:
         return params.get("_prim", params.get("prim"))  # JAX 0.8 and 0.9: prim
@@ -53,13 +53,15 @@ class HijaxHooks(Hooks):
         return result
 
     def _check(self, called: Any, expand: Callable[..., Any], args, outputs) -> None:
-        """Raise AxisError if a result is typed less varying than what the call expands to."""
+        """Raise AxisError if a result's type has fewer axes than in the call's expansion."""
         door = self.door
-        if not self.acts or type(called).__module__.startswith("jax."):  # JAX's own are traced
+        if not self.acts or type(called).__module__.startswith(
+            "jax."
+        ):  # JAX types its own by tracing
             return
         takes, gives = [*map(door.typeof, args)], [*map(door.typeof, outputs)]
         if any(isinstance(a, door.AbstractRef) or getattr(a, "has_qdd", False) for a in takes):
-            return  # what is stored to can't be tried
+            return  # an expansion on trial would write to refs
         everywhere = frozenset(door.manual_axes())
         if not any(door.can_cast(a) and everywhere - door.axis_type(a).varying for a in gives):
             return

@@ -1,4 +1,4 @@
-"""Primitives that move nothing: one takes a cast back, one marks where casts are to be placed."""
+"""Identity primitives: an un-cast, a retyping as varying, and the mark of ``place_casts``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ MARK = "place_casts"
 
 
 def uncast(x: Any, axes: tuple[str, ...]) -> Any:
-    """Type ``x`` as invariant over ``axes``, along which it is known to be equal."""
+    """Type ``x`` as invariant over ``axes``, along which its values are equal."""
     return _identity("already_summed", _dropped, _share).bind(x, axes=axes)
 
 
 def retype_varying(x: Any, axes: tuple[str, ...]) -> Any:
-    """Type ``x`` as varying over ``axes``, along which it differs."""
-    # No cast, whose transpose would sum what each device has of its own; so it has none.
+    """Type ``x`` as varying over ``axes``, along which its values differ."""
+    # A cast's transpose would sum the devices' different values. So this is not a cast, and its
+    # transpose raises.
     return _identity("unchecked_shard_map", _added, _refuse).bind(x, axes=axes)
 
 
@@ -39,9 +40,9 @@ def _added(aval: Any, *, axes: tuple[str, ...]) -> Any:
 
 
 def _share(ct: Any, x: Any, *, axes: tuple[str, ...]) -> list[Any]:
-    # N devices hold values that are equal by claim; the result is their mean. So each of them gets
-    # the Nth part of the cotangent, and what reduces over the axes before (the all_gather's
-    # transpose, say) adds these up to the whole.
+    # N devices claim to hold equal values, so the result is their mean, and each device gets 1/N of
+    # the cotangent. The transpose of the collective that made the values equal (an all_gather, say)
+    # adds these shares up to the total.
     import jax
 
     door = internals.load()

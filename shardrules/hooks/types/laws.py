@@ -1,13 +1,13 @@
 """The table of laws: what each primitive's results vary over, and who says so.
 
-Every version of JAX (0.6 to 0.12) has primitives whose abstract evals forget mesh axes: the result
-has the type of one operand, or none, where it depends on all. The indices of ``jnp.argsort`` are
-typed invariant, and the gradient of what they pick is silently wrong; ``ragged_all_to_all`` has
-the type of the zeros that it writes into, ``pmax`` within groups that of one group for all. A list
-of those that forget is a list of what somebody noticed. So the default row is the law: *results
-vary at least as the join of the operands*. It holds for every primitive, also for one of a JAX to
-come, unless a row says otherwise; a new one errs to varying. Which other devices a collective reads
-is left to JAX.
+Every version of JAX (0.6 to 0.12) has primitives whose abstract evals lose mesh axes: the result
+depends on all operands, but gets the type of a single operand, or no axes at all. ``jnp.argsort``
+types its indices as invariant, and the gradient of the values they pick is silently wrong.
+``ragged_all_to_all`` returns the type of the zeros that it writes into; ``pmax`` within groups
+types the result as if all devices were one group. A list of such primitives would be incomplete. So
+the default row is a law: *results vary at least as the join of the operands*. It holds for every
+primitive, also for primitives of future JAX versions, unless a row says otherwise; an unknown
+primitive may be typed too varying, never too invariant. Effects of collectives are left to JAX.
 """
 
 from __future__ import annotations
@@ -19,26 +19,23 @@ import dataclasses
 class Row:
     """A row of the table."""
 
-    # which of the hooks judges the primitive: ``join`` (the law above), ``called`` (the types are
-    # those of the jaxprs that it calls), ``ref``, ``pallas_call``, ``mesh_kernel``, ``opaque`` (a
-    # rule or a proof), ``hijax``
+    # The law that types the primitive: ``join`` (above), ``called`` (types from the jaxprs that it
+    # calls), ``ref``, ``pallas_call``, ``mesh_kernel``, ``opaque`` (a rule or a proof), ``hijax``.
     law: str = "join"
-    # it may drop the axes that it names: what it returns is equal along them, or is typed reduced
-    # or unreduced. Within groups (``axis_index_groups``) it is neither.
+    # The result may drop the axes that the primitive names: it is equal along them, or is typed
+    # reduced or unreduced. Within groups (``axis_index_groups``) neither holds.
     drops: bool = False
-    adds: bool = False  # it adds the axes that it names: what comes from where is up to each device
-    draws: bool = False  # it draws on every device for itself, whatever it takes: all mesh axes
-    each: bool = False  # each result comes from the operand at its position alone
-    # the result is the last operand; the others are there for the order of things
-    last: bool = False
-    # its operands are not cast: it calls jaxprs that were traced with them as they are
-    keeps: bool = False
+    adds: bool = False  # the result gains the axes named: each device decides what it gets
+    draws: bool = False  # each device draws its own values: the result varies over all mesh axes
+    each: bool = False  # each result depends only on the operand at its position
+    last: bool = False  # the result is the last operand; the others only order execution
+    keeps: bool = False  # operands are not cast: the jaxprs it calls were traced with their types
 
 
 DEFAULT = Row()
-USERS = Row("opaque")  # a primitive that isn't JAX's own
-OURS = Row("called")  # of this package: identities that say their own types
-HIJAX = Row("hijax")  # a hijax primitive of the older kind, a class of its own (JAX 0.8 to 0.11)
+USERS = Row("opaque")  # a primitive that is not JAX's own
+OURS = Row("called")  # this package's identities, which type their results themselves
+HIJAX = Row("hijax")  # a hijax primitive with a class of its own (JAX 0.8 to 0.11)
 
 
 def _rows(names: str, row: Row) -> dict[str, Row]:
@@ -59,9 +56,9 @@ ROWS: dict[str, Row] = {
     **_rows("optimization_barrier device_put", Row(each=True)),
     "tie": Row(last=True),
     "custom_linear_solve": Row(keeps=True),
-    # They call jaxprs with their operands: result by result, the types come from these.
-    # (eval_jaxpr: closed_call of JAX 0.12, which a scan's body is where the scan is lowered.
-    # custom_lin: from the outputs of the custom_vjp whose tangents they are.)
+    # These call jaxprs with their operands; each result has the type of the jaxpr's output.
+    # (eval_jaxpr is JAX 0.12's closed_call, to which a scan's body is lowered. The results of
+    # custom_lin are tangents, and have the types of the custom_vjp's outputs.)
     **_rows(
         "jit pjit closed_call core_call eval_jaxpr remat2 checkpoint remat_opt custom_jvp_call "
         "custom_vjp_call custom_vjp_call_jaxpr custom_partitioning custom_dce_call "
@@ -69,8 +66,8 @@ ROWS: dict[str, Row] = {
         "xla_metadata_call scan shard_map run_scoped custom_lin",
         Row("called"),
     ),
-    # A branch is taken, or a loop runs on, where a predicate says so: what it writes to a ref
-    # varies as the predicate does. What is read from a ref varies as what was written to it.
+    # Writes to a ref in a branch or loop vary as the predicate does; reads from a ref vary as the
+    # writes to it do.
     **_rows("cond while get swap addupdate run_state", Row("ref")),
     "pallas_call": Row("pallas_call"),
     **_rows("mpmd_map core_map custom_vmap_call", Row("mesh_kernel")),

@@ -1,10 +1,10 @@
-"""Refs under shard_map's check: what is read from one varies as all that was written to it.
+"""Refs under shard_map's check: a read varies over every axis that any written value varies over.
 
-A ref's type is that of its first value and never changes, and JAX 0.10.2 compares it with nothing:
-a ref from zeros stays invariant whatever is stored in it. A ref of ``run_state`` can be made again
-from a value that was cast, so there the types grow to their fixpoint and user code stays as it is.
-A ref of ``jax.new_ref`` is made before anyone knows what will be stored, so there a store of what
-varies more is refused.
+A ref keeps the type of its first value, and JAX 0.10.2 does not compare it with stored values: a
+ref made from zeros stays invariant whatever is stored in it. ``run_state`` can make its refs again
+from values that were cast, so there the hooks grow the types to their fixpoint, and user code stays
+unchanged. ``jax.new_ref`` makes a ref before its stored values are known, so there the hooks refuse
+to store a value that varies more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
 from shardrules.registry.axistypes import AxisType, show_axes
 
-# What devices may decide differently, for messages.
+# What can differ between devices and decides what runs, for messages.
 DECIDES = {"cond": "the predicate of a cond or switch", "while": "the condition of a while_loop"}
 
 
@@ -37,7 +37,7 @@ def written(door: Door, effects: Iterable[Any]) -> set[Any]:
 
 def written_variables(door: Door, jaxpr: Any) -> set[Any]:
     """Return the variables of a jaxpr that it writes or adds to."""
-    own = (*jaxpr.constvars, *jaxpr.invars)  # JAX to 0.9 gives an effect's input as a position
+    own = (*jaxpr.constvars, *jaxpr.invars)  # JAX 0.9 and older: an effect's input is an index
     return {own[i] if isinstance(i, int) else i for i in written(door, jaxpr.effects)}
 
 
@@ -85,7 +85,7 @@ class RefHooks(Hooks):
         patches.attribute(*self.door.owner("trace_run_state"), self._trace_run_state)
 
     def law(self, primitive: Any, row: Row) -> Law:
-        """Return the law of a primitive that reads or writes refs, or decides about that."""
+        """Return the law of a primitive that reads or writes refs, or decides which code does."""
         door = self.door
         if primitive in (door.swap_p, door.addupdate_p):
             return Law(typed=functools.partial(self._first, self._store), cast=self._cast_stored)
@@ -114,14 +114,14 @@ class RefHooks(Hooks):
         return abstract_eval
 
     def _read(self, answer, avals, params):
-        """Let a value that an index picks vary as the index does."""
+        """Make the value read vary over the axes that its index varies over."""
         out, effects = answer
         have = self.door.axis_type(out)
         index = union(self.door.axis_types(avals[1:]))
         return self.door.with_axis_type(out, have.vary(*(index - have.varying))), effects
 
     def _store(self, avals) -> None:
-        """Raise before JAX does (0.12), with an error that run_state can grow by."""
+        """Raise before JAX 0.12 does, with the RefError that run_state needs to grow its types."""
         ref, value, *indices = avals
         check_written(self.door, "a value", ref, self.door.axis_type(value))
         index, which = AxisType(union(self.door.axis_types(indices))), "that it stores to"
@@ -137,10 +137,10 @@ class RefHooks(Hooks):
         with self.door.set_current_trace(trace):
             return [args[0], self.door.cast(args[1], AxisType(want.varying)), *args[2:]]
 
-    # A branch is taken, or a loop runs on, where a predicate says so.
+    # Writes in a branch or loop body happen only where the predicate says so.
 
     def _control(self, name: str, answer, avals, params):
-        """Refuse that a branch or body writes to refs that vary less than the predicate."""
+        """Raise RefError if a branch or body writes a ref that varies less than the predicate."""
         predicate = avals[0] if name == "cond" else params["cond_jaxpr"].out_avals[0]
         which = "that a branch writes" if name == "cond" else "that its body writes"
         decides = self.door.axis_type(predicate)
@@ -149,13 +149,13 @@ class RefHooks(Hooks):
             check_written(self.door, DECIDES[name], ref, decides, which=which, stored=False)
         return answer
 
-    # run_state: its refs can be made again, from values that were cast.
+    # run_state can make its refs again, from values that were cast.
 
     def _trace_run_state(self, fun, in_tree, in_avals, dbg):
-        """Trace a run_state's body with its refs' types at their fixpoint."""
-        # A store that does not fit ends the trace: were it noted, and traced on, the jaxprs of the
-        # jits inside would lie in JAX's caches under the narrow types, and no one would check them
-        # where a ref that can't grow has these (a test in tests/hooks/types/test_refs.py).
+        """Trace the body of a run_state with its refs' types at their fixpoint."""
+        # A store that does not fit ends the trace. If the trace went on, JAX would cache the jaxprs
+        # of the jits inside under the narrow types, and a ref that has these types and can't grow
+        # would use them unchecked (a test in tests/hooks/types/test_refs.py).
         trace = self.door.trace_run_state
         if not self.acts:
             return trace(fun, in_tree, in_avals, dbg)
@@ -170,10 +170,10 @@ class RefHooks(Hooks):
                 avals = wider
 
     def _widened(self, avals: Sequence[Any], error: RefError) -> list[Any] | None:
-        """Return avals with the ref of the error widened; None if it is another's ref."""
+        """Return the avals with the ref of the error widened; None if the ref is not among them."""
         extra = error.value.varying - error.have.varying
         same = [i for i, aval in enumerate(avals) if aval is error.ref]
-        # A trace inside of this one (of a jit, a scan) may know the ref by an equal aval only.
+        # An inner trace (of a jit, a scan) may hold an equal aval instead of the same object.
         same = same or [i for i, aval in enumerate(avals) if aval == error.ref]
         if not extra or not same:
             return None
@@ -186,7 +186,7 @@ class RefHooks(Hooks):
         return self.door.with_axis_type(ref, self.door.axis_type(ref).vary(*extra))
 
     def _bind_run_state(self, rest, primitive, trace, args, params):
-        """Cast the initial values to the types that the body's refs have grown to."""
+        """Cast the initial values to the grown types of the body's refs."""
         if self.acts and all(params["is_initialized"]):
             jaxpr = params["jaxpr"]
             avals = [variable.aval for variable in jaxpr.invars]
@@ -214,7 +214,7 @@ class RefHooks(Hooks):
         tree = jax.tree_util.tree_structure(list(avals))
         body = functools.partial(_call_jaxpr, jaxpr)
         traced = self._trace_run_state(body, tree, avals, jaxpr.debug_info)
-        return traced[0] if isinstance(traced, tuple) else traced  # alone from JAX 0.12
+        return traced[0] if isinstance(traced, tuple) else traced  # not a tuple from JAX 0.12
 
 
 def _call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> None:

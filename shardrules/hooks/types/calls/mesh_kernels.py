@@ -1,9 +1,9 @@
 """Kernels on a mesh of cores under shard_map's check: pl.kernel, plgpu.kernel, core_map.
 
-They come down to two primitives. ``mpmd_map`` takes arrays and refs and returns arrays;
-``core_map`` takes refs alone and becomes an ``mpmd_map`` when refs are discharged. The seams are
-those of ``pallas_call``: a cast before ``bind``, types from the rule in the abstract eval. A ref
-that the kernel writes counts as an output, after the arrays, in the order of the operands.
+They all bind one of two primitives. ``mpmd_map`` takes arrays and refs and returns arrays.
+``core_map`` takes only refs, and becomes an ``mpmd_map`` when refs are discharged. The hooks are as
+for ``pallas_call``: they cast operands before ``bind`` and type the outputs by the rule in the
+abstract eval. A written ref counts as an output, after the arrays, in the order of the operands.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a part
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How to read the parameters of one of the two primitives."""
+    """How to read the parameters of ``mpmd_map`` or ``core_map``."""
 
-    jaxprs: Callable[[dict], Sequence[Any]]  # one for each group of cores
-    # from a jaxpr and a number of operands to its variables for them
+    jaxprs: Callable[[dict], Sequence[Any]]  # a jaxpr for each group of cores
+    # From a jaxpr and the number of operands to the operands' variables.
     operands: Callable[[Any, int], Sequence[Any]]
-    out_avals: Callable[[dict], Sequence[Any]]  # the avals of the arrays that it returns
-    # from such an array's position to that of the operand that it overwrites
+    out_avals: Callable[[dict], Sequence[Any]]  # the avals of the returned arrays
+    # From the position of a returned array to that of the operand that it overwrites.
     aliases: Callable[[dict], dict[int, int]]
 
 
@@ -59,19 +59,18 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The outputs that a call's rule answers for: what the kernel writes."""
+    """The outputs that a call's rule types: the arrays and refs that the kernel writes."""
 
-    # for each returned array the position of the rule's answer, None where the kernel leaves the
-    # operand as it is (a ref that was discharged and is read only)
+    # For each returned array, the position of the rule's answer; None if the kernel does not change
+    # the operand (a discharged ref that is only read).
     answers: tuple[int | None, ...]
-    # for each returned array the operand that it overwrites, or None
-    overwritten: tuple[int | None, ...]
-    refs: tuple[int, ...]  # the operands that are refs and are written; their answers come last
-    operand_count: int  # how many operands there are
+    overwritten: tuple[int | None, ...]  # for each returned array, the operand that it overwrites
+    refs: tuple[int, ...]  # positions of the refs that are written; their answers come last
+    operand_count: int
 
     @property
     def count(self) -> int:
-        """How many answers the rule gives."""
+        """The number of answers that the rule gives."""
         return sum(answer is not None for answer in self.answers) + len(self.refs)
 
     def types(self, answered: Sequence[AxisType], inputs: Sequence[AxisType]) -> list[AxisType]:
@@ -83,7 +82,7 @@ class Layout:
                 types.append(answered[answer])
             elif answer is None:
                 types.append(inputs[operand])
-            else:  # was a ref, and keeps its type: what is written to it is no wider
+            else:  # a discharged ref keeps its type: no write to it varies more
                 types.append(inputs[operand].vary(*answered[answer].varying))
         return types
 
@@ -92,16 +91,16 @@ class Layout:
 class MeshKernel(OpaqueCall):
     """An opaque call that is a mesh kernel."""
 
-    layout: Layout | None = None  # as it was last bound
+    layout: Layout | None = None  # of the last bind
 
     def answer_count(self, output_count: int) -> int:
-        """Return how many results the rule answers for: those that the kernel writes."""
+        """Return the number of results that the rule types: those that the kernel writes."""
         if self.layout is None or len(self.layout.answers) != output_count:
             return output_count
         return self.layout.count
 
     def placed(self, effects: tuple[Effect, ...], output_count: int) -> tuple[Effect, ...]:
-        """Return the effect on each output; one that the kernel doesn't write has none."""
+        """Return each output's effect; it is local if the kernel doesn't write the output."""
         if self.layout is None or len(self.layout.answers) != output_count:
             return effects
         return tuple(
@@ -110,7 +109,7 @@ class MeshKernel(OpaqueCall):
 
 
 def layout_of(door: Door, kind: Kind, params: dict[str, Any], avals: Sequence[Any]) -> Layout:
-    """Return the outputs that a call's rule answers for."""
+    """Return the outputs that a call's rule types."""
     stored = {
         at
         for jaxpr in kind.jaxprs(params)
@@ -137,13 +136,13 @@ class MeshKernelHooks(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        # From a jaxpr to the function, or the jaxpr, that it was made of.
+        # From a jaxpr to the function or the jaxpr that it was traced or lowered from.
         self._sources: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # Keyed by the first jaxpr of a call.
         self._kernels: weakref.WeakKeyDictionary[Any, MeshKernel] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
-        """Replace what traces kernels, and what switches the check off around plgpu.kernel."""
+        """Replace JAX's tracing of kernels, and what turns the check off for plgpu.kernel."""
         door = self.door
         for key in ("mpmd_tracing", "core_map_tracing"):
             if getattr(door, key) is not None:
@@ -184,31 +183,31 @@ class MeshKernelHooks(Hooks):
             tagged=tagged if primitive is self.door.mpmd_map_p else None,
         )
 
-    # Where function object and jaxpr meet.
+    # From the kernel's function to its jaxpr.
 
     def _trace(self, trace, fun, *args, **kwargs):
-        """Trace as JAX does, and record the function that the jaxpr was made of."""
+        """Trace as JAX does, and record the function that was traced."""
         traced_for = getattr(getattr(fun, "debug_info", None), "traced_for", "")
         if traced_for == "pallas_call index_map":
             return trace(fun, *args, **kwargs)
         is_kernel = traced_for == "pallas_core_map"
         with self.door.unchecked() if is_kernel and self.acts else contextlib.nullcontext():
-            traced = trace(fun, *args, **kwargs)  # unchecked, as JAX does itself from 0.10 on
-        # JAX to 0.10 traces a WrappedFun, 0.11 the function itself.
+            traced = trace(fun, *args, **kwargs)  # JAX 0.10 and newer does so itself
+        # JAX 0.10 and older trace a WrappedFun, 0.11 and newer the function itself.
         self._sources[opened(traced[0])] = self._source(getattr(fun, "f", fun))
         return traced
 
     def _lower(self, lower, closed, *args, **kwargs):
-        """Lower a kernel's types as JAX does, and record the jaxpr that the new one was made of."""
+        """Lower a kernel's types as JAX does, and record the jaxpr that was lowered."""
         lowered = lower(closed, *args, **kwargs)
         self._sources[opened(lowered)] = opened(closed)
         return lowered
 
     def _source(self, function: Any) -> Any:
-        while _module(function).startswith(PALLAS):  # it holds the user's kernel in a closure
+        while _module(function).startswith(PALLAS):  # the user's kernel is in its closure
             held = dict(_held(_innermost(function)))
             for value in held.values():
-                jaxpr = opened(value)  # JAX 0.11 keeps it closed
+                jaxpr = opened(value)  # a ClosedJaxpr in JAX 0.11
                 if jaxpr is not None and jaxpr in self._sources:
                     return jaxpr
             if not callable(held.get("body")):
@@ -217,7 +216,7 @@ class MeshKernelHooks(Hooks):
         return function
 
     def _origin(self, jaxpr: Any) -> tuple[MeshKernel | None, Any]:
-        """Return the kernel, or the function, that a jaxpr was made of."""
+        """Return the kernel that a jaxpr comes from, if there is one yet, or else the function."""
         source = self._sources.get(jaxpr)
         while hasattr(source, "eqns"):
             if source in self._kernels:
@@ -226,7 +225,7 @@ class MeshKernelHooks(Hooks):
         return None, source
 
     def _mpmd_map(self, meshes_and_fns, /, out_types=(), **kwargs):
-        """Make the kernel; turn the check on again where plgpu.kernel turned it off."""
+        """Make the kernel, with the check on again if plgpu.kernel turned it off."""
         door, here = self.door, self.state.here
         again = (
             here.checked
@@ -294,8 +293,8 @@ class MeshKernelHooks(Hooks):
         return kernel
 
     def _proven(self, primitive: Any, params: dict[str, Any], kernel: MeshKernel) -> MeshKernel:
-        """Look for a proof where there is no declaration."""
-        # Not as soon as a kernel is bound: Mosaic GPU binds a core_map inside of kernels, too.
+        """Look for a proof if the kernel is not declared."""
+        # Only after a layout was made: Mosaic GPU also binds core_maps inside kernels.
         if kernel.layout is not None:
             kernel.operand_count = kernel.layout.operand_count
             prove(kernel, self.state, primitive.name, params, kernel.operand_count)
@@ -337,7 +336,7 @@ class MeshKernelHooks(Hooks):
                     wants[at] = self.door.axis_type(avals[at])
             args = self.door.cast_all(trace, args, avals, wants)
             if layout.answers:
-                # Into the call too, so that a jaxpr that outlives the hooks keeps its types.
+                # The parameters get the types too: a jaxpr that outlives the hooks keeps them.
                 out_avals = typed(self.door, kernel, params["out_avals"], tuple(types))
                 params = {**params, "out_avals": out_avals}
         results = rest(primitive, trace, args, params)
@@ -350,7 +349,7 @@ class MeshKernelHooks(Hooks):
         def abstract_eval(*avals, **params):
             if not self._acts(kind, params):
                 return evaluate(*avals, **params)
-            # JAX 0.11 and 0.12 refuse every ref that varies; what is written is checked here.
+            # JAX 0.11 and 0.12 refuse every ref that varies, so the hooks check the writes here.
             if not self.door.checking():  # in a kernel, where Mosaic GPU maps over warps (JAX 0.12)
                 return evaluate(
                     *(

@@ -1,6 +1,6 @@
 """The command line: ``shardrules COMMAND``, or ``python -m shardrules COMMAND``.
 
-It runs where no JAX is installed. Exit 2: what is to be read can't be, or the command can't.
+It needs no JAX. Exit code 2: an input can't be read, or the command can't run here.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from shardrules.errors import ShardrulesError
 COMMANDS = ("verify", "report", "diff", "run", "migrate", "profile", "doctor")
 UNUSABLE = 2
 INTERRUPTED = 128 + signal.SIGINT
-_NEEDED = {"absl": "absl-py", "numpy": "numpy"}  # from modules to what pip calls them
+_NEEDED = {"absl": "absl-py", "numpy": "numpy"}  # from modules to the packages that pip installs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
-      argv: arguments without the program's name; those of the process if None.
+      argv: arguments without the program's name; ``sys.argv[1:]`` if None.
     """
     try:
         given = sys.argv[1:] if argv is None else list(argv)
         arguments = _parser(given[0] if given else "").parse_args(given)
         return arguments.run(arguments)
-    except BrokenPipeError:  # the reader of stdout has seen enough
+    except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNUSABLE
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _NEEDED:
             raise
-        missing = [package for module, package in _NEEDED.items() if not _is_there(module)]
+        missing = [package for module, package in _NEEDED.items() if not _importable(module)]
         print(
             f"shardrules: not installed, and needed: {', '.join(missing)}; "
             f"pip install {' '.join(missing)}",
@@ -47,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ShardrulesError, OSError) as error:
         print(f"shardrules: {error}", file=sys.stderr)
         return UNUSABLE
-    except KeyboardInterrupt:  # not a script's own, which run and migrate report as Python does
+    except KeyboardInterrupt:  # run and migrate report a script's own interrupt as Python does
         print("shardrules: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
-def _is_there(module: str) -> bool:
+def _importable(module: str) -> bool:
     try:
         importlib.import_module(module)
     except ImportError:
@@ -61,13 +61,13 @@ def _is_there(module: str) -> bool:
 
 
 def _parser(given: str) -> Any:
-    """Make the parser of a command, or of all; each has its own flags, and knows no others."""
+    """Make the parser of one command, or of all where the name is unknown."""
     import argparse
 
     from absl.flags import argparse_flags
 
     class Parser(argparse_flags.ArgumentParser):
-        """One whose errors are said as all of ours are."""
+        """A parser whose errors are ShardrulesErrors."""
 
         def error(self, message: str) -> NoReturn:
             raise ShardrulesError(f"{message}\n({self.prog} --help says what it takes)")
@@ -76,7 +76,7 @@ def _parser(given: str) -> Any:
     options: dict[str, Any] = {
         "inherited_absl_flags": None,
         "allow_abbrev": False,
-        "add_help": False,  # absl's comes with a flag for the help of all flags of the process
+        "add_help": False,  # absl's help adds a flag that lists all flags of the process
         "formatter_class": argparse.RawDescriptionHelpFormatter,
     }
     parser = Parser(
@@ -87,15 +87,15 @@ def _parser(given: str) -> Any:
         "--version", action="version", version=f"shardrules {shardrules.__version__}"
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    # A command that runs a script imports nothing that the others need: the script may set first
-    # what NumPy reads from its environment.
+    # Import the given command alone: a script that it runs may set environment variables that
+    # NumPy reads when it is imported.
     for name in [given] if given in COMMANDS else COMMANDS:
         module = importlib.import_module(f"shardrules.commands.{name}")
         text = module.__doc__ or ""
-        one = commands.add_parser(name, help=text.splitlines()[0], description=text, **options)
-        _add_help(one)
-        module.add_arguments(one)
-        one.set_defaults(run=module.run)
+        command = commands.add_parser(name, help=text.splitlines()[0], description=text, **options)
+        _add_help(command)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
     return parser
 
 

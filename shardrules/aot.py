@@ -1,11 +1,11 @@
-"""Devices of accelerators that are not here, to compile for.
+"""Devices of absent accelerators, to compile for.
 
-A topology description needs the platform's compiler and no hardware: libtpu holds the one for
-TPUs, JAX's CUDA plugin the one for GPUs (none of NVIDIA's own libraries is needed to compile).
-Both run in one process. What comes out is the real compiler's HLO, kernels and all.
+A topology description needs the platform's compiler and no hardware: libtpu holds the compiler for
+TPUs, JAX's CUDA plugin that for GPUs (compiling needs none of NVIDIA's own libraries). Both run in
+one process. The HLO is the real compiler's, kernels included.
 
-Nothing runs on these devices. Under ``jax.set_mesh`` of such a mesh JAX sends every operation
-outside of ``jax.jit`` there, ``jnp.ones(8)`` too, and ends in "'Executable' object has no attribute
+Nothing runs on these devices. Under ``jax.set_mesh`` of such a mesh, JAX runs every operation
+outside of ``jax.jit`` there, even ``jnp.ones(8)``, and raises "'Executable' object has no attribute
 'local_devices'": make arrays before it, or pass ``jax.ShapeDtypeStruct``.
 """
 
@@ -26,9 +26,9 @@ from shardrules.errors import AotError
 __all__ = ["gpu", "gpu_names", "missing_plugin", "tpu"]
 
 _TARGETS = pathlib.Path(__file__).with_name("targets")
-_PIP = "python -m pip install"  # that of this Python: a bare pip may be another's, as uv makes none
+_PIP = "python -m pip install"  # a bare pip may be another Python's: uv's environments have none
 _CUDA_MAJORS = (12, 13)
-_SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # read by the plugin (JAX 0.4.28 to 0.12)
+_SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # the plugin reads it (JAX 0.4.28 to 0.12)
 _DEVICES_PER_HOST = 8  # an HGX or DGX board of the GPUs described here
 
 
@@ -51,8 +51,8 @@ def tpu(topology_name: str) -> tuple[Any, ...]:
             topology=topology_name,
         )
     _require("tpu")
-    # Without the first, libtpu asks a metadata server that only Cloud TPU machines have; without
-    # the second, it refuses to load beside another process that has it.
+    # Without the first, libtpu queries a metadata server that only Cloud TPU machines have. Without
+    # the second, it refuses to load while another process has it loaded.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     return _describe("tpu", topology_name.strip())
@@ -63,13 +63,13 @@ def gpu(name: str, device_count: int) -> tuple[Any, ...]:
     """Return the devices of absent GPUs, for a ``jax.sharding.Mesh``.
 
     Args:
-      name: a GPU that shardrules ships a description of (see ``gpu_names``), or the path of a
-        file with XLA's description of another one.
-      device_count: how many; more than 8 are spread over hosts of 8.
+      name: a GPU whose description shardrules ships (see ``gpu_names``), or the path of a file
+        with XLA's description of another GPU.
+      device_count: how many GPUs; more than 8 are spread over hosts of 8.
 
     Raises:
-      AotError: if JAX's CUDA plugin is not installed (the message holds the pip command), or the
-        GPU or the count is not known.
+      AotError: if JAX's CUDA plugin is not installed (the message holds the pip command), the
+        GPU is unknown, or the count can't be laid out.
     """
     path = _TARGETS / f"{name}.txtpb"
     if not path.is_file():
@@ -98,7 +98,7 @@ def gpu(name: str, device_count: int) -> tuple[Any, ...]:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Return the GPUs that shardrules ships a description of.
+    """Return the names of the GPUs whose descriptions shardrules ships.
 
     Examples:
       >>> shardrules.aot.gpu_names()
@@ -131,11 +131,6 @@ def missing_plugin(platform: str) -> str | None:
 
 
 def _jax_version() -> str:
-    """Return the version of the JAX that is installed, whose compilers these are.
-
-    Raises:
-      AotError: there is none.
-    """
     try:
         return importlib.metadata.version("jax")
     except importlib.metadata.PackageNotFoundError:
@@ -176,12 +171,12 @@ def _describe(platform: str, topology_name: str, **options) -> tuple[Any, ...]:
     try:
         try:
             description = describe()
-        except NotImplementedError:  # JAX refused to load the plugin, since there is no driver
+        except NotImplementedError:  # JAX loads no plugin without a driver
             if platform != "cuda":
                 raise
             _load_cuda_plugin()
             description = describe()
-    except Exception as error:  # the plugins raise whatever their C API reports
+    except Exception as error:  # the plugins' C API may raise anything
         shown = topology_name or options.get("topology")
         raise AotError(
             f"the {platform} compiler has no topology {shown!r}: {str(error).splitlines()[0]}",
@@ -192,13 +187,10 @@ def _describe(platform: str, topology_name: str, **options) -> tuple[Any, ...]:
 
 
 def _load_cuda_plugin() -> None:
-    """Load JAX's CUDA plugin where there is no driver; its compiler needs none.
-
-    By itself it first checks NVIDIA's libraries, unless ``JAX_PLATFORMS`` names other platforms.
-    """
+    """Load JAX's CUDA plugin without a driver, and without its check for NVIDIA's libraries."""
     import jax
 
-    jax.devices()  # the default platform is chosen before the plugin is there, which can't run
+    jax.devices()  # choose the default platform first: the plugin's devices can't run
     before = os.environ.get(_SKIP_CHECK)
     os.environ[_SKIP_CHECK] = "1"
     try:
@@ -212,7 +204,7 @@ def _load_cuda_plugin() -> None:
 
 
 def _main() -> None:
-    """Print the pip command of each compiler that is missing, one a line."""
+    """Print the pip command of each missing compiler, one per line."""
     try:
         commands = [missing_plugin(platform) for platform in ("tpu", "gpu")]
     except AotError as error:

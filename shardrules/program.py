@@ -1,4 +1,4 @@
-"""Takes a program in whichever form there is, and gives its HLO, judged."""
+"""Read the HLO of a program given in any form, and judge its collectives."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _STABLEHLO = re.compile(r"\s*(?:#\w+ = [^\n]*\n\s*)*module\b[^\n]*(?:@|attribute
 
 
 class Program(NamedTuple):
-    """What was found in whatever was given.
+    """The compiled HLO of a program.
 
     Attributes:
       text: compiled HLO.
-      name: for messages.
+      name: its name in messages.
       compiled: the jax.stages.Compiled, None if there is none.
-      is_compiled: it was taken from something compiled; of text alone that has to be told.
+      is_compiled: whether the text comes from a compiled object; text alone does not say.
     """
 
     text: str
@@ -59,7 +59,7 @@ def judge(
       program: a function (jitted or not) of ``*args, **kwargs``, a jax.stages.Lowered or
         Compiled (a deserialized one too), a jax.export.Exported with its arguments, HLO text, or
         the path of a file with HLO text.
-      *args: what the function is called with; arrays or ShapeDtypeStructs with shardings.
+      *args: the function's arguments: arrays, or ShapeDtypeStructs with shardings.
       **kwargs: its keyword arguments.
       registry: rules for custom calls that carry no tag; the default registry if None.
       mesh: axis names and sizes in the order of the devices; taken from the shardings if None.
@@ -80,32 +80,22 @@ def judged(
     program: Program,
     registry: Registry | None = None,
     mesh: Mapping[str, int] | None = None,
-    told_outputs: Sequence[str] | None = None,
+    given_outputs: Sequence[str] | None = None,
 ) -> hlo.Judgement:
-    """Judge what ``read`` found.
-
-    Args:
-      program: what it found.
-      registry: rules for custom calls that carry no tag.
-      mesh: axis names and sizes in the order of the devices.
-      told_outputs: the HLO sharding of each output, or one for all, where the program says none.
-
-    Raises:
-      HloError: the mesh or the shardings don't fit the program, or it is not partitioned yet.
-    """
+    """Judge a program; ``given_outputs``, one sharding or one per output, fills in missing ones."""
     shardings = own_mesh = outputs = None
     module = hlo.parse(program.text, name=program.name)
     if program.compiled is not None:
-        from shardrules.door import compiled as known
+        from shardrules.door import compiled
 
-        own_mesh = known.mesh_of(program.compiled)
-        shardings = known.parameter_shardings(program.compiled)
-        outputs = known.output_shardings(program.compiled, output_shapes(module))
-    if told_outputs is not None and outputs is None:
+        own_mesh = compiled.mesh_of(program.compiled)
+        shardings = compiled.parameter_shardings(program.compiled)
+        outputs = compiled.output_shardings(program.compiled, output_shapes(module))
+    if given_outputs is not None and outputs is None:
         shapes = output_shapes(module)
-        alike = [*told_outputs] * (len(shapes) if len(told_outputs) == 1 else 1)
+        per_output = [*given_outputs] * (len(shapes) if len(given_outputs) == 1 else 1)
         lone = len(shapes) == 1
-        outputs = [("" if lone else f"[{n}]", sharding) for n, sharding in enumerate(alike)]
+        outputs = [("" if lone else f"[{n}]", sharding) for n, sharding in enumerate(per_output)]
     return hlo.judge(
         module,
         registry=registry,
@@ -125,20 +115,12 @@ def output_shapes(module: hlo.Module) -> list[str]:
 def judge_logical(
     program: Any, args: tuple, kwargs: dict, mesh: Mapping[str, int] | None = None
 ) -> hlo.Judgement:
-    """Read a program as it is before any of XLA's passes; its verdicts mean nothing.
-
-    Args:
-      program: a function of ``*args, **kwargs``, a jax.stages.Lowered, or such HLO as text.
-      args: what the function is called with.
-      kwargs: its keyword arguments.
-      mesh: axis names and sizes in the order of the devices.
-
-    Raises:
-      ShardrulesError: the program is compiled already.
-    """
+    """Read a function, a Lowered, or HLO text before XLA's passes; its verdicts mean nothing."""
     if isinstance(program, (str, os.PathLike)):
-        found = read(program, args, kwargs)
-        return hlo.judge(hlo.parse(found.text, name=found.name), mesh=mesh, unpartitioned=True)
+        text_program = read(program, args, kwargs)
+        return hlo.judge(
+            hlo.parse(text_program.text, name=text_program.name), mesh=mesh, unpartitioned=True
+        )
     if hasattr(program, "as_text") and hasattr(program, "compile"):
         lowered = _alone(program, args, kwargs)
     elif _is_exported(program) or (callable(program) and not hasattr(program, "as_text")):
@@ -150,31 +132,27 @@ def judge_logical(
             "jax.stages.Lowered",
             program=program,
         )
-    from shardrules.door import compiled as known
+    from shardrules.door import compiled
 
-    text = known.unoptimized_text(lowered)
-    own_mesh = _shardy_mesh(text) or known.mesh_of_lowered(lowered, (args, kwargs))
+    text = compiled.unoptimized_text(lowered)
+    own_mesh = _shardy_mesh(text) or compiled.mesh_of_lowered(lowered, (args, kwargs))
     return hlo.judge(
         hlo.parse(text, name="<lowered>"), mesh=mesh, own_mesh=own_mesh, unpartitioned=True
     )
 
 
 def _shardy_mesh(text: str) -> dict[str, int] | None:
-    """Read the one mesh in row-major order that the header of HLO from Shardy names."""
+    """Read the mesh in HLO's Shardy header, None unless it is the only one and row-major."""
     header = text.split("\n", 1)[0]
-    found = {m for m in re.findall(r"#sdy\.mesh<\[(.*?)\](.*?)>", header) if m[0]}
-    if len(found) != 1:
+    meshes = {m for m in re.findall(r"#sdy\.mesh<\[(.*?)\](.*?)>", header) if m[0]}
+    if len(meshes) != 1:
         return None
-    ((axes, rest),) = found
+    ((axes, rest),) = meshes
     return None if rest else {n: int(s) for n, s in re.findall(r'"([^"]+)"=(\d{1,9})', axes)}
 
 
 def read_text(text: str, name: str) -> str:
-    """Return HLO text as it is, and refuse StableHLO with what to pass instead.
-
-    Raises:
-      HloSyntaxError: it is StableHLO.
-    """
+    """Return HLO text unchanged; reject StableHLO with an error that says what to pass instead."""
     if _STABLEHLO.match(text[:4096]) and not text.lstrip().startswith("HloModule"):
         raise HloSyntaxError(
             f"{name} is StableHLO or another MLIR module, which no compiler has partitioned yet; "
@@ -187,13 +165,7 @@ def read_text(text: str, name: str) -> str:
 
 
 def read_file(path: pathlib.Path) -> Program:
-    """Read a file with HLO text, gzip's too.
-
-    Raises:
-      HloSyntaxError: it is StableHLO text.
-      HloError: it is cut off, binary, or not UTF-8.
-      ShardrulesError: there is no such file, or it can't be read.
-    """
+    """Read a file with HLO text, plain or compressed by gzip."""
     try:
         data = path.read_bytes()
     except (OSError, ValueError) as error:  # a ValueError for a name with a NUL
@@ -203,7 +175,7 @@ def read_file(path: pathlib.Path) -> Program:
 
 
 def _text(text: str) -> str:
-    """Return text, unless it is one line that reads as nothing: the name of a missing file."""
+    """Return text; reject a single line that is no HLO, which is the name of a missing file."""
     if text.strip() and "\n" not in text and not text.startswith("HloModule"):
         try:
             hlo.parse(text)
@@ -217,12 +189,7 @@ def _text(text: str) -> str:
 
 
 def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Program:
-    """Find compiled HLO in a program.
-
-    Raises:
-      HloSyntaxError: it is StableHLO text.
-      ShardrulesError: it is no program, or holds no HLO; the message says what to pass instead.
-    """
+    """Return a program's compiled HLO; errors say what to pass instead."""
     kwargs = dict(kwargs or {})
     if isinstance(program, str) and ("\n" in program or not os.path.exists(program)):
         return Program(read_text(_text(_alone(program, args, kwargs)), "<text>"), "<text>", None)
@@ -267,7 +234,7 @@ def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
 def _text_of(compiled: Any) -> str:
     try:
         text = compiled.as_text()
-    except Exception as error:  # whatever the backend's C API reports
+    except Exception as error:  # the backend's C API may raise anything
         raise ShardrulesError(
             f"this executable does not give its HLO ({str(error).splitlines()[0]}); pass the "
             "jax.stages.Compiled that f.lower(...).compile() returned, or its text",
@@ -297,12 +264,7 @@ def _alone(program: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def lower(program: Any, args: tuple, kwargs: dict) -> Any:
-    """Lower a function, or an exported one, with its arguments.
-
-    Raises:
-      NotInstalledError: it needs the hooks and they are not installed.
-      ShardrulesError: an exported program without arguments.
-    """
+    """Lower a function or an exported program with its arguments."""
     import jax
 
     if _is_exported(program):
@@ -321,7 +283,7 @@ def lower(program: Any, args: tuple, kwargs: dict) -> Any:
     try:
         return jitted.lower(*args, **kwargs)
     except (ValueError, TypeError, NotImplementedError) as error:
-        # JAX's words for a kernel whose output type nobody gave: from 0.10, 0.6.1 on, and before.
+        # JAX's errors for a kernel without an output type: since 0.10, since 0.6.1, and before.
         if not hooks.installed() and re.search(
             r"manual_axis_type.*must not be|`vma` on .*must not be|No replication rule for",
             str(error),
@@ -342,7 +304,7 @@ def lower(program: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def matching(module: hlo.Module, shardings: Any) -> list[str] | None:
-    """Return shardings for the entry's parameters, if they are those of this module."""
+    """Return the shardings of the entry's parameters, None if the shapes differ."""
     if shardings is None:
         return None
     shapes = [tuple(parameter.shape.dimensions) for parameter in module.entry.parameters]

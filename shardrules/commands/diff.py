@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     profiles = [profile.is_profile(name) for name in given]
     if any(profiles):
         return _of_profiles(given, profiles, arguments)
-    found = reading.judged(given, arguments, each_alone=True)
-    before, after = (report.content(one.judgement, title=one.name) for one in found)
+    programs = reading.judged(given, arguments, each_alone=True)
+    before, after = (report.content(judged.judgement, title=judged.name) for judged in programs)
     names = comparing.common_names(before.account, after.account)
     changes = comparing.compare(
         *(comparing.grouped(c.account, groups=True, names=names) for c in (before, after))
@@ -63,8 +63,8 @@ def _of_profiles(
         )
     mesh = reading.mesh_of(arguments.mesh)
     registry = rules.Rules(arguments)
-    found = compared.compare(
+    comparison = compared.compare(
         *(profile.profile(name, mesh=mesh, registry=registry) for name in given)
     )
-    reading.write(compared.WRITERS[arguments.format](found), arguments)
-    return reading.FOUND if found.changed else reading.CLEAN
+    reading.write(compared.WRITERS[arguments.format](comparison), arguments)
+    return reading.FOUND if comparison.changed else reading.CLEAN

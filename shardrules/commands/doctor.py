@@ -22,8 +22,8 @@ from shardrules.hooks.install import install, state
 
 __all__ = ["add_arguments", "run"]
 
-_OURS = "shardrules' table"  # where a rule stands that this package ships
-_ABSENT = {  # which devices that are not here its compiler is asked for, and how
+_OURS = "shardrules' table"  # the prefix of ``where`` for rules that this package ships
+_ABSENT = {  # absent devices to try each compiler with
     "tpu": ("v5e:2x4", lambda: aot.tpu("v5e:2x4")),
     "gpu": ("8 h100", lambda: aot.gpu("h100", 8)),
 }
@@ -39,10 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         internals.load()
     except UnsupportedJaxError as error:
-        if error.version is None:  # there is no JAX
+        if error.version is None:  # JAX is not installed
             print(error)
             return 1
-    except Exception as error:  # an import of JAX may fail by what it likes
+    except Exception as error:  # importing JAX may raise anything
         print(f"JAX can't be imported here: {type(error).__name__}: {_line(error)}")
         return 1
     print(", ".join(_versions()))
@@ -91,9 +91,9 @@ def _versions() -> Iterator[str]:
 
 
 def _trouble() -> str:
-    """Say why the hooks can't be used, empty if they can; print how the self-test went."""
+    """Return why the hooks can't be used, empty if they can; print the self-test's result."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a JAX that is newer than those tested; see below
+        warnings.simplefilter("ignore")  # about an untested JAX, which is printed below
         try:
             handle = install()
         except UnsupportedJaxError as error:
@@ -116,7 +116,7 @@ def _trouble() -> str:
 def _devices() -> str:
     try:
         devices = places.devices()
-    except Exception as error:  # whatever a backend reports
+    except Exception as error:  # a backend may raise anything
         return f"{type(error).__name__}: {_line(error)}"
     counts = collections.Counter(f"{d.platform} ({d.device_kind})" for d in devices)
     return _counted(counts)

@@ -57,11 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
     target = script.find(arguments)
     for file in (arguments.diff, arguments.output):
         if file not in (None, "-"):
-            pathlib.Path(file).open("a").close()  # said now if it can't be written
+            pathlib.Path(file).open("a").close()  # fail now if it can't be written
     rules.check(arguments)
     before = trial.run(arguments, look=True)
     code = _report(arguments, target.file, before)
-    if -before.code in (signal.SIGINT, signal.SIGTERM):  # ended as the script was
+    if -before.code in (signal.SIGINT, signal.SIGTERM):  # end by the signal that ended the script
         sys.stdout.flush()
         signal.signal(-before.code, signal.SIG_DFL)
         os.kill(os.getpid(), -before.code)
@@ -81,31 +81,33 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
 
     def again(edits: migration.Edits) -> trial.Outcome:
         _say(f"running the script again with {counted(len(edits.sites), 'site')} switched on")
-        text = "".join(edits.after.get(file, ()))  # it registers some rules itself
+        text = "".join(edits.after.get(file, ()))  # the patched script registers some rules itself
         flags_left = {
-            "rule": [one for one in arguments.rule if rules.to_write(f"--rule={one}") not in text],
+            "rule": [
+                value for value in arguments.rule if rules.to_write(f"--rule={value}") not in text
+            ],
             "rules": [
-                one for one in arguments.rules if rules.to_write(f"--rules={one}") not in text
+                value for value in arguments.rules if rules.to_write(f"--rules={value}") not in text
             ],
         }
-        plain = argparse.Namespace(**{**vars(arguments), **flags_left})
-        return trial.run(plain, look=False, texts=edits.after)
+        trial_arguments = argparse.Namespace(**{**vars(arguments), **flags_left})
+        return trial.run(trial_arguments, look=False, texts=edits.after)
 
-    looked = migration.rows(before.calls)
+    untried = migration.rows(before.calls)
     try:
-        found, after = migration.tried(looked, before, edit, None if arguments.once else again)
+        rows, after = migration.tried(untried, before, edit, None if arguments.once else again)
     except KeyboardInterrupt:
         _say("the run with the patch was interrupted: no site was tried")
-        found, after = migration.tried(looked, before, edit, None)
-    text = migration.written(found, before.sent, after.sent if after else None)
+        rows, after = migration.tried(untried, before, edit, None)
+    text = migration.written(rows, before.sent, after.sent if after else None)
     if arguments.diff is not None:
-        edits = edit(found)
+        edits = edit(rows)
         _write(arguments.diff, migration.diff(edits))
         if edits.left:
             text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in edits.left)])
     _write(arguments.output, text)
-    fine = migration.SWITCH, migration.BY_HAND
-    return 0 if all(row.verdict in fine for row in found) else 1
+    accepted = migration.SWITCH, migration.BY_HAND
+    return 0 if all(row.verdict in accepted for row in rows) else 1
 
 
 def _say(message: str) -> None:

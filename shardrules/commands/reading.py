@@ -1,4 +1,4 @@
-"""What the commands share: the programs that they read, and where they write."""
+"""Read and judge the programs that a command names, and write its report."""
 
 from __future__ import annotations
 
@@ -56,19 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Judged(NamedTuple):
-    """What became of one program.
-
-    Attributes:
-      name: the file, or ``stdin``.
-      result: the verdicts, or why there are none.
-    """
+    """A program's verdicts, or the error that prevented them; ``name`` is its title."""
 
     name: str
     result: hlo.Judgement | ShardrulesError
 
     @property
     def judgement(self) -> hlo.Judgement:
-        """Give the verdicts; raises where there are none."""
+        """Return the verdicts, or raise the error."""
         if isinstance(self.result, ShardrulesError):
             raise self.result
         return self.result
@@ -77,66 +72,55 @@ class Judged(NamedTuple):
 def judged(
     given: Sequence[str], arguments: argparse.Namespace, each_alone: bool = False
 ) -> list[Judged]:
-    """Read the programs that arguments name, and judge each by the flags' rules and mesh.
-
-    What was left out of a folder, and which rules matched no kernel, is said on stderr.
-
-    Args:
-      given: files, patterns, folders, ``-`` for stdin.
-      arguments: the command's.
-      each_alone: each of the names is one program, the same one twice if need be.
-
-    Raises:
-      ShardrulesError: a lone program can't be judged, or what is given names no program.
-    """
+    """Judge the named programs by the flags' rules and mesh; ``each_alone``: one per name."""
     mesh = mesh_of(arguments.mesh)
     registry = rules.Rules(arguments)
     outputs = outputs_of(arguments.outputs)
     paths, notes = [], []
     for names in [[name] for name in given] if each_alone else [given]:
-        chosen, said = files.chosen(names)
+        chosen, folder_notes = files.chosen(names)
         if each_alone and len(chosen) > 1:
             raise ShardrulesError(
                 f"{names[0]} holds {len(chosen)} programs; give one of them: {', '.join(chosen)}"
             )
         paths += chosen
-        notes += said
+        notes += folder_notes
     for note in notes:
         say(note)
     titles = [title(path) for path in paths]
     if len(set(titles)) < len(titles):
         titles = paths
-    found, read = [], []
+    results, programs = [], []
     for name, path in zip(titles, paths):
         try:
-            read.append(_read(path))
-            judgement = _judge(read[-1], registry, mesh, outputs, several=len(paths) > 1)
-            found.append(Judged(name, judgement))
+            programs.append(_read(path))
+            judgement = _judge(programs[-1], registry, mesh, outputs, several=len(paths) > 1)
+            results.append(Judged(name, judgement))
         except ShardrulesError as error:
             if len(paths) == 1 or each_alone:
                 raise
-            found.append(Judged(name, error))
+            results.append(Judged(name, error))
     if each_alone and mesh is None:
-        found = _by_one_mesh(found, read, registry)
-    for line in registry.unused([j for _, j in found if isinstance(j, hlo.Judgement)]):
+        results = _by_one_mesh(results, programs, registry)
+    for line in registry.unused([j for _, j in results if isinstance(j, hlo.Judgement)]):
         say(line)
-    return found
+    return results
 
 
 def _by_one_mesh(
-    found: list[Judged], read: Sequence[program.Program], registry: Any
+    results: list[Judged], programs: Sequence[program.Program], registry: Any
 ) -> list[Judged]:
-    """Name what one program's text tells no mesh for by that of the other, if it fits."""
-    meshes = [one.judgement.mesh for one in found]
-    known = [mesh for mesh in meshes if mesh is not None]
-    if len(known) != 1:
-        return found
-    lacking = meshes.index(None)
-    with contextlib.suppress(HloError):  # other devices, or another mesh
-        found[lacking] = Judged(
-            found[lacking].name, program.judged(read[lacking], registry, known[0])
+    """Judge the program without a mesh again under the other's mesh, if that fits."""
+    meshes = [result.judgement.mesh for result in results]
+    given = [mesh for mesh in meshes if mesh is not None]
+    if len(given) != 1:
+        return results
+    index = meshes.index(None)
+    with contextlib.suppress(HloError):  # it has other devices, or another mesh
+        results[index] = Judged(
+            results[index].name, program.judged(programs[index], registry, given[0])
         )
-    return found
+    return results
 
 
 def _read(path: str) -> program.Program:
@@ -147,36 +131,36 @@ def _read(path: str) -> program.Program:
 
 
 def _judge(
-    found: program.Program,
+    parsed: program.Program,
     registry: Any,
     mesh: Mapping[str, int] | None,
     outputs: list[str] | None,
     several: bool,
 ) -> hlo.Judgement:
     try:
-        return program.judged(found, registry, mesh, outputs)
+        return program.judged(parsed, registry, mesh, outputs)
     except HloError:
         if mesh is None or not several:
             raise
-        # Of several programs the mesh is for those that run on as many devices.
-        judgement = program.judged(found, registry, None, outputs)
+        # Of several programs, --mesh describes those that have its number of devices.
+        judgement = program.judged(parsed, registry, None, outputs)
         if judgement.partitions * judgement.replicas == math.prod(mesh.values()):
             raise
         return judgement
 
 
 def say(line: str) -> None:
-    """Write a line that is not the report's to stderr."""
+    """Write a line beside the report, to stderr."""
     print(f"shardrules: {line}", file=sys.stderr)
 
 
 def title(file: str) -> str:
-    """Return what a program is called in a report."""
+    """Return a program's name in a report."""
     return "stdin" if file == "-" else os.path.basename(file)
 
 
 def write(text: str, arguments: argparse.Namespace) -> None:
-    """Write to stdout, or to the file that the flags name."""
+    """Write to stdout, or to the file of --output."""
     if arguments.output is None:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -188,29 +172,21 @@ def write(text: str, arguments: argparse.Namespace) -> None:
 
 
 def outputs_of(text: str | None) -> list[str] | None:
-    """Read ``{replicated}; {devices=[8]<=[8]}``, one sharding for each output or one for all.
-
-    Raises:
-      ShardrulesError: one of them can't be read.
-    """
+    """Read ``{replicated}; {devices=[8]<=[8]}``, one sharding per output or one for all."""
     if text is None:
         return None
-    found = [part.strip() for part in text.split(";")]
-    for part in found:
+    shardings = [part.strip() for part in text.split(";")]
+    for part in shardings:
         if not (part.startswith("{") and part.endswith("}") and len(part) > 2):
             raise ShardrulesError(
                 f"--outputs={text}: {part!r} is not a sharding; write --outputs='{{replicated}}' "
                 "for all outputs, or one for each, separated by semicolons"
             )
-    return found
+    return shardings
 
 
 def mesh_of(text: str | None) -> dict[str, int] | None:
-    """Read ``data=4,model=2``.
-
-    Raises:
-      ShardrulesError: it isn't a mesh, or names an axis twice.
-    """
+    """Read ``data=4,model=2``."""
     if text is None:
         return None
     mesh: dict[str, int] = {}

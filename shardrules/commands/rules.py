@@ -1,6 +1,6 @@
-"""The rules that a command's flags give, and which of them matched a kernel.
+"""The rules of --rule and --rules, and which of them matched a kernel.
 
-Imports neither jax nor NumPy, as ``flags``.
+Like ``flags``, this module imports neither jax nor NumPy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Rules", "add_arguments", "check", "register", "to_write", "unmatched"]
 
-# Of the rules those that say what they do without the types that a call has.
+# The rules whose effect does not depend on a call's types.
 _RULES = (
     "no_communication",
     "all_gather",
@@ -61,33 +61,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Say now what ``Rules`` would say after a long run; nothing is registered or imported.
-
-    Raises:
-      ShardrulesError: a rule can't be read, or a module is not there.
-    """
+    """Raise the errors of ``Rules`` before a long run, without registering or importing."""
     for text in arguments.rule:
         _read(text)
-    before = list(sys.path)  # a script that is run next finds its own
+    before = list(sys.path)  # the script that runs next gets its own path
     _search_here(arguments)
     try:
         for name in arguments.rules:
             try:
-                found = importlib.util.find_spec(name)
+                spec = importlib.util.find_spec(name)
             except (ImportError, ValueError) as error:
                 raise _unimportable(name, error) from error
-            if found is None:
+            if spec is None:
                 raise _unimportable(name, ModuleNotFoundError(f"No module named {name!r}"))
     finally:
         sys.path[:] = before
 
 
 def register(arguments: argparse.Namespace) -> dict[str, list[registry.Registration]]:
-    """Register what the flags give, and return each flag's declarations.
-
-    Raises:
-      ShardrulesError: a module can't be imported, or a rule can't be read.
-    """
+    """Register the rules of the flags, and return each flag's registrations."""
     given: dict[str, list[registry.Registration]] = {}
     _search_here(arguments)
     for name in arguments.rules:
@@ -103,37 +95,30 @@ def register(arguments: argparse.Namespace) -> dict[str, list[registry.Registrat
 
 
 class Rules:
-    """A registry that remembers which of the flags' rules it was asked for.
-
-    Args:
-      arguments: the command's.
-
-    Raises:
-      ShardrulesError: a module can't be imported, or a rule can't be read.
-    """
+    """The default registry with the flags' rules; it records which entries it returned."""
 
     def __init__(self, arguments: argparse.Namespace):
         self._given = register(arguments)
         self._used: list[registry.Registration] = []
 
     def find(self, name: str) -> registry.Registration | None:
-        """Answer as the default registry does."""
-        return self._noted(registry.default.find(name))
+        """Look up a rule by kernel name in the default registry."""
+        return self._record(registry.default.find(name))
 
     def find_by_op_name(self, op_name: str) -> registry.Registration | None:
-        """Answer as the default registry does."""
-        asked = [
+        """Look up a rule by op_name in the default registry."""
+        patterns = [
             e.name for flag, es in self._given.items() if flag.startswith(_RULE_FLAG) for e in es
         ]
-        return self._noted(registry.default.find_by_op_name(op_name, functions=asked))
+        return self._record(registry.default.find_by_op_name(op_name, functions=patterns))
 
-    def _noted(self, found: registry.Registration | None) -> registry.Registration | None:
-        if found is not None and found not in self._used:
-            self._used.append(found)
-        return found
+    def _record(self, entry: registry.Registration | None) -> registry.Registration | None:
+        if entry is not None and entry not in self._used:
+            self._used.append(entry)
+        return entry
 
     def unused(self, judgements: Iterable[hlo.Judgement]) -> list[str]:
-        """Say of each flag whose rules matched no kernel what the programs' kernels are called."""
+        """List a message for each flag whose rules matched no kernel."""
         lines = []
         for flag, entries in self._given.items():
             if not entries or any(e in self._used for e in entries):
@@ -143,18 +128,18 @@ class Rules:
 
 
 def unmatched(flag: str, name: str, kernels: Sequence[str]) -> str:
-    """Say of a flag that it matched no kernel, and which ones are without a rule."""
+    """Return the message for a flag that matched no kernel, with the kernels without a rule."""
     near = difflib.get_close_matches(name, kernels, 1)
-    there = ", ".join(kernels[:6]) + (f" and {len(kernels) - 6} more" if kernels[6:] else "")
+    listed = ", ".join(kernels[:6]) + (f" and {len(kernels) - 6} more" if kernels[6:] else "")
     return (
         f"{flag} matches no kernel"
         + (f"; did you mean {near[0]!r}?" if near else "")
-        + (f"; without a rule: {there}" if there else "; none is without a rule")
+        + (f"; without a rule: {listed}" if listed else "; none is without a rule")
     )
 
 
 def to_write(flag: str) -> str:
-    """Return the line that says in a program what a flag of ``register`` says."""
+    """Return the line of a program that registers a flag's rules."""
     if not flag.startswith(_RULE_FLAG):
         return f"import {flag.partition('=')[2]}  # registers rules"
     name, rule = _read(flag.removeprefix(_RULE_FLAG))
@@ -162,7 +147,7 @@ def to_write(flag: str) -> str:
 
 
 def _kernels(judgements: Iterable[hlo.Judgement]) -> list[str]:
-    """List what the kernels without a rule are called: their names, or op_names without one."""
+    """List the names of the kernels without a rule, or their op_names where they have none."""
     calls = [blocker for judgement in judgements for blocker in judgement.opaque]
     return list(
         dict.fromkeys(b.kernel or b.where.partition(" (")[0] or b.target or "" for b in calls)
@@ -172,28 +157,28 @@ def _kernels(judgements: Iterable[hlo.Judgement]) -> list[str]:
 def _read(text: str) -> tuple[str, Any]:
     """Read ``NAME=RULE``."""
     name, equals, written = (part.strip() for part in text.rpartition("="))
-    found = _RULE.fullmatch(written)
-    if not equals or not name or found is None:
+    match = _RULE.fullmatch(written)
+    if not equals or not name or match is None:
         raise ShardrulesError(
             f"--rule={text} is not a rule; write --rule='kernel=no_communication' or "
             "--rule='kernel=all_gather(model)'"
         )
-    if found[1] not in _RULES:
-        near = difflib.get_close_matches(found[1], _RULES, 1)
+    if match[1] not in _RULES:
+        near = difflib.get_close_matches(match[1], _RULES, 1)
         raise ShardrulesError(
-            f"--rule={text}: {found[1]!r} is not a rule"
+            f"--rule={text}: {match[1]!r} is not a rule"
             + (f"; did you mean {near[0]!r}?" if near else "")
             + f"; there are {', '.join(_RULES)}"
         )
-    axes = [axis.strip().strip("'\"") for axis in (found[2] or "").split(",") if axis.strip()]
-    rule = getattr(builtin, found[1])
-    if found[1] == "no_communication":
+    axes = [axis.strip().strip("'\"") for axis in (match[2] or "").split(",") if axis.strip()]
+    rule = getattr(builtin, match[1])
+    if match[1] == "no_communication":
         if axes:
             raise ShardrulesError(f"--rule={text}: no_communication takes no mesh axes")
         return name, rule
     if not axes:
         raise ShardrulesError(
-            f"--rule={text}: {found[1]} takes mesh axes, --rule='{name}={found[1]}(model)'"
+            f"--rule={text}: {match[1]} takes mesh axes, --rule='{name}={match[1]}(model)'"
         )
     return name, rule(*axes)
 
@@ -208,7 +193,7 @@ def _import(name: str) -> None:
         importlib.import_module(name)
     except ShardrulesError:
         raise
-    except Exception as error:  # the module is the user's, and raises what it likes
+    except Exception as error:  # the user's module may raise anything
         raise _unimportable(name, error) from error
 
 

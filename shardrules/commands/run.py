@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 CLEAN, FOUND, UNUSABLE = 0, 1, 2
-_MANY = 20  # programs for which the progress is worth a line where there is no terminal
+_MANY = 20  # without a terminal, report progress for more programs than this
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def _count(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script, write the report, and return the exit code."""
-    # Nothing here may import jax or numpy: the script sets what they read from its environment.
+    # Import neither jax nor numpy here: the script may set environment variables that they read.
     from shardrules.watching import check_off, programs
 
     target = script.find(arguments)
@@ -93,26 +93,26 @@ def run(arguments: argparse.Namespace) -> int:
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
     if arguments.output not in (None, "-"):
-        pathlib.Path(arguments.output).open("a").close()  # said now if it can't be written
+        pathlib.Path(arguments.output).open("a").close()  # fail now if it can't be written
     rules.check(arguments)
     seen = programs.watch(strict=arguments.strict, allow=flags.allowances(arguments))
     seen.target, seen.cheapest = arguments.target, arguments.cheapest
-    with contextlib.ExitStack() as stack, contextlib.ExitStack() as around:
-        around.enter_context(seen)
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as contexts:
+        contexts.enter_context(seen)
         handles: list[Handle] = []
         if arguments.check or arguments.install:
-            before = functools.partial(rules.register, arguments)
+            register = functools.partial(rules.register, arguments)
             unchecked = "check" if arguments.check else "leave"
-            around.enter_context(check_off.switching(handles, before, _say, unchecked))
+            contexts.enter_context(check_off.switching(handles, register, _say, unchecked))
         recorder = None
         if arguments.profile is not None:
             from shardrules.watching.profiles import recording
 
             folder = stack.enter_context(tempfile.TemporaryDirectory()) if keep is None else keep
             recorder = recording.Recorder(arguments.profile, str(folder))
-            around.enter_context(recorder)
+            contexts.enter_context(recorder)
         end = functools.partial(_report, seen, arguments, keep, recorder, handles)
-        code = script.run(target, around, end)
+        code = script.run(target, contexts, end)
     if code == script.INTERRUPTED:
         script.end_by_interrupt()
     return code
@@ -125,7 +125,7 @@ def _report(
     recorder: Recorder | None,
     handles: Sequence[Handle],
 ) -> int:
-    """Judge what was compiled, write it, and return what that means as an exit code."""
+    """Judge the compiled programs, write the report, and return the exit code."""
     if recorder is not None:
         recorder.end()
     if not len(seen):
@@ -148,14 +148,14 @@ def _written(
     from shardrules import migration
     from shardrules.report import several
 
-    # Not before the script has ended: its programs are traced as without them.
-    given = rules.Rules(arguments)
-    seen.registry = given
+    # Register rules only now: the script's programs must be traced without them.
+    registry = rules.Rules(arguments)
+    seen.registry = registry
     process, processes = seen.process
     if process:  # all of a job's processes compile the same programs
-        found = seen.judged()
-        _say(f"process {process} of {processes}: {found.headline}; process 0 has the report")
-        return _exit_code(found)
+        results = seen.judged()
+        _say(f"process {process} of {processes}: {results.headline}; process 0 has the report")
+        return _exit_code(results)
     if keep is not None:
         _keep(seen, keep)
     measured = None
@@ -163,15 +163,15 @@ def _written(
         _say(f"--profile recorded nothing: {recorder.trouble}")
     elif recorder is not None:
         measured = _profiled(seen, arguments, recorder)
-    shown = _Progress(len(seen))
-    found = seen.judged(shown)
-    shown.done()
-    for line in given.unused(content.judgement for content in found.contents):
+    progress = _Progress(len(seen))
+    results = seen.judged(progress)
+    progress.done()
+    for line in registry.unused(content.judgement for content in results.contents):
         _say(line)
-    text = several.WRITERS[arguments.format](found)
+    text = several.WRITERS[arguments.format](results)
     if measured is not None and arguments.format == "json":
         text = json.dumps({**json.loads(text), "profile": measured.as_dict()}, indent=1) + "\n"
-    code = _exit_code(found) if recorder is None or measured is not None else UNUSABLE
+    code = _exit_code(results) if recorder is None or measured is not None else UNUSABLE
     if arguments.output is None:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -180,16 +180,16 @@ def _written(
         sys.stdout.flush()
     else:
         pathlib.Path(arguments.output).write_text(text, encoding="utf-8")
-        _say(f"{found.headline}; the report is in {arguments.output}")
+        _say(f"{results.headline}; the report is in {arguments.output}")
     for handle in handles if arguments.check else ():
         print(f"\n{migration.decided(handle.unchecked())}", file=sys.stderr, flush=True)
     return code
 
 
-def _exit_code(found: Several) -> int:
-    if found.findings or found.unused:
+def _exit_code(results: Several) -> int:
+    if results.findings or results.unused:
         return FOUND
-    return CLEAN if found.clean else UNUSABLE
+    return CLEAN if results.clean else UNUSABLE
 
 
 def _profiled(seen: Watched, arguments: argparse.Namespace, recorder: Recorder) -> Profile:
@@ -213,20 +213,20 @@ def _profiled(seen: Watched, arguments: argparse.Namespace, recorder: Recorder) 
 
 
 def _keep(seen: Watched, folder: pathlib.Path) -> None:
-    for number, one in enumerate(seen, 1):
-        name = re.sub(r"[^\w.-]", "_", one.name)[:100]
+    for number, program in enumerate(seen, 1):
+        name = re.sub(r"[^\w.-]", "_", program.name)[:100]
         try:
             try:
-                text = one.told()
-            except HloError:  # what can't be read is kept as it is, for a report of that
-                text = one.text
+                text = program.told()
+            except HloError:  # keep unreadable text for a bug report
+                text = program.text
         except ShardrulesError:
-            continue  # the report says which
+            continue  # the report lists it
         (folder / f"{number:04}.{name}.hlo").write_text(text, encoding="utf-8")
 
 
 class _Progress:
-    """How far judging is: a line that is written over on a terminal, else one for many programs."""
+    """Show progress: an overwritten line on a terminal, else one line for many programs."""
 
     def __init__(self, count: int):
         self._terminal = sys.stderr.isatty() and count > 1

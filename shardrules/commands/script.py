@@ -1,4 +1,4 @@
-"""Runs a user's script in this process as ``python SCRIPT ARGS`` and ``python -m MODULE`` would."""
+"""Run a user's script in this process as ``python SCRIPT ARGS`` or ``python -m MODULE`` would."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _interrupted = False
 
 
 class Target(NamedTuple):
-    """What is to be run.
+    """The script or module to run.
 
     Attributes:
       code: its compiled source.
       file: its absolute path.
-      spec: of a module, None for a script.
-      argv: what it finds in ``sys.argv``.
-      folder: what stands first in ``sys.path``.
+      spec: a module's spec, None for a script.
+      argv: its ``sys.argv``.
+      folder: the first entry of its ``sys.path``.
     """
 
     code: types.CodeType
@@ -44,7 +44,7 @@ class Target(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the script or module and its arguments, after which no flag is the command's."""
+    """Add the script or module and its arguments, which end the command's own flags."""
     parser.usage = f"{parser.prog} [FLAGS] (SCRIPT | -m MODULE) [ARGS ...]"
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module"
@@ -55,11 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find(arguments: argparse.Namespace) -> Target:
-    """Read and compile what the arguments name.
-
-    Raises:
-      ShardrulesError: there is none, or it is no Python.
-    """
+    """Read and compile the script or module that the arguments name."""
     if arguments.module:
         name, *rest = arguments.module
         return _module(name, rest)
@@ -104,7 +100,7 @@ def _module(name: str, rest: list[str]) -> Target:
 def _compiled(source: bytes, path: str) -> types.CodeType:
     try:
         return compile(source, path, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:  # null bytes are a ValueError to Python 3.11.3
+    except (SyntaxError, ValueError) as error:  # up to Python 3.11.3, null bytes raise ValueError
         raise ShardrulesError(f"{path} is no Python script: {error}") from error
 
 
@@ -114,19 +110,10 @@ def _path(folder: str) -> None:
 
 
 def run(target: Target, around: contextlib.AbstractContextManager, end: Callable[[], int]) -> int:
-    """Run it as ``__main__`` to its end, as Python would.
-
-    Args:
-      target: what ``find`` returned.
-      around: is entered while it runs.
-      end: is called when it has ended, however it did; what it returns becomes the exit code where
-        the script's own is 0. Also called, before the process ends, where the script calls
-        ``os._exit`` itself, and where SIGTERM ends it.
-
-    Returns:
-      The exit code; INTERRUPTED where Ctrl-C ended it.
-    """
-    atexit.register(_at_the_last)  # before the script's own, so that it is called after them
+    """Run the script as ``__main__`` inside ``around``, call ``end``, and return the exit code."""
+    # ``end`` also runs before ``os._exit`` and SIGTERM end the process. Its result is the exit
+    # code where the script's own is 0.
+    atexit.register(_end_by_sigint)  # registered before the script's functions, so called after
     main: Any = types.ModuleType("__main__")
     main.__file__ = target.file
     main.__builtins__ = __builtins__
@@ -146,19 +133,19 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
     def terminated(number: int, frame: types.FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         try:
-            if os.getpid() == process:  # a forked one only ends
+            if os.getpid() == process:  # a forked child has no report
                 end()
-        finally:  # as without a handler: nothing of the script's runs any more
+        finally:  # the default action: no more code of the script runs
             os.kill(os.getpid(), number)
 
     def exit_now(status: int) -> NoReturn:
         os._exit = at_once
-        found = 0
+        report_code = 0
         try:
-            if os.getpid() == process:  # a forked one only ends
-                found = end()
+            if os.getpid() == process:  # a forked child has no report
+                report_code = end()
         finally:
-            at_once(status or found)
+            at_once(status or report_code)
 
     os._exit = exit_now  # type: ignore[assignment]
     # Batch schedulers end a job by SIGTERM; a script that handles it itself replaces this.
@@ -172,18 +159,16 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
     finally:
         os._exit = at_once
     _flush()
-    found = end()
+    report_code = end()
     if handled and signal.getsignal(signal.SIGTERM) is terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return code or found
+    return code or report_code
 
 
 def _end_forked_at_once(handler: Callable[..., None]) -> None:
-    """Let SIGTERM end a forked process as it does without this handler.
-
-    Blocked until the child has the default again: a handler in Python is not called for a signal
-    that comes before the child's interpreter is ready, which drops it.
-    """
+    """Give forked processes the default action for SIGTERM."""
+    # Block the signal until the child has the default again: before the child's interpreter is
+    # ready, Python drops a signal that has a handler.
     if not hasattr(os, "register_at_fork"):  # Windows
         return
     before = threading.local()
@@ -203,28 +188,28 @@ def _end_forked_at_once(handler: Callable[..., None]) -> None:
 
 
 def _executed(code: types.CodeType, main: types.ModuleType) -> int:
-    """Run code, report what it raises, and wait for its threads, in Python's order."""
-    found = 0
+    """Run code, report its exception, and wait for its threads, in Python's order."""
+    exit_code = 0
     try:
         exec(code, vars(main))
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
-            found = error.code or 0
+            exit_code = error.code or 0
         else:
             print(error.code, file=sys.stderr)
-            found = 1
+            exit_code = 1
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code is not code:
             trace = trace.tb_next  # Python's own report begins with the script
         _flush()
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        found = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    with contextlib.suppress(KeyboardInterrupt):  # it ends the waiting
+        exit_code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the wait
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.current_thread():
                 thread.join()
-    return found
+    return exit_code
 
 
 def _flush() -> None:
@@ -234,15 +219,12 @@ def _flush() -> None:
 
 
 def end_by_interrupt() -> None:
-    """Let this process end by SIGINT, as it does when nobody catches KeyboardInterrupt.
-
-    What the script registered with ``atexit`` runs before.
-    """
+    """End this process by SIGINT, after the script's ``atexit`` functions."""
     global _interrupted
     _interrupted = True
 
 
-def _at_the_last() -> None:
+def _end_by_sigint() -> None:
     if _interrupted:
         _flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)

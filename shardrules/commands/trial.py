@@ -1,7 +1,7 @@
-"""Runs a script in a process of its own, as it is or with edits, and says what its programs send.
+"""Run a script in its own process, unchanged or with edits, and count what its programs send.
 
-A process of its own leaves the accelerators free for the next run. Edits live in memory: modules
-are compiled from the edited text under their own paths, and no file changes.
+The accelerators are free for the next run once the process ends. Edits live in memory: modules are
+compiled from the edited text under their own paths, and no file changes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Outcome:
     """How a run of the script ended.
 
     Attributes:
-      code: the exit code; a signal's number below 0.
+      code: the exit code, or minus a signal's number.
       raised: the first line of the error that ended it, empty if none did.
-      calls: the calls of shard_maps whose check is off, if they were looked at.
-      sent: what one device sends for each compiled program, by name, each run once.
-      used: the flags whose rules a kernel found.
-      notes: what is said of the other flags.
+      calls: the calls of unchecked shard_maps, if the run retraced them.
+      sent: the bytes that one device sends in one run of each compiled program, by name.
+      used: the flags whose rules a kernel used.
+      notes: a message for each flag whose rules matched no kernel.
     """
 
     code: int = 0
@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def failure(self) -> str:
-        """Say how it failed, empty if it did not."""
+        """Describe the failure, empty if the run succeeded."""
         if not self.code:
             return ""
         return self.raised or (
@@ -73,36 +73,30 @@ class _Job:
 def run(
     arguments: argparse.Namespace, look: bool, texts: Mapping[str, Sequence[str]] | None = None
 ) -> Outcome:
-    """Run the script that the arguments name, and wait for it.
-
-    Args:
-      arguments: the command's: the script with its arguments, and the rules to register.
-      look: look at its shard_maps whose check is off; else what it prints is dropped.
-      texts: the lines of the files that are edited.
-    """
+    """Run the script with edited ``texts``, silently unless it looks at unchecked shard_maps."""
     with tempfile.TemporaryDirectory() as folder:
         job, result = os.path.join(folder, "job"), os.path.join(folder, "result")
         edited = {os.path.abspath(file): "".join(lines) for file, lines in (texts or {}).items()}
-        plain = argparse.Namespace(
+        own_arguments = argparse.Namespace(
             **{name: getattr(arguments, name) for name in ("module", "script", "rule", "rules")}
         )
-        pathlib.Path(job).write_bytes(pickle.dumps(_Job(plain, result, look, edited)))
+        pathlib.Path(job).write_bytes(pickle.dumps(_Job(own_arguments, result, look, edited)))
         code = f"from shardrules.commands import trial; raise SystemExit(trial.child({job!r}))"
         flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()
-        given = None if look else subprocess.DEVNULL
+        stream = None if look else subprocess.DEVNULL
         process = subprocess.Popen(
-            [sys.executable, *flags, "-c", code], stdin=given, stdout=given, stderr=given
+            [sys.executable, *flags, "-c", code], stdin=stream, stdout=stream, stderr=stream
         )
         _wait(process, look)
         outcome = Outcome()
-        with contextlib.suppress(OSError):  # it was killed
+        with contextlib.suppress(OSError):  # a killed run leaves no result
             outcome = pickle.loads(pathlib.Path(result).read_bytes())
     outcome.code = process.returncode
     return outcome
 
 
 def _wait(process: subprocess.Popen, look: bool) -> None:
-    """Wait for a process, and pass SIGTERM on; Ctrl-C reaches it from the terminal."""
+    """Wait for a process and forward SIGTERM; the terminal sends it Ctrl-C."""
 
     def terminated(number: int, frame: types.FrameType | None) -> None:
         process.send_signal(number)
@@ -112,7 +106,7 @@ def _wait(process: subprocess.Popen, look: bool) -> None:
         before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         process.wait()
-    except KeyboardInterrupt:  # a run with edits is not worth waiting for
+    except KeyboardInterrupt:  # give up a run with edits
         process.kill()
         process.wait()
         raise
@@ -126,7 +120,7 @@ def _wait(process: subprocess.Popen, look: bool) -> None:
 
 def child(path: str) -> int:
     """Run the job that a file holds, and return the script's exit code."""
-    # Nothing here may import jax or numpy: the script sets what they read from its environment.
+    # Import neither jax nor numpy here: the script may set environment variables that they read.
     from shardrules.hooks import retrace
     from shardrules.watching import check_off, importing, programs
 
@@ -136,51 +130,52 @@ def child(path: str) -> int:
     if target.file in job.texts:
         target = target._replace(code=_compiled(job.texts, target.file))
     outcome = Outcome()
-    given: dict[str, list[registry.Registration]] = {}
+    registered: dict[str, list[registry.Registration]] = {}
     seen = programs.watch()
 
     def register(*_: object) -> None:
-        given.update(rules.register(job.arguments))
+        registered.update(rules.register(job.arguments))
 
-    around = contextlib.ExitStack()
-    around.enter_context(seen)
+    contexts = contextlib.ExitStack()
+    contexts.enter_context(seen)
     if job.look:
-        around.callback(check_off.start(outcome.calls.append, register))
+        contexts.callback(check_off.start(outcome.calls.append, register))
     else:
         imported = importing.WhenImported(("jax",), register)
         imported.start()
-        around.callback(imported.stop)
+        contexts.callback(imported.stop)
     report = sys.excepthook
 
-    def noted(kind: type, error: BaseException, trace: Any) -> None:
+    def record_error(kind: type, error: BaseException, trace: Any) -> None:
         outcome.raised = retrace.first_line(error)
         report(kind, error, trace)
 
-    sys.excepthook = noted
+    sys.excepthook = record_error
 
     def end() -> int:
-        _tell_of_rules(outcome, given)
-        _write(job.result, outcome)  # before judging: a job that is being ended has little time
+        _add_rules(outcome, registered)
+        _write(job.result, outcome)  # before judging: after SIGTERM little time is left
         outcome.sent = _sent(seen)
         _write(job.result, outcome)
         return 0
 
-    code = script.run(target, around, end)
+    code = script.run(target, contexts, end)
     if code == script.INTERRUPTED:
         script.end_by_interrupt()
     return code
 
 
 def _write(path: str, outcome: Outcome) -> None:
-    written = pathlib.Path(path + ".new")
-    written.write_bytes(pickle.dumps(outcome))
-    written.replace(path)
+    new = pathlib.Path(path + ".new")
+    new.write_bytes(pickle.dumps(outcome))
+    new.replace(path)
 
 
-def _tell_of_rules(outcome: Outcome, given: Mapping[str, Sequence[registry.Registration]]) -> None:
+def _add_rules(outcome: Outcome, registered: Mapping[str, Sequence[registry.Registration]]) -> None:
+    """Record the flags whose rules a kernel used, and a note for each other flag."""
     declared = {where for call in outcome.calls for where in call.declared}
-    missing = list(dict.fromkeys(one.kernel for call in outcome.calls for one in call.missing))
-    for flag, entries in given.items():
+    missing = list(dict.fromkeys(rule.kernel for call in outcome.calls for rule in call.missing))
+    for flag, entries in registered.items():
         if declared & {entry.where for entry in entries}:
             outcome.used.append(flag)
         elif entries:
@@ -188,13 +183,13 @@ def _tell_of_rules(outcome: Outcome, given: Mapping[str, Sequence[registry.Regis
 
 
 def _sent(seen: Iterable[WatchedProgram]) -> dict[str, int]:
-    """Sum up what one device sends, by program; a loop of unknown length makes one trip."""
+    """Sum the bytes that one device sends, by program; a loop of unknown length counts once."""
     from shardrules.costs import accounts
     from shardrules.errors import ShardrulesError
 
     sums: dict[str, int] = {}
     for program in seen:
-        with contextlib.suppress(ShardrulesError):  # its backend does not give its HLO
+        with contextlib.suppress(ShardrulesError):  # its backend does not return its HLO
             entries = accounts.of(program.judgement).entries
             sums[program.name] = sums.get(program.name, 0) + sum(
                 (entry.each if entry.runs is None else entry.runs) * entry.wire_bytes
@@ -208,7 +203,7 @@ def _compiled(texts: Mapping[str, str], file: str) -> types.CodeType:
 
 
 def _compile_from(texts: Mapping[str, str]) -> None:
-    """Let imports compile these files from other texts, and let tracebacks show those."""
+    """Make imports compile these files from the given texts, and tracebacks show them."""
     loader: Any = importlib.machinery.SourceFileLoader
     get_code = loader.get_code
 

@@ -1,4 +1,4 @@
-"""Which shard_maps can have their check on, the patch for that, and what it saves."""
+"""Decide which shard_maps can have their check on, write the patch, and measure what it saves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NOT_IN_TRIAL = "not in this trial"
 
 
 class _Outcome(Protocol):
-    """How a run of the script ended: ``commands.trial.Outcome``."""
+    """The parts of ``commands.trial.Outcome`` that this package reads."""
 
     @property
     def failure(self) -> str: ...
@@ -58,33 +58,36 @@ class _Outcome(Protocol):
 
 
 def tried(
-    found: Sequence[Row],
+    all_rows: Sequence[Row],
     before: _Outcome,
     edit: Callable[[Sequence[Row]], Edits],
     run: Callable[[Edits], _Outcome] | None,
 ) -> tuple[list[Row], _Outcome | None]:
     """Run the script with its patch, and return the sites' verdicts and its last good run."""
-    # All sites are tried at once. If that fails or sends more, each is tried with those before it
-    # that passed.
-    # What a site really sends is measured: the program may not differentiate as the look did.
-    candidates = [r._replace(verdict=SWITCH) if r.verdict == MORE else r for r in found]
+    # Try all sites at once. If that fails or sends more, try each with those before it that passed.
+    # MORE is tried too: the script may not differentiate as the retracing did.
+    candidates = [r._replace(verdict=SWITCH) if r.verdict == MORE else r for r in all_rows]
     sites = edit(candidates).sites
     verdicts = {
-        row.site: (BY_HAND, "") for row in found if row.verdict == SWITCH and row.site not in sites
+        row.site: (BY_HAND, "")
+        for row in all_rows
+        if row.verdict == SWITCH and row.site not in sites
     }
 
-    def settled(some: Mapping[Site, tuple[str, str]]) -> list[Row]:
+    def updated(changes: Mapping[Site, tuple[str, str]]) -> list[Row]:
         return [
             row
-            if row.site not in some
-            else row._replace(verdict=some[row.site][0], note=some[row.site][1])
-            for row in found
+            if row.site not in changes
+            else row._replace(verdict=changes[row.site][0], note=changes[row.site][1])
+            for row in all_rows
         ]
 
     if run is None or before.failure:
-        why = f"the script as it is fails: {before.failure}" if before.failure else ""
-        looked = {r.site: (UNTRIED, why) for r in found if r.verdict == SWITCH and r.site in sites}
-        return settled(verdicts | looked), None
+        reason = f"the script as it is fails: {before.failure}" if before.failure else ""
+        untried = {
+            r.site: (UNTRIED, reason) for r in all_rows if r.verdict == SWITCH and r.site in sites
+        }
+        return updated(verdicts | untried), None
     passed: list[Site] = []
     last = None
     groups = [list(sites)] if sites else []
@@ -95,21 +98,21 @@ def tried(
             row._replace(verdict=SWITCH if row.site in chosen else _NOT_IN_TRIAL)
             if row.site in sites
             else row
-            for row in found
+            for row in all_rows
         ]
         outcome = run(edit(trial))
         verdict = _judged(before, outcome)
         if verdict[0] == SWITCH:
             passed, last = [*passed, *group], outcome
-        elif len(group) == len(sites) and len(parts := _together(sites, found)) > 1:
+        elif len(group) == len(sites) and len(parts := _joined(sites, all_rows)) > 1:
             groups = parts
             continue
         verdicts |= {site: verdict for site in group}
-    return settled(verdicts), last
+    return updated(verdicts), last
 
 
 def _judged(before: _Outcome, after: _Outcome) -> tuple[str, str]:
-    """Return the verdict that a run with the patch gives, and what it did."""
+    """Return the verdict of a run with the patch, and the reason."""
     if after.failure:
         return RAISES, f"with this switched on, the script fails: {after.failure}"
     now, then = sum(before.sent.values()), sum(after.sent.values())
@@ -118,12 +121,12 @@ def _judged(before: _Outcome, after: _Outcome) -> tuple[str, str]:
     return SWITCH, ""
 
 
-def _together(sites: Sequence[Site], found: Sequence[Row]) -> list[list[Site]]:
+def _joined(sites: Sequence[Site], all_rows: Sequence[Row]) -> list[list[Site]]:
     """Split sites into groups that are switched together."""
     groups = {site: [site] for site in sites}
-    for one, other in pairs(found):
-        if one in groups and other in groups and groups[one] is not groups[other]:
-            groups[one] += groups[other]
-            for site in groups[other]:
-                groups[site] = groups[one]
+    for first, second in pairs(all_rows):
+        if first in groups and second in groups and groups[first] is not groups[second]:
+            groups[first] += groups[second]
+            for site in groups[second]:
+                groups[site] = groups[first]
     return list({id(group): group for group in groups.values()}.values())

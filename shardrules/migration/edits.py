@@ -25,7 +25,7 @@ class Edits(NamedTuple):
     Attributes:
       before, after: the lines of each file.
       sites: the sites that are switched.
-      left: what is to be edited by hand, with the reason.
+      left: the edits left to do by hand, each with its reason.
     """
 
     before: dict[str, list[str]]
@@ -34,9 +34,9 @@ class Edits(NamedTuple):
     left: list[str]
 
 
-def patch(found: Sequence[Row], script: str, rules: Sequence[str] = ()) -> tuple[str, list[str]]:
+def patch(rows: Sequence[Row], script: str, rules: Sequence[str] = ()) -> tuple[str, list[str]]:
     """Make the patch for ``patch -p1`` in this folder, and list what is left to edit by hand."""
-    edits = edited(found, script, rules)
+    edits = edited(rows, script, rules)
     return diff(edits), edits.left
 
 
@@ -51,47 +51,47 @@ def diff(edits: Edits) -> str:
     return "".join(lines)
 
 
-def pairs(found: Sequence[Row]) -> list[tuple[Site, Site]]:
+def pairs(rows: Sequence[Row]) -> list[tuple[Site, Site]]:
     """List the sites that are switched together or not at all."""
-    pairs = [(c.site, c.inside) for row in found for c in row.calls if c.inside is not None]
-    # One line may ask for several; and one inside another was looked at with both switched on.
-    sites = [row.site for row in found]
+    pairs = [(c.site, c.inside) for row in rows for c in row.calls if c.inside is not None]
+    # Sites at the same position share a flag; a nested one was retraced with both switched on.
+    sites = [row.site for row in rows]
     return pairs + [(a, b) for a in sites for b in sites if a != b and _spot(a) == _spot(b)]
 
 
-def edited(found: Sequence[Row], script: str, rules: Sequence[str] = ()) -> Edits:
-    """Edit the files so that what can be switched is on.
-
-    Args:
-      found: the sites; those that are SWITCH or UNTRIED are switched, if the file allows it.
-      script: the path of the script, which is to install the hooks.
-      rules: lines that give the rules which the sites were looked at with, for the script.
-    """
-    wanted = {row.site for row in found if row.verdict in (SWITCH, UNTRIED, BY_HAND)}
-    why = {row.site: _by_hand(row.site) if row.site in wanted else row.verdict for row in found}
-    together = pairs(found)
+def edited(rows: Sequence[Row], script: str, rules: Sequence[str] = ()) -> Edits:
+    """Switch checks on where possible; the script installs the hooks and adds ``rules``."""
+    candidates = {row.site for row in rows if row.verdict in (SWITCH, UNTRIED, BY_HAND)}
+    reasons = {
+        row.site: _by_hand(row.site) if row.site in candidates else row.verdict for row in rows
+    }
+    joined = pairs(rows)
     while True:
         waiting = [
-            (one, other)
-            for pair in together
-            for one, other in (pair, pair[::-1])
-            if why.get(one) == "" and why.get(other)
+            (site, partner)
+            for pair in joined
+            for site, partner in (pair, pair[::-1])
+            if reasons.get(site) == "" and reasons.get(partner)
         ]
         if not waiting:
             break
-        for one, other in waiting:
-            why[one] = f"together with {place(other)}, which can't be switched here"
+        for site, partner in waiting:
+            reasons[site] = f"together with {place(partner)}, which can't be switched here"
     edits: dict[str, list[Site]] = {}
-    for site in (site for site, reason in why.items() if not reason):
+    for site in (site for site, reason in reasons.items() if not reason):
         edits.setdefault(site.file, []).append(site)
-    left = [f"{place(site)}: {why[site]}" for site in why if site in wanted and why[site]]
+    left = [
+        f"{place(site)}: {reasons[site]}"
+        for site in reasons
+        if site in candidates and reasons[site]
+    ]
     if not edits:
         return Edits({}, {}, (), left)
     texts = {file: _lines(file) for file in edits}
     after = {file: list(lines) for file, lines in texts.items()}
     for file, sites in edits.items():
         flags = {flag for flag in map(_flag, sites) if flag is not None}
-        for line, start, end in sorted(flags, reverse=True):  # from below: lines go
+        for line, start, end in sorted(flags, reverse=True):  # bottom up: lines are deleted
             raw = after[file][line - 1].encode()
             after[file][line - 1] = (raw[:start] + b"True" + raw[end:]).decode()
             _drop_reasons(after[file], line)
@@ -114,7 +114,7 @@ def edited(found: Sequence[Row], script: str, rules: Sequence[str] = ()) -> Edit
     else:
         left.append(f"{script}: call shardrules.install() there")
         left += [f"{script}: write {line} there" for line in rules]
-    return Edits(texts, after, tuple(site for site, reason in why.items() if not reason), left)
+    return Edits(texts, after, tuple(site for site, reason in reasons.items() if not reason), left)
 
 
 def _spot(site: Site) -> tuple[str, int, int]:
@@ -122,7 +122,7 @@ def _spot(site: Site) -> tuple[str, int, int]:
 
 
 def _by_hand(site: Site) -> str:
-    """Say why a site can't be in the patch, empty if it can."""
+    """Return why the patch can't switch a site, empty if it can."""
     if not is_here(site.file):
         return "not below this folder"
     if _flag(site) is None:
@@ -134,7 +134,7 @@ def _lines(file: str) -> list[str]:
     with open(file, "rb") as raw:
         data = raw.read()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    # Python ends a line nowhere else; a mark of UTF-8 at the start stays as it is.
+    # StringIO splits lines only where Python does; decoding as utf-8 keeps a byte order mark.
     text = data.decode("utf-8" if encoding == "utf-8-sig" else encoding)
     return io.StringIO(text, newline="").readlines()
 
@@ -169,11 +169,9 @@ _NAMES_THE_CHECK = re.compile(r"\b(check_vma|check_rep|vma|replicat\w+)\b", re.I
 
 
 def _drop_reasons(lines: list[str], number: int) -> None:
-    """Drop the comments that said why the check is off on a line that switches it on now.
-
-    Those are: behind the flag where the line holds nothing else, or where they name the check; and
-    whole lines right above a line that holds nothing else, where they name it.
-    """
+    """Drop the comments that explain why the check was off."""
+    # These are a comment behind the flag if the line holds nothing else or the comment names the
+    # check; and comment lines right above a line that holds only the flag, if they name the check.
     try:
         tokens = list(tokenize.generate_tokens(iter(lines).__next__))
     except (tokenize.TokenError, SyntaxError):
@@ -197,10 +195,7 @@ def _drop_reasons(lines: list[str], number: int) -> None:
 def _place_to_install(
     script: str, sites: Sequence[Site]
 ) -> tuple[int | None, list[tuple[int, str]]]:
-    """Return after how many lines the hooks are installed, and the calls with other arguments.
-
-    The former is None if the script calls ``install()`` on every run.
-    """
+    """Return the line to install after, None if the script installs, and calls with arguments."""
     tree = _tree(script)
     if tree is None:
         return None, []
@@ -213,24 +208,24 @@ def _place_to_install(
     ]
     if any(_always_installs(node, installs) for node in tree.body):
         return None, calls
-    first = min((site.line for site in sites), default=None)
+    first_site = min((site.line for site in sites), default=None)
     place = 0
     for position, node in enumerate(tree.body):
-        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if first is not None and node.lineno >= first:
+        is_string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if first_site is not None and node.lineno >= first_site:
             break
         imports = isinstance(node, (ast.Import, ast.ImportFrom))
-        if imports or _sets_variables(node) or (text and position == 0):
+        if imports or _sets_variables(node) or (is_string and position == 0):
             place = node.end_lineno or node.lineno
     return place, calls
 
 
 def _always_installs(node: ast.stmt, installs: set[str]) -> bool:
-    """Tell whether a statement of a script calls ``install()``, under no condition of the run's."""
+    """Return whether a statement of a script calls ``install()`` unconditionally."""
     if isinstance(node, ast.If):
         as_script = ast.unparse(node.test) == "__name__ == '__main__'"
         return as_script and any(_always_installs(inner, installs) for inner in node.body)
-    if isinstance(node, (ast.With, ast.FunctionDef)):  # a function that sets up is called
+    if isinstance(node, (ast.With, ast.FunctionDef)):  # assume the function is called
         items = node.items if isinstance(node, ast.With) else []
         return any(_installs(item.context_expr, installs) for item in items) or any(
             _always_installs(inner, installs) for inner in node.body
@@ -245,19 +240,19 @@ def _installs(value: ast.expr, installs: set[str]) -> bool:
 
 
 def _names_of_install(tree: ast.Module) -> set[str]:
-    """List what a script calls ``shardrules.install``."""
-    found = {"shardrules.install"}
+    """List a script's names for ``shardrules.install``."""
+    names = {"shardrules.install"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {f"{a.asname}.install" for a in node.names if a.name == "shardrules"}
+            names |= {f"{a.asname}.install" for a in node.names if a.name == "shardrules"}
         elif isinstance(node, ast.ImportFrom) and node.module == "shardrules":
-            found |= {a.asname or a.name for a in node.names if a.name == "install"}
-    return found
+            names |= {a.asname or a.name for a in node.names if a.name == "install"}
+    return names
 
 
 def _sets_variables(node: ast.stmt) -> bool:
-    """Whether a statement sets variables of the environment: JAX reads some when it is imported."""
+    """Return whether a statement sets environment variables, which JAX may read at import."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         return re.match(r"(os\.)?environ\.", ast.unparse(node.value.func)) is not None
     targets = node.targets if isinstance(node, ast.Assign) else ()
-    return any(re.match(r"(os\.)?environ\[", ast.unparse(one)) for one in targets)
+    return any(re.match(r"(os\.)?environ\[", ast.unparse(target)) for target in targets)

@@ -1,4 +1,4 @@
-"""The shard_maps whose check is off: their verdicts, and the tables of them."""
+"""Verdicts on unchecked shard_maps, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _GRADIENTS_CHANGE = (
 
 
 class Row(NamedTuple):
-    """A call site with all that was seen of it.
+    """A call site with its calls and its verdict.
 
     Attributes:
-      site: where the shard_map is asked for.
-      calls: one for each kind of arguments.
+      site: the source location of the shard_map.
+      calls: one call per argument signature.
       verdict: SWITCH, BY_HAND, UNTRIED, or the obstacle of one of its calls: MORE,
         RAISES, GRADIENTS, RULE, OUTPUTS, LIMIT.
-      note: what the patched script did, where that decided the verdict.
+      note: the result of the patched script, if that decided the verdict.
     """
 
     site: Site
@@ -51,27 +51,31 @@ class Row(NamedTuple):
     note: str = ""
 
     def shown(self, after: bool) -> str:
-        """Write the wire bytes of the all-reduces, over all kinds of arguments."""
-        # A function that is traced again, for jit say, moves nothing more.
-        own = list(
+        """Format the wire bytes of the all-reduces, summed over argument signatures."""
+        # Count a function that is traced again, for jit say, once.
+        calls = list(
             {(c.kind, c.before, c.after): c for c in self.calls if c.inside is None}.values()
         )
-        if not own and self.calls[0].inside is not None:
+        if not calls and self.calls[0].inside is not None:
             return f"with line {self.calls[0].inside.line}"
-        sums = [call.after if after else call.before for call in own]
-        known = [one for some in sums if some is not None for one in some]
-        open_ended = sum(one.runs is None for one in known)
-        if any(some is None for some in sums):
+        all_sums = [call.after if after else call.before for call in calls]
+        entries = [entry for sums in all_sums if sums is not None for entry in sums]
+        open_ended = sum(entry.runs is None for entry in entries)
+        if any(sums is None for sums in all_sums):
             return "?"
-        return size(sent_bytes(known)) + (f" and {open_ended} in while loops" if open_ended else "")
+        return size(sent_bytes(entries)) + (
+            f" and {open_ended} in while loops" if open_ended else ""
+        )
 
 
 def rows(calls: Sequence[Call]) -> list[Row]:
-    """Gather calls by site, in the order in which the sites were met first."""
-    found: dict[Site, list[Call]] = {}
+    """Group calls by site, in the order of the first call of each."""
+    by_site: dict[Site, list[Call]] = {}
     for call in calls:
-        found.setdefault(call.site, []).append(call)
-    return [Row(site, tuple(some), _verdict(some)) for site, some in found.items()]
+        by_site.setdefault(call.site, []).append(call)
+    return [
+        Row(site, tuple(site_calls), _verdict(site_calls)) for site, site_calls in by_site.items()
+    ]
 
 
 def _verdict(calls: Sequence[Call]) -> str:
@@ -84,43 +88,40 @@ def _verdict(calls: Sequence[Call]) -> str:
     if any(call.takes_gradients for call in calls):
         return GRADIENTS
     before, after = (
-        sum(sent_bytes(some or ()) for some in sums)
+        sum(sent_bytes(entries or ()) for entries in sums)
         for sums in ([call.before for call in calls], [call.after for call in calls])
     )
-    known = all(call.before is not None for call in calls if call.inside is None)
-    return MORE if known and after > before else SWITCH
+    measured = all(call.before is not None for call in calls if call.inside is None)
+    return MORE if measured and after > before else SWITCH
 
 
 def place(site: Site) -> str:
-    """Write a site as ``file:line (function)``, below the current folder without that."""
+    """Format a site as ``file:line (function)``, relative to the current folder if below it."""
     return f"{short(site.file)}:{site.line} ({site.function})"
 
 
 def written(
-    found: Sequence[Row],
+    rows: Sequence[Row],
     before: Mapping[str, int] | None = None,
     after: Mapping[str, int] | None = None,
 ) -> str:
-    """Return the table of sites, what to do at each, and what the programs send.
-
-    ``before`` and ``after`` are bytes by program, of the script as it is and of the patched one.
-    """
-    if not found:
+    """Return the table of sites with details; ``before`` and ``after`` are bytes by program."""
+    if not rows:
         return "no shard_map with its check off was called\n"
-    counts = {verdict: sum(row.verdict == verdict for row in found) for verdict in _ORDER}
+    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in _ORDER}
     lines = [
-        f"{len(found)} shard_map{'s' if len(found) > 1 else ''} with the check off: "
+        f"{len(rows)} shard_map{'s' if len(rows) > 1 else ''} with the check off: "
         + ", ".join(f"{verdict} ({n})" for verdict, n in counts.items() if n),
         "",
         table(
             [("shard_map", "calls", "verdict")]
-            + [(place(r.site), len(r.calls), r.verdict) for r in found]
+            + [(place(r.site), len(r.calls), r.verdict) for r in rows]
         ),
     ]
     if before is not None and after is not None:
         lines += ["", *_sent(before, after)]
-    for row in found:
-        lines += _told(row)
+    for row in rows:
+        lines += _details(row)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -150,7 +151,7 @@ def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _told(row: Row) -> list[str]:
+def _details(row: Row) -> list[str]:
     lines = [f"  {row.note}"] if row.note else []
     if row.verdict == MORE and not row.note:
         lines.append(
@@ -168,7 +169,8 @@ def _told(row: Row) -> list[str]:
     for error in dict.fromkeys(c.error for c in row.calls if c.error and not c.outputs):
         lines += [f"  {line}" for line in error.splitlines()]
     lines += [
-        f"  {text}" for text in dict.fromkeys(one for c in row.calls for one in c.annotations)
+        f"  {text}"
+        for text in dict.fromkeys(annotation for c in row.calls for annotation in c.annotations)
     ]
     if any(call.takes_gradients for call in row.calls):
         lines += _GRADIENTS_CHANGE
@@ -178,27 +180,27 @@ def _told(row: Row) -> list[str]:
 
 
 def decided(sites: Iterable[UncheckedSite]) -> str:
-    """Return the table of what ``install(unchecked="check")`` made of each site."""
+    """Return the table of what ``install(unchecked="check")`` decided at each site."""
     groups: dict[UncheckedSite, list[UncheckedSite]] = {}
-    for one in costliest(sites):
-        place = dataclasses.replace(one, before_bytes=None, after_bytes=None, arguments="")
-        groups.setdefault(place, []).append(one)
+    for site in costliest(sites):
+        key = dataclasses.replace(site, before_bytes=None, after_bytes=None, arguments="")
+        groups.setdefault(key, []).append(site)
     if not groups:
         return "no shard_map with its check off was called"
 
-    def moved(some: list[int | None]) -> str:
-        known = [one for one in some if one is not None]
-        return size(sum(known)) if known else "?"
+    def moved(byte_counts: list[int | None]) -> str:
+        measured = [count for count in byte_counts if count is not None]
+        return size(sum(measured)) if measured else "?"
 
-    on_count = sum(one.switched for one in groups)
+    on_count = sum(site.switched for site in groups)
     rows = [
         (
-            f"{short(one.file)}:{one.line} ({one.function})",
-            moved([each.before_bytes for each in some]),
-            moved([each.after_bytes for each in some]),
-            "runs with its check on" if one.switched else f"as written: {one.reason}",
+            f"{short(site.file)}:{site.line} ({site.function})",
+            moved([instance.before_bytes for instance in instances]),
+            moved([instance.after_bytes for instance in instances]),
+            "runs with its check on" if site.switched else f"as written: {site.reason}",
         )
-        for one, some in groups.items()
+        for site, instances in groups.items()
     ]
     return (
         f"{len(groups)} shard_map{'s' if len(groups) > 1 else ''} with the check off: {on_count} "
@@ -208,11 +210,13 @@ def decided(sites: Iterable[UncheckedSite]) -> str:
 
 
 def short(file: str) -> str:
-    """Write a path, below the current folder relative to it."""
+    """Return a path, relative to the current folder if below it."""
     return os.path.relpath(file) if is_here(file) else file
 
 
 def is_here(file: str) -> bool:
-    """Tell whether a file is below the current folder."""
-    inside = os.path.relpath(file)
-    return not inside.startswith(os.pardir) and not os.path.isabs(inside) and os.path.isfile(file)
+    """Return whether a file is below the current folder."""
+    relative = os.path.relpath(file)
+    return (
+        not relative.startswith(os.pardir) and not os.path.isabs(relative) and os.path.isfile(file)
+    )

@@ -1,1 +1,1 @@
-"""What a process does: compiled programs, unchecked shard_maps, and what retracing them shows."""
+"""Observe a process: its compiled programs and its unchecked shard_maps."""

@@ -1,4 +1,4 @@
-"""Looks at every shard_map of a process whose check is off, or switches on those that it can."""
+"""Retrace every unchecked shard_map of a process, or switch its check on where possible."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ _lock = threading.RLock()
 def start(
     listener: Callable[[Call], None], before: Callable[[], object] | None = None
 ) -> Callable[[], None]:
-    """Report each unchecked shard_map call to ``listener`` once per argument signature.
-
-    ``before`` is called before the first call is looked at. Returns what ends it.
-    """
-    waiting = [] if before is None else [before]
+    """Report each unchecked shard_map call to ``listener`` once per argument signature."""
+    # Call ``before`` before the first report. The returned function stops the reports.
+    pending = [] if before is None else [before]
     hold = contextlib.ExitStack()
 
-    def watch(look: Callable[[], list[Call]], failed: Callable[[str], Call]) -> None:
+    def record(retrace: Callable[[], list[Call]], failed: Callable[[str], Call]) -> None:
         try:
             with _lock:
-                while waiting:
-                    waiting[-1]()
-                    waiting.pop()
-            calls = look()
-        except Exception as error:  # it must not become the program's
+                while pending:
+                    pending[-1]()
+                    pending.pop()
+            calls = retrace()
+        except Exception as error:  # the program must not see it
             calls = [failed(f"it can't be looked at: {error}")]
         for call in calls:
             listener(call)
@@ -41,8 +39,8 @@ def start(
     def patch(_: object) -> None:
         hold.enter_context(held())
         watchers = state().of(UncheckedHooks).watchers
-        watchers.append(watch)
-        hold.callback(watchers.remove, watch)
+        watchers.append(record)
+        hold.callback(watchers.remove, record)
 
     imported = WhenImported(("jax",), patch)
     imported.start()
@@ -61,10 +59,7 @@ def switching(
     failed: Callable[[str], object],
     unchecked: str = "check",
 ) -> Iterator[None]:
-    """Install the hooks once JAX is imported, and keep their handle.
-
-    ``before`` is called before; ``failed`` gets the reason if they can't be installed.
-    """
+    """Call ``before`` and install the hooks once JAX is imported; pass an error to ``failed``."""
 
     def installed(_: object) -> None:
         try:

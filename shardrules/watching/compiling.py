@@ -1,10 +1,10 @@
-"""Every program that JAX compiles or takes from one of its caches, noted as it is handed out.
+"""Record every program that JAX compiles or takes from one of its caches.
 
-All of JAX's ways to a program (jit, pmap, ``lower().compile()``, eager operations, in any thread)
-end in the ``compile`` of a computation of ``door.places.COMPILER``, which also hands out what
-was compiled before and what the persistent compilation cache holds. It is replaced while somebody
-watches. Where JAX is not imported yet it stays so: the replacement waits for the import, since a
-program may set what JAX reads from its environment then.
+Every route to a program in JAX (jit, pmap, ``lower().compile()``, eager operations, in any thread)
+ends in the ``compile`` method of a computation of ``door.places.COMPILER``, which also returns
+programs from JAX's caches in memory and on disk. We replace that method while a watch is on. If JAX
+is not imported yet, the replacement waits for the import: a program may still set environment
+variables that JAX reads then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _watchers: list[Callable[[Any, Any], None]] = []
 
 
 class _Traced(NamedTuple):
-    """What a program's jaxpr told: meshes of shard_maps, paths of results, Pallas calls' params."""
+    """From a program's jaxpr: meshes of shard_maps, paths of results, params of Pallas calls."""
 
     meshes: list[Any]
     paths: tuple[str, ...] | None
@@ -43,10 +43,10 @@ _traced: weakref.WeakKeyDictionary[Any, _Traced] = weakref.WeakKeyDictionary()
 
 
 class Noted:
-    """One program, with what its text does not say; the executable itself is not kept.
+    """One program, with what its text does not say; it does not keep the executable.
 
     Attributes:
-      name: what JAX calls it, ``jit_step``.
+      name: JAX's name for the program, ``jit_step``.
       failure: why there is no HLO, empty if there is.
     """
 
@@ -62,48 +62,36 @@ class Noted:
         try:
             (self._module,) = executable.xla_executable.hlo_modules()
             self.name = str(self._module.name)
-        except Exception as error:  # whatever the backend's C API reports; or there are several
+        except Exception as error:  # the backend's C API may raise anything; or there are several
             self._module = None
             self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
 
     def text(self) -> str:
-        """Return its compiled HLO.
-
-        Raises:
-          ShardrulesError: the executable did not give it.
-        """
+        """Return its compiled HLO."""
         if self._module is None:
             raise ShardrulesError(f"{self.name} does not give its HLO ({self.failure})")
         return self._module.to_string()
 
     def mesh(self, device_count: int) -> dict[str, int] | None:
-        """Return the sizes of the axes of its one mesh, None if there is none or more.
-
-        By the shardings of its arguments and results, else by its shard_maps.
-
-        Args:
-          device_count: how many devices the program is for; another mesh is none of it.
-        """
-        told = compiled.mesh_shape([self._inputs, self._outputs])
-        if told is None:
+        """Return the axis sizes of its only mesh, None unless that has ``device_count`` devices."""
+        # The shardings of arguments and results name the mesh, else the shard_maps do.
+        mesh_shape = compiled.mesh_shape([self._inputs, self._outputs])
+        if mesh_shape is None:
             shapes = {tuple(dict(mesh.shape).items()) for mesh in self._meshes}
-            told = dict(shapes.pop()) if len(shapes) == 1 else None
+            mesh_shape = dict(shapes.pop()) if len(shapes) == 1 else None
         size = 1
-        for length in (told or {}).values():
+        for length in (mesh_shape or {}).values():
             size *= length
-        return told if told and size == device_count else None
+        return mesh_shape if mesh_shape and size == device_count else None
 
     def parameter_shardings(self) -> list[tuple[tuple[int, ...], str]] | None:
-        """Return shape on one device and HLO sharding of each parameter, None if not known."""
+        """Return shape on one device and HLO sharding of each parameter, None if unknown."""
         if self._avals is None or self._inputs is None or len(self._avals) != len(self._inputs):
             return None
         return compiled.placed(self._avals, self._inputs)
 
     def proven_kernels(self) -> frozenset[str]:
-        """Return the names of its Pallas kernels whose own jaxprs show that they don't communicate.
-
-        A name that a kernel shares with one of which that is not shown is not among them.
-        """
+        """Return the names of Pallas kernels all of whose jaxprs prove no communication."""
         if not self._kernels:
             return frozenset()
         from shardrules.hooks.install import state
@@ -116,38 +104,27 @@ class Noted:
         return frozenset(name for name, proven in audits.items() if all(proven))
 
     def output_shardings(self, shapes: list[str]) -> list[tuple[str, str] | None] | None:
-        """Return path and HLO sharding of each output, None if not known.
-
-        Args:
-          shapes: each output's shape on one device as HLO prints it.
-        """
+        """Return path and HLO sharding of each output of these HLO shapes, None if unknown."""
         if self._outputs is None:
             return None
         paths = self._paths
         if paths is None or len(paths) != len(self._outputs):
-            alone = len(self._outputs) == 1
-            paths = tuple("" if alone else f"[{n}]" for n in range(len(self._outputs)))
+            single = len(self._outputs) == 1
+            paths = tuple("" if single else f"[{n}]" for n in range(len(self._outputs)))
         return compiled.promised(list(zip(paths, self._outputs)), shapes)
 
 
 def process() -> tuple[int, int]:
-    """Return the number of this process and how many the job has; JAX must have compiled here."""
+    """Return this process's index and the job's process count; JAX must be initialized."""
     import jax
 
     return jax.process_index(), jax.process_count()
 
 
 def start(note: Callable[[Noted], None]) -> Callable[[], None]:
-    """Call ``note`` with each program that any thread compiles or takes from a cache, once.
-
-    Programs that the process compiled before are noted when they are called again.
-
-    Returns:
-      What ends it; with the last of them JAX is as it was.
-
-    Raises:
-      UnsupportedJaxError: this JAX does not have the functions that are replaced.
-    """
+    """Call ``note`` once with each program that any thread compiles or takes from a cache."""
+    # Programs compiled before are recorded when they are called again. The returned function stops
+    # the recording; the last such call restores JAX.
     seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def watcher(executable: Any, computation: Any) -> None:
@@ -178,7 +155,7 @@ def start(note: Callable[[Noted], None]) -> Callable[[], None]:
 
 @functools.cache
 def _leave_out_frames() -> None:
-    """Leave this package's frames out of source lines: what a program says of itself stays."""
+    """Leave this package's frames out of JAX's source lines, so that texts stay the same."""
     leave_out_frames(str(pathlib.Path(__file__).parents[1]))
 
 
@@ -207,7 +184,7 @@ def _lower(original: Any, closed_jaxpr: Any, *args, **kwargs) -> Any:
 
 
 def _walk(jaxpr: Any, traced: _Traced, seen: set[int], in_shard_map: bool = False) -> None:
-    """Note the outermost shard_maps' meshes and the Pallas calls of a jaxpr and of those in it."""
+    """Record the outermost shard_maps' meshes and the Pallas calls of a jaxpr and those in it."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     if id(jaxpr) in seen:
         return

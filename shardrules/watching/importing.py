@@ -1,4 +1,4 @@
-"""Act on a module of JAX once it is imported, and leave it to the program when that is."""
+"""Call a function once the program imports a module of JAX."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ __all__ = ["WhenImported"]
 
 
 class WhenImported:
-    """Calls a function with each of some modules, now or when it has been imported.
-
-    Args:
-      names: the modules.
-      action: what is called.
-    """
+    """Calls ``action`` with each named module, now or after its import."""
 
     def __init__(self, names: tuple[str, ...], action: Callable[[Any], None]):
         self._names = names
         self._action = action
 
     def start(self) -> None:
-        """Act on those that are there, and wait for the others."""
+        """Call the action for imported modules, and wait for the others."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)  # type: ignore[arg-type]
         for name in self._names:
@@ -30,15 +25,15 @@ class WhenImported:
                 self._action(sys.modules[name])
 
     def stop(self) -> None:
-        """Wait no longer."""
+        """Stop waiting for imports."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find one of the modules as Python does without this; act once its code has run."""
+        """Find a named module as the other finders do, and make its loader call the action."""
         if name not in self._names:
             return None
-        for finder in tuple(sys.meta_path):  # import hooks of others among them
+        for finder in tuple(sys.meta_path):  # including other import hooks
             find = getattr(finder, "find_spec", None)
             spec = None if finder is self or find is None else find(name, path, target)
             if spec is not None:
@@ -55,14 +50,14 @@ class WhenImported:
 
 
 class _Loader:
-    """A module's own loader, which tells when the module's code has run."""
+    """Wraps a module's loader, and calls ``loaded`` after the module's code has run."""
 
     def __init__(self, loader: Any, loaded: Callable[[Any], None]):
         self._loader = loader
         self._loaded = loaded
 
     def exec_module(self, module: Any) -> None:
-        """Run the module's code, and tell."""
+        """Run the module's code, then call ``loaded``."""
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         self._loaded(module)

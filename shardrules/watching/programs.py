@@ -1,4 +1,4 @@
-"""Every program that a process compiles, noted and judged: ``with shardrules.watch() as seen:``."""
+"""Record and judge every program that a process compiles: ``with shardrules.watch() as seen:``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardrules.arguments import checked
 from shardrules.errors import ShardrulesError
 from shardrules.watching import compiling
 
-if TYPE_CHECKING:  # what judges needs NumPy, whose environment a watched script may still set
+if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may still set
     from shardrules import hlo, report
     from shardrules.costs.timings import Timings
     from shardrules.report import several
@@ -25,7 +25,7 @@ class WatchedProgram:
     Attributes:
       name: the module's, ``jit_step``.
       where: the test that was running, under ``pytest --shardrules``.
-      count: how often a program with this very text was handed out, to several jits say.
+      count: how many programs share this text, from several jits for example.
     """
 
     def __init__(self, noted: compiling.Noted, owner: Watched, where: str):
@@ -37,15 +37,15 @@ class WatchedProgram:
 
     @property
     def text(self) -> str:
-        """Give its compiled HLO.
+        """Return its compiled HLO.
 
         Raises:
-          ShardrulesError: its backend does not give it.
+          ShardrulesError: its backend does not return it.
         """
         return self._noted.text()
 
-    def _known(self) -> tuple[hlo.Module, dict[str, int] | None, list[str] | None]:
-        """Return its module, and mesh and parameter shardings as JAX tells of them."""
+    def _parsed(self) -> tuple[hlo.Module, dict[str, int] | None, list[str] | None]:
+        """Return its parsed module, with the mesh and parameter shardings from JAX."""
         from shardrules import hlo, program
 
         module = hlo.parse(self.text, name=self.name)
@@ -63,17 +63,17 @@ class WatchedProgram:
         return [f"{shape} a device, sharded {how}" for shape, how in zip(shapes, shardings)]
 
     def told(self) -> str:
-        """Give its compiled HLO, with mesh and shardings where ``hlo.judge`` reads them.
+        """Return its compiled HLO, with mesh and shardings where ``hlo.judge`` reads them.
 
         Raises:
-          ShardrulesError: its backend does not give its HLO, or it can't be read.
+          ShardrulesError: its backend does not return its HLO, or it can't be read.
         """
         from shardrules import program
         from shardrules.hlo.reader import annotate
 
-        module, mesh, shardings = self._known()
-        told = self._noted.output_shardings(program.output_shapes(module))
-        outputs = [promise[1] if promise else None for promise in told or ()]
+        module, mesh, shardings = self._parsed()
+        shardings_of_outputs = self._noted.output_shardings(program.output_shapes(module))
+        outputs = [promise[1] if promise else None for promise in shardings_of_outputs or ()]
         return annotate.annotated(module, mesh, shardings, outputs)
 
     @functools.cached_property
@@ -81,11 +81,11 @@ class WatchedProgram:
         """Judge each of its collectives, under the rules of the default registry.
 
         Raises:
-          ShardrulesError: its backend does not give its HLO, or it can't be read.
+          ShardrulesError: its backend does not return its HLO, or it can't be read.
         """
         from shardrules import hlo, program
 
-        module, mesh, shardings = self._known()
+        module, mesh, shardings = self._parsed()
         return hlo.judge(
             module,
             registry=self._owner.registry,
@@ -97,10 +97,10 @@ class WatchedProgram:
 
     @functools.cached_property
     def content(self) -> report.Content:
-        """Gather what a report says of it.
+        """Collect the content of its report.
 
         Raises:
-          ShardrulesError: its backend does not give its HLO, or it can't be read.
+          ShardrulesError: its backend does not return its HLO, or it can't be read.
         """
         from shardrules import report
         from shardrules.costs import findings
@@ -130,9 +130,9 @@ class WatchedProgram:
 
 
 class Watched:
-    """What ``watch`` noted: the programs in the order in which they were compiled.
+    """The programs that ``watch`` recorded, in the order in which they were compiled.
 
-    Iterating it and ``len`` are of what was compiled so far; ``str`` judges all of it.
+    Iteration and ``len`` cover the programs compiled so far; ``str`` judges them all.
 
     Attributes:
       strict: whether verdicts that rest on declarations are findings.
@@ -176,10 +176,10 @@ class Watched:
         return len(self._programs)
 
     def judged(self, progress: Callable[[int, int], None] | None = None) -> several.Several:
-        """Judge every program; those of one text once.
+        """Judge every program; programs with the same text are judged once.
 
         Args:
-          progress: is called before each with how many are judged, and of how many.
+          progress: called before each program with the count of judged programs and of all.
 
         Returns:
           The reports of all, the costliest first. After Ctrl-C, of those judged by then.
@@ -194,32 +194,32 @@ class Watched:
                 "this watch has not begun, so it saw no program; write "
                 "`with shardrules.watch() as seen:` around what compiles them"
             )
-        found: dict[str, WatchedProgram] = {}
+        by_text: dict[str, WatchedProgram] = {}
         judges: list[WatchedProgram] = []
         failures: list[tuple[str, str]] = []
         programs = tuple(self)
-        for one in programs:
-            one.count = 1
+        for program in programs:
+            program.count = 1
         judged = 0
         try:
-            for number, one in enumerate(programs):
+            for number, program in enumerate(programs):
                 if progress is not None:
                     progress(number, len(programs))
                 try:
-                    same = found.setdefault(one.text, one)
-                    if same is one:
-                        one.content  # noqa: B018  judged here
-                        judges.append(one)
+                    first = by_text.setdefault(program.text, program)
+                    if first is program:
+                        program.content  # noqa: B018  judged here
+                        judges.append(program)
                     else:
-                        same.count += 1
+                        first.count += 1
                 except ShardrulesError as error:
-                    failures.append((one.name, str(error)))
+                    failures.append((program.name, str(error)))
                 judged = number + 1
         except KeyboardInterrupt:
-            pass  # what is judged by then is worth having
+            pass  # report the programs judged so far
         return several.gather(
-            [one.content for one in judges],
-            [one.count for one in judges],
+            [program.content for program in judges],
+            [program.count for program in judges],
             failures,
             len(programs) - judged,
             notes=[*map(_why_again, _made_again(judges))],
@@ -227,12 +227,12 @@ class Watched:
 
     @property
     def process(self) -> tuple[int, int]:
-        """Give the number of this process and how many the job has."""
+        """Return the index of this process and the number of the job's processes."""
         return compiling.process()
 
     @property
     def clean(self) -> bool:
-        """Tell whether every program can be judged and none has a finding."""
+        """Return whether every program can be judged and none has a finding."""
         return self.judged().clean
 
     def __str__(self) -> str:
@@ -273,19 +273,20 @@ def _why_again(programs: list[WatchedProgram]) -> str:
 
 @checked
 def watch(*, strict: bool = False, allow: Mapping[str, str] | None = None) -> Watched:
-    """Note every program that this process compiles inside a ``with`` block, in any thread.
+    """Record every program that this process compiles inside a ``with`` block, in any thread.
 
     ``with shardrules.watch() as seen: train()``, then ``print(seen)``: one table, the costliest
-    program first, and the findings. Programs from JAX's caches are noted too, on disk and in
+    program first, and the findings. Programs from JAX's caches are recorded too, on disk and in
     memory (but not calls of a ``Compiled`` that was compiled before). Values, errors and output
-    stay as they are; the programs are judged when ``seen`` is asked.
+    stay as they are; the programs are judged when ``seen`` is printed or its
+    verdicts are read.
 
     Args:
       strict: accept proofs alone: verdicts that rest on declared rules are findings.
       allow: known findings, each with a reason, as for ``testing.assert_no_defensive_psum``.
 
     Raises:
-      UnsupportedJaxError: when entered, this JAX's internals are not known.
+      UnsupportedJaxError: on entry, if this JAX's internals are unknown.
       ShardrulesError: ``allow`` names no collectives, or gives no reason.
 
     Example:

@@ -56,7 +56,7 @@ class WatchedProgram:
     @property
     def arguments(self) -> list[str]:
         """Give the shape of each parameter on one device, and its sharding where JAX has it."""
-        module, _, shardings = self._known()
+        module, _, shardings = self._parsed()
         shapes = [str(p.shape) for p in module.entry.parameters]
         if shardings is None or len(shardings) != len(shapes):
             return shapes

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from shardrules.hooks.retrace import sent_bytes
 from shardrules.hooks.unchecked import Call, Site, UncheckedSite, costliest
-from shardrules.report.blocks import table
 from shardrules.report.grouping import size
+from shardrules.report.text import table
 
 __all__ = ["Row", "decided", "is_here", "place", "rows", "short", "written"]
 

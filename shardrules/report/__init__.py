@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from shardrules.report.annotations import github, sarif
-from shardrules.report.blocks import Block, Item, table
-from shardrules.report.compared import compared
+from shardrules.report.blocks import Block, Item
 from shardrules.report.content import Content, content
 from shardrules.report.data import as_json
-from shardrules.report.differences import DIFFS
+from shardrules.report.differences import DIFFS, compared
 from shardrules.report.grouping import Row, size
 from shardrules.report.page import page
 from shardrules.report.text import (
@@ -19,6 +18,7 @@ from shardrules.report.text import (
     plain,
     source,
     summary,
+    table,
 )
 
 __all__ = [

@@ -6,16 +6,17 @@ import json
 import os
 import pathlib
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import shardrules
 from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import findings
-from shardrules.report import grouping
+from shardrules.costs.findings import Finding
+from shardrules.costs.waste import Hint
 from shardrules.report.blocks import Item
-from shardrules.report.content import Content, item
+from shardrules.report.content import Content, alike_hints, item
 
 __all__ = ["github", "merged", "sarif"]
 
@@ -43,13 +44,10 @@ class _Note(NamedTuple):
     allowed: str = ""
 
 
-def _root() -> str:
-    return os.environ.get("GITHUB_WORKSPACE") or os.getcwd()
-
-
 def _inside(file: str) -> str:
     """Give a file's path from the repository's root; empty where it lies outside of it."""
-    path = os.path.relpath(os.path.join(os.getcwd(), file), _root())
+    root = os.environ.get("GITHUB_WORKSPACE") or os.getcwd()
+    path = os.path.relpath(os.path.abspath(file), root)
     return "" if path.startswith(os.pardir) else pathlib.PurePath(path).as_posix()
 
 
@@ -60,24 +58,26 @@ def _frame(verdict: hlo.Verdict) -> hlo.Frame | None:
     return next(inside, frames[0] if frames else None)
 
 
-def _notes(contents: Sequence[Content]) -> Iterator[_Note]:
+def _notes(contents: Sequence[Content]) -> list[_Note]:
+    """List what there is to say, what is worth most first: GitHub shows ten of each level."""
+    notes = []
     for content in contents:
-        for one in content.unequal:
-            level = "error" if content.strict or one.kind == "differs" else "note"
-            lines = (("because", one.because), ("to do:", one.advice))
-            yield _Note(level, Item(one.kind, one.what, "", lines), None, content.title, 1.0)
-        hints = grouping.alike(
-            content.hints, lambda h: (h.kind, h.entry.what, h.entry.source, h.advice)
-        )
-        for level, groups in (("error", findings.alike(content.findings)), ("note", hints)):
+        for output in content.unequal:
+            level = "error" if content.strict or output.kind == "differs" else "note"
+            lines = (("because", output.because), ("to do:", output.advice))
+            told = Item(output.kind, output.what, "", lines)
+            notes.append(_Note(level, told, None, content.title, 1.0))
+        errors: list[Sequence[Finding | Hint]] = [*findings.alike(content.findings)]
+        hints: list[Sequence[Finding | Hint]] = [*alike_hints(content.hints)]
+        for level, groups in (("error", errors), ("note", hints)):
             for same in groups:
-                saves = content.saves(same)
                 share = sum(content.ledger.share(content.ledger.worth(one)) for one in same)
-                told, frame = item(same, saves), _frame(same[0].verdict)
-                yield _Note(level, told, frame, content.title, share)
+                frame = _frame(same[0].verdict)
+                notes.append(_Note(level, content.item(same), frame, content.title, share))
         for finding, reason in content.allowed:
-            told, frame = item([finding]), _frame(finding.verdict)
-            yield _Note("note", told, frame, content.title, 0.0, reason)
+            frame = _frame(finding.verdict)
+            notes.append(_Note("note", item([finding]), frame, content.title, 0.0, reason))
+    return sorted(notes, key=lambda note: -note.share)
 
 
 def _message(note: _Note) -> str:
@@ -97,16 +97,15 @@ def _escaped(text: str, of_property: bool = False) -> str:
 def github(contents: Sequence[Content]) -> str:
     """Return workflow commands: an annotation for each finding and hint, those worth most first."""
     lines = []
-    # GitHub shows ten of each level, so that the order counts.
-    for note in sorted(_notes(contents), key=lambda note: -note.share):
+    for note in _notes(contents):
         if note.allowed:
             continue
-        command = {"error": "error", "note": "notice"}[note.level]
         properties = {"title": f"shardrules: {note.item.kind}"}
-        if note.frame is not None and _inside(note.frame.file):
-            place = {"file": _inside(note.frame.file), "line": str(note.frame.line)}
-            properties = {**place, **properties}
+        path = _inside(note.frame.file) if note.frame else ""
+        if note.frame and path:
+            properties = {"file": path, "line": str(note.frame.line), **properties}
         shown = ",".join(f"{name}={_escaped(text, True)}" for name, text in properties.items())
+        command = "error" if note.level == "error" else "notice"
         lines.append(f"::{command} {shown}::{_escaped(_message(note))}")
     return "".join(f"{line}\n" for line in (*lines, *(c.headline for c in contents)))
 
@@ -114,7 +113,7 @@ def github(contents: Sequence[Content]) -> str:
 @checked
 def sarif(contents: Sequence[Content]) -> str:
     """Return a SARIF log of one run, which holds a result for each finding and hint."""
-    notes = sorted(_notes(contents), key=lambda note: -note.share)
+    notes = _notes(contents)
     kinds = list(dict.fromkeys(note.item.kind for note in notes))
     rules = [
         {"id": kind.replace(" ", "-"), "shortDescription": {"text": _RULES.get(kind, _CHEAPER)}}

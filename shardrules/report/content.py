@@ -1,4 +1,4 @@
-"""What a report says, whatever it is written as."""
+"""What a report says, in any format."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.arguments import checked
@@ -14,21 +15,27 @@ from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timings
 from shardrules.costs.waste import Hint, dearer, hints
 from shardrules.costs.worth import Ledger, Worth
-from shardrules.report import grouping
 from shardrules.report.blocks import Block, Item
+from shardrules.report.grouping import (
+    Row,
+    alike,
+    counted,
+    duration,
+    here,
+    milliseconds,
+    of_step,
+    percent,
+    rows,
+    size,
+    sizes,
+    spread,
+    took,
+)
 from shardrules.report.sections import sections
 
-__all__ = ["Content", "content", "item"]
+__all__ = ["Cell", "Content", "alike_hints", "content", "item", "line"]
 
 UNEQUAL = "Outputs called replicated that are not proven equal"
-COLUMNS = ("collective", "verdict", "sites", "runs", "bytes", "wire bytes", "in all", "source")
-SHARE = "share"
-MEASURED = (
-    "measured, a step",
-    "exposed",
-    "bandwidth",
-)  # before those that are estimated, of a profile
-ESTIMATED = ("est. a run", "est. in all")  # before the source, where there is a target
 NOTE = (
     f"{accounts.CONVENTION}; of one run at one site, and in all: wire bytes of all runs at all "
     "sites"
@@ -38,10 +45,17 @@ _MEASURED_NOTE = (
     "runs at all sites; exposed: the part of it in which that device ran nothing else; "
     "bandwidth: wire bytes over the measured time"
 )
-_OUTPUTS = {"differs": ("differs", "differ"), "unproven": ("unproven", "unproven")}
-_LISTED = 3  # of the findings that are one line
-# What nobody folds away: it is wrong, or it asks for a decision.
-_NEVER_FOLDED = ("may hang", "declared")
+_LISTED = 3  # of the findings that are folded into one line
+# Never folded away: the first is wrong, the other asks for a decision. From kind to rank.
+_NEVER_FOLDED = {"may hang": 0, "declared": 2}
+
+
+class Cell(NamedTuple):
+    """A cell of the table of collectives; ``key`` sorts a number, and is None for text."""
+
+    column: str
+    text: str
+    key: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,26 +89,18 @@ class Content:
 
     @property
     def target(self) -> estimates.Target | None:
-        """Give the accelerator on which times are estimated, None for none."""
+        """Return the accelerator on which times are estimated, None for none."""
         return self.ledger.on
 
     @property
     def timings(self) -> Timings | None:
-        """Give what a profile measured of each collective, None without one."""
+        """Return what a profile measured of each collective, None without one."""
         return self.ledger.measured
-
-    @property
-    def measured(self) -> str:
-        """Say which part of a measured step can be avoided; empty without a profile."""
-        if self.timings is None:
-            return ""
-        return grouping.of_step(self.avoidable.exposed_seconds, self.timings.step_seconds)
 
     @property
     def failing(self) -> int:
         """Count the findings: of outputs those that differ, in strict mode all."""
-        missing = [one for one in self.unequal if self.strict or one.kind == "differs"]
-        return len(missing) + len(self.findings)
+        return len(self.findings) + sum(self.strict or o.kind == "differs" for o in self.unequal)
 
     @property
     def clean(self) -> bool:
@@ -103,199 +109,176 @@ class Content:
 
     @property
     def kinds(self) -> str:
-        """Count the findings by kind, missing reductions first; empty if there are none."""
-        of_outputs = collections.Counter(one.kind for one in self.unequal)
-        found = [
-            f"{n} output{'s' if n > 1 else ''} {_OUTPUTS[kind][n > 1]}"
+        """Count the findings by kind, outputs first; empty if there are none."""
+        of_outputs = collections.Counter(output.kind for output in self.unequal)
+        differ = {"differs": "differ"}  # the other kind has no plural
+        counts = [
+            f"{counted(n, 'output')} {kind if n == 1 else differ.get(kind, kind)}"
             for kind, n in of_outputs.items()
         ]
-        counts = collections.Counter(finding.kind for finding in self.findings)
-        return ", ".join(found + [f"{n} {kind}" for kind, n in counts.items()])
+        of_collectives = collections.Counter(finding.kind for finding in self.findings)
+        return ", ".join(counts + [f"{n} {kind}" for kind, n in of_collectives.items()])
 
     # -- what it is worth --------------------------------------------------------------------
 
     @functools.cached_property
     def avoidable(self) -> Worth:
         """Add up what findings and hints save for sure."""
-        return self._sum(True)
+        return self._worth((*self.findings, *self.hints), is_sure=True)
 
     @functools.cached_property
     def in_doubt(self) -> Worth:
-        """Add up what is saved at most, if all that is unproven is for nothing."""
-        return self._sum(False)
+        """Add up what is saved at most, if all that is unproven is redundant."""
+        return self._worth((*self.findings, *self.hints), is_sure=False)
 
-    def _sum(self, is_sure: bool) -> Worth:
-        total = Worth(is_sure=is_sure)
-        both: tuple[Finding | Hint, ...] = (*self.findings, *self.hints)
-        for one in both:
-            worth = self.ledger.worth(one)
-            total = total.plus(worth) if worth.is_sure == is_sure else total
-        return total
+    def _worth(self, group: Sequence[Finding | Hint], is_sure: bool | None = None) -> Worth:
+        """Add up what findings and hints save: all of them, or the sure or the unsure ones."""
+        worths = [
+            worth for worth in map(self.ledger.worth, group) if is_sure in (None, worth.is_sure)
+        ]
+        return functools.reduce(Worth.plus, worths, Worth(is_sure=is_sure is not False))
+
+    def _cost(self, row: Row) -> Worth:
+        return functools.reduce(Worth.plus, map(self.ledger.cost, row.numbers), Worth())
 
     def _share(self, worth: Worth) -> str:
-        """Write a worth's share of the bytes and, with a target, of the time."""
+        """Write a worth's share of the bytes and of the times, in brackets; empty for none."""
         total = self.ledger.total
-        parts = [f"{grouping.percent(worth.bytes, total.bytes)}"] if worth.bytes else []
+        parts = [percent(worth.bytes, total.bytes)] if worth.bytes else []
         if self.target is not None:
-            of = grouping.percent(worth.seconds, total.seconds)
-            parts.append(f"~{grouping.duration(worth.seconds)} of communication, {of}")
+            of = percent(worth.seconds, total.seconds)
+            parts.append(f"~{duration(worth.seconds)} of communication, {of}")
         if self.timings is not None and worth.exposed_seconds:
-            of = grouping.percent(worth.exposed_seconds, self.timings.step_seconds)
-            parts.append(f"measured: {grouping.milliseconds(worth.exposed_seconds)} a step, {of}")
-        return "; ".join(parts)
+            of = percent(worth.exposed_seconds, self.timings.step_seconds)
+            parts.append(f"measured: {milliseconds(worth.exposed_seconds)} a step, {of}")
+        return f" ({'; '.join(parts)})" if parts else ""
 
     @property
     def worth(self) -> str:
-        """Say what can be avoided, empty where there is nothing."""
+        """Say what can be avoided; empty where there is nothing."""
         parts: list[str] = []
         for worth, words in ((self.avoidable, "can be avoided"), (self.in_doubt, "is unproven")):
             if not (worth.bytes or worth.round_trips):
                 continue
+            what = size(worth.bytes) if worth.bytes else counted(worth.round_trips, "round trip")
+            if worth.bytes and not parts:
+                what += f" of {size(self.ledger.total.bytes)} on the wire per device"
             trip = " on each trip" if worth.is_per_trip else ""
-            what = grouping.counted(worth.round_trips, "round trip")
-            if worth.bytes:
-                what = grouping.size(worth.bytes)
-                of = f" of {grouping.size(self.ledger.total.bytes)}" if not parts else ""
-                what += f"{of} on the wire per device" if not parts else ""
-            share = self._share(worth)
-            parts.append(f"{what} {words}{trip}" + (f" ({share})" if share else ""))
+            parts.append(f"{what} {words}{trip}{self._share(worth)}")
         return ", ".join(parts)
 
     def saves(self, group: Sequence[Finding | Hint]) -> str:
         """Say what is saved by following the advice on findings or hints that are alike."""
         worth = self._worth(group)
-        parts = [grouping.size(worth.bytes)] if worth.bytes else []
         if group[0].kind in _NEVER_FOLDED or not (worth.bytes or worth.round_trips):
             return ""
+        parts = [size(worth.bytes)] if worth.bytes else []
         if worth.round_trips and not (worth.bytes and isinstance(group[0], Finding)):
-            parts.append(grouping.counted(worth.round_trips, "round trip"))
-        share = self._share(worth)
+            parts.append(counted(worth.round_trips, "round trip"))
         most = "" if worth.is_sure else "at most "
         trip = " on each trip" if worth.is_per_trip else ""
-        return f"{most}{' and '.join(parts)}{trip}" + (f" ({share})" if share else "")
+        return f"{most}{' and '.join(parts)}{trip}{self._share(worth)}"
 
-    def _worth(self, group: Sequence[Finding | Hint]) -> Worth:
-        total = Worth()
-        for one in group:
-            total = total.plus(self.ledger.worth(one))
-        return total
+    # -- the first lines ---------------------------------------------------------------------
 
-    # -- what it says ------------------------------------------------------------------------
+    @property
+    def measured(self) -> str:
+        """Say which part of a measured step can be avoided; empty without a profile."""
+        if self.timings is None:
+            return ""
+        return of_step(self.avoidable.exposed_seconds, self.timings.step_seconds)
 
     @property
     def headline(self) -> str:
-        """Say in one line what it comes to: what can be avoided, where there is anything."""
-        worth = f"{self.worth}; " if self.worth else ""
-        return f"{self.title}: {worth}{self._about(not worth)}; {self.kinds or 'no findings'}"
+        """Say in one line what it comes to, after the title."""
+        return f"{self.title}: {self.about}"
 
-    def _about(self, with_bytes: bool) -> str:
-        """Say what kind of program it is."""
-        total = self.account.total
-        mesh, devices = self.account.mesh, self.account.device_count
+    @property
+    def about(self) -> str:
+        """Say what can be avoided, what kind of program it is, and what was found."""
+        total, mesh, devices = self.account.total, self.account.mesh, self.account.device_count
         shown = f"{devices} devices (mesh not known: tell it with --mesh or mesh=)"
         if mesh:
             shown = f"{devices} devices ({', '.join(f'{a}={n}' for a, n in mesh.items())})"
         elif devices == 1:
             shown = "1 device"
-        if not total.sites:
-            return f"{shown}, no collectives{self._unseen(devices)}"
-        ran = "1 collective runs" if total.sites == 1 else f"{total.sites} collectives run"
-        times = ("at most " if total.at_most else "") + (
-            f"{total.count} times" if total.count != 1 else "once"
-        )
-        loops = f", {total.unknown} in loops of unknown length" if total.unknown else ""
-        wire = f", {grouping.size(total.wire_bytes)} on the wire per device" if with_bytes else ""
-        return f"{shown}, {ran} {times}{loops}{wire}"
+        if total.sites:
+            shown += (
+                ", 1 collective runs" if total.sites == 1 else f", {total.sites} collectives run"
+            )
+            shown += " at most" if total.at_most else ""
+            shown += " once" if total.count == 1 else f" {total.count} times"
+            shown += f", {total.unknown} in loops of unknown length" if total.unknown else ""
+            if not self.worth:
+                shown += f", {size(total.wire_bytes)} on the wire per device"
+        else:
+            shown += f", no collectives{self._unseen(devices)}"
+        return "; ".join(filter(None, (self.worth, shown, self.kinds or "no findings")))
 
     def _unseen(self, devices: int) -> str:
-        """Name the calls that nobody has a rule for: they may be collectives, too."""
-        calls = [
-            b for b in self.judgement.opaque if not transfers.CALLBACK.fullmatch(b.target or "")
-        ]
-        if not calls or devices == 1:
+        """Name the calls without a rule, which may communicate."""
+        names = list(
+            dict.fromkeys(
+                repr(call.kernel or call.target or "")
+                for call in self.judgement.opaque
+                if not transfers.CALLBACK.fullmatch(call.target or "")
+            )
+        )
+        if not names or devices == 1:
             return ""
-        names = list(dict.fromkeys(repr(b.kernel or b.target or "") for b in calls))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f" but what calls without a rule do ({', '.join(names[:3])}{more})"
 
+    # -- the table of collectives ------------------------------------------------------------
+
     @functools.cached_property
-    def rows(self) -> tuple[grouping.Row, ...]:
+    def rows(self) -> tuple[Row, ...]:
         """List the rows of collectives, the costliest first; those that are alike are one."""
 
-        def key(row: grouping.Row) -> tuple[float, float, int]:
-            whole = self._cost(row)
-            return -whole.exposed_seconds, -whole.seconds, -whole.bytes
+        def key(row: Row) -> tuple[float, float, int]:
+            cost = self._cost(row)
+            return -cost.exposed_seconds, -cost.seconds, -cost.bytes
 
-        return tuple(sorted(grouping.rows(self.account), key=key))
+        return tuple(sorted(rows(self.account), key=key))
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Name the cells of a row of collectives."""
-        estimated = () if self.target is None else ESTIMATED
-        measured = () if self.timings is None else MEASURED
-        return (*COLUMNS[:-1], SHARE, *measured, *estimated, COLUMNS[-1])
-
-    def cells(self, row: grouping.Row) -> tuple[str, ...]:
-        """Write a row's cells under ``columns``."""
-        one = row.first
-        cost = self._cost(row)
-        times: tuple[str, ...] = ()
-        measured: tuple[str, ...] = ()
+    def cells(self, row: Row) -> list[Cell]:
+        """Write a row's cells; every row has the same columns."""
+        entry, cost = row.first, self._cost(row)
+        sent, known = row.total.wire_bytes, entry.runs is not None
+        cells = [
+            Cell("collective", entry.what),
+            Cell("verdict", entry.verdict),
+            Cell("sites", str(row.sites), row.sites),
+            Cell("runs", row.runs, entry.runs or 0),
+            Cell("bytes", size(entry.bytes), entry.bytes),
+            Cell("wire bytes", size(entry.wire_bytes), entry.wire_bytes),
+            Cell("in all", size(sent) if known else "?", sent),
+            Cell("share", percent(cost.bytes, self.ledger.total.bytes), cost.bytes),
+        ]
         if self.timings is not None:
-            timing = self.timings.together(row.numbers)
-            measured = ("?",) * 3
-            if timing is not None:
-                took, exposed = map(grouping.milliseconds, timing[:2])
-                speed = self._bytes_per_s(row)
-                reached = f"{grouping.size(speed)}/s" if speed else "?"
-                measured = took + grouping.spread(timing), exposed, reached
+            cells += self._measured_cells(row, self.timings)
         if self.target is not None:
-            each = f"~{grouping.duration(max(self.ledger.seconds[n] for n in row.numbers))}"
-            times = (each, "?" if one.runs is None else f"~{grouping.duration(cost.seconds)}")
-        return (
-            one.what,
-            one.verdict,
-            str(row.sites),
-            row.runs,
-            grouping.size(one.bytes),
-            grouping.size(one.wire_bytes),
-            "?" if one.runs is None else grouping.size(row.total.wire_bytes),
-            grouping.percent(cost.bytes, self.ledger.total.bytes),
-            *measured,
-            *times,
-            grouping.here(one.source),
-        )
+            each = max(self.ledger.seconds[number] for number in row.numbers)
+            in_all = f"~{duration(cost.seconds)}" if known else "?"
+            cells.append(Cell("est. a run", f"~{duration(each)}", each))
+            cells.append(Cell("est. in all", in_all, cost.seconds))
+        return [*cells, Cell("source", here(entry.source))]
 
-    def keys(self, row: grouping.Row) -> tuple[float, ...]:
-        """Give what a row's numbers are sorted by."""
-        one, cost = row.first, self._cost(row)
-        times = (max(self.ledger.seconds[n] for n in row.numbers), cost.seconds)
-        known = (row.sites, one.runs or 0, one.bytes, one.wire_bytes, row.total.wire_bytes)
-        timing = self.timings and self.timings.together(row.numbers)
-        measured = (*(timing[:2] if timing else (0.0, 0.0)), self._bytes_per_s(row))
-        return (
-            *known,
-            cost.bytes,
-            *(() if self.timings is None else measured),
-            *(() if self.target is None else times),
+    def _measured_cells(self, row: Row, timings: Timings) -> list[Cell]:
+        names = ("measured, a step", "exposed", "bandwidth")
+        timing = timings.together(row.numbers)
+        if timing is None:
+            return [Cell(name, "?", 0.0) for name in names]
+        pairs = [(entry, timings.of[number]) for entry, number in zip(row.entries, row.numbers)]
+        sent = sum(entry.wire_bytes * each.runs for entry, each in pairs if each)
+        speed = sent / timing.seconds if timing.seconds else 0.0
+        texts = (
+            milliseconds(timing.seconds) + spread(timing),
+            milliseconds(timing.exposed_seconds),
+            f"{size(speed)}/s" if speed else "?",
         )
-
-    def _bytes_per_s(self, row: grouping.Row) -> float:
-        """Give what one device sends in a second of a row's measured time; 0 if not known."""
-        each = (
-            [(e, self.timings.of[n]) for e, n in zip(row.entries, row.numbers)]
-            if self.timings
-            else []
-        )
-        sent = sum(entry.wire_bytes * timing.runs for entry, timing in each if timing)
-        seconds = sum(timing.seconds for _, timing in each if timing)
-        return sent / seconds if seconds else 0.0
-
-    def _cost(self, row: grouping.Row) -> Worth:
-        total = Worth()
-        for number in row.numbers:
-            total = total.plus(self.ledger.cost(number))
-        return total
+        keys = timing.seconds, timing.exposed_seconds, speed
+        return [Cell(*cell) for cell in zip(names, texts, keys)]
 
     @property
     def note(self) -> str:
@@ -310,16 +293,19 @@ class Content:
             f"collective share its latency; {self.target.source}"
         )
 
+    # -- the parts of the report -------------------------------------------------------------
+
     @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
         """List all parts of the report: what to change, the collectives, other costs."""
+        cells = [self.cells(row) for row in self.rows]
+        columns = tuple(cell.column for cell in cells[0]) if cells else ()
+        texts = [tuple(cell.text for cell in row) for row in cells]
         made = (
             *self.changes,
-            Block("", self.note, self.columns, [*map(self.cells, self.rows)], len(self.columns) - 3)
-            if self.rows
-            else Block(""),
+            Block("", self.note, columns, texts, len(columns) - 3),
             *self.costs,
-            Block("Allowances that match nothing", items=tuple(map(named, self.unused))),
+            Block("Allowances that match nothing", items=tuple(map(line, self.unused))),
         )
         return tuple(block for block in made if block.rows or block.items)
 
@@ -331,111 +317,101 @@ class Content:
     @functools.cached_property
     def changes(self) -> tuple[Block, ...]:
         """List what to change: outputs that differ, findings and hints, those worth most first."""
-        todo = tuple(_unequal(one, "to do:", one.advice) for one in self.unequal)
-        stays = tuple(_unequal(one, "allowed:", reason) for one, reason in self.unequal_allowed)
-        reasons = grouping.alike(self.allowed, lambda pair: pair[1])
-        allowed = tuple(
+        todo = [_output(output, "to do:", output.advice) for output in self.unequal]
+        stays = [_output(output, "allowed:", reason) for output, reason in self.unequal_allowed]
+        allowed = [
             item(same, reason=pairs[0][1])
-            for pairs in reasons
+            for pairs in alike(self.allowed, lambda pair: pair[1])
             for same in findings.alike(finding for finding, _ in pairs)
-        )
-        alike = grouping.alike(
-            self.hints, lambda h: (h.kind, h.entry.what, h.entry.source, h.advice)
-        )
+        ]
         made = (
-            Block(UNEQUAL, items=todo),
-            Block(f"{UNEQUAL}, allowed", items=stays),
+            Block(UNEQUAL, items=tuple(todo)),
+            Block(f"{UNEQUAL}, allowed", items=tuple(stays)),
             self._ranked("Findings", findings.alike(self.findings)),
-            self._ranked("Could be cheaper", alike),
-            Block("Allowed", items=allowed),
+            self._ranked("Could be cheaper", alike_hints(self.hints)),
+            Block("Allowed", items=tuple(allowed)),
         )
         return tuple(block for block in made if block.items)
 
     def _ranked(self, title: str, groups: Iterable[Sequence[Finding | Hint]]) -> Block:
-        """List what is alike, the costliest first, and what is below 1% together in one line."""
-        ranked = sorted(groups, key=self._rank)
+        """List groups, the costliest first, and fold those below 1% together into one line."""
+
+        def rank(group: Sequence[Finding | Hint]) -> tuple[float, ...]:
+            worth, first = self._worth(group), _NEVER_FOLDED.get(group[0].kind, 1)
+            exposed = self.ledger.exposed_seconds(group)
+            return first, -exposed, -worth.seconds, -worth.bytes, -worth.round_trips
+
+        ranked = sorted(groups, key=rank)
         movable = [group for group in ranked if group[0].kind not in _NEVER_FOLDED]
-        worths = [self._worth(group) for group in movable]
-        folded = movable[len(movable) - self.ledger.folded(worths) :]
+        folded = movable[len(movable) - self.ledger.folded([*map(self._worth, movable)]) :]
         shown = [group for group in ranked if not any(group is other for other in folded)]
         rest = ""
         if folded:
             worth = self._worth([one for group in folded for one in group])
+            firsts = [(group[0].kind, group[0].entry) for group in folded[:_LISTED]]
             names = [
-                f"{group[0].kind} {group[0].entry.what}"
-                + (f" at {grouping.here(group[0].entry.source)}" if group[0].entry.source else "")
-                for group in folded
+                f"{kind} {entry.what}" + (f" at {here(entry.source)}" if entry.source else "")
+                for kind, entry in firsts
             ]
-            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-            part = grouping.percent(worth.bytes, self.ledger.total.bytes)
-            rest = (
-                f"below 1% together: {', '.join(names[:_LISTED])}{more} "
-                f"({grouping.size(worth.bytes)}, {part})"
-            )
-        return Block(title, items=tuple(map(self._item, shown)), rest=rest)
+            more = f" and {len(folded) - _LISTED} more" if len(folded) > _LISTED else ""
+            part = percent(worth.bytes, self.ledger.total.bytes)
+            rest = f"below 1% together: {', '.join(names)}{more} ({size(worth.bytes)}, {part})"
+        return Block(title, items=tuple(map(self.item, shown)), rest=rest)
 
-    def _item(self, group: Sequence[Finding | Hint]) -> Item:
-        took = ""
+    def item(self, group: Sequence[Finding | Hint]) -> Item:
+        """Say all of findings or hints that are alike, with what they save and took."""
+        time = ""
         if self.timings is not None:
             timing = self.ledger.timing(group)
-            took = grouping.took(timing, self.timings.step_seconds) + grouping.spread(timing)
-        return item(group, self.saves(group), took=took)
-
-    def _rank(self, group: Sequence[Finding | Hint]) -> tuple[float, ...]:
-        worth = self._worth(group)
-        kind = group[0].kind
-        first = 0 if kind == "may hang" else 2 if kind == "declared" else 1
-        exposed = self.ledger.exposed_seconds(group)
-        return (first, -exposed, -worth.seconds, -worth.bytes, -worth.round_trips)
+            time = took(timing, self.timings.step_seconds) + spread(timing)
+        return item(group, self.saves(group), took=time)
 
 
-def named(name: str) -> Item:
-    """Make an item of a name alone."""
-    return Item("", name, "", ())
+def line(text: str) -> Item:
+    """Make an item of one line."""
+    return Item("", text, "", ())
 
 
-def _unequal(one: outputs.Unequal, label: str, todo: str) -> Item:
-    return Item(one.kind, one.what, "", (("because", one.because), (label, todo)))
+def _output(output: outputs.Unequal, label: str, text: str) -> Item:
+    return Item(output.kind, output.what, "", (("because", output.because), (label, text)))
+
+
+def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
+    """Gather hints that differ in nothing but their bytes and their place in the program."""
+    return alike(some, lambda hint: (hint.kind, hint.entry.what, hint.entry.source, hint.advice))
 
 
 @checked
-def item(
-    same: Sequence[Finding | Hint],
-    saves: str = "",
-    reason: str = "",
-    advice: str | None = None,
-    took: str = "",
-) -> Item:
+def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", took: str = "") -> Item:
     """Say what there is to say of findings or hints that are alike.
 
     Args:
       same: findings, or hints.
       saves: what following the advice saves.
       reason: why they stay, of allowed ones.
-      advice: what to do; their own if None.
       took: what they took in a measured step.
     """
     first, count = same[0], len(same)
     verdict, entry = first.verdict, first.entry
-    name = verdict.collective.name
-    name = name if count == 1 else f"{name} and {count - 1} like it"
-    many = f"{count} x " if count > 1 else ""
-    part = ""
-    if verdict.range is not None and count == 1:
+    each, name, part = sizes([each.entry.bytes for each in same]), verdict.collective.name, ""
+    if count > 1:
+        name += f" and {count - 1} like it"
+    elif verdict.range is not None:
         part = f", elements {verdict.range.start}:{verdict.range.stop} of its operand"
-    what = f"{many}{entry.what}, {grouping.sizes([e.entry.bytes for e in same])}{part} ({name})"
-    lines = [(label, text) for label, text in (("saves", saves), ("took", took)) if text]
+    what = f"{f'{count} x ' if count > 1 else ''}{entry.what}, {each}{part} ({name})"
+    lines = [("saves", saves), ("took", took)]
     if isinstance(first, Finding):
         lines.append(("because", verdict.reason))
-        if verdict.rests_on:
-            rests = (s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)
-            lines.append(("resting on:", "; ".join(rests)))
-    todo = first.advice if advice is None else advice
-    if reason:
-        lines.append(("allowed:", reason))
-    elif todo:
-        lines.append(("to do:", grouping.here(todo)))
-    return Item(first.kind, what, grouping.here(entry.source), tuple(lines), entry)
+        lines.append(("resting on:", resting_on(verdict)))
+    lines.append(("allowed:", reason) if reason else ("to do:", here(first.advice)))
+    return Item(
+        first.kind, what, here(entry.source), tuple(pair for pair in lines if pair[1]), entry
+    )
+
+
+def resting_on(verdict: hlo.Verdict) -> str:
+    """List what a verdict rests on; empty for nothing."""
+    return "; ".join(s.detail if s.source == "assumption" else str(s) for s in verdict.rests_on)
 
 
 @checked(own=("target",))
@@ -461,13 +437,10 @@ def content(
         False, those in loops that one before or after the loop replaces, above 1% of the bytes.
       timings: what a profile measured of each verdict's collective.
     """
-    found = findings.find(judgement, strict)
-    could = hints(judgement)
-    costly = dearer(could, None if cheapest else judgement)
-    found += costly
-    could = [hint for hint in could if all(hint is not one.hint for one in costly)]
+    all_hints = hints(judgement)
+    costly = dearer(all_hints, None if cheapest else judgement)
     allow = allow or findings.Allowances()
-    stay, allowed, unused = allow.split(found)
+    stay, allowed, unused = allow.split(findings.find(judgement, strict) + costly)
     unequal, unequal_allowed, unused_too = allow.split(outputs.find(judgement))
     account = accounts.of(judgement)
     on = None if target is None else estimates.target(target)
@@ -477,6 +450,7 @@ def content(
         worth = ledger.worth(one)
         return -ledger.exposed_seconds([one]), -worth.seconds, -worth.bytes
 
+    left = [hint for hint in all_hints if all(hint is not finding.hint for finding in costly)]
     return Content(
         title or judgement.module.name,
         judgement,
@@ -484,7 +458,7 @@ def content(
         tuple(sorted(stay, key=costliest)),
         tuple(allowed),
         tuple(name for name in unused if name in unused_too),
-        tuple(sorted(could, key=costliest)),
+        tuple(sorted(left, key=costliest)),
         ledger,
         tuple(unequal),
         tuple(unequal_allowed),

@@ -12,7 +12,7 @@ from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
 from shardrules.report.content import Content
 
-__all__ = ["SCHEMA", "as_json"]
+__all__ = ["SCHEMA", "as_dict", "as_json"]
 
 SCHEMA = 1  # it grows when a field changes its meaning or goes
 
@@ -23,90 +23,87 @@ def as_json(what: Content) -> str:
 
     ``collectives`` are single runs, ``totals`` are over all runs of one execution.
     """
-    on, on_profile = what.target, what.timings
+    return json.dumps(as_dict(what), indent=1) + "\n"
+
+
+def as_dict(what: Content) -> dict[str, Any]:
+    """Return a report as JSON's types."""
+    target, timings, ledger = what.target, what.timings, what.ledger
     numbers = {id(verdict): n for n, verdict in enumerate(what.judgement.verdicts)}
     by_axes = what.account.by("over").items()
+    measured = timings and {
+        "step_seconds": timings.step_seconds,
+        "avoidable_seconds": what.avoidable.exposed_seconds,
+        "device": timings.device,
+        "ran": timings.ran,
+        "busy": timings.busy,
+    }
 
     def saves(one: Finding | Hint) -> dict[str, Any]:
-        worth = what.ledger.worth(one)
-        return {
-            "collective": numbers[id(one.verdict)],
-            "saves": {**worth._asdict(), "share": what.ledger.share(worth)},
-        }
+        worth = ledger.worth(one)
+        saved = {**worth._asdict(), "share": ledger.share(worth)}
+        return {"collective": numbers[id(one.verdict)], "saves": saved}
 
-    data = {
+    return {
         "schema": SCHEMA,
         "title": what.title,
         "module": what.judgement.module.name,
         "mesh": what.account.mesh,
         "device_count": what.account.device_count,
         "convention": accounts.CONVENTION,
-        "estimated_on": on and {"name": on.name, "source": on.source},
+        "estimated_on": target and {"name": target.name, "source": target.source},
         "clean": what.clean,
         "avoidable": {
             **what.avoidable._asdict(),
-            "share": what.ledger.share(what.avoidable),
+            "share": ledger.share(what.avoidable),
             "at_most_unproven": what.in_doubt._asdict(),
         },
-        "measured": on_profile
-        and {
-            "step_seconds": on_profile.step_seconds,
-            "avoidable_seconds": what.avoidable.exposed_seconds,
-            "device": on_profile.device,
-            "ran": on_profile.ran,
-            "busy": on_profile.busy,
-        },
-        "unequal_outputs": [dataclasses.asdict(one) for one in what.unequal],
+        "measured": measured,
+        "unequal_outputs": [dataclasses.asdict(output) for output in what.unequal],
         "unequal_outputs_allowed": [
-            {**dataclasses.asdict(one), "allowed_because": reason}
-            for one, reason in what.unequal_allowed
+            {**dataclasses.asdict(output), "allowed_because": reason}
+            for output, reason in what.unequal_allowed
         ],
         "total": dataclasses.asdict(what.account.total),
         "by_axes": {over: dataclasses.asdict(total) for (over,), total in by_axes},
-        "collectives": _collectives(what),
+        "collectives": [_collective(what, n) for n in range(len(what.account.entries))],
         "findings": [{"kind": f.kind, "advice": f.advice, **saves(f)} for f in what.findings],
         "allowed": [{"kind": f.kind, "reason": reason, **saves(f)} for f, reason in what.allowed],
         "unused_allowances": list(what.unused),
         "hints": [
             {
-                "kind": h.kind,
-                "bytes_before": h.bytes_before,
-                "bytes_after": h.bytes_after,
-                "advice": h.advice,
+                **{n: getattr(h, n) for n in ("kind", "bytes_before", "bytes_after", "advice")},
                 **saves(h),
             }
             for h in what.hints
         ],
         "outputs": _outputs(what),
         "costs": [
-            {"title": b.title, "note": b.note, "columns": b.columns, "rows": b.rows}
-            for b in what.costs
+            {name: getattr(block, name) for name in ("title", "note", "columns", "rows")}
+            for block in what.costs
         ],
     }
-    return json.dumps(data, indent=1) + "\n"
 
 
-def _collectives(what: Content) -> list[dict[str, Any]]:
-    collectives: list[dict[str, Any]] = []
-    for number, (entry, verdict) in enumerate(zip(what.account, what.judgement.verdicts)):
-        collectives.append(
-            {
-                **{f.name: getattr(entry, f.name) for f in dataclasses.fields(entry)},
-                "group_size": verdict.collective.group_size,
-                "needed_axes": verdict.needed_axes,
-                "range": [verdict.range.start, verdict.range.stop] if verdict.range else None,
-                "rests_on": [
-                    {"what": s.what, "source": s.source, "status": s.status, "detail": s.detail}
-                    for s in verdict.rests_on
-                ],
-            }
-        )
-        if what.target is not None:
-            collectives[-1]["estimated_seconds"] = what.ledger.seconds[number]
-        if what.timings is not None:
-            timing = what.timings.of[number]
-            collectives[-1]["measured"] = timing and timing._asdict()
-    return collectives
+def _collective(what: Content, number: int) -> dict[str, Any]:
+    verdict = what.judgement.verdicts[number]
+    part = verdict.range
+    data = {
+        **dataclasses.asdict(what.account.entries[number]),
+        "group_size": verdict.collective.group_size,
+        "needed_axes": verdict.needed_axes,
+        "range": [part.start, part.stop] if part else None,
+        "rests_on": [
+            {name: getattr(support, name) for name in ("what", "source", "status", "detail")}
+            for support in verdict.rests_on
+        ],
+    }
+    if what.target is not None:
+        data["estimated_seconds"] = what.ledger.seconds[number]
+    if what.timings is not None:
+        timing = what.timings.of[number]
+        data["measured"] = timing and timing._asdict()
+    return data
 
 
 def _outputs(what: Content) -> list[dict[str, Any]]:
@@ -114,13 +111,13 @@ def _outputs(what: Content) -> list[dict[str, Any]]:
     promises = what.judgement.promises or (None,) * len(what.judgement.outputs)
     return [
         {
-            "path": list(o.path),
-            "name": None if promise is None else outputs.name(promise[0]),
-            "sharding": None if promise is None else promise[1],
-            "shape": str(o.shape),
-            "equal": o.equal,
-            "varying": o.varying,
-            "reason": o.reason,
+            "path": list(output.path),
+            "name": promise and outputs.name(promise[0]),
+            "sharding": promise and promise[1],
+            "shape": str(output.shape),
+            "equal": output.equal,
+            "varying": output.varying,
+            "reason": output.reason,
         }
-        for o, promise in zip(what.judgement.outputs, promises)
+        for output, promise in zip(what.judgement.outputs, promises)
     ]

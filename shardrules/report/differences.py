@@ -1,4 +1,4 @@
-"""What changed between two programs, as text, Markdown and JSON."""
+"""What changed between two programs, as text, Markdown, JSON, and a page of both."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ from collections.abc import Callable, Sequence
 
 from shardrules.arguments import checked
 from shardrules.costs.comparing import Change
-from shardrules.report.blocks import Block, as_markdown
-from shardrules.report.compared import compared
+from shardrules.report.blocks import Block
 from shardrules.report.content import Content
 from shardrules.report.data import SCHEMA
+from shardrules.report.drawn import escaped
 from shardrules.report.grouping import size
+from shardrules.report.page import html_table, meshes, tiles, timeline, whole, wide
+from shardrules.report.text import as_markdown
 
-__all__ = ["DIFFS"]
+__all__ = ["DIFFS", "compared"]
+
+# From what a change is called to the colour that it has elsewhere on such pages.
+_COLOURS = {
+    "came": "redundant",
+    "grew": "overwide",
+    "moved": "unproven",
+    "shrank": "needed",
+    "went": "needed",
+}
 
 
 def _total(what: Content) -> str:
@@ -35,28 +46,80 @@ def _markdown(before: Content, after: Content, changes: Sequence[Change]) -> str
     lines = [f"# {before.title} and {after.title}", ""]
     if not changes:
         return "\n".join([*lines, f"The same collectives: {before.account.total}."]) + "\n"
-    rows = [("", "before", "after"), ("**all**", _total(before), _total(after))]
-    rows += [
-        (
-            f"{change.status}: {change.what}",
-            str(change.before) if change.status != "came" else "",
-            str(change.after) if change.status != "went" else "",
-        )
-        for change in changes
-    ]
-    (heads, *cells) = rows
-    return "\n".join([*lines, *as_markdown([Block("", columns=heads, rows=cells)])]).rstrip() + "\n"
+    rows = [("**all**", _total(before), _total(after))]
+    for change in changes:
+        was = "" if change.status == "came" else str(change.before)
+        now = "" if change.status == "went" else str(change.after)
+        rows.append((f"{change.status}: {change.what}", was, now))
+    block = Block("", columns=("", "before", "after"), rows=rows)
+    return "\n".join([*lines, *as_markdown([block])]).rstrip() + "\n"
 
 
 @checked
 def _json(before: Content, after: Content, changes: Sequence[Change]) -> str:
-    found = {
-        "schema": SCHEMA,
-        "before": {"title": before.title, "total": dataclasses.asdict(before.account.total)},
-        "after": {"title": after.title, "total": dataclasses.asdict(after.account.total)},
-        "changes": [dataclasses.asdict(change) for change in changes],
+    def side(what: Content) -> dict[str, object]:
+        return {"title": what.title, "total": dataclasses.asdict(what.account.total)}
+
+    differences = [dataclasses.asdict(change) for change in changes]
+    data = {"schema": SCHEMA, "before": side(before), "after": side(after), "changes": differences}
+    return json.dumps(data, indent=1) + "\n"
+
+
+@checked
+def compared(before: Content, after: Content, changes: Sequence[Change]) -> str:
+    """Return a page of two reports: what changed, groups on the mesh, both timelines.
+
+    Args:
+      before: of the first program.
+      after: of the second.
+      changes: what ``comparing.compare`` returned of the two.
+    """
+    named = {"before": before, "after": after}
+    totals = [what.account.total for what in named.values()]
+    figures = (
+        ("collectives run", [f"{total.count:,}" for total in totals]),
+        ("on the wire, per device", [size(total.wire_bytes) for total in totals]),
+        ("findings", [str(len(what.findings)) for what in named.values()]),
+    )
+    title = f"{before.title} and {after.title}"
+    body = [
+        f"<header><h1>{escaped(title)}</h1>",
+        *(f'<p class="dim">{name}: {escaped(what.headline)}.</p>' for name, what in named.items()),
+        tiles((name, f"{a} \N{RIGHTWARDS ARROW} {b}") for name, (a, b) in figures),
+        "</header><main><section><h2>Changes</h2>",
+        _table(changes) if changes else "<p>The same collectives.</p>",
+        "</section>",
+        meshes(named) if any(total.sites for total in totals) else "",
+        *(
+            timeline(what, f"{name.capitalize()}, in program order", False)
+            for name, what in named.items()
+            if what.account.entries
+        ),
+        "</main>",
+    ]
+    return whole(f"{title}: collectives", body)
+
+
+def _table(changes: Sequence[Change]) -> str:
+    columns = {
+        "change": "",
+        "collective, element type and source": "",
+        "before": "n less",
+        "after": "n less",
+        "wire bytes": "n",
     }
-    return json.dumps(found, indent=1) + "\n"
+    rows = []
+    for change in changes:
+        more = change.after.wire_bytes - change.before.wire_bytes
+        sign = "+" if more > 0 else "-" if more < 0 else ""
+        rows.append(
+            f'<tr><td><span class="badge {_COLOURS[change.status]}">{change.status}</span></td>'
+            f"<td>{escaped(change.what)}</td>"
+            f'<td class="n less">{escaped(change.before)}</td>'
+            f'<td class="n less">{escaped(change.after)}</td>'
+            f'<td class="n">{sign}{size(abs(more))}</td></tr>'
+        )
+    return wide("changes", html_table("Changes, the costliest first", columns, rows))
 
 
 # From a format to what writes it of both programs and the changes that ``compare`` found.

@@ -6,11 +6,12 @@ import html
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from shardrules.report.grouping import counted, milliseconds
 from shardrules.report.timeline import Event
 
-__all__ = ["escaped", "groups_on_mesh", "strip", "timed"]
+__all__ = ["Mark", "escaped", "groups_on_mesh", "strip", "timed"]
 
 _CELLS = 256  # devices that are drawn; a larger mesh shows its first ones
 _ACROSS = 16  # of them in a line
@@ -27,6 +28,14 @@ _MOST = 4000  # runs of collectives in it, the longest
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
 
 
+class Mark(NamedTuple):
+    """What a bar is of: the id of its row in a table, or nothing; its verdict; what it says."""
+
+    row: str
+    verdict: str
+    says: str
+
+
 def escaped(value: object) -> str:
     """Write what came from a program so that a browser takes it for text."""
     return html.escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(value)))
@@ -38,9 +47,12 @@ def _svg(
     return (
         f'<svg role="{role}" aria-label="{escaped(label)}" class="{kind}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}">'
-        + "".join(parts)
-        + "</svg>"
+        f"{''.join(parts)}</svg>"
     )
+
+
+def _text(x: float, y: float, inside: str, more: str = "") -> str:
+    return f'<text class="dim" x="{x:g}" y="{y:g}"{more}>{inside}</text>'
 
 
 def groups_on_mesh(
@@ -55,36 +67,31 @@ def groups_on_mesh(
     The last mesh axis runs to the right, the others downwards.
     """
     axes = dict(mesh) if mesh else {"devices": device_count}
-    names = list(axes)
-    across = axes[names[-1]] if len(names) > 1 else math.isqrt(device_count - 1) + 1
+    *down, right = axes
+    across = axes[right] if down else math.isqrt(device_count - 1) + 1
     across = max(1, min(across, _ACROSS, device_count))
     shown = min(device_count, _CELLS)
     side = 30 if shown <= 64 else 16
     step, left, top = side + 4, 8, 20
+    head = f"{' x '.join(down)} \N{DOWNWARDS ARROW} " if down else ""
+    head += f"{right} \N{RIGHTWARDS ARROW}"
     group_of = {device: n for n, group in enumerate(groups) for device in group}
-    size = {n: len(group) for n, group in enumerate(groups)}
 
     def place(device: int) -> tuple[float, float]:
         return left + device % across * step + side / 2, top + device // across * step + side / 2
 
-    head = (f"{' x '.join(names[:-1])} \N{DOWNWARDS ARROW} " if names[:-1] else "") + (
-        f"{names[-1]} \N{RIGHTWARDS ARROW}"
-    )
-    parts = [f'<text class="dim" x="{left}" y="12">{escaped(head)}</text>']
+    parts = [_text(left, 12, escaped(head))]
     for device in range(shown):
-        x, y = place(device)
-        group = group_of.get(device)
-        alone = group is None or size[group] < 2
-        says = f"device {device}"
-        if mesh:
-            says += " (" + ", ".join(f"{a}={i}" for a, i in _coordinates(device, axes)) + ")"
+        (x, y), group = place(device), group_of.get(device)
+        says = f"device {device}" + (_coordinates(device, axes) if mesh else "")
+        colour, marks = "none", ""
         if group is not None:
             members = groups[group]
             more = ", ..." if len(members) > _MEMBERS else ""
             says += f": group {group} of {len(groups)}: "
-            says += ", ".join(str(m) for m in members[:_MEMBERS]) + more
-        marks = f' data-g="{group}"' if group is not None else ""
-        colour = "none" if alone or group is None else f"g{group % _COLOURS}"
+            says += ", ".join(map(str, members[:_MEMBERS])) + more
+            colour, marks = f"g{group % _COLOURS}", f' data-g="{group}"'
+            colour = "none" if len(members) < 2 else colour
         parts.append(
             f'<rect class="cell {colour}"{marks} x="{x - side / 2:g}" y="{y - side / 2:g}" '
             f'width="{side}" height="{side}" rx="4"><title>{escaped(says)}</title></rect>'
@@ -100,59 +107,73 @@ def groups_on_mesh(
     height = top + -(-shown // across) * step
     if shown < device_count:
         height += 16
-        parts.append(
-            f'<text class="dim" x="{left}" y="{height - 4}">the first {shown} of '
-            f"{device_count:,} devices</text>"
-        )
+        parts.append(_text(left, height - 4, f"the first {shown} of {device_count:,} devices"))
     return _svg(max(left + across * step, 8 * len(head)) + 4, height, label, "mesh", parts)
 
 
-def _coordinates(device: int, axes: Mapping[str, int]) -> list[tuple[str, int]]:
-    found = []
-    for name in reversed(list(axes)):
-        found.append((name, device % axes[name]))
-        device //= axes[name]
-    return found[::-1]
+def _coordinates(device: int, axes: Mapping[str, int]) -> str:
+    """Write a device's place on the mesh, `` (data=1, model=0)``."""
+    parts: list[str] = []
+    for name, count in reversed([*axes.items()]):
+        parts.insert(0, f"{name}={device % count}")
+        device //= count
+    return f" ({', '.join(parts)})"
 
 
 def _arrow(start: tuple[float, float], end: tuple[float, float], side: float) -> str:
     """Draw an arrow between two cells, bent a little, so that two ways stay apart."""
-    (x0, y0), (x1, y1) = start, end
-    length = math.hypot(x1 - x0, y1 - y0)
-    ux, uy = (x1 - x0) / length, (y1 - y0) / length
-    x0, y0, x1, y1 = (
-        x0 + ux * side * 0.3,
-        y0 + uy * side * 0.3,
-        x1 - ux * side * 0.3,
-        y1 - uy * side * 0.3,
-    )
-    mx, my = (x0 + x1) / 2 - uy * side * 0.35, (y0 + y1) / 2 + ux * side * 0.35
-    tx, ty = x1 - mx, y1 - my
-    long = math.hypot(tx, ty) or 1.0
-    tx, ty = tx / long * 5, ty / long * 5
+    first, last = complex(*start), complex(*end)
+    along = (last - first) / abs(last - first)
+    first, last = first + along * side * 0.3, last - along * side * 0.3
+    bend = (first + last) / 2 + along * 1j * side * 0.35
+    back = (last - bend) / abs(last - bend) * 5
+
+    def at(*points: complex) -> str:
+        return " ".join(f"{point.real:.1f} {point.imag:.1f}" for point in points)
+
+    barbs = last - back + back * 0.6j, last - back - back * 0.6j
     return (
-        f'<path class="edge" d="M{x0:.1f} {y0:.1f}Q{mx:.1f} {my:.1f} {x1:.1f} {y1:.1f}'
-        f"M{x1 - tx - ty * 0.6:.1f} {y1 - ty + tx * 0.6:.1f}L{x1:.1f} {y1:.1f}"
-        f'L{x1 - tx + ty * 0.6:.1f} {y1 - ty - tx * 0.6:.1f}"/>'
+        f'<path class="edge" d="M{at(first)}Q{at(bend, last)}M{at(barbs[0])}L{at(last)}'
+        f'L{at(barbs[1])}"/>'
+    )
+
+
+def _bar(
+    mark: Mark,
+    x: float,
+    wide: float,
+    bar: tuple[float, float],
+    column: tuple[float, float],
+    log: float,
+) -> str:
+    """Draw a bar; its whole column takes the pointer. Both have a top and a height."""
+    (y, high), (top, tall), says = bar, column, escaped(mark.says)
+    link = f'a href="#{mark.row}"' if mark.row else "g"
+    return (
+        f'<{link} tabindex="0" aria-label="{says}">'
+        f'<path class="back" d="M{x:.2f} {top}h{wide:.2f}v{tall}h-{wide:.2f}z"/>'
+        f'<rect data-row="{mark.row}" data-log="{log:.1f}" class="{mark.verdict}" x="{x:.2f}" '
+        f'y="{round(y, 1):g}" width="{wide:.2f}" height="{high:.1f}"><title>{says}</title></rect>'
+        f"</{link[0]}>"
     )
 
 
 def strip(
-    events: Sequence[Event], bars: Sequence[tuple[str, str, str, int]], phases: Sequence[str]
+    events: Sequence[Event], marks: Sequence[Mark], sizes: Sequence[int], phases: Sequence[str]
 ) -> str:
     """Draw the collectives in program order: loops above them, phases below.
 
     Args:
       events: in program order.
-      bars: for each collective the id of its row in a table, or nothing, its verdict, what it
-        is, and the wire bytes of all its runs, which are the heights.
+      marks: one for each collective.
+      sizes: the wire bytes of all its runs, which are the heights.
       phases: each collective's.
     """
-    count = sum(e.kind == "collective" for e in events)
+    count = sum(event.kind == "collective" for event in events)
     pitch = max(3.0, min(27.0, 1080 / max(1, count)))
     gap = min(3.0, pitch / 4)
     wide = pitch - gap
-    most = max((b[3] for b in bars), default=0) or 1
+    most = max(sizes, default=0) or 1
     nesting = deepest = 0
     for event in events:
         nesting += {"collective": 0, "end": -1}.get(event.kind, 1)
@@ -160,93 +181,73 @@ def strip(
     top, x = 18 * deepest + 6, 4.0
     base = top + _HEIGHT
     parts: list[str] = []
-    opened: list[tuple[float, Event]] = []
+    opened: list[tuple[float, str]] = []
     spans: list[tuple[str, float, float]] = []
     for event in events:
         if event.kind == "collective":
-            row, verdict, says, size = bars[event.number]
+            size, phase = sizes[event.number], phases[event.number]
             high = max(_LOWEST, _HEIGHT * size / most)
             log = max(_LOWEST, _HEIGHT * math.log1p(size) / math.log1p(most))
-            bar = (
-                f'<rect data-row="{row}" data-log="{log:.1f}" class="{verdict}" x="{x:.2f}" '
-                f'y="{base - high:.1f}" width="{wide:.2f}" height="{high:.1f}">'
-                f"<title>{escaped(says)}</title></rect>"
+            parts.append(
+                _bar(marks[event.number], x, wide, (base - high, high), (top, _HEIGHT), log)
             )
-            # The whole column takes the pointer, however low its bar is.
-            back = f'<path class="back" d="M{x:.2f} {top}h{wide:.2f}v{_HEIGHT}h-{wide:.2f}z"/>'
-            link = f'a href="#{row}"' if row else "g"
-            label = escaped(says)
-            parts.append(f'<{link} tabindex="0" aria-label="{label}">{back}{bar}</{link[0]}>')
-            phase = phases[event.number]
-            if spans and spans[-1][0] == phase:
-                spans[-1] = (phase, spans[-1][1], x + wide)
-            else:
-                spans.append((phase, x, x + wide))
+            start = spans.pop()[1] if spans and spans[-1][0] == phase else x
+            spans.append((phase, start, x + wide))
             x += wide + gap
         elif event.kind == "end":
-            start, of = opened.pop()
+            start, label = opened.pop()
             y, end = 18 * len(opened) + 4, max(x - gap, start + wide)
             parts.append(
                 f'<path class="edge" d="M{start:.1f} {base:g}V{y + 12}H{end:.1f}V{base:g}" '
-                f'stroke-dasharray="2 3"/>'
-                f'<text class="dim" x="{start + 2:.1f}" y="{y + 8}">{escaped(of.label)}</text>'
+                f'stroke-dasharray="2 3"/>{_text(start + 2, y + 8, escaped(label))}'
             )
-            x = max(x, start + 6.2 * len(of.label)) + 5
+            x = max(x, start + 6.2 * len(label)) + 5
         else:
-            opened.append((x, event))
+            opened.append((x, event.label))
             x += 4
-    for phase, start, end in spans:
-        title = f"<title>{escaped(phase)}</title>"
-        parts.append(f'<path class="edge" d="M{start:.1f} {base + 5}H{end:.1f}">{title}</path>')
-        # Under a few parts of a combined one there is no room for a word.
-        shown = phase if end - start > 6 * len(phase) else phase[:1]
-        if end - start > 6 * len(shown):
-            parts.append(
-                f'<text class="dim" x="{start:.1f}" y="{base + 18}">{title}{escaped(shown)}</text>'
-            )
+    parts += [_span(phase, start, end, base) for phase, start, end in spans]
     label = f"{count} collectives in program order, each with its wire bytes; listed in the table"
     return _svg(max(x + 4, 200), base + 24, label, "strip", parts, "group")
 
 
-def timed(
-    ran: Sequence[tuple[str, str, str, float, float]], busy: Sequence[tuple[float, float]]
-) -> str:
+def _span(phase: str, start: float, end: float, base: float) -> str:
+    """Draw how far a phase goes, with its name; with its first letter where that has no room."""
+    title = f"<title>{escaped(phase)}</title>"
+    line = f'<path class="edge" d="M{start:.1f} {base + 5}H{end:.1f}">{title}</path>'
+    shown = phase if end - start > 6 * len(phase) else phase[:1]
+    if end - start <= 6 * len(shown):
+        return line
+    return line + _text(start, base + 18, f"{title}{escaped(shown)}")
+
+
+def timed(runs: Sequence[tuple[Mark, float, float]], busy: Sequence[tuple[float, float]]) -> str:
     """Draw a measured step to time: its collectives, those that overlap below each other.
 
     Args:
-      ran: of each the id of its row in a table, its verdict, what it is, start and end in seconds.
+      runs: of collectives, each with its start and its end in seconds.
       busy: when the device ran anything else, which is drawn below them.
     """
-    last = max([*(one[4] for one in ran), *(end for _, end in busy), 1e-9])
+    last = max([*(end for *_, end in runs), *(end for _, end in busy), 1e-9])
     scale = _WIDTH / last
-    drawn: list[tuple[float, str]] = []
-    free: list[float] = []  # when each lane's last collective ended
-    for row, verdict, says, start, end in sorted(ran, key=lambda one: one[3]):
-        lane = next((n for n, until in enumerate(free) if until <= start), len(free))
-        free[lane : lane + 1] = [end]
-        x, wide, y = 4 + start * scale, max(_NARROWEST, (end - start) * scale), 4 + lane * _LANE
-        high, label = _LANE - 4, escaped(says)
-        back = f'<path class="back" d="M{x:.2f} {y}h{wide:.2f}v{high}h-{wide:.2f}z"/>'
-        bar = (
-            f'<rect data-row="{row}" data-log="{high}" class="{verdict}" x="{x:.2f}" y="{y}" '
-            f'width="{wide:.2f}" height="{high}"><title>{label}</title></rect>'
-        )
-        link = f'a href="#{row}"'
-        drawn.append((end - start, f'<{link} tabindex="0" aria-label="{label}">{back}{bar}</a>'))
-    shortest = sorted((took for took, _ in drawn), reverse=True)[:_MOST][-1] if drawn else 0.0
-    parts = [part for took, part in drawn if took >= shortest]
-    base = 4 + len(free) * _LANE
+    lanes: list[float] = []  # when each lane's last collective ended
+    bars: list[tuple[float, str]] = []
+    for mark, start, end in sorted(runs, key=lambda run: run[1]):
+        lane = next((n for n, until in enumerate(lanes) if until <= start), len(lanes))
+        lanes[lane : lane + 1] = [end]
+        place, wide = (4 + lane * _LANE, _LANE - 4), max(_NARROWEST, (end - start) * scale)
+        bar = _bar(mark, 4 + start * scale, wide, place, place, _LANE - 4)
+        bars.append((end - start, bar))
+    shortest = min(sorted((took for took, _ in bars), reverse=True)[:_MOST], default=0.0)
+    parts = [bar for took, bar in bars if took >= shortest]
+    base = 4 + len(lanes) * _LANE
     lines = "".join(
         f"M{4 + a * scale:.2f} {base + 5}h{max(_NARROWEST, (b - a) * scale):.2f}" for a, b in busy
     )
     parts.append(f'<path class="busy" d="{lines}"><title>anything else</title></path>')
-    for part in range(5):
-        x = 4 + _WIDTH * part / 4
-        anchor = "start" if not part else "end" if part == 4 else "middle"
+    for quarter, anchor in enumerate(("start", "middle", "middle", "middle", "end")):
+        x = 4 + _WIDTH * quarter / 4
         parts.append(f'<path class="edge" d="M{x:g} {base + 12}v4"/>')
-        parts.append(
-            f'<text class="dim" x="{x:g}" y="{base + 28}" text-anchor="{anchor}">'
-            f"{milliseconds(last * part / 4)}</text>"
-        )
-    label = f"{counted(len(ran), 'run')} of collectives in a measured step, drawn to time"
+        time = milliseconds(last * quarter / 4)
+        parts.append(_text(x, base + 28, time, f' text-anchor="{anchor}"'))
+    label = f"{counted(len(runs), 'run')} of collectives in a measured step, drawn to time"
     return _svg(_WIDTH + 8, base + 32, label, "strip", parts, "group")

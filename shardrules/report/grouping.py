@@ -1,8 +1,9 @@
-"""What is alike stands on one line of a report, with a count and with units."""
+"""Numbers with their units, and collectives that are alike as one row with a count."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -27,8 +28,18 @@ def size(count: float) -> str:
     for unit in ("kB", "MB", "GB", "TB"):
         value /= 1000
         if value < 999.5:
-            break
-    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+            return f"{value:.3g} {unit}"
+    return f"{value:.0f} TB"
+
+
+def sizes(counts: Sequence[int]) -> str:
+    """Write the bytes of one, or of each of several with their sum where they differ."""
+    low, high = min(counts), max(counts)
+    if len(counts) == 1:
+        return size(low)
+    if low == high:
+        return f"{size(low)} each"
+    return f"{size(low)} to {size(high)} each, {size(sum(counts))} in all"
 
 
 def counted(count: int, noun: str, of: int | None = None) -> str:
@@ -54,7 +65,7 @@ def here(source: str) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Write a share: three digits at most, and no 0% of what is something."""
+    """Write a share: three digits at most, and 0% only of nothing."""
     share = part / whole if whole else 0.0
     if 0 < share < 0.001:
         return "<0.1%"
@@ -69,17 +80,15 @@ def duration(seconds: float) -> str:
     return f"{seconds / 1e-9:.3g} ns"
 
 
-def of_step(avoidable_seconds: float, step_seconds: float) -> str:
-    """Say which part of a measured step can be avoided: ``avoidable: 3.1 ms of 41.0 ms a step``."""
-    part = f" ({avoidable_seconds / step_seconds:.1%})" if step_seconds else ""
-    return (
-        f"avoidable: {milliseconds(avoidable_seconds)} of {milliseconds(step_seconds)} a step{part}"
-    )
-
-
 def milliseconds(seconds: float) -> str:
     """Write a measured time."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def of_step(avoidable_seconds: float, step_seconds: float) -> str:
+    """Say which part of a measured step can be avoided: ``avoidable: 3.1 ms of 41.0 ms a step``."""
+    of = f"avoidable: {milliseconds(avoidable_seconds)} of {milliseconds(step_seconds)} a step"
+    return f"{of} ({avoidable_seconds / step_seconds:.1%})" if step_seconds else of
 
 
 def took(timing: Timing | None, step_seconds: float) -> str:
@@ -92,28 +101,18 @@ def took(timing: Timing | None, step_seconds: float) -> str:
 
 
 def spread(timing: Timing | None) -> str:
-    """Say how far devices are apart, where they are: a straggler then, not a slow collective."""
+    """Name the fastest device where the slowest one is far behind it; empty elsewhere."""
     if timing is None or not timing.spread:
         return ""
     return f" (from {milliseconds(timing.fastest_seconds)}, on {timing.fastest_device})"
 
 
-def sizes(counts: Sequence[int]) -> str:
-    """Write the bytes of one, or of each of several with their sum where they differ."""
-    low, high = min(counts), max(counts)
-    if len(counts) == 1:
-        return size(low)
-    if low == high:
-        return f"{size(low)} each"
-    return f"{size(low)} to {size(high)} each, {size(sum(counts))} in all"
-
-
 def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[tuple[T, ...]]:
     """Gather what has the same key, in the order in which each key comes first."""
-    found: dict[Hashable, list[T]] = {}
+    groups: dict[Hashable, list[T]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return [tuple(members) for members in found.values()]
+        groups.setdefault(key(item), []).append(item)
+    return [tuple(members) for members in groups.values()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +129,7 @@ class Row:
 
     @property
     def first(self) -> accounts.Entry:
-        """Give one for all."""
+        """Return one for all."""
         return self.entries[0]
 
     @property
@@ -142,23 +141,18 @@ class Row:
     def runs(self) -> str:
         """Say how often each runs in one execution."""
         runs = self.first.runs
-        if runs is None:
-            return "?"
-        return f"at most {runs}" if self.first.at_most else str(runs)
+        return "?" if runs is None else f"{'at most ' if self.first.at_most else ''}{runs}"
 
     @property
     def total(self) -> accounts.Totals:
         """Sum up all runs of all of them."""
-        found = accounts.Totals()
-        for entry in self.entries:
-            found = found.plus(entry)
-        return found
+        return functools.reduce(accounts.Totals.plus, self.entries, accounts.Totals())
 
 
 def rows(account: accounts.Account) -> tuple[Row, ...]:
     """List the rows of an account, in the order of the text."""
-    found = alike(
+    groups = alike(
         enumerate(account.entries),
         lambda numbered: dataclasses.replace(numbered[1], reason="", groups="", loop_depth=0),
     )
-    return tuple(Row(tuple(e for _, e in row), tuple(n for n, _ in row)) for row in found)
+    return tuple(Row(tuple(e for _, e in row), tuple(n for n, _ in row)) for row in groups)

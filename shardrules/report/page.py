@@ -7,15 +7,15 @@ import functools
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.costs import accounts, comparing
 from shardrules.report import drawn
 from shardrules.report.blocks import Block, Item
-from shardrules.report.content import ESTIMATED, MEASURED, SHARE, Content
-from shardrules.report.drawn import escaped
+from shardrules.report.content import Content, resting_on
+from shardrules.report.drawn import Mark, escaped
 from shardrules.report.grouping import (
     Row,
     alike,
@@ -28,7 +28,7 @@ from shardrules.report.grouping import (
 )
 from shardrules.report.timeline import events
 
-__all__ = ["meshes", "page", "section", "tiles", "timeline", "whole"]
+__all__ = ["html_table", "meshes", "page", "section", "tiles", "timeline", "whole", "wide"]
 
 VERDICTS = ("needed", "overwide", "redundant", "unproven")
 _BARS = 12  # source lines that are drawn
@@ -37,6 +37,8 @@ _OPEN = 6  # items of a list up to which all are unfolded
 _SITES = 20  # of a row that are listed
 _AROUND = 2  # lines above and below one that is shown
 _LARGEST = 1 << 20  # bytes of a source file that is read
+# Columns of the table of collectives that a narrow screen shows in the unfolded row only.
+_HIDDEN = ("sites", "runs", "bytes", "wire bytes", "est. a run", "bandwidth", "source")
 
 
 @checked
@@ -69,7 +71,7 @@ def page(what: Content) -> str:
     body = [
         f"<header><h1>{escaped(what.title)}</h1>",
         tiles(figures),
-        f'<p class="dim">{escaped(what.headline[len(what.title) + 2 :])}.</p>',
+        f'<p class="dim">{escaped(what.about)}.</p>',
         "</header><main>",
         *map(section, what.changes),
         _pictures(what),
@@ -106,9 +108,39 @@ def _asset(name: str) -> str:
 
 
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:
-    """Write what comes first: figures, each with what it is."""
+    """Write the figures at the top, each with what it is."""
     shown = "".join(f"<li><b>{escaped(v)}</b>{escaped(k)}</li>" for k, v in pairs)
     return f'<ul class="tiles">{shown}</ul>'
+
+
+def wide(name: str, inside: str) -> str:
+    """Let a wide part scroll by itself, by keys too."""
+    name = escaped(name)
+    return f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{inside}</div>'
+
+
+def html_table(
+    caption: str, columns: Mapping[str, str], rows: Iterable[str], kind: str = ""
+) -> str:
+    """Write a table with a hidden caption, from its columns' names, each with its CSS classes."""
+    start, end = ('<button type="button">', "</button>") if kind == "collectives" else ("", "")
+    heads = "".join(
+        f'<th scope="col"{_class(classes)}>{start}{escaped(column)}{end}</th>'
+        for column, classes in columns.items()
+    )
+    body = "\n".join(rows)
+    return (
+        f'<table{_class(kind)}><caption class="said">{escaped(caption)}</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _class(names: str) -> str:
+    return f' class="{names}"' if names else ""
+
+
+def _dim(lines: Iterable[str]) -> str:
+    return "".join(f'<p class="dim">{escaped(line)}</p>' for line in lines)
 
 
 def _badge(verdict: str, kind: str = "") -> str:
@@ -121,35 +153,36 @@ def _badge(verdict: str, kind: str = "") -> str:
 def _pictures(what: Content) -> str:
     if not what.account.entries:
         return '<p class="dim">No collectives.</p>'
-    found = [_tools(what), timeline(what, "In program order", True), _timed(what)]
-    found.append('<div class="side">')
-    numbers = range(len(what.account.entries))
-    axes = ((what.account.entries[n].over or "one device", n) for n in numbers)
-    lines = ((_where(what.account.entries[n]) or "(no source line)", n) for n in numbers)
-    for title, pairs in (("By mesh axes", axes), ("Costly source lines", lines)):
-        found.append(_bars(f"{title} (wire bytes per device)", _sums(what, pairs)))
-    return "\n".join([*found, "</div>", _table(what), meshes({"": what})])
+    entries = list(enumerate(what.account.entries))
+    axes = ((entry.over or "one device", n) for n, entry in entries)
+    lines = ((_where(entry) or "(no source line)", n) for n, entry in entries)
+    parts = [
+        _tools(what),
+        timeline(what, "In program order", True),
+        _timed(what),
+        '<div class="side">',
+        _bars("By mesh axes (wire bytes per device)", _sums(what, axes)),
+        _bars("Costly source lines (wire bytes per device)", _sums(what, lines)),
+        "</div>",
+        _table(what),
+        meshes({"": what}),
+    ]
+    return "\n".join(parts)
 
 
 def _tools(what: Content) -> str:
     """Write what filters the timeline and the table together."""
-    held = {row.first.verdict for row in what.rows}
+    present = {row.first.verdict for row in what.rows}
     boxes = "".join(
         f'<label><input type="checkbox" class="verdict" checked value="{v}"> {v}</label>'
         for v in VERDICTS
-        if v in held
+        if v in present
     )
     return (
         '<div class="tools" role="search"><input type="search" placeholder="kind, axis, file ..." '
         f'aria-label="search the collectives">{boxes}'
         '<label><input type="checkbox" class="log"> logarithmic bars</label><output></output></div>'
     )
-
-
-def _key(verdicts: Iterable[str]) -> str:
-    held = set(verdicts)
-    shown = "".join(f'<li><i class="{v}"></i>{v}</li>' for v in VERDICTS if v in held)
-    return f'<ul class="key">{shown}</ul>'
 
 
 def _where(entry: accounts.Entry) -> str:
@@ -160,14 +193,14 @@ def _where(entry: accounts.Entry) -> str:
     return str(hlo.Frame(file, entry.line, entry.function))
 
 
-def _notations(*programs: Content) -> dict[str, str]:
-    """List the distinct device groups, those that move most first, each with an id."""
-    found: dict[str, int] = {}
+def _ids(*programs: Content) -> dict[str, str]:
+    """Return an id for each distinct set of device groups, those that move most first."""
+    moved: dict[str, int] = {}
     for what in programs:
         for number, entry in enumerate(what.account):
-            found[entry.groups] = found.get(entry.groups, 0) + what.ledger.cost(number).bytes
-    order = sorted(found, key=lambda notation: -found[notation])
-    return {notation: f"mesh{n}" for n, notation in enumerate(order)}
+            moved[entry.groups] = moved.get(entry.groups, 0) + what.ledger.cost(number).bytes
+    order = sorted(moved, key=lambda groups: -moved[groups])
+    return {groups: f"mesh{n}" for n, groups in enumerate(order)}
 
 
 def meshes(programs: dict[str, Content]) -> str:
@@ -177,110 +210,120 @@ def meshes(programs: dict[str, Content]) -> str:
       programs: by what they are called; a lone one by nothing.
     """
     figures = []
-    for notation, name in _notations(*programs.values()).items():
-        picture, captions = "", []
-        for called, what in programs.items():
-            numbers = [n for n, e in enumerate(what.account) if e.groups == notation]
-            entries = [what.account.entries[n] for n in numbers]
-            if not entries:
-                captions.append(f"<br>{escaped(called)}: none")
-                continue
-            over = entries[0].over or "one device"
-            if not picture:
-                collective = what.judgement.verdicts[numbers[0]].collective
-                picture = drawn.groups_on_mesh(
-                    collective.groups,
-                    collective.pairs,
-                    what.account.mesh,
-                    what.account.device_count,
-                    f"device groups of collectives over {over}",
-                )
-                captions.insert(0, f"over <b>{escaped(over)}</b>")
-            kinds = alike(entries, lambda e: e.kind)
-            sums = _sums(what, ((over, n) for n in numbers))[over]
-            captions.append(
-                f"{'<br>' if called else ''}{escaped(called)}: "
-                + ", ".join(f"{len(same)} {same[0].kind}" for same in kinds)
-                + f"; {size(sum(sums.values()))} on the wire per device"
-                + _bar(sums, sum(sums.values()))
-            )
-        figures.append(
-            f'<figure id="{name}">{picture}<figcaption>{"".join(captions)}</figcaption></figure>'
+    for groups, figure_id in _ids(*programs.values()).items():
+        numbers = {
+            called: [n for n, entry in enumerate(what.account) if entry.groups == groups]
+            for called, what in programs.items()
+        }
+        called, first = next((called, held[0]) for called, held in numbers.items() if held)
+        what = programs[called]
+        over = what.account.entries[first].over or "one device"
+        collective = what.judgement.verdicts[first].collective
+        picture = drawn.groups_on_mesh(
+            collective.groups,
+            collective.pairs,
+            what.account.mesh,
+            what.account.device_count,
+            f"device groups of collectives over {over}",
         )
-    more = figures[_MESHES:]
+        captions = [_caption(name, programs[name], held) for name, held in numbers.items()]
+        figures.append(
+            f'<figure id="{figure_id}">{picture}<figcaption>over <b>{escaped(over)}</b>'
+            f"{''.join(captions)}</figcaption></figure>"
+        )
+    rest = figures[_MESHES:]
+    more = (
+        f"<details><summary>{len(rest)} more</summary>"
+        f'<div class="meshes">{"".join(rest)}</div></details>'
+    )
     return (
         '<section><h2>Groups on the mesh</h2><div class="meshes">'
         + "\n".join(figures[:_MESHES])
-        + "</div>"
-        + (
-            f"<details><summary>{len(more)} more</summary>"
-            f'<div class="meshes">{"".join(more)}</div></details>'
-            if more
-            else ""
-        )
-        + "</section>"
+        + f"</div>{more if rest else ''}</section>"
+    )
+
+
+def _caption(called: str, what: Content, numbers: Sequence[int]) -> str:
+    """Say what a program runs over some groups."""
+    head = f"{'<br>' if called else ''}{escaped(called)}: "
+    if not numbers:
+        return f"{head}none"
+    kinds = alike((what.account.entries[n].kind for n in numbers), lambda kind: kind)
+    (sums,) = _sums(what, (("", n) for n in numbers)).values()
+    whole_bytes = sum(sums.values())
+    counts = ", ".join(f"{len(same)} {same[0]}" for same in kinds)
+    return f"{head}{counts}; {size(whole_bytes)} on the wire per device{_bar(sums, whole_bytes)}"
+
+
+def _marks(what: Content, amounts: Iterable[tuple[int, str]], linked: bool = True) -> list[Mark]:
+    """Say what collectives are, by their numbers, and link them to their rows if wanted."""
+    rows = {number: f"row{n}" for n, row in enumerate(what.rows) for number in row.numbers}
+    marks = []
+    for number, amount in amounts:
+        entry = what.account.entries[number]
+        where = f", at {_where(entry)}" if entry.file else ""
+        says = f"{entry.what}: {entry.verdict}, {amount}{where}"
+        marks.append(Mark(rows[number] if linked else "", entry.verdict, says))
+    return marks
+
+
+def _picture(name: str, picture: str, below: str) -> str:
+    return (
+        f"<section><h2>{escaped(name)}</h2>{wide(name, picture)}"
+        f'<p class="point" aria-live="polite"></p>{below}</section>'
     )
 
 
 def timeline(what: Content, title: str, linked: bool) -> str:
     """Draw the collectives in program order, each linked to its row of the table if wanted."""
-    rows = {number: f"row{n}" for n, row in enumerate(what.rows) for number in row.numbers}
-    whole_bytes = what.ledger.total.bytes
-    bars = []
-    for n, e in enumerate(what.account):
-        moved = what.ledger.cost(n).bytes
-        says = f"{e.what}: {e.verdict}, {size(moved)} on the wire, {percent(moved, whole_bytes)}"
-        says += f", at {_where(e)}" if e.file else ""
-        bars.append((rows[n] if linked else "", e.verdict, says, moved))
-    picture = drawn.strip(events(what.judgement), bars, [e.phase for e in what.account])
-    name = escaped(title)
-    phases = ", ".join(dict.fromkeys(e.phase for e in what.account))
-    return (
-        f"<section><h2>{name}</h2>"
-        f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{picture}</div>'
-        '<p class="point" aria-live="polite"></p>'
-        + _key(e.verdict for e in what.account)
-        + '<p class="dim">Heights are wire bytes of all runs; below stand the '
-        f"phases, or their first letters ({phases}).</p></section>"
+    moved = [what.ledger.cost(n).bytes for n in range(len(what.account.entries))]
+    total = what.ledger.total.bytes
+    amounts = [f"{size(n)} on the wire, {percent(n, total)}" for n in moved]
+    marks = _marks(what, enumerate(amounts), linked)
+    phases = [entry.phase for entry in what.account]
+    picture = drawn.strip(events(what.judgement), marks, moved, phases)
+    present = {entry.verdict for entry in what.account}
+    key = "".join(f'<li><i class="{v}"></i>{v}</li>' for v in VERDICTS if v in present)
+    note = (
+        "Heights are wire bytes of all runs; below stand the phases, or their first letters "
+        f"({', '.join(dict.fromkeys(phases))})."
     )
+    return _picture(title, picture, f'<ul class="key">{key}</ul>{_dim([note])}')
 
 
 def _timed(what: Content) -> str:
     """Draw the step that a profile measured, its collectives linked to their rows."""
     if what.timings is None or not what.timings.ran:
         return ""
-    rows = {number: f"row{n}" for n, row in enumerate(what.rows) for number in row.numbers}
-    runs = []
-    for number, start, end in what.timings.ran:
-        entry = what.account.entries[number]
-        says = f"{entry.what}: {entry.verdict}, {milliseconds(end - start)} from "
-        says += f"{milliseconds(start)} on" + (f", at {_where(entry)}" if entry.file else "")
-        runs.append((rows[number], entry.verdict, says, start, end))
-    picture = drawn.timed(runs, what.timings.busy)
-    return (
-        "<section><h2>A step as it ran</h2>"
-        f'<div class="wide" tabindex="0" role="region" aria-label="A step as it ran">{picture}'
-        '</div><p class="point" aria-live="polite"></p>'
-        f'<p class="dim">Measured on {escaped(what.timings.device)}, whose collectives took '
-        "longest in all. The grey line is when it ran anything else: what "
-        "it covers of a collective is hidden.</p></section>"
+    marks = _marks(
+        what,
+        (
+            (number, f"{milliseconds(end - start)} from {milliseconds(start)} on")
+            for number, start, end in what.timings.ran
+        ),
     )
+    runs = [(mark, start, end) for mark, (_, start, end) in zip(marks, what.timings.ran)]
+    note = (
+        f"Measured on {what.timings.device}, whose collectives took longest in all. The grey line "
+        "is when it ran anything else: what it covers of a collective is hidden."
+    )
+    return _picture("A step as it ran", drawn.timed(runs, what.timings.busy), _dim([note]))
 
 
 def _sums(what: Content, pairs: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
     """Sum wire bytes up by label and verdict, the costliest first."""
-    found: dict[str, dict[str, int]] = {}
+    sums: dict[str, dict[str, int]] = {}
     for label, number in pairs:
-        line = found.setdefault(label, dict.fromkeys(VERDICTS, 0))
-        line[what.account.entries[number].verdict] += what.ledger.cost(number).bytes
-    return dict(sorted(found.items(), key=lambda item: -sum(item[1].values())))
+        of_label = sums.setdefault(label, dict.fromkeys(VERDICTS, 0))
+        of_label[what.account.entries[number].verdict] += what.ledger.cost(number).bytes
+    return dict(sorted(sums.items(), key=lambda pair: -sum(pair[1].values())))
 
 
-def _bar(line: dict[str, int], most: int) -> str:
+def _bar(sums: dict[str, int], most: int) -> str:
     parts = "".join(
         f'<span class="{v}" style="width:{100 * n / max(1, most):.2f}%" title="{v}: {size(n)}">'
         "</span>"
-        for v, n in line.items()
+        for v, n in sums.items()
         if n
     )
     return f'<div class="bar">{parts}</div>'
@@ -288,22 +331,18 @@ def _bar(line: dict[str, int], most: int) -> str:
 
 def _bars(title: str, sums: dict[str, dict[str, int]]) -> str:
     """Write a table whose middle column is drawn."""
-    every = [sum(line.values()) for line in sums.values()]
-    most = max(every)
-    rows = "\n".join(
-        f'<tr><th scope="row">{escaped(label)}</th><td>{_bar(line, most)}</td>'
-        f'<td class="n">{size(sum(line.values()))}</td>'
-        f'<td class="n">{percent(sum(line.values()), sum(every))}</td></tr>'
-        for label, line in list(sums.items())[:_BARS]
+    totals = {label: sum(of_label.values()) for label, of_label in sums.items()}
+    most, every = max(totals.values()), sum(totals.values())
+    rows = (
+        f'<tr><th scope="row">{escaped(label)}</th><td>{_bar(of_label, most)}</td>'
+        f'<td class="n">{size(totals[label])}</td>'
+        f'<td class="n">{percent(totals[label], every)}</td></tr>'
+        for label, of_label in list(sums.items())[:_BARS]
     )
-    more = f'<p class="dim">and {len(sums) - _BARS} more</p>' if len(sums) > _BARS else ""
-    return (
-        f'<section><h2>{escaped(title)}</h2><table class="bars"><caption class="said">'
-        f'{escaped(title)}</caption><thead class="said"><tr><th scope="col">of</th>'
-        '<th scope="col">by verdict</th><th scope="col">bytes</th><th scope="col">share</th></tr>'
-        "</thead>"
-        f"<tbody>{rows}</tbody></table>{more}</section>"
-    )
+    columns = dict.fromkeys(("of", "by verdict", "bytes", "share"), "")
+    more = _dim([f"and {len(sums) - _BARS} more"] if len(sums) > _BARS else [])
+    table = html_table(title, columns, rows, "bars")
+    return f"<section><h2>{escaped(title)}</h2>{table}{more}</section>"
 
 
 # -- what is written ------------------------------------------------------------------------------
@@ -312,24 +351,18 @@ def _bars(title: str, sums: dict[str, dict[str, int]]) -> str:
 def section(block: Block) -> str:
     """Write a part of a report: a list, or a table."""
     if not block.rows and not block.items:
-        return f'<p class="dim">{escaped(block.note)}</p>' if block.note else ""
-    title = escaped(block.title)
-    shown = f"<section><h2>{title}</h2>" if title else "<section>"
+        return _dim([block.note] if block.note else [])
+    parts = [f"<h2>{escaped(block.title)}</h2>" if block.title else ""]
     if block.items:
         items = "".join(_item(item, len(block.items) <= _OPEN) for item in block.items)
         rest = f'<li class="dim">{escaped(block.rest)}</li>' if block.rest else ""
-        shown += f'<ul class="remarks">{items}{rest}</ul>'
+        parts.append(f'<ul class="remarks">{items}{rest}</ul>')
     if block.rows:
-        heads = "".join(f'<th scope="col">{escaped(c)}</th>' for c in block.columns)
-        rows = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in block.rows)
-        name = title or "programs"
-        shown += (
-            f'<div class="wide" tabindex="0" role="region" aria-label="{name}"><table>'
-            f'<caption class="said">{name}</caption><thead><tr>{heads}</tr></thead>'
-            f"<tbody>{rows}</tbody></table></div>"
-        )
-    notes = (f"{note[0].upper()}{note[1:]}." for note in block.note.splitlines())
-    return shown + "".join(f'<p class="dim">{escaped(n)}</p>' for n in notes) + "</section>"
+        name = block.title or "programs"
+        rows = ("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in block.rows)
+        table = html_table(name, dict.fromkeys(block.columns, ""), rows)
+        parts.append(wide(name, table))
+    return f"<section>{''.join(parts)}{_dim(block.notes)}</section>"
 
 
 def _cell(cell: object) -> str:
@@ -341,78 +374,64 @@ def _item(item: Item, is_open: bool) -> str:
     if not item.kind:
         return f"<li><code>{escaped(item.what)}</code></li>"
     where = f" at <code>{escaped(item.source)}</code>" if item.source else ""
-    saves = "".join(
-        f"<b>saves {escaped(text)}</b>: " for label, text in item.lines if label == "saves"
-    )
+    lines = dict(item.lines)
+    saves = f"<b>saves {escaped(lines.pop('saves'))}</b>: " if "saves" in lines else ""
     verdict = item.entry.verdict if item.entry else "unproven"
-    lines = "".join(
+    written = "".join(
         f"<p><b>{escaped(label)}</b> {escaped(text)}</p>"
-        for label, text in sorted(item.lines, key=lambda line: line[0] == "resting on:")
-        if label != "saves"
+        for label, text in sorted(lines.items(), key=lambda line: line[0] == "resting on:")
     )
     return (
         f"<li><details{' open' if is_open else ''}><summary>{_badge(verdict, item.kind)} "
         f'{saves}{escaped(item.what)}{where}</summary><div class="fold">'
-        + (_excerpt(item.entry) if item.entry else "")
-        + f"{lines}</div></details></li>"
+        f"{_excerpt(item.entry) if item.entry else ''}{written}</div></details></li>"
     )
-
-
-# Of the table's columns, what hides one on a narrow screen, and what sorts it as a number.
-_CLASSES = {
-    **dict.fromkeys(("sites", "runs", "bytes", "wire bytes", ESTIMATED[0]), "n less"),
-    **dict.fromkeys(("in all", SHARE, MEASURED[1], ESTIMATED[1]), "n"),
-    MEASURED[0]: "n measured",
-    MEASURED[2]: "n less",
-    "source": "less",
-}
 
 
 def _table(what: Content) -> str:
-    if not what.rows:
-        return ""
-    heads = "".join(
-        f'<th scope="col" class="{_CLASSES.get(name, "")}"><button type="button">{name}</button>'
-        "</th>"
-        for name in what.columns
+    columns = {}
+    for cell in what.cells(what.rows[0]):
+        classes = {"n": cell.key is not None, "less": cell.column in _HIDDEN}
+        classes["measured"] = cell.column == "measured, a step"
+        columns[cell.column] = " ".join(name for name, is_so in classes.items() if is_so)
+    ids = _ids(what)
+    rows = (_row(what, n, row, ids, columns) for n, row in enumerate(what.rows))
+    caption = "Collectives; those that are alike are one row"
+    note = (
+        "Not proven equal is not proven different. Source lines are quoted from the files as they "
+        "are now."
     )
-    groups = _notations(what)
-    rows = "\n".join(_row(what, n, row, groups) for n, row in enumerate(what.rows))
+    notes = Block("", what.note).notes
     return (
         '<section><h2>Collectives</h2><button type="button" class="unfold">Unfold all</button>'
-        '<div class="wide" tabindex="0" role="region" aria-label="collectives">'
-        '<table class="collectives"><caption class="said">Collectives; those that are alike are '
-        f"one row</caption><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
-        + "".join(
-            f'<p class="dim">{escaped(n[0].upper() + n[1:])}.</p>' for n in what.note.splitlines()
-        )
-        + '<p class="dim">Not proven equal is not proven different. Source lines are quoted from '
-        "the files as they are now.</p></section>"
+        + wide("collectives", html_table(caption, columns, rows, "collectives"))
+        + f"{_dim([*notes, note])}</section>"
     )
 
 
-def _row(what: Content, number: int, row: Row, groups: dict[str, str]) -> str:
-    one = row.first
-    ids = " ".join(dict.fromkeys(groups[e.groups] for e in row.entries))
-    shown = what.cells(row)
-    numbers = list(zip(what.columns[2:-1], shown[2:-1], what.keys(row)))
-    hidden = ", ".join(f"{name}: {text}" for name, text, _ in numbers if "less" in _CLASSES[name])
-    about = "" if what.target is None else f", {shown[-3]} a run"
+def _row(
+    what: Content, number: int, row: Row, ids: dict[str, str], columns: Mapping[str, str]
+) -> str:
+    first = row.first
+    cells = {cell.column: cell for cell in what.cells(row)}
+    numbers = [cell for cell in cells.values() if cell.key is not None]
+    hidden = ", ".join(f"{c.column}: {c.text}" for c in numbers if c.column in _HIDDEN)
+    estimated = f", {cells['est. a run'].text} a run" if "est. a run" in cells else ""
     says = (
-        f"{one.what}: {one.verdict}, {row.sites} x {size(one.wire_bytes * (one.runs or 1))} on the "
-        f"wire{about}, {one.source}"
+        f"{first.what}: {first.verdict}, {row.sites} x {size(first.wire_bytes * (first.runs or 1))}"
+        f" on the wire{estimated}, {first.source}"
     )
+    groups = " ".join(dict.fromkeys(ids[entry.groups] for entry in row.entries))
     return (
-        f'<tr id="row{number}" data-groups="{ids}" data-verdict="{one.verdict}" '
-        f'data-says="{escaped(says)}"><td data-key="{escaped(one.what)}"><details><summary>'
-        f"{escaped(one.what)} {escaped(one.element_type)}</summary>{_fold(what, row, hidden)}"
-        "</details>"
-        f"</td><td>{_badge(one.verdict)}</td>"
+        f'<tr id="row{number}" data-groups="{groups}" data-verdict="{first.verdict}" '
+        f'data-says="{escaped(says)}"><td data-key="{escaped(first.what)}"><details><summary>'
+        f"{escaped(first.what)} {escaped(first.element_type)}</summary>{_fold(what, row, hidden)}"
+        f"</details></td><td>{_badge(first.verdict)}</td>"
         + "".join(
-            f'<td class="{_CLASSES[name]}" data-key="{key}">{escaped(text)}</td>'
-            for name, text, key in numbers
+            f'<td class="{columns[c.column]}" data-key="{c.key}">{escaped(c.text)}</td>'
+            for c in numbers
         )
-        + f'<td class="less"><code>{escaped(_where(one))}</code></td></tr>'
+        + f'<td class="less"><code>{escaped(_where(first))}</code></td></tr>'
     )
 
 
@@ -426,22 +445,19 @@ def _fold(what: Content, row: Row, hidden: str) -> str:
     for same in alike(verdicts, lambda v: (v.reason, v.rests_on)):
         count = f"{len(same)} of {len(verdicts)}: " if len(same) < len(verdicts) else ""
         parts.append(f"<p>{count}because {escaped(same[0].reason)}</p>")
-        if same[0].rests_on:
-            rests = "; ".join(
-                s.detail if s.source == "assumption" else str(s) for s in same[0].rests_on
-            )
-            parts.append(f'<p class="dim">resting on: {escaped(rests)}</p>')
+        rests = resting_on(same[0])
+        parts.append(_dim([f"resting on: {rests}"] if rests else []))
     if row.first.source:
         parts.append(f"<p>at <code>{escaped(row.first.source)}</code></p>")
     parts.append(_excerpt(row.first))
-    groups = list(dict.fromkeys(e.groups for e in row.entries))
+    groups = list(dict.fromkeys(entry.groups for entry in row.entries))
     parts += [f'<p class="dim">groups <code>{escaped(g)}</code></p>' for g in groups[:_SITES]]
-    names = list(dict.fromkeys(v.collective.name for v in verdicts))
+    names = list(dict.fromkeys(verdict.collective.name for verdict in verdicts))
     more = f" and {len(names) - _SITES} more" if len(names) > _SITES else ""
     shown = ", ".join(names[:_SITES]) + more
     parts.append(f'<p class="dim">in the compiled text: <code>{escaped(shown)}</code></p>')
-    each = sizes([e.bytes for e in row.entries])
-    parts.append(f'<p class="dim">operands of {escaped(each)}</p>' if row.sites > 1 else "")
+    if row.sites > 1:
+        parts.append(_dim([f"operands of {sizes([entry.bytes for entry in row.entries])}"]))
     return f'<div class="fold">{"".join(parts)}<div class="here"></div></div>'
 
 
@@ -453,7 +469,7 @@ def _lines(file: str) -> tuple[str, ...]:
         if path.suffix != ".py" or not path.is_file() or os.path.getsize(path) > _LARGEST:
             return ()
         return tuple(path.read_text(encoding="utf-8").splitlines())
-    except (OSError, ValueError):  # a name with a null byte, text that is no UTF-8
+    except (OSError, ValueError):  # a name with a null byte, text that is not UTF-8
         return ()
 
 

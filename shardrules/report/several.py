@@ -7,12 +7,10 @@ import html
 import json
 from collections.abc import Callable, Sequence
 
-from shardrules.report import text
+from shardrules.report import data, text
 from shardrules.report.annotations import github, sarif
-from shardrules.report.blocks import Block, as_markdown, as_text
-from shardrules.report.content import Content, named
-from shardrules.report.data import SCHEMA
-from shardrules.report.data import as_json as json_of_one
+from shardrules.report.blocks import Block
+from shardrules.report.content import Content, line
 from shardrules.report.drawn import escaped
 from shardrules.report.grouping import counted, duration, of_step, percent, size
 from shardrules.report.page import page, section, whole
@@ -22,7 +20,6 @@ __all__ = ["ONE", "Several", "WRITERS", "gather", "plain"]
 
 COLUMNS = (
     "program",
-    "times",
     "devices",
     "collectives",
     "runs",
@@ -30,10 +27,6 @@ COLUMNS = (
     "avoidable",
     "findings",
     "other",
-)
-NOTE = (
-    "wire bytes: what one device sends in one execution; times: how often JAX made a program of "
-    "which the report says the same"
 )
 
 
@@ -73,18 +66,22 @@ class Several:
     def shown(self) -> list[tuple[Content, int]]:
         """List the programs that have a collective or another cost, with their counts.
 
-        The loops of a program that does nothing else of interest (random bits, say) are none.
+        A program whose only costs are loops (random bits, say) is left out.
         """
         return [
             (content, count)
             for content, count in zip(self.contents, self.counts)
-            if content.account.entries or _costs(content, but=LOOPS) or content.changes
+            if content.account.entries or content.changes or {*_costs(content)} - {LOOPS}
         ]
 
     @property
-    def told(self) -> list[Content]:
-        """List the programs of which there is more to say than their row."""
-        return [content for content, _ in self.shown if content.changes or _costs(content)]
+    def detailed(self) -> list[Content]:
+        """List the programs of which there is more to say than their row, without allowances."""
+        return [
+            dataclasses.replace(content, unused=())  # these are listed below all programs
+            for content, _ in self.shown
+            if content.changes or _costs(content)
+        ]
 
     @property
     def measured(self) -> str:
@@ -100,69 +97,70 @@ class Several:
     def headline(self) -> str:
         """Say in one line what it comes to."""
         total = sum(self.counts) + len(self.failures)
-        worth = max(self.contents, key=lambda c: c.avoidable[1::-1], default=None)
+        worst = max(self.contents, key=lambda c: c.avoidable[1::-1], default=None)
         parts = [
             counted(total, "program") + (" compiled" if self.of_process else ""),
             f"{len(self.shown)} with collectives or other costs",
             counted(self.findings, "finding") if self.findings else "no findings",
+            f"in {worst.title} {worst.worth}" if worst is not None and worst.worth else "",
+            f"{len(self.failures)} can't be judged" if self.failures else "",
+            f"interrupted: {self.missing} not judged" if self.missing else "",
         ]
-        if worth is not None and worth.worth:
-            parts.append(f"in {worth.title} {worth.worth}")
-        if self.failures:
-            parts.append(f"{len(self.failures)} can't be judged")
-        if self.missing:
-            parts.append(f"interrupted: {self.missing} not judged")
-        return ", ".join(parts)
+        return ", ".join(filter(None, parts))
 
     @property
     def programs(self) -> Block:
         """Make the table of the programs; a file's program has no count."""
-        rows: list[tuple[str, ...]] = []
-        for content, count in self.shown:
-            total, avoidable = content.account.total, content.avoidable
-            runs = f"{'at most ' if total.at_most else ''}{total.count}"
-            mesh = content.account.mesh
-            axes = f" ({', '.join(f'{a}={n}' for a, n in mesh.items())})" if mesh else ""
-            saved = size(avoidable.bytes)
-            if avoidable.bytes:
-                saved += f" ({percent(avoidable.bytes, content.ledger.total.bytes)})"
-            if content.target is not None:
-                saved += f", ~{duration(avoidable.seconds)}"
-            rows.append(
-                (
-                    content.title,
-                    *([str(count)] if self.of_process else []),
-                    f"{content.account.device_count}{axes}",
-                    str(total.sites),
-                    runs + (f" and {total.unknown} in loops" if total.unknown else ""),
-                    size(total.wire_bytes),
-                    saved,
-                    content.kinds or "none",
-                    ", ".join(_costs(content)).lower(),
-                )
-            )
-        columns = COLUMNS if self.of_process else COLUMNS[:1] + COLUMNS[2:]
-        note = NOTE if self.of_process else NOTE.partition(";")[0]
+        columns: tuple[str, ...] = COLUMNS
+        rows: list[tuple[str, ...]] = [_row(content) for content, _ in self.shown]
+        notes = ["wire bytes: what one device sends in one execution"] if rows else []
+        if self.of_process:
+            columns = (*COLUMNS[:1], "times", *COLUMNS[1:])
+            rows = [(row[0], str(n), *row[1:]) for row, (_, n) in zip(rows, self.shown)]
+            times = "; times: how often JAX made a program of which the report says the same"
+            notes = [note + times for note in notes]
         rest = sum(self.counts) - sum(count for _, count in self.shown)
-        more = f"{rest} more {'programs have' if rest > 1 else 'program has'} no collective"
-        notes = [*([note] if rows else []), *([more] if rest else []), *self.notes]
-        return Block("", "\n".join(notes), columns, rows)
+        if rest:
+            notes.append(
+                f"{rest} more {'programs have' if rest > 1 else 'program has'} no collective"
+            )
+        return Block("", "\n".join([*notes, *self.notes]), columns, rows)
 
     @property
     def ends(self) -> list[Block]:
         """List what stands below the programs."""
-        why = tuple(named(f"{name}: {why}") for name, why in self.failures)
-        unused = tuple(map(named, self.unused))
+        why = tuple(line(f"{name}: {why}") for name, why in self.failures)
         made = (
             Block("Can't be judged", items=why),
-            Block("Allowances that match nothing", items=unused),
+            Block("Allowances that match nothing", items=tuple(map(line, self.unused))),
         )
         return [block for block in made if block.items]
 
 
-def _costs(content: Content, but: str = "") -> list[str]:
+def _costs(content: Content) -> list[str]:
     """Name the other costs of a program."""
-    return [block.title for block in content.costs if block.title != but]
+    return [block.title for block in content.costs]
+
+
+def _row(content: Content) -> tuple[str, ...]:
+    total, mesh, avoidable = content.account.total, content.account.mesh, content.avoidable
+    axes = f" ({', '.join(f'{a}={n}' for a, n in mesh.items())})" if mesh else ""
+    loops = f" and {total.unknown} in loops" if total.unknown else ""
+    saved = size(avoidable.bytes)
+    if avoidable.bytes:
+        saved += f" ({percent(avoidable.bytes, content.ledger.total.bytes)})"
+    if content.target is not None:
+        saved += f", ~{duration(avoidable.seconds)}"
+    return (
+        content.title,
+        f"{content.account.device_count}{axes}",
+        str(total.sites),
+        f"{'at most ' if total.at_most else ''}{total.count}{loops}",
+        size(total.wire_bytes),
+        saved,
+        content.kinds or "none",
+        ", ".join(_costs(content)).lower(),
+    )
 
 
 def gather(
@@ -180,19 +178,21 @@ def gather(
     alike: dict[object, tuple[Content, int]] = {}
     for number, (content, count) in enumerate(zip(contents, counts)):
         # Their texts may differ in a constant, or in what nothing here depends on.
-        key: object = json_of_one(content) if of_process else number
+        key: object = data.as_json(content) if of_process else number
         alike[key] = content, count + alike.get(key, (content, 0))[1]
-    order = sorted(
-        alike.values(),
-        key=lambda pair: (
-            all(one.kind != "differs" for one in pair[0].unequal),
-            -pair[0].avoidable.exposed_seconds,
-            -pair[0].avoidable.seconds,
-            -pair[0].avoidable.bytes,
-            -pair[0].account.total.wire_bytes,
-            -len(pair[0].findings),
-        ),
-    )
+
+    def costliest(pair: tuple[Content, int]) -> tuple[float, ...]:
+        content, saved = pair[0], pair[0].avoidable
+        return (
+            all(output.kind != "differs" for output in content.unequal),
+            -saved.exposed_seconds,
+            -saved.seconds,
+            -saved.bytes,
+            -content.account.total.wire_bytes,
+            -len(content.findings),
+        )
+
+    order = sorted(alike.values(), key=costliest)
     unused = [set(content.unused) for content in contents]
     return Several(
         tuple(content for content, _ in order),
@@ -206,62 +206,55 @@ def gather(
     )
 
 
-def _alone(content: Content) -> Content:
-    """Leave out what is said below all programs."""
-    return dataclasses.replace(content, unused=())
-
-
 def plain(what: Several) -> str:
     """Return the report as text."""
-    lines = [*filter(None, (what.measured, what.headline)), "", *as_text([what.programs])]
-    for content in what.told:
-        lines += ["=" * 72, text.plain(_alone(content))]
-    return "\n".join([*lines, *as_text(what.ends)]).rstrip() + "\n"
+    lines = [*filter(None, (what.measured, what.headline)), "", *text.as_text([what.programs])]
+    for content in what.detailed:
+        lines += ["=" * 72, text.plain(content)]
+    return "\n".join([*lines, *text.as_text(what.ends)]).rstrip() + "\n"
 
 
 def markdown(what: Several) -> str:
     """Return the report as GitHub's Markdown."""
     first = [f"{what.measured}.", ""] if what.measured else []
-    lines = ["# Programs", "", *first, what.headline + ".", "", *as_markdown([what.programs])]
-    for content in what.told:
+    lines = ["# Programs", "", *first, f"{what.headline}.", "", *text.as_markdown([what.programs])]
+    for content in what.detailed:
         # Its headings go one level down.
-        own = text.markdown(_alone(content)).splitlines()
+        own = text.markdown(content).splitlines()
         lines += [*(f"#{line}" if line.startswith("#") else line for line in own), ""]
-    return "\n".join([*lines, *as_markdown(what.ends)]).rstrip() + "\n"
+    return "\n".join([*lines, *text.as_markdown(what.ends)]).rstrip() + "\n"
 
 
 def as_json(what: Several) -> str:
     """Return the report as one JSON object, in which each program's own stands."""
     programs = [
-        {**json.loads(json_of_one(content)), "times": count}
+        {**data.as_dict(content), "times": count}
         for content, count in zip(what.contents, what.counts)
     ]
-    data = {
-        "schema": SCHEMA,
+    whole = {
+        "schema": data.SCHEMA,
         "clean": what.clean,
         "programs": programs,
         "failures": [{"program": name, "reason": why} for name, why in what.failures],
         "unused_allowances": list(what.unused),
         "not_judged": what.missing,
     }
-    return json.dumps(data, indent=1) + "\n"
+    return json.dumps(whole, indent=1) + "\n"
 
 
 def as_page(what: Several) -> str:
     """Return the report as one self-contained HTML page: a table, and each program's own page."""
     first = f"<p><b>{escaped(what.measured)}.</b></p>" if what.measured else ""
-    headline = escaped(what.headline)
-    body = [f"<header><h1>Programs</h1>{first}<p>{headline}.</p></header><main>"]
+    body = [f"<header><h1>Programs</h1>{first}<p>{escaped(what.headline)}.</p></header><main>"]
     body += map(section, (what.programs, *what.ends))
-    for content in what.told:
+    for content in what.detailed:
         # A frame of its own keeps each page's names and styles apart. Its links to #row would be
         # links to this page, which a frame in it may not load; the base makes them its own.
-        own = page(_alone(content))
-        own = html.escape(own.replace("<head>", '<head><base href="about:srcdoc">', 1))
+        own = page(content).replace("<head>", '<head><base href="about:srcdoc">', 1)
         title = escaped(content.headline)
         body.append(
             f"<details open><summary>{title}</summary>"
-            f'<iframe title="{title}" srcdoc="{own}"></iframe></details>'
+            f'<iframe title="{title}" srcdoc="{html.escape(own)}"></iframe></details>'
         )
     return whole("Programs", [*body, "</main>"])
 
@@ -270,7 +263,7 @@ def as_page(what: Several) -> str:
 ONE: dict[str, Callable[[Content], str]] = {
     "text": text.plain,
     "markdown": text.markdown,
-    "json": json_of_one,
+    "json": data.as_json,
     "html": page,
     "github": lambda content: github([content]),
     "sarif": lambda content: sarif([content]),

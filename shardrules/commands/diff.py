@@ -37,26 +37,26 @@ def run(arguments: argparse.Namespace) -> int:
     given = arguments.before, arguments.after
     if given.count("-") > 1:
         raise ShardrulesError("only one of the two programs can be read from stdin")
-    profiles = [profile.is_profile(name) for name in given]
-    if any(profiles):
-        return _of_profiles(given, profiles, arguments)
-    programs = reading.judged(given, arguments, each_alone=True)
-    before, after = (report.content(judged.judgement, title=judged.name) for judged in programs)
-    names = comparing.common_names(before.account, after.account)
-    changes = comparing.compare(
-        *(comparing.grouped(c.account, groups=True, names=names) for c in (before, after))
-    )
-    reading.write(report.DIFFS[arguments.format](before, after, changes), arguments)
-    return reading.FOUND if changes else reading.CLEAN
-
-
-def _of_profiles(
-    given: tuple[str, str], profiles: list[bool], arguments: argparse.Namespace
-) -> int:
-    if not all(profiles):
-        raise ShardrulesError(
-            f"{given[profiles.index(False)]} is no profile, and the other one is; give two profiles"
+    if any(map(profile.is_profile, given)):
+        text, changes = _of_profiles(given, arguments)
+    else:
+        programs = reading.judged(given, arguments, each_alone=True)
+        before, after = (report.content(judged.judgement, title=judged.name) for judged in programs)
+        names = comparing.common_names(before.account, after.account)
+        changes = comparing.compare(
+            *(comparing.grouped(c.account, groups=True, names=names) for c in (before, after))
         )
+        text = report.DIFFS[arguments.format](before, after, changes)
+    flags.write(text, arguments.output)
+    return flags.FOUND if changes else flags.CLEAN
+
+
+def _of_profiles(given: tuple[str, str], arguments: argparse.Namespace) -> tuple[str, list]:
+    for name in given:
+        if not profile.is_profile(name):
+            raise ShardrulesError(
+                f"{name} is not a profile, and the other one is; give two profiles"
+            )
     if arguments.format not in compared.WRITERS:
         raise ShardrulesError(
             f"profiles are compared as {', '.join(compared.WRITERS)}, not as {arguments.format}"
@@ -66,5 +66,4 @@ def _of_profiles(
     comparison = compared.compare(
         *(profile.profile(name, mesh=mesh, registry=registry) for name in given)
     )
-    reading.write(compared.WRITERS[arguments.format](comparison), arguments)
-    return reading.FOUND if comparison.changed else reading.CLEAN
+    return compared.WRITERS[arguments.format](comparison), comparison.changed

@@ -22,16 +22,12 @@ from shardrules.hooks.install import install, state
 
 __all__ = ["add_arguments", "run"]
 
+add_arguments = rules.add_arguments
 _OURS = "shardrules' table"  # the prefix of ``where`` for rules that this package ships
 _ABSENT = {  # absent devices to try each compiler with
     "tpu": ("v5e:2x4", lambda: aot.tpu("v5e:2x4")),
     "gpu": ("8 h100", lambda: aot.gpu("h100", 8)),
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``doctor``."""
-    rules.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,26 +49,24 @@ def run(arguments: argparse.Namespace) -> int:
     for name in _ABSENT:
         print(f"compiler for {name}: {_compiler(name)}")
     try:
-        print("\n".join(_rules()))
+        entries = registry.default.entries()
     except RegistrationError as error:
         trouble = str(error)
         print(f"rules: {error}")
+    else:
+        others = [entry for entry in entries if not entry.where.startswith(_OURS)]
+        ours = _counted(entry.library for entry in entries if entry not in others)
+        print(f"rules: {len(others)}, and in {_OURS}: {ours}")
+        for entry in others:
+            print(f"  {entry.name}: {entry.rule.name}, from {entry.where}")
     print("private names of JAX:")
     for name, path, wrong in internals.names():
         print(f"  {name}: {path} {wrong or 'found'}")
     return 1 if trouble else 0
 
 
-def _rules() -> list[str]:
-    entries = registry.default.entries()
-    others = [entry for entry in entries if not entry.where.startswith(_OURS)]
-    ours = collections.Counter(e.library for e in entries if e not in others)
-    first = f"rules: {len(others)}, and in {_OURS}: {_counted(ours)}"
-    return [first, *(f"  {e.name}: {e.rule.name}, from {e.where}" for e in others)]
-
-
-def _counted(counts: collections.Counter[str]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+def _counted(kinds: Iterator[str]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in sorted(collections.Counter(kinds).items()))
 
 
 def _line(error: BaseException) -> str:
@@ -115,11 +109,9 @@ def _trouble() -> str:
 
 def _devices() -> str:
     try:
-        devices = places.devices()
+        return _counted(f"{d.platform} ({d.device_kind})" for d in places.devices())
     except Exception as error:  # a backend may raise anything
         return f"{type(error).__name__}: {_line(error)}"
-    counts = collections.Counter(f"{d.platform} ({d.device_kind})" for d in devices)
-    return _counted(counts)
 
 
 def _compiler(name: str) -> str:

@@ -47,7 +47,8 @@ def _of_folder(folder: pathlib.Path) -> tuple[list[str], str]:
         entries = sorted(folder.iterdir())
     except OSError as error:
         raise ShardrulesError(f"can't read {folder}: {error.strerror}") from error
-    names = [e.name for e in entries if e.is_file()]
+    names = [entry.name for entry in entries if entry.is_file()]
+    folders = [entry.name for entry in entries if entry.is_dir()]
     files: dict[str, str] = {}  # from the name of a module's dump to its file
     for name in names:
         optimized = _OPTIMIZED.fullmatch(name)
@@ -56,28 +57,28 @@ def _of_folder(folder: pathlib.Path) -> tuple[list[str], str]:
         elif not _DUMPED.fullmatch(name) and "before_optimizations" not in name:
             if name.endswith((".hlo", ".hlo.gz")) or _begins_as_hlo(folder / name):
                 files[name] = name
-    dumped = {match[1] for match in map(_DUMPED.fullmatch, names) if match}
-    kept = {match[1] for match in map(_DUMPED.fullmatch, files.values()) if match}
-    missing = sorted(dumped - kept)
     if not files:
         others = f"but {_few(names)}" if names else "nor any other file"
         raise ShardrulesError(
             f"{folder} holds no text of a compiled program (no *after_optimizations.txt, no "
             f"*.hlo), {others}; a dump is made by {_HOW}"
         )
-    omitted = []
-    if len(names) > len(files):
-        omitted.append(f"{len(names) - len(files)} other files")
-    folders = [e.name for e in entries if e.is_dir()]
-    if folders:
-        omitted.append(
-            f"the folders {_few(folders)}" if folders[1:] else f"the folder {folders[0]}"
+    note = ""
+    if folders or len(names) > len(files):
+        left_out = [f"{len(names) - len(files)} other files"] if len(names) > len(files) else []
+        if folders:
+            left_out.append(f"the folder{'s' if folders[1:] else ''} {_few(folders)}")
+        note = (
+            f"{folder}: {len(files)} of {len(names)} files are judged, those after optimizations; "
+            f"left out: {', '.join(left_out)}"
         )
-    note = f"{folder}: {len(files)} of {len(names)} files are judged" if omitted else ""
-    if omitted:
-        note += f", those after optimizations; left out: {', '.join(omitted)}"
-    if missing:
-        note += f"; without such a text (was it dumped with {_HOW}?): {_few(missing)}"
+    dumped, kept = (
+        {match[1] for match in map(_DUMPED.fullmatch, some) if match}
+        for some in (names, files.values())
+    )
+    if dumped - kept:
+        missing = _few(sorted(dumped - kept))
+        note += f"; without such a text (was it dumped with {_HOW}?): {missing}"
     return [str(folder / name) for name in files.values()], note
 
 

@@ -1,4 +1,4 @@
-"""Flags that more than one command has.
+"""Flags that more than one command has, and what all commands write.
 
 Imports neither jax nor NumPy: a command that runs a script leaves both to it, which may set first
 what they read from its environment.
@@ -7,14 +7,17 @@ what they read from its environment.
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import pathlib
+import sys
+from typing import IO, Any
 
 from shardrules.costs.estimates import TARGETS
 from shardrules.errors import ShardrulesError
 
-__all__ = ["FORMATS", "Once", "add_arguments", "add_judging", "allowances"]
+__all__ = ["CLEAN", "FORMATS", "FOUND", "Once", "UNUSABLE", "say", "write"]
 
 FORMATS = ("text", "markdown", "json", "html", "github", "sarif")
+CLEAN, FOUND, UNUSABLE = 0, 1, 2  # exit codes
 
 
 class Once(argparse.Action):
@@ -76,13 +79,20 @@ def add_judging(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def allowances(arguments: argparse.Namespace) -> dict[str, str]:
-    """Read what ``--allow`` was given, from findings to reasons.
+def add_output(parser: argparse.ArgumentParser, what: str, stream: str) -> None:
+    """Add the flag that names the file for what goes to a stream otherwise."""
+    where = "" if stream == "stdout" else "; - is stdout"
+    parser.add_argument(
+        "--output",
+        action=Once,
+        metavar="FILE",
+        help=f"write {what} there instead of to {stream}{where}",
+    )
 
-    Raises:
-      ShardrulesError: one has no reason.
-    """
-    found = {}
+
+def allowances(arguments: argparse.Namespace) -> dict[str, str]:
+    """Read what ``--allow`` was given, from findings to reasons."""
+    reasons = {}
     for text in arguments.allow:
         what, colon, reason = text.partition(": ")
         if not colon:
@@ -90,5 +100,35 @@ def allowances(arguments: argparse.Namespace) -> dict[str, str]:
                 f"--allow={text!r} gives no reason; write --allow='redundant "
                 "all-reduce(model): issue 12'"
             )
-        found[what.strip()] = reason.strip()
-    return found
+        reasons[what.strip()] = reason.strip()
+    return reasons
+
+
+def say(message: str) -> None:
+    """Write a line beside the report, to stderr."""
+    print(f"shardrules: {message}", file=sys.stderr, flush=True)
+
+
+def check_writable(*files: str | None) -> None:
+    """Raise now what ``write`` would raise after a long run."""
+    for file in files:
+        if file not in (None, "-"):
+            _put(file, "", "a")
+
+
+def write(text: str, file: str | None, stream: IO[str] | None = None) -> None:
+    """Write to a file; to stdout for ``-``; to a stream, else stdout, for None."""
+    if file is not None and file != "-":
+        _put(file, text, "w")
+        return
+    out = stream if stream is not None and file is None else sys.stdout
+    out.write(text)
+    out.flush()
+
+
+def _put(file: str, text: str, mode: str) -> None:
+    try:
+        with pathlib.Path(file).open(mode, encoding="utf-8") as out:
+            out.write(text)
+    except OSError as error:
+        raise ShardrulesError(f"can't write {file}: {error.strerror}") from error

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import pathlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -38,12 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a patch there (patch -p1 < FILE) that switches on what can be; - is stdout",
     )
-    parser.add_argument(
-        "--output",
-        action=flags.Once,
-        metavar="FILE",
-        help="write the table there instead of to stderr; - is stdout",
-    )
+    flags.add_output(parser, "the table", "stderr")
     parser.add_argument(
         "--once",
         action="store_true",
@@ -55,14 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the script, then with its patch, write the table, and return the exit code."""
     target = script.find(arguments)
-    for file in (arguments.diff, arguments.output):
-        if file not in (None, "-"):
-            pathlib.Path(file).open("a").close()  # fail now if it can't be written
+    flags.check_writable(arguments.diff, arguments.output)
     rules.check(arguments)
     before = trial.run(arguments, look=True)
     code = _report(arguments, target.file, before)
     if -before.code in (signal.SIGINT, signal.SIGTERM):  # end by the signal that ended the script
-        sys.stdout.flush()
         signal.signal(-before.code, signal.SIG_DFL)
         os.kill(os.getpid(), -before.code)
     return (before.code if before.code >= 0 else 128 - before.code) or code
@@ -73,22 +64,22 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
     from shardrules.report.grouping import counted
 
     for note in before.notes:
-        _say(note)
+        flags.say(note)
     lines = [rules.to_write(flag) for flag in before.used]
 
     def edit(rows: Sequence[migration.Row]) -> migration.Edits:
         return migration.edited(rows, file, lines)
 
     def again(edits: migration.Edits) -> trial.Outcome:
-        _say(f"running the script again with {counted(len(edits.sites), 'site')} switched on")
+        flags.say(f"running the script again with {counted(len(edits.sites), 'site')} switched on")
         text = "".join(edits.after.get(file, ()))  # the patched script registers some rules itself
         flags_left = {
-            "rule": [
-                value for value in arguments.rule if rules.to_write(f"--rule={value}") not in text
-            ],
-            "rules": [
-                value for value in arguments.rules if rules.to_write(f"--rules={value}") not in text
-            ],
+            flag: [
+                value
+                for value in getattr(arguments, flag)
+                if rules.to_write(f"--{flag}={value}") not in text
+            ]
+            for flag in ("rule", "rules")
         }
         trial_arguments = argparse.Namespace(**{**vars(arguments), **flags_left})
         return trial.run(trial_arguments, look=False, texts=edits.after)
@@ -97,27 +88,14 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
     try:
         rows, after = migration.tried(untried, before, edit, None if arguments.once else again)
     except KeyboardInterrupt:
-        _say("the run with the patch was interrupted: no site was tried")
+        flags.say("the run with the patch was interrupted: no site was tried")
         rows, after = migration.tried(untried, before, edit, None)
     text = migration.written(rows, before.sent, after.sent if after else None)
     if arguments.diff is not None:
         edits = edit(rows)
-        _write(arguments.diff, migration.diff(edits))
+        flags.write(migration.diff(edits), arguments.diff)
         if edits.left:
             text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in edits.left)])
-    _write(arguments.output, text)
+    flags.write(text, arguments.output, sys.stderr)
     accepted = migration.SWITCH, migration.BY_HAND
     return 0 if all(row.verdict in accepted for row in rows) else 1
-
-
-def _say(message: str) -> None:
-    print(f"shardrules: {message}", file=sys.stderr, flush=True)
-
-
-def _write(file: str | None, text: str) -> None:
-    if file is None or file == "-":
-        out = sys.stdout if file == "-" else sys.stderr
-        out.write(text)
-        out.flush()
-    else:
-        pathlib.Path(file).write_text(text, encoding="utf-8")

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the report, and return whether there are findings."""
     from shardrules.watching.profiles.profile import profile
 
-    found = profile(
+    measured = profile(
         arguments.directory,
         mesh=reading.mesh_of(arguments.mesh),
         hlo=arguments.hlo,
@@ -45,6 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
         allow=flags.allowances(arguments),
         registry=rules.Rules(arguments),
     )
-    text = str(found) if arguments.format == "text" else found.as_json() + "\n"
-    reading.write(text, arguments)
-    return reading.FOUND if found.findings else reading.CLEAN
+    text = str(measured) if arguments.format == "text" else measured.as_json() + "\n"
+    flags.write(text, arguments.output)
+    return flags.FOUND if measured.findings else flags.CLEAN

@@ -1,4 +1,4 @@
-"""Read and judge the programs that a command names, and write its report."""
+"""Read and judge the programs that a command names."""
 
 from __future__ import annotations
 
@@ -12,47 +12,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardrules import hlo, program
-from shardrules.commands import files, rules
-from shardrules.commands.flags import Once
+from shardrules.commands import files, flags, rules
 from shardrules.errors import HloError, ShardrulesError
 from shardrules.hlo.reader.files import decode
 
-__all__ = [
-    "CLEAN",
-    "FOUND",
-    "UNUSABLE",
-    "Judged",
-    "add_arguments",
-    "judged",
-    "mesh_of",
-    "say",
-    "title",
-    "write",
-]
-
-CLEAN, FOUND, UNUSABLE = 0, 1, 2  # exit codes
+__all__ = ["Judged", "add_arguments", "judged", "mesh_of"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every command that reads compiled programs."""
     parser.add_argument(
         "--mesh",
-        action=Once,
+        action=flags.Once,
         metavar="AXES",
         help="axis names and sizes in the order of the devices: data=4,model=2; taken from the "
         "text's tags or mesh notation if it has any",
     )
     parser.add_argument(
         "--outputs",
-        action=Once,
+        action=flags.Once,
         metavar="SHARDINGS",
         help="the HLO sharding of each output, '{replicated}; {devices=[8]<=[8]}', or one for all: "
         "what is called replicated and differs is a finding",
     )
     rules.add_arguments(parser)
-    parser.add_argument(
-        "--output", action=Once, metavar="FILE", help="write there instead of to stdout"
-    )
+    flags.add_output(parser, "the report", "stdout")
 
 
 class Judged(NamedTuple):
@@ -75,19 +59,18 @@ def judged(
     """Judge the named programs by the flags' rules and mesh; ``each_alone``: one per name."""
     mesh = mesh_of(arguments.mesh)
     registry = rules.Rules(arguments)
-    outputs = outputs_of(arguments.outputs)
-    paths, notes = [], []
+    outputs = _outputs_of(arguments.outputs)
+    paths = []
     for names in [[name] for name in given] if each_alone else [given]:
-        chosen, folder_notes = files.chosen(names)
+        chosen, notes = files.chosen(names)
         if each_alone and len(chosen) > 1:
             raise ShardrulesError(
                 f"{names[0]} holds {len(chosen)} programs; give one of them: {', '.join(chosen)}"
             )
         paths += chosen
-        notes += folder_notes
-    for note in notes:
-        say(note)
-    titles = [title(path) for path in paths]
+        for note in notes:
+            flags.say(note)
+    titles = ["stdin" if path == "-" else os.path.basename(path) for path in paths]
     if len(set(titles)) < len(titles):
         titles = paths
     results, programs = [], []
@@ -103,7 +86,7 @@ def judged(
     if each_alone and mesh is None:
         results = _by_one_mesh(results, programs, registry)
     for line in registry.unused([j for _, j in results if isinstance(j, hlo.Judgement)]):
-        say(line)
+        flags.say(line)
     return results
 
 
@@ -113,13 +96,11 @@ def _by_one_mesh(
     """Judge the program without a mesh again under the other's mesh, if that fits."""
     meshes = [result.judgement.mesh for result in results]
     given = [mesh for mesh in meshes if mesh is not None]
-    if len(given) != 1:
-        return results
-    index = meshes.index(None)
-    with contextlib.suppress(HloError):  # it has other devices, or another mesh
-        results[index] = Judged(
-            results[index].name, program.judged(programs[index], registry, given[0])
-        )
+    if len(given) == 1:
+        number = meshes.index(None)
+        with contextlib.suppress(HloError):  # it has other devices, or another mesh
+            judgement = program.judged(programs[number], registry, given[0])
+            results[number] = Judged(results[number].name, judgement)
     return results
 
 
@@ -149,29 +130,7 @@ def _judge(
         return judgement
 
 
-def say(line: str) -> None:
-    """Write a line beside the report, to stderr."""
-    print(f"shardrules: {line}", file=sys.stderr)
-
-
-def title(file: str) -> str:
-    """Return a program's name in a report."""
-    return "stdin" if file == "-" else os.path.basename(file)
-
-
-def write(text: str, arguments: argparse.Namespace) -> None:
-    """Write to stdout, or to the file of --output."""
-    if arguments.output is None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    else:
-        try:
-            pathlib.Path(arguments.output).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ShardrulesError(f"can't write {arguments.output}: {error.strerror}") from error
-
-
-def outputs_of(text: str | None) -> list[str] | None:
+def _outputs_of(text: str | None) -> list[str] | None:
     """Read ``{replicated}; {devices=[8]<=[8]}``, one sharding per output or one for all."""
     if text is None:
         return None

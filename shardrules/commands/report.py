@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardrules.commands import reading, verify
+from shardrules.commands import flags, verify
 
 __all__ = ["add_arguments", "run"]
 
@@ -18,5 +18,5 @@ add_arguments = verify.add_arguments
 def run(arguments: argparse.Namespace) -> int:
     """Write the report."""
     text, code = verify.judged(arguments)
-    reading.write(text, arguments)
-    return reading.UNUSABLE if code == reading.UNUSABLE else reading.CLEAN
+    flags.write(text, arguments.output)
+    return flags.UNUSABLE if code == flags.UNUSABLE else flags.CLEAN

@@ -6,13 +6,14 @@ Like ``flags``, this module imports neither jax nor NumPy.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules import registry
@@ -68,12 +69,9 @@ def check(arguments: argparse.Namespace) -> None:
     _search_here(arguments)
     try:
         for name in arguments.rules:
-            try:
-                spec = importlib.util.find_spec(name)
-            except (ImportError, ValueError) as error:
-                raise _unimportable(name, error) from error
-            if spec is None:
-                raise _unimportable(name, ModuleNotFoundError(f"No module named {name!r}"))
+            with _importable(name):
+                if importlib.util.find_spec(name) is None:
+                    raise ModuleNotFoundError(f"No module named {name!r}")
     finally:
         sys.path[:] = before
 
@@ -84,9 +82,9 @@ def register(arguments: argparse.Namespace) -> dict[str, list[registry.Registrat
     _search_here(arguments)
     for name in arguments.rules:
         before = registry.default.own()
-        _import(name)
-        after = registry.default.own()
-        given[f"--rules={name}"] = [e for e in after if e not in before]
+        with _importable(name):
+            importlib.import_module(name)
+        given[f"--rules={name}"] = [e for e in registry.default.own() if e not in before]
     for text in arguments.rule:
         name, rule = _read(text)
         flag = _RULE_FLAG + text
@@ -119,23 +117,28 @@ class Rules:
 
     def unused(self, judgements: Iterable[hlo.Judgement]) -> list[str]:
         """List a message for each flag whose rules matched no kernel."""
-        lines = []
-        for flag, entries in self._given.items():
-            if not entries or any(e in self._used for e in entries):
-                continue
-            lines.append(unmatched(flag, entries[0].name, _kernels(judgements)))
-        return lines
+        calls = [call for judgement in judgements for call in judgement.opaque]
+        # A call that tells no kernel's name is known by its op_name.
+        kernels = [call.kernel or call.where.partition(" (")[0] or call.target for call in calls]
+        return [
+            unmatched(flag, entries[0].name, list(dict.fromkeys(filter(None, kernels))))
+            for flag, entries in self._given.items()
+            if entries and not any(entry in self._used for entry in entries)
+        ]
 
 
 def unmatched(flag: str, name: str, kernels: Sequence[str]) -> str:
     """Return the message for a flag that matched no kernel, with the kernels without a rule."""
-    near = difflib.get_close_matches(name, kernels, 1)
-    listed = ", ".join(kernels[:6]) + (f" and {len(kernels) - 6} more" if kernels[6:] else "")
-    return (
-        f"{flag} matches no kernel"
-        + (f"; did you mean {near[0]!r}?" if near else "")
-        + (f"; without a rule: {listed}" if listed else "; none is without a rule")
+    more = f" and {len(kernels) - 6} more" if kernels[6:] else ""
+    without = (
+        f"without a rule: {', '.join(kernels[:6])}{more}" if kernels else "none is without a rule"
     )
+    return f"{flag} matches no kernel{_near(name, kernels)}; {without}"
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def to_write(flag: str) -> str:
@@ -144,14 +147,6 @@ def to_write(flag: str) -> str:
         return f"import {flag.partition('=')[2]}  # registers rules"
     name, rule = _read(flag.removeprefix(_RULE_FLAG))
     return f"shardrules.register({name!r}, shardrules.{rule!r})"
-
-
-def _kernels(judgements: Iterable[hlo.Judgement]) -> list[str]:
-    """List the names of the kernels without a rule, or their op_names where they have none."""
-    calls = [blocker for judgement in judgements for blocker in judgement.opaque]
-    return list(
-        dict.fromkeys(b.kernel or b.where.partition(" (")[0] or b.target or "" for b in calls)
-    )
 
 
 def _read(text: str) -> tuple[str, Any]:
@@ -164,11 +159,9 @@ def _read(text: str) -> tuple[str, Any]:
             "--rule='kernel=all_gather(model)'"
         )
     if match[1] not in _RULES:
-        near = difflib.get_close_matches(match[1], _RULES, 1)
         raise ShardrulesError(
-            f"--rule={text}: {match[1]!r} is not a rule"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-            + f"; there are {', '.join(_RULES)}"
+            f"--rule={text}: {match[1]!r} is not a rule{_near(match[1], _RULES)}; there are "
+            f"{', '.join(_RULES)}"
         )
     axes = [axis.strip().strip("'\"") for axis in (match[2] or "").split(",") if axis.strip()]
     rule = getattr(builtin, match[1])
@@ -188,14 +181,13 @@ def _search_here(arguments: argparse.Namespace) -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def _import(name: str) -> None:
+@contextlib.contextmanager
+def _importable(name: str) -> Iterator[None]:
     try:
-        importlib.import_module(name)
+        yield
     except ShardrulesError:
         raise
     except Exception as error:  # the user's module may raise anything
-        raise _unimportable(name, error) from error
-
-
-def _unimportable(name: str, error: Exception) -> ShardrulesError:
-    return ShardrulesError(f"--rules={name} can't be imported: {type(error).__name__}: {error}")
+        raise ShardrulesError(
+            f"--rules={name} can't be imported: {type(error).__name__}: {error}"
+        ) from error

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import json
 import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardrules.commands import flags, rules, script
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-CLEAN, FOUND, UNUSABLE = 0, 1, 2
 _MANY = 20  # without a terminal, report progress for more programs than this
 
 
@@ -41,12 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``run``."""
     flags.add_arguments(parser)
     rules.add_arguments(parser)
-    parser.add_argument(
-        "--output",
-        action=flags.Once,
-        metavar="FILE",
-        help="write the report there instead of to stderr; - is stdout",
-    )
+    flags.add_output(parser, "the report", "stderr")
     parser.add_argument(
         "--check",
         action="store_true",
@@ -92,124 +86,110 @@ def run(arguments: argparse.Namespace) -> int:
     keep = None if arguments.keep is None else pathlib.Path(arguments.keep)
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
-    if arguments.output not in (None, "-"):
-        pathlib.Path(arguments.output).open("a").close()  # fail now if it can't be written
+    flags.check_writable(arguments.output)
     rules.check(arguments)
     seen = programs.watch(strict=arguments.strict, allow=flags.allowances(arguments))
     seen.target, seen.cheapest = arguments.target, arguments.cheapest
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as contexts:
         contexts.enter_context(seen)
-        handles: list[Handle] = []
+        report = _Report(seen, arguments, keep)
         if arguments.check or arguments.install:
             register = functools.partial(rules.register, arguments)
             unchecked = "check" if arguments.check else "leave"
-            contexts.enter_context(check_off.switching(handles, register, _say, unchecked))
-        recorder = None
+            hooks = check_off.switching(report.handles, register, flags.say, unchecked)
+            contexts.enter_context(hooks)
         if arguments.profile is not None:
             from shardrules.watching.profiles import recording
 
             folder = stack.enter_context(tempfile.TemporaryDirectory()) if keep is None else keep
-            recorder = recording.Recorder(arguments.profile, str(folder))
-            contexts.enter_context(recorder)
-        end = functools.partial(_report, seen, arguments, keep, recorder, handles)
-        code = script.run(target, contexts, end)
-    if code == script.INTERRUPTED:
-        script.end_by_interrupt()
-    return code
+            report.recorder = recording.Recorder(arguments.profile, str(folder))
+            contexts.enter_context(report.recorder)
+        return script.run(target, contexts, report.write)
 
 
-def _report(
-    seen: Watched,
-    arguments: argparse.Namespace,
-    keep: pathlib.Path | None,
-    recorder: Recorder | None,
-    handles: Sequence[Handle],
-) -> int:
-    """Judge the compiled programs, write the report, and return the exit code."""
-    if recorder is not None:
-        recorder.end()
-    if not len(seen):
-        _say("the script compiled no program with JAX; nothing was judged")
-        return UNUSABLE
-    try:
-        return _written(seen, arguments, keep, recorder, handles)
-    except (ShardrulesError, OSError) as error:
-        _say(str(error))
-        return UNUSABLE
+@dataclasses.dataclass
+class _Report:
+    """The report of what a script compiled; ``handles`` are of the hooks, if these are used."""
 
+    seen: Watched
+    arguments: argparse.Namespace
+    keep: pathlib.Path | None
+    recorder: Recorder | None = None
+    handles: list[Handle] = dataclasses.field(default_factory=list)
 
-def _written(
-    seen: Watched,
-    arguments: argparse.Namespace,
-    keep: pathlib.Path | None,
-    recorder: Recorder | None,
-    handles: Sequence[Handle],
-) -> int:
-    from shardrules import migration
-    from shardrules.report import several
+    def write(self) -> int:
+        """Judge the compiled programs, write the report, and return the exit code."""
+        if self.recorder is not None:
+            self.recorder.end()
+        if not len(self.seen):
+            flags.say("the script compiled no program with JAX; nothing was judged")
+            return flags.UNUSABLE
+        try:
+            return self._written()
+        except (ShardrulesError, OSError) as error:
+            flags.say(str(error))
+            return flags.UNUSABLE
 
-    # Register rules only now: the script's programs must be traced without them.
-    registry = rules.Rules(arguments)
-    seen.registry = registry
-    process, processes = seen.process
-    if process:  # all of a job's processes compile the same programs
-        results = seen.judged()
-        _say(f"process {process} of {processes}: {results.headline}; process 0 has the report")
-        return _exit_code(results)
-    if keep is not None:
-        _keep(seen, keep)
-    measured = None
-    if recorder is not None and recorder.trouble:
-        _say(f"--profile recorded nothing: {recorder.trouble}")
-    elif recorder is not None:
-        measured = _profiled(seen, arguments, recorder)
-    progress = _Progress(len(seen))
-    results = seen.judged(progress)
-    progress.done()
-    for line in registry.unused(content.judgement for content in results.contents):
-        _say(line)
-    text = several.WRITERS[arguments.format](results)
-    if measured is not None and arguments.format == "json":
-        text = json.dumps({**json.loads(text), "profile": measured.as_dict()}, indent=1) + "\n"
-    code = _exit_code(results) if recorder is None or measured is not None else UNUSABLE
-    if arguments.output is None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    elif arguments.output == "-":
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    else:
-        pathlib.Path(arguments.output).write_text(text, encoding="utf-8")
-        _say(f"{results.headline}; the report is in {arguments.output}")
-    for handle in handles if arguments.check else ():
-        print(f"\n{migration.decided(handle.unchecked())}", file=sys.stderr, flush=True)
-    return code
+    def _written(self) -> int:
+        from shardrules import migration
+        from shardrules.report import several
+
+        output = self.arguments.output
+        # Register rules only now: the script's programs must be traced without them.
+        self.seen.registry = registry = rules.Rules(self.arguments)
+        process, processes = self.seen.process
+        if process:  # all of a job's processes compile the same programs
+            results = self.seen.judged()
+            flags.say(
+                f"process {process} of {processes}: {results.headline}; process 0 has the report"
+            )
+            return _exit_code(results)
+        if self.keep is not None:
+            _keep(self.seen, self.keep)
+        measured = self._profiled()
+        results = _judged(self.seen)
+        for line in registry.unused(content.judgement for content in results.contents):
+            flags.say(line)
+        text = several.WRITERS[self.arguments.format](results)
+        if measured is not None and self.arguments.format == "json":
+            text = json.dumps({**json.loads(text), "profile": measured.as_dict()}, indent=1) + "\n"
+        flags.write(text, output, sys.stderr)
+        if output not in (None, "-"):
+            flags.say(f"{results.headline}; the report is in {output}")
+        for handle in self.handles if self.arguments.check else ():
+            print(f"\n{migration.decided(handle.unchecked())}", file=sys.stderr, flush=True)
+        return _exit_code(results) if self.recorder is None or measured else flags.UNUSABLE
+
+    def _profiled(self) -> Profile | None:
+        """Read what was recorded, which gives the script's programs their times."""
+        if self.recorder is None:
+            return None
+        if self.recorder.trouble:
+            flags.say(f"--profile recorded nothing: {self.recorder.trouble}")
+            return None
+        from shardrules.watching.profiles import profile
+
+        if self.recorder.left:
+            steps = self.arguments.profile
+            recorded = steps - self.recorder.left
+            flags.say(f"the script ended after {recorded} of --profile's {steps} steps")
+        measured = profile.of_watched(
+            self.recorder.folder,
+            self.seen,
+            strict=self.arguments.strict,
+            allow=flags.allowances(self.arguments),
+            target=self.arguments.target,
+            cheapest=self.arguments.cheapest,
+        )
+        for line in (measured.about, *measured.notes):
+            flags.say(line)
+        return measured
 
 
 def _exit_code(results: Several) -> int:
     if results.findings or results.unused:
-        return FOUND
-    return CLEAN if results.clean else UNUSABLE
-
-
-def _profiled(seen: Watched, arguments: argparse.Namespace, recorder: Recorder) -> Profile:
-    """Read what was recorded, which gives the script's programs their times."""
-    from shardrules.watching.profiles import profile
-
-    if recorder.left:
-        recorded = arguments.profile - recorder.left
-        _say(f"the script ended after {recorded} of --profile's {arguments.profile} steps")
-    measured = profile.of_watched(
-        recorder.folder,
-        seen,
-        strict=arguments.strict,
-        allow=flags.allowances(arguments),
-        target=arguments.target,
-        cheapest=arguments.cheapest,
-    )
-    for line in (measured.about, *measured.notes):
-        _say(line)
-    return measured
+        return flags.FOUND
+    return flags.CLEAN if results.clean else flags.UNUSABLE
 
 
 def _keep(seen: Watched, folder: pathlib.Path) -> None:
@@ -225,27 +205,18 @@ def _keep(seen: Watched, folder: pathlib.Path) -> None:
         (folder / f"{number:04}.{name}.hlo").write_text(text, encoding="utf-8")
 
 
-class _Progress:
-    """Show progress: an overwritten line on a terminal, else one line for many programs."""
+def _judged(seen: Watched) -> Several:
+    """Judge, with progress: an overwritten line on a terminal, else a line for many programs."""
+    count, terminal = len(seen), sys.stderr.isatty()
+    if not terminal and count > _MANY:
+        flags.say(f"judging {count} programs")
+    if not terminal or count < 2:
+        return seen.judged()
 
-    def __init__(self, count: int):
-        self._terminal = sys.stderr.isatty() and count > 1
-        self._width = 0
-        if not sys.stderr.isatty() and count > _MANY:
-            _say(f"judging {count} programs")
+    def progress(number: int, count: int) -> None:
+        sys.stderr.write(f"\rshardrules: judging program {number + 1} of {count}")
+        sys.stderr.flush()
 
-    def __call__(self, number: int, count: int) -> None:
-        if self._terminal:
-            line = f"shardrules: judging program {number + 1} of {count}"
-            self._width = len(line)
-            sys.stderr.write("\r" + line)
-            sys.stderr.flush()
-
-    def done(self) -> None:
-        """Wipe the line."""
-        if self._terminal:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-
-
-def _say(message: str) -> None:
-    print(f"shardrules: {message}", file=sys.stderr, flush=True)
+    results = seen.judged(progress)
+    sys.stderr.write("\r\x1b[K")  # wipe the line
+    return results

@@ -18,11 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from shardrules.errors import ShardrulesError
 
-__all__ = ["INTERRUPTED", "Target", "add_arguments", "end_by_interrupt", "find", "run"]
-
-INTERRUPTED = 128 + signal.SIGINT
-
-_interrupted = False
+__all__ = ["Target", "add_arguments", "find", "run"]
 
 
 class Target(NamedTuple):
@@ -75,7 +71,7 @@ def find(arguments: argparse.Namespace) -> Target:
 
 
 def _module(name: str, rest: list[str]) -> Target:
-    _path(os.getcwd())
+    _search_first(os.getcwd())
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -101,10 +97,10 @@ def _compiled(source: bytes, path: str) -> types.CodeType:
     try:
         return compile(source, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:  # up to Python 3.11.3, null bytes raise ValueError
-        raise ShardrulesError(f"{path} is no Python script: {error}") from error
+        raise ShardrulesError(f"{path} is not a Python script: {error}") from error
 
 
-def _path(folder: str) -> None:
+def _search_first(folder: str) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
@@ -113,28 +109,29 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
     """Run the script as ``__main__`` inside ``around``, call ``end``, and return the exit code."""
     # ``end`` also runs before ``os._exit`` and SIGTERM end the process. Its result is the exit
     # code where the script's own is 0.
-    atexit.register(_end_by_sigint)  # registered before the script's functions, so called after
+    interrupts: list[bool] = []
+    atexit.register(_end_by_sigint, interrupts)  # before the script's functions, so called after
+    spec = target.spec
     main: Any = types.ModuleType("__main__")
     main.__file__ = target.file
     main.__builtins__ = __builtins__
-    main.__spec__ = target.spec
-    main.__package__ = target.spec.parent if target.spec else None
-    main.__cached__ = target.spec.cached if target.spec else None
-    main.__loader__ = (
-        target.spec.loader
-        if target.spec
-        else importlib.machinery.SourceFileLoader("__main__", target.file)
-    )
+    main.__spec__ = spec
+    main.__package__ = spec.parent if spec else None
+    main.__cached__ = spec.cached if spec else None
+    loader = importlib.machinery.SourceFileLoader("__main__", target.file)
+    main.__loader__ = spec.loader if spec else loader
     sys.modules["__main__"] = main
     sys.argv[:] = target.argv
-    _path(target.folder)
+    _search_first(target.folder)
     process, at_once = os.getpid(), os._exit
+
+    def end_here() -> int:
+        return end() if os.getpid() == process else 0  # a forked child has no report
 
     def terminated(number: int, frame: types.FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         try:
-            if os.getpid() == process:  # a forked child has no report
-                end()
+            end_here()
         finally:  # the default action: no more code of the script runs
             os.kill(os.getpid(), number)
 
@@ -142,8 +139,7 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
         os._exit = at_once
         report_code = 0
         try:
-            if os.getpid() == process:  # a forked child has no report
-                report_code = end()
+            report_code = end_here()
         finally:
             at_once(status or report_code)
 
@@ -155,7 +151,7 @@ def run(target: Target, around: contextlib.AbstractContextManager, end: Callable
         _end_forked_at_once(terminated)
     try:
         with around:
-            code = _executed(target.code, main)
+            code = _executed(target.code, main, interrupts)
     finally:
         os._exit = at_once
     _flush()
@@ -187,7 +183,7 @@ def _end_forked_at_once(handler: Callable[..., None]) -> None:
     os.register_at_fork(before=block, after_in_parent=restore, after_in_child=restore_in_child)
 
 
-def _executed(code: types.CodeType, main: types.ModuleType) -> int:
+def _executed(code: types.CodeType, main: types.ModuleType, interrupts: list[bool]) -> int:
     """Run code, report its exception, and wait for its threads, in Python's order."""
     exit_code = 0
     try:
@@ -204,7 +200,10 @@ def _executed(code: types.CodeType, main: types.ModuleType) -> int:
             trace = trace.tb_next  # Python's own report begins with the script
         _flush()
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        exit_code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        exit_code = 1
+        if isinstance(error, KeyboardInterrupt):
+            interrupts.append(True)
+            exit_code = 128 + signal.SIGINT
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the wait
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.current_thread():
@@ -218,14 +217,9 @@ def _flush() -> None:
             stream.flush()
 
 
-def end_by_interrupt() -> None:
-    """End this process by SIGINT, after the script's ``atexit`` functions."""
-    global _interrupted
-    _interrupted = True
-
-
-def _end_by_sigint() -> None:
-    if _interrupted:
+def _end_by_sigint(interrupts: list[bool]) -> None:
+    """End this process as the script ended: after its ``atexit`` functions, by SIGINT."""
+    if interrupts:
         _flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

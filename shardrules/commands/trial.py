@@ -159,10 +159,7 @@ def child(path: str) -> int:
         _write(job.result, outcome)
         return 0
 
-    code = script.run(target, contexts, end)
-    if code == script.INTERRUPTED:
-        script.end_by_interrupt()
-    return code
+    return script.run(target, contexts, end)
 
 
 def _write(path: str, outcome: Outcome) -> None:

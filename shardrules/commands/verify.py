@@ -43,51 +43,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_arguments(parser)
 
 
+def run(arguments: argparse.Namespace) -> int:
+    """Write the report, and return whether there are findings."""
+    text, code = judged(arguments)
+    flags.write(text, arguments.output)
+    return code
+
+
 def judged(arguments: argparse.Namespace) -> tuple[str, int]:
     """Judge the files as the flags say; return the report, and what it means as an exit code."""
     allow = flags.allowances(arguments)
+    options = {name: getattr(arguments, name) for name in ("strict", "target", "cheapest")}
     if not (arguments.files or arguments.profile):
         raise ShardrulesError("the following arguments are required: FILE")
-    options = {
-        "strict": arguments.strict,
-        "target": arguments.target,
-        "cheapest": arguments.cheapest,
-    }
-    measured, found = None, []
-    if arguments.files:
-        found = reading.judged(arguments.files, arguments)
-        judged = [one for one in found if isinstance(one.result, hlo.Judgement)]
-        times: Sequence[Timings | None] = [None] * len(judged)
-        if arguments.profile:
-            from shardrules.watching.profiles import profile
-
-            judgements = [one.judgement for one in judged]
-            measured, times = profile.of_judged(arguments.profile, judgements, **options)
-        contents = [
-            report.content(
-                one.judgement,
-                title=one.name,
-                allow=findings.Allowances(allow),
-                timings=timings,
-                **options,
-            )
-            for one, timings in zip(judged, times)
-        ]
-    else:
+    if not arguments.files:
         measured = _of_profile(arguments, allow, options)
+        _say_of(measured)
         contents = [program.content for program in measured.programs]
-    for line in (measured.about, *measured.notes) if measured is not None else ():
-        reading.say(line)
-    if len(contents) == 1 and len(found) < 2:
+        return _written(arguments.format, contents, [], len(contents) > 1)
+    programs = reading.judged(arguments.files, arguments)
+    judgements = {p.name: p.result for p in programs if isinstance(p.result, hlo.Judgement)}
+    times: Sequence[Timings | None] = [None] * len(judgements)
+    if arguments.profile:
+        from shardrules.watching.profiles import profile
+
+        measured, times = profile.of_judged(arguments.profile, list(judgements.values()), **options)
+        _say_of(measured)
+    contents = [
+        report.content(
+            judgement, title=name, allow=findings.Allowances(allow), timings=timings, **options
+        )
+        for (name, judgement), timings in zip(judgements.items(), times)
+    ]
+    failures = [(p.name, str(p.result)) for p in programs if p.name not in judgements]
+    return _written(arguments.format, contents, failures, len(programs) > 1)
+
+
+def _written(
+    format: str, contents: list[report.Content], failures: list[tuple[str, str]], is_several: bool
+) -> tuple[str, int]:
+    """Write a report of one program, or of several; return its exit code too."""
+    if contents and not is_several:
         (content,) = contents
-        text = several.ONE[arguments.format](content)
-        return text, reading.CLEAN if content.clean else reading.FOUND
-    failures = [(one.name, str(one.result)) for one in found if isinstance(one.result, Exception)]
+        return several.ONE[format](content), flags.CLEAN if content.clean else flags.FOUND
     all_of_them = several.gather(contents, [1] * len(contents), failures, of_process=False)
-    text = several.WRITERS[arguments.format](all_of_them)
-    if all_of_them.failures:
-        return text, reading.UNUSABLE
-    return text, reading.CLEAN if all_of_them.clean else reading.FOUND
+    code = flags.UNUSABLE if failures else flags.CLEAN if all_of_them.clean else flags.FOUND
+    return several.WRITERS[format](all_of_them), code
+
+
+def _say_of(measured: Profile) -> None:
+    for line in (measured.about, *measured.notes):
+        flags.say(line)
 
 
 def _of_profile(
@@ -98,18 +104,13 @@ def _of_profile(
 
     registry, notes = rules.Rules(arguments), list[str]()
     if arguments.outputs is not None:
-        raise ShardrulesError("--outputs is of one FILE; with --profile, name that file, too")
+        raise ShardrulesError(
+            "--outputs is about the outputs of a FILE; with --profile, name that FILE too"
+        )
     judge = profile.judging(reading.mesh_of(arguments.mesh), registry, notes)
     measured = profile.read(arguments.profile, judge, notes=notes, allow=allow, **options)
     for line in registry.unused([program.content.judgement for program in measured.programs]):
-        reading.say(line)
+        flags.say(line)
     if not measured.programs:
-        reading.say("no collectives in any program that ran while the profile was recorded")
+        flags.say("no collectives in any program that ran while the profile was recorded")
     return measured
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Write the report, and return whether there are findings."""
-    text, code = judged(arguments)
-    reading.write(text, arguments)
-    return code

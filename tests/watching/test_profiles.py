@@ -678,4 +678,4 @@ def test_diff_says_what_each_change_saved(tmp_path, capsys):
     assert "| same |" in capsys.readouterr().out
     (tmp_path / "one.hlo").write_text(ASYNC)
     assert main(["diff", both[0], str(tmp_path / "one.hlo")]) == 2
-    assert "one.hlo is no profile" in capsys.readouterr().err
+    assert "one.hlo is not a profile" in capsys.readouterr().err

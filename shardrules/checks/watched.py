@@ -102,10 +102,10 @@ class PytestCheck:
     def pytest_sessionfinish(self, session: Any) -> None:
         """Write the table, and remove the hooks."""
         self._stack.close()
-        from shardrules import migration
+        from shardrules.migration.sites import decided
 
         sites = [site for handle in self._handles for site in handle.unchecked()]
-        self._texts += [migration.decided(sites)] if sites else []
+        self._texts += [decided(sites)] if sites else []
         if hasattr(self._config, "workeroutput"):
             self._config.workeroutput[_CHECKED] = self._texts
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from shardrules.commands import flags, rules, script, trial
 
 if TYPE_CHECKING:
-    from shardrules import migration
+    from shardrules.migration import edits, sites
 
 __all__ = ["add_arguments", "run"]
 
@@ -60,19 +60,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> int:
-    from shardrules import migration
+    from shardrules.migration import edits, sites
     from shardrules.report.grouping import counted
 
     for note in before.notes:
         flags.say(note)
     lines = [rules.to_write(flag) for flag in before.used]
 
-    def edit(rows: Sequence[migration.Row]) -> migration.Edits:
-        return migration.edited(rows, file, lines)
+    def edit(rows: Sequence[sites.Row]) -> edits.Edits:
+        return edits.edited(rows, file, lines)
 
-    def again(edits: migration.Edits) -> trial.Outcome:
-        flags.say(f"running the script again with {counted(len(edits.sites), 'site')} switched on")
-        text = "".join(edits.after.get(file, ()))  # the patched script registers some rules itself
+    def again(patch: edits.Edits) -> trial.Outcome:
+        flags.say(f"running the script again with {counted(len(patch.sites), 'site')} switched on")
+        text = "".join(patch.after.get(file, ()))  # the patched script registers some rules itself
         flags_left = {
             flag: [
                 value
@@ -82,20 +82,20 @@ def _report(arguments: argparse.Namespace, file: str, before: trial.Outcome) -> 
             for flag in ("rule", "rules")
         }
         trial_arguments = argparse.Namespace(**{**vars(arguments), **flags_left})
-        return trial.run(trial_arguments, look=False, texts=edits.after)
+        return trial.run(trial_arguments, look=False, texts=patch.after)
 
-    untried = migration.rows(before.calls)
+    untried = sites.rows(before.calls)
     try:
-        rows, after = migration.tried(untried, before, edit, None if arguments.once else again)
+        rows, after = edits.tried(untried, before, edit, None if arguments.once else again)
     except KeyboardInterrupt:
         flags.say("the run with the patch was interrupted: no site was tried")
-        rows, after = migration.tried(untried, before, edit, None)
-    text = migration.written(rows, before.sent, after.sent if after else None)
+        rows, after = edits.tried(untried, before, edit, None)
+    text = sites.written(rows, before.sent, after.sent if after else None)
     if arguments.diff is not None:
-        edits = edit(rows)
-        flags.write(migration.diff(edits), arguments.diff)
-        if edits.left:
-            text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in edits.left)])
+        patch = edit(rows)
+        flags.write(edits.diff(patch), arguments.diff)
+        if patch.left:
+            text += "".join(["\nnot in the patch:\n", *(f"  {line}\n" for line in patch.left)])
     flags.write(text, arguments.output, sys.stderr)
-    accepted = migration.SWITCH, migration.BY_HAND
+    accepted = sites.SWITCH, sites.BY_HAND
     return 0 if all(row.verdict in accepted for row in rows) else 1

@@ -131,7 +131,7 @@ class _Report:
             return flags.UNUSABLE
 
     def _written(self) -> int:
-        from shardrules import migration
+        from shardrules.migration.sites import decided
         from shardrules.report import several
 
         output = self.arguments.output
@@ -157,7 +157,7 @@ class _Report:
         if output not in (None, "-"):
             flags.say(f"{results.headline}; the report is in {output}")
         for handle in self.handles if self.arguments.check else ():
-            print(f"\n{migration.decided(handle.unchecked())}", file=sys.stderr, flush=True)
+            print(f"\n{decided(handle.unchecked())}", file=sys.stderr, flush=True)
         return _exit_code(results) if self.recorder is None or measured else flags.UNUSABLE
 
     def _profiled(self) -> Profile | None:

@@ -1,4 +1,4 @@
-"""The patch that switches checks on, as edited files."""
+"""The patch that switches checks on, as edited files, and what a run with it shows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ import io
 import os
 import re
 import tokenize
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from shardrules.hooks.unchecked import Site
-from shardrules.migration.sites import BY_HAND, SWITCH, UNTRIED, Row, is_here, place, short
+from shardrules.migration.sites import (
+    BY_HAND,
+    MORE,
+    RAISES,
+    SWITCH,
+    UNTRIED,
+    Row,
+    is_here,
+    place,
+    short,
+)
+from shardrules.report.grouping import size
 
-__all__ = ["Edits", "diff", "edited", "pairs", "patch"]
+__all__ = ["Edits", "diff", "edited", "tried"]
 
 _INSTALL = "import shardrules\n\nshardrules.install()\n"
 
@@ -34,12 +45,6 @@ class Edits(NamedTuple):
     left: list[str]
 
 
-def patch(rows: Sequence[Row], script: str, rules: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """Make the patch for ``patch -p1`` in this folder, and list what is left to edit by hand."""
-    edits = edited(rows, script, rules)
-    return diff(edits), edits.left
-
-
 def diff(edits: Edits) -> str:
     """Write edits as a unified diff, empty if there are none."""
     lines: list[str] = []
@@ -51,40 +56,22 @@ def diff(edits: Edits) -> str:
     return "".join(lines)
 
 
-def pairs(rows: Sequence[Row]) -> list[tuple[Site, Site]]:
-    """List the sites that are switched together or not at all."""
-    pairs = [(c.site, c.inside) for row in rows for c in row.calls if c.inside is not None]
-    # Sites at the same position share a flag; a nested one was retraced with both switched on.
-    sites = [row.site for row in rows]
-    return pairs + [(a, b) for a in sites for b in sites if a != b and _spot(a) == _spot(b)]
-
-
 def edited(rows: Sequence[Row], script: str, rules: Sequence[str] = ()) -> Edits:
     """Switch checks on where possible; the script installs the hooks and adds ``rules``."""
     candidates = {row.site for row in rows if row.verdict in (SWITCH, UNTRIED, BY_HAND)}
     reasons = {
         row.site: _by_hand(row.site) if row.site in candidates else row.verdict for row in rows
     }
-    joined = pairs(rows)
-    while True:
-        waiting = [
-            (site, partner)
-            for pair in joined
-            for site, partner in (pair, pair[::-1])
-            if reasons.get(site) == "" and reasons.get(partner)
-        ]
-        if not waiting:
-            break
-        for site, partner in waiting:
-            reasons[site] = f"together with {place(partner)}, which can't be switched here"
+    for group in _joined(list(reasons), rows):
+        blocked = next((site for site in group if reasons[site]), None)
+        for site in group:
+            if blocked is not None and not reasons[site]:
+                reasons[site] = f"together with {place(blocked)}, which can't be switched here"
+    left = [f"{place(site)}: {why}" for site, why in reasons.items() if why and site in candidates]
     edits: dict[str, list[Site]] = {}
-    for site in (site for site, reason in reasons.items() if not reason):
-        edits.setdefault(site.file, []).append(site)
-    left = [
-        f"{place(site)}: {reasons[site]}"
-        for site in reasons
-        if site in candidates and reasons[site]
-    ]
+    for site, reason in reasons.items():
+        if not reason:
+            edits.setdefault(site.file, []).append(site)
     if not edits:
         return Edits({}, {}, (), left)
     texts = {file: _lines(file) for file in edits}
@@ -114,11 +101,15 @@ def edited(rows: Sequence[Row], script: str, rules: Sequence[str] = ()) -> Edits
     else:
         left.append(f"{script}: call shardrules.install() there")
         left += [f"{script}: write {line} there" for line in rules]
-    return Edits(texts, after, tuple(site for site, reason in reasons.items() if not reason), left)
+    return Edits(texts, after, tuple(site for sites in edits.values() for site in sites), left)
 
 
-def _spot(site: Site) -> tuple[str, int, int]:
-    return site.file, site.line, site.column
+def _pairs(rows: Sequence[Row]) -> list[tuple[Site, Site]]:
+    """List the sites that are switched together or not at all."""
+    nested = [(c.site, c.inside) for row in rows for c in row.calls if c.inside is not None]
+    # Sites at the same position share a flag; a nested one was retraced with both switched on.
+    spots = {row.site: (row.site.file, row.site.line, row.site.column) for row in rows}
+    return nested + [(a, b) for a in spots for b in spots if a != b and spots[a] == spots[b]]
 
 
 def _by_hand(site: Site) -> str:
@@ -256,3 +247,75 @@ def _sets_variables(node: ast.stmt) -> bool:
         return re.match(r"(os\.)?environ\.", ast.unparse(node.value.func)) is not None
     targets = node.targets if isinstance(node, ast.Assign) else ()
     return any(re.match(r"(os\.)?environ\[", ast.unparse(target)) for target in targets)
+
+
+# -- what a run with the patch shows ---------------------------------------------------------------
+
+
+class _Outcome(Protocol):
+    """The parts of ``commands.trial.Outcome`` that this module reads."""
+
+    @property
+    def failure(self) -> str: ...
+    @property
+    def sent(self) -> Mapping[str, int]: ...
+
+
+def tried(
+    rows: Sequence[Row],
+    before: _Outcome,
+    edit: Callable[[Sequence[Row]], Edits],
+    run: Callable[[Edits], _Outcome] | None,
+) -> tuple[list[Row], _Outcome | None]:
+    """Run the script with its patch, and return the sites' verdicts and its last good run."""
+    # Try all sites at once. If that fails or sends more, try each with those before it that passed.
+    # MORE is tried too: the script may not differentiate as the retracing did.
+    sites = edit([r._replace(verdict=SWITCH) if r.verdict == MORE else r for r in rows]).sites
+    switched = [row for row in rows if row.verdict == SWITCH]
+    verdicts = {row.site: (BY_HAND, "") for row in switched if row.site not in sites}
+    groups, passed, last = [list(sites)] if sites else [], set[Site](), None
+    if run is None or before.failure:
+        reason = f"the script as it is fails: {before.failure}" if before.failure else ""
+        verdicts |= {row.site: (UNTRIED, reason) for row in switched if row.site in sites}
+        groups = []
+    while groups and run is not None:
+        group = groups.pop(0)
+        verdict_of = {site: SWITCH if site in passed.union(group) else _NOT_TRIED for site in sites}
+        trial = [row._replace(verdict=verdict_of.get(row.site, row.verdict)) for row in rows]
+        outcome = run(edit(trial))
+        judged = _judged(before, outcome)
+        if judged[0] == SWITCH:
+            passed, last = passed.union(group), outcome
+        elif len(group) == len(sites) and len(parts := _joined(sites, rows)) > 1:
+            groups = parts
+            continue
+        verdicts |= dict.fromkeys(group, judged)
+    decided = []
+    for row in rows:
+        verdict, note = verdicts.get(row.site, (row.verdict, row.note))
+        decided.append(row._replace(verdict=verdict, note=note))
+    return decided, last
+
+
+_NOT_TRIED = "not in this trial"
+
+
+def _judged(before: _Outcome, after: _Outcome) -> tuple[str, str]:
+    """Return the verdict of a run with the patch, and the reason."""
+    if after.failure:
+        return RAISES, f"with this switched on, the script fails: {after.failure}"
+    now, then = sum(before.sent.values()), sum(after.sent.values())
+    if then > now:
+        return MORE, f"the script's programs send {size(now)} now, and {size(then)} with this on"
+    return SWITCH, ""
+
+
+def _joined(sites: Sequence[Site], rows: Sequence[Row]) -> list[list[Site]]:
+    """Split sites into groups that are switched together."""
+    groups = {site: [site] for site in sites}
+    for first, second in _pairs(rows):
+        if first in groups and second in groups and groups[first] is not groups[second]:
+            groups[first] += groups[second]
+            for site in groups[second]:
+                groups[site] = groups[first]
+    return list({id(group): group for group in groups.values()}.values())

@@ -55,19 +55,8 @@ class Outcome:
     @property
     def failure(self) -> str:
         """Describe the failure, empty if the run succeeded."""
-        if not self.code:
-            return ""
-        return self.raised or (
-            f"exit code {self.code}" if self.code > 0 else f"signal {-self.code}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    arguments: argparse.Namespace
-    result: str
-    look: bool
-    texts: dict[str, str]
+        ended = f"exit code {self.code}" if self.code > 0 else f"signal {-self.code}"
+        return (self.raised or ended) if self.code else ""
 
 
 def run(
@@ -80,7 +69,7 @@ def run(
         own_arguments = argparse.Namespace(
             **{name: getattr(arguments, name) for name in ("module", "script", "rule", "rules")}
         )
-        pathlib.Path(job).write_bytes(pickle.dumps(_Job(own_arguments, result, look, edited)))
+        pathlib.Path(job).write_bytes(pickle.dumps((own_arguments, result, look, edited)))
         code = f"from shardrules.commands import trial; raise SystemExit(trial.child({job!r}))"
         flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()
         stream = None if look else subprocess.DEVNULL
@@ -124,21 +113,21 @@ def child(path: str) -> int:
     from shardrules.hooks import retrace
     from shardrules.watching import check_off, importing, programs
 
-    job = pickle.loads(pathlib.Path(path).read_bytes())
-    _compile_from(job.texts)
-    target = script.find(job.arguments)
-    if target.file in job.texts:
-        target = target._replace(code=_compiled(job.texts, target.file))
+    arguments, result, look, texts = pickle.loads(pathlib.Path(path).read_bytes())
+    _compile_from(texts)
+    target = script.find(arguments)
+    if target.file in texts:
+        target = target._replace(code=_compiled(texts, target.file))
     outcome = Outcome()
     registered: dict[str, list[registry.Registration]] = {}
     seen = programs.watch()
 
     def register(*_: object) -> None:
-        registered.update(rules.register(job.arguments))
+        registered.update(rules.register(arguments))
 
     contexts = contextlib.ExitStack()
     contexts.enter_context(seen)
-    if job.look:
+    if look:
         contexts.callback(check_off.start(outcome.calls.append, register))
     else:
         imported = importing.WhenImported(("jax",), register)
@@ -154,9 +143,9 @@ def child(path: str) -> int:
 
     def end() -> int:
         _add_rules(outcome, registered)
-        _write(job.result, outcome)  # before judging: after SIGTERM little time is left
+        _write(result, outcome)  # before judging: after SIGTERM little time is left
         outcome.sent = _sent(seen)
-        _write(job.result, outcome)
+        _write(result, outcome)
         return 0
 
     return script.run(target, contexts, end)

@@ -45,16 +45,22 @@
       if (rect.dataset.row) pick(rect.dataset.row);
       told.textContent = bar.getAttribute("aria-label");
     };
-    // One bar at a time is a stop of the Tab key; arrow keys move along the bars.
+    // One bar at a time is a stop of the Tab key; arrow keys move along the bars that are not filtered out.
+    const shown = (bar) => !bar.querySelector("rect.off");
     bars.forEach((bar, n) => bar.setAttribute("tabindex", n ? -1 : 0));
     one.addEventListener("keydown", (e) => {
       const at = bars.indexOf(e.target.closest("a, g"));
-      const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: bars.length - 1 }[e.key];
-      if (at < 0 || !bars[to]) return;
+      const to = {
+        ArrowRight: () => bars.slice(at + 1).find(shown),
+        ArrowLeft: () => bars.slice(0, at).findLast(shown),
+        Home: () => bars.find(shown),
+        End: () => bars.findLast(shown),
+      }[e.key]?.();
+      if (at < 0 || !to) return;
       e.preventDefault();
       bars[at].setAttribute("tabindex", -1);
-      bars[to].setAttribute("tabindex", 0);
-      bars[to].focus();
+      to.setAttribute("tabindex", 0);
+      to.focus();
     });
     one.addEventListener("mouseover", (e) => show(e.target.closest("a, g")));
     one.addEventListener("focusin", (e) => show(e.target.closest("a, g")));
@@ -62,7 +68,7 @@
       const row = document.getElementById(e.target.closest("a, g")?.querySelector("rect").dataset.row);
       if (!row) return;
       e.preventDefault();
-      row.hidden = false;
+      if (row.hidden) return;
       row.querySelector("details").open = true;
       row.scrollIntoView({ block: "center" });
       row.querySelector("summary").focus({ preventScroll: true });
@@ -109,7 +115,8 @@
       const wanted = new Set(verdicts.filter((v) => v.checked).map((v) => v.value));
       let shown = 0;
       for (const row of body.rows) {
-        const text = row.dataset.says.toLowerCase();
+        // What the row says, and in its fold the names of instructions, groups and places.
+        const text = [row.dataset.says, ...all("code", row).map((c) => c.textContent)].join(" ").toLowerCase();
         row.hidden = !wanted.has(row.dataset.verdict) || !words.every((w) => text.includes(w));
         shown += !row.hidden;
         if (strip) {

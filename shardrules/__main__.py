@@ -70,7 +70,8 @@ def _parser(given: str) -> Any:
         """A parser whose errors are ShardrulesErrors."""
 
         def error(self, message: str) -> NoReturn:
-            raise ShardrulesError(f"{message}\n({self.prog} --help says what it takes)")
+            command = f" {given}" if given in COMMANDS and " " not in self.prog else ""
+            raise ShardrulesError(f"{message}\n({self.prog}{command} --help says what it takes)")
 
     # Without the process's absl flags, no command takes --flagfile or --undefok.
     options: dict[str, Any] = {
@@ -80,7 +81,9 @@ def _parser(given: str) -> Any:
         "formatter_class": argparse.RawDescriptionHelpFormatter,
     }
     parser = Parser(
-        prog="shardrules", description="Verdicts on what a compiled program moves.", **options
+        prog="shardrules",
+        description="Find the collectives that a JAX program doesn't need.",
+        **options,
     )
     _add_help(parser)
     parser.add_argument(

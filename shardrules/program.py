@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from shardrules import hlo
 from shardrules.arguments import checked
-from shardrules.errors import HloSyntaxError, NotInstalledError, ShardrulesError
+from shardrules.errors import HloError, HloSyntaxError, NotInstalledError, ShardrulesError
 from shardrules.hlo.reader import files
 from shardrules.registry.table import Registry
 
@@ -95,6 +95,11 @@ def judged(
         shapes = output_shapes(module)
         per_output = [*given_outputs] * (len(shapes) if len(given_outputs) == 1 else 1)
         lone = len(shapes) == 1
+        if len(per_output) != len(shapes):
+            raise HloError(
+                f"{len(per_output)} shardings were given for the {len(shapes)} arrays that module "
+                f"{module.name!r} returns; give one for each, or one for all"
+            )
         outputs = [("" if lone else f"[{n}]", sharding) for n, sharding in enumerate(per_output)]
     return hlo.judge(
         module,

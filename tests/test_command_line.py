@@ -63,7 +63,7 @@ def test_exit_codes_of_verify(tmp_path):
     path.write_text(clean_module())
     done = run("verify", path)
     assert done.returncode == 0 and "; no findings\n" in done.stdout
-    done = run("verify", "-", stdin=clean_module())
+    done = run("verify", "-", "--output=-", stdin=clean_module())
     assert done.returncode == 0 and done.stdout.startswith(
         "stdin: 8 devices (mesh not known: tell it with --mesh or mesh="
     )
@@ -99,7 +99,15 @@ def test_exit_codes_of_verify(tmp_path):
             "HloModule m\n\n%f () -> f32[] {\n  %c = f32[] constant(1)\n",
             "is cut of",
         ),
-        (["verify"], "", "shardrules: the following arguments are required: FILE"),
+        (["verify"], "", "shardrules: nothing to judge; name a FILE of compiled HLO, or a folder"),
+        (["verify", "train.py"], "", "is a Python script; shardrules run train.py judges the pr"),
+        (["verify", UVW, "--outputs={replicated};{replicated}"], "", "2 shardings were given for"),
+        (
+            ["verify", "--profile=."],
+            "",
+            ". holds no profile (*.xplane.pb); to record one, run some",
+        ),
+        (["verify", "--profile=.", "--outputs={replicated}"], "", "--outputs is about the outputs"),
         (["diff", UVW], "", "shardrules: the following arguments are required: B"),
         (["diff", "-", "-"], "", "shardrules: only one of the two programs can be read from stdin"),
         (
@@ -112,7 +120,11 @@ def test_exit_codes_of_verify(tmp_path):
             "",
             "shardrules: argument COMMAND: invalid choice: 'frobnicate' (choose from",
         ),
-        (["verify", UVW, "--nothing"], "", "shardrules: unrecognized arguments: --nothing"),
+        (
+            ["verify", UVW, "--nothing"],
+            "",
+            "shardrules: unrecognized arguments: --nothing\n(shardrules verify --help says",
+        ),
         (["verify", UVW, "--form=json"], "", "unrecognized arguments: --form=json"),
         (["verify", UVW, "--flagfile=x"], "", "unrecognized arguments: --flagfile=x"),
         (["verify", UVW, "--undefok=x"], "", "unrecognized arguments: --undefok=x"),

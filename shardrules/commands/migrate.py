@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardrules.commands import flags, rules, script, trial
+from shardrules.errors import ShardrulesError
 
 if TYPE_CHECKING:
     from shardrules.migration import edits, sites
@@ -50,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the script, then with its patch, write the table, and return the exit code."""
     target = script.find(arguments)
     flags.check_writable(arguments.diff, arguments.output)
+    if arguments.diff is not None and arguments.diff == arguments.output:
+        raise ShardrulesError(f"--diff and --output both name {arguments.diff}; name two files")
     rules.check(arguments)
     before = trial.run(arguments, look=True)
     code = _report(arguments, target.file, before)

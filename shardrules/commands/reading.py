@@ -105,6 +105,10 @@ def _by_one_mesh(
 
 
 def _read(path: str) -> program.Program:
+    if path.endswith(".py"):
+        raise ShardrulesError(
+            f"{path} is a Python script; shardrules run {path} judges the programs that it compiles"
+        )
     if path == "-":
         text = decode(sys.stdin.buffer.read(), "stdin")
         return program.Program(program.read_text(text, "stdin"), "stdin", None)

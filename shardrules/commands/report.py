@@ -1,4 +1,4 @@
-"""Write the same report as ``verify``, and exit 0 whatever it finds.
+"""Write the same report as verify, and exit 0 whatever it finds.
 
 FILE holds compiled HLO text (``compiled.as_text()``, or a file of ``--xla_dump_to``, gzip's too),
 or is a folder of --xla_dump_to or a pattern of files; - is stdin. Exit 2 if one can't be judged.

@@ -85,7 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
     target = script.find(arguments)
     keep = None if arguments.keep is None else pathlib.Path(arguments.keep)
     if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
+        try:
+            keep.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ShardrulesError(f"can't make the folder {keep}: {error.strerror}") from error
     flags.check_writable(arguments.output)
     rules.check(arguments)
     seen = programs.watch(strict=arguments.strict, allow=flags.allowances(arguments))

@@ -55,7 +55,9 @@ def judged(arguments: argparse.Namespace) -> tuple[str, int]:
     allow = flags.allowances(arguments)
     options = {name: getattr(arguments, name) for name in ("strict", "target", "cheapest")}
     if not (arguments.files or arguments.profile):
-        raise ShardrulesError("the following arguments are required: FILE")
+        raise ShardrulesError(
+            "nothing to judge; name a FILE of compiled HLO, or a folder of --xla_dump_to"
+        )
     if not arguments.files:
         measured = _of_profile(arguments, allow, options)
         _say_of(measured)

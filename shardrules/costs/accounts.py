@@ -201,7 +201,8 @@ def of(judgement: hlo.Judgement, level: str = "compiled") -> Account:
         groups = collective.notation
         over = ", ".join(collective.axes or ())
         if collective.axes is None:
-            over = f"{len(collective.groups)} groups of {collective.group_size}: {groups}"
+            count = len(collective.groups)
+            over = f"{count} group{'s' if count != 1 else ''} of {collective.group_size}: {groups}"
         elif (
             judgement.mesh is None
         ):  # the axis names are the notation's own: another program may mean others

@@ -20,6 +20,7 @@ from shardrules.report.content import Content, alike_hints, item
 
 __all__ = ["github", "merged", "sarif"]
 
+_PACKAGE = os.path.join(os.path.dirname(shardrules.__file__), "")
 _ROOT = "%SRCROOT%"  # of the repository, as GitHub reads it
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _RULES = {
@@ -53,7 +54,8 @@ def _inside(file: str) -> str:
 
 def _frame(verdict: hlo.Verdict) -> hlo.Frame | None:
     """Give the innermost source line of the repository, else the innermost."""
-    frames = verdict.collective.frames
+    # <frozen runpy> is not a file, and those of this package ran the script.
+    frames = [f for f in verdict.collective.frames if not f.file.startswith(("<", _PACKAGE))]
     inside = (f for f in frames if _inside(f.file) and "site-packages" not in f.file)
     return next(inside, frames[0] if frames else None)
 

@@ -191,7 +191,7 @@ def test_the_file_is_toml(folder):
         ("backward all-to-all(a, b)", "s4", 'we"ird \\ \u00e9 \x7f.py (<lambda>)'): accounts.Totals(
             2, 5, 7, 8, 1
         ),
-        ("x all-gather(1 groups of 8)", "f32", ""): accounts.Totals(1, 0, 0, 0, 1, unknown_bytes=9),
+        ("x all-gather(1 group of 8)", "f32", ""): accounts.Totals(1, 0, 0, 0, 1, unknown_bytes=9),
     }
     one = budget.Budget("logical", "", rows, {"all-reduce(data)": "tab\tand \x01"})
     path = folder / "b.toml"

@@ -13,7 +13,7 @@ MEGASCALE = (
     '_xla_megascale_transfer_type="ALL_REDUCE",_xla_megascale_target="{1,2}x{0:3}"'
 )
 CALLBACK = '_xla_host_transfer_handler_name="pjrt_rendezvous"'
-ANY = "1 groups of 8: [1,8]<=[8]"
+ANY = "1 group of 8: [1,8]<=[8]"
 
 
 def sent(hints, channel="channel_id=1", header="is_scheduled=true, num_partitions=8"):
@@ -34,8 +34,8 @@ def sent(hints, channel="channel_id=1", header="is_scheduled=true, num_partition
 @pytest.mark.parametrize(
     "hints, channel, over",
     [
-        (PAIRS + "{{0,1},{1,2}}", "channel_id=1", "1 groups of 3: {{0,1},{1,2}}"),
-        (PAIRS + '"{{0, 1}}"', "channel_id=1", "1 groups of 2: {{0,1}}"),
+        (PAIRS + "{{0,1},{1,2}}", "channel_id=1", "1 group of 3: {{0,1},{1,2}}"),
+        (PAIRS + '"{{0, 1}}"', "channel_id=1", "1 group of 2: {{0,1}}"),
         # Nobody says to which devices.
         (PAIRS + "{{0,9}}", "channel_id=1", ANY),
         (PAIRS + "{{0,1}}", "channel_id=0", ANY),  # of replicas, of which there is one

@@ -314,8 +314,8 @@ def test_a_sum_is_not_a_maximum():
         )
     )
     assert {str(came), str(went)} == {
-        "- unknown all-reduce(1 groups of 8: [1,8]<=[8]) f32 in [1,8]<=[8]: 1, 32 B",
-        "+ unknown all-reduce(1 groups of 8: [1,8]<=[8]) f32 in [1,8]<=[8] by maximum: 1, 32 B",
+        "- unknown all-reduce(1 group of 8: [1,8]<=[8]) f32 in [1,8]<=[8]: 1, 32 B",
+        "+ unknown all-reduce(1 group of 8: [1,8]<=[8]) f32 in [1,8]<=[8] by maximum: 1, 32 B",
     }
 
 
@@ -337,7 +337,7 @@ def test_what_may_run_is_not_what_runs():
 
 """,
     )
-    over = "unknown all-reduce(1 groups of 8: [1,8]<=[8]) f32 in [1,8]<=[8]"
+    over = "unknown all-reduce(1 group of 8: [1,8]<=[8]) f32 in [1,8]<=[8]"
     assert [str(change) for change in differences(runs, may)] == [
         f"- {over}: 1, 32 B",
         f"+ {over} in a branch: at most 1, 32 B",

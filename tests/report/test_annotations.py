@@ -31,7 +31,8 @@ def test_an_annotation_is_one_line_at_its_place():
 
 
 def test_a_file_outside_of_the_repository_is_no_place():
-    assert report.github([content("/elsewhere/model.py")]).startswith("::error title=")
+    for file in ("/elsewhere/model.py", "<frozen runpy>"):
+        assert report.github([content(file)]).startswith("::error title=")
 
 
 def validated(text):

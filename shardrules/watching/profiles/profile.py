@@ -25,7 +25,7 @@ __all__ = ["is_profile", "judging", "of_judged", "of_watched", "profile", "read"
 
 _FILES = "*.xplane.pb"
 _KEPT = "*.hlo"  # programs that run --keep wrote beside the profile
-_HOW = "with jax.profiler.trace(DIR): run some steps"
+_HOW = "run some steps inside of `with jax.profiler.trace(DIR):`"
 _NO_HLO = (
     "the profile holds no HLO of it: leave enable_hlo_proto = True of jax.profiler.ProfileOptions, "
     "or pass a folder that XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text' wrote as --hlo DIR "
@@ -230,12 +230,10 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ProfileError(
-            f"{path}: there is no such file or folder; a profile is written by {_HOW}"
-        )
+        raise ProfileError(f"{path}: there is no such file or folder; to record a profile, {_HOW}")
     files = sorted(path.rglob(_FILES))
     if not files:
-        raise ProfileError(f"{path} holds no profile ({_FILES}); it is written by {_HOW}")
+        raise ProfileError(f"{path} holds no profile ({_FILES}); to record one, {_HOW}")
     ended = {file: file.stat().st_mtime for file in files}
     last = max(files, key=lambda file: (ended[file], file.parent.name))
     chosen = {file.name: file for file in files if file.parent == last.parent}

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules import registry
+from shardrules.commands import flags
 from shardrules.errors import ShardrulesError
 from shardrules.registry import builtin
 
@@ -82,9 +83,12 @@ def register(arguments: argparse.Namespace) -> dict[str, list[registry.Registrat
     _search_here(arguments)
     for name in arguments.rules:
         before = registry.default.own()
+        is_new = name not in sys.modules
         with _importable(name):
             importlib.import_module(name)
         given[f"--rules={name}"] = [e for e in registry.default.own() if e not in before]
+        if is_new and not given[f"--rules={name}"]:
+            flags.say(f"--rules={name} registers no rule")
     for text in arguments.rule:
         name, rule = _read(text)
         flag = _RULE_FLAG + text

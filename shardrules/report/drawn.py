@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from shardrules import hlo
+from shardrules.hlo.proof import loops
 from shardrules.report.grouping import counted, milliseconds
-from shardrules.report.timeline import Event
 
-__all__ = ["Mark", "escaped", "groups_on_mesh", "strip", "timed"]
+__all__ = ["Mark", "escaped", "events", "groups_on_mesh", "strip", "timed"]
 
 _CELLS = 256  # devices that are drawn; a larger mesh shows its first ones
 _ACROSS = 16  # of them in a line
@@ -156,6 +157,74 @@ def _bar(
         f'y="{round(y, 1):g}" width="{wide:.2f}" height="{high:.1f}"><title>{says}</title></rect>'
         f"</{link[0]}>"
     )
+
+
+# -- the timeline ---------------------------------------------------------------------------------
+
+
+class Event(NamedTuple):
+    """One step in program order."""
+
+    kind: str  # collective; loop or branch where one begins, end where it ends
+    number: int = -1  # a collective's place among the verdicts
+    label: str = ""  # of a loop how often it runs each time, of a branch which one it is
+
+
+_END = Event("end")
+
+
+def events(judgement: hlo.Judgement) -> list[Event]:
+    """List what runs in program order, without loops and branches that hold no collective.
+
+    A computation with several callers stands at the first of them.
+    """
+    kept: list[Event] = []
+    for event in _walk(judgement):
+        if event is _END and kept[-1].kind in ("loop", "branch"):
+            kept.pop()  # nothing stands between
+        else:
+            kept.append(event)
+    left = set(range(len(judgement.verdicts))) - {e.number for e in kept}
+    return [*kept, *(Event("collective", number) for number in sorted(left))]
+
+
+def _walk(judgement: hlo.Judgement) -> Iterator[Event]:
+    module = judgement.module
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for number, verdict in enumerate(judgement.verdicts):
+        place = verdict.collective.computation, verdict.collective.name
+        numbers.setdefault(place, []).append(number)
+
+    def steps(computation: hlo.Computation) -> Iterator[Event | str]:
+        """Give a computation's events, and the names of those that it calls where they stand."""
+        for instruction in computation.instructions:
+            for number in numbers.get((computation.name, instruction.name), ()):
+                yield Event("collective", number)
+            if instruction.opcode == "while":
+                trips = loops.trip_count(module, computation, instruction)
+                times = "?" if trips is None else f"{trips:,}"
+                yield Event("loop", label=f"loop, {times} times")
+                yield from instruction.calls
+                yield _END
+            elif instruction.opcode == "conditional":
+                for branch, callee in enumerate(instruction.calls):
+                    yield Event("branch", label=f"branch {branch}")
+                    yield callee
+                    yield _END
+            else:
+                yield from instruction.calls
+
+    seen = {module.entry.name}
+    stack = [steps(module.entry)]
+    while stack:
+        step = next(stack[-1], None)
+        if step is None:
+            stack.pop()
+        elif isinstance(step, Event):
+            yield step
+        elif step not in seen:
+            seen.add(step)
+            stack.append(steps(module.computations[step]))
 
 
 def strip(

@@ -26,7 +26,6 @@ from shardrules.report.grouping import (
     size,
     sizes,
 )
-from shardrules.report.timeline import events
 
 __all__ = ["html_table", "meshes", "page", "section", "tiles", "timeline", "whole", "wide"]
 
@@ -281,7 +280,7 @@ def timeline(what: Content, title: str, linked: bool) -> str:
     amounts = [f"{size(n)} on the wire, {percent(n, total)}" for n in moved]
     marks = _marks(what, enumerate(amounts), linked)
     phases = [entry.phase for entry in what.account]
-    picture = drawn.strip(events(what.judgement), marks, moved, phases)
+    picture = drawn.strip(drawn.events(what.judgement), marks, moved, phases)
     present = {entry.verdict for entry in what.account}
     key = "".join(f'<li><i class="{v}"></i>{v}</li>' for v in VERDICTS if v in present)
     note = (

@@ -15,20 +15,6 @@ from shardrules.report.content import Content
 from shardrules.report.content import item as item_of
 from shardrules.report.grouping import alike, here, size, sizes
 
-__all__ = [
-    "advice",
-    "as_markdown",
-    "as_text",
-    "describe_finding",
-    "listed",
-    "markdown",
-    "over",
-    "plain",
-    "source",
-    "summary",
-    "table",
-]
-
 _BLOCKS, _LINES = 3, 12  # of the collectives that a failing test's message is about
 
 

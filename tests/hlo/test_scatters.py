@@ -134,7 +134,7 @@ def test_it_is_no_difference_to_one_that_is_written_out():
     one, other = (hlo.judge(t, mesh=T.MESH) for t in (fusion(), written()))
     both = [comparing.grouped(accounts.of(j), groups=True) for j in (one, other)]
     assert comparing.compare(*both) == []
-    assert [e.number for e in report.timeline.events(one)] == [0]
+    assert [e.number for e in report.drawn.events(one)] == [0]
     other = hlo.judge(written(groups=T.OVER_DATA).replace("f32[4] red", "f32[8] red"), mesh=T.MESH)
     both[1] = comparing.grouped(accounts.of(other), groups=True)
     assert len(comparing.compare(*both)) == 2

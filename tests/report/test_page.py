@@ -9,7 +9,7 @@ from hlo import text as T
 
 from shardrules import hlo, report
 from shardrules.costs import comparing
-from shardrules.report import drawn, timeline
+from shardrules.report import drawn
 
 FILES = {
     name: pathlib.Path(drawn.__file__).with_name(name).read_text()
@@ -219,7 +219,7 @@ def test_the_timeline_is_in_program_order():
     judged = hlo.judge(hlo.parse(looping(T.all_reduce("%w", name="inside"))), mesh=T.MESH)
     said = [
         judged.verdicts[e.number].collective.name if e.kind == "collective" else (e.kind, e.label)
-        for e in timeline.events(judged)
+        for e in drawn.events(judged)
     ]
     assert said == ["before", ("loop", "loop, 12 times"), "inside", ("end", ""), "after"]
     page = report.page(report.content(judged))
@@ -229,13 +229,13 @@ def test_the_timeline_is_in_program_order():
 def test_branches_are_told_apart():
     data = pathlib.Path(__file__).parent.parent / "hlo" / "data" / "gpu_misc.hlo"
     judged = hlo.judge(hlo.parse(data.read_text()), mesh=T.MESH)
-    said = [e.label or e.kind for e in timeline.events(judged)]
+    said = [e.label or e.kind for e in drawn.events(judged)]
     assert said == ["collective"] * 4 + ["branch 0", "collective", "end"] + ["collective"] * 2
 
 
 def test_a_loop_without_collectives_is_left_out():
     judged = hlo.judge(hlo.parse(looping("%v = f32[8] negate(%w)")), mesh=T.MESH)
-    assert [e.kind for e in timeline.events(judged)] == ["collective", "collective"]
+    assert [e.kind for e in drawn.events(judged)] == ["collective", "collective"]
 
 
 def test_groups_are_drawn_on_the_mesh():

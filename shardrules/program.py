@@ -14,35 +14,18 @@ from shardrules.errors import HloError, HloSyntaxError, NotInstalledError, Shard
 from shardrules.hlo.reader import files
 from shardrules.registry.table import Registry
 
-__all__ = [
-    "Program",
-    "judge",
-    "judge_logical",
-    "judged",
-    "matching",
-    "output_shapes",
-    "read",
-    "read_file",
-    "read_text",
-]
+__all__ = ["Program", "judge", "judge_logical", "judged", "read", "read_file", "read_text"]
 
 _STABLEHLO = re.compile(r"\s*(?:#\w+ = [^\n]*\n\s*)*module\b[^\n]*(?:@|attributes|\{)")
 
 
 class Program(NamedTuple):
-    """The compiled HLO of a program.
-
-    Attributes:
-      text: compiled HLO.
-      name: its name in messages.
-      compiled: the jax.stages.Compiled, None if there is none.
-      is_compiled: whether the text comes from a compiled object; text alone does not say.
-    """
+    """The compiled HLO of a program."""
 
     text: str
-    name: str
-    compiled: Any
-    is_compiled: bool = False
+    name: str  # in messages
+    compiled: Any = None  # the jax.stages.Compiled, if there is one
+    is_compiled: bool = False  # the text comes from a compiled object; text alone does not say
 
 
 @checked(own=("mesh",))
@@ -85,22 +68,22 @@ def judged(
     """Judge a program; ``given_outputs``, one sharding or one per output, fills in missing ones."""
     shardings = own_mesh = outputs = None
     module = hlo.parse(program.text, name=program.name)
+    shapes = output_shapes(module)
     if program.compiled is not None:
         from shardrules.door import compiled
 
         own_mesh = compiled.mesh_of(program.compiled)
         shardings = compiled.parameter_shardings(program.compiled)
-        outputs = compiled.output_shardings(program.compiled, output_shapes(module))
+        outputs = compiled.output_shardings(program.compiled, shapes)
     if given_outputs is not None and outputs is None:
-        shapes = output_shapes(module)
         per_output = [*given_outputs] * (len(shapes) if len(given_outputs) == 1 else 1)
-        lone = len(shapes) == 1
         if len(per_output) != len(shapes):
             raise HloError(
                 f"{len(per_output)} shardings were given for the {len(shapes)} arrays that module "
                 f"{module.name!r} returns; give one for each, or one for all"
             )
-        outputs = [("" if lone else f"[{n}]", sharding) for n, sharding in enumerate(per_output)]
+        names = [f"[{n}]" for n in range(len(shapes))] if len(shapes) > 1 else [""]
+        outputs = list(zip(names, per_output))
     return hlo.judge(
         module,
         registry=registry,
@@ -122,18 +105,16 @@ def judge_logical(
 ) -> hlo.Judgement:
     """Read a function, a Lowered, or HLO text before XLA's passes; its verdicts mean nothing."""
     if isinstance(program, (str, os.PathLike)):
-        text_program = read(program, args, kwargs)
-        return hlo.judge(
-            hlo.parse(text_program.text, name=text_program.name), mesh=mesh, unpartitioned=True
-        )
+        given = read(program, args, kwargs)
+        return hlo.judge(hlo.parse(given.text, name=given.name), mesh=mesh, unpartitioned=True)
     if hasattr(program, "as_text") and hasattr(program, "compile"):
         lowered = _alone(program, args, kwargs)
     elif _is_exported(program) or (callable(program) and not hasattr(program, "as_text")):
         lowered = lower(program, args, kwargs)
     else:
         raise ShardrulesError(
-            f"{type(program).__name__} does not hold the program as it was before XLA's passes, "
-            "which the logical account is of; pass the function with its arguments, or the "
+            f"{type(program).__name__} does not hold the program before XLA's passes, which the "
+            "logical account counts; pass the function with its arguments, or the "
             "jax.stages.Lowered",
             program=program,
         )
@@ -141,9 +122,8 @@ def judge_logical(
 
     text = compiled.unoptimized_text(lowered)
     own_mesh = _shardy_mesh(text) or compiled.mesh_of_lowered(lowered, (args, kwargs))
-    return hlo.judge(
-        hlo.parse(text, name="<lowered>"), mesh=mesh, own_mesh=own_mesh, unpartitioned=True
-    )
+    module = hlo.parse(text, name="<lowered>")
+    return hlo.judge(module, mesh=mesh, own_mesh=own_mesh, unpartitioned=True)
 
 
 def _shardy_mesh(text: str) -> dict[str, int] | None:
@@ -176,11 +156,11 @@ def read_file(path: pathlib.Path) -> Program:
     except (OSError, ValueError) as error:  # a ValueError for a name with a NUL
         why = getattr(error, "strerror", None) or error
         raise ShardrulesError(f"can't read {path}: {why}", path=path) from error
-    return Program(read_text(files.decode(data, str(path)), str(path)), str(path), None)
+    return Program(read_text(files.decode(data, str(path)), str(path)), str(path))
 
 
 def _text(text: str) -> str:
-    """Return text; reject a single line that is no HLO, which is the name of a missing file."""
+    """Return text; reject a single line that is not HLO: it is the name of a missing file."""
     if text.strip() and "\n" not in text and not text.startswith("HloModule"):
         try:
             hlo.parse(text)
@@ -197,15 +177,14 @@ def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     """Return a program's compiled HLO; errors say what to pass instead."""
     kwargs = dict(kwargs or {})
     if isinstance(program, str) and ("\n" in program or not os.path.exists(program)):
-        return Program(read_text(_text(_alone(program, args, kwargs)), "<text>"), "<text>", None)
+        return Program(read_text(_text(_alone(program, args, kwargs)), "<text>"), "<text>")
     if isinstance(program, (str, os.PathLike)):
         return read_file(_alone(pathlib.Path(program), args, kwargs))
     if isinstance(program, (bytes, bytearray, memoryview)):
         raise ShardrulesError(
-            f"{type(program).__name__} is serialized, and no text of HLO; for "
-            "jax.export.Exported.serialize() pass jax.export.deserialize(data) with its "
-            "arguments, for jax.experimental.serialize_executable what deserialize_and_load "
-            "returns",
+            f"{type(program).__name__} holds a serialized program, not HLO text; pass "
+            "jax.export.deserialize(data) with its arguments, or what deserialize_and_load of "
+            "jax.experimental.serialize_executable returns",
             program=program,
         )
     if hasattr(program, "as_text") and hasattr(program, "compile"):
@@ -224,31 +203,28 @@ def read(program: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
         return Program(modules[0].to_string(), "<executable>", None, True)
     for text_of in ("as_hlo_text", "to_string"):  # an XlaComputation, an HloModule
         if hasattr(program, text_of) and not callable(program):
-            return Program(str(getattr(_alone(program, args, kwargs), text_of)()), "<module>", None)
+            return Program(str(getattr(_alone(program, args, kwargs), text_of)()), "<module>")
     if _is_exported(program) or callable(program):
         compiled = lower(program, args, kwargs).compile()
         name = getattr(program, "__name__", "<function>")
         return Program(compiled.as_text(), name, compiled, True)
     raise ShardrulesError(
-        f"{type(program).__name__} is no program; pass a function with its arguments, a "
+        f"{type(program).__name__} is not a program; pass a function with its arguments, a "
         "jax.stages.Lowered or Compiled, HLO text, or the path of a file with it",
         program=program,
     )
 
 
 def _text_of(compiled: Any) -> str:
+    text, why = "", ""
     try:
         text = compiled.as_text()
     except Exception as error:  # the backend's C API may raise anything
-        raise ShardrulesError(
-            f"this executable does not give its HLO ({str(error).splitlines()[0]}); pass the "
-            "jax.stages.Compiled that f.lower(...).compile() returned, or its text",
-            program=compiled,
-        ) from error
+        why = f" ({str(error).splitlines()[0]})"
     if not text:
         raise ShardrulesError(
-            "this executable holds no HLO text; pass the jax.stages.Compiled "
-            "that f.lower(...).compile() returned",
+            f"this executable does not give its HLO{why}; pass the jax.stages.Compiled that "
+            "f.lower(...).compile() returned, or its text",
             program=compiled,
         )
     return text
@@ -262,7 +238,7 @@ def _alone(program: Any, args: tuple, kwargs: dict) -> Any:
     if args or kwargs:
         raise ShardrulesError(
             f"{len(args) + len(kwargs)} arguments were given with a program that is lowered "
-            "already; pass them with a function only",
+            "already; pass arguments with a function only",
             program=program,
         )
     return program
@@ -274,11 +250,12 @@ def lower(program: Any, args: tuple, kwargs: dict) -> Any:
 
     if _is_exported(program):
         if not args and not kwargs and program.in_avals:
+            count = len(program.in_avals)
             raise ShardrulesError(
                 f"the exported program {program.fun_name!r} holds StableHLO for "
-                f"{program.nr_devices} devices and no HLO; pass its {len(program.in_avals)} "
-                "arguments too, as arrays or ShapeDtypeStructs with shardings, and it is "
-                "compiled for their devices",
+                f"{program.nr_devices} devices, which is not compiled yet; pass its "
+                f"{count} argument{'s' if count > 1 else ''} too, as arrays or ShapeDtypeStructs "
+                "with shardings, and it is compiled for their devices",
                 program=program,
             )
         return jax.jit(program.call).lower(*args, **kwargs)
@@ -288,22 +265,24 @@ def lower(program: Any, args: tuple, kwargs: dict) -> Any:
     try:
         return jitted.lower(*args, **kwargs)
     except (ValueError, TypeError, NotImplementedError) as error:
+        says, first = str(error), str(error).splitlines()[0]
+        if hooks.installed():
+            raise
         # JAX's errors for a kernel without an output type: since 0.10, since 0.6.1, and before.
-        if not hooks.installed() and re.search(
-            r"manual_axis_type.*must not be|`vma` on .*must not be|No replication rule for",
-            str(error),
-            re.DOTALL,
+        if re.search(
+            r"(?s)manual_axis_type.*must not be|`vma` on .*must not be|No replication rule for",
+            says,
         ):
             raise NotInstalledError(
                 "the program runs a kernel inside shard_map with the check on, and the hooks of "
                 "shardrules are not installed; call shardrules.install() before tracing it.\n"
-                f"JAX says: {str(error).splitlines()[0]}"
+                f"JAX says: {first}"
             ) from error
-        if not hooks.installed() and re.search(r"check_(?:vma|rep)=False", str(error)):
+        if re.search(r"check_(?:vma|rep)=False", says):
             raise NotInstalledError(
                 "shard_map's check refuses the program, and the hooks of shardrules are not "
                 "installed; before you switch the check off, as JAX's text says, call "
-                f"shardrules.install() and trace it again.\nJAX says: {error}"
+                f"shardrules.install() and trace it again.\nJAX says: {says}"
             ) from error
         raise
 

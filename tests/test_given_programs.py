@@ -32,18 +32,18 @@ def test_exported_programs_are_compiled_for_their_arguments(cpu_mesh):
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.judge(exported)
     assert (
-        "the exported program '<lambda>' holds StableHLO for 8 devices and no HLO; pass its 1 "
-        "arguments too, as arrays or ShapeDtypeStructs with shardings, and it is compiled for "
-        "their devices"
+        "the exported program '<lambda>' holds StableHLO for 8 devices, which is not compiled "
+        "yet; pass its 1 argument too, as arrays or ShapeDtypeStructs with shardings, and it is "
+        "compiled for their devices"
     ) in str(caught.value)
     with pytest.raises(errors.HloSyntaxError, match="is StableHLO or another MLIR module, which"):
         testing.judge(exported.mlir_module())
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.judge(bytearray(exported.mlir_module_serialized))
     assert (
-        "bytearray is serialized, and no text of HLO; for jax.export.Exported.serialize() pass "
-        "jax.export.deserialize(data) with its arguments, for "
-        "jax.experimental.serialize_executable what deserialize_and_load returns"
+        "bytearray holds a serialized program, not HLO text; pass jax.export.deserialize(data) "
+        "with its arguments, or what deserialize_and_load of jax.experimental."
+        "serialize_executable returns"
     ) in str(caught.value)
 
 
@@ -53,7 +53,7 @@ def test_deserialized_executables_hold_their_hlo(cpu_mesh):
     loaded = serialize_executable.deserialize_and_load(*data)
     testing.assert_collectives(loaded, expect=EXPECT)
     testing.assert_outputs_replicated(loaded)
-    with pytest.raises(errors.ShardrulesError, match="bytes is serialized, and no text of HLO"):
+    with pytest.raises(errors.ShardrulesError, match="bytes holds a serialized program, not HLO"):
         testing.judge(data[0])
 
 
@@ -98,7 +98,7 @@ def test_executables_without_hlo_say_what_to_pass():
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.judge(Executable(None))
     assert (
-        "this executable holds no HLO text; pass the jax.stages.Compiled that f.lower(...)."
+        "this executable does not give its HLO; pass the jax.stages.Compiled that f.lower(...)."
         "compile() returned"
     ) in str(caught.value)
     with pytest.raises(errors.ShardrulesError) as caught:

@@ -111,7 +111,7 @@ def _read(path: str) -> program.Program:
         )
     if path == "-":
         text = decode(sys.stdin.buffer.read(), "stdin")
-        return program.Program(program.read_text(text, "stdin"), "stdin", None)
+        return program.Program(program.read_text(text, "stdin"), "stdin")
     return program.read_file(pathlib.Path(path))
 
 

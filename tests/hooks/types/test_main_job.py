@@ -278,7 +278,7 @@ def test_hooks_that_are_not_installed(cpu_mesh):
 
 
 def test_what_is_no_program():
-    with pytest.raises(errors.ShardrulesError, match="int is no program; pass a function with "):
+    with pytest.raises(errors.ShardrulesError, match="int is not a program; pass a function with "):
         testing.judge(3)
     with pytest.raises(
         errors.ShardrulesError,

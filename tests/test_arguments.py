@@ -174,13 +174,12 @@ TABLE = {
     **{n: (getattr(report, n), [CONTENT], {}) for n in ("as_json", "markdown", "page", "plain")},
     "compared": (report.compared, [CONTENT, CONTENT, []], {}),
     **{f"DIFFS {n}": (f, [CONTENT, CONTENT, []], {}) for n, f in report.DIFFS.items()},
-    **{n: (getattr(report, n), [VERDICT], {}) for n in ("advice", "over", "source")},
+    "over": (report.over, [VERDICT], {}),
     "github": (report.github, [[CONTENT]], {}),
     "sarif": (report.sarif, [[CONTENT]], {}),
     "describe_finding": (report.describe_finding, [CONTENT.findings[0]] * 2, {}),
     "listed": (report.listed, [CONTENT.account.entries, JUDGED.verdicts], {}),
     "size": (report.size, [3], {}),
-    "summary": (report.summary, [JUDGED, JUDGED.verdicts], {}),
     "table": (report.table, [[["a", "b"]]], {}),
 }
 MADE = {  # by shardrules, for users to read

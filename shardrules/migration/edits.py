@@ -211,23 +211,18 @@ def _place_to_install(
     return place, calls
 
 
-def _always_installs(node: ast.stmt, installs: set[str]) -> bool:
-    """Return whether a statement of a script calls ``install()`` unconditionally."""
-    if isinstance(node, ast.If):
-        as_script = ast.unparse(node.test) == "__name__ == '__main__'"
-        return as_script and any(_always_installs(inner, installs) for inner in node.body)
-    if isinstance(node, (ast.With, ast.FunctionDef)):  # assume the function is called
-        items = node.items if isinstance(node, ast.With) else []
-        return any(_installs(item.context_expr, installs) for item in items) or any(
-            _always_installs(inner, installs) for inner in node.body
-        )
-    return isinstance(node, (ast.Expr, ast.Assign)) and _installs(node.value, installs)
+# What stands in these need not run.
+_SOMETIMES = (ast.Lambda, ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 
 
-def _installs(value: ast.expr, installs: set[str]) -> bool:
-    if not isinstance(value, ast.Call) or ast.unparse(value.func) not in installs:
+def _always_installs(node: ast.AST, installs: set[str]) -> bool:
+    """Return whether a statement calls ``install()`` always, if each of its functions is called."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in installs:
+        return not node.args and not node.keywords
+    is_main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+    if isinstance(node, _SOMETIMES) and not is_main:
         return False
-    return not value.args and not value.keywords
+    return any(_always_installs(inner, installs) for inner in ast.iter_child_nodes(node))
 
 
 def _names_of_install(tree: ast.Module) -> set[str]:

@@ -9,17 +9,7 @@ from shardrules.report.data import as_json
 from shardrules.report.differences import DIFFS, compared
 from shardrules.report.grouping import Row, size
 from shardrules.report.page import page
-from shardrules.report.text import (
-    advice,
-    describe_finding,
-    listed,
-    markdown,
-    over,
-    plain,
-    source,
-    summary,
-    table,
-)
+from shardrules.report.text import describe_finding, listed, markdown, over, plain, table
 
 __all__ = [
     "Block",
@@ -27,7 +17,6 @@ __all__ = [
     "DIFFS",
     "Item",
     "Row",
-    "advice",
     "as_json",
     "compared",
     "content",
@@ -40,7 +29,5 @@ __all__ = [
     "plain",
     "sarif",
     "size",
-    "source",
-    "summary",
     "table",
 ]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardrules.arguments import checked
 from shardrules.costs.accounts import Entry
 from shardrules.costs.findings import Finding, advice
-from shardrules.hlo import Judgement, Verdict
+from shardrules.hlo import Verdict
 from shardrules.report.blocks import Block, Item
 from shardrules.report.content import Content
 from shardrules.report.content import item as item_of
-from shardrules.report.grouping import alike, here, size, sizes
+from shardrules.report.grouping import alike, here, sizes
 
 _BLOCKS, _LINES = 3, 12  # of the collectives that a failing test's message is about
 
@@ -120,24 +119,6 @@ def over(verdict: Verdict) -> str:
     groups = ["{" + ",".join(map(str, map(int, group))) + "}" for group in collective.groups[:4]]
     more = f" ... ({len(collective.groups)} groups)" if len(collective.groups) > 4 else ""
     return f"device groups {' '.join(groups)}{more}"
-
-
-@checked
-def source(verdict: Verdict) -> str:
-    """Return ``file:line`` and function of a collective, or its op_name, or nothing."""
-    frame = verdict.collective.source
-    return here(str(frame)) if frame is not None else verdict.collective.op_name
-
-
-@checked
-def summary(judgement: Judgement, verdicts: Iterable[Verdict] | None = None) -> str:
-    """Return a line for each kind, axes, bytes and verdict, with a count where there are more."""
-    lines = collections.Counter(
-        f"{v.collective.kind} over {over(v)}, {size(v.bytes)}: {v.verdict}"
-        for v in (judgement.verdicts if verdicts is None else verdicts)
-    )
-    written = [f"{n} x {line}" if n > 1 else line for line, n in lines.items()]
-    return "\n".join(written) or "no collectives"
 
 
 @checked

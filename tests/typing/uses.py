@@ -230,8 +230,7 @@ print(hlo.VERDICTS)
 content: report.Content = report.content(judged, title="step")
 pages: list[str] = [report.as_json(content), report.markdown(content), report.page(content)]
 pages += [report.github([content]), report.sarif([content])]
-pages += [report.plain(content), report.summary(judged)]
-pages += [report.over(verdict), report.source(verdict), report.advice(verdict)]
+pages += [report.plain(content), report.over(verdict)]
 pages += [report.table([("a", "b"), (1, 2)])]
 pages += [report.describe_finding(finding) for finding in content.findings]
 pages += report.listed(list(content.account), judged.verdicts)

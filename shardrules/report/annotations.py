@@ -67,13 +67,13 @@ def _notes(contents: Sequence[Content]) -> list[_Note]:
         for output in content.unequal:
             level = "error" if content.strict or output.kind == "differs" else "note"
             lines = (("because", output.because), ("to do:", output.advice))
-            told = Item(output.kind, output.what, "", lines)
-            notes.append(_Note(level, told, None, content.title, 1.0))
+            item_of_output = Item(output.kind, output.what, "", lines)
+            notes.append(_Note(level, item_of_output, None, content.title, 1.0))
         errors: list[Sequence[Finding | Hint]] = [*findings.alike(content.findings)]
         hints: list[Sequence[Finding | Hint]] = [*alike_hints(content.hints)]
         for level, groups in (("error", errors), ("note", hints)):
             for same in groups:
-                share = sum(content.ledger.share(content.ledger.worth(one)) for one in same)
+                share = sum(content.ledger.share(content.ledger.worth(each)) for each in same)
                 frame = _frame(same[0].verdict)
                 notes.append(_Note(level, content.item(same), frame, content.title, share))
         for finding, reason in content.allowed:

@@ -231,7 +231,7 @@ class Content:
     def cells(self, row: Row) -> list[Cell]:
         """Write a row's cells; every row has the same columns."""
         entry, cost = row.first, self._cost(row)
-        sent, known = row.total.wire_bytes, entry.runs is not None
+        sent, is_known = row.total.wire_bytes, entry.runs is not None
         cells = [
             Cell("collective", entry.what),
             Cell("verdict", entry.verdict),
@@ -239,14 +239,14 @@ class Content:
             Cell("runs", row.runs, entry.runs or 0),
             Cell("bytes", size(entry.bytes), entry.bytes),
             Cell("wire bytes", size(entry.wire_bytes), entry.wire_bytes),
-            Cell("in all", size(sent) if known else "?", sent),
+            Cell("in all", size(sent) if is_known else "?", sent),
             Cell("share", percent(cost.bytes, self.ledger.total.bytes), cost.bytes),
         ]
         if self.timings is not None:
             cells += self._measured_cells(row, self.timings)
         if self.target is not None:
             each = max(self.ledger.seconds[number] for number in row.numbers)
-            in_all = f"~{grouping.duration(cost.seconds)}" if known else "?"
+            in_all = f"~{grouping.duration(cost.seconds)}" if is_known else "?"
             cells.append(Cell("est. a run", f"~{grouping.duration(each)}", each))
             cells.append(Cell("est. in all", in_all, cost.seconds))
         return [*cells, Cell("source", here(entry.source))]
@@ -334,7 +334,7 @@ class Content:
         shown = [group for group in ranked if not any(group is other for other in folded)]
         rest = ""
         if folded:
-            worth = self._worth([one for group in folded for one in group])
+            worth = self._worth([change for group in folded for change in group])
             firsts = [(group[0].kind, group[0].entry) for group in folded[:_LISTED]]
             names = [
                 f"{kind} {entry.what}" + (f" at {here(entry.source)}" if entry.source else "")
@@ -437,9 +437,9 @@ def content(
     on = None if target is None else estimates.target(target)
     ledger = Ledger(judgement, account, on, timings)
 
-    def costliest(one: Finding | Hint) -> tuple[float, float, int]:
-        worth = ledger.worth(one)
-        return -ledger.exposed_seconds([one]), -worth.seconds, -worth.bytes
+    def costliest(change: Finding | Hint) -> tuple[float, float, int]:
+        worth = ledger.worth(change)
+        return -ledger.exposed_seconds([change]), -worth.seconds, -worth.bytes
 
     left = [hint for hint in all_hints if all(hint is not finding.hint for finding in costly)]
     return Content(

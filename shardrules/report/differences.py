@@ -28,8 +28,8 @@ _COLOURS = {
 }
 
 
-def _total(what: Content) -> str:
-    total = what.account.total
+def _total(content: Content) -> str:
+    total = content.account.total
     return f"{total}, {size(total.wire_bytes)} on the wire"
 
 
@@ -57,8 +57,8 @@ def _markdown(before: Content, after: Content, changes: Sequence[Change]) -> str
 
 @checked
 def _json(before: Content, after: Content, changes: Sequence[Change]) -> str:
-    def side(what: Content) -> dict[str, object]:
-        return {"title": what.title, "total": dataclasses.asdict(what.account.total)}
+    def side(content: Content) -> dict[str, object]:
+        return {"title": content.title, "total": dataclasses.asdict(content.account.total)}
 
     differences = [dataclasses.asdict(change) for change in changes]
     data = {"schema": SCHEMA, "before": side(before), "after": side(after), "changes": differences}
@@ -75,25 +75,28 @@ def compared(before: Content, after: Content, changes: Sequence[Change]) -> str:
       changes: what ``comparing.compare`` returned of the two.
     """
     named = {"before": before, "after": after}
-    totals = [what.account.total for what in named.values()]
+    totals = [content.account.total for content in named.values()]
     figures = (
         ("collectives run", [f"{total.count:,}" for total in totals]),
         ("on the wire, per device", [size(total.wire_bytes) for total in totals]),
-        ("findings", [str(len(what.findings)) for what in named.values()]),
+        ("findings", [str(len(content.findings)) for content in named.values()]),
     )
     title = f"{before.title} and {after.title}"
     body = [
         f"<header><h1>{escaped(title)}</h1>",
-        *(f'<p class="dim">{name}: {escaped(what.headline)}.</p>' for name, what in named.items()),
+        *(
+            f'<p class="dim">{name}: {escaped(content.headline)}.</p>'
+            for name, content in named.items()
+        ),
         tiles((name, f"{a} \N{RIGHTWARDS ARROW} {b}") for name, (a, b) in figures),
         "</header><main><section><h2>Changes</h2>",
         _table(changes) if changes else "<p>The same collectives.</p>",
         "</section>",
         meshes(named) if any(total.sites for total in totals) else "",
         *(
-            timeline(what, f"{name.capitalize()}, in program order", False)
-            for name, what in named.items()
-            if what.account.entries
+            timeline(content, f"{name.capitalize()}, in program order", False)
+            for name, content in named.items()
+            if content.account.entries
         ),
         "</main>",
     ]

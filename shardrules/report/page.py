@@ -41,43 +41,47 @@ _HIDDEN = ("sites", "runs", "bytes", "wire bytes", "est. a run", "bandwidth", "s
 
 
 @checked
-def page(what: Content) -> str:
+def page(content: Content) -> str:
     """Return a report as an HTML page: what to change, a timeline, the collectives, their groups.
 
     Source lines are quoted where a Python file stands at the path that the program names.
 
     Args:
-      what: the report's content.
+      content: of the report.
 
     Examples:
       >>> content = report.content(testing.judge(step, w, x), title="step")
       >>> report.page(content).startswith("<!doctype html>")
       True
     """
-    total, avoidable, cost = what.account.total, what.avoidable, what.ledger.total
+    total, avoidable, cost = content.account.total, content.avoidable, content.ledger.total
     figures = [
         ("avoidable", f"{size(avoidable.bytes)}, {percent(avoidable.bytes, cost.bytes)}"),
         ("on the wire, per device", size(cost.bytes)),
         ("collectives run" + (" (and more)" if total.unknown else ""), f"{total.count:,}"),
-        ("findings", str(what.failing)),
-        ("could be cheaper", str(len(what.hints))),
+        ("findings", str(content.failing)),
+        ("could be cheaper", str(len(content.hints))),
     ]
-    if what.target is not None:
+    if content.target is not None:
         about = f"~{duration(avoidable.seconds)} of ~{duration(cost.seconds)}"
-        figures.insert(1, (f"of communication, {what.target.name}", about))
-    if what.timings is not None:
-        figures.insert(0, ("avoidable, measured", what.measured.removeprefix("avoidable: ")))
+        figures.insert(1, (f"of communication, {content.target.name}", about))
+    if content.timings is not None:
+        figures.insert(0, ("avoidable, measured", content.measured.removeprefix("avoidable: ")))
     body = [
-        f"<header><h1>{escaped(what.title)}</h1>",
+        f"<header><h1>{escaped(content.title)}</h1>",
         tiles(figures),
-        f'<p class="dim">{escaped(what.about)}.</p>',
+        f'<p class="dim">{escaped(content.about)}.</p>',
         "</header><main>",
-        *map(section, what.changes),
-        _pictures(what),
-        *(section(block) for block in what.blocks if block not in what.changes and block.title),
+        *map(section, content.changes),
+        _pictures(content),
+        *(
+            section(block)
+            for block in content.blocks
+            if block not in content.changes and block.title
+        ),
         "</main>",
     ]
-    return whole(f"{what.title}: collectives", body)
+    return whole(f"{content.title}: collectives", body)
 
 
 def whole(title: str, body: Iterable[str]) -> str:
@@ -149,29 +153,29 @@ def _badge(verdict: str, kind: str = "") -> str:
 # -- what is drawn --------------------------------------------------------------------------------
 
 
-def _pictures(what: Content) -> str:
-    if not what.account.entries:
+def _pictures(content: Content) -> str:
+    if not content.account.entries:
         return '<p class="dim">No collectives.</p>'
-    entries = list(enumerate(what.account.entries))
+    entries = list(enumerate(content.account.entries))
     axes = ((entry.over or "one device", n) for n, entry in entries)
     lines = ((_where(entry) or "(no source line)", n) for n, entry in entries)
     parts = [
-        _tools(what),
-        timeline(what, "In program order", True),
-        _timed(what),
+        _tools(content),
+        timeline(content, "In program order", True),
+        _timed(content),
         '<div class="side">',
-        _bars("By mesh axes (wire bytes per device)", _sums(what, axes)),
-        _bars("Costly source lines (wire bytes per device)", _sums(what, lines)),
+        _bars("By mesh axes (wire bytes per device)", _sums(content, axes)),
+        _bars("Costly source lines (wire bytes per device)", _sums(content, lines)),
         "</div>",
-        _table(what),
-        meshes({"": what}),
+        _table(content),
+        meshes({"": content}),
     ]
     return "\n".join(parts)
 
 
-def _tools(what: Content) -> str:
+def _tools(content: Content) -> str:
     """Write what filters the timeline and the table together."""
-    present = {row.first.verdict for row in what.rows}
+    present = {row.first.verdict for row in content.rows}
     boxes = "".join(
         f'<label><input type="checkbox" class="verdict" checked value="{v}"> {v}</label>'
         for v in VERDICTS
@@ -195,9 +199,9 @@ def _where(entry: accounts.Entry) -> str:
 def _ids(*programs: Content) -> dict[str, str]:
     """Return an id for each distinct set of device groups, those that move most first."""
     moved: dict[str, int] = {}
-    for what in programs:
-        for number, entry in enumerate(what.account):
-            moved[entry.groups] = moved.get(entry.groups, 0) + what.ledger.cost(number).bytes
+    for content in programs:
+        for number, entry in enumerate(content.account):
+            moved[entry.groups] = moved.get(entry.groups, 0) + content.ledger.cost(number).bytes
     order = sorted(moved, key=lambda groups: -moved[groups])
     return {groups: f"mesh{n}" for n, groups in enumerate(order)}
 
@@ -211,18 +215,18 @@ def meshes(programs: dict[str, Content]) -> str:
     figures = []
     for groups, figure_id in _ids(*programs.values()).items():
         numbers = {
-            called: [n for n, entry in enumerate(what.account) if entry.groups == groups]
-            for called, what in programs.items()
+            called: [n for n, entry in enumerate(content.account) if entry.groups == groups]
+            for called, content in programs.items()
         }
         called, first = next((called, held[0]) for called, held in numbers.items() if held)
-        what = programs[called]
-        over = what.account.entries[first].over or "one device"
-        collective = what.judgement.verdicts[first].collective
+        content = programs[called]
+        over = content.account.entries[first].over or "one device"
+        collective = content.judgement.verdicts[first].collective
         picture = drawn.groups_on_mesh(
             collective.groups,
             collective.pairs,
-            what.account.mesh,
-            what.account.device_count,
+            content.account.mesh,
+            content.account.device_count,
             f"device groups of collectives over {over}",
         )
         captions = [_caption(name, programs[name], held) for name, held in numbers.items()]
@@ -242,24 +246,24 @@ def meshes(programs: dict[str, Content]) -> str:
     )
 
 
-def _caption(called: str, what: Content, numbers: Sequence[int]) -> str:
+def _caption(called: str, content: Content, numbers: Sequence[int]) -> str:
     """Say what a program runs over some groups."""
     head = f"{'<br>' if called else ''}{escaped(called)}: "
     if not numbers:
         return f"{head}none"
-    kinds = alike((what.account.entries[n].kind for n in numbers), lambda kind: kind)
-    (sums,) = _sums(what, (("", n) for n in numbers)).values()
+    kinds = alike((content.account.entries[n].kind for n in numbers), lambda kind: kind)
+    (sums,) = _sums(content, (("", n) for n in numbers)).values()
     whole_bytes = sum(sums.values())
     counts = ", ".join(f"{len(same)} {same[0]}" for same in kinds)
     return f"{head}{counts}; {size(whole_bytes)} on the wire per device{_bar(sums, whole_bytes)}"
 
 
-def _marks(what: Content, amounts: Iterable[tuple[int, str]], linked: bool = True) -> list[Mark]:
+def _marks(content: Content, amounts: Iterable[tuple[int, str]], linked: bool = True) -> list[Mark]:
     """Say what collectives are, by their numbers, and link them to their rows if wanted."""
-    rows = {number: f"row{n}" for n, row in enumerate(what.rows) for number in row.numbers}
+    rows = {number: f"row{n}" for n, row in enumerate(content.rows) for number in row.numbers}
     marks = []
     for number, amount in amounts:
-        entry = what.account.entries[number]
+        entry = content.account.entries[number]
         where = f", at {_where(entry)}" if entry.file else ""
         says = f"{entry.what}: {entry.verdict}, {amount}{where}"
         marks.append(Mark(rows[number] if linked else "", entry.verdict, says))
@@ -273,15 +277,15 @@ def _picture(name: str, picture: str, below: str) -> str:
     )
 
 
-def timeline(what: Content, title: str, linked: bool) -> str:
+def timeline(content: Content, title: str, linked: bool) -> str:
     """Draw the collectives in program order, each linked to its row of the table if wanted."""
-    moved = [what.ledger.cost(n).bytes for n in range(len(what.account.entries))]
-    total = what.ledger.total.bytes
+    moved = [content.ledger.cost(n).bytes for n in range(len(content.account.entries))]
+    total = content.ledger.total.bytes
     amounts = [f"{size(n)} on the wire, {percent(n, total)}" for n in moved]
-    marks = _marks(what, enumerate(amounts), linked)
-    phases = [entry.phase for entry in what.account]
-    picture = drawn.strip(drawn.events(what.judgement), marks, moved, phases)
-    present = {entry.verdict for entry in what.account}
+    marks = _marks(content, enumerate(amounts), linked)
+    phases = [entry.phase for entry in content.account]
+    picture = drawn.strip(drawn.events(content.judgement), marks, moved, phases)
+    present = {entry.verdict for entry in content.account}
     key = "".join(f'<li><i class="{v}"></i>{v}</li>' for v in VERDICTS if v in present)
     note = (
         "Heights are wire bytes of all runs; below stand the phases, or their first letters "
@@ -290,31 +294,31 @@ def timeline(what: Content, title: str, linked: bool) -> str:
     return _picture(title, picture, f'<ul class="key">{key}</ul>{_dim([note])}')
 
 
-def _timed(what: Content) -> str:
+def _timed(content: Content) -> str:
     """Draw the step that a profile measured, its collectives linked to their rows."""
-    if what.timings is None or not what.timings.ran:
+    if content.timings is None or not content.timings.ran:
         return ""
     marks = _marks(
-        what,
+        content,
         (
             (number, f"{milliseconds(end - start)} from {milliseconds(start)} on")
-            for number, start, end in what.timings.ran
+            for number, start, end in content.timings.ran
         ),
     )
-    runs = [(mark, start, end) for mark, (_, start, end) in zip(marks, what.timings.ran)]
+    runs = [(mark, start, end) for mark, (_, start, end) in zip(marks, content.timings.ran)]
     note = (
-        f"Measured on {what.timings.device}, whose collectives took longest in all. The grey line "
-        "is when it ran anything else: what it covers of a collective is hidden."
+        f"Measured on {content.timings.device}, whose collectives took longest in all. The grey "
+        "line is when it ran anything else: what it covers of a collective is hidden."
     )
-    return _picture("A step as it ran", drawn.timed(runs, what.timings.busy), _dim([note]))
+    return _picture("A step as it ran", drawn.timed(runs, content.timings.busy), _dim([note]))
 
 
-def _sums(what: Content, pairs: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
+def _sums(content: Content, pairs: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
     """Sum wire bytes up by label and verdict, the costliest first."""
     sums: dict[str, dict[str, int]] = {}
     for label, number in pairs:
         of_label = sums.setdefault(label, dict.fromkeys(VERDICTS, 0))
-        of_label[what.account.entries[number].verdict] += what.ledger.cost(number).bytes
+        of_label[content.account.entries[number].verdict] += content.ledger.cost(number).bytes
     return dict(sorted(sums.items(), key=lambda pair: -sum(pair[1].values())))
 
 
@@ -387,20 +391,20 @@ def _item(item: Item, is_open: bool) -> str:
     )
 
 
-def _table(what: Content) -> str:
+def _table(content: Content) -> str:
     columns = {}
-    for cell in what.cells(what.rows[0]):
+    for cell in content.cells(content.rows[0]):
         classes = {"n": cell.key is not None, "less": cell.column in _HIDDEN}
         classes["measured"] = cell.column == "measured, a step"
         columns[cell.column] = " ".join(name for name, is_so in classes.items() if is_so)
-    ids = _ids(what)
-    rows = (_row(what, n, row, ids, columns) for n, row in enumerate(what.rows))
+    ids = _ids(content)
+    rows = (_row(content, n, row, ids, columns) for n, row in enumerate(content.rows))
     caption = "Collectives; those that are alike are one row"
     note = (
         "Not proven equal is not proven different. Source lines are quoted from the files as they "
         "are now."
     )
-    notes = Block("", what.note).notes
+    notes = Block("", content.note).notes
     return (
         '<section><h2>Collectives</h2><button type="button" class="unfold">Unfold all</button>'
         + wide("collectives", html_table(caption, columns, rows, "collectives"))
@@ -409,10 +413,10 @@ def _table(what: Content) -> str:
 
 
 def _row(
-    what: Content, number: int, row: Row, ids: dict[str, str], columns: Mapping[str, str]
+    content: Content, number: int, row: Row, ids: dict[str, str], columns: Mapping[str, str]
 ) -> str:
     first = row.first
-    cells = {cell.column: cell for cell in what.cells(row)}
+    cells = {cell.column: cell for cell in content.cells(row)}
     numbers = [cell for cell in cells.values() if cell.key is not None]
     hidden = ", ".join(f"{c.column}: {c.text}" for c in numbers if c.column in _HIDDEN)
     estimated = f", {cells['est. a run'].text} a run" if "est. a run" in cells else ""
@@ -420,11 +424,12 @@ def _row(
         f"{first.what}: {first.verdict}, {row.sites} x {size(first.wire_bytes * (first.runs or 1))}"
         f" on the wire{estimated}, {first.source}"
     )
+    fold = _fold(content, row, hidden)
     groups = " ".join(dict.fromkeys(ids[entry.groups] for entry in row.entries))
     return (
         f'<tr id="row{number}" data-groups="{groups}" data-verdict="{first.verdict}" '
         f'data-says="{escaped(says)}"><td data-key="{escaped(first.what)}"><details><summary>'
-        f"{escaped(first.what)} {escaped(first.element_type)}</summary>{_fold(what, row, hidden)}"
+        f"{escaped(first.what)} {escaped(first.element_type)}</summary>{fold}"
         f"</details></td><td>{_badge(first.verdict)}</td>"
         + "".join(
             f'<td class="{columns[c.column]}" data-key="{c.key}">{escaped(c.text)}</td>'
@@ -434,12 +439,12 @@ def _row(
     )
 
 
-def _fold(what: Content, row: Row, hidden: str) -> str:
+def _fold(content: Content, row: Row, hidden: str) -> str:
     """Write what a row holds: why, what it rests on, the instructions, its groups, its source.
 
     On a narrow screen also the cells that are hidden there.
     """
-    verdicts = [what.judgement.verdicts[n] for n in row.numbers]
+    verdicts = [content.judgement.verdicts[n] for n in row.numbers]
     parts = [f'<p class="narrow">{escaped(hidden)}</p>']
     for same in alike(verdicts, lambda v: (v.reason, v.rests_on)):
         count = f"{len(same)} of {len(verdicts)}: " if len(same) < len(verdicts) else ""

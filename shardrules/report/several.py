@@ -206,48 +206,59 @@ def gather(
     )
 
 
-def plain(what: Several) -> str:
+def plain(report: Several) -> str:
     """Return the report as text."""
-    lines = [*filter(None, (what.measured, what.headline)), "", *text.as_text([what.programs])]
-    for content in what.detailed:
+    lines = [
+        *filter(None, (report.measured, report.headline)),
+        "",
+        *text.as_text([report.programs]),
+    ]
+    for content in report.detailed:
         lines += ["=" * 72, text.plain(content)]
-    return "\n".join([*lines, *text.as_text(what.ends)]).rstrip() + "\n"
+    return "\n".join([*lines, *text.as_text(report.ends)]).rstrip() + "\n"
 
 
-def markdown(what: Several) -> str:
+def markdown(report: Several) -> str:
     """Return the report as GitHub's Markdown."""
-    first = [f"{what.measured}.", ""] if what.measured else []
-    lines = ["# Programs", "", *first, f"{what.headline}.", "", *text.as_markdown([what.programs])]
-    for content in what.detailed:
+    first = [f"{report.measured}.", ""] if report.measured else []
+    lines = [
+        "# Programs",
+        "",
+        *first,
+        f"{report.headline}.",
+        "",
+        *text.as_markdown([report.programs]),
+    ]
+    for content in report.detailed:
         # Its headings go one level down.
         own = text.markdown(content).splitlines()
         lines += [*(f"#{line}" if line.startswith("#") else line for line in own), ""]
-    return "\n".join([*lines, *text.as_markdown(what.ends)]).rstrip() + "\n"
+    return "\n".join([*lines, *text.as_markdown(report.ends)]).rstrip() + "\n"
 
 
-def as_json(what: Several) -> str:
+def as_json(report: Several) -> str:
     """Return the report as one JSON object, in which each program's own stands."""
     programs = [
         {**data.as_dict(content), "times": count}
-        for content, count in zip(what.contents, what.counts)
+        for content, count in zip(report.contents, report.counts)
     ]
     whole = {
         "schema": data.SCHEMA,
-        "clean": what.clean,
+        "clean": report.clean,
         "programs": programs,
-        "failures": [{"program": name, "reason": why} for name, why in what.failures],
-        "unused_allowances": list(what.unused),
-        "not_judged": what.missing,
+        "failures": [{"program": name, "reason": why} for name, why in report.failures],
+        "unused_allowances": list(report.unused),
+        "not_judged": report.missing,
     }
     return json.dumps(whole, indent=1) + "\n"
 
 
-def as_page(what: Several) -> str:
+def as_page(report: Several) -> str:
     """Return the report as one self-contained HTML page: a table, and each program's own page."""
-    first = f"<p><b>{escaped(what.measured)}.</b></p>" if what.measured else ""
-    body = [f"<header><h1>Programs</h1>{first}<p>{escaped(what.headline)}.</p></header><main>"]
-    body += map(section, (what.programs, *what.ends))
-    for content in what.detailed:
+    first = f"<p><b>{escaped(report.measured)}.</b></p>" if report.measured else ""
+    body = [f"<header><h1>Programs</h1>{first}<p>{escaped(report.headline)}.</p></header><main>"]
+    body += map(section, (report.programs, *report.ends))
+    for content in report.detailed:
         # A frame of its own keeps each page's names and styles apart. Its links to #row would be
         # links to this page, which a frame in it may not load; the base makes them its own.
         own = page(content).replace("<head>", '<head><base href="about:srcdoc">', 1)
@@ -273,6 +284,6 @@ WRITERS: dict[str, Callable[[Several], str]] = {
     "markdown": markdown,
     "json": as_json,
     "html": as_page,
-    "github": lambda what: github(what.contents),
-    "sarif": lambda what: sarif(what.contents),
+    "github": lambda report: github(report.contents),
+    "sarif": lambda report: sarif(report.contents),
 }

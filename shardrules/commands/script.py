@@ -22,21 +22,13 @@ __all__ = ["Target", "add_arguments", "find", "run"]
 
 
 class Target(NamedTuple):
-    """The script or module to run.
+    """The script or module to run."""
 
-    Attributes:
-      code: its compiled source.
-      file: its absolute path.
-      spec: a module's spec, None for a script.
-      argv: its ``sys.argv``.
-      folder: the first entry of its ``sys.path``.
-    """
-
-    code: types.CodeType
-    file: str
-    spec: importlib.machinery.ModuleSpec | None
-    argv: list[str]
-    folder: str
+    code: types.CodeType  # its compiled source
+    file: str  # its absolute path
+    spec: importlib.machinery.ModuleSpec | None  # a module's spec, None for a script
+    argv: list[str]  # its ``sys.argv``
+    folder: str  # the first entry of its ``sys.path``
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -34,22 +34,16 @@ __all__ = ["Outcome", "child", "run"]
 
 @dataclasses.dataclass
 class Outcome:
-    """How a run of the script ended.
+    """How a run of the script ended."""
 
-    Attributes:
-      code: the exit code, or minus a signal's number.
-      raised: the first line of the error that ended it, empty if none did.
-      calls: the calls of unchecked shard_maps, if the run retraced them.
-      sent: the bytes that one device sends in one run of each compiled program, by name.
-      used: the flags whose rules a kernel used.
-      notes: a message for each flag whose rules matched no kernel.
-    """
-
-    code: int = 0
-    raised: str = ""
+    code: int = 0  # the exit code, or minus a signal's number
+    raised: str = ""  # the first line of the error that ended it, empty if none did
+    # The calls of unchecked shard_maps, if the run retraced them.
     calls: list[Call] = dataclasses.field(default_factory=list)
+    # The bytes that one device sends in one run of each compiled program, by name.
     sent: dict[str, int] = dataclasses.field(default_factory=dict)
-    used: list[str] = dataclasses.field(default_factory=list)
+    used: list[str] = dataclasses.field(default_factory=list)  # the flags whose rules a kernel used
+    # A message for each flag whose rules matched no kernel.
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property

@@ -31,18 +31,12 @@ _INSTALL = "import shardrules\n\nshardrules.install()\n"
 
 
 class Edits(NamedTuple):
-    """The files that the patch changes.
+    """The files that the patch changes."""
 
-    Attributes:
-      before, after: the lines of each file.
-      sites: the sites that are switched.
-      left: the edits left to do by hand, each with its reason.
-    """
-
-    before: dict[str, list[str]]
+    before: dict[str, list[str]]  # the lines of each file
     after: dict[str, list[str]]
-    sites: tuple[Site, ...]
-    left: list[str]
+    sites: tuple[Site, ...]  # the sites that are switched
+    left: list[str]  # the edits left to do by hand, each with its reason
 
 
 def diff(edits: Edits) -> str:

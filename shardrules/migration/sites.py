@@ -35,20 +35,14 @@ _GRADIENTS_CHANGE = (
 
 
 class Row(NamedTuple):
-    """A call site with its calls and its verdict.
+    """A call site with its calls and its verdict."""
 
-    Attributes:
-      site: the source location of the shard_map.
-      calls: one call per argument signature.
-      verdict: SWITCH, BY_HAND, UNTRIED, or the obstacle of one of its calls: MORE,
-        RAISES, GRADIENTS, RULE, OUTPUTS, LIMIT.
-      note: the result of the patched script, if that decided the verdict.
-    """
-
-    site: Site
-    calls: tuple[Call, ...]
+    site: Site  # the source location of the shard_map
+    calls: tuple[Call, ...]  # one call per argument signature
+    # SWITCH, BY_HAND, UNTRIED, or the obstacle of one of its calls: MORE, RAISES, GRADIENTS,
+    # RULE, OUTPUTS, LIMIT.
     verdict: str
-    note: str = ""
+    note: str = ""  # the result of the patched script, if that decided the verdict
 
     def shown(self, after: bool) -> str:
         """Format the wire bytes of the all-reduces, summed over argument signatures."""

@@ -181,18 +181,19 @@ class Content:
         return f"{self.title}: {self.about}"
 
     @property
+    def axes(self) -> str:
+        """Write the mesh, `` (data=4, model=2)``; empty where it isn't known."""
+        mesh = self.account.mesh
+        return f" ({', '.join(f'{axis}={n}' for axis, n in mesh.items())})" if mesh else ""
+
+    @property
     def about(self) -> str:
         """Say what can be avoided, what kind of program it is, and what was found."""
-        total, mesh, devices = self.account.total, self.account.mesh, self.account.device_count
-        shown = f"{devices} devices (mesh not known: tell it with --mesh or mesh=)"
-        if mesh:
-            shown = f"{devices} devices ({', '.join(f'{a}={n}' for a, n in mesh.items())})"
-        elif devices == 1:
-            shown = "1 device"
+        total, devices = self.account.total, self.account.device_count
+        mesh = self.axes or " (mesh not known: tell it with --mesh or mesh=)"
+        shown = f"{devices} devices{mesh}" if devices != 1 or self.axes else "1 device"
         if total.sites:
-            shown += (
-                ", 1 collective runs" if total.sites == 1 else f", {total.sites} collectives run"
-            )
+            shown += f", {counted(total.sites, 'collective')} run{'s' if total.sites == 1 else ''}"
             shown += " at most" if total.at_most else ""
             shown += " once" if total.count == 1 else f" {total.count} times"
             shown += f", {total.unknown} in loops of unknown length" if total.unknown else ""
@@ -370,14 +371,7 @@ def alike_hints(some: Iterable[Hint]) -> list[tuple[Hint, ...]]:
 
 @checked
 def item(same: Sequence[Finding | Hint], saves: str = "", reason: str = "", took: str = "") -> Item:
-    """Say what there is to say of findings or hints that are alike.
-
-    Args:
-      same: findings, or hints.
-      saves: what following the advice saves.
-      reason: why they stay, of allowed ones.
-      took: what they took in a measured step.
-    """
+    """Say all of findings or hints that are alike; ``reason``: why they stay, if allowed."""
     first, count = same[0], len(same)
     verdict, entry = first.verdict, first.entry
     each, name, part = (

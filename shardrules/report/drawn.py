@@ -63,10 +63,7 @@ def groups_on_mesh(
     device_count: int,
     label: str,
 ) -> str:
-    """Draw the devices, each in the colour of its group; a permute's pairs are arrows.
-
-    The last mesh axis runs to the right, the others downwards.
-    """
+    """Draw devices, the last mesh axis to the right; each group has a colour, each pair an arrow."""
     axes = dict(mesh) if mesh else {"devices": device_count}
     *down, right = axes
     across = axes[right] if down else math.isqrt(device_count - 1) + 1
@@ -174,10 +171,7 @@ _END = Event("end")
 
 
 def events(judgement: hlo.Judgement) -> list[Event]:
-    """List what runs in program order, without loops and branches that hold no collective.
-
-    A computation with several callers stands at the first of them.
-    """
+    """List what runs in program order, without loops and branches that hold no collective."""
     kept: list[Event] = []
     for event in _walk(judgement):
         if event is _END and kept[-1].kind in ("loop", "branch"):
@@ -214,7 +208,7 @@ def _walk(judgement: hlo.Judgement) -> Iterator[Event]:
             else:
                 yield from instruction.calls
 
-    seen = {module.entry.name}
+    seen = {module.entry.name}  # a computation with several callers stands at the first of them
     stack = [steps(module.entry)]
     while stack:
         step = next(stack[-1], None)
@@ -230,14 +224,7 @@ def _walk(judgement: hlo.Judgement) -> Iterator[Event]:
 def strip(
     events: Sequence[Event], marks: Sequence[Mark], sizes: Sequence[int], phases: Sequence[str]
 ) -> str:
-    """Draw the collectives in program order: loops above them, phases below.
-
-    Args:
-      events: in program order.
-      marks: one for each collective.
-      sizes: the wire bytes of all its runs, which are the heights.
-      phases: each collective's.
-    """
+    """Draw the collectives in program order, as high as their sizes: loops above, phases below."""
     count = sum(event.kind == "collective" for event in events)
     pitch = max(3.0, min(27.0, 1080 / max(1, count)))
     gap = min(3.0, pitch / 4)
@@ -290,12 +277,7 @@ def _span(phase: str, start: float, end: float, base: float) -> str:
 
 
 def timed(runs: Sequence[tuple[Mark, float, float]], busy: Sequence[tuple[float, float]]) -> str:
-    """Draw a measured step to time: its collectives, those that overlap below each other.
-
-    Args:
-      runs: of collectives, each with its start and its end in seconds.
-      busy: when the device ran anything else, which is drawn below them.
-    """
+    """Draw runs of collectives from start to end in seconds, and below when the device was busy."""
     last = max([*(end for *_, end in runs), *(end for _, end in busy), 1e-9])
     scale = _WIDTH / last
     lanes: list[float] = []  # when each lane's last collective ended

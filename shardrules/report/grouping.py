@@ -43,13 +43,7 @@ def sizes(counts: Sequence[int]) -> str:
 
 
 def counted(count: int, noun: str, of: int | None = None) -> str:
-    """Write a number and its noun, which agree: ``1 constant``, ``1 of 3 constants is``.
-
-    Args:
-      count: how many.
-      noun: of one.
-      of: out of how many; the verb is then part of it.
-    """
+    """Write a number and its noun: ``1 constant``; with ``of`` and a verb: ``1 of 3 constants is``."""
     if of is None:
         return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
     return f"{count} of {counted(of, noun)} {'is' if count == 1 else 'are'}"
@@ -117,14 +111,10 @@ def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[tuple[T, ...
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Collectives that differ in nothing that a table shows.
+    """Collectives that differ in nothing that a table shows."""
 
-    Attributes:
-      entries: theirs in the account, in the order of the text.
-      numbers: where each stands in the account, and its verdict among the judgement's.
-    """
-
-    entries: tuple[accounts.Entry, ...]
+    entries: tuple[accounts.Entry, ...]  # theirs in the account, in the order of the text
+    # Where each stands in the account, and its verdict among the judgement's.
     numbers: tuple[int, ...]
 
     @property

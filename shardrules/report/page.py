@@ -85,10 +85,8 @@ def page(content: Content) -> str:
 
 
 def whole(title: str, body: Iterable[str]) -> str:
-    """Return a page of this look: one style and one script, both inside of it.
-
-    Its content security policy lets no other script run, whatever a program's names hold.
-    """
+    """Return a page of this look: one style and one script, both inside of it."""
+    # No other script runs, whatever a program's names hold.
     style, script = _asset("page.css"), _asset("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -207,11 +205,7 @@ def _ids(*programs: Content) -> dict[str, str]:
 
 
 def meshes(programs: dict[str, Content]) -> str:
-    """Draw each distinct set of groups on the mesh, with what each program runs over it.
-
-    Args:
-      programs: by what they are called; a lone one by nothing.
-    """
+    """Draw each set of groups on the mesh, with what each program, by its name, runs over it."""
     figures = []
     for groups, figure_id in _ids(*programs.values()).items():
         numbers = {
@@ -440,10 +434,7 @@ def _row(
 
 
 def _fold(content: Content, row: Row, hidden: str) -> str:
-    """Write what a row holds: why, what it rests on, the instructions, its groups, its source.
-
-    On a narrow screen also the cells that are hidden there.
-    """
+    """Write what a row holds: why, what it rests on, its source, its groups, its instructions."""
     verdicts = [content.judgement.verdicts[n] for n in row.numbers]
     parts = [f'<p class="narrow">{escaped(hidden)}</p>']
     for same in alike(verdicts, lambda v: (v.reason, v.rests_on)):

@@ -18,39 +18,18 @@ from shardrules.report.sections import LOOPS
 
 __all__ = ["ONE", "Several", "WRITERS", "gather", "plain"]
 
-COLUMNS = (
-    "program",
-    "devices",
-    "collectives",
-    "runs",
-    "wire bytes",
-    "avoidable",
-    "findings",
-    "other",
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Several:
-    """The reports of a process's programs, the costliest first.
+    """The reports of a process's programs, the costliest first."""
 
-    Attributes:
-      contents: of each program that was judged.
-      counts: how many programs each stands for.
-      failures: name of each that can't be judged, and why.
-      unused: allowances that match nothing in any of them.
-      missing: programs that were not judged, since Ctrl-C was pressed.
-      of_process: they are what a process compiled; else they were read from files.
-      notes: more on how the programs came to be.
-    """
-
-    contents: tuple[Content, ...]
-    counts: tuple[int, ...]
-    failures: tuple[tuple[str, str], ...]
-    unused: tuple[str, ...]
-    missing: int
-    of_process: bool = True
-    notes: tuple[str, ...] = ()
+    contents: tuple[Content, ...]  # of each program that was judged
+    counts: tuple[int, ...]  # how many programs each stands for
+    failures: tuple[tuple[str, str], ...]  # name of each that can't be judged, and why
+    unused: tuple[str, ...]  # allowances that match nothing in any of them
+    missing: int  # programs that were not judged, since Ctrl-C was pressed
+    of_process: bool = True  # they are what a process compiled; else they were read from files
+    notes: tuple[str, ...] = ()  # more on how the programs came to be
 
     @property
     def findings(self) -> int:
@@ -64,10 +43,7 @@ class Several:
 
     @property
     def shown(self) -> list[tuple[Content, int]]:
-        """List the programs that have a collective or another cost, with their counts.
-
-        A program whose only costs are loops (random bits, say) is left out.
-        """
+        """List the programs that have collectives or costs other than loops, with their counts."""
         return [
             (content, count)
             for content, count in zip(self.contents, self.counts)
@@ -111,20 +87,19 @@ class Several:
     @property
     def programs(self) -> Block:
         """Make the table of the programs; a file's program has no count."""
-        columns: tuple[str, ...] = COLUMNS
-        rows: list[tuple[str, ...]] = [_row(content) for content, _ in self.shown]
-        notes = ["wire bytes: what one device sends in one execution"] if rows else []
+        rows = [_row(content, count) for content, count in self.shown]
+        note = "wire bytes: what one device sends in one execution"
         if self.of_process:
-            columns = (*COLUMNS[:1], "times", *COLUMNS[1:])
-            rows = [(row[0], str(n), *row[1:]) for row, (_, n) in zip(rows, self.shown)]
-            times = "; times: how often JAX made a program of which the report says the same"
-            notes = [note + times for note in notes]
+            note += "; times: how often JAX made a program of which the report says the same"
+        else:
+            for row in rows:
+                del row["times"]
         rest = sum(self.counts) - sum(count for _, count in self.shown)
-        if rest:
-            notes.append(
-                f"{rest} more {'programs have' if rest > 1 else 'program has'} no collective"
-            )
-        return Block("", "\n".join([*notes, *self.notes]), columns, rows)
+        more = f"{rest} more {'programs have' if rest > 1 else 'program has'} no collective"
+        notes = [note if rows else "", more if rest else "", *self.notes]
+        columns = tuple(rows[0]) if rows else ()
+        cells = [tuple(row.values()) for row in rows]
+        return Block("", "\n".join(filter(None, notes)), columns, cells)
 
     @property
     def ends(self) -> list[Block]:
@@ -142,25 +117,26 @@ def _costs(content: Content) -> list[str]:
     return [block.title for block in content.costs]
 
 
-def _row(content: Content) -> tuple[str, ...]:
-    total, mesh, avoidable = content.account.total, content.account.mesh, content.avoidable
-    axes = f" ({', '.join(f'{a}={n}' for a, n in mesh.items())})" if mesh else ""
+def _row(content: Content, count: int) -> dict[str, str]:
+    """Write a program's cells, by their columns."""
+    total, avoidable = content.account.total, content.avoidable
     loops = f" and {total.unknown} in loops" if total.unknown else ""
     saved = size(avoidable.bytes)
     if avoidable.bytes:
         saved += f" ({percent(avoidable.bytes, content.ledger.total.bytes)})"
     if content.target is not None:
         saved += f", ~{duration(avoidable.seconds)}"
-    return (
-        content.title,
-        f"{content.account.device_count}{axes}",
-        str(total.sites),
-        f"{'at most ' if total.at_most else ''}{total.count}{loops}",
-        size(total.wire_bytes),
-        saved,
-        content.kinds or "none",
-        ", ".join(_costs(content)).lower(),
-    )
+    return {
+        "program": content.title,
+        "times": str(count),
+        "devices": f"{content.account.device_count}{content.axes}",
+        "collectives": str(total.sites),
+        "runs": f"{'at most ' if total.at_most else ''}{total.count}{loops}",
+        "wire bytes": size(total.wire_bytes),
+        "avoidable": saved,
+        "findings": content.kinds or "none",
+        "other": ", ".join(_costs(content)).lower(),
+    }
 
 
 def gather(
@@ -171,10 +147,8 @@ def gather(
     of_process: bool = True,
     notes: Sequence[str] = (),
 ) -> Several:
-    """Put programs in order: those that miss a reduction, then those where most can be avoided.
-
-    Those of a process that differ in nothing reported are one.
-    """
+    """Put programs in order: those that miss a reduction, then those where most can be avoided."""
+    # Programs of a process that differ in nothing reported are one.
     alike: dict[object, tuple[Content, int]] = {}
     for number, (content, count) in enumerate(zip(contents, counts)):
         # Their texts may differ in a constant, or in what nothing here depends on.

@@ -205,7 +205,7 @@ def _place_to_install(
     return place, calls
 
 
-# What stands in these need not run.
+# Statements and expressions whose parts may not run.
 _SOMETIMES = (ast.Lambda, ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 
 

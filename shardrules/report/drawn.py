@@ -63,7 +63,7 @@ def groups_on_mesh(
     device_count: int,
     label: str,
 ) -> str:
-    """Draw devices, the last mesh axis to the right; each group has a colour, each pair an arrow."""
+    """Draw devices, the last axis to the right, a colour for each group, an arrow for each pair."""
     axes = dict(mesh) if mesh else {"devices": device_count}
     *down, right = axes
     across = axes[right] if down else math.isqrt(device_count - 1) + 1

@@ -43,7 +43,7 @@ def sizes(counts: Sequence[int]) -> str:
 
 
 def counted(count: int, noun: str, of: int | None = None) -> str:
-    """Write a number and its noun: ``1 constant``; with ``of`` and a verb: ``1 of 3 constants is``."""
+    """Write a number and its noun: ``1 constant``; with ``of`` also a verb: ``1 of 3 lines is``."""
     if of is None:
         return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
     return f"{count} of {counted(of, noun)} {'is' if count == 1 else 'are'}"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardrules.hooks.retrace import sent_bytes
 from shardrules.hooks.unchecked import Call, Site, UncheckedSite, costliest
-from shardrules.report.grouping import size
+from shardrules.report.grouping import counted, size
 from shardrules.report.text import table
 
 __all__ = ["Row", "decided", "is_here", "place", "rows", "short", "written"]
@@ -47,19 +47,15 @@ class Row(NamedTuple):
     def shown(self, after: bool) -> str:
         """Format the wire bytes of the all-reduces, summed over argument signatures."""
         # Count a function that is traced again, for jit say, once.
-        calls = list(
-            {(c.kind, c.before, c.after): c for c in self.calls if c.inside is None}.values()
-        )
+        calls = {(c.kind, c.before, c.after): c for c in self.calls if c.inside is None}.values()
         if not calls and self.calls[0].inside is not None:
             return f"with line {self.calls[0].inside.line}"
-        all_sums = [call.after if after else call.before for call in calls]
-        entries = [entry for sums in all_sums if sums is not None for entry in sums]
-        open_ended = sum(entry.runs is None for entry in entries)
-        if any(sums is None for sums in all_sums):
+        sums = [call.after if after else call.before for call in calls]
+        if None in sums:
             return "?"
-        return size(sent_bytes(entries)) + (
-            f" and {open_ended} in while loops" if open_ended else ""
-        )
+        entries = [entry for each in sums for entry in each or ()]
+        unknown = sum(entry.runs is None for entry in entries)
+        return size(sent_bytes(entries)) + (f" and {unknown} in while loops" if unknown else "")
 
 
 def rows(calls: Sequence[Call]) -> list[Row]:
@@ -67,29 +63,24 @@ def rows(calls: Sequence[Call]) -> list[Row]:
     by_site: dict[Site, list[Call]] = {}
     for call in calls:
         by_site.setdefault(call.site, []).append(call)
-    return [
-        Row(site, tuple(site_calls), _verdict(site_calls)) for site, site_calls in by_site.items()
-    ]
+    return [Row(site, tuple(made), _verdict(made)) for site, made in by_site.items()]
 
 
 def _verdict(calls: Sequence[Call]) -> str:
-    if any(call.missing for call in calls):
-        return RULE
-    if any(call.outputs for call in calls):
-        return OUTPUTS
-    if any(call.error for call in calls):
-        return LIMIT
-    if any(call.takes_gradients for call in calls):
-        return GRADIENTS
-    before, after = (
-        sum(sent_bytes(entries or ()) for entries in sums)
-        for sums in ([call.before for call in calls], [call.after for call in calls])
-    )
+    obstacles = {
+        RULE: any(call.missing for call in calls),
+        OUTPUTS: any(call.outputs for call in calls),
+        LIMIT: any(call.error for call in calls),
+        GRADIENTS: any(call.takes_gradients for call in calls),
+    }
+    before = sum(sent_bytes(call.before or ()) for call in calls)
+    after = sum(sent_bytes(call.after or ()) for call in calls)
     measured = all(call.before is not None for call in calls if call.inside is None)
-    return MORE if measured and after > before else SWITCH
+    obstacles[MORE] = measured and after > before
+    return next((obstacle for obstacle, is_there in obstacles.items() if is_there), SWITCH)
 
 
-def place(site: Site) -> str:
+def place(site: Site | UncheckedSite) -> str:
     """Format a site as ``file:line (function)``, relative to the current folder if below it."""
     return f"{short(site.file)}:{site.line} ({site.function})"
 
@@ -103,14 +94,12 @@ def written(
     if not rows:
         return "no shard_map with its check off was called\n"
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in _ORDER}
+    found = ", ".join(f"{verdict} ({n})" for verdict, n in counts.items() if n)
+    cells = [(place(row.site), len(row.calls), row.verdict) for row in rows]
     lines = [
-        f"{len(rows)} shard_map{'s' if len(rows) > 1 else ''} with the check off: "
-        + ", ".join(f"{verdict} ({n})" for verdict, n in counts.items() if n),
+        f"{counted(len(rows), 'shard_map')} with the check off: {found}",
         "",
-        table(
-            [("shard_map", "calls", "verdict")]
-            + [(place(r.site), len(r.calls), r.verdict) for r in rows]
-        ),
+        table([("shard_map", "calls", "verdict"), *cells]),
     ]
     if before is not None and after is not None:
         lines += ["", *_sent(before, after)]
@@ -123,20 +112,20 @@ _SHOWN = 12  # programs in the table
 
 
 def _sent(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    names = sorted(
-        (name for name in {*before, *after} if before.get(name) or after.get(name)),
-        key=lambda name: (-max(before.get(name, 0), after.get(name, 0)), name),
-    )
-    sums = [(name, before.get(name, 0), after.get(name, 0)) for name in names]
+    sums = [(name, before.get(name, 0), after.get(name, 0)) for name in {*before, *after}]
+    sums = sorted((each for each in sums if max(each[1:])), key=lambda each: (-max(each[1:]), each))
     shown, rest = sums[:_SHOWN], sums[_SHOWN:]
     if rest:
-        others = sum(off for _, off, _ in rest), sum(on for _, _, on in rest)
-        shown.append((f"{len(rest)} more programs", *others))
+        shown.append(
+            (f"{len(rest)} more programs", sum(s[1] for s in rest), sum(s[2] for s in rest))
+        )
     shown.append(("all programs", sum(before.values()), sum(after.values())))
     return [
         table(
-            [("compiled program", "bytes now", "bytes with the patch")]
-            + [(name, size(off), size(on)) for name, off, on in shown]
+            [
+                ("compiled program", "bytes now", "bytes with the patch"),
+                *((name, size(off), size(on)) for name, off, on in shown),
+            ]
         ),
         "",
         "(bytes: what one device sends for the collectives of each program that the script\n"
@@ -182,14 +171,14 @@ def decided(sites: Iterable[UncheckedSite]) -> str:
     if not groups:
         return "no shard_map with its check off was called"
 
-    def moved(byte_counts: list[int | None]) -> str:
-        measured = [count for count in byte_counts if count is not None]
+    def moved(counts: list[int | None]) -> str:
+        measured = [count for count in counts if count is not None]
         return size(sum(measured)) if measured else "?"
 
     on_count = sum(site.switched for site in groups)
     rows = [
         (
-            f"{short(site.file)}:{site.line} ({site.function})",
+            place(site),
             moved([instance.before_bytes for instance in instances]),
             moved([instance.after_bytes for instance in instances]),
             "runs with its check on" if site.switched else f"as written: {site.reason}",
@@ -197,7 +186,7 @@ def decided(sites: Iterable[UncheckedSite]) -> str:
         for site, instances in groups.items()
     ]
     return (
-        f"{len(groups)} shard_map{'s' if len(groups) > 1 else ''} with the check off: {on_count} "
+        f"{counted(len(groups), 'shard_map')} with the check off: {on_count} "
         f"switched on, {len(groups) - on_count} left\n"
         + table([("shard_map", "bytes off", "bytes on", "outcome"), *rows])
     )

@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     if any(map(profile.is_profile, given)):
         text, changes = _of_profiles(given, arguments)
     else:
-        programs = reading.judged(given, arguments, each_alone=True)
-        before, after = (report.content(judged.judgement, title=judged.name) for judged in programs)
+        programs, _ = reading.judged(given, arguments, each_alone=True)
+        before, after = (report.content(judgement, title=title) for title, judgement in programs)
         names = comparing.common_names(before.account, after.account)
         changes = comparing.compare(
             *(comparing.grouped(c.account, groups=True, names=names) for c in (before, after))

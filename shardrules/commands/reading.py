@@ -9,14 +9,14 @@ import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardrules import hlo, program
 from shardrules.commands import files, flags, rules
 from shardrules.errors import HloError, ShardrulesError
 from shardrules.hlo.reader.files import decode
 
-__all__ = ["Judged", "add_arguments", "judged", "mesh_of"]
+__all__ = ["add_arguments", "judged", "mesh_of"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,26 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_output(parser, "the report", "stdout")
 
 
-class Judged(NamedTuple):
-    """A program's verdicts, or the error that prevented them; ``name`` is its title."""
-
-    name: str
-    result: hlo.Judgement | ShardrulesError
-
-    @property
-    def judgement(self) -> hlo.Judgement:
-        """Return the verdicts, or raise the error."""
-        if isinstance(self.result, ShardrulesError):
-            raise self.result
-        return self.result
-
-
 def judged(
     given: Sequence[str], arguments: argparse.Namespace, each_alone: bool = False
-) -> list[Judged]:
-    """Judge the named programs by the flags' rules and mesh; ``each_alone``: one per name."""
+) -> tuple[list[tuple[str, hlo.Judgement]], list[tuple[str, str]]]:
+    """Judge the named programs, with ``each_alone`` one per name; return failures with reasons."""
     mesh = mesh_of(arguments.mesh)
-    registry = rules.Rules(arguments)
+    registry: Any = rules.Rules(arguments)
     outputs = _outputs_of(arguments.outputs)
     paths = []
     for names in [[name] for name in given] if each_alone else [given]:
@@ -73,35 +59,26 @@ def judged(
     titles = ["stdin" if path == "-" else os.path.basename(path) for path in paths]
     if len(set(titles)) < len(titles):
         titles = paths
-    results, programs = [], []
-    for name, path in zip(titles, paths):
+    programs, results, failures = [], [], []
+    for title, path in zip(titles, paths):
         try:
-            programs.append(_read(path))
-            judgement = _judge(programs[-1], registry, mesh, outputs, several=len(paths) > 1)
-            results.append(Judged(name, judgement))
+            read = _read(path)
+            results.append((title, _judge(read, registry, mesh, outputs, len(paths) > 1)))
+            programs.append(read)
         except ShardrulesError as error:
             if len(paths) == 1 or each_alone:
                 raise
-            results.append(Judged(name, error))
-    if each_alone and mesh is None:
-        results = _by_one_mesh(results, programs, registry)
-    for line in registry.unused([j for _, j in results if isinstance(j, hlo.Judgement)]):
-        flags.say(line)
-    return results
-
-
-def _by_one_mesh(
-    results: list[Judged], programs: Sequence[program.Program], registry: Any
-) -> list[Judged]:
-    """Judge the program without a mesh again under the other's mesh, if that fits."""
-    meshes = [result.judgement.mesh for result in results]
-    given = [mesh for mesh in meshes if mesh is not None]
-    if len(given) == 1:
+            failures.append((title, str(error)))
+    meshes = [judgement.mesh for _, judgement in results]
+    if each_alone and mesh is None and meshes.count(None) == 1:
+        # Judge the program without a mesh again under the other's mesh, if that fits.
         number = meshes.index(None)
         with contextlib.suppress(HloError):  # it has other devices, or another mesh
-            judgement = program.judged(programs[number], registry, given[0])
-            results[number] = Judged(results[number].name, judgement)
-    return results
+            again = program.judged(programs[number], registry, meshes[1 - number])
+            results[number] = titles[number], again
+    for line in registry.unused([judgement for _, judgement in results]):
+        flags.say(line)
+    return results, failures
 
 
 def _read(path: str) -> program.Program:

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardrules import hlo, report
+from shardrules import report
 from shardrules.commands import flags, reading, rules
 from shardrules.costs import findings
 from shardrules.costs.timings import Timings
@@ -63,22 +63,21 @@ def judged(arguments: argparse.Namespace) -> tuple[str, int]:
         _say_of(measured)
         contents = [program.content for program in measured.programs]
         return _written(arguments.format, contents, [], len(contents) > 1)
-    programs = reading.judged(arguments.files, arguments)
-    judgements = {p.name: p.result for p in programs if isinstance(p.result, hlo.Judgement)}
-    times: Sequence[Timings | None] = [None] * len(judgements)
+    programs, failures = reading.judged(arguments.files, arguments)
+    times: Sequence[Timings | None] = [None] * len(programs)
     if arguments.profile:
         from shardrules.watching.profiles import profile
 
-        measured, times = profile.of_judged(arguments.profile, list(judgements.values()), **options)
+        judgements = [judgement for _, judgement in programs]
+        measured, times = profile.of_judged(arguments.profile, judgements, **options)
         _say_of(measured)
     contents = [
         report.content(
-            judgement, title=name, allow=findings.Allowances(allow), timings=timings, **options
+            judgement, title=title, allow=findings.Allowances(allow), timings=timings, **options
         )
-        for (name, judgement), timings in zip(judgements.items(), times)
+        for (title, judgement), timings in zip(programs, times)
     ]
-    failures = [(p.name, str(p.result)) for p in programs if p.name not in judgements]
-    return _written(arguments.format, contents, failures, len(programs) > 1)
+    return _written(arguments.format, contents, failures, len(programs) + len(failures) > 1)
 
 
 def _written(

@@ -155,16 +155,11 @@ def test_the_test_of_arrows_can_fail(part, source):
     assert list(wrong_arrows(part, source))
 
 
-# The docstrings of these copy a fact from JAX and say from where; a test compares the two.
-CITED = {"registration.py": "jax._src.interpreters.mlir.sanitize_name"}
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_jax_internals_stand_behind_the_door_alone(path):
     if part_of(path) == "door":
         return
-    cited = CITED.get(path.name, "\0")
-    assert [line for line in private_names(path.read_text()) if cited not in line] == []
+    assert list(private_names(path.read_text())) == []
 
 
 def test_the_form_of_the_check_is_chosen_once():

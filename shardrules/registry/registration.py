@@ -77,8 +77,7 @@ class Overlay:
 def normalise(name: str) -> str:
     """Return a kernel name as compiled programs print it.
 
-    Pallas lowers the name ``foo bar/1`` as ``foo_bar_1``
-    (``jax._src.interpreters.mlir.sanitize_name`` of JAX 0.10.2; a test compares the two).
+    JAX lowers the name ``foo bar/1`` as ``foo_bar_1``; a test compares the two.
     """
     return re.sub(r"[^\w.-]", "_", name)
 

@@ -381,6 +381,16 @@ def test_on_a_tpu_an_asynchronous_pair_lasts_to_the_end_of_its_done(tmp_path):
     assert line.exposed_seconds == pytest.approx(10e-6)
 
 
+@pytest.mark.parametrize("command", ["verify", "report"])
+def test_a_profile_without_collectives_says_so(command, tmp_path, capsys):
+    text = re.sub(r"\n +%all-reduce.*", "", ASYNC).replace("%all-reduce-done", "%q")
+    written(tmp_path, "host", text, "jit_step", on_gpu(0, 5))
+    assert main([command, "--profile", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "0 programs" in said.out
+    assert "no collectives in any program that ran while the profile was recorded" in said.err
+
+
 @pytest.mark.parametrize("shardings, verdict", [((), "unproven"), ((b"", b""), "redundant")])
 def test_shardings_that_stand_beside_the_program_count(shardings, verdict, tmp_path):
     """JAX 0.11 and newer print none; no bytes are the sharding of what is replicated."""

@@ -1,8 +1,8 @@
 """Evaluates small integers and booleans exactly, for every device at once.
 
 ``axis_index`` is arithmetic on ``partition-id``, or a look-up in a constant table. An uncertain
-result (a division by zero, a shift by too much) gives None; the proof then treats the value as an
-ordinary function of its operands.
+result (a division by zero, a shift by too much, sizes that don't fit) gives None; the proof then
+treats the value as an ordinary function of its operands.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _TYPES: dict[str, type] = {
     **{f"s{bits}": np.dtype(f"int{bits}").type for bits in (8, 16, 32, 64)},
     **{f"u{bits}": np.dtype(f"uint{bits}").type for bits in (8, 16, 32, 64)},
 }
+_BOOLEANS = {"false": 0, "true": 1}
 _MOST = 8 * ranges.MAX_ELEMENTS  # elements in the rows of all devices together, if these differ
 
 
@@ -39,14 +40,9 @@ def literal(text: str, shape: Shape):
     words = re.findall(r"[^\s{},]+", re.sub(r"/\*.*?\*/", "", text))
     if len(words) != shape.element_count:
         return None
-    numbers = []
-    for word in words:
-        if word in ("true", "false"):
-            numbers.append(int(word == "true"))
-        elif re.fullmatch(r"-?\d{1,24}", word):
-            numbers.append(int(word))
-        else:
-            return None
+    if not all(word in _BOOLEANS or re.fullmatch(r"-?\d{1,24}", word) for word in words):
+        return None
+    numbers = [_BOOLEANS[word] if word in _BOOLEANS else int(word) for word in words]
     low, high = (0, 1) if kind == np.bool_ else (np.iinfo(kind).min, np.iinfo(kind).max)
     if any(not low <= n <= high for n in numbers):
         return None
@@ -89,7 +85,7 @@ def _no_bool(op: Callable) -> Callable:
     return lambda *a: None if a[0].dtype == np.bool_ else op(*a)
 
 
-_BINARY: dict[str, Callable] = {
+_OPERATIONS: dict[str, Callable] = {
     "add": _no_bool(np.add),
     "subtract": _no_bool(np.subtract),
     "multiply": _no_bool(np.multiply),
@@ -103,14 +99,15 @@ _BINARY: dict[str, Callable] = {
     "shift-left": _shift(np.left_shift),
     "shift-right-logical": _shift(np.right_shift),
     "shift-right-arithmetic": _shift(np.right_shift, arithmetic=True),
-}
-_UNARY: dict[str, Callable] = {
     "negate": _no_bool(np.negative),
     "not": _logic(np.invert, np.logical_not),
     "abs": _no_bool(np.abs),
     "sign": _no_bool(np.sign),
     "copy": lambda a: a,
+    "select": lambda p, a, b: np.where(p, a, b) if p.dtype == np.bool_ else None,
+    "clamp": lambda low, a, high: np.minimum(np.maximum(a, low), high),
 }
+_COUNTS = {**dict.fromkeys("negate not abs sign copy convert".split(), 1), "select": 3, "clamp": 3}
 _COMPARE = {
     "EQ": np.equal,
     "NE": np.not_equal,
@@ -119,23 +116,10 @@ _COMPARE = {
     "GT": np.greater,
     "GE": np.greater_equal,
 }
-OPCODES = (
-    frozenset(_BINARY)
-    | frozenset(_UNARY)
-    | frozenset(
-        "compare select clamp convert reshape bitcast broadcast slice dynamic-slice "
-        "concatenate".split()
-    )
+_ELEMENTWISE = frozenset([*_OPERATIONS, "compare", "convert"])
+OPCODES = _ELEMENTWISE | frozenset(
+    "reshape bitcast broadcast slice dynamic-slice concatenate".split()
 )
-
-
-def _full(value: ranges.Exact, shape: Shape) -> np.ndarray | None:
-    if not value.splat:
-        return value.array
-    if shape.element_count > ranges.MAX_ELEMENTS:
-        return None
-    rows = value.array.reshape((-1,) + (1,) * len(shape.dimensions))
-    return np.broadcast_to(rows, (rows.shape[0],) + shape.dimensions)
 
 
 def evaluate(
@@ -145,7 +129,8 @@ def evaluate(
     device_count: int,
 ) -> tuple[np.ndarray, bool] | None:
     """Compute an instruction's rows, and whether each row is one number (a splat)."""
-    if not all(s.element_count for s in (*shapes, instruction.shape)):
+    shape, kind = instruction.shape, dtype(instruction.shape)
+    if kind is None or not all(s.element_count for s in (*shapes, shape)):
         return None
     # In damaged text, arguments may have other shapes than the parameters.
     if any(not v.splat and v.array.shape[1:] != s.dimensions for v, s in zip(operands, shapes)):
@@ -155,122 +140,89 @@ def evaluate(
     )
     devices = max((v.array.shape[0] for v in operands), default=1)
     # Check the size first: the rows of many devices may exceed the machine's memory.
-    if spread and devices > 1 and devices * instruction.shape.element_count > _MOST:
+    if spread and shape.element_count * max(devices, 8) > _MOST:
         return None
+    compute = _elementwise if instruction.opcode in _ELEMENTWISE else _moved
     with np.errstate(all="ignore"):
-        computed = _evaluate(instruction, operands, shapes)
-    if computed is None:
-        return None
-    rows, splat = computed
-    kind = dtype(instruction.shape)
-    if kind is None or rows.dtype != kind:
-        return None
-    if not splat and rows.shape[1:] != instruction.shape.dimensions:
+        try:
+            rows, splat = compute(instruction, operands, shapes, spread)
+        except (ValueError, IndexError):  # sizes that don't fit
+            return None
+    if rows is None or rows.dtype != kind or not splat and rows.shape[1:] != shape.dimensions:
         return None
     return rows, splat
 
 
-def _evaluate(instruction, operands, shapes):
-    opcode, shape = instruction.opcode, instruction.shape
-    kind = dtype(shape)
-    if kind is None:
-        return None
-    if opcode in _BINARY or opcode in _UNARY or opcode in ("compare", "select", "clamp", "convert"):
-        return _elementwise(instruction, operands, shapes)
-    value = operands[0]
-    if opcode in ("reshape", "bitcast"):
-        if opcode == "bitcast" and not ranges.keeps_order(shapes[0], shape):
-            return None
-        if kind != dtype(shapes[0]) or shape.element_count != shapes[0].element_count:
-            return None
-        if value.splat:
-            return value.array, True
-        return value.array.reshape((-1,) + shape.dimensions), False
-    if opcode == "broadcast":
-        if value.splat or not shapes[0].dimensions:
-            return value.array.reshape(-1), True
-        own = shapes[0].dimensions
-        places = ranges.read_ints(instruction.attribute("dimensions"))
-        if (
-            shape.element_count > ranges.MAX_ELEMENTS
-            or len(set(places)) != len(own)
-            or len(places) != len(own)
-            or any(not 0 <= p < len(shape.dimensions) for p in places)
-            or any(shape.dimensions[p] != size for p, size in zip(places, own))
-        ):
-            return None
-        # Operand dimension k becomes dimension places[k]; if these don't ascend, it transposes.
-        order = sorted(range(len(own)), key=lambda k: places[k])
-        sizes = [1] * len(shape.dimensions)
-        for place, size in zip(places, own):
-            sizes[place] = size
-        rows = value.array.transpose([0] + [k + 1 for k in order]).reshape([-1] + sizes)
-        return np.broadcast_to(rows, (rows.shape[0],) + shape.dimensions), False
-    if opcode == "slice":
-        cuts = ranges.read_slice(instruction.attribute("slice") or "", shapes[0])
-        if cuts is None:
-            return None
-        if value.splat:
-            return value.array, True
-        return value.array[(slice(None),) + tuple(slice(*c) for c in cuts)], False
-    if opcode == "dynamic-slice":
-        return _dynamic_slice(instruction, operands, shapes)
-    if opcode == "concatenate":
-        places = ranges.read_ints(instruction.attribute("dimensions"))
-        if (
-            len(places) != 1
-            or not 0 <= places[0] < len(shape.dimensions)
-            or shape.element_count > ranges.MAX_ELEMENTS
-            or sum(s.element_count for s in shapes) != shape.element_count
-        ):
-            return None
-        parts = [_full(v, s) for v, s in zip(operands, shapes)]
-        rows = max(p.shape[0] for p in parts)
-        parts = [np.broadcast_to(p, (rows,) + p.shape[1:]) for p in parts]
-        return np.concatenate(parts, axis=places[0] + 1), False
-    return None
+def _full(value: ranges.Exact, dimensions: Sequence[int]) -> np.ndarray:
+    if not value.splat:
+        return value.array
+    rows = value.array.reshape((-1,) + (1,) * len(dimensions))
+    return np.broadcast_to(rows, (rows.shape[0], *dimensions))
 
 
-def _elementwise(instruction, operands, shapes):
+def _elementwise(instruction, operands, shapes, spread):
     opcode, shape = instruction.opcode, instruction.shape
-    scalars = all(v.splat or not s.dimensions for v, s in zip(operands, shapes))
-    if scalars:
-        arrays = [v.array.reshape(-1) for v in operands]
-    else:
-        arrays = []
-        for value, own in zip(operands, shapes):
-            full = _full(value, own)
-            if full is None:
-                return None
-            if not own.dimensions:  # a scalar predicate or bound
-                full = full.reshape((-1,) + (1,) * len(shape.dimensions))
-            arrays.append(full)
-    result = None
-    alike = len({a.dtype for a in arrays}) == 1
-    if opcode in _BINARY and len(arrays) == 2 and alike:
-        result = _BINARY[opcode](*arrays)
-    elif opcode in _UNARY and len(arrays) == 1:
-        result = _UNARY[opcode](*arrays)
-    elif opcode == "compare" and len(arrays) == 2 and alike:
-        direction = instruction.attribute("direction")
+    arrays = [v.array.reshape(-1) for v in operands]
+    if spread:
+        ones = (-1,) + (1,) * len(shape.dimensions)  # for a scalar predicate or bound
+        arrays = [
+            _full(v, s.dimensions) if s.dimensions else v.array.reshape(ones)
+            for v, s in zip(operands, shapes)
+        ]
+    alike = len({a.dtype for a in arrays[opcode == "select" :]}) == 1
+    if not alike or len(arrays) != _COUNTS.get(opcode, 2):
+        return None, False
+    if opcode == "compare":
         # XLA prints the type only if it isn't the operands' own.
         own = "SIGNED" if arrays[0].dtype.kind == "i" else "UNSIGNED"
-        if direction in _COMPARE and instruction.attribute("type") in (None, own):
-            result = _COMPARE[direction](*arrays)
-    elif opcode == "select" and len(arrays) == 3 and arrays[0].dtype == np.bool_:
-        result = np.where(*arrays) if arrays[1].dtype == arrays[2].dtype else None
-    elif opcode == "clamp" and len(arrays) == 3 and alike:
-        result = np.minimum(np.maximum(arrays[1], arrays[0]), arrays[2])
-    elif opcode == "convert" and len(arrays) == 1:
+        direction = instruction.attribute("direction")
+        if instruction.attribute("type") not in (None, own) or direction not in _COMPARE:
+            return None, False
+        rows = _COMPARE[direction](*arrays)
+    elif opcode == "convert":
         kind = dtype(shape)
-        result = arrays[0] != 0 if kind == np.bool_ else arrays[0].astype(kind)
-    if result is None:
-        return None
-    if scalars:
-        if not shape.dimensions:
-            return result.reshape(-1), False
-        return result, True
-    return result, False
+        rows = arrays[0] != 0 if kind == np.bool_ else arrays[0].astype(kind)
+    else:
+        rows = _OPERATIONS[opcode](*arrays)
+    return rows, not spread and shape.dimensions != ()
+
+
+def _moved(instruction, operands, shapes, spread):
+    """Compute an opcode that moves elements."""
+    opcode, shape, value = instruction.opcode, instruction.shape, operands[0]
+    places = ranges.read_ints(instruction.attribute("dimensions"))
+    if opcode == "concatenate":
+        (along,) = places
+        if along < 0 or sum(s.element_count for s in shapes) != shape.element_count:
+            return None, False
+        parts = [_full(v, s.dimensions) for v, s in zip(operands, shapes)]
+        rows = max(len(p) for p in parts)
+        parts = [np.broadcast_to(p, (rows,) + p.shape[1:]) for p in parts]
+        return np.concatenate(parts, axis=along + 1), False
+    if opcode in ("reshape", "bitcast"):
+        same = shape.element_count == shapes[0].element_count
+        if not same or opcode == "bitcast" and not ranges.keeps_order(shapes[0], shape):
+            return None, False
+        rows = value.array if value.splat else value.array.reshape((-1,) + shape.dimensions)
+        return rows, value.splat
+    own = shapes[0].dimensions
+    if value.splat or opcode == "broadcast" and not own:
+        return value.array.reshape(-1), True
+    if opcode == "slice":
+        cuts = ranges.read_slice(instruction.attribute("slice") or "", shapes[0])
+        return value.array[(slice(None), *(slice(*c) for c in cuts))] if cuts else None, False
+    if opcode == "dynamic-slice":
+        sizes = ranges.read_ints(instruction.attribute("dynamic_slice_sizes"))
+        return _dynamic_slice(value, operands[1:], own, sizes), False
+    if len(set(places)) != len(own) or any(shape.dimensions[p] != n for p, n in zip(places, own)):
+        return None, False
+    # Operand dimension k becomes dimension places[k]; if these don't ascend, it transposes.
+    order = sorted(range(len(own)), key=lambda k: places[k])
+    sizes = [1] * len(shape.dimensions)
+    for place, size in zip(places, own):
+        sizes[place] = size
+    rows = value.array.transpose([0] + [k + 1 for k in order]).reshape([-1] + sizes)
+    return np.broadcast_to(rows, (rows.shape[0],) + shape.dimensions), False
 
 
 def clamped_index(index: ranges.Exact, last: int) -> np.ndarray | None:
@@ -289,27 +241,18 @@ def clamped_index(index: ranges.Exact, last: int) -> np.ndarray | None:
     return np.clip(rows.astype(np.int64), 0, last)
 
 
-def _dynamic_slice(instruction, operands, shapes):
-    value, indices = operands[0], operands[1:]
-    sizes = ranges.read_ints(instruction.attribute("dynamic_slice_sizes"))
-    dims = shapes[0].dimensions
-    if (
-        len(sizes) != len(dims)
-        or len(indices) != len(dims)
-        or any(not 0 <= s <= d for s, d in zip(sizes, dims))
-    ):
+def _dynamic_slice(value, indices, dims, sizes):
+    if not len(sizes) == len(indices) == len(dims):
         return None
-    if value.splat:
-        return value.array, True
-    rows = max([value.array.shape[0]] + [i.array.shape[0] for i in indices])
+    rows = max(len(v.array) for v in (value, *indices))
     starts = np.zeros((rows, len(dims)), np.int64)
     for k, index in enumerate(indices):
         clamped = clamped_index(index, dims[k] - sizes[k])
         if clamped is None:
             return None
         starts[:, k] = clamped
-    source = np.broadcast_to(value.array, (rows,) + dims)
-    block = np.empty((rows,) + tuple(sizes), value.array.dtype)
+    source = np.broadcast_to(value.array, (rows, *dims))
+    block = np.empty((rows, *sizes), value.array.dtype)
     for row in range(rows):
-        block[row] = source[(row,) + tuple(slice(a, a + s) for a, s in zip(starts[row], sizes))]
-    return block, False
+        block[row] = source[(row, *(slice(a, a + s) for a, s in zip(starts[row], sizes)))]
+    return block

@@ -8,6 +8,7 @@ flat array by bitcast and concatenate; ranges keep the packed arrays apart.
 from __future__ import annotations
 
 import bisect
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -75,12 +76,10 @@ class Started:
 
 def normal(cuts: Sequence[tuple[int, int]]) -> Any:
     """Drop empty ranges; give a state if one range is left, else a Ranged."""
-    kept = []
-    last = 0
+    kept: list[tuple[int, int]] = []
     for stop, state in cuts:
-        if stop > last:
+        if stop > (kept[-1][0] if kept else 0):
             kept.append((stop, state))
-            last = stop
     if len(kept) <= 1:
         return kept[0][1] if kept else 0
     return Ranged(tuple(kept))
@@ -99,6 +98,16 @@ def zip_cuts(
             i += 1
         if b[j][0] == stop:
             j += 1
+    return cuts
+
+
+def joined(parts) -> list[tuple[int, int]]:
+    """Lay arrays end to end."""
+    cuts: list[tuple[int, int]] = []
+    offset = 0
+    for part in parts:
+        cuts += [(offset + stop, state) for stop, state in part]
+        offset = cuts[-1][0] if cuts else 0
     return cuts
 
 
@@ -150,11 +159,9 @@ def contiguous(
         if size != 1:  # all dimensions after one with several rows must be whole
             partial = True
     flat = 0
-    count = 1
-    for full, start, size in zip(dimensions, starts, sizes):
+    for full, start in zip(dimensions, starts):
         flat = flat * full + start
-        count *= size
-    return flat, flat + count
+    return flat, flat + math.prod(sizes)
 
 
 _SLICE = re.compile(r"\[\s*(\d{1,18})\s*:\s*(\d{1,18})\s*(?::\s*(\d{1,18})\s*)?\]")

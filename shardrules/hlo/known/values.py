@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -258,26 +259,17 @@ class Values:
         states = [self.collapse(t) for t in taken]
         # Options with the same state may be different values: constants 1 and 2 have state 0.
         merged = self.states[self.states.refine(self.merged(states), which.state)]
-        proven = np.empty(count, np.int64)
-        optimistic = np.empty(count, np.int64)
-        apart = np.empty(count, np.int64)
+        labels = np.empty((3, count), np.int64)
         for number, state in zip(used, states):
-            chosen_here = numbers == number
-            fields = self.states[state]
-            # Options with the same state may also be one value, as two equal branches are.
+            chosen_here, fields = numbers == number, self.states[state]
+            # They may also be one value, as two equal branches are: then they are not apart.
             option = len(states) if fields.proven == hd.EQUAL else states.index(state)
-            apart[chosen_here] = self.relations.labels(fields.apart)[chosen_here] + option * count
-            proven[chosen_here] = self.relations.labels(fields.proven)[chosen_here] + number * count
-            optimistic[chosen_here] = (
-                self.relations.labels(fields.optimistic)[chosen_here] + number * count
-            )
+            kinds = (fields.proven, fields.optimistic, fields.apart)
+            for row, relation, own in zip(labels, kinds, (number, number, option)):
+                row[chosen_here] = self.relations.labels(relation)[chosen_here] + own * count
+        proven, optimistic, apart = map(self.relations.intern, labels)
         return self.states.intern(
-            merged._replace(
-                proven=self.relations.intern(proven),
-                optimistic=self.relations.intern(optimistic),
-                constant=False,
-                apart=self.relations.intern(apart),
-            )
+            merged._replace(proven=proven, optimistic=optimistic, constant=False, apart=apart)
         )
 
     def _cuts(self, value: Any, count: int):
@@ -291,11 +283,8 @@ class Values:
         cuts: Any = ((count, 0),)
         for operand, place in zip(operands, instruction.operands):
             shape = computation.instructions[place].shape
-            own = (
-                self._cuts(operand, count)
-                if shape.element_count == count
-                else ((count, self.collapse(operand)),)
-            )
+            whole = operand if shape.element_count == count else self.collapse(operand)
+            own = self._cuts(whole, count)
             if own is None or instruction.shape.is_tuple:
                 return self.merged(operands)
             scales = self._one_number(computation, place) and self._alike([0, own[0][1]])
@@ -337,27 +326,16 @@ class Values:
             block = ranges.read_slice(instruction.attribute("slice") or "", first)
             if block is None or any(step != 1 for _, _, step in block):
                 return None
-            place = ranges.contiguous(
-                first.dimensions, [a for a, _, _ in block], [b - a for a, b, _ in block]
-            )
-            return self._between(operands[0], first, place)
-        if opcode == "dynamic-slice":
-            starts = self._uniform(operands[1:])
-            sizes = ranges.read_ints(instruction.attribute("dynamic_slice_sizes"))
-            full = first.dimensions
-            if starts is None or not len(starts) == len(sizes) == len(full):
-                return None
-            if any(not 0 <= size <= most for size, most in zip(sizes, full)):
-                return None
-            starts = [max(0, min(a, d - s)) for a, d, s in zip(starts, full, sizes)]
+            starts, sizes = [a for a, _, _ in block], [b - a for a, b, _ in block]
             return self._between(
                 operands[0], first, ranges.contiguous(first.dimensions, starts, sizes)
             )
+        if opcode == "dynamic-slice":
+            sizes = ranges.read_ints(instruction.attribute("dynamic_slice_sizes"))
+            return self._between(operands[0], first, self._place(operands[1:], first, sizes))
         if opcode == "dynamic-update-slice":
             return self._update(operands, shapes, count)
-        if opcode == "pad":
-            return self._pad(instruction, operands, shapes)
-        return None
+        return self._pad(instruction, operands, first)
 
     def _between(self, value: Any, shape: hm.Shape, place) -> Any:
         cuts = self._cuts(value, shape.element_count)
@@ -365,51 +343,35 @@ class Values:
             return None
         return ranges.normal(ranges.between(cuts, *place))
 
-    def _uniform(self, indices) -> list[int] | None:
-        numbers = []
-        for index in indices:
-            if not isinstance(index, Exact) or index.array.size != 1:
+    def _place(self, indices, shape: hm.Shape, sizes) -> tuple[int, int] | None:
+        """Give the flat range of a block that starts at the same place on all devices, or None."""
+        full, starts = shape.dimensions, []
+        if not len(indices) == len(sizes) == len(full):
+            return None
+        for index, whole, size in zip(indices, full, sizes):
+            if not isinstance(index, Exact) or index.array.size != 1 or not 0 <= size <= whole:
                 return None
-            numbers.append(int(index.array.reshape(-1)[0]))
-        return numbers
+            starts.append(max(0, min(int(index.array.reshape(-1)[0]), whole - size)))
+        return ranges.contiguous(full, starts, sizes)
 
     def _concatenate(self, instruction, operands, shapes) -> Any:
         places = ranges.read_ints(instruction.attribute("dimensions"))
         dims = instruction.shape.dimensions
-        if (
-            len(places) != 1
-            or not 0 <= places[0] < len(dims)
-            or any(d != 1 for d in dims[: places[0]])
-        ):
+        parts = [self._cuts(o, s.element_count) for o, s in zip(operands, shapes)]
+        if None in parts or len(places) != 1 or not 0 <= places[0] < len(dims):
             return None
-        cuts: list[tuple[int, int]] = []
-        offset = 0
-        for operand, shape in zip(operands, shapes):
-            own = self._cuts(operand, shape.element_count)
-            if own is None:
-                return None
-            cuts += [(offset + stop, state) for stop, state in own]
-            offset += shape.element_count
-        if len(cuts) > ranges.MAX_RANGES or offset != instruction.shape.element_count:
+        if any(d != 1 for d in dims[: places[0]]):
             return None
-        return ranges.normal(cuts)
+        cuts = ranges.joined(parts)
+        whole = sum(s.element_count for s in shapes) == instruction.shape.element_count
+        return ranges.normal(cuts) if whole and len(cuts) <= ranges.MAX_RANGES else None
 
     def _update(self, operands, shapes, count) -> Any:
-        if len(operands) < 2:
-            return None
-        starts = self._uniform(operands[2:])
         base = self._cuts(operands[0], count)
-        if base is None:
+        if len(operands) < 2 or base is None:
             return None
-        place = None
-        first, update = shapes[0], shapes[1]
-        if starts is not None and len(starts) == len(first.dimensions) == len(update.dimensions):
-            starts = [
-                max(0, min(a, d - s))
-                for a, d, s in zip(starts, first.dimensions, update.dimensions)
-            ]
-            place = ranges.contiguous(first.dimensions, starts, update.dimensions)
-        inside = self._cuts(operands[1], update.element_count)
+        place = self._place(operands[2:], shapes[0], shapes[1].dimensions)
+        inside = self._cuts(operands[1], shapes[1].element_count)
         if place is None or inside is None:
             state = self.merged(operands[1:])
             base = [(stop, self.states.evened(s)) for stop, s in base]  # all may be overwritten
@@ -420,41 +382,31 @@ class Values:
         if self._alike([p for _, p in (*base, *inside)]):
             # A buffer that scan fills piece by piece is not several packed arrays.
             return self.states.refine(self.merged(operands[:2]), self.merged(operands[2:]))
-        cuts = ranges.between(base, 0, place[0])
-        cuts += [(place[0] + stop, state) for stop, state in inside]
-        cuts += [(place[1] + stop, state) for stop, state in ranges.between(base, place[1], count)]
+        before, after = ranges.between(base, 0, place[0]), ranges.between(base, place[1], count)
+        cuts = ranges.joined([before, inside, after])
         return ranges.normal(cuts) if len(cuts) <= ranges.MAX_RANGES else None
 
     def _alike(self, states) -> bool:
         """Tell whether all states have the same relations; causes may differ."""
         return len({self.states[s][:2] for s in states}) == 1
 
-    def _pad(self, instruction, operands, shapes) -> Any:
-        text = instruction.attribute("padding") or ""
+    def _pad(self, instruction, operands, shape: hm.Shape) -> Any:
         parts = [
             tuple(map(int, p.split("_")))
-            for p in text.split("x")
+            for p in (instruction.attribute("padding") or "").split("x")
             if re.fullmatch(r"-?\d{1,18}_-?\d{1,18}(_\d{1,18})?", p)
         ]
         dims = instruction.shape.dimensions
-        if (
-            len(parts) != len(dims)
-            or any(min(p) < 0 or len(p) == 3 and p[2] for p in parts)
-            or len(operands) != 2
-        ):
+        inner = any(min(p) < 0 or len(p) == 3 and p[2] for p in parts)
+        if inner or len(parts) != len(dims) or len(operands) != 2:
             return None
         moved = [i for i, p in enumerate(parts) if p[0] or p[1]]
-        if len(moved) > 1 or moved and any(d != 1 for d in dims[: moved[0]]):
+        cuts = self._cuts(operands[0], shape.element_count)
+        if cuts is None or len(moved) > 1 or moved and any(d != 1 for d in dims[: moved[0]]):
             return None
-        cuts = self._cuts(operands[0], shapes[0].element_count)
-        if cuts is None:
-            return None
-        row = 1
-        for size in dims[(moved[0] + 1 if moved else 0) :]:
-            row *= size
-        low = parts[moved[0]][0] * row if moved else 0
         fill = self.collapse(operands[1])
         if self._alike([fill] + [p for _, p in cuts]):
             return self.merged(operands)
-        padded = [(low, fill)] + [(low + stop, state) for stop, state in cuts]
-        return ranges.normal(padded + [(instruction.shape.element_count, fill)])
+        low = parts[moved[0]][0] * math.prod(dims[moved[0] + 1 :]) if moved else 0
+        high = instruction.shape.element_count - low - shape.element_count
+        return ranges.normal(ranges.joined([[(low, fill)], cuts, [(high, fill)]]))

@@ -15,8 +15,6 @@ from shardrules.costs import comparing
 from shardrules.errors import ShardrulesError
 from shardrules.watching.profiles import compared, profile
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``diff``."""

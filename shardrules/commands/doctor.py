@@ -20,8 +20,6 @@ from shardrules.errors import AotError, RegistrationError, UnsupportedJaxError
 from shardrules.hooks import selftest
 from shardrules.hooks.install import install, state
 
-__all__ = ["add_arguments", "run"]
-
 add_arguments = rules.add_arguments
 _OURS = "shardrules' table"  # the prefix of ``where`` for rules that this package ships
 _ABSENT = {  # absent devices to try each compiler with

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from shardrules.errors import ShardrulesError
 
-__all__ = ["chosen"]
-
 _STDIN = "-"
 _OPTIMIZED = re.compile(r"(.*after_optimizations)\.(?:txt|hlo)(?:\.gz)?")
 _DUMPED = re.compile(r"(module_\d+\.[^.]+)\..*")

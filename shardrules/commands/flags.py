@@ -14,8 +14,6 @@ from typing import IO, Any
 from shardrules.costs.estimates import TARGETS
 from shardrules.errors import ShardrulesError
 
-__all__ = ["CLEAN", "FORMATS", "FOUND", "Once", "UNUSABLE", "say", "write"]
-
 FORMATS = ("text", "markdown", "json", "html", "github", "sarif")
 CLEAN, FOUND, UNUSABLE = 0, 1, 2  # exit codes
 

@@ -26,8 +26,6 @@ from shardrules.errors import ShardrulesError
 if TYPE_CHECKING:
     from shardrules.migration import edits, sites
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``migrate``."""

@@ -10,8 +10,6 @@ import argparse
 
 from shardrules.commands import flags, reading, rules
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``profile``."""

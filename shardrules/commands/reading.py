@@ -16,8 +16,6 @@ from shardrules.commands import files, flags, rules
 from shardrules.errors import HloError, ShardrulesError
 from shardrules.hlo.reader.files import decode
 
-__all__ = ["add_arguments", "judged", "mesh_of"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every command that reads compiled programs."""

@@ -10,8 +10,6 @@ import argparse
 
 from shardrules.commands import flags, verify
 
-__all__ = ["add_arguments", "run"]
-
 add_arguments = verify.add_arguments
 
 

@@ -24,8 +24,6 @@ from shardrules.registry import builtin
 if TYPE_CHECKING:
     from shardrules import hlo
 
-__all__ = ["Rules", "add_arguments", "check", "register", "to_write", "unmatched"]
-
 # The rules whose effect does not depend on a call's types.
 _RULES = (
     "no_communication",

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shardrules.watching.profiles.shown import Profile
     from shardrules.watching.programs import Watched
 
-__all__ = ["add_arguments", "run"]
-
 _MANY = 20  # without a terminal, report progress for more programs than this
 
 

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from shardrules.errors import ShardrulesError
 
-__all__ = ["Target", "add_arguments", "find", "run"]
-
 
 class Target(NamedTuple):
     """The script or module to run."""

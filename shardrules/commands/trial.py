@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from shardrules.hooks.unchecked import Call
     from shardrules.watching.programs import WatchedProgram
 
-__all__ = ["Outcome", "child", "run"]
-
 
 @dataclasses.dataclass
 class Outcome:

@@ -21,8 +21,6 @@ from shardrules.report import several
 if TYPE_CHECKING:
     from shardrules.watching.profiles.shown import Profile
 
-__all__ = ["add_arguments", "judged", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``verify`` and ``report``."""

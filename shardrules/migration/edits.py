@@ -25,8 +25,6 @@ from shardrules.migration.sites import (
 )
 from shardrules.report.grouping import size
 
-__all__ = ["Edits", "diff", "edited", "tried"]
-
 _INSTALL = "import shardrules\n\nshardrules.install()\n"
 
 

@@ -12,8 +12,6 @@ from shardrules.hooks.unchecked import Call, Site, UncheckedSite, costliest
 from shardrules.report.grouping import counted, size
 from shardrules.report.text import table
 
-__all__ = ["Row", "decided", "is_here", "place", "rows", "short", "written"]
-
 SWITCH, BY_HAND, UNTRIED, MORE, RAISES, GRADIENTS, RULE, OUTPUTS, LIMIT = _ORDER = (
     "switch it now",
     "can be switched by hand, not tried",

@@ -18,8 +18,6 @@ from shardrules.costs.waste import Hint
 from shardrules.report.blocks import Item
 from shardrules.report.content import Content, alike_hints, item
 
-__all__ = ["github", "merged", "sarif"]
-
 _PACKAGE = os.path.join(os.path.dirname(shardrules.__file__), "")
 _ROOT = "%SRCROOT%"  # of the repository, as GitHub reads it
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

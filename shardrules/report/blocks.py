@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from shardrules.costs import accounts
 
-__all__ = ["Block", "Item"]
-
 
 class Item(NamedTuple):
     """One thing that a report says: a finding, a hint, an output.

@@ -20,8 +20,6 @@ from shardrules.report.blocks import Block, Item
 from shardrules.report.grouping import Row, alike, counted, here, percent, size, spread
 from shardrules.report.sections import sections
 
-__all__ = ["Cell", "Content", "alike_hints", "content", "item", "line"]
-
 UNEQUAL = "Outputs called replicated that are not proven equal"
 NOTE = (
     f"{accounts.CONVENTION}; of one run at one site, and in all: wire bytes of all runs at all "

@@ -12,8 +12,6 @@ from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
 from shardrules.report.content import Content
 
-__all__ = ["SCHEMA", "as_dict", "as_json"]
-
 SCHEMA = 1  # it grows when a field changes its meaning or goes
 
 

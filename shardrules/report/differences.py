@@ -16,8 +16,6 @@ from shardrules.report.grouping import size
 from shardrules.report.page import html_table, meshes, tiles, timeline, whole, wide
 from shardrules.report.text import as_markdown
 
-__all__ = ["DIFFS", "compared"]
-
 # From what a change is called to the colour that it has elsewhere on such pages.
 _COLOURS = {
     "came": "redundant",

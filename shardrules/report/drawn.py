@@ -12,8 +12,6 @@ from shardrules import hlo
 from shardrules.hlo.proof import loops
 from shardrules.report.grouping import counted, milliseconds
 
-__all__ = ["Mark", "escaped", "events", "groups_on_mesh", "strip", "timed"]
-
 _CELLS = 256  # devices that are drawn; a larger mesh shows its first ones
 _ACROSS = 16  # of them in a line
 _COLOURS = 8  # of groups; they come round again

@@ -13,8 +13,6 @@ from shardrules.arguments import checked
 from shardrules.costs import accounts
 from shardrules.costs.timings import Timing
 
-__all__ = ["Row", "alike", "duration", "here", "percent", "rows", "size", "sizes"]
-
 T = TypeVar("T")
 _EXACT = 10_000  # bytes below which no unit is shorter than the number
 

@@ -27,8 +27,6 @@ from shardrules.report.grouping import (
     sizes,
 )
 
-__all__ = ["html_table", "meshes", "page", "section", "tiles", "timeline", "whole", "wide"]
-
 VERDICTS = ("needed", "overwide", "redundant", "unproven")
 _BARS = 12  # source lines that are drawn
 _MESHES = 6  # sets of groups that are drawn at once; the others are folded away

@@ -10,8 +10,6 @@ from shardrules.costs import donation, launches, offloading, placement, transfer
 from shardrules.hlo.proof.customcalls import frontend_attributes
 from shardrules.report.blocks import Block
 
-__all__ = ["LOOPS", "sections"]
-
 LOOPS = "Loops"
 _LARGE_BYTES = 1 << 20  # of a constant that is shown
 _Rows = Iterable[tuple[Any, ...]]

@@ -16,8 +16,6 @@ from shardrules.report.grouping import counted, duration, of_step, percent, size
 from shardrules.report.page import page, section, whole
 from shardrules.report.sections import LOOPS
 
-__all__ = ["ONE", "Several", "WRITERS", "gather", "plain"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Several:

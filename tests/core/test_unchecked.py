@@ -155,8 +155,21 @@ def decayed(x):
 decayed.defvjp(lambda x: (x, x), lambda x, g: (g + 0.1 * x,))
 
 
-def column(x, w):
-    return x @ w
+def clip_kernel(g_ref, o_ref):
+    o_ref[...] = jnp.clip(g_ref[...], -0.01, 0.01)
+
+
+@jax.custom_vjp
+def clipped_by_kernel(x):
+    return x
+
+
+clipped_by_kernel.defvjp(
+    lambda x: (x, None),
+    lambda _, g: (
+        pl.pallas_call(clip_kernel, jax.ShapeDtypeStruct(g.shape, g.dtype), interpret=True)(g),
+    ),
+)
 
 
 SWITCHED = {
@@ -190,7 +203,8 @@ SWITCHED = {
         P("model"),
         (X,),
     ),
-    "all devices clip their own": (clipped, P(("data", "model")), P(("data", "model")), (X,)),
+    "all devices clip their own": (clipped, P(AXES), P(AXES), (X,)),
+    "a kernel on each device clips": (clipped_by_kernel, P(AXES), P(AXES), (X,)),
 }
 
 LEFT = {
@@ -244,6 +258,13 @@ LEFT = {
         "the forward of the bwd '<lambda>' makes results equal over 'model'",
     ),
     "clips": (clipped, P("data"), P("data"), (X,), "the bwd '<lambda>' is not known to be linear"),
+    "a kernel clips": (
+        clipped_by_kernel,
+        P("data"),
+        P("data"),
+        (X,),
+        "the bwd '<lambda>' is not known to be linear (it calls pallas_call kernel 'clip_kernel'",
+    ),
     "decays": (decayed, P("data"), P("data"), (X,), "the bwd '<lambda>' is not known to be linear"),
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 from shardrules.door.jaxprs import equations, is_inexact
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.linearity import linear_in
+from shardrules.hooks.cotangents.origins import size_of
 
 __all__ = ["doubt"]
 
@@ -39,7 +40,8 @@ def doubt(bwd: Bwd, cotangents: Any) -> str:
         return value
 
     bwd.parts.each(cotangents, note)
-    for axis in sorted(bwd.mesh_axes) if live and returned else ():
+    axes = [axis for axis in sorted(bwd.mesh_axes) if size_of(frozenset((axis,))) != 1]
+    for axis in axes if live and returned else ():
         differs = {axis in axes for axes in live}
         if differs == {True}:
             if any(axis not in axes for _, axes in returned):
@@ -48,16 +50,21 @@ def doubt(bwd: Bwd, cotangents: Any) -> str:
             return f"the forward of the bwd {name!r} makes results equal over {axis!r}"
         elif next(bwd._communicates(bwd._trace.jaxpr, frozenset({axis})), None):
             return f"the bwd {name!r} communicates over {axis!r}"
-        elif not all(_is_linear(bwd, path) for path, _ in returned):
-            return f"the bwd {name!r} is not known to be linear"
+        else:
+            nonlinear = next(filter(None, (_nonlinear(bwd, path) for path, _ in returned)), "")
+            if nonlinear:
+                return nonlinear
     return ""
 
 
-def _is_linear(bwd: Bwd, path: Any) -> bool:
-    """Whether a cotangent is linear in those that arrive; kernels are assumed to be."""
+def _nonlinear(bwd: Bwd, path: Any) -> str:
+    """Say why a cotangent may not be linear in those that arrive; empty if it is."""
     jaxpr, dynamic = bwd._sliced(path), bwd._trace.dynamic
     inputs = jaxpr.invars[len(jaxpr.invars) - len(dynamic) :]
     arriving = [var for var, leaf in zip(inputs, dynamic) if leaf >= bwd.first]
-    opaque_call_of = bwd.hooks.state.opaque_call_of
-    opaque = any(opaque_call_of(eqn.primitive, eqn.params) is not None for eqn in equations(jaxpr))
-    return opaque or linear_in(jaxpr, arriving) is not None
+    if linear_in(jaxpr, arriving, kernels=True) is not None:
+        return ""
+    calls = (bwd.hooks.state.opaque_call_of(e.primitive, e.params) for e in equations(jaxpr))
+    opaque = next(filter(None, calls), None)
+    holds = f" (it calls {opaque.call})" if opaque is not None else ""
+    return f"the bwd {bwd.parts.name!r} is not known to be linear{holds}"

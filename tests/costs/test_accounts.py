@@ -268,9 +268,8 @@ def test_a_gather_that_a_loop_repeats_is_named():
     (hint,) = waste.hints(judgement)
     assert (hint.kind, hint.bytes_before, hint.bytes_after) == ("repeated", 32 * 32, 32)
     assert hint.advice == (
-        "its operand is the same on every trip of the loop: give the array the layout that the "
-        "loop needs, by jax.lax.with_sharding_constraint before it, and 1024 B become 32 B (the "
-        "result then stays in memory)"
+        "its operand is the same on every trip of the loop: compute what it makes before the loop, "
+        "and 1024 B become 32 B (the result then stays in memory)"
     )
     for changing in ("%x.in", "%mixed"):
         assert waste.hints(testing.judge(loop(changing), mesh=T.MESH)) == []

@@ -5,6 +5,8 @@ A kind is a ``Kind`` in ``KIND`` of its module and a name in ``_MODULES``.
 
 from __future__ import annotations
 
+import dataclasses
+
 from shardrules import hlo
 from shardrules.costs import accounts, findings
 from shardrules.costs.waste import (
@@ -22,7 +24,7 @@ from shardrules.costs.waste import (
     repeated,
     undone,
 )
-from shardrules.costs.waste.shared.program import Hint, Kind, Program
+from shardrules.costs.waste.shared.program import Hint, Kind, Program, Site
 
 __all__ = ["KINDS", "Hint", "Kind", "dearer", "hints", "rows"]
 
@@ -48,11 +50,34 @@ KINDS = tuple(kind.name for kind in rows)
 _OF_LOOPS = (repeated.KIND.name, after_loop.KIND.name)
 
 
+_IN_PLACE = (reduce_first.KIND.name, narrow_first.KIND.name)  # the collective stays, with less
+_LEAST = 64  # bytes sent: what saves fewer, and no round trip, is not worth reading
+
+
 def hints(judgement: hlo.Judgement) -> list[Hint]:
     """List the needed collectives that the program shows could be cheaper."""
-    needed = [site for site in Program(judgement).sites if site.needed]
-    first = (next(filter(None, (kind.find(site) for kind in rows)), None) for site in needed)
-    return [hint for hint in first if hint is not None]
+    program = Program(judgement)
+    found: dict[Site, Hint] = {}
+    for site in program.sites:
+        hint = next(filter(None, (kind.find(site) for kind in rows)), None) if site.needed else None
+        if hint is not None:
+            found[site] = hint
+    for site, hint in found.items():
+        parts = program.parts(site.computation.name, site.position)
+        stays = [part not in found or found[part].kind in _IN_PLACE for part in parts]
+        if site is parts[0] and any(stays[1:]) and not stays[0]:
+            trips = hint.round_trips_after, site.entry.runs
+            both = None if None in trips else sum(filter(None, trips))
+            found[site] = dataclasses.replace(hint, round_trips_after=both)
+    return [hint for hint in found.values() if _saves(hint)]
+
+
+def _saves(hint: Hint) -> bool:
+    before, after, trips = hint.sent_before, hint.sent_after, hint.round_trips_after
+    if before is None or after is None or trips != hint.round_trips_before:
+        return True
+    # Of parts that leave a loop together, the first counts the round trips that they save.
+    return hint.kind == after_loop.KIND.name or before - after >= _LEAST
 
 
 _SHARE = 0.01  # of a program's wire bytes: a smaller sum in a loop is a hint

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 from shardrules.costs.waste.shared.loop_flow import Unread
-from shardrules.costs.waste.shared.program import SMALL, Hint, Kind, Site, line
+from shardrules.costs.waste.shared.program import SMALL, WITHIN_SHARDS, Hint, Kind, Site, line
 
 __all__ = ["KIND"]
 
@@ -14,35 +12,26 @@ _NOTE = " (equal up to rounding)"
 
 
 def _find(site: Site) -> Hint | None:
-    if not site.in_loop or not site.needed or not _can_leave(site):
+    if not site.in_loop or not site.is_written or site.in_inner_shard_map:
         return None
     sites = site.program.parts(site.computation.name, site.position)
     results = [site.program.unread.get(s.key) for s in sites]
     own = results[sites.index(site)]
     if own is None:
         return None
-    runs, size = site.entry.runs, site.entry.bytes
+    size = site.entry.bytes
     outer = [r.around for r in results if r is not None]
     # A combined collective's round trips stay unless all of its parts leave the loop.
     whole = len(outer) == len(sites)
-    times = max(site.runs_of(around) for around in outer) if whole else runs
+    times = max(map(site.runs_of, outer))
     after = None if own.copies is None else size * own.copies * site.runs_of(own.around)
-    before = site.in_all(size)
-    saves = before is None or (after is not None and after < before)
-    small = whole and sum(s.entry.bytes for s in sites) <= SMALL
-    if "stacks" in own.ways and not small or not (saves or whole):
+    if whole:
+        if "stacks" in own.ways and sum(s.entry.bytes for s in sites) > SMALL:
+            return None
+    elif "stacks" in own.ways or not site.pays_alone(after):
         return None
     advice = _advice(site, own, after, times) + line(site, "before the loop")
-    return site.hint(_NAME, advice, bytes_after=after, trips_after=times)
-
-
-def _can_leave(site: Site) -> bool:
-    """Tell whether the source can move it out of the loop."""
-    # It can't leave a shard_map that the loop holds, and the partitioner's own sums can't be moved.
-    name, phase = site.collective.op_name, site.entry.phase
-    if site.in_shard_map:
-        return re.search(r"while.*shard_map", name) is None
-    return phase == "forward" and name.rpartition("/")[2].startswith("reduce_")
+    return site.hint(_NAME, advice, bytes_after=after, trips_after=times, together=whole)
 
 
 def _advice(site: Site, own: Unread, after: int | None, times: int | None) -> str:
@@ -64,8 +53,7 @@ def _advice(site: Site, own: Unread, after: int | None, times: int | None) -> st
     if not site.in_shard_map:
         change = (
             "XLA's partitioner makes it of a reduction over a sharded dimension: in the body, "
-            "reduce x.reshape(n, -1, *x.shape[1:]) over all but its first dimension, n being the "
-            "number of shards, and reduce over that after the loop"
+            f"{WITHIN_SHARDS}, and reduce over that after the loop"
         )
     then = f"{'?' if after is None else after} B in {'?' if times is None else times}"
     if runs is None:

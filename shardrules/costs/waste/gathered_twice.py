@@ -22,7 +22,7 @@ def _find(site: Site) -> Hint | None:
     if not site.in_shard_map and operation(site.collective) != "sharding_constraint":
         return None  # to constrain it changes which other collectives the partitioner makes
     for first in site.program.remembered(_forward, site.program):
-        if _same_groups(first, site) and _origin(first) == _origin(site):
+        if _same_groups(first, site) and (_recomputed(first, site) or _same_array(first, site)):
             return _hint(site, first)
     return None
 
@@ -42,6 +42,18 @@ def _same_groups(first: Site, site: Site) -> bool:
         and first.collective.notation == site.collective.notation
         and (runs == first_runs or fewer)
     )
+
+
+def _recomputed(first: Site, site: Site) -> bool:
+    """Tell whether jax.checkpoint runs the forward pass's all-gather again."""
+    _, again, name = site.collective.op_name.rpartition("/rematted_computation/")
+    same_line = first.entry.source == site.entry.source
+    return bool(again) and same_line and first.collective.op_name.endswith("/" + name)
+
+
+def _same_array(first: Site, site: Site) -> bool:
+    origin = _origin(site)
+    return origin is not None and _origin(first) == origin
 
 
 def _hint(site: Site, first: Site) -> Hint:

@@ -36,8 +36,8 @@ def _hint(site: Site, group: list[Site]) -> Hint:
 
 
 def _alone(site: Site) -> bool:
-    """Tell whether a collective has one operand, and a result of its own."""
-    return len(site.instruction.operands) == 1 and not site.collective.in_place
+    """Tell whether a collective that is written has one operand, and a result of its own."""
+    return site.is_written and len(site.instruction.operands) == 1 and not site.collective.in_place
 
 
 def _together(program) -> list[list[Site]]:

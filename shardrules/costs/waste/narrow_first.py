@@ -31,7 +31,9 @@ class _Narrower(NamedTuple):
 
 
 def _find(site: Site) -> Hint | None:
-    if site.collective.kind not in _KINDS or not site.whole or site.collective.in_place:
+    if site.collective.kind not in _KINDS or not site.is_written:
+        return None
+    if not site.whole or site.collective.in_place:
         return None
     if len(site.instruction.operands) > 1 and site.collective.kind == "all-to-all":
         return None

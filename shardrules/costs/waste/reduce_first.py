@@ -10,7 +10,7 @@ __all__ = ["KIND"]
 
 def _find(site: Site) -> Hint | None:
     entry = site.entry
-    if not (site.adds and site.whole):
+    if not (site.adds and site.whole and site.is_written):
         return None
     size = sums.reduced_after(*site.result_place)
     if size is None or size >= entry.bytes:
@@ -27,6 +27,6 @@ KIND = Kind(
     "reduce first",
     "an all-reduce whose result each device only sums up, or scatters into fewer places",
     "reduce before the psum, or cast with shardrules.vary before the broadcast",
-    "sum up over the dimensions that are not sharded first",
+    "sum over all of these dimensions at once, x.sum((0, 1))",
     _find,
 )

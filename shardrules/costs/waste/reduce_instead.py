@@ -20,6 +20,8 @@ def _find(site: Site) -> Hint | None:
     along = site.collective.dimension
     if site.collective.kind != "all-gather" or size < 2 or not along.isdecimal():
         return None
+    if not site.is_written:
+        return None
     result = site.result
     uses = parts.array_uses(site)
     if result is None or not uses or len(uses) != 1:
@@ -34,7 +36,7 @@ def _find(site: Site) -> Hint | None:
     operation = walk.applied(site.module, reduce)
     if along not in over or operation not in _NAMES or not _starts_neutral(site, use, operation):
         return None
-    after = (reduce.shape.element_count * site.taken.bits + 7) // 8
+    after = reduce.shape.bytes
     sent = accounts.wire_bytes("all-reduce", after, size)
     if sent >= entry.wire_bytes:
         return None
@@ -53,8 +55,7 @@ def _is_result(shape: hlo.Shape, result: hlo.Shape, along: int, size: int) -> bo
     """Tell whether an array is the result, or the result with its shards along one dimension."""
     own = result.dimensions
     split = (*own[:along], size, own[along] // size, *own[along + 1 :])
-    same = shape.dimensions == own or (shape.dimensions == split and own[along] % size == 0)
-    return same and shape.element_type == result.element_type
+    return shape.dimensions == own or (shape.dimensions == split and own[along] % size == 0)
 
 
 def _starts_neutral(site: Site, use: Use, operation: str) -> bool:

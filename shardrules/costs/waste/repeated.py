@@ -35,13 +35,22 @@ def _find(site: Site) -> Hint | None:
     before, after = site.in_all(site.entry.bytes), site.entry.bytes * times
     if before is not None and before <= after:
         return None
+    # A combined collective's round trips stay unless all of its parts leave the loop.
+    whole = stays.issuperset(site.instruction.operands)
+    if not whole and not site.pays_alone(after):
+        return None
     now = f"{site.entry.bytes} B on every trip" if before is None else f"{before} B"
-    change = "run it before the loop" if site.in_shard_map else KIND.jit
+    change = "run it before the loop"
+    if site.in_inner_shard_map:
+        change += ", in a shard_map of its own, and give the loop's shard_map its result"
+    elif not site.in_shard_map:
+        moves = site.collective.kind == "all-gather"
+        change = KIND.jit if moves else "compute what it makes before the loop"
     advice = (
         f"its operand is the same on every trip of the loop: {change}, and "
         f"{now} become {after} B (the result then stays in memory)"
     )
-    return site.hint(KIND.name, advice, bytes_after=after, trips_after=times)
+    return site.hint(KIND.name, advice, bytes_after=after, trips_after=times, together=whole)
 
 
 def _invariant(module: hlo.Module, body: hlo.Computation) -> set[int]:

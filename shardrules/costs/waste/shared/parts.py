@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardrules import hlo
+from shardrules.costs.waste.shared.loop_flow import UNARY
 from shardrules.costs.waste.shared.program import Program, Site
 from shardrules.costs.waste.shared.values import Use, Value
 from shardrules.hlo.known import exact
@@ -20,10 +21,15 @@ _COPIES = _DONE | frozenset("copy copy-start copy-done optimization-barrier opt-
 
 
 def array_uses(site: Site) -> list[Use] | None:
-    """List what takes a result as it is, or the same memory as another array."""
+    """List what takes a result as it is, or the same memory as another array.
+
+    Of an all-gather's result also what takes a function of each of its elements: that of a shard
+    is a shard of that.
+    """
     # Copies keep the array and bitcasts keep the memory; both together could transpose it.
     where = (site.computation, site.position, site.operand)
-    uses = site.program.uses(*where, _COPIES)
+    each = UNARY if site.collective.kind == "all-gather" else frozenset()
+    uses = site.program.uses(*where, _COPIES | each)
     if uses and all(use.instruction.opcode != "bitcast" for use in uses):
         return uses
     uses = site.program.uses(*where, _DONE | {"bitcast"})

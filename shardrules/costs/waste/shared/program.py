@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,12 +16,24 @@ from shardrules.costs.waste.shared.values import Value, Values
 from shardrules.hlo.proof import loops
 from shardrules.hlo.reader.module import Users
 
-__all__ = ["SMALL", "Hint", "Kind", "Program", "Site", "line"]
+__all__ = ["SMALL", "WITHIN_SHARDS", "Hint", "Kind", "Program", "Site", "line"]
 
 _T = TypeVar("_T")
 
 # Up to these bytes a run takes about as long as its round trip: 5 us for an all-reduce at 100 GB/s.
 SMALL = 256 * 1024
+
+# How a jit with shardings writes the part of a reduction that needs no communication.
+WITHIN_SHARDS = (
+    "reduce x.reshape(n, -1, *x.shape[1:]) over all but its first dimension, n being the number of "
+    "shards"
+)
+
+# The operations of which XLA's partitioner moves the array that a program constrains.
+_CONSTRAINED = frozenset(
+    "sharding_constraint convert_element_type abs cos exp log logistic neg rsqrt sin sqrt square "
+    "tanh".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,10 +236,30 @@ class Site:
         return self.computation.name in self.program.loops and self.entry.runs != 1
 
     @property
+    def op_name(self) -> str:
+        """Give its name, or where XLA left it without one that of its operand."""
+        maker = self.computation.instructions[self.source]
+        return self.collective.op_name or self.module.metadata(maker).op_name
+
+    @property
     def in_shard_map(self) -> bool:
         """Tell whether a shard_map holds it; else XLA's partitioner made it."""
-        name = self.collective.op_name
-        return not name or "shard_map/" in name or "pmap" in name
+        return not self.op_name or "shard_map/" in self.op_name or "pmap" in self.op_name
+
+    @property
+    def in_inner_shard_map(self) -> bool:
+        """Tell whether a loop holds the shard_map that holds it."""
+        return self.in_shard_map and re.search("while.*shard_map", self.op_name) is not None
+
+    @property
+    def is_written(self) -> bool:
+        """Tell whether the source says it: a shard_map, a constraint, or a reduction that runs."""
+        # What the partitioner adds for another operation's operands, or in the backward pass,
+        # comes and goes with its other choices: no change of the source is sure to replace it.
+        name = self.op_name.rpartition("/")[2]
+        if self.in_shard_map or self.collective.kind != "all-reduce":
+            return self.in_shard_map or name in _CONSTRAINED
+        return self.entry.phase == "forward" and name.startswith("reduce_")
 
     @property
     def where(self) -> str:
@@ -255,8 +288,12 @@ class Site:
         bytes_after: int | None,
         trips_after: int | None,
         sent_after: int | None = None,
+        together: bool = False,
     ) -> Hint:
-        """Make a hint from what is after the change, over all runs."""
+        """Make a hint from what is after the change, over all runs.
+
+        ``together``: its round trips are those of the collective's other parts as well.
+        """
         entry = self.entry
         first = self.program.parts(self.computation.name, self.position)[0] is self
         # The kind of collective stays, unless ``sent_after`` is given.
@@ -270,11 +307,16 @@ class Site:
             bytes_after,
             advice,
             entry.runs if first else 0,
-            trips_after if first else 0,
+            trips_after if first or not together else 0,
             self.in_all(entry.wire_bytes),
             sent_after,
             not self.program.overlaps(self.computation.name, self.position),
         )
+
+    def pays_alone(self, after: int | None) -> bool:
+        """Tell whether fewer bytes are worth a part's own round trip outside its collective."""
+        before = self.in_all(self.entry.bytes)
+        return before is not None and after is not None and before - after > SMALL
 
     def in_all(self, amount: int) -> int | None:
         """Give an amount of one run over all runs; None where their count isn't known."""
@@ -285,13 +327,14 @@ class Site:
         return self.hint(kind, advice, bytes_after=0, trips_after=0)
 
     def smaller(self, kind: str, advice: str, size: int, sent: int | None = None) -> Hint:
-        """Make the hint that each run takes fewer bytes, or sends fewer."""
+        """Make the hint that each run takes fewer bytes, or is of another kind that sends fewer."""
         return self.hint(
             kind,
             advice,
             bytes_after=self.in_all(size),
             trips_after=self.entry.runs,
             sent_after=None if sent is None else self.in_all(sent),
+            together=sent is None,
         )
 
 

@@ -27,6 +27,18 @@ class Program(NamedTuple):
     compiled: Any = None  # the jax.stages.Compiled, if there is one
     is_compiled: bool = False  # the text comes from a compiled object; text alone does not say
 
+    def module(self) -> hlo.Module:
+        """Parse the text."""
+        return hlo.parse(self.text, name=self.name)
+
+    def platform(self) -> str | None:
+        """Return ``cpu``, ``tpu`` or ``gpu``; None if nothing but text is known."""
+        if self.compiled is None:
+            return None
+        from shardrules.door import compiled
+
+        return compiled.platform(self.compiled)
+
 
 @checked(own=("mesh",))
 def judge(
@@ -67,7 +79,7 @@ def judged(
 ) -> hlo.Judgement:
     """Judge a program; ``given_outputs``, one sharding or one per output, fills in missing ones."""
     shardings = own_mesh = outputs = None
-    module = hlo.parse(program.text, name=program.name)
+    module = program.module()
     shapes = output_shapes(module)
     if program.compiled is not None:
         from shardrules.door import compiled
@@ -105,8 +117,7 @@ def judge_logical(
 ) -> hlo.Judgement:
     """Read a function, a Lowered, or HLO text before XLA's passes; its verdicts mean nothing."""
     if isinstance(program, (str, os.PathLike)):
-        given = read(program, args, kwargs)
-        return hlo.judge(hlo.parse(given.text, name=given.name), mesh=mesh, unpartitioned=True)
+        return hlo.judge(read(program, args, kwargs).module(), mesh=mesh, unpartitioned=True)
     if hasattr(program, "as_text") and hasattr(program, "compile"):
         lowered = _alone(program, args, kwargs)
     elif _is_exported(program) or (callable(program) and not hasattr(program, "as_text")):
@@ -260,7 +271,9 @@ def lower(program: Any, args: tuple, kwargs: dict) -> Any:
             )
         return jax.jit(program.call).lower(*args, **kwargs)
     from shardrules import hooks
+    from shardrules.door.places import leave_out_frames
 
+    leave_out_frames()
     jitted = program if hasattr(program, "lower") else jax.jit(program)
     try:
         return jitted.lower(*args, **kwargs)

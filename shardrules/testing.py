@@ -98,8 +98,8 @@ def _judged(
     level: str,
     registry: Registry | None,
     mesh: Mapping[str, int] | None,
-) -> tuple[hlo.Judgement, accounts.Account, Any]:
-    """Return a judgement, its account, and the Compiled if there is one."""
+) -> tuple[hlo.Judgement, accounts.Account, str | None]:
+    """Return a judgement, its account, and the platform if it is known."""
     if level not in _LEVELS:
         raise ShardrulesError(
             f"level={level!r} is unknown; there are {' and '.join(_LEVELS)}", level=level
@@ -109,7 +109,7 @@ def _judged(
         return judgement, accounts.of(judgement, level), None
     source = programs.read(program, args, kwargs)
     judgement = programs.judged(source, registry, mesh)
-    return judgement, accounts.of(judgement), source.compiled
+    return judgement, accounts.of(judgement), source.platform()
 
 
 @checked(own=("mesh", "allow"))
@@ -250,11 +250,8 @@ def assert_collectives(
     __tracebackhide__ = True  # pytest shows the line that calls this
     if not for_platforms(expect):
         pick(expect, platform)  # before anything is compiled
-    judgement, actual, compiled = _judged(program, args, kwargs, level, registry, mesh)
-    if platform is None and compiled is not None:
-        from shardrules.door import compiled as door
-
-        platform = door.platform(compiled)
+    judgement, actual, compiled_for = _judged(program, args, kwargs, level, registry, mesh)
+    platform = platform or compiled_for
     wanted = pick(expect, platform)
     verdicts = {id(e): v for e, v in zip(actual, judgement.verdicts)}
     wrong = []

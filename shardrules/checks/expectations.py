@@ -11,7 +11,7 @@ from shardrules.arguments import checked
 from shardrules.costs import accounts
 from shardrules.errors import ShardrulesError
 
-__all__ = ["Expected", "at_most", "exactly", "for_platforms", "pick"]
+__all__ = ["Expected", "at_most", "exactly", "for_platforms", "pick", "platform_name"]
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 _NAMES = {**{p: p for p in PLATFORMS}, "cuda": "gpu", "rocm": "gpu"}  # with JAX's names
@@ -134,7 +134,7 @@ def _is_count(number: Any) -> bool:
     return integral and number >= 0
 
 
-def _platform(name: Any) -> str:
+def platform_name(name: Any) -> str:
     """Return our name of a platform from any of JAX's names."""
     if str(name).lower() not in _NAMES:
         raise ShardrulesError(
@@ -149,7 +149,7 @@ def for_platforms(expect: Any) -> dict[str, Any]:
     """Return each platform's expectations; empty if they are not given by platform."""
     if not isinstance(expect, Mapping) or not any(str(k).lower() in _NAMES for k in expect):
         return {}
-    by_platform = {_platform(name): expected for name, expected in expect.items()}
+    by_platform = {platform_name(name): expected for name, expected in expect.items()}
     if len(by_platform) < len(expect):
         raise ShardrulesError(f"expectations for {', '.join(expect)}: two are for one platform")
     return by_platform
@@ -158,7 +158,7 @@ def for_platforms(expect: Any) -> dict[str, Any]:
 def pick(expect: Any, platform: str | None) -> Expected:
     """Return the expectations for one platform (None: unknown)."""
     if platform is not None:
-        platform = _platform(platform)
+        platform = platform_name(platform)
     if isinstance(expect, Expected):
         return expect
     if not isinstance(expect, Mapping):

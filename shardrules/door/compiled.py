@@ -313,13 +313,25 @@ class Placed:
         """Return the wanted sharding as text if it is another; else None."""
         import jax
 
+        spec = getattr(wanted, "spec", wanted)
+        if isinstance(spec, jax.sharding.PartitionSpec) and len(spec) > self.rank:
+            raise ShardrulesError(
+                f"output {self.path or '(all of it)'} has {self.rank} dimensions, and {spec} names "
+                f"{len(spec)}; give each output its own, expect={{{self.path!r}: P()}}",
+                expect=wanted,
+            )
         if isinstance(wanted, jax.sharding.PartitionSpec):
             if self.mesh is None:
                 raise ShardrulesError(
                     f"{wanted} needs a mesh, and the program's shardings hold none, or several; "
                     "pass NamedSharding(mesh, spec)"
                 )
-            wanted = jax.sharding.NamedSharding(self.mesh, wanted)
+            try:
+                wanted = jax.sharding.NamedSharding(self.mesh, wanted)
+            except ValueError as error:  # an axis that the mesh lacks
+                raise ShardrulesError(
+                    f"{spec} does not fit the program's mesh: {error}", expect=spec
+                ) from None
         if not isinstance(wanted, jax.sharding.Sharding):
             raise ShardrulesError(
                 f"{wanted!r} is no sharding; give a PartitionSpec such as P('data'), or a "

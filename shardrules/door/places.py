@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pathlib
 from typing import Any
 
 from shardrules.errors import UnsupportedJaxError
@@ -52,8 +54,11 @@ def devices() -> list[Any]:
     return jax.devices()
 
 
-def leave_out_frames(folder: str) -> None:
-    """Leave a folder's frames out of JAX's source lines."""
+@functools.cache
+def leave_out_frames() -> str:
+    """Leave this package's frames out of JAX's source lines; return its folder."""
     from jax._src import source_info_util  # jax.extend has it too, and may not be imported yet
 
+    folder = str(pathlib.Path(__file__).parents[1])
     source_info_util.register_exclusion(folder)
+    return folder

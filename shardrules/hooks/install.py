@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pathlib
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -302,9 +301,7 @@ def _release_ops() -> None:
 
 def _hide_frames() -> None:
     """Hide this package's frames from source lines and from JAX's filtered tracebacks."""
-    folder = str(pathlib.Path(__file__).parents[1])
-    leave_out_frames(folder)
-    internals.load().exclude_from_tracebacks(folder)
+    internals.load().exclude_from_tracebacks(leave_out_frames())
 
 
 def _release() -> None:

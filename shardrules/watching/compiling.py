@@ -9,8 +9,6 @@ variables that JAX reads then.
 
 from __future__ import annotations
 
-import functools
-import pathlib
 import sys
 import threading
 import weakref
@@ -153,14 +151,8 @@ def start(note: Callable[[Noted], None]) -> Callable[[], None]:
     return stop
 
 
-@functools.cache
-def _leave_out_frames() -> None:
-    """Leave this package's frames out of JAX's source lines, so that texts stay the same."""
-    leave_out_frames(str(pathlib.Path(__file__).parents[1]))
-
-
 def _install(pxla: Any) -> None:
-    _leave_out_frames()
+    leave_out_frames()  # texts stay the same
     for owner, name in compilers(pxla):
         by = _compile if name == "compile" else _lower
         _patches.attribute(owner, name, watching.around(by, getattr(owner, name)))

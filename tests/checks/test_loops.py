@@ -134,6 +134,10 @@ def test_what_can_not_be_asked():
         ShardrulesError, match="holds no loop at x.py:1; its loops: .*test_loops.py"
     ):
         testing.assert_loop(f, F32, at="x.py:1")
+    with pytest.raises(ShardrulesError, match="trip_count='stat' is unknown; give 'static', a nu"):
+        testing.assert_loop(f, F32, trip_count="stat")
+    with pytest.raises(ShardrulesError, match="platform='v5e' is none of cpu, gpu, tpu"):
+        testing.assert_loop(f, F32, platform="v5e")
     with pytest.raises(ShardrulesError, match="holds no loop; its loops: none"):
         testing.assert_loop(lambda x: x * 2, F32)
 

@@ -1,5 +1,9 @@
 """What a clumsy user gives to the assertions: it is taken where it is clear, else an error says what."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -161,3 +165,32 @@ def test_install_comes_before_the_check_is_switched_off(cpu_mesh):
     assert "check_vma=False" in str(caught.value)
     with shardrules.install(), pytest.raises(ValueError, match="check_vma=False"):
         testing.judge(f, x)
+
+
+_UNCHECKED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P
+from shardrules import testing
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+loss = jax.shard_map(
+    lambda w, x: jax.lax.psum(jnp.sin(x @ w).sum(), "data"),
+    mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False,
+)
+shapes = [jax.ShapeDtypeStruct((n, 16), "float32") for n in (16, 8)]
+for verdict in testing.judge(jax.grad(loss), *shapes).verdicts:
+    print(verdict.collective.source)
+"""
+
+
+def test_a_psum_of_the_transpose_has_the_caller_s_line(tmp_path):
+    """JAX gives it the innermost frame that is not its own, which was one of shardrules' files."""
+    script = tmp_path / "script.py"
+    script.write_text(_UNCHECKED)
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env={**os.environ, **flags}
+    )
+    assert done.returncode == 0, done.stderr
+    sources = done.stdout.splitlines()
+    assert sources and all("script.py" in source for source in sources), sources

@@ -67,6 +67,10 @@ def test_what_can_not_be_asked(cpu_mesh):
     x = struct((8, 16), cpu_mesh, P("data"))
     with pytest.raises(ShardrulesError, match=r"no output is at 'q'; there are \(all of it\)"):
         testing.assert_output_sharding(jnp.sin, x, expect={"q": P()})
+    with pytest.raises(ShardrulesError, match=r"\(all of it\) has 0 dimensions, and P\('data'.* 1"):
+        testing.assert_output_sharding(jnp.sum, x, expect=P("data"))
+    with pytest.raises(ShardrulesError, match="does not fit the program's mesh: .* dat of"):
+        testing.assert_output_sharding(jnp.sin, x, expect=P("dat"))
     with pytest.raises(ShardrulesError, match="'data' is no sharding; give a PartitionSpec"):
         testing.assert_output_sharding(jnp.sin, x, expect="data")
     with pytest.raises(ShardrulesError, match="does not say how its outputs are sharded"):

@@ -142,6 +142,10 @@ def test_a_kernel_that_computes_something_else(cpu_mesh):
             "output 0 is a scalar that varies over {data}; pass an op whose outputs can be split",
         ),
         (
+            lambda mesh: testing.check_rule(jnp.sin, mesh, X, in_specs=(P("data"), P())),
+            "in_specs has 2 specs for 1 argument; give a PartitionSpec for each, or one for all",
+        ),
+        (
             lambda mesh: testing.check_rule(
                 lambda x: lax.all_gather(x, "data"), mesh, X, in_specs=P("data")
             ),
@@ -161,6 +165,27 @@ def test_an_op_without_a_derivative_is_told_what_to_pass(cpu_mesh):
         testing.check_rule(op, cpu_mesh, X, in_specs=P("data"))
     assert any("an op without takes gradients=False" in one for one in caught.value.__notes__)
     testing.check_rule(op, cpu_mesh, X, in_specs=P("data"), gradients=False)
+
+
+def test_a_mesh_of_explicit_axes_and_arrays_that_lie_on_it():
+    """What ``jax.make_mesh`` makes by default, whose arrays can't be cut by an index."""
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=explicit)
+    values = np.random.default_rng(0).standard_normal(X.shape, np.float32)
+    x = jax.device_put(values, NamedSharding(mesh, P("data")))
+    testing.check_rule(jnp.sin, mesh, x)
+    testing.check_rule(
+        lambda x: lax.psum(x, "data"),
+        mesh,
+        x,
+        reference=lambda x: x.reshape(4, -1, *x.shape[1:]).sum(0),
+    )
+    with pytest.raises(errors.RuleCheckError, match="differs between 'check on' and 'single dev"):
+        testing.check_rule(jnp.sin, mesh, x, reference=jnp.cos)
+
+
+def test_an_op_of_integers_only(cpu_mesh):
+    testing.check_rule(lambda x: (x > 0).astype(int), cpu_mesh, X, in_specs=P("data"))
 
 
 @pytest.mark.tpu

@@ -333,3 +333,5 @@ def test_calls_are_fast_again_and_nothing_is_compiled_anew():
 def test_bad_options():
     with pytest.raises(ShardrulesError, match="warmup_count=-1 is not a count; give 0 or more"):
         testing.steady_state(warmup_count=-1)
+    with pytest.raises(ShardrulesError, match=r"tick\(\) outside of the block; write `with test"):
+        testing.steady_state().tick()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardrules.arguments import checked
-from shardrules.errors import CollectiveAssertionError
+from shardrules.errors import CollectiveAssertionError, ShardrulesError
 
 __all__ = ["assert_cheapest_casts", "wasted"]
 
@@ -26,7 +26,7 @@ def assert_cheapest_casts(f: Any, *args: Any, **kwargs: Any) -> None:
 
     Raises:
       CollectiveAssertionError: naming the bytes now and at the fewest, and the line for each cast.
-      ShardrulesError: if ``f`` can't be called.
+      ShardrulesError: ``f`` is not a function.
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
     text, placements = wasted(f, *args, **kwargs)
@@ -39,9 +39,14 @@ def wasted(f: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[Any, ...]]:
     from shardrules.hooks.explain.explain import explain
     from shardrules.hooks.explain.explanation import describe_placement
 
-    found = tuple(
-        one
-        for one in explain(f, *args, **kwargs).placements
-        if not one.applied and one.after_bytes < one.before_bytes
+    if not callable(f) or hasattr(f, "as_text"):
+        raise ShardrulesError(
+            f"{type(f).__name__} has no casts to look at; pass the function that takes the "
+            "gradient, with its arguments"
+        )
+    dearer = tuple(
+        placement
+        for placement in explain(f, *args, **kwargs).placements
+        if not placement.applied and placement.after_bytes < placement.before_bytes
     )
-    return "\n".join(map(describe_placement, found)), found
+    return "\n".join(map(describe_placement, dearer)), dearer

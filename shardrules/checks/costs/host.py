@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from shardrules import hlo
 from shardrules import program as programs
 from shardrules.arguments import checked
 from shardrules.costs import donation, transfers
@@ -51,27 +50,26 @@ def assert_donated(
       [True, False]
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    found = programs.read(program, args, kwargs)
-    arguments, results, shared = _leaves(found, args, kwargs)
+    source = programs.read(program, args, kwargs)
+    arguments, results, shared = _leaves(source, args, kwargs)
     if arguments is None and not paths:
         raise ShardrulesError(
             "text does not say which arguments were meant to be donated; pass paths=['state'], the "
             "parameters whose memory must be reused, or the function with its arguments"
         )
-    module = hlo.parse(found.text, name=found.name)
-    leaves = donation.read(module, arguments, results)
+    leaves = donation.read(source.module(), arguments, results)
     wanted = {n for n, leaf in enumerate(leaves) if leaf.donated or below(leaf.path, paths or ())}
     for what in (*(paths or ()), *(allow or ())):
         if not any(below(leaf.path, [what]) for leaf in leaves):
             raise ShardrulesError(
-                f"no argument of {found.name} is called {what!r}; there are "
+                f"no argument of {source.name} is called {what!r}; there are "
                 + ", ".join(leaf.path for leaf in leaves[:20])
                 + (" ..." if len(leaves) > 20 else ""),
                 path=what,
             )
     if not wanted:
         raise ShardrulesError(
-            f"no argument of {found.name} is donated; name those whose memory may be reused in "
+            f"no argument of {source.name} is donated; name those whose memory may be reused in "
             "donate_argnums or donate_argnames of jax.jit"
         )
     lost = dict(_lost(leaves, wanted, shared, allow or ()))
@@ -86,18 +84,19 @@ def assert_donated(
     return leaves
 
 
-def _leaves(found: programs.Program, args: tuple, kwargs: dict):
+def _leaves(source: programs.Program, args: tuple, kwargs: dict):
     """Return a program's arguments, its results, and which arguments share memory."""
     arguments = results = None
     shared: list[list[int]] = []
-    if found.compiled is not None:
+    if source.compiled is not None:
         from shardrules.door import compiled
 
-        if (told := compiled.argument_leaves(found.compiled)) is not None:
-            arguments = [donation.Argument(*leaf) for leaf in told]
-            shared = compiled.shared_buffers(found.compiled, args, kwargs) if args or kwargs else []
-        if (given := compiled.result_leaves(found.compiled)) is not None:
-            results = [donation.Result(*leaf) for leaf in given]
+        if (leaves := compiled.argument_leaves(source.compiled)) is not None:
+            arguments = [donation.Argument(*leaf) for leaf in leaves]
+            if args or kwargs:
+                shared = compiled.shared_buffers(source.compiled, args, kwargs)
+        if (outputs := compiled.result_leaves(source.compiled)) is not None:
+            results = [donation.Result(*leaf) for leaf in outputs]
     return arguments, results, shared
 
 
@@ -160,15 +159,15 @@ def assert_no_host_transfers(
       >>> transfers = testing.assert_no_host_transfers(step, w, x)
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    found = programs.read(program, args, kwargs)
-    every = transfers.read(hlo.parse(found.text, name=found.name))
+    source = programs.read(program, args, kwargs)
+    every = transfers.read(source.module())
     for what in allow or ():
         if not any(_at(t, what) for t in every):
             raise ShardrulesError(f"allow={what!r} matches no transfer any more; remove it")
     bad = [t for t in every if not any(_at(t, what) for what in allow or ())]
     if bad:
         raise CostAssertionError(
-            f"{found.name} talks to the host in {counted(len(bad), 'place')}:\n"
+            f"{source.name} talks to the host in {counted(len(bad), 'place')}:\n"
             + "\n".join(map(_describe, bad))
             + "\n  to do: take it out of the program, move it behind the loop, or pass "
             "allow={'file.py:12': 'why it may stay'}",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardrules import hlo
 from shardrules import program as programs
 from shardrules.arguments import checked
+from shardrules.checks.expectations import platform_name
 from shardrules.costs import launches
 from shardrules.errors import CostAssertionError, ShardrulesError
 
@@ -58,17 +58,19 @@ def assert_loop(
       [5]
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    found = programs.read(program, args, kwargs)
-    if platform is None and found.compiled is not None:
-        from shardrules.door import compiled as known
-
-        platform = known.platform(found.compiled)
-    module = hlo.parse(found.text, name=found.name)
-    platform = platform or launches.platform(module)
+    if isinstance(trip_count, str) and trip_count != "static":
+        raise ShardrulesError(
+            f"trip_count={trip_count!r} is unknown; give 'static', a number, or None for any"
+        )
+    if platform is not None:
+        platform = platform_name(platform)
+    source = programs.read(program, args, kwargs)
+    module = source.module()
+    platform = platform or source.platform() or launches.platform(module)
     if max_launches_per_iteration is not None and platform != "gpu":
         raise ShardrulesError(
-            f"launches are counted in programs for GPU, and {found.name} is for "
-            f"{platform or 'a platform that its text does not tell; pass platform='}"
+            f"launches are counted in programs for GPU, and {source.name} is for "
+            f"{platform or 'a platform that its text does not name; pass platform='}"
             + ("; compile it for the devices of shardrules.aot.gpu(...)" if platform else "")
         )
     every = launches.read(module, platform)
@@ -80,7 +82,7 @@ def assert_loop(
     if not chosen:
         shown = "; ".join(loop.source for loop in every) or "none (unrolled, or inside of a kernel)"
         raise ShardrulesError(
-            f"{found.name} holds no loop{f' at {at}' if at else ''}; its loops: {shown}", at=at
+            f"{source.name} holds no loop{f' at {at}' if at else ''}; its loops: {shown}", at=at
         )
     lines = []
     for loop in chosen:
@@ -89,7 +91,7 @@ def assert_loop(
             lines += [f"  {loop.name} at {loop.source}", *(f"    {line}" for line in wrong)]
     if lines:
         raise CostAssertionError(
-            f"{found.name} holds loops that cost more than expected:\n" + "\n".join(lines),
+            f"{source.name} holds loops that cost more than expected:\n" + "\n".join(lines),
             loops=tuple(every),
         )
     return chosen

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from shardrules import hlo
 from shardrules import program as programs
 from shardrules.arguments import checked
 from shardrules.costs import offloading
@@ -76,29 +75,29 @@ def assert_offloaded(
         ``judge``.
     """
     __tracebackhide__ = True  # pytest shows the line that calls this
-    traced = _traced(program, args, kwargs, names)
-    found = programs.read(program, args, kwargs)
-    buffers = offloading.read(hlo.parse(found.text, name=found.name))
-    host, device = (None, None)
-    if found.compiled is not None:
-        from shardrules.door import compiled as known
+    from shardrules.door import compiled
 
-        if known.platform(found.compiled) == "cpu":
-            raise ShardrulesError(
-                f"{found.name} is compiled for CPU, which has one memory and offloads nothing; "
-                "compile it for the devices of shardrules.aot.tpu(...) or gpu(...)"
-            )
-        host, device = known.temp_bytes(found.compiled)
-    told = Offloading(tuple(buffers), tuple(traced), host, device)
-    lines = _broken(told, names or (), min_bytes)
+    if min_bytes < 0:
+        raise ShardrulesError(f"min_bytes={min_bytes!r} is not a count of bytes; give 0 or more")
+    traced = _traced(program, args, kwargs, names)
+    source = programs.read(program, args, kwargs)
+    if source.platform() == "cpu":
+        raise ShardrulesError(
+            f"{source.name} is compiled for CPU, which has one memory and offloads nothing; "
+            "compile it for the devices of shardrules.aot.tpu(...) or gpu(...)"
+        )
+    host, device = compiled.temp_bytes(source.compiled)  # of text alone: None
+    buffers = tuple(offloading.read(source.module()))
+    result = Offloading(buffers, tuple(traced), host, device)
+    lines = _wrong(result, names or (), min_bytes)
     if lines:
         sizes = f" (temporaries: {host} B on the host, {device} B on a device)"
-        sizes = "" if host is None else sizes
         raise CostAssertionError(
-            f"{found.name} does not offload what it should{sizes}:\n" + "\n".join(lines),
-            offloading=told,
+            f"{source.name} does not offload what it should{'' if host is None else sizes}:\n"
+            + "\n".join(lines),
+            offloading=result,
         )
-    return told
+    return result
 
 
 def _traced(program: Any, args: tuple, kwargs: dict, names: Any) -> list[NamedValue]:
@@ -125,28 +124,27 @@ def _traced(program: Any, args: tuple, kwargs: dict, names: Any) -> list[NamedVa
     return traced
 
 
-def _broken(told: Offloading, names: Collection[str], min_bytes: int) -> list[str]:
+def _wrong(result: Offloading, names: Collection[str], min_bytes: int) -> list[str]:
     lines = [
         f"  {v.name!r}, {v.shape}, {v.status}{f' at {v.source}' if v.source else ''}"
         f"\n    to do: {_advice(v)}"
-        for v in told.names
+        for v in result.names
         if v.name in names and v.status != "offloaded"
     ]
     lines += [
         f"  {b.shape}, {b.bytes} B, is stored in host memory at {b.stores[0].source} and never "
         "loaded again\n    to do: offload by a policy of jax.checkpoint, which does both"
-        for b in told.buffers
+        for b in result.buffers
         if b.stores and not b.loads and b.kind == "temporary"
     ]
-    if told.bytes < min_bytes:
+    if result.bytes < min_bytes:
         lines.append(
-            f"  {told.bytes} B are stored in host memory and loaded again, where at least "
+            f"  {result.bytes} B are stored in host memory and loaded again, where at least "
             f"{min_bytes} B are expected"
         )
     return lines
 
 
 def _advice(value: NamedValue) -> str:
-    if value.status in _ADVICE:
-        return _ADVICE[value.status]
-    return _SILENT + (_OUTPUT.format(name=value.name) if value.is_output else "")
+    output = _OUTPUT.format(name=value.name) if value.is_output else ""
+    return _ADVICE.get(value.status) or _SILENT + output

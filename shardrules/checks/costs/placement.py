@@ -44,18 +44,18 @@ def assert_no_large_constants(
     __tracebackhide__ = True  # pytest shows the line that calls this
     if max_bytes < 0:
         raise ShardrulesError(f"max_bytes={max_bytes!r} is not a count of bytes; give 0 or more")
-    found = programs.read(program, args, kwargs)
-    module = hlo.parse(found.text, name=found.name)
+    source = programs.read(program, args, kwargs)
+    module = source.module()
     every = placement.constants(module)
     large = [c for c in every if c.bytes > max_bytes]
     if large:
         note = (
             "\n  a jax.pmap stands in the program, with its own copy for each device"
-            if _is_pmap(module, found)
+            if _is_pmap(module, source)
             else ""
         )
         raise CostAssertionError(
-            f"{found.name} carries {counted(len(large), 'constant')} of more than {max_bytes} B:\n"
+            f"{source.name} carries {counted(len(large), 'constant')} of more than {max_bytes} B:\n"
             + "\n".join(
                 f"  {c.shape}, {c.bytes} B on each of {c.device_count} devices, "
                 f"{c.bytes * c.device_count} B in all\n    used at {c.source}"
@@ -93,11 +93,11 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
     __tracebackhide__ = True  # pytest shows the line that calls this
     from shardrules.door import compiled
 
-    found = programs.read(program, args, kwargs)
-    outputs = None if found.compiled is None else compiled.placed_results(found.compiled)
+    source = programs.read(program, args, kwargs)
+    outputs = None if source.compiled is None else compiled.placed_results(source.compiled)
     if outputs is None:
         raise ShardrulesError(
-            f"{found.name} does not say how its outputs are sharded; pass the function with its "
+            f"{source.name} does not say how its outputs are sharded; pass the function with its "
             "arguments, or what f.lower(...).compile() returns"
         )
     wanted = expect if isinstance(expect, Mapping) else {"": expect}
@@ -111,7 +111,7 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
         if not any(below(output.path, [path]) for output in outputs):
             there = ", ".join(output.path or "(all of it)" for output in outputs[:20])
             raise ShardrulesError(f"no output is at {path!r}; there are {there}", path=path)
-    module = hlo.parse(found.text, name=found.name)
+    module = source.module()
     root = module.entry.instructions[module.entry.root].shape
     skip = sum(leaf.element_type == "token" for leaf in root.leaves())
     gathered = {g.output - skip: g for g in placement.gathered(module)}
@@ -122,27 +122,28 @@ def assert_output_sharding(program: Any, *args: Any, expect: Any, **kwargs: Any)
         if other is None:
             continue
         lines.append(f"  {output.path or '(all of it)'}: {output.sharding}, expected {other}")
-        if number in gathered:
-            g = gathered[number]
+        if gather := gathered.get(number):
             lines.append(
-                f"    gathered from {g.bytes_before} B to {g.bytes_after} B on each device at "
-                f"{g.source}"
+                f"    gathered from {gather.bytes_before} B to {gather.bytes_after} B on each "
+                f"device at {gather.source}"
             )
     if lines:
         note = (
             "\n  a jax.pmap stands under this jit: use jax.shard_map, whose out_specs say it"
-            if _is_pmap(module, found)
+            if _is_pmap(module, source)
             else "\n  to do: give out_shardings= to jax.jit, or the axis in out_specs of shard_map"
         )
         raise CostAssertionError(
-            f"the outputs of {found.name} are not sharded as expected:\n" + "\n".join(lines) + note,
+            f"the outputs of {source.name} are not sharded as expected:\n"
+            + "\n".join(lines)
+            + note,
             outputs=tuple(outputs),
         )
     return {output.path: output.sharding for output in outputs}
 
 
-def _is_pmap(module: hlo.Module, found: programs.Program) -> bool:
-    from shardrules.door import compiled as known
+def _is_pmap(module: hlo.Module, source: programs.Program) -> bool:
+    from shardrules.door import compiled
 
-    mesh = None if found.compiled is None else known.mesh_of(found.compiled)
+    mesh = None if source.compiled is None else compiled.mesh_of(source.compiled)
     return placement.is_pmap(module, mesh or ())

@@ -77,6 +77,7 @@ class SteadyState:
         self._current: list[tuple[str, list[watching.Argument], contextlib.ExitStack]] = []
         self._live: collections.Counter[str] | None = None
         self._stack = contextlib.ExitStack()
+        self._is_on = False
 
     @property
     def _warm(self) -> bool:
@@ -84,12 +85,14 @@ class SteadyState:
 
     def __enter__(self) -> SteadyState:
         self._stack.callback(watching.start(self))
+        self._is_on = True
         if self._warm:
             self._guard()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._stack.close()
+        self._is_on = False
         text = str(error)
         if (
             error is not None
@@ -109,7 +112,13 @@ class SteadyState:
 
         Raises:
           SteadyStateError: they do, with the arrays that came.
+          ShardrulesError: the block is not entered.
         """
+        if not self._is_on:
+            raise ShardrulesError(
+                "tick() outside of the block; write `with testing.steady_state() as steady:` "
+                "around the loop"
+            )
         self._ticks += 1
         if not self._warm:
             return

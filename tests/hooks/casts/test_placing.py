@@ -498,6 +498,8 @@ def test_an_assertion_for_the_fewest_bytes(cpu_mesh):
         testing.assert_cheapest_casts(gradient, W, X)
     assert str(caught.value).startswith("the casts' psums sum 1,280 B on each device where JAX")
     assert str(caught.value).endswith(f"an argument of {place(scan_constant)}; once")
+    with pytest.raises(errors.ShardrulesError, match="Compiled has no casts to look at; pass the"):
+        testing.assert_cheapest_casts(jax.jit(gradient).lower(W, X).compile())
     with sr.install(casts="cheapest"):
         testing.assert_cheapest_casts(gradient, W, X)
     early = jax.grad(sharded(lambda w, x: scan_constant(sr.vary(w, "data"), x), cpu_mesh))

@@ -5,7 +5,7 @@ It needs no JAX. Exit code 2: an input can't be read, or the command can't run h
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _NEEDED:
             raise
-        missing = [package for module, package in _NEEDED.items() if not _importable(module)]
+        missing = [p for module, p in _NEEDED.items() if importlib.util.find_spec(module) is None]
         print(
             f"shardrules: not installed, and needed: {', '.join(missing)}; "
             f"pip install {' '.join(missing)}",
@@ -50,14 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # run and migrate report a script's own interrupt as Python does
         print("shardrules: interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def _importable(module: str) -> bool:
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        return False
-    return True
 
 
 def _parser(given: str) -> Any:

@@ -231,11 +231,12 @@ class Content:
         """Write a row's cells; every row has the same columns."""
         entry, cost = row.first, self._cost(row)
         sent, is_known = row.total.wire_bytes, entry.runs is not None
+        runs = f"{'at most ' if entry.at_most else ''}{entry.runs}"
         cells = [
             Cell("collective", entry.what),
             Cell("verdict", entry.verdict),
             Cell("sites", str(row.sites), row.sites),
-            Cell("runs", row.runs, entry.runs or 0),
+            Cell("runs", runs if is_known else "?", entry.runs or 0),
             Cell("bytes", size(entry.bytes), entry.bytes),
             Cell("wire bytes", size(entry.wire_bytes), entry.wire_bytes),
             Cell("in all", size(sent) if is_known else "?", sent),

@@ -13,7 +13,7 @@ from shardrules.report.content import Content
 from shardrules.report.data import SCHEMA
 from shardrules.report.drawn import escaped
 from shardrules.report.grouping import size
-from shardrules.report.page import html_table, meshes, tiles, timeline, whole, wide
+from shardrules.report.page import html_table, meshes, tiles, timeline, titled, whole, wide
 from shardrules.report.text import as_markdown
 
 # From what a change is called to the colour that it has elsewhere on such pages.
@@ -87,9 +87,8 @@ def compared(before: Content, after: Content, changes: Sequence[Change]) -> str:
             for name, content in named.items()
         ),
         tiles((name, f"{a} \N{RIGHTWARDS ARROW} {b}") for name, (a, b) in figures),
-        "</header><main><section><h2>Changes</h2>",
-        _table(changes) if changes else "<p>The same collectives.</p>",
-        "</section>",
+        "</header><main>",
+        titled("Changes", _table(changes) if changes else "<p>The same collectives.</p>"),
         meshes(named) if any(total.sites for total in totals) else "",
         *(
             timeline(content, f"{name.capitalize()}, in program order", False)

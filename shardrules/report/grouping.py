@@ -126,12 +126,6 @@ class Row:
         return len(self.entries)
 
     @property
-    def runs(self) -> str:
-        """Say how often each runs in one execution."""
-        runs = self.first.runs
-        return "?" if runs is None else f"{'at most ' if self.first.at_most else ''}{runs}"
-
-    @property
     def total(self) -> accounts.Totals:
         """Sum up all runs of all of them."""
         return functools.reduce(accounts.Totals.plus, self.entries, accounts.Totals())

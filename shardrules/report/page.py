@@ -106,6 +106,12 @@ def _asset(name: str) -> str:
     return pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
+def titled(title: str, *parts: str) -> str:
+    """Write a section under its title."""
+    heading = f"<h2>{escaped(title)}</h2>" if title else ""
+    return f"<section>{heading}{''.join(parts)}</section>"
+
+
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:
     """Write the figures at the top, each with what it is."""
     shown = "".join(f"<li><b>{escaped(v)}</b>{escaped(k)}</li>" for k, v in pairs)
@@ -210,10 +216,10 @@ def meshes(programs: dict[str, Content]) -> str:
             called: [n for n, entry in enumerate(content.account) if entry.groups == groups]
             for called, content in programs.items()
         }
-        called, first = next((called, held[0]) for called, held in numbers.items() if held)
+        called, number = next((called, held[0]) for called, held in numbers.items() if held)
         content = programs[called]
-        over = content.account.entries[first].over or "one device"
-        collective = content.judgement.verdicts[first].collective
+        over = content.account.entries[number].over or "one device"
+        collective = content.judgement.verdicts[number].collective
         picture = drawn.groups_on_mesh(
             collective.groups,
             collective.pairs,
@@ -226,16 +232,12 @@ def meshes(programs: dict[str, Content]) -> str:
             f'<figure id="{figure_id}">{picture}<figcaption>over <b>{escaped(over)}</b>'
             f"{''.join(captions)}</figcaption></figure>"
         )
-    rest = figures[_MESHES:]
-    more = (
-        f"<details><summary>{len(rest)} more</summary>"
-        f'<div class="meshes">{"".join(rest)}</div></details>'
+    first, rest = (
+        f'<div class="meshes">{"".join(some)}</div>'
+        for some in (figures[:_MESHES], figures[_MESHES:])
     )
-    return (
-        '<section><h2>Groups on the mesh</h2><div class="meshes">'
-        + "\n".join(figures[:_MESHES])
-        + f"</div>{more if rest else ''}</section>"
-    )
+    more = f"<details><summary>{len(figures) - _MESHES} more</summary>{rest}</details>"
+    return titled("Groups on the mesh", first, more if len(figures) > _MESHES else "")
 
 
 def _caption(called: str, content: Content, numbers: Sequence[int]) -> str:
@@ -262,11 +264,8 @@ def _marks(content: Content, amounts: Iterable[tuple[int, str]], linked: bool = 
     return marks
 
 
-def _picture(name: str, picture: str, below: str) -> str:
-    return (
-        f"<section><h2>{escaped(name)}</h2>{wide(name, picture)}"
-        f'<p class="point" aria-live="polite"></p>{below}</section>'
-    )
+def _picture(title: str, picture: str, below: str) -> str:
+    return titled(title, wide(title, picture), '<p class="point" aria-live="polite"></p>', below)
 
 
 def timeline(content: Content, title: str, linked: bool) -> str:
@@ -336,8 +335,7 @@ def _bars(title: str, sums: dict[str, dict[str, int]]) -> str:
     )
     columns = dict.fromkeys(("of", "by verdict", "bytes", "share"), "")
     more = _dim([f"and {len(sums) - _BARS} more"] if len(sums) > _BARS else [])
-    table = html_table(title, columns, rows, "bars")
-    return f"<section><h2>{escaped(title)}</h2>{table}{more}</section>"
+    return titled(title, html_table(title, columns, rows, "bars"), more)
 
 
 # -- what is written ------------------------------------------------------------------------------
@@ -347,7 +345,7 @@ def section(block: Block) -> str:
     """Write a part of a report: a list, or a table."""
     if not block.rows and not block.items:
         return _dim([block.note] if block.note else [])
-    parts = [f"<h2>{escaped(block.title)}</h2>" if block.title else ""]
+    parts = []
     if block.items:
         items = "".join(_item(item, len(block.items) <= _OPEN) for item in block.items)
         rest = f'<li class="dim">{escaped(block.rest)}</li>' if block.rest else ""
@@ -357,7 +355,7 @@ def section(block: Block) -> str:
         rows = ("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in block.rows)
         table = html_table(name, dict.fromkeys(block.columns, ""), rows)
         parts.append(wide(name, table))
-    return f"<section>{''.join(parts)}{_dim(block.notes)}</section>"
+    return titled(block.title, *parts, _dim(block.notes))
 
 
 def _cell(cell: object) -> str:
@@ -397,10 +395,11 @@ def _table(content: Content) -> str:
         "are now."
     )
     notes = Block("", content.note).notes
-    return (
-        '<section><h2>Collectives</h2><button type="button" class="unfold">Unfold all</button>'
-        + wide("collectives", html_table(caption, columns, rows, "collectives"))
-        + f"{_dim([*notes, note])}</section>"
+    return titled(
+        "Collectives",
+        '<button type="button" class="unfold">Unfold all</button>',
+        wide("collectives", html_table(caption, columns, rows, "collectives")),
+        _dim([*notes, note]),
     )
 
 

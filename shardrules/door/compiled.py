@@ -29,6 +29,9 @@ def parameter_shardings(compiled: Any) -> list[tuple[tuple[int, ...], str]] | No
     # ``input_shardings`` holds None for pruned arguments (JAX 0.10.2), which are no parameters.
     import jax
 
+    avals, inputs, _ = placements(getattr(compiled, "_executable", None))
+    if _is_pmap(inputs):
+        return placed(avals, inputs)
     is_none = lambda x: x is None  # noqa: E731
     shardings = jax.tree_util.tree_leaves(_attribute(compiled, "input_shardings"), is_leaf=is_none)
     infos = jax.tree_util.tree_leaves(_attribute(compiled, "args_info"))
@@ -47,7 +50,7 @@ def placed(avals: Any, shardings: Any) -> list[tuple[tuple[int, ...], str]]:
     """Return shape on one device and HLO sharding of arrays."""
     shapes = [*map(_array_shape, avals)]
     return [
-        (sharding.shard_shape(shape), str(sharding._to_xla_hlo_sharding(len(shape))))
+        (sharding.shard_shape(shape), _hlo_sharding(sharding, len(shape), "parameter_replication"))
         for shape, sharding in zip(shapes, shardings)
     ]
 
@@ -59,7 +62,10 @@ def output_shardings(compiled: Any, shapes: list[str]) -> list[tuple[str, str] |
 
     told = _attribute(compiled, "output_shardings")
     if told is None and shapes:
-        return None
+        leaves = placements(getattr(compiled, "_executable", None))[2]
+        if not _is_pmap(leaves):
+            return None
+        told = jax.tree_util.tree_unflatten(compiled.out_tree, leaves)
     leaves, _ = jax.tree_util.tree_flatten_with_path(told)
     return promised([(jax.tree_util.keystr(path), leaf) for path, leaf in leaves], shapes)
 
@@ -77,11 +83,35 @@ def promised(
     ]
     try:
         return [None] * tokens + [
-            (path, str(sharding._to_xla_hlo_sharding(rank)))
-            for (path, sharding), rank in zip(leaves, ranks)
+            (path, _hlo_sharding(sharding, rank)) for (path, sharding), rank in zip(leaves, ranks)
         ]
-    except (AttributeError, NotImplementedError):  # pmap's own, to JAX 0.9
+    except (AttributeError, NotImplementedError):  # a sharding that HLO can't say
         return None
+
+
+def placements(executable: Any) -> tuple[Any, Any, Any]:
+    """Return the avals of a loaded executable's arguments, their shardings, and its results'."""
+    pmapped: Any = getattr(executable, "_unloaded_executable", None)
+    if hasattr(pmapped, "local_input_avals"):  # pmap's own, to JAX 0.9
+        return pmapped.local_input_avals, pmapped.input_shardings, pmapped.output_shardings
+    names = ("in_avals", "_in_shardings", "_out_shardings")
+    avals, inputs, outputs = (getattr(executable, name, None) for name in names)
+    return avals, inputs, outputs
+
+
+def _is_pmap(leaves: Any) -> bool:
+    return bool(leaves) and all(getattr(leaf, "sharding_spec", None) for leaf in leaves)
+
+
+def _hlo_sharding(sharding: Any, rank: int, replicas: str = "") -> str:
+    """Return a sharding as HLO; of a pmap's, whether all replicas hold the same data."""
+    spec = getattr(sharding, "sharding_spec", None)
+    if spec is None:
+        return str(sharding._to_xla_hlo_sharding(rank))
+    same = all(type(axis).__name__ == "Replicated" for axis in spec.mesh_mapping)
+    if replicas:
+        return f"{{replicated}}, {replicas}={{{str(same).lower()}}}"
+    return "{replicated}" if same else "{manual}"
 
 
 def result_paths(closed_jaxpr: Any) -> tuple[str, ...] | None:

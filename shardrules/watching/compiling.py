@@ -50,9 +50,7 @@ class Noted:
 
     def __init__(self, executable: Any, traced: _Traced):
         self._paths = traced.paths
-        self._avals = getattr(executable, "in_avals", None)
-        self._inputs = getattr(executable, "_in_shardings", None)
-        self._outputs = getattr(executable, "_out_shardings", None)
+        self._avals, self._inputs, self._outputs = compiled.placements(executable)
         self._meshes = traced.meshes
         self._kernels = traced.kernels
         self.name = "a program"

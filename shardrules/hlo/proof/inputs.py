@@ -150,12 +150,15 @@ def parameter_values(
     values: list[Any] = []
     for number, instruction in enumerate(parameters):
         attributes = {k: instruction.text[a:b] for k, a, b in instruction.attributes()}
-        text = attributes.get("sharding") or (given[number] if given is not None else None)
+        stated = given[number] if given is not None else None
+        stated, _, replicas = (stated or "").partition(", parameter_replication=")
+        text = attributes.get("sharding") or stated or None
         metadata = attributes.get("metadata")
         op_name = module.frames.metadata(metadata).op_name if metadata else ""
         what = f"parameter {number}" + (f" ({op_name})" if op_name else "")
         leaves = len(instruction.shape.leaves())
-        shared = re.findall(r"true|false", attributes.get("parameter_replication", ""))
+        shared = re.findall(r"true|false", attributes.get("parameter_replication", replicas))
+        sure = bool(shared) or "parameter_replication=" in module.text
         if len(shared) != leaves:
             shared = ["false"] * leaves
         if text is None and states.relations.partitions == 1:
@@ -173,7 +176,7 @@ def parameter_values(
             try:
                 if len(parts) != leaves:
                     raise hn.NotationError(f"{len(parts)} shardings for {leaves} arrays")
-                leaf_states.append(read.state(parts[leaf], shared[leaf] == "true", name))
+                leaf_states.append(read.state(parts[leaf], shared[leaf] == "true", name, sure))
             except hn.NotationError as error:
                 why = f"{what} has an unreadable sharding ({error})"
                 leaf_states.append(states.blocked(hs.Blocker(why)))
@@ -188,16 +191,22 @@ class _Shardings:
         self._states = states
         self._relations: dict[tuple[str, bool], int | None] = {}
 
-    def state(self, text: str, shared: bool, name: str) -> int:
-        if (text, shared) not in self._relations:
-            self._relations[text, shared] = self._relation(text, shared)
-        relation = self._relations[text, shared]
-        if relation is None:
+    def state(self, text: str, shared: bool, name: str, sure: bool) -> int:
+        """Give a parameter's state; ``sure``: the program says which replicas hold the same."""
+        relation, within = (self._relation(text, same) for same in (shared, True))
+        if relation is None or within is None:
             how = f"has sharding {text}, which may give each device its own data"
             return self._states.source(hd.DISTINCT, hs.Cause(name, how))
-        return self._states.source(relation, hs.Cause(name, "is sharded", f"as {text}"), True)
+        detail = f"as {text}" if within else "between replicas"
+        state = self._states.source(relation, hs.Cause(name, "is sharded", detail), True)
+        return state if sure else self._states.changed(state, apart=within)
 
     def _relation(self, text: str, shared: bool) -> int | None:
+        if (text, shared) not in self._relations:
+            self._relations[text, shared] = self._read(text, shared)
+        return self._relations[text, shared]
+
+    def _read(self, text: str, shared: bool) -> int | None:
         relations = self._states.relations
         partitions = relations.partitions
         tiles = shardings.read_sharding(text, partitions).tiles

@@ -59,7 +59,8 @@ def judge(
       mesh: axis names and sizes in order, row-major over partition ids; if None, read from tags or
         the parameters' shardings.
       parameter_shardings: an HLO sharding or None for each entry parameter; used for parameters
-        without one in the text.
+        without one in the text. With replicas, ``"{replicated}, parameter_replication={true}"``
+        says that all of them hold the same data.
       own_mesh: the program's own mesh, used if ``mesh`` is None; its axis order is not checked.
       unpartitioned: also accept a module that the partitioner has not seen, whose text lacks the
         partitioner's collectives.

@@ -37,6 +37,8 @@ def annotated(
             added.append((place, tag + ("" if text[place] == "}" else ",")))
     for parameter, sharding in zip(module.entry.parameters, shardings or ()):
         if sharding is not None and parameter.attribute("sharding") is None:
+            if parameter.attribute("parameter_replication") is not None:
+                sharding = sharding.partition(", parameter_replication=")[0]
             added.append((parameter.inner[1] + 1, f", sharding={sharding}"))
     root = module.entry.instructions[module.entry.root]
     # In a module without a schedule (JAX 0.4.28), a sharding means that it is not partitioned yet.

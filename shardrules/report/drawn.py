@@ -194,8 +194,8 @@ def _walk(judgement: hlo.Judgement) -> Iterator[Event]:
                 yield Event("collective", number)
             if instruction.opcode == "while":
                 trips = loops.trip_count(module, computation, instruction)
-                times = "?" if trips is None else f"{trips:,}"
-                yield Event("loop", label=f"loop, {times} times")
+                times = "? times" if trips is None else f"{trips:,} time{'s' if trips != 1 else ''}"
+                yield Event("loop", label=f"loop, {times}")
                 yield from instruction.calls
                 yield _END
             elif instruction.opcode == "conditional":
@@ -206,17 +206,15 @@ def _walk(judgement: hlo.Judgement) -> Iterator[Event]:
             else:
                 yield from instruction.calls
 
-    seen = {module.entry.name}  # a computation with several callers stands at the first of them
-    stack = [steps(module.entry)]
+    seen = set()  # a computation with several callers stands at the first of them
+    stack: list[Event | str] = [module.entry.name]
     while stack:
-        step = next(stack[-1], None)
-        if step is None:
-            stack.pop()
-        elif isinstance(step, Event):
+        step = stack.pop()
+        if isinstance(step, Event):
             yield step
         elif step not in seen:
             seen.add(step)
-            stack.append(steps(module.computations[step]))
+            stack += reversed([*steps(module.computations[step])])
 
 
 def strip(

@@ -9,6 +9,7 @@ from shardrules import hlo
 from shardrules.costs import accounts, estimates, timings
 from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
+from shardrules.costs.waste.shared.program import SMALL
 
 __all__ = ["Ledger", "Worth"]
 
@@ -24,7 +25,7 @@ class Worth(NamedTuple):
       round_trips: how much less often the devices of a group wait for each other.
       is_sure: it is shown to be for nothing; otherwise this is saved at most.
       is_per_trip: a loop's length isn't known.
-      exposed_seconds: of a step, as a profile measured it; 0 without one and for hints.
+      exposed_seconds: of a step, as a profile measured it; 0 without one.
     """
 
     bytes: int = 0
@@ -69,11 +70,12 @@ class Ledger:
         self.measured = measured
         self.seconds = [0.0] * len(self.entries)
         """Of one run of each, which shares the latency of the collective that it is a part of."""
+        parts: dict[tuple[str, str], list[int]] = {}
+        for n, verdict in enumerate(judgement.verdicts):
+            place = verdict.collective.computation, verdict.collective.name
+            parts.setdefault(place, []).append(n)
+        self._parts = {n: numbers for numbers in parts.values() for n in numbers}
         if on is not None:
-            parts: dict[tuple[str, str], list[int]] = {}
-            for n, verdict in enumerate(judgement.verdicts):
-                place = verdict.collective.computation, verdict.collective.name
-                parts.setdefault(place, []).append(n)
             for numbers in parts.values():
                 self._estimate(judgement, numbers, on)
         self.total = Worth()
@@ -130,17 +132,40 @@ class Ledger:
 
     def _cheaper(self, hint: Hint, cost: Worth, number: int) -> Worth:
         """Give what is saved by moving fewer bytes, or in fewer round trips."""
-        after, trips = hint.sent_after, hint.round_trips_after
-        saved = 0 if after is None else max(0, cost.bytes - after)
+        sent = cost.bytes if hint.sent_after is None else hint.sent_after
+        trips = hint.round_trips_after
         trips = cost.round_trips if trips is None else trips
         before = hint.round_trips_before
         fewer = max(0, (cost.round_trips if before is None else before) - trips)
-        seconds = 0.0
+        seconds = exposed = 0.0
         if self.on is not None:
-            # Of each part of the time, the larger one decides: so many bytes, or so many waits.
-            waits = trips / max(1, cost.round_trips)
-            seconds = cost.seconds * max(0.0, 1 - max(waits, 1 - saved / max(1, cost.bytes)))
-        return Worth(saved, seconds, fewer, True, cost.is_per_trip)
+            wire = self.entries[number].wire_bytes
+            took = estimates.transfer(hint.verdict, wire, self.on)
+            latency = estimates.latency(hint.verdict.collective, self.on)
+            seconds = max(0.0, cost.seconds - max(trips * latency, sent * took / max(1, wire)))
+        timing = self.measured and self.measured.of[number]
+        if timing and timing.seconds:
+            if self.entries[number].runs is None and hint.sent_after is None:
+                sent = round(timing.runs * self.entries[number].wire_bytes)
+            took, latency = self._run(number), self._latency(number)
+            size = max(SMALL, self.entries[number].wire_bytes)
+            after = max(trips * latency, sent * took / size)
+            exposed = timing.exposed_seconds * max(0.0, 1 - after / timing.seconds)
+        return Worth(max(0, cost.bytes - sent), seconds, fewer, True, cost.is_per_trip, exposed)
+
+    def _run(self, number: int) -> float:
+        """Give what one run of a collective took in the profile; 0 where it has none."""
+        timing = self.measured and self.measured.of[number]
+        return timing.seconds / timing.runs if timing and timing.runs else 0.0
+
+    def _latency(self, number: int) -> float:
+        """Give what a run takes however few its bytes: its own time or another small one's."""
+        each = [numbers for numbers in self._parts.values() if self._run(numbers[0])]
+        small = [p for p in each if sum(self.entries[n].wire_bytes for n in p) <= SMALL]
+        own = self._parts[number]
+        return min(
+            (sum(map(self._run, p)) for p in ([own] if own in small else small)), default=0.0
+        )
 
     def share(self, worth: Worth) -> float:
         """Give a worth's share of the program's cost: of the time where it is estimated."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import triton
 
 from shardrules import aot, install, testing
 from shardrules.costs import waste
@@ -81,9 +82,9 @@ BLOCKS = {
     "platform, name",
     [
         *(("cpu", name) for name in BLOCKS),
-        ("tpu", "expert and tensor"),
-        ("tpu", "context and tensor"),
-        ("gpu", "context and tensor"),
+        pytest.param("tpu", "expert and tensor", marks=pytest.mark.tpu),
+        pytest.param("tpu", "context and tensor", marks=pytest.mark.tpu),
+        pytest.param("gpu", "context and tensor", marks=pytest.mark.gpu),
     ],
     indirect=["platform"],
 )
@@ -156,22 +157,30 @@ def example(kinds):
     return module
 
 
-def step_of(kinds):
+def step_of(kinds, platform="cpu"):
     module = example(kinds)
     mesh = jax.sharding.Mesh(
-        np.array(jax.devices()[:8]).reshape(2, 2, 2), ("fsdp", "expert", "model")
+        np.array(devices_of(platform)).reshape(2, 2, 2), ("fsdp", "expert", "model")
     )
+    options = {"tpu": (), "gpu": (("compiler_params", triton.CompilerParams()),)}
     config = module.Config(
-        layers=2, width=256, hidden=512, vocabulary=512, head_width=64, length=64, batch=16
+        layers=2,
+        width=256,
+        hidden=512,
+        vocabulary=512,
+        head_width=64,
+        length=64,
+        batch=16,
+        key_block=32,
+        options=options.get(platform, (("interpret", True),)),
     )
     given = module.shapes(config, mesh)
     with install():
         program = Measured(module.make_step(config, mesh, True).lower(*given).compile())
-    return program, program.compiled(*random_like(given, config.vocabulary))
+    return program, platform == "cpu" and program.compiled(*random_like(given, config.vocabulary))
 
 
 def test_the_benchmarks_transformer():
-    """Its step on CPU; on TPU and GPU there is no hint (test_no_hint_on_an_accelerator)."""
     now, values = step_of([])
     assert now.kinds == {"only a slice", "add first"}
     followed: list[str] = []
@@ -184,3 +193,13 @@ def test_the_benchmarks_transformer():
         assert_equal(values, others)
         now = then
     assert now.kinds == set()
+
+
+@pytest.mark.tpu
+def test_the_benchmarks_transformer_on_tpu():
+    assert step_of([], "tpu")[0].hints == []
+
+
+@pytest.mark.gpu
+def test_the_benchmarks_transformer_on_gpu():
+    assert step_of([], "gpu")[0].hints == []

@@ -189,6 +189,118 @@ def test_what_to_type(cpu_mesh, name):
     assert ADVICE[name] in found.advice
 
 
+def constrain(x, *spec):
+    return lax.with_sharding_constraint(x, P(*spec))
+
+
+def layers(x, w, layout):
+    """A loop over layers that share their weights."""
+    return lax.scan(lambda h, _: (jnp.tanh(h @ layout(w)), None), x, None, length=8)[0]
+
+
+def over_shards(x):
+    return x.reshape(4, -1, *x.shape[1:]).sum(1)
+
+
+COLUMNS, WHOLE, SIDE = P(None, "data"), P(), ((128, 128), D)
+# In a jit with shardings: before, after, the arguments, the output, the kind, where it is found.
+JITS = {
+    "repeated": (
+        lambda x, w: layers(x, w, constrain),
+        lambda x, w: layers(x, constrain(w), lambda w: w),
+        [X, SIDE],
+        D,
+        ("tpu", "gpu"),  # XLA for CPU moves it by itself
+    ),
+    "only returned": (jnp.tanh, jnp.tanh, [X], WHOLE, ("cpu", "tpu", "gpu")),
+    "reduce first": (
+        lambda x: constrain(jnp.sin(x).sum(1)).sum(),
+        lambda x: jnp.sin(x).sum((0, 1)),
+        [((64, 128), COLUMNS)],
+        WHOLE,
+        ("tpu", "gpu"),  # of 64 numbers XLA for CPU reduces in two steps
+    ),
+    "reduce instead": (
+        lambda x: constrain(jnp.sin(x)).max(0),
+        lambda x: jnp.sin(x).max(0),
+        [X],
+        WHOLE,
+        ("cpu", "tpu", "gpu"),
+    ),
+    "add first": (
+        lambda x, y: jnp.cos(jnp.sin(x).sum(0) + y.sum(0)),
+        lambda x, y: jnp.cos((over_shards(jnp.sin(x)) + over_shards(y)).sum(0)),
+        [X, SIDE],
+        WHOLE,
+        ("cpu",),  # the others add first by themselves
+    ),
+    "one part": (
+        lambda x: jnp.sin(constrain(constrain(jnp.tanh(x)), None, "data")),
+        lambda x: jnp.sin(constrain(jnp.tanh(x), None, "data")),
+        [X],
+        COLUMNS,
+        ("cpu", "gpu"),
+    ),
+    "undone": (
+        lambda x: jnp.sin(constrain(jnp.tanh(constrain(jnp.sin(x), None, "data")), "data")),
+        lambda x: jnp.sin(jnp.tanh(jnp.sin(x))),
+        [X],
+        D,
+        ("cpu", "gpu"),
+    ),
+    "narrow first": (
+        lambda x, y: (
+            y @ constrain(lax.optimization_barrier(constrain(x))).astype(BF16).astype(y.dtype)
+        ),
+        lambda x, y: y @ constrain(lax.optimization_barrier(x.astype(BF16))).astype(y.dtype),
+        [X, ((64, 64), D)],
+        D,
+        ("gpu",),
+    ),
+    "left apart": (
+        lambda x, y: (x @ constrain(jnp.sin(x)).T) @ constrain(jnp.sin(y)),
+        lambda x, y: (lambda both: (x @ both[0].T) @ both[1])(
+            constrain(jnp.stack([jnp.sin(x), jnp.sin(y)]))
+        ),
+        [X, X],
+        D,
+        ("cpu", "tpu"),  # XLA for GPU combines them
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", JITS)
+def test_a_jit_with_shardings(platform, kind):
+    before, after, args, out, platforms = JITS[kind]
+    name, mesh = platform
+    given = structs(mesh, args)
+    outs = out, (D if kind == "only returned" else out)
+    with jax.set_mesh(mesh):
+        f, g = (
+            jax.jit(body, out_shardings=NamedSharding(mesh, spec))
+            for body, spec in zip((before, after), outs)
+        )
+        if name not in platforms:
+            assert hints(f, given) == []
+            return
+        found = hints(f, given)
+        assert {h.kind for h in found} == {kind}
+        totals = [testing.account(p, *given).total.wire_bytes for p in (f, g)]
+        assert totals[0] - totals[1] >= sum(h.sent_before - h.sent_after for h in found)
+        trips = [round_trips(testing.judge(p.lower(*given).compile())) for p in (f, g)]
+        saved = sum(h.round_trips_before - h.round_trips_after for h in found)
+        assert trips[0] - trips[1] >= saved and (saved or totals[0] > totals[1])
+        assert hints(g, given) == []
+        if name == "cpu":
+            arrays = random_like(given)
+            np.testing.assert_allclose(f(*arrays), g(*arrays), rtol=2e-5, atol=1e-5)
+
+
+def round_trips(judgement):
+    sites = {(v.collective.computation, v.collective.name): v for v in judgement.verdicts}
+    return sum(v.collective.trip_count for v in sites.values())
+
+
 MISSES = {
     # Slices and parts.
     "data_dependent": lambda x: part(lax.psum(jnp.tanh(x), "data"), (x[0, 0] > 0).astype(int)),

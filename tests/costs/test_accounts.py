@@ -121,8 +121,8 @@ def test_a_compiled_program_has_no_logical_account(cpu_mesh):
     with pytest.raises(errors.ShardrulesError) as caught:
         testing.account(compiled(cpu_mesh), level="logical")
     assert (
-        "Compiled does not hold the program as it was before XLA's passes, which the logical "
-        "account is of; pass the function with its arguments, or the jax.stages.Lowered"
+        "Compiled does not hold the program before XLA's passes, which the logical account "
+        "counts; pass the function with its arguments, or the jax.stages.Lowered"
     ) in str(caught.value)
     with pytest.raises(
         errors.ShardrulesError, match="level='logic' is unknown; there are compiled and logical"

@@ -143,8 +143,17 @@ def is_transposed(eqn: Any) -> bool:
     """Whether an equation carries JAX's mark of a backward pass."""
     # Those of the jaxprs inside of it have none.
     # To JAX 0.6 the stack's text has it in named scopes alone.
+    return _is_under(eqn, ("transpose",))
+
+
+def is_differentiated(eqn: Any) -> bool:
+    """Whether an equation carries JAX's mark of a derivative, forward or backward."""
+    return _is_under(eqn, ("jvp", "transpose"))
+
+
+def _is_under(eqn: Any, transforms: tuple[str, ...]) -> bool:
     marks = eqn.source_info.name_stack.stack
-    return any(type(m).__name__ == "Transform" and m.name == "transpose" for m in marks)
+    return any(type(m).__name__ == "Transform" and m.name in transforms for m in marks)
 
 
 def is_declared(eqn: Any) -> bool:
@@ -169,16 +178,19 @@ def gradient_sums(jaxpr: Any, in_gradient: bool = False) -> frozenset[str]:
     return axes
 
 
-def transposed_sums(jaxpr: Any, runs: int = 1) -> Iterator[tuple[int, frozenset[str]]]:
+def transposed_sums(
+    jaxpr: Any, runs: int = 1, in_gradient: bool = False
+) -> Iterator[tuple[int, frozenset[str]]]:
     """Yield the bytes and the axes of each psum that a jaxpr's backward passes hold."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in SUMS and is_transposed(eqn):
+        inside = in_gradient or is_transposed(eqn)
+        if inside and eqn.primitive.name in SUMS:
             for atom in eqn.invars:
                 size_bytes = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
                 yield size_bytes * runs, named_axes(eqn.params)
         elif eqn.primitive.name not in KERNELS:
             for inner in inner_jaxprs(eqn.params):
-                yield from transposed_sums(inner, runs * eqn.params.get("length", 1))
+                yield from transposed_sums(inner, runs * eqn.params.get("length", 1), inside)
 
 
 def kernel_name(params: dict[str, Any]) -> tuple[str, str]:

@@ -94,7 +94,58 @@ def test_a_weight_is_summed_once(body, cpu_mesh):
         assert summed_bytes(cheapest) == summed_bytes(late)
 
 
+def differentiated(w, x):
+    """A product in a loop whose bwd differentiates, and so sums w's cotangent itself."""
+
+    @jax.custom_vjp
+    def multiply(w, x):
+        return x @ w
+
+    def bwd(kept, g):
+        return jax.vjp(lambda w, x: x @ w, *kept)[1](g)
+
+    multiply.defvjp(lambda w, x: (x @ w, (w, x)), bwd)
+    h, _ = lax.scan(lambda h, _: (jnp.tanh(multiply(w, h)), None), x, None, length=5)
+    return lax.psum((h**2).sum(), "data")
+
+
+def by_gradients(coefficient):
+    """A product whose bwd needs the total of a gradient by w for x's cotangent."""
+
+    @jax.custom_vjp
+    def multiply(w, x):
+        return x @ w
+
+    def bwd(kept, g):
+        w, x = kept
+        total = jax.grad(lambda w: (x @ w).mean())(w)
+        if not coefficient:  # it depends on the cotangent instead
+            total = jax.vjp(lambda w: x @ w, w)[1](g)[0]
+        return x.T @ g, g @ total.T if coefficient else 0.1 * x @ (total @ w.T)
+
+    multiply.defvjp(lambda w, x: (x @ w, (w, x)), bwd)
+
+    def body(w, x):
+        h = multiply(jnp.tile(w, (1, 3)), jnp.tanh(x + w.sum()))
+        return lax.psum((jnp.tanh(h) ** 2).sum(), "data")
+
+    return body
+
+
 if internals.load().typed:  # to others a gradient in the body is one device's
+
+    def test_a_bwd_that_differentiates_sums_once(cpu_mesh):
+        late, cheapest = (gradient(differentiated, cpu_mesh, c) for c in ("late", "cheapest"))
+        for program in (late, cheapest):
+            np.testing.assert_allclose(program(W, X), whole(scanned), rtol=1e-4, atol=1e-6)
+        assert summed_bytes(cheapest) == W.nbytes < summed_bytes(late)
+
+    @pytest.mark.parametrize("coefficient", [False, True])
+    def test_a_bwd_that_needs_a_sum_keeps_it(coefficient, cpu_mesh):
+        """w's cotangent could be summed earlier, but then w would vary, and the sum be a share."""
+        body = by_gradients(coefficient)
+        late, cheapest = (gradient(body, cpu_mesh, casts) for casts in ("late", "cheapest"))
+        np.testing.assert_allclose(cheapest(W, X), late(W, X), rtol=1e-4)
 
     @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
     def test_a_gradient_in_the_body(body, cpu_mesh):

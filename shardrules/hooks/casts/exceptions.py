@@ -25,10 +25,15 @@ def _trust_bwds(graph: Graph) -> str:
 
 
 def _open_calls(graph: Graph) -> str:
-    steps = [step for step in graph.at.values() if step.fixed is None]
-    for step in steps:
-        step.fixed = NONE
-    return "an operation takes whole cotangents (opaque, or a solve that iterates)" if steps else ""
+    places = []
+    for step in graph.at.values():
+        if step.fixed is None:
+            step.fixed = NONE
+            places += [value.at for value in step.outputs if value.live][:1]
+    if not places:
+        return ""
+    what = f"the operation at {places[0]}" if places[0] else "an operation"
+    return f"{what} takes whole cotangents (opaque, or a solve that iterates)"
 
 
 def _cast_in_branches(graph: Graph) -> str:

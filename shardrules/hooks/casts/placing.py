@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from shardrules.door.jaxprs import transposed_sums
+from shardrules.door.jaxprs import equations, gradient_sums, is_differentiated, transposed_sums
 from shardrules.door.patching import Patches
 from shardrules.hooks.casts.cheapest import (
     Cost,
@@ -27,7 +27,7 @@ from shardrules.hooks.casts.cheapest import (
 from shardrules.hooks.casts.exceptions import exceptions
 from shardrules.hooks.casts.linear import Axes, Graph, Sums, Unplaceable, absent_tangents
 from shardrules.hooks.casts.writer import Writer
-from shardrules.hooks.cotangents.linearity import linear_in
+from shardrules.hooks.cotangents.linearity import linear_in, sums_of_others
 from shardrules.hooks.notes import Placement
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import MARK
@@ -164,47 +164,83 @@ class CastHooks(Hooks):
         # If bwd itself returns a cotangent that is already summed over an axis, the axis is not
         # among ``moves``: an earlier cast would only add a psum. Over axes over which bwd does not
         # sum, it may get the shares of a cotangent, and its results are summed instead.
-        params = eqn.params
-        count = params["num_res"]
-        residuals, tangents = eqn.invars[:count], eqn.invars[count:]
-        axis_types = [self.door.axis_type(atom.aval) for atom in tangents]
-        arriving = frozenset().union(
-            *(self.door.axis_type(atom.aval).varying for atom in (*residuals, *eqn.outvars))
-        )
-        avals = [atom.aval for atom in residuals]
-        avals += [self.door.cotangent_aval(var.aval) for var in eqn.outvars]
-        zeros: list[bool] = []
-
-        def run(*flat):
-            returned = params["bwd"].call_wrapped(*flat)
-            if returned and isinstance(returned[0], (list, tuple)):  # with logs, from JAX 0.11
-                returned = returned[0]
-            nothing = (self.door.Zero, self.door.SymbolicZero, type(None))
-            zeros[:] = [isinstance(x, nothing) for x in returned]
-            return [x for x, zero in zip(returned, zeros) if not zero]
-
-        recorded: list[tuple[int, frozenset[str]]] = []  # positions and axes of bwd's own sums
-        with self.state.locally(summed=recorded):
-            traced = self.door.jaxpr_of(run, avals)
-        variables = traced.invars  # from JAX 0.11 closed-over values come first
-        within = list(transposed_sums(traced))  # of a gradient that bwd takes
-        by_itself = linear_in(traced, variables[len(variables) - len(eqn.outvars) :])
-        summed: dict[int, frozenset[str]] = dict(recorded)
+        count = eqn.params["num_res"]
+        tangents = eqn.invars[count:]
+        arriving = self._varying((*eqn.invars[:count], *eqn.outvars))
+        run = _TracedBwd(self, eqn, frozenset())
         indices = [i for i, zero in enumerate(absent_tangents(eqn)) if not zero]
         sums = [
-            (math.prod(atom.aval.shape) * atom.aval.dtype.itemsize, summed[i])
+            (math.prod(atom.aval.shape) * atom.aval.dtype.itemsize, run.summed[i])
             for i, atom in zip(indices, tangents)
-            if summed.get(i)
+            if run.summed.get(i)
         ]
-        sums += within
+        fixed = frozenset[str]()
+        if any(map(is_differentiated, equations(run.jaxpr))):
+            # A gradient by a residual is summed inside of bwd where the residual is invariant.
+            # Where the residual is cast, bwd returns a share instead, and the hooks sum it.
+            sums += transposed_sums(run.jaxpr)
+            try:
+                moved = _TracedBwd(self, eqn, arriving)
+            except Exception:  # it can't run on such residuals
+                return sums, frozenset(), run.linear_in
+            fixed = self._needed_inside(run, moved, [self._varying([atom]) for atom in tangents])
+            run = moved
         whole = {  # over these axes bwd returns a cotangent that is already summed
             axis
-            for i, primal_type in zip(indices, axis_types)
-            if not zeros[i]
-            for axis in arriving - primal_type.varying - summed.get(i, frozenset())
+            for i, atom in zip(indices, tangents)
+            if not run.zeros[i]
+            for axis in arriving - self._varying([atom]) - run.summed.get(i, frozenset())
         }
-        moves = (arriving & frozenset().union(*summed.values())) - whole
-        return sums, moves, by_itself
+        moves = (arriving & frozenset().union(*run.summed.values())) - whole - fixed
+        return sums, moves, None if run.linear_in is None else run.linear_in | fixed
+
+    def _needed_inside(self, run: _TracedBwd, moved: _TracedBwd, primals: list[Axes]) -> Axes:
+        """Return the axes of the gradient sums that have to stay inside of a bwd."""
+        # These are: the sums that are coefficients of the cotangents, or of which it is not known
+        # how the cotangents enter; and those that a result needs that is not summed afterwards.
+        if run.linear_in is None or moved.linear_in is None:
+            return gradient_sums(run.jaxpr)
+        axes = sums_of_others(run.jaxpr, run.cotangents)
+        returned = [i for i, zero in enumerate(run.zeros) if not zero]
+        for position, i in enumerate(returned):
+            used = [position == other for other in range(len(returned))]
+            sliced = self.door.dce_jaxpr(run.jaxpr, used, instantiate=True)[0]
+            axes |= gradient_sums(sliced) - moved.summed.get(i, frozenset())
+        return axes
+
+    def _varying(self, atoms: Sequence[Any]) -> Axes:
+        return frozenset().union(*(self.door.axis_type(atom.aval).varying for atom in atoms))
+
+
+class _TracedBwd:
+    """The bwd of a custom_vjp's linear part, traced with residuals that are cast over ``axes``."""
+
+    def __init__(self, hooks: CastHooks, eqn: Any, axes: Axes):
+        door, count = hooks.door, eqn.params["num_res"]
+        avals = [
+            door.with_axis_type(atom.aval, door.axis_type(atom.aval).vary(*axes))
+            if door.can_cast(atom.aval)
+            else atom.aval
+            for atom in eqn.invars[:count]
+        ]
+        avals += [door.cotangent_aval(var.aval) for var in eqn.outvars]
+        self.zeros: list[bool] = []  # of each cotangent that bwd returns
+
+        def run(*flat):
+            returned = eqn.params["bwd"].call_wrapped(*flat)
+            if returned and isinstance(returned[0], (list, tuple)):  # with logs, from JAX 0.11
+                returned = returned[0]
+            nothing = (door.Zero, door.SymbolicZero, type(None))
+            self.zeros = [isinstance(x, nothing) for x in returned]
+            return [x for x, zero in zip(returned, self.zeros) if not zero]
+
+        recorded: list[tuple[int, frozenset[str]]] = []
+        with hooks.state.locally(summed=recorded):
+            self.jaxpr = door.jaxpr_of(run, avals)
+        self.summed: dict[int, Axes] = dict(recorded)  # the axes of the hooks' sum of each result
+        # From JAX 0.11 closed-over values come first.
+        self.cotangents = self.jaxpr.invars[len(self.jaxpr.invars) - len(eqn.outvars) :]
+        self.linear_in = linear_in(self.jaxpr, self.cotangents)  # the axes over which it sums
 
 
 def _saves_little(graph: Graph, before: Cost, least: int) -> bool:

@@ -6,9 +6,20 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shardrules.door.jaxprs import CALLS, CASTS, SUMS, is_inexact, name_of, opened, scan_counts
+from shardrules.door.jaxprs import (
+    CALLS,
+    CASTS,
+    KERNELS,
+    SUMS,
+    equations,
+    inner_jaxprs,
+    is_inexact,
+    name_of,
+    opened,
+    scan_counts,
+)
 
-__all__ = ["linear_in", "strings"]
+__all__ = ["linear_in", "sums_of_others", "strings"]
 
 # How a value depends on the inputs: it is zero, it doesn't, linearly, or in an unknown way.
 _ZERO, _FIXED, _LINEAR, _UNKNOWN = "zero", "fixed", "linear", "unknown"
@@ -45,6 +56,13 @@ def linear_in(jaxpr: Any, inputs: Sequence[Any], kernels: bool = False) -> froze
     return frozenset(run.summed) if {_LINEAR, _ZERO}.issuperset(results) else None
 
 
+def sums_of_others(jaxpr: Any, inputs: Sequence[Any]) -> frozenset[str]:
+    """Return the mesh axes of a jaxpr's sums of what doesn't depend on ``inputs``."""
+    run = _Run(False)
+    run.jaxpr(jaxpr, [_LINEAR if v in inputs else _FIXED for v in jaxpr.invars])
+    return frozenset(run.summed_of_others)
+
+
 class _Cell:
     """A ref: what was ever stored to it, and zero before."""
 
@@ -58,6 +76,7 @@ class _Run:
     def __init__(self, kernels: bool):
         self.kernels = kernels
         self.summed: set[str] = set()
+        self.summed_of_others: set[str] = set()
         self._stored = False  # whether a cell changed
 
     def jaxpr(self, jaxpr: Any, given: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
@@ -161,6 +180,9 @@ class _Run:
     def _result(self, eqn: Any, name: str, given: list[str]) -> str:
         avals = [atom.aval for atom in eqn.invars]
         if _KNOWN.issuperset(given):
+            inner = () if name in KERNELS else inner_jaxprs(eqn.params)
+            for other in (eqn, *(e for jaxpr in inner for e in equations(jaxpr))):
+                self.summed_of_others |= strings(other.params) if name_of(other) in SUMS else set()
             zero = set(given) == {_ZERO} and name in _TOGETHER | CASTS | {"convert_element_type"}
             return _ZERO if zero or (name in _BILINEAR and _ZERO in given) else _FIXED
         if name == "convert_element_type":

@@ -18,9 +18,9 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import inner_jaxprs
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks, State
-from shardrules.hooks.types.calls.lowering import Lowering
+from shardrules.hooks.types.calls.lowering import lower as lower_opaque
 from shardrules.hooks.types.laws import DEFAULT, HIJAX, OURS, ROWS, USERS, Row
-from shardrules.hooks.types.owners import Owners
+from shardrules.hooks.types.owners import is_ours, is_users
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +81,6 @@ class Funnel(Hooks):
         super().__init__(door, state)
         self.calls: Callable[..., Any] | None = None
         self.refused: Callable[..., Any] | None = None
-        self._lowering = Lowering(door, state)
-        self._owners = Owners(door)
         self._hijax = door.HiPrimitive
         # JAX, too, keeps each primitive that it has a rule for.
         self._rows: dict[Any, Row] = {}
@@ -126,9 +124,9 @@ class Funnel(Hooks):
         return row
 
     def _row(self, primitive: Any) -> Row:
-        if self._owners.is_users(primitive):
+        if is_users(self.door, primitive):
             return USERS
-        if self._owners.is_ours(primitive):
+        if is_ours(primitive):
             return OURS
         if self._hijax is not None and issubclass(type(primitive), self._hijax):
             # pallas_call is one, of no class of its own (JAX 0.8 to 0.10).
@@ -245,7 +243,7 @@ class Funnel(Hooks):
                 finally:
                     here.lowering = before
 
-            return self._lowering.lower(rule, opaque, ctx, *operands, **params)
+            return lower_opaque(self.door, self.state, rule, opaque, ctx, *operands, **params)
 
         return lower
 

@@ -16,6 +16,7 @@ from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.identities import retype_varying
 from shardrules.hooks.types.laws import Row
+from shardrules.hooks.types.owners import held_by
 from shardrules.hooks.types.type_notes import TypeNoteHooks
 
 
@@ -83,7 +84,8 @@ class LostAxesHooks(Hooks):
 
     def _is_lawful(self, evaluate: Any) -> bool:
         """Whether JAX's standard rule gives the type; it requires equal operand types."""
-        evaluate = _held(evaluate)
+        for _, value in held_by(evaluate):  # the function that was given to def_abstract_eval
+            evaluate = value if callable(value) else evaluate
         return isinstance(evaluate, functools.partial) and any(
             getattr(argument, "func", None) is self.door.standard_vma_rule
             for argument in evaluate.args
@@ -161,11 +163,3 @@ def _named(params: dict[str, Any]) -> frozenset[str]:
     """Return the mesh axes that a collective's parameters name."""
     named = params.get("axes", params.get("axis_name", ()))
     return frozenset(named if isinstance(named, (tuple, list)) else (named,))
-
-
-def _held(evaluate: Any) -> Any:
-    """Return the function that was given to ``def_abstract_eval``."""
-    for cell in getattr(evaluate, "__closure__", None) or ():
-        if callable(cell.cell_contents):
-            evaluate = cell.cell_contents
-    return evaluate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
@@ -17,33 +18,28 @@ _NEUTRAL = frozenset(("jax", "jaxlib", "shardrules", "numpy", "ml_dtypes")) | fr
 _DEPTH = 5  # functools.partial of a closure of a closure: what JAX's helpers make of a function
 
 
-class Owners:
-    """Tells users' primitives from JAX's."""
+def is_users(door: Door, primitive: Any) -> bool:
+    """Whether a primitive isn't JAX's own: one of its functions comes from elsewhere."""
+    # A lowering alone doesn't tell, since a plugin may lower JAX's primitives its own way: then it
+    # matters whether JAX holds the primitive.
+    own = [vars(primitive).get(name) for name in ("abstract_eval", "impl")]
+    if any(map(_is_foreign, own)):
+        return True
+    tables = (door.lowerings, *door.platform_lowerings.values())
+    rules = [door.lowering_rule(t[primitive]) for t in tables if primitive in t]
+    return any(map(_is_foreign, rules)) and not is_held_by_jax(primitive)
 
-    def __init__(self, door: Door):
-        self.door = door
 
-    def is_users(self, primitive: Any) -> bool:
-        """Whether a primitive isn't JAX's own: one of its functions comes from elsewhere."""
-        # A lowering alone doesn't tell: a plugin may lower JAX's primitives its own way. Then it is
-        # asked whether JAX holds the primitive.
-        own = [vars(primitive).get(name) for name in ("abstract_eval", "impl")]
-        if any(map(_is_foreign, own)):
-            return True
-        tables = (self.door.lowerings, *self.door.platform_lowerings.values())
-        rules = [self.door.lowering_rule(t[primitive]) for t in tables if primitive in t]
-        return any(map(_is_foreign, rules)) and not is_held_by_jax(primitive)
-
-    def is_ours(self, primitive: Any) -> bool:
-        """Whether a primitive was made by this package."""
-        return "shardrules" in code_modules(vars(primitive).get("abstract_eval"))
+def is_ours(primitive: Any) -> bool:
+    """Whether a primitive was made by this package."""
+    return "shardrules" in _code_modules(vars(primitive).get("abstract_eval"))
 
 
 def _is_foreign(function: Any) -> bool:
-    return any(module not in _NEUTRAL for module in code_modules(function))
+    return any(module not in _NEUTRAL for module in _code_modules(function))
 
 
-def code_modules(function: Any, depth: int = _DEPTH) -> Iterator[str]:
+def _code_modules(function: Any, depth: int = _DEPTH) -> Iterator[str]:
     """Yield the top package of each Python function that ``function`` is made of."""
     if isinstance(function, functools.partial):
         inside: tuple[Any, ...] = (function.func, *function.args, *function.keywords.values())
@@ -51,21 +47,21 @@ def code_modules(function: Any, depth: int = _DEPTH) -> Iterator[str]:
         inside = (function.__func__,)
     elif isinstance(function, types.FunctionType):
         yield function.__module__.partition(".")[0] if function.__module__ else ""
-        inside = tuple(_contents(function))
+        inside = tuple(value for _, value in held_by(function))
     else:
         wrapped = getattr(function, "__wrapped__", None)
         inside = () if wrapped is None else (wrapped,)
     for part in inside if depth else ():
         if callable(part):
-            yield from code_modules(part, depth - 1)
+            yield from _code_modules(part, depth - 1)
 
 
-def _contents(function: Any) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+def held_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each variable that a function closes over."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(function, "__closure__", None) or ()):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
 
 
 def is_held_by_jax(primitive: Any) -> bool:

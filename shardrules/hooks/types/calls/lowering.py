@@ -14,78 +14,63 @@ from shardrules.registry.table import normalise
 _ATTRIBUTES = "mhlo.frontend_attributes"  # what XLA prints as frontend_attributes={...}
 
 
-class Lowering:
-    """Lowers opaque calls."""
-
-    def __init__(self, door: Door, state: State):
-        self.door = door
-        self.state = state
-
-    def lower(self, rule, opaque, ctx, *operands, **params):
-        """Lower one opaque call: interpret without types, or tag the custom call."""
-        count = len(operands) if opaque.operand_count is None else opaque.operand_count
-        confirm(opaque, self.state, ctx.primitive.name, params, count)
-        if params.get("interpret"):
-            return self._interpret(rule, ctx, *operands, **params)
-        # A kernel is traced without the check, and so is what JAX traces of it here: from JAX 0.12
-        # a signal's device id, where Mosaic would else meet a cast.
-        is_kernel = ctx.primitive is self.door.pallas_call_p
-        with self.door.unchecked() if is_kernel else contextlib.nullcontext():
-            results = rule(ctx, *operands, **params)
-        self._tag(ctx, opaque, operands, results)
-        return results
-
-    def _interpret(self, original, ctx, *operands, **params):
-        """Interpret without types: the interpreter's loops mix inputs that vary differently."""
-        # JAX 0.10.2 traces the interpreter with the operands' types and fails on its while_loop's
-        # carry. The call's own types were settled outside, so here nothing is left to check.
+def lower(door: Door, state: State, rule, opaque, ctx, *operands, **params):
+    """Lower one opaque call: interpret without types, or tag the custom call."""
+    count = len(operands) if opaque.operand_count is None else opaque.operand_count
+    confirm(opaque, state, ctx.primitive.name, params, count)
+    if params.get("interpret"):
+        # The interpreter's loops mix inputs that vary differently (JAX 0.10.2 fails on a carry).
+        # The call's own types were settled outside, so here nothing is left to check.
         plain = ctx.replace(
-            avals_in=[self.door.with_axis_type(aval, AxisType()) for aval in ctx.avals_in],
-            avals_out=[self.door.with_axis_type(aval, AxisType()) for aval in ctx.avals_out],
+            avals_in=[door.with_axis_type(aval, AxisType()) for aval in ctx.avals_in],
+            avals_out=[door.with_axis_type(aval, AxisType()) for aval in ctx.avals_out],
         )
-        with self.door.unchecked():
-            results = original(plain, *operands, **params)
+        with door.unchecked():
+            results = rule(plain, *operands, **params)
         if plain.tokens_out is not None:
             ctx.set_tokens_out(plain.tokens_out)
         return results
+    # A kernel is traced without the check, and so is what JAX traces of it here: from JAX 0.12
+    # a signal's device id, where Mosaic would else meet a cast.
+    is_kernel = ctx.primitive is door.pallas_call_p
+    with door.unchecked() if is_kernel else contextlib.nullcontext():
+        results = rule(ctx, *operands, **params)
+    calls = _custom_calls(operands, results)
+    if calls:
+        _tag(door, state, ctx, opaque, calls, results)
+    return results
 
-    def _tag(self, ctx, opaque, operands, results) -> None:
-        calls = _custom_calls(operands, results)
-        if not calls:
-            return
-        mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-        opaque.settle(self.state)
-        registration = opaque.registration
-        tag = {"shardrules.kernel": normalise(opaque.call.name)}
-        effects = None if registration is None else self._effects(ctx, opaque, registration)
-        if registration is not None:
-            tag["shardrules.status"] = registration.status
-        widened = [
-            f"{o.output}:{'+'.join(sorted(o.lost))}" for o in opaque.contradictions if o.lost
-        ]
-        if widened:
-            tag["shardrules.widened"] = ",".join(widened)
-        if mesh is not None and not mesh.empty:
-            tag["shardrules.mesh"] = ",".join(f"{a}={n}" for a, n in mesh.shape.items())
-        ir = self.door.ir
-        for call in calls:
-            if effects is not None:
-                tag["shardrules.effects"] = format_effects(_placed(effects, call, results))
-            attributes = {name: ir.StringAttr.get(text) for name, text in tag.items()}
-            if _ATTRIBUTES in call.attributes:
-                attributes |= {a.name: a.attr for a in call.attributes[_ATTRIBUTES]}
-            call.attributes[_ATTRIBUTES] = ir.DictAttr.get(attributes)
 
-    def _effects(self, ctx, opaque, registration) -> tuple[Effect, ...]:
-        count = opaque.answer_count(len(ctx.avals_out))
-        types = self.door.axis_types(ctx.avals_in)
-        if any(t.axes for t in types):
-            effects = resolve(self.door, self.state, opaque, types, count).effects
-        else:  # the check is off: only what needs no types is available
-            effects = (
-                opaque.effects or registration.rule.effects(count) or (Effect("unknown"),) * count
-            )
-        return opaque.placed(effects, len(ctx.avals_out))
+def _tag(door: Door, state: State, ctx, opaque, calls, results) -> None:
+    opaque.settle(state)
+    tag, effects = {"shardrules.kernel": normalise(opaque.call.name)}, None
+    if opaque.registration is not None:
+        effects = _effects(door, state, ctx, opaque)
+        tag["shardrules.status"] = opaque.registration.status
+    widened = [f"{o.output}:{'+'.join(sorted(o.lost))}" for o in opaque.contradictions if o.lost]
+    if widened:
+        tag["shardrules.widened"] = ",".join(widened)
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    if mesh is not None and not mesh.empty:
+        tag["shardrules.mesh"] = ",".join(f"{a}={n}" for a, n in mesh.shape.items())
+    for call in calls:
+        if effects is not None:
+            tag["shardrules.effects"] = format_effects(_placed(effects, call, results))
+        attributes = {name: door.ir.StringAttr.get(text) for name, text in tag.items()}
+        if _ATTRIBUTES in call.attributes:
+            attributes |= {a.name: a.attr for a in call.attributes[_ATTRIBUTES]}
+        call.attributes[_ATTRIBUTES] = door.ir.DictAttr.get(attributes)
+
+
+def _effects(door: Door, state: State, ctx, opaque) -> tuple[Effect, ...]:
+    count = opaque.answer_count(len(ctx.avals_out))
+    types = door.axis_types(ctx.avals_in)
+    if any(t.axes for t in types):
+        effects = resolve(door, state, opaque, types, count).effects
+    else:  # the check is off: only what needs no types is available
+        effects = opaque.effects or opaque.registration.rule.effects(count)
+        effects = effects or (Effect("unknown"),) * count
+    return opaque.placed(effects, len(ctx.avals_out))
 
 
 def _custom_calls(operands: Any, results: Any) -> list[Any]:

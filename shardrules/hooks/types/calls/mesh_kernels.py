@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
@@ -25,6 +25,7 @@ from shardrules.hooks.types.calls.annotations import check_annotations, note_res
 from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
+from shardrules.hooks.types.owners import held_by
 from shardrules.hooks.types.refs import check_written, written_variables
 from shardrules.registry.axistypes import AxisType, Effect
 from shardrules.registry.binding import Binding, binding_of
@@ -205,7 +206,7 @@ class MeshKernelHooks(Hooks):
 
     def _source(self, function: Any) -> Any:
         while _module(function).startswith(PALLAS):  # the user's kernel is in its closure
-            held = dict(_held(_innermost(function)))
+            held = dict(held_by(_innermost(function)))
             for value in held.values():
                 jaxpr = opened(value)  # a ClosedJaxpr in JAX 0.11
                 if jaxpr is not None and jaxpr in self._sources:
@@ -403,15 +404,6 @@ def _innermost(function: Any) -> Any:
 
 def _module(function: Any) -> str:
     return getattr(_innermost(function), "__module__", None) or ""
-
-
-def _held(function: Any) -> Iterator[tuple[str, Any]]:
-    code = getattr(function, "__code__", None)
-    for name, cell in zip(
-        getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or ()
-    ):
-        with contextlib.suppress(ValueError):  # not assigned yet
-            yield name, cell.cell_contents
 
 
 def _binding(name: str, functions: Sequence[Any]) -> Binding | None:

@@ -8,19 +8,20 @@ abstract eval gives the types.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import union
 from shardrules.door.patching import Patches
 from shardrules.errors import CotangentError
-from shardrules.hooks.state import COLLECT, Hooks, State
+from shardrules.hooks.state import COLLECT, Hooks, Scope, State
 from shardrules.hooks.types.calls.annotations import check_annotations
 from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, resolve, typed
-from shardrules.hooks.types.calls.scoped_primitives import ScopedPrimitives, is_lent
 from shardrules.hooks.types.funnel import Funnel, Law
 from shardrules.hooks.types.laws import USERS, Row
 from shardrules.registry.axistypes import AxisType
@@ -51,52 +52,49 @@ def _bound(avals: Any, opaque: OpaqueCall) -> _Results:
     return results
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """How to read one primitive's parameters."""
 
-    # from its params to the kernel's function, or None, and the names to ask for
-    names: Callable[[dict[str, Any]], tuple[Any, tuple[str, ...]]]
+    function: str = ""  # the parameter that holds the kernel's function, or empty
     results: str = ""  # the parameter that holds its result avals, or empty
     own: bool = False  # whether it is a user's: then its own answer counts where it is wide enough
 
-
-def _called(key: str) -> Callable:
-    return lambda params: (None, (params[key],) if params.get(key) else ())
-
-
-def _callback(params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    """Read a callback's function; JAX wraps it in an object that holds ``callback_func``."""
-    function = params["callback"]
-    function = getattr(function, "callback_func", function)
-    name = getattr(function, "__name__", "")
-    return function, (name,) if name else ()
-
-
-def _exported(params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    """Read the name of an exported program; it may hold any kernel or collective."""
-    name = getattr(params["exported"], "fun_name", "")
-    return None, (name,) if name else ()
-
-
-def _users(params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    """Read whatever names a kernel in a user's primitive (jax-triton: ``fn``)."""
-    function = params.get("fn")
-    names = [params.get(key) for key in ("kernel_name", "target_name", "name")]
-    names.append(getattr(getattr(function, "fn", function), "__name__", None))
-    return function, tuple(name for name in names if isinstance(name, str) and name)
+    def read(self, params: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+        """Return the kernel's function, or None, and the names to look up."""
+        function = params.get(self.function)
+        function = getattr(function, "callback_func", function)  # where JAX wraps a callback
+        names = [params.get(key) for key in ("kernel_name", "target_name", "name")]
+        # An exported program may hold any kernel or collective. jax-triton's function is in ``fn``.
+        names.append(getattr(params.get("exported"), "fun_name", None))
+        names.append(getattr(getattr(function, "fn", function), "__name__", None))
+        return function, tuple(name for name in names if isinstance(name, str) and name)
 
 
 # JAX's own, by name; every other one is a user's.
 _KINDS = {
-    "ffi_call": _Kind(_called("target_name"), "result_avals"),
-    "pure_callback": _Kind(_callback, "result_avals"),
-    "io_callback": _Kind(_callback, "result_avals"),
-    "buffer_callback": _Kind(_callback, "result_avals"),
-    "call_exported": _Kind(_exported),
-    "tpu_custom_call": _Kind(_called("kernel_name"), "out_avals"),
+    "ffi_call": _Kind("", "result_avals"),
+    **dict.fromkeys(
+        ("pure_callback", "io_callback", "buffer_callback"), _Kind("callback", "result_avals")
+    ),
+    "call_exported": _Kind(),
+    "tpu_custom_call": _Kind("", "out_avals"),
 }
-_USERS = _Kind(_users, own=True)
+_USERS = _Kind("fn", own=True)
+
+# Where users register the rules of their primitives.
+_TABLES = ("jax.interpreters.ad", "jax.interpreters.batching", "jax.interpreters.partial_eval")
+
+
+def _is_lent(opaque: OpaqueCall) -> bool:
+    """Whether a call's rule comes from a scope: ``rules(...)`` or a declared op."""
+    registration, scope = opaque.registration, opaque.scope
+    if registration is None or scope is None:
+        return False
+    binding = scope.binding
+    return any(registration in overlay.entries for overlay in scope.overlays) or (
+        binding is not None
+        and (registration.rule, registration.where) == (binding.rule, binding.where)
+    )
 
 
 class PrimitiveHooks(Hooks):
@@ -106,8 +104,8 @@ class PrimitiveHooks(Hooks):
 
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
-        self.scoped = ScopedPrimitives(door, state, state.of(Funnel))
         self._kinds: dict[Any, _Kind] = {}
+        self._carriers: dict[Any, Any] = {}  # by primitive and scope
 
     def install(self, patches: Patches) -> None:
         """Replace what converts result avals and what looks up a transpose rule."""
@@ -196,7 +194,7 @@ class PrimitiveHooks(Hooks):
         results = params.get(kind.results)
         if isinstance(results, _Results) and results.opaque is not None:
             return results.opaque
-        function, names = kind.names(params)
+        function, names = kind.read(params)
         names = (*names, primitive.name)
         outer, opaque = self.state.here.outer
         if outer is primitive and opaque.call.name == names[0]:
@@ -226,11 +224,12 @@ class PrimitiveHooks(Hooks):
         here = self.state.here
         before, here.outer = here.outer, (primitive, opaque)
         try:
-            if kind.own and opaque.scope is not None and is_lent(opaque):
+            if kind.own and opaque.scope is not None and _is_lent(opaque):
                 # To JAX 0.4.35 the operands say in which trace.
                 enter = self.door.set_current_trace or contextlib.nullcontext
+                carrier = self._carrier(primitive, opaque.scope)
                 with enter(trace):
-                    return self.scoped.bind(primitive, opaque.scope, args, params)
+                    return type(carrier).bind(carrier, *args, **params)
             return rest(primitive, trace, args, params)
         finally:
             here.outer = before
@@ -253,7 +252,9 @@ class PrimitiveHooks(Hooks):
             return args, params
         count = 1 if results is None else len(results)
         if results is None and primitive.multiple_results:
-            count = len(self._own_answer(primitive, avals, params))
+            plain = [self.door.with_axis_type(aval, AxisType()) for aval in avals]
+            with self.door.unchecked():
+                count = len(vars(primitive)["abstract_eval"](*plain, **params)[0])
         resolution = resolve(self.door, self.state, opaque, self.door.axis_types(avals), count)
         if getattr(results, "opaque", None) is None:
             check_annotations(self.door, self.state, opaque, resolution.outputs)
@@ -288,12 +289,6 @@ class PrimitiveHooks(Hooks):
 
         return abstract_eval
 
-    def _own_answer(self, primitive: Any, avals, params):
-        evaluate = vars(primitive)["abstract_eval"]
-        plain = [self.door.with_axis_type(a, AxisType()) for a in avals]
-        with self.door.unchecked():
-            return evaluate(*plain, **params)[0]
-
     def _is_wide(self, avals, outputs) -> bool:
         """Whether the results vary as those of a kernel that doesn't communicate would."""
         types = self.door.axis_types(outputs)
@@ -306,3 +301,49 @@ class PrimitiveHooks(Hooks):
         """Whether a call without a rule may keep its own abstract eval's types, if wide enough."""
         # A user's primitive may know about axis types; it then casts its own inputs.
         return kind.own and opaque.governing(self.state).policy in ("error", COLLECT)
+
+    # A user's primitive that is bound under a rule of a scope. Its lowering, differentiation and
+    # batching run later, when the scope has closed. An equation can't hold a scope, since its
+    # parameters are the user's. So another primitive is bound in its place, a carrier, whose rules
+    # are the user's own, run under the scope.
+
+    def _carrier(self, primitive: Any, scope: Scope) -> Any:
+        overlays = tuple(overlay.entries for overlay in scope.overlays)
+        key = (primitive, overlays, scope.binding, scope.policy, scope.active, scope.prove)
+        with self.state.lock:
+            carrier = self._carriers.get(key)
+            if carrier is None:
+                carrier = self._carriers[key] = copy.copy(primitive)
+                carrier.bind = self._scoped(lambda *a, **k: primitive.bind(*a, **k), scope)
+                carrier.abstract_eval = self._scoped(
+                    lambda *a, **k: primitive.abstract_eval(*a, **k), scope
+                )
+                opaque_call_of = self._scoped(
+                    functools.partial(self.state.opaque_call_of, primitive), scope
+                )
+                law = Law(opaque_call_of=opaque_call_of, tagged=opaque_call_of)
+                self.state.of(Funnel).declare(carrier, law)
+            self._complete(carrier, primitive, scope)
+        return carrier
+
+    def _complete(self, carrier: Any, primitive: Any, scope: Scope) -> None:
+        """Give a carrier the rules that its primitive has now."""
+        for name in _TABLES:
+            for table in list(vars(importlib.import_module(name)).values()):
+                if isinstance(table, dict) and primitive in table and carrier not in table:
+                    table[carrier] = self._scoped(table[primitive], scope)
+        for table in (self.door.lowerings, *self.door.platform_lowerings.values()):
+            if primitive in table and carrier not in table:
+                entry = table[primitive]
+                rule = self._scoped(self.door.lowering_rule(entry), scope)
+                table[carrier] = self.door.lowering_entry(entry, rule)
+
+    def _scoped(self, rule: Any, scope: Scope) -> Any:
+        @functools.wraps(rule)
+        def run(*args, **params):
+            here = self.state.scope  # current observers stay
+            lent = dataclasses.replace(scope, claims=here.claims, notes=here.notes)
+            with self.state.enter(lent):
+                return rule(*args, **params)
+
+        return run

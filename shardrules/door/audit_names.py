@@ -53,9 +53,13 @@ AUDIT_MODULES = tuple(
 )
 
 # By jax.random.key_impl's names, read in JAX 0.4.28 to 0.12.
-_PURE_GENERATORS = frozenset(
-    "threefry2x32 threefry4x32 philox2x32 philox4x32 rbg unsafe_rbg pallas_tpu".split()
-)
+_GENERATORS = {
+    **dict.fromkeys(
+        "threefry2x32 threefry4x32 philox2x32 philox4x32 rbg unsafe_rbg".split(), "pure"
+    ),
+    "pallas_tpu": "pure",
+    "_pallas_internal_stateful": "stateful",
+}
 
 
 class AuditNames:
@@ -91,15 +95,12 @@ class AuditNames:
         generator = getattr(getattr(aval, "dtype", None), "_impl", None)
         if generator is None:
             return None
-        # Not their __module__, which functools.wraps copies.
-        functions = [
-            getattr(generator, name) for name in ("seed", "split", "random_bits", "fold_in")
-        ]
-        modules = [getattr(f, "__globals__", {}).get("__name__", "") for f in functions]
-        ours = all(module.startswith("jax._src.") for module in modules)
-        if ours and generator.name in _PURE_GENERATORS:
-            return "pure"
-        return "stateful" if ours and generator.name == "_pallas_internal_stateful" else "unknown"
+        for name in ("seed", "split", "random_bits", "fold_in"):
+            # Not the function's __module__, which functools.wraps copies.
+            module = getattr(getattr(generator, name), "__globals__", {}).get("__name__", "")
+            if not module.startswith("jax._src."):
+                return "unknown"
+        return _GENERATORS.get(generator.name, "unknown")
 
     def device_axes(self) -> frozenset[str]:
         """Return the axes of the mesh of devices that is traced for."""

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import importlib
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardrules.errors import ProfileError, ShardrulesError
 
 
 def mesh_shape(tree: Any) -> dict[str, int] | None:
     """Return the axis sizes of the one mesh that the shardings in ``tree`` use, else None."""
+    meshes = _meshes(tree)
+    return dict(meshes.pop().shape) if len(meshes) == 1 else None
+
+
+def _meshes(tree: Any) -> set[Any]:
     import jax
 
-    meshes = set()
-    for leaf in jax.tree_util.tree_leaves(tree):
-        mesh = getattr(getattr(leaf, "sharding", leaf), "mesh", None)
-        if isinstance(mesh, jax.sharding.Mesh):
-            meshes.add(mesh)
-    return dict(meshes.pop().shape) if len(meshes) == 1 else None
+    leaves = jax.tree_util.tree_leaves(tree)
+    meshes = (getattr(getattr(leaf, "sharding", leaf), "mesh", None) for leaf in leaves)
+    return {mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)}
 
 
 def parameter_shardings(compiled: Any) -> list[tuple[tuple[int, ...], str]] | None:
@@ -32,17 +34,14 @@ def parameter_shardings(compiled: Any) -> list[tuple[tuple[int, ...], str]] | No
     avals, inputs, _ = placements(getattr(compiled, "_executable", None))
     if _is_pmap(inputs):
         return placed(avals, inputs)
-    is_none = lambda x: x is None  # noqa: E731
-    shardings = jax.tree_util.tree_leaves(_attribute(compiled, "input_shardings"), is_leaf=is_none)
+    shardings = jax.tree_util.tree_leaves(
+        _attribute(compiled, "input_shardings"), is_leaf=lambda x: x is None
+    )
     infos = jax.tree_util.tree_leaves(_attribute(compiled, "args_info"))
     if len(shardings) != len(infos):
         return None
     # An argument's shape stands on its aval in JAX 0.4.28.
-    kept = [
-        (getattr(info, "aval", info), sharding)
-        for info, sharding in zip(infos, shardings)
-        if sharding is not None
-    ]
+    kept = [(getattr(i, "aval", i), s) for i, s in zip(infos, shardings) if s is not None]
     return placed(*zip(*kept)) if kept else []
 
 
@@ -58,16 +57,13 @@ def placed(avals: Any, shardings: Any) -> list[tuple[tuple[int, ...], str]]:
 def output_shardings(compiled: Any, shapes: list[str]) -> list[tuple[str, str] | None] | None:
     """Return path and HLO sharding of each array that a compiled program returns."""
     # The tokens of ordered effects stand before a program's own outputs and have no sharding.
-    import jax
-
     told = _attribute(compiled, "output_shardings")
     if told is None and shapes:
         leaves = placements(getattr(compiled, "_executable", None))[2]
         if not _is_pmap(leaves):
             return None
-        told = jax.tree_util.tree_unflatten(compiled.out_tree, leaves)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(told)
-    return promised([(jax.tree_util.keystr(path), leaf) for path, leaf in leaves], shapes)
+        told = compiled.out_tree.unflatten(leaves)
+    return promised(_by_path(told), shapes)
 
 
 def promised(
@@ -114,6 +110,13 @@ def _hlo_sharding(sharding: Any, rank: int, replicas: str = "") -> str:
     return "{replicated}" if same else "{manual}"
 
 
+def _by_path(tree: Any) -> list[tuple[str, Any]]:
+    import jax
+
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+
+
 def result_paths(closed_jaxpr: Any) -> tuple[str, ...] | None:
     """Return the path of each result of a traced function, None if JAX kept none."""
     info = getattr(getattr(closed_jaxpr, "jaxpr", closed_jaxpr), "debug_info", None)
@@ -130,9 +133,7 @@ def platform(compiled: Any) -> str | None:
 
     leaves = jax.tree_util.tree_leaves(_shardings(compiled))
     names = {device.platform for leaf in leaves for device in leaf.device_set}
-    if len(names) != 1:
-        return None
-    (name,) = names
+    name = names.pop() if len(names) == 1 else None
     return "gpu" if name in ("cuda", "rocm") else name
 
 
@@ -143,10 +144,9 @@ def temp_bytes(compiled: Any) -> tuple[int | None, int | None]:
         stats = compiled.memory_analysis()
     except (AttributeError, NotImplementedError, RuntimeError):
         return None, None
-    return (
-        getattr(stats, "host_temp_size_in_bytes", None),
-        getattr(stats, "temp_size_in_bytes", None),
-    )
+    sizes = ("host_temp_size_in_bytes", "temp_size_in_bytes")
+    host, device = (getattr(stats, name, None) for name in sizes)
+    return host, device
 
 
 def unoptimized_text(lowered: Any) -> str:
@@ -218,12 +218,8 @@ def sharding_text(op_sharding: bytes) -> str | None:
 
 def _of_jaxlib(name: str) -> Any:
     for module in _HLO_MODULE:
-        try:
-            kind = getattr(importlib.import_module(module), name, None)
-        except ImportError:
-            continue
-        if kind is not None:
-            return kind
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(module), name)
     return None
 
 
@@ -256,31 +252,24 @@ def argument_leaves(compiled: Any) -> list[Leaf] | None:
     # The paths begin with the parameters' names, as JAX keeps them for its own messages. Which
     # leaves a program kept stands on no public attribute before JAX 0.5 (and ``input_shardings``
     # raises for a program that pruned one).
-    import jax
-
-    if _attribute(compiled, "args_info") is None:
+    infos = _attribute(compiled, "args_info")
+    if infos is None:
         return None
-    infos, _ = jax.tree_util.tree_flatten_with_path(compiled.args_info)
-    names = argument_names(compiled)
     # The aval stands there in JAX 0.4.28.
-    return kept_leaves(
-        _attribute(compiled, "_executable"),
-        [
-            (name, bool(info.donated), getattr(info, "aval", info))
-            for name, (_, info) in zip(names, infos)
-        ],
-    )
+    rows = [
+        (name, bool(info.donated), getattr(info, "aval", info))
+        for name, (_, info) in zip(argument_names(compiled), _by_path(infos))
+    ]
+    return kept_leaves(_attribute(compiled, "_executable"), rows)
 
 
 def argument_names(compiled: Any) -> list[str]:
     """List the paths of the leaves of a jax.stages.Compiled's arguments."""
-    import jax
-
-    infos, _ = jax.tree_util.tree_flatten_with_path(compiled.args_info)
+    paths = [path for path, _ in _by_path(compiled.args_info)]
     told = getattr(_attribute(compiled, "_executable"), "_all_args_info", None)
     names = list(getattr(getattr(told, "debug_info", None), "arg_names", None) or ())
-    names = names[len(names) - len(infos) :] if len(names) >= len(infos) else [""] * len(infos)
-    return [name or f"args{jax.tree_util.keystr(path)}" for name, (path, _) in zip(names, infos)]
+    names = names[len(names) - len(paths) :] if len(names) >= len(paths) else [""] * len(paths)
+    return [name or f"args{path}" for name, path in zip(names, paths)]
 
 
 def kept_leaves(executable: Any, rows: Sequence[tuple[str, bool, Any]]) -> list[Leaf] | None:
@@ -313,24 +302,20 @@ def result_leaves(compiled: Any) -> list[tuple[str, str, str]] | None:
     """List path, whole shape and sharding of each leaf of the outputs, or None."""
     import jax
 
-    avals = getattr(_attribute(compiled, "_executable"), "out_avals", None)
+    executable = _attribute(compiled, "_executable")
+    avals = getattr(executable, "out_avals", None)
     tree = getattr(compiled, "out_tree", None)
     if avals is None or tree is None or tree.num_leaves != len(avals):
         return None
-    paths, _ = jax.tree_util.tree_flatten_with_path(
-        jax.tree_util.tree_unflatten(tree, [object() for _ in avals])  # as JAX itself does
-    )
-    shardings = getattr(_attribute(compiled, "_executable"), "_out_shardings", None) or [
-        None
-    ] * len(avals)
+    leaves = _by_path(jax.tree_util.tree_unflatten(tree, [object() for _ in avals]))  # as JAX does
+    shardings = getattr(executable, "_out_shardings", None) or [None] * len(avals)
     return [
-        (jax.tree_util.keystr(path), _shape(aval), _sharding(sharding, len(aval.shape)))
-        for (path, _), aval, sharding in zip(paths, avals, shardings)
+        (path, _shape(aval), _sharding(sharding, len(aval.shape)))
+        for (path, _), aval, sharding in zip(leaves, avals, shardings)
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """An output with its sharding, as text and to compare."""
 
     path: str  # below the whole output, empty for all of it
@@ -380,11 +365,10 @@ def placed_results(compiled: Any) -> list[Placed] | None:
     shardings = jax.tree_util.tree_leaves(getattr(compiled, "output_shardings", None))
     if leaves is None or len(shardings) != len(leaves):
         return None
-    inputs = getattr(_attribute(compiled, "_executable"), "_in_shardings", ())
-    meshes = {getattr(s, "mesh", None) for s in (*shardings, *inputs)} - {None}
-    meshes = {mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)}
+    executable = _attribute(compiled, "_executable")
+    meshes = _meshes((*shardings, *getattr(executable, "_in_shardings", ())))
     mesh = meshes.pop() if len(meshes) == 1 else None
-    ranks = [len(aval.shape) for aval in _attribute(compiled, "_executable").out_avals]
+    ranks = [len(aval.shape) for aval in executable.out_avals]
     return [
         Placed(path, _sharding(own, rank), rank, own, mesh)
         for (path, _, _), own, rank in zip(leaves, shardings, ranks)

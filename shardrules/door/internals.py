@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules.door import versions
-from shardrules.door.jaxprs import kernel_name
+from shardrules.door.jaxprs import kernel_name, opened, read
 from shardrules.door.lookup import find, is_cached, look, unsupported
 from shardrules.door.symbols import SYMBOLS
 from shardrules.door.trace_key import ContextKey, MeshKey
@@ -247,32 +247,48 @@ class Door:
                 for x, aval, want in zip(values, avals, wants)
             ]
 
-    def cast_outputs(self, jaxpr: Any, types: Sequence[AxisType], scope: str = "") -> Any:
-        """Return a jaxpr whose outputs have these axis types, by casts at its end."""
+    def cast_arrays(self, values: Iterable[Any], wants: Iterable[AxisType]) -> list[Any]:
+        """Cast the arrays among values in the current trace; refs and tokens stay."""
+        return [
+            self.cast(x, want) if self.can_cast(self.typeof(x)) else x
+            for x, want in zip(values, wants)
+        ]
+
+    def cast_atoms(
+        self, atoms: Sequence[Any], wants: Sequence[AxisType], scope: str = "", **changes: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Return equations that cast a jaxpr's atoms to these types, and the atoms then."""
         import jax
 
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        closed = inner is not jaxpr
         wide = [
             i
-            for i, (var, want) in enumerate(zip(inner.outvars, types))
-            if self.axis_type(var.aval) != want
+            for i, (atom, want) in enumerate(zip(atoms, wants))
+            if self.can_cast(atom.aval) and self.axis_type(atom.aval) != want
         ]
+        atoms = [*atoms]
         if not wide:
-            return jaxpr
-        outvars = list(inner.outvars)
+            return [], atoms
 
         def cast(*values):
             with jax.named_scope(scope) if scope else contextlib.nullcontext():
-                return [self.cast(x, types[i]) for x, i in zip(values, wide)]
+                return [self.cast(x, wants[i]) for x, i in zip(values, wide)]
 
-        casts = jax.make_jaxpr(cast)(*(outvars[i].aval for i in wide)).jaxpr
-        atoms = dict(zip(casts.invars, (outvars[i] for i in wide)))
-        eqns = [eqn.replace(invars=[atoms.get(v, v) for v in eqn.invars]) for eqn in casts.eqns]
+        casts = jax.make_jaxpr(cast)(*(atoms[i].aval for i in wide)).jaxpr
+        env = dict(zip(casts.invars, (atoms[i] for i in wide)))
         for i, var in zip(wide, casts.outvars):
-            outvars[i] = var
-        inner = inner.replace(eqns=[*inner.eqns, *eqns], outvars=outvars)
-        return jaxpr.replace(jaxpr=inner) if closed else inner
+            atoms[i] = read(env, var)
+        return [
+            eqn.replace(invars=[read(env, v) for v in eqn.invars], **changes) for eqn in casts.eqns
+        ], atoms
+
+    def cast_outputs(self, jaxpr: Any, types: Sequence[AxisType], scope: str = "") -> Any:
+        """Return a jaxpr whose outputs have these axis types, by casts at its end."""
+        inner = opened(jaxpr)
+        eqns, outvars = self.cast_atoms(inner.outvars, types, scope)
+        if not eqns:
+            return jaxpr
+        new = inner.replace(eqns=[*inner.eqns, *eqns], outvars=outvars)
+        return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
     # Kernels.
 

@@ -11,30 +11,26 @@ import contextlib
 import importlib
 import io
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardrules.errors import UnsupportedJaxError
 
 _MODULE = "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
 
 
-class Races:
+class Races(NamedTuple):
     """The data races that one run of the interpreter found."""
 
-    # states: JAX's records, one for each kernel that ran.
-    # printed: what it printed of them.
-
-    def __init__(self, states: list, printed: io.StringIO):
-        self._states = states
-        self._printed = printed
+    states: list[Any]  # JAX's records, one for each kernel that ran
+    printed: io.StringIO  # what it printed of them
 
     @property
     def found(self) -> bool:
         """Whether two accesses of one memory were unordered."""
-        return any(state.races_found for state in self._states)
+        return any(state.races_found for state in self.states)
 
     def __str__(self) -> str:
-        text = self._printed.getvalue()
+        text = self.printed.getvalue()
         return text[text.find("RACE DETECTED") :].strip()[:1000]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -104,15 +105,13 @@ def _install() -> None:
     try:
         owners = [
             (pjit, "_pjit_call_impl_python", _call),
-            (pjit, "_get_fastpath_data", _no_fast_path),
+            (pjit, "_get_fastpath_data", lambda original, *args, **kwargs: None),
             (jax.stages.Compiled, "__call__", _compiled_call),
             (compiler, "compile_or_get_cached", _compile),
             (numpy, "asarray", functools.partial(_read_by_numpy, how="numpy.asarray")),
             (numpy, "array", functools.partial(_read_by_numpy, how="numpy.array")),
         ]
-        made = [
-            (owner, name, around(wrapper, getattr(owner, name))) for owner, name, wrapper in owners
-        ]
+        made = [(o, name, around(wrapper, getattr(o, name))) for o, name, wrapper in owners]
         value = vars(array.ArrayImpl)["_value"]
         made.append((array.ArrayImpl, "_value", property(around(_read, value.fget))))
         forget_fast_paths()
@@ -154,10 +153,6 @@ def forget_fast_paths() -> None:
             cache.clear()
 
 
-def _no_fast_path(original: Any, *args, **kwargs) -> Any:
-    return None
-
-
 def _call(original: Any, *args, **params) -> Any:
     listeners = _listeners()
     if not listeners:
@@ -171,25 +166,27 @@ def _call(original: Any, *args, **params) -> Any:
         for n, (arg, donated) in enumerate(zip(args, params["donated_invars"]))
         if any(listener.wants_arguments for listener in listeners)
     ]
-    with _reporting(listeners, name, arguments, owns(place)):
+    with _reporting(name, arguments, owns(place)) as returned:
         answer = original(*args, **params)
-    for listener in tuple(listeners):  # a listener may stop watching here
-        listener.returned(name, arguments, answer[1], answer[0])
+        returned += answer[1], answer[0]
     return answer
 
 
 @contextlib.contextmanager
-def _reporting(
-    listeners: list[Listener], name: str, arguments: list[Argument], is_jax_s: bool = False
-) -> Iterator[None]:
+def _reporting(name: str, arguments: list[Argument], is_jax_s: bool = False) -> Iterator[list[Any]]:
+    """Report one call; the block puts the executable and the results into the list."""
+    listeners = _listeners()
     for listener in listeners:
         listener.called(name, arguments, is_jax_s)
+    returned: list[Any] = []
     try:
-        yield
+        yield returned
     except BaseException:
         for listener in listeners:
             listener.failed()
         raise
+    for listener in tuple(listeners):  # a listener may stop watching here
+        listener.returned(name, arguments, *returned)
 
 
 def _compiled_call(original: Any, self: Any, *args, **kwargs) -> Any:
@@ -206,10 +203,9 @@ def _compiled_call(original: Any, self: Any, *args, **kwargs) -> Any:
         for name, leaf, info in zip(compiled.argument_names(self), leaves, infos)
     ]
     name = getattr(getattr(executable, "unsafe_call", None), "name", "a compiled function")
-    with _reporting(listeners, name, arguments):
+    with _reporting(name, arguments) as returned:
         results = original(self, *args, **kwargs)
-    for listener in tuple(listeners):  # a listener may stop watching here
-        listener.returned(name, arguments, executable, results)
+        returned += executable, results
     return results
 
 
@@ -283,10 +279,8 @@ def live_arrays() -> list[tuple[str, int]]:
             continue
         try:
             devices = len(array.sharding.addressable_devices)
-            local = array.sharding.shard_shape(array.shape)
-            size = int(array.dtype.itemsize) * devices
-            for length in local:
-                size *= length
+            local = math.prod(array.sharding.shard_shape(array.shape))
+            size = int(array.dtype.itemsize) * devices * local
         except (AttributeError, TypeError, ValueError):  # a key's type has no size
             size = int(array.nbytes)
         arrays.append((f"{array.dtype}[{','.join(map(str, array.shape))}]", size))

@@ -23,7 +23,7 @@ from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, sca
 from shardrules.hooks.casts.precision import keep_precision
 from shardrules.hooks.cotangents.linearity import linear_in, strings
 from shardrules.hooks.notes import PlacedCast
-from shardrules.hooks.retyping.equations import transposed_by_jax
+from shardrules.hooks.retyping.retyping import transposed_by_jax
 from shardrules.hooks.types.identities import MARK
 
 __all__ = [

@@ -92,7 +92,7 @@ class ReplayHooks(Hooks):
         types, changes = fitted
         with self.door.set_current_trace(trace):
             return type(primitive).bind(
-                primitive, *self._cast(args, types), **{**params, **changes}
+                primitive, *self.door.cast_arrays(args, types), **{**params, **changes}
             )
 
     def _refused(self, primitive, trace, args, params, error):
@@ -160,7 +160,7 @@ class ReplayHooks(Hooks):
         if primitive.name not in CASTS:
             # A collective: JAX's functions cast its operands over the axes that it names.
             axes |= named_axes(params) & frozenset(door.manual_axes())
-        cast = self._cast(args, [widened(have, axes) for have in types])
+        cast = self.door.cast_arrays(args, [widened(have, axes) for have in types])
         if all(new is old for new, old in zip(cast, args)):
             raise error
         try:
@@ -173,16 +173,10 @@ class ReplayHooks(Hooks):
         have = self.door.axis_types(map(self.door.typeof, args))
         if not any(operand.varying & named_axes(params) for operand in have):
             raise error
-        cast = self._cast(args, [widened(own, named_axes(params)) for own in have])
+        cast = self.door.cast_arrays(args, [widened(own, named_axes(params)) for own in have])
         for x, result in zip(args, cast):
             note_cast(self.state, x, named_axes(params), result)
         return cast if primitive.multiple_results else cast[0]
-
-    def _cast(self, args, types: Sequence[AxisType]) -> list[Any]:
-        return [
-            self.door.cast(x, want) if self.door.can_cast(self.door.typeof(x)) else x
-            for x, want in zip(args, types)
-        ]
 
     # What calls jaxprs.
 
@@ -251,7 +245,7 @@ class ReplayHooks(Hooks):
             types = [
                 widened(own, traced.varying | run.axes) for own, traced in zip(have, run.traced)
             ]
-            args = (*args[:first], *self._cast(args[first:], types))
+            args = (*args[:first], *self.door.cast_arrays(args[first:], types))
         return bind(*args, **params)
 
 

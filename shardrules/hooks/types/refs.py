@@ -198,12 +198,7 @@ class RefHooks(Hooks):
                 if any(extra):
                     jaxpr = self._replayed(jaxpr, list(map(self._wider, avals, extra)))
                     avals = [variable.aval for variable in jaxpr.invars]
-                args = [
-                    self.door.cast(x, self.door.axis_type(ref))
-                    if self.door.can_cast(self.door.typeof(x))
-                    else x
-                    for x, ref in zip(args, avals)
-                ]
+                args = self.door.cast_arrays(args, self.door.axis_types(avals))
             params = {**params, "jaxpr": jaxpr}
         return rest(primitive, trace, args, params)
 

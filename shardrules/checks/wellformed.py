@@ -6,9 +6,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from shardrules.door import internals
 from shardrules.door.interpreter import interpreted
-from shardrules.door.jaxprs import KERNELS, equations
+from shardrules.door.jaxprs import KERNELS, equations, kernel_name
 from shardrules.errors import RuleCheckError, UnsupportedJaxError
 
 __all__ = ["check_well_formed"]
@@ -84,8 +83,7 @@ def _kernels(jaxpr: Any):
     """Yield each Pallas kernel's name, and whether it is for GPUs."""
     for eqn in equations(jaxpr):
         if eqn.primitive.name in KERNELS:
-            kernel = eqn.params.get("jaxpr") or eqn.params["jaxprs"][0]
-            yield internals.load().describe_kernel(kernel, eqn.params)[0], _is_for_gpus(eqn.params)
+            yield kernel_name(eqn.params)[0], _is_for_gpus(eqn.params)
 
 
 def _is_for_gpus(params: Mapping[str, Any]) -> bool:

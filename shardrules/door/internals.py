@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules.door import versions
-from shardrules.door.jaxprs import kernel_name, opened, read
+from shardrules.door.jaxprs import opened, read
 from shardrules.door.lookup import find, is_cached, look, unsupported
 from shardrules.door.symbols import SYMBOLS
 from shardrules.door.trace_key import ContextKey, MeshKey
@@ -291,10 +291,6 @@ class Door:
         return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
     # Kernels.
-
-    def describe_kernel(self, jaxpr: Any, params: dict[str, Any]) -> tuple[str, str]:
-        """Return a Pallas kernel's name and ``file:line``."""
-        return kernel_name({**params, "jaxpr": jaxpr})
 
     def kernel_jaxpr(self, traced: Any) -> tuple[Any, Any]:
         """Return the kernel's jaxpr in what ``trace_kernel`` returned, and all of that."""

@@ -194,8 +194,9 @@ def transposed_sums(
 
 
 def kernel_name(params: dict[str, Any]) -> tuple[str, str]:
-    """Return the name and ``file:line`` of a ``pallas_call``'s kernel."""
-    info = getattr(params["jaxpr"], "debug_info", None)
+    """Return the name and ``file:line`` of a Pallas kernel."""
+    jaxpr = params["jaxpr"] if "jaxpr" in params else params["jaxprs"][0]
+    info = getattr(jaxpr, "debug_info", None)
     function, _, place = (getattr(info, "func_src_info", None) or "").partition(" at ")
     # JAX 0.4.31 to 0.5.0 keep both in one parameter, 0.4.28 the name alone.
     both = params.get("name_and_src_info")

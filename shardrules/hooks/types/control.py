@@ -126,7 +126,7 @@ class ControlHooks(Hooks):
     # Branches.
 
     def _trace_branches(self, *args, **kwargs):
-        jaxprs, *others = self.door.trace_branches(*args, **kwargs)  # JAX to 0.7
+        jaxprs, *others = self.door.trace_branches(*args, **kwargs)  # JAX to 0.8.1
         return self._cast_branches(jaxprs), *others
 
     def _merge_branches(self, jaxprs, all_consts):
@@ -186,14 +186,12 @@ def _joined(door: Door, branches: Sequence[Sequence[Any]]) -> list[AxisType] | N
     if len({len(avals) for avals in branches}) != 1:
         return None
     types = []
-    for avals in zip(*branches):
-        joined = avals[0]
-        for aval in avals[1:]:
+    for joined, *others in zip(*branches):
+        for aval in others:
             wider = _join(door, joined, aval)
             if wider is None:
                 return None
             joined = door.with_axis_type(joined, wider)
         types.append(door.axis_type(joined))
-    if all([*door.axis_types(avals)] == types for avals in branches):
-        return None
-    return types
+    same = all([*door.axis_types(avals)] == types for avals in branches)
+    return None if same else types

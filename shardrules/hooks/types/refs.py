@@ -10,7 +10,7 @@ to store a value that varies more.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from shardrules.door.internals import Door
@@ -55,16 +55,15 @@ def check_written(
     extra = value.varying - have.varying
     if not extra and (not stored or value.unreduced == have.unreduced):
         return
+    remedy = (
+        "Partial sums go only into a ref of partial sums over the same axes: reduce the value "
+        "first with jax.lax.psum."
+    )
     if extra:
         names = ", ".join(map(repr, sorted(extra, key=str)))
         remedy = (
             "A ref keeps the type of its first value: make it from one that varies over "
             f"{show_axes(extra)} too, jax.new_ref(shardrules.vary(x, {names}))."
-        )
-    else:
-        remedy = (
-            "Partial sums go only into a ref of partial sums over the same axes: reduce "
-            "the value first with jax.lax.psum."
         )
     raise RefError(
         f"{what} is {value}, but the ref {which} (shape {tuple(ref.shape)}) is {have}, and so "
@@ -164,23 +163,14 @@ class RefHooks(Hooks):
             try:
                 return trace(fun, in_tree, avals, dbg)
             except RefError as error:
-                wider = self._widened(avals, error)
-                if wider is None:
+                extra = error.value.varying - error.have.varying
+                same = [i for i, aval in enumerate(avals) if aval is error.ref]
+                # An inner trace (of a jit, a scan) may hold an equal aval, not the same object.
+                same = same or [i for i, aval in enumerate(avals) if aval == error.ref]
+                if not extra or not same:
                     raise
-                avals = wider
-
-    def _widened(self, avals: Sequence[Any], error: RefError) -> list[Any] | None:
-        """Return the avals with the ref of the error widened; None if the ref is not among them."""
-        extra = error.value.varying - error.have.varying
-        same = [i for i, aval in enumerate(avals) if aval is error.ref]
-        # An inner trace (of a jit, a scan) may hold an equal aval instead of the same object.
-        same = same or [i for i, aval in enumerate(avals) if aval == error.ref]
-        if not extra or not same:
-            return None
-        avals = list(avals)
-        for i in same:
-            avals[i] = self._wider(avals[i], extra)
-        return avals
+                for i in same:
+                    avals[i] = self._wider(avals[i], extra)
 
     def _wider(self, ref: Any, extra: frozenset[str]) -> Any:
         return self.door.with_axis_type(ref, self.door.axis_type(ref).vary(*extra))
@@ -190,10 +180,9 @@ class RefHooks(Hooks):
         if self.acts and all(params["is_initialized"]):
             jaxpr = params["jaxpr"]
             avals = [variable.aval for variable in jaxpr.invars]
-            extra = [
-                types.varying - self.door.axis_type(ref).varying
-                for types, ref in zip(self.door.axis_types(map(self.door.typeof, args)), avals)
-            ]
+            have = self.door.axis_types(map(self.door.typeof, args))
+            traced = self.door.axis_types(avals)
+            extra = [own.varying - ref.varying for own, ref in zip(have, traced)]
             with self.door.set_current_trace(trace):
                 if any(extra):
                     jaxpr = self._replayed(jaxpr, list(map(self._wider, avals, extra)))
@@ -202,17 +191,13 @@ class RefHooks(Hooks):
             params = {**params, "jaxpr": jaxpr}
         return rest(primitive, trace, args, params)
 
-    def _replayed(self, jaxpr: Any, avals: Sequence[Any]) -> Any:
+    def _replayed(self, jaxpr: Any, avals: list[Any]) -> Any:
         """Trace a body again for values that vary more."""
         import jax
 
-        tree = jax.tree_util.tree_structure(list(avals))
-        body = functools.partial(_call_jaxpr, jaxpr)
+        def body(values):
+            jax.core.eval_jaxpr(jaxpr, (), *values)
+
+        tree = jax.tree_util.tree_structure(avals)
         traced = self._trace_run_state(body, tree, avals, jaxpr.debug_info)
         return traced[0] if isinstance(traced, tuple) else traced  # not a tuple from JAX 0.12
-
-
-def _call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> None:
-    import jax
-
-    jax.core.eval_jaxpr(jaxpr, (), *values)

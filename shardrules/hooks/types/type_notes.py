@@ -11,9 +11,8 @@ write it from the outputs' own types.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from shardrules.door.patching import Patches
 from shardrules.errors import ShardrulesError
@@ -26,18 +25,15 @@ _OF_TYPES = ("out_specs", "varying", "vma", "manual_axis_type", "cotangent type"
 _SHOWN = 5
 _FROM = "shardrules: "
 
-
 # The function to which JAX applies a shard_map for each output, where none is compiled as a whole.
 _ONE_BY_ONE = "'_rem_singleton'"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Returned:
+class _Returned(NamedTuple):
     """What a shard_map's body returns."""
 
     tree: Any  # its pytree
-    # for each leaf, over which mesh axes it varies that its spec doesn't name
-    wide: list[frozenset[str]]
+    wide: list[frozenset[str]]  # for each leaf, over which axes it varies that its spec lacks
 
 
 def _text(tree: Any, axes: list[frozenset[str]]) -> str:
@@ -93,31 +89,27 @@ class TypeNoteHooks(Hooks):
             returned: list[_Returned] = []
             if "subfuns" in params:  # from JAX 0.9
                 (function,) = params["subfuns"]
-                params["subfuns"] = (self._seen(function, returned),)
+
+                def body(*args):
+                    outputs = function(*args)
+                    returned.append(self._returned(outputs))
+                    return outputs
+
+                params["subfuns"] = (body,)
             with self._annotated(returned):
                 return bind(*args, **params)
 
         patches.attribute(door.shard_map_p, "bind", bound)
         patches.attribute(*door.owner("specs_error"), self._specs_error)
 
-    def _seen(self, function: Callable, returned: list[_Returned]) -> Callable:
-        """Return a shard_map's body that records its outputs' types when called."""
-
-        def run(*args):
-            outputs = function(*args)
-            flat, specs = outputs.unpack_aux()
-            wide = [self._beyond(value, spec) for value, spec in zip(flat, specs)]
-            returned.append(_Returned(flat.tree, wide))
-            return outputs
-
-        return run
-
-    def _beyond(self, value: Any, spec: Any) -> frozenset[str]:
-        """Return the axes over which an output varies and that its spec doesn't name."""
-        names: set[str] = set()
-        for entry in getattr(spec, "partitions", spec) or ():
-            names.update(entry if isinstance(entry, tuple) else (entry,))
-        return self.door.axis_type(self.door.typeof(value)).varying - names
+    def _returned(self, outputs: Any) -> _Returned:
+        wide, (flat, specs) = [], outputs.unpack_aux()
+        for value, spec in zip(flat, specs):
+            names: set[str] = set()
+            for entry in getattr(spec, "partitions", spec) or ():
+                names.update(entry if isinstance(entry, tuple) else (entry,))
+            wide.append(self.door.axis_type(self.door.typeof(value)).varying - names)
+        return _Returned(flat.tree, wide)
 
     def _specs_error(self, f, mesh, tree, specs, fails):
         """Return JAX's message for out_specs, about the outputs alone, with the causes."""
@@ -146,15 +138,13 @@ class TypeNoteHooks(Hooks):
 
     @contextlib.contextmanager
     def _annotated(self, returned: list[_Returned]) -> Iterator[None]:
-        here = self.state.here
-        outer = here.type_notes, here.contradictions
+        here, outer = self.state.here, self.state.here.type_notes
         noted: dict[tuple[str, frozenset[str]], Any] = {}
-        here.type_notes = noted
         contradictions: list[Any] = []
-        here.contradictions = contradictions
         try:
-            yield
-            tell(self.door, self.state, contradictions)
+            with self.state.locally(type_notes=noted, contradictions=contradictions):
+                yield
+                tell(self.door, self.state, contradictions)
         except ShardrulesError:
             raise
         except Exception as error:
@@ -164,21 +154,16 @@ class TypeNoteHooks(Hooks):
             if not isinstance(text, str):  # what fails, leaf by leaf: its text comes later
                 here.refused = causes, outputs
             elif outputs is not None and _ONE_BY_ONE in text and any(outputs.wide):
-                error.args = (
-                    f"{text}\n{_text(outputs.tree, outputs.wide)}{causes}",
-                    *error.args[1:],
-                )
+                text = f"{text}\n{_text(*outputs)}{causes}"
+                error.args = (text, *error.args[1:])
             elif any(word in text for word in _OF_TYPES) and _FROM not in text:
                 error.args = (text + causes, *error.args[1:])
             raise
         finally:
-            if outer[0] is not None:
-                outer[0].update(noted)
-            here.type_notes, here.contradictions = outer
+            if outer is not None:
+                outer.update(noted)
 
-    def _causes(
-        self, noted: dict[tuple[str, frozenset[str]], Any], contradictions: list[Any]
-    ) -> str:
+    def _causes(self, noted: dict[tuple[str, frozenset[str]], Any], contradictions: Any) -> str:
         lines = [
             f"  output {c.output} of {c.call}{f' at {c.at}' if c.at else ''}, annotated "
             f"'{c.annotation}': over {show_axes(c.proven.varying - c.annotation.varying)}"

@@ -32,25 +32,20 @@ def check_annotations(
     door: Door, state: State, opaque: OpaqueCall, types: tuple[AxisType, ...]
 ) -> None:
     """Compare annotations with the rule's or proof's answer; accept wider ones."""
-    contradictions = []
+    contradictions, registration = [], opaque.registration
     for i, (note, answer) in enumerate(zip(opaque.annotations, types)):
         if note is None or (answer.varying <= note.varying and answer.unreduced == note.unreduced):
             continue
-        if (
-            opaque.registration
-            and opaque.registration.status == "audited"
-            and not (note.unreduced | note.reduced)
-        ):
+        is_proven = registration is not None and registration.status == "audited"
+        if is_proven and not (note.unreduced | note.reduced):
             lost = answer.varying - note.varying
             contradictions.append(
                 Contradiction(opaque.call, _calling_line(), i, note, answer, lost)
             )
             continue
-        said = (
-            f"rule {opaque.registration.rule!r} (declared at {opaque.registration.where})"
-            if opaque.registration
-            else "policy for calls without a rule"
-        )
+        said = "policy for calls without a rule"
+        if registration is not None:
+            said = f"rule {registration.rule!r} (declared at {registration.where})"
         raise RuleError(
             f"output {i} of {opaque.call} is annotated '{note}', but the {said} makes it "
             f"'{answer}'. Remove the annotation (the rule is enough), or register a rule that says "
@@ -143,34 +138,18 @@ def tell(door: Door, state: State, contradictions: list[Contradiction]) -> None:
         contradiction.values.clear()
         if not contradiction.lost:
             continue
-        text = _text(door, contradiction)
+        warning = _warning(door, contradiction)
         notes = state.scope.notes
         if notes is not None:
-            notes.annotations.append(text)
+            notes.annotations.append(str(warning))
             continue
-        key = (
-            contradiction.call.name,
-            contradiction.call.place,
-            contradiction.at,
-            contradiction.output,
-            contradiction.lost,
-        )
-        if key in state.warned:
-            continue
-        state.warned.add(key)
-        file, _, line = contradiction.at.rpartition(":")
-        warning = AnnotationWarning(
-            text,
-            kernel=contradiction.call.name,
-            output=contradiction.output,
-            annotation=contradiction.annotation,
-            answer=contradiction.proven,
-            axes=contradiction.lost,
-            at=contradiction.at,
-        )
-        warnings.warn_explicit(
-            warning, AnnotationWarning, file or "<unknown>", int(line) if line.isdigit() else 1
-        )
+        call, at = contradiction.call, contradiction.at
+        key = (call.name, call.place, at, contradiction.output, contradiction.lost)
+        if key not in state.warned:
+            state.warned.add(key)
+            file, _, line = at.rpartition(":")
+            line_number = int(line) if line.isdigit() else 1
+            warnings.warn_explicit(warning, AnnotationWarning, file or "<unknown>", line_number)
 
 
 def _calling_line() -> str:
@@ -184,20 +163,22 @@ def _calling_line() -> str:
     return ""
 
 
-def _text(door: Door, wrong: Contradiction) -> str:
-    lost = show_axes(wrong.lost)
-    named = ", ".join(map(repr, sorted(wrong.proven.varying)))
-    written = f"frozenset({{{named}}})"
-    written = (
-        f"vma={written}"
-        if door.ManualAxisType is None
-        else f"manual_axis_type=jax.sharding.ManualAxisType(varying={written})"
-    )
+def _warning(door: Door, wrong: Contradiction) -> AnnotationWarning:
+    axes = f"frozenset({{{', '.join(map(repr, sorted(wrong.proven.varying)))}}})"
+    written = f"manual_axis_type=jax.sharding.ManualAxisType(varying={axes})"
+    if door.ManualAxisType is None:
+        written = f"vma={axes}"
     called = f", called at {wrong.at}," if wrong.at else ""
-    return (
+    return AnnotationWarning(
         f"output {wrong.output} of {wrong.call}{called} is annotated '{wrong.annotation}', but the "
         f"kernel's own jaxpr shows that it depends on its operands, so that it is "
         f"'{wrong.proven}'. shardrules widens it. Plain JAX believes the annotation and loses the "
-        f"reduction over {lost} wherever one follows from the type: each device keeps its own "
-        f"share of a gradient. Remove the annotation, or write {written}."
+        f"reduction over {show_axes(wrong.lost)} wherever one follows from the type: each device "
+        f"keeps its own share of a gradient. Remove the annotation, or write {written}.",
+        kernel=wrong.call.name,
+        output=wrong.output,
+        annotation=wrong.annotation,
+        answer=wrong.proven,
+        axes=wrong.lost,
+        at=wrong.at,
     )

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import only_touches_refs, opened
+from shardrules.door.jaxprs import kernel_name, only_touches_refs, opened
 from shardrules.door.patching import ModuleProxy, Patches
 from shardrules.door.places import PALLAS, PALLAS_GPU_CORE
 from shardrules.errors import RegistrationError
@@ -33,33 +34,16 @@ from shardrules.registry.binding import Binding, binding_of
 _PLACEHOLDERS = ("anonymous", "batched_body")  # plgpu.kernel's names for a partial and under vmap
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """How to read the parameters of ``mpmd_map`` or ``core_map``."""
-
-    jaxprs: Callable[[dict], Sequence[Any]]  # a jaxpr for each group of cores
-    # From a jaxpr and the number of operands to the operands' variables.
-    operands: Callable[[Any, int], Sequence[Any]]
-    out_avals: Callable[[dict], Sequence[Any]]  # the avals of the returned arrays
-    # From the position of a returned array to that of the operand that it overwrites.
-    aliases: Callable[[dict], dict[int, int]]
+def _jaxprs(params: dict[str, Any]) -> Sequence[Any]:
+    """Return the jaxprs of a mpmd_map, one for each group of cores, or that of a core_map."""
+    return params["jaxprs"] if "jaxprs" in params else (params["jaxpr"],)
 
 
-_KINDS = {
-    "mpmd_map": Kind(
-        lambda p: p["jaxprs"],
-        lambda jaxpr, count: jaxpr.invars[:count],
-        lambda p: p["out_avals"],
-        lambda p: {out: at for at, out in dict(p["input_output_aliases"]).items()},
-    ),
-    "core_map": Kind(
-        lambda p: (p["jaxpr"],), lambda jaxpr, count: jaxpr.constvars, lambda p: (), lambda p: {}
-    ),
-}
+def _out_avals(params: dict[str, Any]) -> Sequence[Any]:
+    return params["out_avals"] if "jaxprs" in params else ()  # a core_map only writes refs
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The outputs that a call's rule types: the arrays and refs that the kernel writes."""
 
     # For each returned array, the position of the rule's answer; None if the kernel does not change
@@ -70,11 +54,13 @@ class Layout:
     operand_count: int
 
     @property
-    def count(self) -> int:
+    def answer_count(self) -> int:
         """The number of answers that the rule gives."""
         return sum(answer is not None for answer in self.answers) + len(self.refs)
 
-    def types(self, answered: Sequence[AxisType], inputs: Sequence[AxisType]) -> list[AxisType]:
+    def types(
+        self, answered: Sequence[AxisType], inputs: Sequence[AxisType]
+    ) -> tuple[AxisType, ...]:
         """Return the type of each returned array."""
         types = []
         for answer, operand in zip(self.answers, self.overwritten):
@@ -85,7 +71,7 @@ class Layout:
                 types.append(inputs[operand])
             else:  # a discharged ref keeps its type: no write to it varies more
                 types.append(inputs[operand].vary(*answered[answer].varying))
-        return types
+        return tuple(types)
 
 
 @dataclasses.dataclass
@@ -98,7 +84,7 @@ class MeshKernel(OpaqueCall):
         """Return the number of results that the rule types: those that the kernel writes."""
         if self.layout is None or len(self.layout.answers) != output_count:
             return output_count
-        return self.layout.count
+        return self.layout.answer_count
 
     def placed(self, effects: tuple[Effect, ...], output_count: int) -> tuple[Effect, ...]:
         """Return each output's effect; it is local if the kernel doesn't write the output."""
@@ -109,25 +95,24 @@ class MeshKernel(OpaqueCall):
         )
 
 
-def layout_of(door: Door, kind: Kind, params: dict[str, Any], avals: Sequence[Any]) -> Layout:
+def _layout(door: Door, params: dict[str, Any], avals: Sequence[Any]) -> Layout:
     """Return the outputs that a call's rule types."""
-    stored = {
-        at
-        for jaxpr in kind.jaxprs(params)
-        for at, variable in enumerate(kind.operands(jaxpr, len(avals)))
-        if variable in written_variables(door, jaxpr)
-    }
-    aliases = kind.aliases(params)
-    answers: list[int | None] = []
-    count = 0
-    for out in range(len(kind.out_avals(params))):
-        answered = out not in aliases or aliases[out] in stored
-        answers.append(count if answered else None)
-        count += answered
+    stored = set()
+    for jaxpr in _jaxprs(params):
+        operands = jaxpr.invars[: len(avals)] if "jaxprs" in params else jaxpr.constvars
+        written = written_variables(door, jaxpr)
+        stored |= {at for at, variable in enumerate(operands) if variable in written}
+    outputs, aliases = range(len(_out_avals(params))), {}
+    if outputs:
+        aliases = {out: at for at, out in dict(params["input_output_aliases"]).items()}
+    counter = itertools.count()
+    answers = tuple(
+        next(counter) if out not in aliases or aliases[out] in stored else None for out in outputs
+    )
     refs = tuple(
         at for at, aval in enumerate(avals) if isinstance(aval, door.AbstractRef) and at in stored
     )
-    return Layout(tuple(answers), tuple(map(aliases.get, range(len(answers)))), refs, len(avals))
+    return Layout(answers, tuple(map(aliases.get, outputs)), refs, len(avals))
 
 
 class MeshKernelHooks(Hooks):
@@ -156,31 +141,25 @@ class MeshKernelHooks(Hooks):
         """Return a module whose tracing functions record what they trace."""
         trace, lower = self._trace, self._lower
         tracing = {"trace_to_jaxpr_dynamic": trace, "trace_to_jaxpr": trace, "lower_jaxpr2": lower}
-        return ModuleProxy(
-            module,
-            {
-                name: functools.partial(record, getattr(module, name))
-                for name, record in tracing.items()
-                if hasattr(module, name)
-            },
-        )
+        there = [name for name in tracing if hasattr(module, name)]
+        recording = {n: functools.partial(tracing[n], getattr(module, n)) for n in there}
+        return ModuleProxy(module, recording)
 
     def law(self, primitive: Any, row: Row) -> Law:
         """Return the law of ``mpmd_map``, ``core_map``, or the custom_vmap around them."""
         if primitive is self.door.custom_vmap_p:
             return Law(bind=self._bind_custom_vmap)
-        kind = _KINDS[primitive.name]
 
         def tagged(params):
-            if not self._acts(kind, params):
+            if not self._acts(params):
                 return None
-            return self._proven(primitive, params, self._kernel(kind, primitive, params))
+            return self._proven(primitive, params, self._kernel(primitive, params))
 
         return Law(
-            typed=functools.partial(self._typed, kind, primitive),
-            bind=functools.partial(self._bind, kind),
+            typed=functools.partial(self._typed, primitive),
+            bind=self._bind,
             always=True,
-            opaque_call_of=functools.partial(self._kernel, kind, primitive),
+            opaque_call_of=functools.partial(self._kernel, primitive),
             tagged=tagged if primitive is self.door.mpmd_map_p else None,
         )
 
@@ -272,24 +251,23 @@ class MeshKernelHooks(Hooks):
 
     # The kernel of a call.
 
-    def _acts(self, kind: Kind, params: dict[str, Any]) -> bool:
+    def _acts(self, params: dict[str, Any]) -> bool:
         if self.state.active:
             return True
-        jaxpr = kind.jaxprs(params)[0]
+        jaxpr = _jaxprs(params)[0]
         kernel = self._kernels.get(jaxpr) or self._origin(jaxpr)[0]
         return kernel is not None and kernel.active(self.state)
 
-    def _kernel(self, kind: Kind, primitive: Any, params: dict[str, Any]) -> MeshKernel:
-        jaxprs = kind.jaxprs(params)
-        kernel = self._kernels.get(jaxprs[0])
+    def _kernel(self, primitive: Any, params: dict[str, Any]) -> MeshKernel:
+        jaxpr = _jaxprs(params)[0]
+        kernel = self._kernels.get(jaxpr)
         if kernel is None:
-            made_of, _ = self._origin(jaxprs[0])
-            kernel = (
-                self._described(kind, primitive, jaxprs, params)
-                if made_of is None
-                else dataclasses.replace(made_of, annotations=(), layout=None)
-            )
-            self._kernels[jaxprs[0]] = kernel
+            made_of, _ = self._origin(jaxpr)
+            if made_of is None:
+                kernel = self._described(primitive, params)
+            else:
+                kernel = dataclasses.replace(made_of, annotations=(), layout=None)
+            self._kernels[jaxpr] = kernel
         kernel.settle(self.state)
         return kernel
 
@@ -301,9 +279,9 @@ class MeshKernelHooks(Hooks):
             prove(kernel, self.state, primitive.name, params, kernel.operand_count)
         return kernel
 
-    def _described(self, kind: Kind, primitive: Any, jaxprs, params) -> MeshKernel:
-        functions = [self._origin(jaxpr)[1] for jaxpr in jaxprs]
-        name, place = self.door.describe_kernel(jaxprs[0], params)
+    def _described(self, primitive: Any, params: dict[str, Any]) -> MeshKernel:
+        functions = [self._origin(jaxpr)[1] for jaxpr in _jaxprs(params)]
+        name, place = kernel_name(params)
         inner = _innermost(functions[0])
         if name in _PLACEHOLDERS:
             name = getattr(inner, "__name__", name)
@@ -311,26 +289,23 @@ class MeshKernelHooks(Hooks):
         binding = _binding(name, functions)
         call = Call(primitive.name, name, place, _module(inner), binding, primitive)
         notes = self.state.here.kernel_annotations
-        if len(notes) != len(kind.out_avals(params)):
-            notes = ()
-        return MeshKernel(call, notes)
+        return MeshKernel(call, notes if len(notes) == len(_out_avals(params)) else ())
 
     # Rewrite and check.
 
-    def _bind(self, kind: Kind, rest, primitive, trace, args, params):
-        if not self._acts(kind, params):
+    def _bind(self, rest, primitive, trace, args, params):
+        if not self._acts(params):
             return rest(primitive, trace, args, params)
-        first = kind.jaxprs(params)[0] not in self._kernels
-        kernel = self._kernel(kind, primitive, params)
+        first = _jaxprs(params)[0] not in self._kernels
+        kernel = self._kernel(primitive, params)
         avals = [self.door.typeof(x) for x in args]
-        layout = kernel.layout = layout_of(self.door, kind, params, avals)
-        if self.door.checking() and layout.count:
-            proven = self._proven(primitive, params, kernel)
-            resolution, types = self._resolve(proven, layout, avals)
+        layout = kernel.layout = _layout(self.door, params, avals)
+        if self.door.checking() and layout.answer_count:
+            resolution, types = self._resolve(primitive, params, kernel, avals)
             if first:
-                if not all(map(only_touches_refs, kind.jaxprs(params))):
+                if not all(map(only_touches_refs, _jaxprs(params))):
                     confirm(kernel, self.state, primitive.name, params, layout.operand_count)
-                check_annotations(self.door, self.state, kernel, tuple(types))
+                check_annotations(self.door, self.state, kernel, types)
             wants = list(resolution.inputs)
             for at in layout.overwritten:
                 if at is not None:
@@ -338,43 +313,35 @@ class MeshKernelHooks(Hooks):
             args = self.door.cast_all(trace, args, avals, wants)
             if layout.answers:
                 # The parameters get the types too: a jaxpr that outlives the hooks keeps them.
-                out_avals = typed(self.door, kernel, params["out_avals"], tuple(types))
+                out_avals = typed(self.door, kernel, params["out_avals"], types)
                 params = {**params, "out_avals": out_avals}
         results = rest(primitive, trace, args, params)
         note_results(self.state, kernel, results)
         return results
 
-    def _typed(self, kind: Kind, primitive: Any, evaluate):
+    def _typed(self, primitive: Any, evaluate):
         """Return the abstract eval that types outputs by the rule and checks written refs."""
 
         def abstract_eval(*avals, **params):
-            if not self._acts(kind, params):
+            if not self._acts(params):
                 return evaluate(*avals, **params)
             # JAX 0.11 and 0.12 refuse every ref that varies, so the hooks check the writes here.
             if not self.door.checking():  # in a kernel, where Mosaic GPU maps over warps (JAX 0.12)
-                return evaluate(
-                    *(
-                        self._plain(aval) if isinstance(aval, self.door.AbstractRef) else aval
-                        for aval in avals
-                    ),
-                    **params,
-                )
+                is_ref = [isinstance(aval, self.door.AbstractRef) for aval in avals]
+                plain = [self._plain(aval) if ref else aval for aval, ref in zip(avals, is_ref)]
+                return evaluate(*plain, **params)
             outputs, effects = evaluate(*map(self._plain, avals), **params)
-            kernel = self._kernel(kind, primitive, params)
-            layout = kernel.layout = layout_of(self.door, kind, params, avals)
-            if not layout.count:
+            kernel = self._kernel(primitive, params)
+            layout = kernel.layout = _layout(self.door, params, avals)
+            if not layout.answer_count:
                 return outputs, effects
-            proven = self._proven(primitive, params, kernel)
-            resolution, types = self._resolve(proven, layout, avals)
+            resolution, types = self._resolve(primitive, params, kernel, avals)
+            registration = kernel.registration
+            rule = "" if registration is None else f", by the rule {registration.rule!r},"
             answers = resolution.outputs[len(resolution.outputs) - len(layout.refs) :]
             for at, answer in zip(layout.refs, answers):
-                rule = (
-                    ""
-                    if kernel.registration is None
-                    else f", by the rule {kernel.registration.rule!r},"
-                )
                 check_written(self.door, f"what {kernel.call} stores{rule}", avals[at], answer)
-            return list(typed(self.door, kernel, outputs, tuple(types))), effects
+            return list(typed(self.door, kernel, outputs, types)), effects
 
         return abstract_eval
 
@@ -383,9 +350,11 @@ class MeshKernelHooks(Hooks):
             return aval.update(inner_aval=self._plain(aval.inner_aval))
         return self.door.with_axis_type(aval, AxisType())
 
-    def _resolve(self, kernel: MeshKernel, layout: Layout, avals: Sequence[Any]):
-        inputs = self.door.axis_types(avals)
-        resolution = resolve(self.door, self.state, kernel, inputs, layout.count)
+    def _resolve(self, primitive: Any, params: dict[str, Any], kernel: MeshKernel, avals):
+        """Return the rule's answer, and the types of the returned arrays."""
+        layout, inputs = self._proven(primitive, params, kernel).layout, self.door.axis_types(avals)
+        assert layout is not None, "made before"
+        resolution = resolve(self.door, self.state, kernel, inputs, layout.answer_count)
         return resolution, layout.types(resolution.outputs, inputs)
 
 
@@ -394,11 +363,8 @@ def _innermost(function: Any) -> Any:
     seen: set[int] = set()
     while id(function) not in seen:
         seen.add(id(function))
-        function = (
-            function.func
-            if isinstance(function, functools.partial)
-            else getattr(function, "__wrapped__", function)
-        )
+        is_partial = isinstance(function, functools.partial)
+        function = function.func if is_partial else getattr(function, "__wrapped__", function)
     return function
 
 
@@ -408,20 +374,17 @@ def _module(function: Any) -> str:
 
 def _binding(name: str, functions: Sequence[Any]) -> Binding | None:
     """Return the rule that is bound to all of a kernel's functions, or None."""
-    bindings = []
-    for function in functions:
-        binding = binding_of(function)
-        if binding is None:
-            return None
-        bindings.append(binding)
-    for binding in bindings[1:]:
-        if binding.rule != bindings[0].rule:
+    bindings = [binding for binding in map(binding_of, functions) if binding is not None]
+    if len(bindings) < len(functions):
+        return None
+    first = bindings[0]
+    for binding in bindings:
+        if binding.rule != first.rule:
             raise RegistrationError(
                 f"the functions of kernel {name!r} are declared with rules that differ:\n"
-                f"  {bindings[0].rule!r} at {bindings[0].where}\n"
-                f"  {binding.rule!r} at {binding.where}\n"
+                f"  {first.rule!r} at {first.where}\n  {binding.rule!r} at {binding.where}\n"
                 "they run as one call, so declare all of them with the rule of the whole",
                 name=name,
-                places=(bindings[0].where, binding.where),
+                places=(first.where, binding.where),
             )
-    return bindings[0]
+    return first

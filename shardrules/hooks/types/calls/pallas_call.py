@@ -14,7 +14,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import only_touches_refs, union
+from shardrules.door.jaxprs import kernel_name, only_touches_refs, union
 from shardrules.door.outlived import TellingTuple
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks, State
@@ -117,7 +117,7 @@ class PallasHooks(Hooks):
         jaxpr = params["jaxpr"]
         kernel = self._kernels.get(jaxpr)
         if not isinstance(kernel, OpaqueCall):
-            name, place = self.door.describe_kernel(jaxpr, params)
+            name, place = kernel_name(params)
             primitive, outer = self.state.here.outer
             if kernel is not None:
                 kernel = OpaqueCall(

@@ -39,19 +39,6 @@ from shardrules.hooks.unchecked import UncheckedHooks, UncheckedSite, costliest
 from shardrules.registry.binding import Binding, Declared
 from shardrules.registry.table import default
 
-__all__ = [
-    "Handle",
-    "SETS",
-    "TYPES",
-    "call_declared",
-    "held",
-    "hold_for_ops",
-    "install",
-    "installed",
-    "state",
-    "touched",
-]
-
 # All hooks, in the order of installation. If two of them replace the same function of JAX, the
 # later hook calls the earlier one's. A class gets the hooks before it by ``state.of``.
 TYPES: tuple[type[Hooks], ...] = (  # JAX 0.6 and newer: avals carry axis types
@@ -85,16 +72,14 @@ SETS: tuple[type[Hooks], ...] = (  # JAX 0.5.3 and older: replication sets besid
 _lock = threading.RLock()
 _state = State(default)
 _patches = Patches()
-_holders = 0  # how many need JAX patched: each handle counts, and the ops together count once
-_held_for_ops = False
+_OPS = "declared ops"
+_holders: set[Any] = set()  # who needs JAX patched: handles, contexts, and _OPS
 
 
 class Handle:
     """What ``install`` returns; a context manager. ``uninstall`` may be called repeatedly."""
 
-    def __init__(self, decisions: Mapping[Any, UncheckedSite]):
-        self._installed = True
-        self._decisions = decisions
+    _decisions: Mapping[Any, UncheckedSite] = {}
 
     def unchecked(self) -> tuple[UncheckedSite, ...]:
         """List the shard_maps whose check is off, the costliest first.
@@ -113,12 +98,11 @@ class Handle:
             pass that is not traced yet follows plain JAX.
         """
         with _lock:
-            if self._installed:
-                self._installed = False
+            if self in _holders:
                 _state.remove(self)
-                _release()
+                _release(self)
             if ops:
-                _release_ops()
+                _release(_OPS)
 
     def __enter__(self) -> Handle:
         return self
@@ -127,7 +111,7 @@ class Handle:
         self.uninstall()
 
     def __repr__(self) -> str:
-        return f"<shardrules hooks, {'installed' if self._installed else 'uninstalled'}>"
+        return f"<shardrules hooks, {'installed' if self in _holders else 'uninstalled'}>"
 
 
 @checked
@@ -190,8 +174,9 @@ def install(
     if unchecked == "check":
         internals.load().need_types('install(unchecked="check")')
     with _lock:
-        _hold()
-        handle = Handle(_state.of(UncheckedHooks).decisions)
+        handle = Handle()
+        _hold(handle)
+        handle._decisions = _state.of(UncheckedHooks).decisions
         now = _state.everywhere
         if now.active and now.unchecked == "check":
             unchecked = "check"
@@ -226,16 +211,16 @@ def state() -> State:
 @contextlib.contextmanager
 def held() -> Iterator[State]:
     """Keep JAX patched inside the context; the hooks act only in scopes that are entered."""
-    _hold()
+    holder = object()
+    _hold(holder)
     try:
         yield _state
     finally:
-        _release()
+        _release(holder)
 
 
-def _hold() -> None:
-    """Patch JAX, unless it is patched already."""
-    global _holders
+def _hold(holder: Any) -> None:
+    """Patch JAX, unless it is patched already, until the holder and all others release it."""
     with _lock:
         if not _holders:
             door = internals.load()
@@ -250,15 +235,15 @@ def _hold() -> None:
                 _state.patched = True
                 if is_first and door.untested:
                     _self_test(door)
-                if is_first:
-                    _hide_frames()
+                if is_first:  # hide this package's frames from source lines and tracebacks
+                    door.exclude_from_tracebacks(leave_out_frames())
             except BaseException:  # install all hooks or none
                 _state.patched = False
                 _patches.undo()
                 if is_first:
                     _state.hooks.clear()
                 raise
-        _holders += 1
+        _holders.add(holder)
 
 
 def _self_test(door: Door) -> None:
@@ -284,31 +269,14 @@ def _self_test(door: Door) -> None:
 def hold_for_ops() -> None:
     """Patch JAX for good once an op is called: its bwd is traced, and the op lowered, later."""
     # The hooks are passive where no handle is installed and no declared op is running.
-    global _held_for_ops
+    _hold(_OPS)
+
+
+def _release(holder: Any) -> None:
     with _lock:
-        if not _held_for_ops:
-            _hold()
-            _held_for_ops = True
-
-
-def _release_ops() -> None:
-    """Undo ``hold_for_ops``; the next call of an op patches JAX again."""
-    global _held_for_ops
-    if _held_for_ops:
-        _held_for_ops = False
-        _release()
-
-
-def _hide_frames() -> None:
-    """Hide this package's frames from source lines and from JAX's filtered tracebacks."""
-    internals.load().exclude_from_tracebacks(leave_out_frames())
-
-
-def _release() -> None:
-    global _holders
-    with _lock:
-        _holders -= 1
-        if not _holders:
+        was_held = bool(_holders)
+        _holders.discard(holder)
+        if was_held and not _holders:
             _state.patched = False
             _state.warned.clear()
             _state.of(UncheckedHooks).forget()

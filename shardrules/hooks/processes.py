@@ -18,8 +18,6 @@ from shardrules.hooks.unchecked import UncheckedHooks
 from shardrules.registry import fingerprint
 from shardrules.registry.fingerprint import Entry
 
-__all__ = ["assert_same_rules"]
-
 _ROOT = "shardrules/same_rules"
 _SHOWN = 8  # lines about one process in a message
 _lock = threading.Lock()

@@ -15,23 +15,16 @@ from shardrules.hooks.sharded import mesh_without_devices, shard_map, varying
 from shardrules.hooks.state import Scope, State
 from shardrules.registry.builtin import no_communication
 
-__all__ = ["Body", "bodies", "differences"]
-
 
 class Body(NamedTuple):
-    """A program and what is expected of it.
+    """A program and what is expected of it."""
 
-    Args:
-      name: what messages call it.
-      function: of ``x``, which varies over data and model, and ``w``, which varies over model;
-        both have shape (2, 2) in it.
-      axes: over which its result must vary.
-      sums: the axes of each all-reduce that the gradient for ``w`` must hold, None if not asked.
-    """
-
-    name: str
+    name: str  # what messages call it
+    # of ``x``, which varies over data and model, and ``w``, which varies over model; both have
+    # shape (2, 2) in it
     function: Callable[[Any, Any], Any]
-    axes: str
+    axes: str  # over which its result must vary
+    # the axes of each all-reduce that the gradient for ``w`` must hold, None if not asked
     sums: tuple[str, ...] | None = None
 
 
@@ -100,11 +93,7 @@ def _kernel() -> Callable[[Any, Any], Any]:
 
 
 def differences(state: State) -> list[str]:
-    """Say what differs from what is expected: the program's name, and in what.
-
-    Args:
-      state: which hooks are active where; JAX is patched.
-    """
+    """Say what differs from what is expected: the program's name, and in what. JAX is patched."""
     # A thread of its own is in no trace and in no mesh, whatever the caller is in.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: list(_differences(state))).result()

@@ -124,13 +124,12 @@ class State:
             self.everywhere = scope
             self.refresh()
 
-    def remove(self, handle: object) -> bool:
-        """Undo ``push``; return whether any handle is left."""
+    def remove(self, handle: object) -> None:
+        """Undo ``push``."""
         with self.lock:
             self._installed = [entry for entry in self._installed if entry[0] is not handle]
             self.everywhere = self._installed[-1][1] if self._installed else Scope()
             self.refresh()
-            return bool(self._installed)
 
     def outlived(self, what: str, **data: Any) -> ShardrulesError:
         """Return the error for a program that was traced under the hooks and runs without them."""
@@ -154,15 +153,12 @@ class State:
     def scope(self) -> Scope:
         """The current scope of this thread."""
         local = self.here
-        base = local.scope or self.everywhere
-        overlays = self.registry.overlays
+        base, overlays = local.scope or self.everywhere, self.registry.overlays
         if not overlays:
             return base
-        last_overlays, last_base, scope = local.under
-        if last_overlays is not overlays or last_base is not base:
-            scope = dataclasses.replace(base, overlays=overlays)
-            local.under = overlays, base, scope
-        return scope
+        if local.under[0] is not overlays or local.under[1] is not base:
+            local.under = overlays, base, dataclasses.replace(base, overlays=overlays)
+        return local.under[2]
 
     @contextlib.contextmanager
     def enter(self, scope: Scope):
@@ -170,13 +166,12 @@ class State:
         if scope is self.scope:  # the usual case: a single scope for the whole process
             yield
             return
-        before = self.here.scope
-        self.here.scope = dataclasses.replace(scope, overlays=())
-        try:
-            with self.registry.overlaid(scope.overlays), self._keyed():
-                yield
-        finally:
-            self.here.scope = before
+        with (
+            self.locally(scope=dataclasses.replace(scope, overlays=())),
+            self.registry.overlaid(scope.overlays),
+            self._keyed(),
+        ):
+            yield
 
     def _keyed(self):
         """Return a context manager that makes this thread's scope part of JAX's trace key."""
@@ -250,8 +245,7 @@ class State:
 
     def _key(self, scope: Scope):
         # None while nothing is installed: JAX's caches are then those of plain JAX.
-        traced = scope.active or scope.claims is not None
-        if not traced:
+        if not scope.active and scope.claims is None:
             return None
         with self.lock:
             return self._keys.setdefault((scope, self.registry.version), _Key())

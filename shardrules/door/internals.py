@@ -1,10 +1,8 @@
 """The one door to JAX's internals: every private name is looked up once, and checked.
 
-Nothing else in shardrules asks which JAX this is. ``load`` finds every symbol of ``symbols.py``
-that this version must have, and checks its parameters before anything is touched, so the hooks are
-installed whole or not at all. JAX has had two forms of shard_map's check: replication sets kept
-beside the values, with two tables of rules (to 0.5.3), and types on avals (from 0.6.0). What
-follows asks which symbols there are; the version itself decides only which there must be.
+``load`` finds every symbol of ``symbols.py`` that this version must have, and checks its parameters
+before anything is touched, so the hooks are installed whole or not at all. What follows asks which
+symbols there are; the version itself decides only which there must be.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The door to JAX's interpreter of TPU kernels, which finds what no audit can.
 
-It runs kernels on CPU with simulated memories, and looks for races, for reads out of bounds and for
-memory that is read before it is written (JAX 0.8.3 to 0.12; nothing of it is private but where the
-races are kept).
+It simulates memories, and looks for races, reads out of bounds, and reads before a write (JAX 0.8.3
+to 0.12).
 """
 
 from __future__ import annotations

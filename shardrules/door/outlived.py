@@ -1,9 +1,8 @@
 """A jaxpr that was traced under the hooks says so when it is run without them.
 
-The hooks drop types from an interpreted kernel's loops, where JAX mixes and rejects them (0.6.0 to
-0.12). If the hooks are gone when the jaxpr is run, JAX's error doesn't name the cause. JAX first
-reads ``input_output_aliases`` of a ``pallas_call``'s parameters, whether it interprets, evaluates
-or differentiates (a test in tests/core/test_install.py fails once it does not): that tuple raises.
+The hooks drop types from an interpreted kernel's loops, where JAX mixes them. Without the hooks,
+JAX's error doesn't name the cause. It first reads ``input_output_aliases`` of the parameters (a
+test in tests/core/test_install.py fails once it does not): that tuple raises.
 """
 
 from __future__ import annotations

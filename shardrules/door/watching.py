@@ -1,15 +1,9 @@
 """What happens on the host while a block runs: calls of compiled functions, compilations, reads.
 
-JAX has no event for any of these, so some of its functions are replaced while one thread watches:
-
-- ``pjit._pjit_call_impl_python`` and ``stages.Compiled.__call__``, where a call has its arguments;
-- ``pjit._get_fastpath_data``, which lets C++ call a function without any of these: it returns None,
-  and what C++ knows already is dropped on the way in and out (nothing is traced or compiled anew);
-- ``compiler.compile_or_get_cached``;
-- ``ArrayImpl._value``, by which ``float(x)``, ``print(x)``, ``x.tolist()`` and the like read;
-- ``numpy.asarray`` and ``numpy.array``, which read a CPU's array through its buffer, by no method.
-
-All of them do what they did in threads that do not watch.
+JAX has no event for any of these, so some of its functions are replaced while one thread watches;
+in other threads they do what they did. ``_get_fastpath_data`` lets C++ call a function without any
+of them: it returns None, and what C++ knows is dropped on the way in and out. ``float(x)``,
+``print(x)`` and the like read by ``ArrayImpl._value``; NumPy reads a CPU's array by no method.
 """
 
 from __future__ import annotations
@@ -92,9 +86,7 @@ def start(listener: Listener) -> Callable[[], None]:
 
 
 def _listeners() -> list[Listener]:
-    if not hasattr(_thread, "listeners"):
-        _thread.listeners = []
-    return _thread.listeners
+    return vars(_thread).setdefault("listeners", [])
 
 
 def _install() -> None:
@@ -262,11 +254,10 @@ def _explicit() -> bool:
     import jax
     from jax._src import config
 
-    for library in ("guard_lib", "transfer_guard_lib"):
-        guards = getattr(config, library, None)
-        if guards is not None:
-            return bool(guards.thread_local_state().explicit_device_get)
-    raise UnsupportedJaxError(f"JAX {jax.__version__} does not tell jax.device_get apart")
+    guards = getattr(config, "guard_lib", None) or getattr(config, "transfer_guard_lib", None)
+    if guards is None:
+        raise UnsupportedJaxError(f"JAX {jax.__version__} does not tell jax.device_get apart")
+    return bool(guards.thread_local_state().explicit_device_get)
 
 
 def live_arrays() -> list[tuple[str, int]]:

@@ -1,9 +1,8 @@
 """Gradient sums that only some devices reach, because a varying predicate chose their branch.
 
-A collective waits for all devices of its group. If the branches of a cond hold the same ones, XLA
-moves them out, and the program runs; if not, it hangs (on CPU the process ends). Collectives that
-users write in a branch are left alone, since the predicate may be equal whatever its type; they
-didn't write the sum of a gradient.
+A collective waits for all devices of its group. If all branches hold the same ones, XLA moves them
+out; if not, the program hangs. Users' own collectives in a branch are left alone: the predicate may
+be equal whatever its type.
 """
 
 from __future__ import annotations
@@ -94,13 +93,10 @@ class Divergent:
         """Return what finds the axes over which a bwd's equation waits in transposed branches."""
         # Where the branches held collectives of their own, theirs are transposed with them, and
         # nothing tells these from a bwd's. Sums are never theirs: a psum's transpose is a cast.
-        branches = map(opened, self.state.here.transposed)
-        own = any(
-            True
-            for branch in branches
-            for _ in _collectives(branch, over, True, self._communicated)
-        )
-        return _summed if own else self._communicated
+        for branch in map(opened, self.state.here.transposed):
+            if any(True for _ in _collectives(branch, over, True, self._communicated)):
+                return _summed
+        return self._communicated
 
     def _communicated(self, eqn: Any) -> frozenset[str]:
         """Return the axes over which a collective, or a kernel by its rule, communicates."""

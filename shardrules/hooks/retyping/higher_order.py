@@ -1,7 +1,4 @@
-"""Calls of jaxprs whose operands have come to vary over more mesh axes.
-
-Loops, branches, linear solves, and ops that call one jaxpr with all of their operands: jit,
-checkpoint, custom rules. Their results have the types that their jaxprs say.
+"""Calls of jaxprs whose operands have come to vary over more mesh axes: loops, branches, jit, ...
 
 What a varying predicate chooses varies, and so does its gradient: JAX puts a psum wherever an
 invariant value was cast, and only the devices that took a branch run a psum inside it (JAX 0.6 to
@@ -75,19 +72,15 @@ class HigherOrderOp:
         retyping: Any, primitive: Any, params: dict[str, Any], avals: Sequence[Any]
     ) -> HigherOrderOp | None:
         """Return the call; None if it calls no jaxpr, or calls one with other values."""
-
-        def entering(key):
-            inner = params[key][0] if key == "branches" else params[key]
-            return retyping.door.axis_types(var.aval for var in opened(inner).invars)
-
+        door = retyping.door
         if primitive.name == "cond":
-            predicate = retyping.door.axis_type(avals[0])  # whatever it is
-            return _Cond(retyping, params, [predicate, *entering("branches")])
+            predicate = door.axis_type(avals[0])  # whatever it is
+            return _Cond(retyping, params, [predicate, *_entering(door, params["branches"][0])])
         if primitive.name == "while":
-            condition, body = entering("cond_jaxpr"), entering("body_jaxpr")
-            return _While(retyping, params, [*condition[: params["cond_nconsts"]], *body])
+            condition = _entering(door, params["cond_jaxpr"])[: params["cond_nconsts"]]
+            return _While(retyping, params, [*condition, *_entering(door, params["body_jaxpr"])])
         if primitive.name == "scan":
-            return _Scan(retyping, params, entering("jaxpr"))
+            return _Scan(retyping, params, _entering(door, params["jaxpr"]))
         if primitive.name == "custom_linear_solve":
             return _LinearSolve.of_jaxprs(retyping, params)
         if (
@@ -97,9 +90,9 @@ class HigherOrderOp:
             return None
         for key, value in params.items():
             inner = opened(value)
-            if inner is not None and _takes_operands(retyping.door, inner.invars, avals):
+            if inner is not None and _takes_operands(door, inner.invars, avals):
                 kind = _LinearCall if primitive.name == "linear_call" else _Call
-                return kind(retyping, params, entering(key), key)
+                return kind(retyping, params, _entering(door, inner), key)
         return None
 
     def wanted(self, have: Sequence[AxisType]) -> list[AxisType]:
@@ -118,10 +111,8 @@ class _Cond(HigherOrderOp):
         avals = [var.aval for var in opened(branches[0]).invars]
         chosen = [var.aval for branch in branches for var in opened(branch).outvars]
         if _missing(door, over, chosen) or self._casts_inside(over, operands, avals):
-            operands = [
-                widened(have, over) if door.can_cast(aval) else have
-                for have, aval in zip(operands, avals)
-            ]
+            arrays = map(door.can_cast, avals)
+            operands = [widened(t, over) if array else t for t, array in zip(operands, arrays)]
         elif not gained(operands, door.axis_types(avals)):
             return None
         new = [retyping.jaxpr(branch, operands, what) for branch in branches]
@@ -134,11 +125,11 @@ class _Cond(HigherOrderOp):
 
     def _casts_inside(self, over, operands, avals) -> bool:
         """Whether a branch casts what may come from an operand: its gradient is then a psum."""
+        now = [*map(self.door.with_axis_type, avals, operands)]
         narrow = [
             i
-            for i, (have, aval) in enumerate(zip(operands, avals))
-            if _missing(self.door, over, [self.door.with_axis_type(aval, have)])
-            and is_inexact(aval)
+            for i, aval in enumerate(now)
+            if _missing(self.door, over, [aval]) and is_inexact(aval)
         ]
         return bool(narrow) and any(
             self._casts(branch, [branch.invars[i] for i in narrow], over)
@@ -228,27 +219,25 @@ class _LinearSolve(_Alike):
         traced: list[AxisType] = []
         for jaxpr, count in zip(params["jaxprs"], params["const_lengths"]):
             if jaxpr is not None:
-                entering = retyping.door.axis_types(var.aval for var in opened(jaxpr).invars)
-                traced += entering[:count]
-        solve, count = opened(params["jaxprs"].solve), params["const_lengths"].solve
-        traced += retyping.door.axis_types(var.aval for var in solve.invars[count:])
+                traced += _entering(retyping.door, jaxpr)[:count]
+        traced += _entering(retyping.door, params["jaxprs"].solve)[params["const_lengths"].solve :]
         return cls(retyping, params, traced)
 
     def retyped(self, types, what):
         door, retyping, jaxprs = self.door, self.retyping, self.params["jaxprs"]
         axes = union(types)
+
+        def wide(have):
+            return [widened(axis_type, axes) for axis_type in have]
+
         new = []
         for each in jaxprs:
             if each is not None:
-                entering = door.axis_types(var.aval for var in opened(each).invars)
-                each = retyping.jaxpr(each, [widened(have, axes) for have in entering], what)
-                each = door.cast_outputs(
-                    each, [widened(have, axes) for have in retyping.results(each)]
-                )
+                each = retyping.jaxpr(each, wide(_entering(door, each)), what)
+                each = door.cast_outputs(each, wide(retyping.results(each)))
             new.append(each)
         changes = {"jaxprs": type(jaxprs)(*new)}
-        results = retyping.results(changes["jaxprs"].solve)
-        return Retyped([widened(have, axes) for have in types], changes, results)
+        return Retyped(wide(types), changes, retyping.results(changes["jaxprs"].solve))
 
 
 class _Call(HigherOrderOp):
@@ -305,6 +294,10 @@ class _Call(HigherOrderOp):
 
 class _LinearCall(_Alike, _Call):
     """A ``linear_call``."""
+
+
+def _entering(door: Any, jaxpr: Any) -> tuple[AxisType, ...]:
+    return door.axis_types(var.aval for var in opened(jaxpr).invars)
 
 
 def _missing(door: Any, over: frozenset[str], avals: Iterable[Any]) -> bool:

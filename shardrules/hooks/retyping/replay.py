@@ -1,16 +1,12 @@
 """Jaxprs that were traced with invariant values and run on varying ones.
 
-A library traces a function once, with the values that it has, and runs the jaxpr on others later:
-closure conversion, a linear solve, a checkpointed loop, any interpreter of jaxprs. JAX's functions
-cast operands that vary differently when they are called; the primitives that they left in the
-jaxpr don't (JAX 0.6 to 0.12: "requires varying manual axes to match"). A primitive that calls a
-jaxpr keeps the types of its trace, which are then too invariant. So the hooks put in the casts of
-JAX's functions where an equation is bound, and retype a jaxpr for the operands of its call.
+Libraries trace a function once and run the jaxpr on other values (closure conversion, a linear
+solve, an interpreter of jaxprs). JAX's functions cast operands that vary differently; the
+primitives in the jaxpr don't (0.6 to 0.12), and a jaxpr that is called keeps the types of its
+trace. So the hooks cast where an equation is bound, and retype a jaxpr for its call's operands.
 
 What a predicate chooses varies as the predicate does, and JAX types it by the branches or the body
-alone (0.6 to 0.12): on devices that chose differently, a value typed as equal differs, and its
-gradient is silently wrong. So a cond's, switch's and while_loop's results get the predicate's
-axes when they are bound. Programs that JAX types rightly are left as they are.
+alone. So results of cond, switch and while_loop get the predicate's axes when they are bound.
 """
 
 from __future__ import annotations

@@ -74,9 +74,7 @@ class Retyping(Hooks):
         if what is not None:
             return self._retyped(jaxpr, types, what)
         invars = opened(jaxpr).invars
-        avals = [
-            self.door.with_axis_type(var.aval, axis_type) for var, axis_type in zip(invars, types)
-        ]
+        avals = [*map(self.door.with_axis_type, (var.aval for var in invars), types)]
         self.check_gradients(opened(jaxpr), invars, avals)
         replayed = self._replayed.setdefault(jaxpr, {})  # one jaxpr is lowered and cached once
         key = (*types, self.door.abstract_mesh(), self.state.scope, self.state.registry.version)
@@ -84,7 +82,7 @@ class Retyping(Hooks):
             try:
                 replayed[key] = self._retyped(jaxpr, types, None)
             except AxisError:
-                replayed[key] = self._retraced(jaxpr, types)
+                replayed[key] = self._retraced(jaxpr, avals)
             if replayed[key] is jaxpr:
                 replayed[key] = None  # else the value would keep its key alive
         return jaxpr if replayed[key] is None else replayed[key]
@@ -111,25 +109,18 @@ class Retyping(Hooks):
                 why=why,
             )
 
-    def _retraced(self, jaxpr: Any, types: Sequence[AxisType]) -> Any:
+    def _retraced(self, jaxpr: Any, avals: Sequence[Any]) -> Any:
         """Trace a jaxpr's equations again with values of these types."""
         import jax
 
-        inner, constants = opened(jaxpr), getattr(jaxpr, "consts", ())
-        new = jax.make_jaxpr(lambda *args: jax.core.eval_jaxpr(inner, constants, *args))(
-            *(
-                self.door.with_axis_type(var.aval, axis_type)
-                for var, axis_type in zip(inner.invars, types)
-            )
-        )
+        run = functools.partial(jax.core.eval_jaxpr, opened(jaxpr), getattr(jaxpr, "consts", ()))
+        new = jax.make_jaxpr(run)(*avals)
         return new if isinstance(new, type(jaxpr)) else new.jaxpr  # it had no constants
 
     def _retyped(self, jaxpr: Any, types: Sequence[AxisType], what: str | None) -> Any:
         inner = opened(jaxpr)
         env: dict[Any, Any] = {}
-        invars = [
-            self.retype_variable(var, axis_type, env) for var, axis_type in zip(inner.invars, types)
-        ]
+        invars = [self.retype_variable(*each, env) for each in zip(inner.invars, types)]
         if not env:
             return jaxpr
         eqns: list[Any] = []
@@ -234,11 +225,8 @@ class _Equation:
         except ShardrulesError:
             raise
         except Exception as error:
-            raise self._error(
-                f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                if str(error)
-                else type(error).__name__
-            ) from error
+            text = f": {str(error).splitlines()[0]}" if str(error) else ""
+            raise self._error(f"{type(error).__name__}{text}") from error
         avals = avals if eqn.primitive.multiple_results else [avals]
         return self._done({}, self.door.axis_types(avals))
 
@@ -267,16 +255,10 @@ class _Equation:
 
     def _done(self, changes: dict[str, Any], types: Sequence[AxisType]) -> list[Any]:
         """Return the casts and the equation with these parameters and output types."""
-        outvars = [
-            self.retyping.retype_variable(var, axis_type, self.env)
-            for var, axis_type in zip(self.eqn.outvars, types)
-        ]
-        return [
-            *self.eqns,
-            self.eqn.replace(
-                invars=self.operands, outvars=outvars, params={**self.eqn.params, **changes}
-            ),
-        ]
+        pairs = zip(self.eqn.outvars, types)
+        outvars = [self.retyping.retype_variable(*pair, self.env) for pair in pairs]
+        params = {**self.eqn.params, **changes}
+        return [*self.eqns, self.eqn.replace(invars=self.operands, outvars=outvars, params=params)]
 
     def _error(self, why: str) -> AxisError:
         axes = self._gained()

@@ -1,14 +1,11 @@
 """Replication sets: the check in JAX 0.5.3 and older (``check_rep=True``).
 
-There, a value's axis type is not on its aval: a tracer of shard_map's own carries the set of mesh
-axes over which the value is replicated, the complement of those over which it varies. Two tables
-hold, for each primitive, how the sets pass through it (*check*) and which casts its operands need
-(*rewrite*). JAX fills a table with ``setdefault``, which drops a second rule silently. So each
-opaque primitive has one entry, which asks the registry at every call.
+A tracer of shard_map's own carries the set of mesh axes over which a value is replicated. Two
+tables hold, for each primitive, how the sets pass through it (*check*) and which casts its operands
+need (*rewrite*). Each opaque primitive has one entry, which asks the registry at every call.
 
-A custom_vjp's bwd is matched to its primals here too. JAX sums every cotangent that varies over an
-axis over which its primal doesn't, even if bwd has summed it already: 0.4.35 and 0.5.3 return 144
-instead of 36. So the hooks first look at what bwd does, as they do where types are on avals.
+JAX sums every cotangent that varies over an axis over which its primal doesn't, even if bwd has
+summed it already (144 instead of 36). So the hooks first look at what bwd does.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from shardrules.hooks.state import Hooks, State
 from shardrules.hooks.types.calls.opaque import OpaqueCall, resolve
 from shardrules.hooks.types.calls.primitives import PrimitiveHooks
 from shardrules.hooks.types.redundant_casts import leave_out_zeros
-from shardrules.registry.axistypes import AxisType, Effect, Resolution
+from shardrules.registry.axistypes import AxisType, Effect, Resolution, show_axes
 
 # JAX's own primitives whose table entries are too invariant: each group has its own maximum, and a
 # generator without a key draws on every device for itself.
@@ -197,10 +194,9 @@ class SetHooks(Hooks):
             if rep is not None and lost:
                 # For example, vmap with spmd_axis_name over shard_map adds its axis after the
                 # casts: the input's gradient would lack the psum that is a cast's transpose.
-                names = ", ".join(sorted(lost))
                 raise RuleError(
-                    f"input {i} of {opaque.call} is invariant over {{{names}}}, over which another "
-                    f"input came to vary after shard_map's casts were put in. JAX "
+                    f"input {i} of {opaque.call} is invariant over {show_axes(lost)}, over which "
+                    f"another input came to vary after shard_map's casts were put in. JAX "
                     f"{self.door.version} can't cast it then: map the input over that axis too, "
                     "move the vmap into shard_map, or use JAX 0.6 or newer",
                     kernel=opaque.call.name,

@@ -1,10 +1,8 @@
 """Loops' carries and branches' outputs under shard_map's check, cast to the join of their types.
 
-JAX requires one type of a loop's carry before and after the body, and equal types of all branches
-of a cond or switch. A carry that starts from zeros is invariant; once an opaque call in the body
-has a rule, the body returns a varying one. A cast to varying is always sound, so if the types
-differ only in the axes over which they vary, the initial carry is cast to the fixpoint of its type,
-and each branch to the join of all. The cast is before the loop, and so is its gradient's psum.
+JAX requires one type of a carry before and after the body, and equal types of all branches. Where
+they differ only in the axes over which they vary, the initial carry is cast to the fixpoint of its
+type, and each branch to the join of all. The cast is before the loop, and so is its psum.
 """
 
 from __future__ import annotations

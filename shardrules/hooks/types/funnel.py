@@ -1,9 +1,8 @@
 """The funnel: every primitive's types, casts and tags pass here, whoever made it and whenever.
 
-A primitive's types come from one data descriptor on the class, ``Primitive.abstract_eval``; its
-casts, and its OpaqueCall, from one wrapper of ``Primitive.bind_with_trace``; its tag from
-one wrapper of the function that lowers an equation. What a primitive obeys is a row of the table in
-``laws.py``. A primitive that is made tomorrow is under the law by being a ``Primitive``.
+Types come from one data descriptor, ``Primitive.abstract_eval``; casts and OpaqueCalls from one
+wrapper of ``Primitive.bind_with_trace``; tags from one wrapper of what lowers an equation. A row of
+the table in ``laws.py`` says what a primitive obeys.
 """
 
 from __future__ import annotations

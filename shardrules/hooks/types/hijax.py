@@ -1,8 +1,7 @@
 """Hijax primitives, whose authors type their results by hand.
 
-If the author forgets the mesh axes in a result type (``out_aval``; in JAX 0.11 and older also
-``abstract_eval``), JAX 0.8 to 0.12 types the result as invariant. The check then accepts ``P()``
-for values that differ, and the gradient is silently wrong. The expansion shows what varies.
+If the author forgets the mesh axes in a result type (``out_aval``, or ``abstract_eval`` to JAX
+0.11), JAX types the result as invariant, silently wrong. The expansion shows what varies.
 """
 
 from __future__ import annotations
@@ -55,10 +54,8 @@ class HijaxHooks(Hooks):
     def _check(self, called: Any, expand: Callable[..., Any], args, outputs) -> None:
         """Raise AxisError if a result's type has fewer axes than in the call's expansion."""
         door = self.door
-        if not self.acts or type(called).__module__.startswith(
-            "jax."
-        ):  # JAX types its own by tracing
-            return
+        if not self.acts or type(called).__module__.startswith("jax."):
+            return  # JAX types its own by tracing
         takes, gives = [*map(door.typeof, args)], [*map(door.typeof, outputs)]
         if any(isinstance(a, door.AbstractRef) or getattr(a, "has_qdd", False) for a in takes):
             return  # an expansion on trial would write to refs

@@ -1,13 +1,9 @@
 """The table of laws: what each primitive's results vary over, and who says so.
 
-Every version of JAX (0.6 to 0.12) has primitives whose abstract evals lose mesh axes: the result
-depends on all operands, but gets the type of a single operand, or no axes at all. ``jnp.argsort``
-types its indices as invariant, and the gradient of the values they pick is silently wrong.
-``ragged_all_to_all`` returns the type of the zeros that it writes into; ``pmax`` within groups
-types the result as if all devices were one group. A list of such primitives would be incomplete. So
-the default row is a law: *results vary at least as the join of the operands*. It holds for every
-primitive, also for primitives of future JAX versions, unless a row says otherwise; an unknown
-primitive may be typed too varying, never too invariant. Effects of collectives are left to JAX.
+JAX (0.6 to 0.12) has primitives whose abstract evals lose mesh axes: ``jnp.argsort`` types its
+indices as invariant, and the gradient of the values they pick is silently wrong. No list of these
+would be complete. So the default row is a law: *results vary at least as the join of the operands*.
+An unknown primitive may be typed too varying, never too invariant. Effects are left to JAX.
 """
 
 from __future__ import annotations

@@ -64,6 +64,21 @@ def held_by(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
 
 
+def innermost(function: Any) -> Any:
+    """Return the function that has a source line, inside partial, wraps and declarations."""
+    seen: set[int] = set()
+    while id(function) not in seen:
+        seen.add(id(function))
+        is_partial = isinstance(function, functools.partial)
+        function = function.func if is_partial else getattr(function, "__wrapped__", function)
+    return function
+
+
+def module_of(function: Any) -> str:
+    """Return the module of the innermost function, or empty."""
+    return getattr(innermost(function), "__module__", None) or ""
+
+
 def is_held_by_jax(primitive: Any) -> bool:
     """Whether a module of JAX has the primitive as an attribute."""
     return any(

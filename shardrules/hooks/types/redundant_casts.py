@@ -1,11 +1,8 @@
 """Casts that JAX rejects or crashes on.
 
-A user's cast over axes that a value already varies over does nothing here. It is written after a
-kernel whose output is annotated as invariant, and which a proof widens (MaxText's megablox). JAX
-0.8 to 0.12 reject the cast; older ones bind one primitive, which is bound again for the other axes.
-
-JAX to 0.6.0 sums a cotangent that is known to be zero (a bwd returns None) at a cast, or casts it
-at a psum, and raises TypeError.
+A user's cast over axes that a value already varies over does nothing here (JAX 0.8 to 0.12 reject
+it): a kernel's annotation is widened by a proof, and then the user casts (MaxText's megablox). JAX
+to 0.6.0 sums or casts a cotangent that is known to be zero (a bwd returns None), and raises.
 """
 
 from __future__ import annotations

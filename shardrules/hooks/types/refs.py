@@ -1,10 +1,8 @@
 """Refs under shard_map's check: a read varies over every axis that any written value varies over.
 
-A ref keeps the type of its first value, and JAX 0.10.2 does not compare it with stored values: a
-ref made from zeros stays invariant whatever is stored in it. ``run_state`` can make its refs again
-from values that were cast, so there the hooks grow the types to their fixpoint, and user code stays
-unchanged. ``jax.new_ref`` makes a ref before its stored values are known, so there the hooks refuse
-to store a value that varies more.
+A ref keeps the type of its first value, and JAX 0.10.2 does not compare it with stored values.
+``run_state`` can make its refs again from values that were cast, so there the types grow to their
+fixpoint. ``jax.new_ref`` can't, so a value that varies more than the ref is refused.
 """
 
 from __future__ import annotations

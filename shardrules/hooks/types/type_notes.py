@@ -1,11 +1,9 @@
 """The causes of JAX's errors about types that the hooks changed, added to these errors.
 
-A sort's indices, and what a varying predicate chooses, vary under the hooks where JAX types them
-invariant. JAX then rightly refuses ``out_specs=P()``, and can't say why the value varies.
-
-When a shard_map is differentiated, JAX (0.6 to 0.12) writes that error from the residuals' types
-and the outputs' specs, so it raises an error about pytrees or names the wrong output. The hooks
-write it from the outputs' own types.
+A sort's indices vary under the hooks where JAX types them invariant: it then refuses
+``out_specs=P()`` and can't say why. When a shard_map is differentiated, JAX (0.6 to 0.12) also
+names the wrong output, or raises an error about pytrees; the hooks write that text from the
+outputs' own types.
 """
 
 from __future__ import annotations

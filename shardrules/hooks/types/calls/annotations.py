@@ -1,11 +1,9 @@
 """Users' annotations of outputs, compared with the call's rule or proof.
 
-An annotation that varies less than a proof is widened to it. Plain JAX believes the annotation and
-leaves out a reduction, so each gives one ``AnnotationWarning`` when the shard_map around it has
-been traced. Until then a ``pcast`` of the output itself may add the missing axes, as MaxText's
-megablox does after its forward kernel: plain JAX loses nothing there, since kernels have
-derivatives of their own, and there is no warning. If anything else is computed from the output
-before the cast, plain JAX may lose the reduction, and there is one.
+An annotation that varies less than a proof is widened to it. Plain JAX believes it and leaves out a
+reduction, so there is one ``AnnotationWarning`` when the shard_map has been traced, unless a
+``pcast`` of the output itself has added the missing axes by then (MaxText's megablox does): plain
+JAX loses nothing there, since kernels have derivatives of their own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Kernels on a mesh of cores under shard_map's check: pl.kernel, plgpu.kernel, core_map.
 
-They all bind one of two primitives. ``mpmd_map`` takes arrays and refs and returns arrays.
-``core_map`` takes only refs, and becomes an ``mpmd_map`` when refs are discharged. The hooks are as
-for ``pallas_call``: they cast operands before ``bind`` and type the outputs by the rule in the
-abstract eval. A written ref counts as an output, after the arrays, in the order of the operands.
+``mpmd_map`` takes arrays and refs and returns arrays. ``core_map`` takes only refs, and becomes a
+``mpmd_map`` when refs are discharged. A written ref counts as an output, after the arrays, in the
+order of the operands.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shardrules.hooks.types.calls.annotations import check_annotations, note_res
 from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
-from shardrules.hooks.types.owners import held_by
+from shardrules.hooks.types.owners import held_by, innermost, module_of
 from shardrules.hooks.types.refs import check_written, written_variables
 from shardrules.registry.axistypes import AxisType, Effect
 from shardrules.registry.binding import Binding, binding_of
@@ -184,8 +183,8 @@ class MeshKernelHooks(Hooks):
         return lowered
 
     def _source(self, function: Any) -> Any:
-        while _module(function).startswith(PALLAS):  # the user's kernel is in its closure
-            held = dict(held_by(_innermost(function)))
+        while module_of(function).startswith(PALLAS):  # the user's kernel is in its closure
+            held = dict(held_by(innermost(function)))
             for value in held.values():
                 jaxpr = opened(value)  # a ClosedJaxpr in JAX 0.11
                 if jaxpr is not None and jaxpr in self._sources:
@@ -210,7 +209,7 @@ class MeshKernelHooks(Hooks):
         again = (
             here.checked
             and not door.checking()
-            and all(_module(function) == PALLAS_GPU_CORE for _, function in meshes_and_fns)
+            and all(module_of(function) == PALLAS_GPU_CORE for _, function in meshes_and_fns)
         )
         checked = functools.partial(door.check_vma, True) if again else contextlib.nullcontext
         noted = here.annotations
@@ -282,12 +281,12 @@ class MeshKernelHooks(Hooks):
     def _described(self, primitive: Any, params: dict[str, Any]) -> MeshKernel:
         functions = [self._origin(jaxpr)[1] for jaxpr in _jaxprs(params)]
         name, place = kernel_name(params)
-        inner = _innermost(functions[0])
+        inner = innermost(functions[0])
         if name in _PLACEHOLDERS:
             name = getattr(inner, "__name__", name)
         place = self.door.function_place(inner) or place
         binding = _binding(name, functions)
-        call = Call(primitive.name, name, place, _module(inner), binding, primitive)
+        call = Call(primitive.name, name, place, module_of(inner), binding, primitive)
         notes = self.state.here.kernel_annotations
         return MeshKernel(call, notes if len(notes) == len(_out_avals(params)) else ())
 
@@ -356,20 +355,6 @@ class MeshKernelHooks(Hooks):
         assert layout is not None, "made before"
         resolution = resolve(self.door, self.state, kernel, inputs, layout.answer_count)
         return resolution, layout.types(resolution.outputs, inputs)
-
-
-def _innermost(function: Any) -> Any:
-    """Return the function that has a source line, inside partial, wraps and declarations."""
-    seen: set[int] = set()
-    while id(function) not in seen:
-        seen.add(id(function))
-        is_partial = isinstance(function, functools.partial)
-        function = function.func if is_partial else getattr(function, "__wrapped__", function)
-    return function
-
-
-def _module(function: Any) -> str:
-    return getattr(_innermost(function), "__module__", None) or ""
 
 
 def _binding(name: str, functions: Sequence[Any]) -> Binding | None:

@@ -122,40 +122,33 @@ def find_rule(call: Call, scope: Scope, state: State) -> Registration | None:
     return None
 
 
-def prove(
-    opaque: OpaqueCall, state: State, primitive: str, params: dict[str, Any], operand_count: int
-) -> None:
+def prove(opaque: OpaqueCall, state: State, primitive: str, params: Any, operands: int) -> None:
     """Set the call's rule from a proof of its kernel's own jaxpr, if there is one."""
     if opaque.registration is None and opaque.audit is None and opaque.governing(state).prove:
-        opaque.audit = state.registry.audit(primitive, params, operand_count)
+        opaque.audit = state.registry.audit(primitive, params, operands)
         if opaque.audit is not None and opaque.audit.proven:
-            opaque.registration = Registration(
-                opaque.call.name, no_communication, opaque.call.place or "its own jaxpr", "audited"
-            )
+            where = opaque.call.place or "its own jaxpr"
+            opaque.registration = Registration(opaque.call.name, no_communication, where, "audited")
 
 
-def confirm(
-    opaque: OpaqueCall, state: State, primitive: str, params: dict[str, Any], operand_count: int
-) -> None:
+def confirm(opaque: OpaqueCall, state: State, primitive: str, params: Any, operands: int) -> None:
     """Raise RuleError if a kernel's own jaxpr contradicts its declaration ``no_communication``."""
     # A proven declaration is marked audited; one that can't be confirmed stays as declared. This
     # runs when a call is lowered, so that tracing doesn't wait for it, and at the bind where the
     # jaxpr has an effect beyond its refs. ``explain`` and ``scan_calls`` run it for every call.
     registration = opaque.registration
-    if (
-        registration is None
-        or registration.status == "audited"
-        or registration.rule != no_communication
-    ):
+    if registration is None or registration.status == "audited":
+        return
+    if registration.rule != no_communication:
         return
     if opaque.audit is None:
-        opaque.audit = state.registry.audit(primitive, params, operand_count)
+        opaque.audit = state.registry.audit(primitive, params, operands)
     if opaque.audit is None:
         return
     if opaque.audit.contradicts_no_communication:
         raise RuleError(
             f"{opaque.call} is declared {registration.rule!r} at {registration.where}, but its "
-            f"own jaxpr shows otherwise:\n  {str(opaque.audit).replace(chr(10), chr(10) + '  ')}\n"
+            f"own jaxpr shows otherwise:\n  {_indented(opaque.audit)}\n"
             "Declare what it does: shardrules.all_gather, all_reduce, permute, per_device, ... "
             "with its mesh axes.",
             kernel=opaque.call.name,
@@ -164,6 +157,10 @@ def confirm(
         )
     if opaque.audit.proven:
         opaque.registration = dataclasses.replace(registration, status="audited")
+
+
+def _indented(audit: Any) -> str:
+    return str(audit).replace("\n", "\n  ")
 
 
 def _everywhere(context: RuleContext):
@@ -225,33 +222,25 @@ def _answer(call: Call, registration: Registration, context: RuleContext) -> Res
 def _unknown(call: Call, context: RuleContext, state: State, audit: Any) -> UnknownKernelError:
     inputs = "\n".join(f"    input {i}: {t}" for i, t in enumerate(context.inputs))
     names = ", ".join(map(repr, state.registry.names())) or "none"
-    why = (
-        ""
-        if audit is None
-        else (f"Its own jaxpr is {str(audit).replace(chr(10), chr(10) + '  ')}\n")
-    )
-    communicates = audit is not None and audit.contradicts_no_communication
-    # Bits without a seed differ by device but don't communicate.
-    alike = "" if audit is None else ", and what is named above is the same on every device"
     pasted = "\n".join(f"    {line}" for line in to_paste(call, audit, context.mesh_axes))
+    why = "" if audit is None else f"Its own jaxpr is {_indented(audit)}\n"
+    if audit is not None and audit.contradicts_no_communication:
+        head, tail = "It communicates, so say what it does, in one of these lines:\n", ""
+    else:
+        # Bits without a seed differ by device but don't communicate.
+        alike = "" if audit is None else ", and what is named above is the same on every device"
+        head = (
+            f"If the kernel reads no other device and no device id{alike}, write one of these "
+            "lines:\n"
+        )
+        tail = (
+            "If it communicates, register shardrules.all_gather, all_reduce, permute, per_device, "
+            "... with its mesh axes, or a function of a shardrules.RuleContext. "
+        )
     return UnknownKernelError(
         f"no rule for {call}: shard_map(check_vma=True) over manual axes "
         f"{{{', '.join(context.mesh_axes)}}} can't tell over which of them its outputs vary\n"
-        f"{inputs or '    no inputs'}\n{why}"
-        + (
-            "It communicates, so say what it does, in one of these lines:\n"
-            if communicates
-            else f"If the kernel reads no other device and no device id{alike}, "
-            "write one of these lines:\n"
-        )
-        + f"{pasted}\n"
-        + (
-            ""
-            if communicates
-            else "If it communicates, register shardrules.all_gather, all_reduce, permute, "
-            "per_device, ... with its mesh axes, or a function of a shardrules.RuleContext. "
-        )
-        + f"Names with a rule: {names}.",
+        f"{inputs or '    no inputs'}\n{why}{head}{pasted}\n{tail}Names with a rule: {names}.",
         kernel=call.name,
         inputs=context.inputs,
         mesh_axes=context.mesh_axes,

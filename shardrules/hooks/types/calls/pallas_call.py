@@ -1,9 +1,8 @@
 """pallas_call under shard_map's check, where avals carry it: types from rules, at every bind.
 
 The kernel tracer is where a kernel's function object and its jaxpr meet, so the rule that is bound
-to the object can be looked up from the jaxpr in every transformed call. Binding
-casts the inputs (the rewrite). The abstract eval computes the outputs' types anew each time (the
-check), because the types at tracing may be too invariant after batching.
+to the object can be looked up from the jaxpr in every transformed call. Types are computed anew at
+each bind: those of the trace may be too invariant after batching.
 """
 
 from __future__ import annotations
@@ -22,16 +21,11 @@ from shardrules.hooks.types.calls.annotations import check_annotations, note_res
 from shardrules.hooks.types.calls.opaque import Call, OpaqueCall, confirm, prove, resolve, typed
 from shardrules.hooks.types.funnel import Law
 from shardrules.hooks.types.laws import Row
+from shardrules.hooks.types.owners import module_of
 from shardrules.hooks.types.refs import check_written, written_variables
 from shardrules.registry.axistypes import AxisType
 from shardrules.registry.binding import Binding, Declared, binding_of
 from shardrules.registry.suggestions import module_at
-
-
-def _module_of(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__module__", None) or ""
 
 
 class _Traced(NamedTuple):
@@ -105,7 +99,7 @@ class PallasHooks(Hooks):
                 with door.unchecked():
                     traced = trace(body, *args, **kwargs)
             jaxpr, traced = door.kernel_jaxpr(traced)
-            self._kernels[jaxpr] = _Traced(_module_of(fun), binding_of(fun), annotations)
+            self._kernels[jaxpr] = _Traced(module_of(fun), binding_of(fun), annotations)
             return traced
 
         return trace_kernel

@@ -1,8 +1,7 @@
 """Opaque primitives beside pallas_call: FFI calls, callbacks, raw Mosaic, and users' own.
 
-JAX types what they return as invariant, whatever goes in (JAX 0.8.3 to 0.12 for ``ffi_call``;
-callbacks and primitives that know nothing of axis types on every version). Binding casts, the
-abstract eval gives the types.
+JAX types what they return as invariant, whatever goes in (0.8.3 to 0.12 for ``ffi_call``). Binding
+casts, the abstract eval gives the types.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import sys
 from typing import Any
 
 from shardrules.arguments import checked
+from shardrules.door.stubs import allow
 from shardrules.errors import AotError
 
 __all__ = ["gpu", "gpu_names", "missing_plugin", "tpu"]
@@ -59,13 +60,15 @@ def tpu(topology_name: str) -> tuple[Any, ...]:
 
 
 @checked
-def gpu(name: str, device_count: int) -> tuple[Any, ...]:
+def gpu(name: str, device_count: int, *, stubs: bool = False) -> tuple[Any, ...]:
     """Return the devices of absent GPUs, for a ``jax.sharding.Mesh``.
 
     Args:
       name: a GPU whose description shardrules ships (see ``gpu_names``), or the path of a file
         with XLA's description of another GPU.
       device_count: how many GPUs; more than 8 are spread over hosts of 8.
+      stubs: also compile programs that call FFI targets whose library is not loaded here. From then
+        on, running such a target in this process raises an error.
 
     Raises:
       AotError: if JAX's CUDA plugin is not installed (the message holds the pip command), the
@@ -89,12 +92,15 @@ def gpu(name: str, device_count: int) -> tuple[Any, ...]:
         )
     _require("gpu")
     host_count = -(-device_count // _DEVICES_PER_HOST)
-    return _describe(
+    devices = _describe(
         "cuda",
         "",
         target_config=path.read_text(),
         topology=f"1x{host_count}x{device_count // host_count}",
     )
+    if stubs:
+        allow(devices[0].client)
+    return devices
 
 
 def gpu_names() -> tuple[str, ...]:

@@ -61,7 +61,7 @@ ARROWS = {
         "arguments errors registry hlo costs report program door hooks watching migration".split()
     ),
     "testing": set("arguments errors registry hlo costs report program checks door hooks".split()),
-    "aot": {"arguments", "errors"},
+    "aot": {"arguments", "errors", "door"},
     "migration": {"costs", "report", "hooks", "watching"},
     "commands": set(
         "aot errors registry hlo costs report program watching migration door hooks".split()

@@ -81,3 +81,51 @@ def test_under_set_mesh_nothing_runs_and_programs_compile():
         assert "all-reduce" in jax.jit(lambda x: x.sum()).lower(x).compile().as_text()
         with pytest.raises(AttributeError, match="local_devices"):  # the text of docs/install.md
             jnp.ones(8)
+
+
+FOREIGN = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from shardrules import aot, program
+
+def compiled(target, **options):
+    mesh = jax.sharding.Mesh(np.array(aot.gpu("h100", 4, **options)), "d")
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False)
+    def f(x):
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for name in (target, f"{target}_too"):
+            x = jax.ffi.ffi_call(name, out)(x, eps=1e-5)
+        return jax.lax.psum(jax.lax.psum(x.sum(), "d") * 2, "d")
+
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P("d")))
+    return program.judged(program.read(f, (x,), {}), None, None)
+
+try:
+    compiled("acme_norm")
+except Exception as error:
+    print("No FFI handler registered for acme_norm" in str(error))
+for target in ("acme_norm", "acme_norm", "acme_mix"):
+    print([verdict.verdict for verdict in compiled(target, stubs=True).verdicts])
+"""
+
+
+@pytest.mark.gpu
+def test_a_program_with_a_foreign_ffi_target_compiles_and_is_judged():
+    done = subprocess.run([sys.executable, "-c", FOREIGN], capture_output=True, text=True, cwd="/")
+    assert done.stdout.split("\n")[0] == "True", done.stderr
+    assert done.stdout.count("'redundant'") == 3, done.stdout + done.stderr
+
+
+def test_a_stub_raises_when_it_runs():
+    import jax
+    import numpy as np
+
+    from shardrules.door import stubs
+
+    stubs._register("shardrules_tests_stub", "cpu")
+    x = np.ones(4, np.float32)
+    call = jax.ffi.ffi_call("shardrules_tests_stub", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    with pytest.raises(Exception, match="'shardrules_tests_stub' is a stub .* not run"):
+        jax.block_until_ready(jax.jit(call)(x))

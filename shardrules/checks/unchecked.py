@@ -9,7 +9,8 @@ from typing import Any
 from shardrules.arguments import checked
 from shardrules.errors import ShardrulesError
 from shardrules.hooks.install import held, install
-from shardrules.hooks.unchecked import UncheckedSite
+from shardrules.hooks.notes import Notes
+from shardrules.hooks.unchecked import UncheckedSite, costliest
 
 __all__ = ["assert_same_unchecked"]
 
@@ -38,7 +39,8 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
 
     with held() as state, state.enter(dataclasses.replace(state.scope, unchecked="off")):
         plain = _results(f, args)
-    with install(unchecked="check") as handle:
+    notes = Notes()
+    with install(unchecked="check"), state.enter(dataclasses.replace(state.scope, notes=notes)):
         switched = _results(f, args)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(plain), jax.tree_util.tree_leaves(switched)
@@ -50,7 +52,7 @@ def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedS
                 f"{name} is not the same with the check of unchecked shard_maps on: {different}",
                 name=name,
             )
-    return handle.unchecked()
+    return costliest(notes.unchecked)
 
 
 def _results(f: Callable[..., Any], args: tuple) -> dict[str, Any]:

@@ -1,0 +1,130 @@
+"""Handlers for FFI targets whose library is not loaded: a program compiles, and can't run.
+
+XLA looks for a target's handler when it compiles. A stub is one in the C API of XLA's FFI: it
+answers which version it speaks, and everything else with an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+import re
+from typing import Any
+
+from shardrules.door.patching import Patches
+
+_MISSING = re.compile(r"No FFI handler registered for (\S+) on a platform CUDA")
+_METADATA = 1  # the type of the extension by which XLA asks for the version
+_UNIMPLEMENTED = 12
+
+_patches = Patches()
+_clients: list[Any] = []  # those whose programs get stubs
+
+
+class _Extension(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("type", ctypes.c_int), ("next", ctypes.c_void_p)]
+
+
+class _Version(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+    ]
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("version", _Version)]  # and more, which stays zero
+
+
+class _MetadataExtension(ctypes.Structure):
+    _fields_ = [("base", _Extension), ("metadata", ctypes.POINTER(_Metadata))]
+
+
+class _NewError(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("message", ctypes.c_char_p),
+        ("code", ctypes.c_int),
+    ]
+
+
+class _Api(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("version", _Version),
+        ("internal", ctypes.c_void_p),
+        ("new_error", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_NewError))),
+    ]
+
+
+class _Frame(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("extension", ctypes.POINTER(_MetadataExtension)),
+        ("api", ctypes.POINTER(_Api)),
+    ]
+
+
+_Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))
+_handlers: dict[str, Any] = {}  # XLA keeps their addresses
+
+
+def allow(client: Any) -> None:
+    """Register a stub for each target without a handler that a client's programs call."""
+    from jax._src import compiler
+
+    if not _clients:
+        for name in ("backend_compile", "backend_compile_and_load"):
+            if hasattr(compiler, name):
+                compile_ = functools.partial(_compile, getattr(compiler, name))
+                _patches.attribute(compiler, name, compile_)
+    if client not in _clients:
+        _clients.append(client)
+
+
+def _compile(original: Any, backend: Any, *args: Any, **options: Any) -> Any:
+    while True:
+        try:
+            return original(backend, *args, **options)
+        except Exception as error:
+            missing = _MISSING.search(str(error))
+            if missing is None or backend not in _clients or missing[1] in _handlers:
+                raise
+            _register(missing[1])
+
+
+@functools.cache
+def _spoken() -> tuple[int, int]:
+    """Return the version of this JAX's FFI, as its header says; XLA tells it to no handler."""
+    from jax import ffi
+
+    text = pathlib.Path(ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    major, minor = (re.search(rf"XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR"))
+    return int(major[1]) if major else 0, int(minor[1]) if minor else 0
+
+
+def _register(target: str, platform: str = "CUDA") -> None:
+    from jax import ffi
+
+    message = (
+        f"the FFI target {target!r} is a stub of shardrules.aot.gpu(..., stubs=True): it can be "
+        "compiled, not run; load the library that holds it in a new process"
+    ).encode()
+
+    def stub(frame):
+        extension, api = frame.contents.extension, frame.contents.api.contents
+        if extension and extension.contents.base.type == _METADATA:
+            version = extension.contents.metadata.contents.version
+            version.major, version.minor = _spoken()
+            return None
+        error = _NewError(ctypes.sizeof(_NewError), None, message, _UNIMPLEMENTED)
+        return api.new_error(ctypes.byref(error))
+
+    handler = _handlers[target] = _Handler(stub)
+    address = ctypes.cast(handler, ctypes.c_void_p)
+    ffi.register_ffi_target(target, ffi.pycapsule(address), platform=platform)

@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cheapest",
         action="store_true",
-        help="each all-reduce that is needed where it stands and would move fewer bytes elsewhere "
-        "is a finding; otherwise only those in loops that one before or after the loop replaces, "
+        help="each needed all-reduce that would move fewer bytes at another place is a finding; "
+        "without this flag only one in a loop that a single one outside of the loop replaces, "
         "above 1%% of the program's bytes",
     )
     add_judging(parser)

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=flags.Once,
         metavar="SHARDINGS",
         help="the HLO sharding of each output, '{replicated}; {devices=[8]<=[8]}', or one for all: "
-        "what is called replicated and differs is a finding",
+        "an output that is called replicated and differs is a finding",
     )
     rules.add_arguments(parser)
     flags.add_output(parser, "the report", "stdout")

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="the rule of a kernel, 'flash*=no_communication' or 'ring=all_gather(model)'; where "
-        "the text tells no name of a kernel, NAME is its op_name, a pattern of it, or the scope "
+        "the text has no name of a kernel, NAME is its op_name, a pattern of it, or the scope "
         "nearest to the call; may be repeated",
     )
 
@@ -133,7 +133,9 @@ def unmatched(flag: str, name: str, kernels: Sequence[str]) -> str:
     """Return the message for a flag that matched no kernel, with the kernels without a rule."""
     more = f" and {len(kernels) - 6} more" if kernels[6:] else ""
     without = (
-        f"without a rule: {', '.join(kernels[:6])}{more}" if kernels else "none is without a rule"
+        f"without a rule: {', '.join(kernels[:6])}{more}"
+        if kernels
+        else "no kernel is without a rule"
     )
     return f"{flag} matches no kernel{_near(name, kernels)}; {without}"
 

@@ -22,8 +22,8 @@ from shardrules.report.sections import sections
 
 UNEQUAL = "Outputs called replicated that are not proven equal"
 NOTE = (
-    f"{accounts.CONVENTION}; of one run at one site, and in all: wire bytes of all runs at all "
-    "sites"
+    f"{accounts.CONVENTION}; both are of one run at one site, and 'in all' adds up the wire bytes "
+    "of all runs at all sites"
 )
 _MEASURED_NOTE = (
     "measured, a step: in the profile, the median over its steps on the slowest device, of all "
@@ -188,7 +188,7 @@ class Content:
     def about(self) -> str:
         """Say what can be avoided, what kind of program it is, and what was found."""
         total, devices = self.account.total, self.account.device_count
-        mesh = self.axes or " (mesh not known: tell it with --mesh or mesh=)"
+        mesh = self.axes or " (mesh not known: pass --mesh or mesh=)"
         shown = f"{devices} devices{mesh}" if devices != 1 or self.axes else "1 device"
         if total.sites:
             shown += f", {counted(total.sites, 'collective')} run{'s' if total.sites == 1 else ''}"
@@ -213,7 +213,7 @@ class Content:
         if not names or devices == 1:
             return ""
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f" but what calls without a rule do ({', '.join(names[:3])}{more})"
+        return f", except perhaps in calls without a rule ({', '.join(names[:3])}{more})"
 
     # -- the table of collectives ------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Content:
         if self.target is None:
             return note
         return (
-            f"{note}\nest. with ~ is an estimated time and no measurement, on {self.target.name}: "
+            f"{note}\nest. with ~ is a time estimated, not measured, for {self.target.name}: "
             "the larger of the wire bytes by ring algorithms over the bandwidth of the links and "
             "the latency of the hops, without other traffic and overlap; parts of one combined "
             f"collective share its latency; {self.target.source}"

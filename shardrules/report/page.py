@@ -298,8 +298,8 @@ def _timed(content: Content) -> str:
     )
     runs = [(mark, start, end) for mark, (_, start, end) in zip(marks, content.timings.ran)]
     note = (
-        f"Measured on {content.timings.device}, whose collectives took longest in all. The grey "
-        "line is when it ran anything else: what it covers of a collective is hidden."
+        f"Measured on {content.timings.device}, whose collectives took longest. The grey line "
+        "shows when it ran anything else, which hides that part of a collective."
     )
     return _picture("A step as it ran", drawn.timed(runs, content.timings.busy), _dim([note]))
 

@@ -19,7 +19,7 @@ def sections(module: hlo.Module) -> tuple[Block, ...]:
     """List the sections of a module that hold anything."""
     leaves = [leaf for leaf in donation.read(module) if leaf.donated]
     wasted = [leaf for leaf in leaves if leaf.status != "aliased"]
-    note = "by the module's alias table; before JAX 0.8 it drops what was donated in vain"
+    note = "by the module's alias table; before JAX 0.8 it lacks donations that are not used"
     if len(leaves) > len(wasted):
         note += f"; the memory of {len(leaves) - len(wasted)} more is reused"
     donated = Block(

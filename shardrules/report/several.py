@@ -88,7 +88,7 @@ class Several:
         rows = [_row(content, count) for content, count in self.shown]
         note = "wire bytes: what one device sends in one execution"
         if self.of_process:
-            note += "; times: how often JAX made a program of which the report says the same"
+            note += "; times: how many compiled programs have the same report"
         else:
             for row in rows:
                 del row["times"]

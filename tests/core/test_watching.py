@@ -288,7 +288,7 @@ def test_run_waits_until_the_script_imports_jax(tmp_path):
     )
     assert done.stdout == "['--format', '-x'] 1024.0\n", done.stderr
     assert "8 (data=4, model=2)" in done.stderr and "backward all-reduce(model)" in done.stderr
-    assert "no measurement, on TPU v5e: " in done.stderr and "at train.py:" in done.stderr
+    assert "estimated, not measured, for TPU v5e: " in done.stderr and "at train.py:" in done.stderr
     assert "--rule=k=no_communication matches no kernel" in done.stderr
     assert done.returncode == 1
     # What is kept is judged alike later, axes and all.

@@ -133,15 +133,15 @@ def test_the_estimate_stands_where_the_collective_is():
 @pytest.mark.parametrize("write", [report.plain, report.markdown, report.page])
 def test_it_is_marked_as_one_with_its_source_below(write, on):
     said = write(content(on))
-    assert "is an estimated time and no measurement, on " in said
+    assert "is a time estimated, not measured, for " in said
     assert ("NVIDIA" if on in ("h100", "b200") else "Google, Cloud TPU documentation") in said
-    assert said.index("~73.4 us" if on == "v5e" else "all-reduce") < said.index("no measurement")
+    assert said.index("~73.4 us" if on == "v5e" else "all-reduce") < said.index("not measured")
 
 
 @pytest.mark.parametrize("write", [report.plain, report.markdown, report.page])
 def test_nothing_is_estimated_unasked(write):
     said = write(content())
-    assert "est. " not in said and "no measurement" not in said
+    assert "est. " not in said and "not measured" not in said
 
 
 def test_what_is_no_target():

@@ -140,8 +140,11 @@ def test_a_type_of_unknown_size_is_not_nothing():
     [
         (["Cholesky"], "no collectives; "),
         (["xla_ffi_python_cpu_callback"], "no collectives; "),
-        (["mine"], "no collectives but what calls without a rule do ('mine'); "),
-        (["a", "b", "a", "c", "d"], "calls without a rule do ('a', 'b', 'c' and 1 more); "),
+        (["mine"], "no collectives, except perhaps in calls without a rule ('mine'); "),
+        (
+            ["a", "b", "a", "c", "d"],
+            "except perhaps in calls without a rule ('a', 'b', 'c' and 1 more); ",
+        ),
     ],
 )
 def test_calls_that_may_communicate_are_named_where_nothing_else_does(targets, said):

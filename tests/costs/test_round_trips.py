@@ -281,8 +281,12 @@ def test_in_a_backward_loop(platform):
     assert "x = shardrules.vary(x, 'data')" in found[0].advice
 
 
-def test_gradients_of_microbatches(cpu_mesh):
-    """The weights are cast before the loop: its gradients are added up, and summed once."""
+def test_gradients_of_microbatches(platform):
+    """The weights are cast before the loop: its gradients are added up, and summed once.
+
+    XLA for TPU and GPU moves that sum behind the loop by itself.
+    """
+    name, mesh = platform
     xs, w = ((8, 64, 32), P(None, "data")), ((32, 32), P())
 
     def step(xs, w, cast):
@@ -304,12 +308,11 @@ def test_gradients_of_microbatches(cpu_mesh):
 
         return lax.psum(lax.scan(micro, jnp.zeros_like(local), xs)[0], "data")
 
-    (found,) = [
-        h
-        for h in assert_followed(
-            cpu_mesh, before, after, xs, w, outs=P(), executes=True, check=True
-        )
-    ]
+    if name != "cpu":
+        f, structs = compiled(mesh, before, xs, w, outs=P(), check=True)
+        assert round_trips(judged(f, structs)) == 1 and after_loop(judged(f, structs)) == []
+        return
+    (found,) = assert_followed(mesh, before, after, xs, w, outs=P(), executes=True, check=True)
     assert (found.bytes_before, found.bytes_after) == (8 * 4096, 4096)
 
 

@@ -369,6 +369,43 @@ def test_integers_of_64_bits(cpu_mesh):
         follow(("cpu", cpu_mesh), f, g, given, "narrow first", (384, 192))
 
 
+def ranked(x):
+    """A sum in which each row counts differently."""
+    return (x * jnp.arange(1, 65, dtype=x.dtype).reshape(64, *[1] * (x.ndim - 1))).sum()
+
+
+WIDE = {
+    "read_narrower": (lambda i, x: ranked(gather(i).astype(jnp.int32)), (384, 192)),
+    "one_use_needs_all_bits": (
+        lambda i, x: ranked(gather(i).astype(jnp.int32)) + ranked(gather(i)),
+        None,
+    ),
+    "made_in_64_bits": (lambda i, x: ranked(gather(i * 3)), None),
+    "two_predicates": (
+        lambda i, x: ranked(gather(((x > 0) & (i[:, None] > 2)).astype(jnp.int32))),
+        (24576, 6144),
+    ),
+    "counts_of_predicates": (
+        lambda i, x: ranked(gather((x > 0).astype(jnp.int32).cumsum(0))),
+        None,
+    ),
+    "two_hot": (
+        lambda i, x: ranked(gather(jax.nn.one_hot(i, 128) + jax.nn.one_hot(i // 2, 128))),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_integers_and_predicates(cpu_mesh, name):
+    body, sent = WIDE[name]
+    with jax.enable_x64(True):
+        given = structs(cpu_mesh, [((64,), D, jnp.int64), X])
+        f = program(cpu_mesh, lambda i, x: x * body(i, x).astype(x.dtype), [INDICES, X])
+        found = [(h.kind, h.sent_before, h.sent_after) for h in hints(f, given)]
+    assert found == ([("narrow first", *sent)] if sent else [])
+
+
 @pytest.mark.gpu
 def test_keys_that_are_gathered_wider_than_they_are_read(gpu_mesh):
     """Context parallel attention: the conversion stands in the loop over chunks of keys."""

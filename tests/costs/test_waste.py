@@ -72,6 +72,10 @@ def gather(x):
     return lax.all_gather(x, "data", tiled=True)
 
 
+def ranked_rows(x):
+    return x * np.linspace(0.5, 1, len(x), dtype=np.float32)[:, None]
+
+
 def index():
     return lax.axis_index("data")
 
@@ -328,7 +332,11 @@ MISSES = {
     "with_what_differs": lambda x: lax.all_to_all(
         lax.all_to_all(x, "data", 0, 1, tiled=True) * (1 + index()), "data", 1, 0, tiled=True
     ),
+    "another_part": lambda x: gather(x[:8])[:4] + lax.all_to_all(x[8:12], "data", 0, 0, tiled=True),
     # Widths.
+    "zeros_on_devices_that_get_none": lambda x: ranked_rows(
+        lax.ppermute(jax.nn.one_hot(x[:, 0].astype(int), 128), "data", NEXT[1:])
+    ),
     "every_bit_is_read": lambda x: gather(x) @ gather(x).T,
     "not_one_hot": lambda x: gather((x > 0.5).astype(jnp.float32)) @ x.T,
     "weighted": lambda x: gather(jax.nn.one_hot(x[:, 0].astype(int), 128) * x) * 2,
@@ -340,7 +348,7 @@ def test_near_misses(cpu_mesh, name):
     f = program(cpu_mesh, lambda x: jnp.atleast_1d(MISSES[name](x)), [X])
     given = structs(cpu_mesh, [X])
     found = hints(f, given)
-    if name == "not_one_hot":  # predicates, which are narrower, and that is all
+    if name in ("not_one_hot", "zeros_on_devices_that_get_none"):  # as predicates, and that is all
         assert [(h.kind, h.bytes_before, h.bytes_after) for h in found] == [
             ("narrow first", 8192, 2048)
         ]
@@ -518,6 +526,23 @@ def test_other_weights_in_the_backward_pass(cpu_mesh):
     body = lambda x, w, v: jax.grad(lambda x: (layer(x, w, v) ** 2).sum())(x)  # noqa: E731
     found = hints(program(cpu_mesh, body, args), structs(cpu_mesh, args))
     assert found == []
+    of_one = lambda x, ws: body(x, ws[0], ws[1])  # noqa: E731
+    args = [args[0], ((2, 128, 128), P(None, "data"))]
+    found = hints(program(cpu_mesh, of_one, args), structs(cpu_mesh, args))
+    assert found == []
+
+
+@pytest.mark.parametrize("axes", ["data", ("data", "model")])
+def test_what_to_type_for_several_axes(cpu_mesh, axes):
+    def body(x):
+        rows = len(x) // jax.lax.axis_size(axes)
+        place = lax.axis_index(axes) * rows
+        return lax.dynamic_slice_in_dim(lax.psum(jnp.tanh(x), axes), place, rows, 0)
+
+    args = [((64, 128), P(axes))]
+    f = program(cpu_mesh, body, args, P(axes))
+    (found,) = hints(f, structs(cpu_mesh, args))
+    assert f"psum_scatter(x, {axes!r}, scatter_dimension=0, tiled=True)" in found.advice
 
 
 def test_fsdp_of_one_layer_by_jit_on_cpu(cpu_mesh):

@@ -17,8 +17,8 @@ def _find(site: Site) -> Hint | None:
     sites = site.program.parts(site.computation.name, site.position)
     results = [site.program.unread.get(s.key) for s in sites]
     own = results[sites.index(site)]
-    if own is None:
-        return None
+    if own is None or (site.entry.runs is None and "keeps the last of" in own.ways):
+        return None  # without a trip the result would be what the carry starts from
     size = site.entry.bytes
     outer = [r.around for r in results if r is not None]
     # A combined collective's round trips stay unless all of its parts leave the loop.

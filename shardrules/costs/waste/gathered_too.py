@@ -6,7 +6,7 @@ from shardrules.costs.waste.shared.program import Hint, Kind, Program, Site
 
 __all__ = ["KIND"]
 
-_MOVES = frozenset("bitcast reshape copy transpose slice copy-start copy-done".split())
+_WHOLE = frozenset("bitcast reshape copy transpose copy-start copy-done".split())
 
 
 def _find(site: Site) -> Hint | None:
@@ -15,7 +15,7 @@ def _find(site: Site) -> Hint | None:
     if site.collective.in_place:
         return None
     gathers = site.program.remembered(_gathers, site.program)
-    for made in {_made(site, o) for o in site.instruction.operands}:
+    for made in {_made(site, o, _WHOLE | {"slice"}) for o in site.instruction.operands}:
         gather = gathers.get(made)
         if gather is None or not _within(site, gather):
             return None
@@ -33,15 +33,15 @@ def _find(site: Site) -> Hint | None:
 def _gathers(program: Program) -> dict[tuple[object, ...], Site]:
     """List the all-gathers by the arrays that they gather."""
     return {
-        _made(s, s.source): s
+        _made(s, s.source, _WHOLE): s
         for s in program.sites
         if s.collective.kind == "all-gather" and s.whole
     }
 
 
-def _made(site: Site, position: int) -> tuple[object, ...]:
+def _made(site: Site, position: int, through: frozenset[str]) -> tuple[object, ...]:
     """Follow an operand back to what made the array."""
-    value = site.made_by(position, _MOVES)
+    value = site.made_by(position, through)
     return (*((computation.name, caller) for computation, caller in value.outside), value.position)
 
 

@@ -87,8 +87,7 @@ def _origin(site: Site) -> tuple[str, int, str] | None:
             maker = value.instruction
             if maker.opcode == "convert":
                 part += maker.shape.element_type
-            elif maker.opcode == "slice" and maker.shape.dimensions[:1] != (1,):
-                # A slice of one row may be a trip's, which XLA took out of the loop.
+            elif maker.opcode == "slice":
                 part += maker.attribute("slice") or ""
             value = program.made_by(value.operand(0), _MOVES)
         here, position = value.computation, value.position

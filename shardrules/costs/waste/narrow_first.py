@@ -76,6 +76,8 @@ def _one_hot(site: Site) -> _Narrower | None:
         return None
     if compare.shape.dimensions != site.taken.dimensions or site.collective.kind == "all-to-all":
         return None
+    if site.collective.pairs is not None and not site.collective.connections.reaches_all:
+        return None  # a device that gets nothing has zeros, and of an index 0 a row with a one
     sides = [site.program.made_by(value.operand(n), _COPIES) for n in range(len(compare.operands))]
     made = [side.instruction for side in sides]
     names = [i.opcode for i in made]

@@ -268,8 +268,9 @@ class Site:
 
     @property
     def over(self) -> str:
-        """Name its axes for a line of code, ``'data'``."""
-        return ", ".join(map(repr, self.entry.axes or ())) or "axis_name"
+        """Name its axes for a line of code, ``'data'`` or ``('data', 'model')``."""
+        axes = self.entry.axes or ()
+        return repr(axes[0] if len(axes) == 1 else tuple(axes)) if axes else "axis_name"
 
     def made_by(self, position: int, through: frozenset[str]) -> Value:
         """Follow a value beside it back to what made it, out of and into fusions."""
@@ -349,5 +350,5 @@ def line(site: Site, where: str) -> str:
         return ""
     return (
         f"; if it is the gradient of a replicated array, cast that array {where} instead: "
-        f"x = shardrules.vary(x, {site.over})"
+        f"x = shardrules.vary(x, {', '.join(map(repr, site.entry.axes))})"
     )

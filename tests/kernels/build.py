@@ -226,3 +226,17 @@ def reference(case: Case, interpret: bool = True) -> Any:
     if interpret and case.interpret == "tpu":
         f_whole = _traced_in(f_whole, _tpu_interpreter)
     return jax.jit(f_whole)
+
+
+def assert_equals_one_device(case: Case, **kwargs: Any) -> None:
+    """Assert that `case` gives on eight CPU devices what its local function gives on one."""
+    mesh = mesh_for(case, jax.devices())
+    f, args = build(case, mesh=mesh, interpret=True, **kwargs)
+    global_values = values(case)
+    got = f(*(jax.device_put(v, a.sharding) for v, a in zip(global_values, args)))
+    want = reference(case)(*global_values)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
+        assert np.abs(w).max() > 0
+        # bf16 partial sums are added in another order: three of its eight bits.
+        np.testing.assert_allclose(g, w, rtol=0, atol=2**-5 * np.abs(w).max())

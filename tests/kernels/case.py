@@ -99,12 +99,12 @@ class Case:
 
     Args:
       name: its row in the table of measurements.
-      target: "v5e:2x4", "v5p:2x2x2", "h100" or "b200".
       args: global arguments.
       make: `(mesh, interpret) -> f`; f maps local arguments to local outputs and is what
         `jax.shard_map` wraps. It imports the op. `interpret` asks for the op's own interpret
         argument.
       diff: the differentiated arguments, None for the forward pass.
+      target: "v5e:2x4", "v5p:2x2x2", "h100" or "b200".
       out_spec: spec of f's output.
       mesh: axis names and sizes.
       interpret: how f runs on CPU: "argument" (the op takes `interpret=True`), "tpu" (under
@@ -115,11 +115,11 @@ class Case:
     """
 
     name: str
-    target: str
     args: tuple[Arg, ...]
     make: Callable[[Any, bool], Callable[..., Any]]
     expected: Expected
     diff: tuple[int, ...] | None = None
+    target: str = ""
     out_spec: tuple[str | None, ...] = DATA
     mesh: tuple[tuple[str, int], ...] = GRID
     interpret: str | None = None
@@ -131,10 +131,10 @@ class Case:
         """Return the rules that f needs, by kernel."""
         import shardrules
 
-        if self.communicates is None:
+        needed = self.communicates
+        if needed is None:
             return {}
-        one = self.communicates
-        return {one.kernel: getattr(shardrules, one.rule)(*one.axes)}
+        return {needed.kernel: getattr(shardrules, needed.rule)(*needed.axes)}
 
     @property
     def platform(self) -> str:
@@ -160,3 +160,48 @@ BWD_TYPE = Fails(
     "bwd type", "ValueError", "Custom VJP bwd rule must produce an output with the same type"
 )
 NO_DERIVATIVE = Fails("no derivative", "ValueError", "Linearization failed to produce known values")
+
+
+# What the tables of two platforms share.
+
+FORWARD = Expected(ZERO, NOT_ANNOTATED, ZERO)
+TRUSTED = Expected(ZERO, ZERO, ZERO, wrong=True)
+WRONG_SPEC = Expected(ZERO, ZERO, REFUSED, wrong=True)
+
+
+def drawn(low: int, high: int) -> Callable[[Any, tuple[int, ...]], Any]:
+    """Fill an argument with integers from `low` up to `high`."""
+    return lambda rng, shape: rng.integers(low, high, shape)
+
+
+def segments(rng, shape):
+    """Fill an argument with ids of segments of a sequence."""
+    return rng.integers(0, 2, shape).cumsum(axis=-1) // 64
+
+
+def matmul_with_vjp(make):
+    """Give a matmul the derivative that its user would write, of two more matmuls."""
+
+    def with_vjp(mesh, interpret):
+        import jax
+
+        matmul = make(mesh, interpret)
+        f = jax.custom_vjp(matmul)
+        f.defvjp(
+            lambda a, b: (matmul(a, b), (a, b)),
+            lambda res, g: (matmul(g, res[1].T), matmul(res[0].T, g)),
+        )
+        return f
+
+    return with_vjp
+
+
+def stopped(make):
+    """Multiply an op's result, whose inputs are constants of the gradient, by one argument more."""
+
+    def with_stop(mesh, interpret):
+        from jax import lax
+
+        return lambda *args: make(mesh, interpret)(*map(lax.stop_gradient, args[:-1])) * args[-1]
+
+    return with_stop

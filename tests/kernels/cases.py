@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kernels import mosaic_gpu, tpu, tpu_pl_kernel, triton
+from kernels import gpu, tpu
 from kernels.case import Case
 
-ALL: tuple[Case, ...] = tpu.CASES + tpu_pl_kernel.CASES + triton.CASES + mosaic_gpu.CASES
+ALL: tuple[Case, ...] = tpu.CASES + gpu.CASES
 BY_NAME = {case.name: case for case in ALL}
 assert len(BY_NAME) == len(ALL)

@@ -1,15 +1,19 @@
-"""TPU kernels of `jax.experimental.pallas.ops.tpu`: attention, matmuls, all-gather, random bits."""
+"""TPU kernels: those of `jax.experimental.pallas.ops.tpu`, and a doubling on both cores of a chip."""
 
 from __future__ import annotations
 
 import functools
 
 from kernels.case import (
+    BWD_TYPE,
     DATA,
+    FORWARD,
     NO_DERIVATIVE,
     NOT_ANNOTATED,
     REFUSED,
     SAME_FAILURE,
+    TRUSTED,
+    WRONG_SPEC,
     ZERO,
     Arg,
     Case,
@@ -17,21 +21,14 @@ from kernels.case import (
     Expected,
     Fails,
     bytes_,
+    drawn,
+    matmul_with_vjp,
+    segments,
+    stopped,
 )
 
 _SCALE = 128**-0.5
-_QKV = Arg((8, 4, 256, 128), "bfloat16", DATA)
-_KV_SHARED = Arg((2, 4, 256, 128), "bfloat16")
-_KV_ONE_HEAD = Arg((8, 256, 128), "bfloat16", DATA)
-
-
-def _segments(rng, shape):
-    return rng.integers(0, 2, shape).cumsum(axis=-1) // 64
-
-
-_SEGMENTS = Arg((8, 256), "int32", DATA, _segments)
-_SMALL_QKV = (Arg((8, 2, 128, 128), "bfloat16", DATA),) * 3
-
+_CORES = 2
 
 # --- flash attention -------------------------------------------------------------------------
 
@@ -166,14 +163,6 @@ def _splash_leaf(position):
     return fill
 
 
-_SPLASH_LEAVES = tuple(
-    Arg((256,), "int32", (), _splash_leaf(i))
-    if i % 3 == 2
-    else Arg((1, 2, 2), "int8", (), _splash_leaf(i))
-    for i in range(9)
-)
-
-
 def _splash_dynmask(mesh, interpret):
     import jax
     import jax.numpy as jnp
@@ -186,10 +175,6 @@ def _splash_dynmask(mesh, interpret):
 
 
 # --- matmuls ---------------------------------------------------------------------------------
-
-_GMM_X = Arg((2048, 256), "bfloat16", DATA)
-_GMM_W = Arg((4, 256, 256), "bfloat16")
-_GROUPS = Arg((16,), "int32", DATA, lambda rng, shape: [128, 100, 156, 128, 256, 0, 128, 128] * 2)
 
 
 def _gmm(mesh, interpret):
@@ -208,22 +193,6 @@ def _matmul(mesh, interpret):
     from jax.experimental.pallas.ops.tpu import matmul
 
     return functools.partial(matmul.matmul, block_shape=(256, 256))
-
-
-def _matmul_user_vjp(mesh, interpret):
-    import jax
-
-    matmul = _matmul(mesh, interpret)
-    f = jax.custom_vjp(matmul)
-    f.defvjp(
-        lambda x, w: (matmul(x, w), (x, w)),
-        lambda res, g: (matmul(g, res[1].T), matmul(res[0].T, g)),
-    )
-    return f
-
-
-_X = Arg((2048, 256), "bfloat16", DATA)
-_W = Arg((256, 256), "bfloat16")
 
 
 # --- paged attention -------------------------------------------------------------------------
@@ -301,10 +270,6 @@ def _philox(mesh, interpret):
     return _dropout(lambda key, shape: philox.philox_random_bits(key, 32, shape))
 
 
-_ROWS = Arg((1024, 256), "float32", DATA)
-_KEY = Arg((2,), "uint32", (), lambda rng, shape: rng.integers(0, 2**32, shape))
-
-
 # --- the example kernel ----------------------------------------------------------------------
 
 
@@ -314,18 +279,100 @@ def _double(mesh, interpret):
     return lambda x: example_kernel.double(x)
 
 
-def _double_stopgrad(mesh, interpret):
-    from jax import lax
+# --- pl.kernel and core_map: both cores of a TPU v5p chip -------------------------------------
 
-    return lambda x, w: _double(mesh, interpret)(lax.stop_gradient(x)) * w
+
+def _mesh():
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.create_tensorcore_mesh("core", num_cores=_CORES)
+
+
+def _double_share(x_ref, o_ref):
+    """Double this core's share of the rows of x_ref into o_ref, by way of VMEM."""
+    import functools
+
+    from jax import lax
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    rows = x_ref.shape[0] // _CORES
+    share = pl.ds(lax.axis_index("core") * rows, rows)
+
+    @functools.partial(pl.run_scoped, buffer=pltpu.VMEM((rows, *x_ref.shape[1:]), x_ref.dtype))
+    def _(buffer):
+        pltpu.sync_copy(x_ref.at[share], buffer)
+        buffer[...] = buffer[...] * 2
+        pltpu.sync_copy(buffer, o_ref.at[share])
+
+
+def _pl_kernel(x):
+    import jax
+    from jax.experimental import pallas as pl
+
+    out_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.kernel(_double_share, out_type=out_type, mesh=_mesh())(x)
+
+
+def _run_state(x, out):
+    from jax.experimental import pallas as pl
+
+    def body(refs):
+        pl.core_map(_mesh())(lambda: _double_share(*refs))
+
+    return pl.run_state(body)((x, out))[1]
+
+
+def _with_vjp(double):
+    def make(mesh, interpret):
+        import jax
+
+        f = jax.custom_vjp(double)
+        f.defvjp(lambda x: (double(x), None), lambda _, g: (double(g),))
+        return f
+
+    return make
+
+
+def _into_itself(x):
+    return _run_state(x, x)
+
+
+def _into_zeros(x):
+    import jax.numpy as jnp
+
+    return _run_state(x, jnp.zeros(x.shape, x.dtype))
 
 
 # --- the table -------------------------------------------------------------------------------
 
-_V5E = "v5e:2x4"
-_QKV_GRADS = Expected(bytes_(model=1572864), NOT_ANNOTATED, ZERO)
-_FORWARD = Expected(ZERO, NOT_ANNOTATED, ZERO)
-_TRUSTED = Expected(ZERO, ZERO, ZERO, wrong=True)
+_V5E = functools.partial(Case, target="v5e:2x4")
+_V5P = functools.partial(Case, target="v5p:2x2x2")
+
+_QKV = (Arg((8, 4, 256, 128), "bfloat16", DATA),)
+_SHARED = (Arg((2, 4, 256, 128), "bfloat16"),)
+_ONE_HEAD = (Arg((8, 256, 128), "bfloat16", DATA),)
+_IDS = (Arg((8, 256), "int32", DATA, segments),)
+_MASK = (Arg((256, 256), "int32", (), drawn(0, 2)),)
+_SPLASH_LEAVES = tuple(
+    Arg((256,), "int32", (), _splash_leaf(i))
+    if i % 3 == 2
+    else Arg((1, 2, 2), "int8", (), _splash_leaf(i))
+    for i in range(9)
+)
+_BIAS = (Arg((8, 4, 256, 256), "bfloat16", DATA),)
+_BIAS_SHARED = (Arg((4, 256, 256), "bfloat16"),)
+_X, _W = (Arg((2048, 256), "bfloat16", DATA),), (Arg((256, 256), "bfloat16"),)
+_EXPERTS = (Arg((4, 256, 256), "bfloat16"),)
+_GROUPS = (
+    Arg((16,), "int32", DATA, lambda rng, shape: [128, 100, 156, 128, 256, 0, 128, 128] * 2),
+)
+_GMM = _X + _EXPERTS + _GROUPS
+_ROWS = (Arg((1024, 256), "float32", DATA),)
+_KEY = (Arg((2,), "uint32", (), drawn(0, 2**32)),)
+_LINES = (Arg((512, 128), "float32", DATA),)
+
+_GRADS = Expected(bytes_(model=1572864), NOT_ANNOTATED, ZERO)
 _GMM_BOTH = Expected(bytes_(both=524288, model=262144), NOT_ANNOTATED, bytes_(data=524288))
 _ONE_ROWS = Expected(bytes_(model=262144), NOT_ANNOTATED, ZERO)
 _DYNMASK = Fails(
@@ -335,52 +382,35 @@ _NESTED = Fails(
     "nested mesh", "ValueError", "The context mesh .* should match the mesh passed to shard_map"
 )
 _ASSERTION = Fails("bare assertion in JAX's jvp of pallas_call", "AssertionError", "^$")
+_QKV_DIFF = (0, 1, 2)
+_SMALL = Arg((8, 2, 128, 128), "bfloat16", DATA)
+
+
+def _small(*args):
+    """Run an attention in the slow TPU interpreter on these arguments, after q, or q, k and v."""
+    return {"interpret": "tpu", "small_args": (_SMALL,) * (1 if len(args) == 2 else 3) + args}
+
+
+_SMALL_IDS = Arg((8, 128), "int32", DATA, segments)
+_TPU, _ARG = {"interpret": "tpu"}, {"interpret": "argument"}
 
 CASES = (
-    Case(
-        "flash_attention",
-        _V5E,
-        (_QKV,) * 3,
-        _flash,
-        _QKV_GRADS,
-        (0, 1, 2),
-        interpret="tpu",
-        small_args=_SMALL_QKV,
+    _V5E("flash_attention", _QKV * 3, _flash, _GRADS, _QKV_DIFF, **_small()),
+    _V5E(
+        "flash_attention_seg", _QKV * 3 + _IDS, _flash_seg, _GRADS, _QKV_DIFF, **_small(_SMALL_IDS)
     ),
-    Case(
-        "flash_attention_seg",
-        _V5E,
-        (*(_QKV,) * 3, _SEGMENTS),
-        _flash_seg,
-        _QKV_GRADS,
-        (0, 1, 2),
-        interpret="tpu",
-        small_args=(*_SMALL_QKV, Arg((8, 128), "int32", DATA, _segments)),
-    ),
-    Case(
-        "flash_attention_segconst",
-        _V5E,
-        (_QKV,) * 3,
-        _flash_segconst,
-        _QKV_GRADS,
-        (0, 1, 2),
-        interpret="tpu",
-        small_args=_SMALL_QKV,
-    ),
-    Case(
+    _V5E("flash_attention_segconst", _QKV * 3, _flash_segconst, _GRADS, _QKV_DIFF, **_small()),
+    _V5E(
         "flash_attention_ab",
-        _V5E,
-        (*(_QKV,) * 3, Arg((8, 4, 256, 256), "bfloat16", DATA)),
+        _QKV * 3 + _BIAS,
         _flash_ab,
         Expected(bytes_(model=2621440), NOT_ANNOTATED, ZERO),
         (0, 1, 2, 3),
-        interpret="tpu",
-        small_args=(*_SMALL_QKV, Arg((8, 2, 128, 128), "bfloat16", DATA)),
+        **_small(_SMALL),
     ),
-    Case(
+    _V5E(
         "flash_attention_ab_bcast",
-        _V5E,
-        (*(_QKV,) * 3, Arg((4, 256, 256), "bfloat16")),
+        _QKV * 3 + _BIAS_SHARED,
         _flash_ab_bcast,
         Expected(
             bytes_(both=524288, model=1572864),
@@ -389,220 +419,160 @@ CASES = (
             same_code=bytes_(data=1048576),
         ),
         (0, 1, 2, 3),
-        interpret="tpu",
-        small_args=(*_SMALL_QKV, Arg((2, 128, 128), "bfloat16")),
+        **_small(Arg((2, 128, 128), "bfloat16")),
     ),
-    Case(
+    _V5E(
         "flash_attention_mixedkv",
-        _V5E,
-        (_QKV, _KV_SHARED, _KV_SHARED),
+        _QKV + _SHARED * 2,
         _flash,
         Expected(bytes_(both=1048576, model=524288), NOT_ANNOTATED, bytes_(data=1048576)),
-        (0, 1, 2),
-        interpret="tpu",
-        small_args=(_SMALL_QKV[0], *(Arg((2, 2, 128, 128), "bfloat16"),) * 2),
+        _QKV_DIFF,
+        **_small(*(Arg((2, 2, 128, 128), "bfloat16"),) * 2),
     ),
-    Case(
-        "flash_attention_remat",
-        _V5E,
-        (_QKV,) * 3,
-        _flash_remat,
-        _QKV_GRADS,
-        (0, 1, 2),
-        # No interpret mode: its callbacks are effects, which jax.checkpoint refuses.
-    ),
-    Case(
-        "flash_attention_scan",
-        _V5E,
-        (_QKV,) * 3,
-        _flash_scan,
-        _QKV_GRADS,
-        (0, 1, 2),
-        interpret="tpu",
-        small_args=_SMALL_QKV,
-    ),
-    Case(
-        "flash_attention_scan_zeros",
-        _V5E,
-        (_QKV,) * 3,
-        _flash_scan_zeros,
-        _QKV_GRADS,
-        (0, 1, 2),
-        interpret="tpu",
-        small_args=_SMALL_QKV,
-    ),
-    Case(
-        "splash_mha_closed", _V5E, (_QKV,) * 3, _splash, _QKV_GRADS, (0, 1, 2), interpret="argument"
-    ),
-    Case(
+    # No interpret mode: its callbacks are effects, which jax.checkpoint refuses.
+    _V5E("flash_attention_remat", _QKV * 3, _flash_remat, _GRADS, _QKV_DIFF),
+    _V5E("flash_attention_scan", _QKV * 3, _flash_scan, _GRADS, _QKV_DIFF, **_small()),
+    _V5E("flash_attention_scan_zeros", _QKV * 3, _flash_scan_zeros, _GRADS, _QKV_DIFF, **_small()),
+    _V5E("splash_mha_closed", _QKV * 3, _splash, _GRADS, _QKV_DIFF, **_ARG),
+    _V5E(
         "splash_mha_closed_fused",
-        _V5E,
-        (_QKV,) * 3,
+        _QKV * 3,
         functools.partial(_splash, fused=True),
-        _QKV_GRADS,
-        (0, 1, 2),
-        interpret="argument",
+        _GRADS,
+        _QKV_DIFF,
+        **_ARG,
     ),
-    Case(
+    _V5E(
         "splash_mqa_closed",
-        _V5E,
-        (_QKV, _KV_ONE_HEAD, _KV_ONE_HEAD),
+        _QKV + _ONE_HEAD * 2,
         functools.partial(_splash, mqa=True),
         Expected(bytes_(model=786432), NOT_ANNOTATED, ZERO),
-        (0, 1, 2),
-        interpret="argument",
+        _QKV_DIFF,
+        **_ARG,
     ),
-    Case(
-        "splash_mha_seg",
-        _V5E,
-        (*(_QKV,) * 3, _SEGMENTS),
-        _splash_seg,
-        _QKV_GRADS,
-        (0, 1, 2),
-        interpret="argument",
-    ),
-    Case(
-        "splash_mha_passed",
-        _V5E,
-        (*(_QKV,) * 3, *_SPLASH_LEAVES),
-        _splash_passed,
-        _QKV_GRADS,
-        (0, 1, 2),
-        interpret="argument",
-    ),
-    Case(
+    _V5E("splash_mha_seg", _QKV * 3 + _IDS, _splash_seg, _GRADS, _QKV_DIFF, **_ARG),
+    _V5E("splash_mha_passed", _QKV * 3 + _SPLASH_LEAVES, _splash_passed, _GRADS, _QKV_DIFF, **_ARG),
+    _V5E(
         "splash_mha_dynmask",
-        _V5E,
-        (*(_QKV,) * 3, Arg((256, 256), "int32", (), lambda rng, shape: rng.integers(0, 2, shape))),
+        _QKV * 3 + _MASK,
         _splash_dynmask,
         Expected(_DYNMASK, _DYNMASK, SAME_FAILURE),
-        (0, 1, 2),
+        _QKV_DIFF,
     ),
-    Case("megablox_gmm", _V5E, (_GMM_X, _GMM_W), _gmm, _GMM_BOTH, (0, 1), interpret="argument"),
-    Case(
-        "megablox_gmm_gs",
-        _V5E,
-        (_GMM_X, _GMM_W, _GROUPS),
-        _gmm,
-        _GMM_BOTH,
-        (0, 1),
-        interpret="argument",
+    _V5E("megablox_gmm", _X + _EXPERTS, _gmm, _GMM_BOTH, (0, 1), **_ARG),
+    _V5E("megablox_gmm_gs", _GMM, _gmm, _GMM_BOTH, (0, 1), **_ARG),
+    _V5E("megablox_gmm_xonly", _GMM, _gmm, _ONE_ROWS, (0,), **_ARG),
+    _V5E("megablox_gmm_fwd", _GMM, _gmm, FORWARD, **_ARG),
+    _V5E("matmul_fwd", _X + _W, _matmul, FORWARD, **_TPU),
+    _V5E(
+        "matmul_grad", _X + _W, _matmul, Expected(_ASSERTION, NOT_ANNOTATED, SAME_FAILURE), (0, 1)
     ),
-    Case(
-        "megablox_gmm_xonly",
-        _V5E,
-        (_GMM_X, _GMM_W, _GROUPS),
-        _gmm,
-        _ONE_ROWS,
-        (0,),
-        interpret="argument",
-    ),
-    Case("megablox_gmm_fwd", _V5E, (_GMM_X, _GMM_W, _GROUPS), _gmm, _FORWARD, interpret="argument"),
-    Case("matmul_fwd", _V5E, (_X, _W), _matmul, _FORWARD, interpret="tpu"),
-    Case(
-        "matmul_grad",
-        _V5E,
-        (_X, _W),
-        _matmul,
-        Expected(_ASSERTION, NOT_ANNOTATED, SAME_FAILURE),
-        (0, 1),
-    ),
-    Case(
+    _V5E(
         "matmul_user_vjp",
-        _V5E,
-        (_X, _W),
-        _matmul_user_vjp,
+        _X + _W,
+        matmul_with_vjp(_matmul),
         Expected(bytes_(both=131072, model=262144), NOT_ANNOTATED, bytes_(data=131072)),
         (0, 1),
-        interpret="tpu",
+        **_TPU,
     ),
-    Case(
+    _V5E(
         "paged_attention",
-        _V5E,
         (
             Arg((8, 8, 128), "bfloat16", DATA),
             *(Arg((8, 64, 16, 128), "bfloat16"),) * 2,
-            Arg((8,), "int32", DATA, lambda rng, shape: rng.integers(1, 129, shape)),
-            Arg((8, 8), "int32", DATA, lambda rng, shape: rng.integers(0, 64, shape)),
+            Arg((8,), "int32", DATA, drawn(1, 129)),
+            Arg((8, 8), "int32", DATA, drawn(0, 64)),
         ),
         _paged,
-        _FORWARD,
-        interpret="tpu",
+        FORWARD,
+        **_TPU,
     ),
-    Case(
+    _V5E(
         "ragged_paged_attention",
-        _V5E,
         (
             Arg((512, 8, 128), "bfloat16", DATA),
             Arg((64, 16, 8, 128), "bfloat16"),
-            Arg((32,), "int32", DATA, lambda rng, shape: rng.integers(32, 129, shape)),
-            Arg((32, 8), "int32", DATA, lambda rng, shape: rng.integers(0, 64, shape)),
+            Arg((32,), "int32", DATA, drawn(32, 129)),
+            Arg((32, 8), "int32", DATA, drawn(0, 64)),
             Arg((36,), "int32", DATA, lambda rng, shape: [16 * i for i in range(9)] * 4),
             Arg((4,), "int32", DATA, lambda rng, shape: [8] * 4),
         ),
         # JAX 0.10.2's TPU interpreter raises AttributeError on this kernel's reshaped refs.
         _ragged_paged,
-        _FORWARD,
+        FORWARD,
     ),
-    Case(
+    _V5E(
         "all_gather_nested",
-        _V5E,
-        (Arg((512, 128), "float32", DATA),),
+        _LINES,
         _all_gather_op,
         Expected(_NESTED, _NESTED, SAME_FAILURE),
         out_spec=(),
     ),
-    Case(
+    _V5E(
         "all_gather_top",
-        _V5E,
-        (Arg((512, 128), "float32", DATA),),
+        _LINES,
         _all_gather_op,
         Expected(ZERO, ZERO, ZERO),
         out_spec=(),
         wrap=False,
-        interpret="tpu",
+        **_TPU,
     ),
-    Case(
+    _V5E(
         "all_gather_local",
-        _V5E,
-        (Arg((512, 128), "float32", DATA),),
+        _LINES,
         _all_gather_local,
-        _FORWARD,
+        FORWARD,
         out_spec=(),
-        interpret="tpu",
         communicates=Communicates(
             "all_gather_invariant",
             DATA,
             "jax.experimental.pallas.ops.tpu.all_gather:ag_kernel",
             "ag_kernel",
         ),
+        **_TPU,
     ),
-    Case("random_threefry", _V5E, (_ROWS, _KEY), _threefry, _ONE_ROWS, (0,), interpret="tpu"),
-    Case("random_philox", _V5E, (_ROWS, _KEY), _philox, _ONE_ROWS, (0,), interpret="tpu"),
-    Case("example_double_fwd", _V5E, (_ROWS,), _double, _TRUSTED, interpret="tpu"),
-    Case(
+    _V5E("random_threefry", _ROWS + _KEY, _threefry, _ONE_ROWS, (0,), **_TPU),
+    _V5E("random_philox", _ROWS + _KEY, _philox, _ONE_ROWS, (0,), **_TPU),
+    _V5E("example_double_fwd", _ROWS, _double, TRUSTED, **_TPU),
+    _V5E(
         "example_double_grad",
-        _V5E,
-        (_ROWS,),
+        _ROWS,
         _double,
         Expected(NO_DERIVATIVE, NO_DERIVATIVE, SAME_FAILURE),
         (0,),
     ),
-    Case(
-        "example_double_wrongspec",
-        _V5E,
-        (_ROWS,),
-        _double,
-        Expected(ZERO, ZERO, REFUSED, wrong=True),
-        out_spec=(),
-    ),
-    Case(
+    _V5E("example_double_wrongspec", _ROWS, _double, WRONG_SPEC, out_spec=()),
+    _V5E(
         "example_double_stopgrad",
-        _V5E,
-        (_ROWS, Arg((256,), "float32")),
-        _double_stopgrad,
+        _ROWS + (Arg((256,), "float32"),),
+        stopped(_double),
         Expected(bytes_(both=1024), bytes_(data=262144), bytes_(data=1024), wrong=True),
         (1,),
-        interpret="tpu",
+        **_TPU,
+    ),
+    _V5P("pl_kernel", _ROWS, _with_vjp(_pl_kernel), _ONE_ROWS, (0,), **_TPU),
+    _V5P(
+        "core_map_run_state",
+        _ROWS,
+        _with_vjp(_into_itself),
+        Expected(bytes_(model=262144), ZERO, ZERO),
+        (0,),
+        **_TPU,
+    ),
+    _V5P(
+        "core_map_run_state_zeros",
+        _ROWS,
+        _with_vjp(_into_zeros),
+        Expected(bytes_(model=262144), BWD_TYPE, ZERO),
+        (0,),
+        **_TPU,
+    ),
+    _V5P("core_map_zeros_wrongspec", _ROWS, _with_vjp(_into_zeros), WRONG_SPEC, out_spec=()),
+    _V5P(
+        "pl_kernel_wrongspec",
+        _ROWS,
+        _with_vjp(_pl_kernel),
+        Expected(ZERO, NOT_ANNOTATED, REFUSED),
+        out_spec=(),
     ),
 )

@@ -610,12 +610,11 @@ def test_interpreted_gradients_equal_those_of_one_device():
         import shardrules as sr
         from kernels import build
         from kernels.cases import BY_NAME
-        from kernels.test_kernel_cases import assert_equals_one_device
 
         sr.install()
         for name in ("pl_kernel", "core_map_run_state_zeros"):
             case = BY_NAME[name]
-            assert_equals_one_device(case, check_vma=True, wrap_local=here.rule_of(case))
+            build.assert_equals_one_device(case, check_vma=True, wrap_local=here.rule_of(case))
         here.check_scale(build.mesh_for(BY_NAME["pl_kernel"], jax.devices()))
     """,
         PJRT_NPROC="32",

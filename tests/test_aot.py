@@ -75,7 +75,7 @@ def test_under_set_mesh_nothing_runs_and_programs_compile():
     from jax.sharding import PartitionSpec as P
 
     if not hasattr(jax, "set_mesh"):
-        return
+        pytest.skip("JAX 0.6 and older have no jax.set_mesh")
     with jax.set_mesh(jax.sharding.Mesh(aot.gpu("h100", 8), ("data",))):
         x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=P("data"))
         assert "all-reduce" in jax.jit(lambda x: x.sum()).lower(x).compile().as_text()

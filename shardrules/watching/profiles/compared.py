@@ -64,13 +64,13 @@ class Compared:
 
 def compare(before: Profile, after: Profile) -> Compared:
     """Match the collectives of two profiles as ``comparing.compare`` matches those of programs."""
-    entries = [[line.entry for line in found.lines] for found in (before, after)]
+    entries = [[line.entry for line in profile.lines] for profile in (before, after)]
     names = comparing.common_names(*entries)
 
     def key(entry: Entry) -> tuple[str, ...]:
         return comparing.key_of(entry, groups=True, names=names)
 
-    totals = [comparing.grouped(some, groups=True, names=names) for some in entries]
+    totals = [comparing.grouped(each, groups=True, names=names) for each in entries]
     times: dict[tuple[str, ...], list[float]] = {}
     for number, profile in enumerate((before, after)):
         for line in profile.lines:
@@ -91,7 +91,7 @@ def compare(before: Profile, after: Profile) -> Compared:
 _COLUMNS = ("change", "exposed before", "now", "saved", "wire bytes before", "now", "collective")
 
 
-def _rows(found: Compared) -> list[tuple[str, ...]]:
+def _rows(compared: Compared) -> list[tuple[str, ...]]:
     return [
         (
             change.status,
@@ -101,34 +101,39 @@ def _rows(found: Compared) -> list[tuple[str, ...]]:
             report.size(change.after.wire_bytes),
             change.what,
         )
-        for change in found.changes
+        for change in compared.changes
     ]
 
 
-def _plain(found: Compared) -> str:
-    lines = [found.headline, f"- {found.before.source}", f"+ {found.after.source}"]
-    if found.changes:
-        lines += ["", report.table([_COLUMNS, *_rows(found)])]
+def _plain(compared: Compared) -> str:
+    lines = [compared.headline, f"- {compared.before.source}", f"+ {compared.after.source}"]
+    if compared.changes:
+        lines += ["", report.table([_COLUMNS, *_rows(compared)])]
     return "\n".join(lines) + "\n"
 
 
-def _markdown(found: Compared) -> str:
-    lines = [f"# {found.before.source} and {found.after.source}", "", f"{found.headline}.", ""]
-    rows = [_COLUMNS, ("---",) * len(_COLUMNS), *_rows(found)]
+def _markdown(compared: Compared) -> str:
+    lines = [
+        f"# {compared.before.source} and {compared.after.source}",
+        "",
+        f"{compared.headline}.",
+        "",
+    ]
+    rows = [_COLUMNS, ("---",) * len(_COLUMNS), *_rows(compared)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
-def _json(found: Compared) -> str:
+def _json(compared: Compared) -> str:
     def side(profile: Profile) -> dict[str, object]:
-        held = profile.as_dict()
-        return {name: held[name] for name in ("source", "steps", "avoidable_seconds", "notes")}
+        values = profile.as_dict()
+        return {name: values[name] for name in ("source", "steps", "avoidable_seconds", "notes")}
 
     changes = [
         {**dataclasses.asdict(change), "saved_seconds": change.saved_seconds}
-        for change in found.changes
+        for change in compared.changes
     ]
-    shown = {"before": side(found.before), "after": side(found.after), "changes": changes}
+    shown = {"before": side(compared.before), "after": side(compared.after), "changes": changes}
     return json.dumps(shown, indent=1) + "\n"
 
 

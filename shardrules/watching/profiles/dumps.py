@@ -12,24 +12,18 @@ from shardrules.errors import HloError, ProfileError
 __all__ = ["Dumps", "body"]
 
 _FILES = ("*after_optimizations.txt", "*after_optimizations.txt.gz", "*.hlo", "*.hlo.gz")
-_NUMBER = re.compile(
-    r"module_0*(\d+)\."
-)  # XLA's number of the module, on CPU the program's id, too
-
-
+_NUMBER = re.compile(r"module_0*(\d+)\.")  # XLA's number of the module; on CPU the program's id
 _FRAME = re.compile(r" stack_frame_id=\d+")  # in tables that each copy of a text has anew
 
 
 def body(text: str) -> str:
-    """Return a module's computations, without what points to its tables of source lines.
-
-    One step compiled twice, for the first call and for the others, differs in these alone.
-    """
+    """Return a module's computations, without pointers to its tables of source lines."""
+    # One step compiled twice, for the first call and for the others, differs in these alone.
     return _FRAME.sub("", text[max(text.find("\n%"), 0) :])
 
 
 class Dumps:
-    """The programs of files: their modules, with XLA's numbers of them; ``where`` they are."""
+    """The modules that files hold, with XLA's number of each; ``where`` the files are."""
 
     def __init__(self, modules: Iterable[tuple[int | None, hlo.Module]], where: str):
         self.where = where
@@ -56,28 +50,20 @@ class Dumps:
             try:
                 module = hlo.parse(text, name=file.name)
             except HloError:
-                continue  # what can't be read is no program of the profile
+                continue  # other text
             match = _NUMBER.match(file.name)
             modules.append((int(match[1]) if match else None, module))
         return cls(modules, str(folder))
 
     def text(self, name: str, ids: Iterable[int], operations: Iterable[str]) -> str | None:
-        """Return the text of the one program that has this name and all operations that ran.
-
-        Args:
-          name: the module's.
-          ids: by which the profile names it; the dump's number decides where several fit.
-          operations: that the profile saw run: a program's fingerprint.
-
-        Raises:
-          ProfileError: several programs fit.
-        """
+        """Return the text of the one program that has this name and all operations that ran."""
         ran = set(operations)
         fitting = [
             (number, module.text)
             for number, module in self._modules.get(name, ())
-            if ran <= _operations(module)
+            if ran <= {i.name for c in module.computations.values() for i in c.instructions}
         ]
+        # Of several, the one whose number is an id that the profile gives the program.
         numbered = [text for number, text in fitting if number in set(ids)]
         texts = numbered or [text for _, text in fitting]
         if len({body(text) for text in texts}) > 1:
@@ -86,11 +72,3 @@ class Dumps:
                 "leave one of them there, or dump the process that was profiled"
             )
         return texts[0] if texts else None
-
-
-def _operations(module: hlo.Module) -> set[str]:
-    return {
-        instruction.name
-        for computation in module.computations.values()
-        for instruction in computation.instructions
-    }

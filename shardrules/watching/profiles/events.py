@@ -31,39 +31,31 @@ _STATS = ("hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal", _STE
 
 
 class Ran(NamedTuple):
-    """Executions of operations: which, from when to when, in which run of the program.
+    """Executions of operations."""
 
-    ``operation`` is a number of ``Events.numbers``, ``start`` and ``end`` are in nanoseconds,
-    ``run`` is UNKNOWN_RUN where the profile doesn't say.
-    """
-
-    operation: np.ndarray
-    start: np.ndarray
+    operation: np.ndarray  # a number of Events.numbers
+    start: np.ndarray  # in nanoseconds
     end: np.ndarray
-    run: np.ndarray
+    run: np.ndarray  # of the program; UNKNOWN_RUN where the profile doesn't say
 
 
 class Timeline:
     """What one device did for one program; ``windows`` are its runs where the profile has them."""
 
     def __init__(self) -> None:
-        self._parts: list[Ran] = []
+        self.parts: list[Ran] = []
         self.windows: dict[int, tuple[float, float]] = {}
-
-    def add(self, part: Ran) -> None:
-        """Add executions."""
-        self._parts.append(part)
 
     def merge(self, other: Timeline) -> None:
         """Add those of the same program compiled a second time."""
-        self._parts += other._parts
+        self.parts += other.parts
         self.windows |= other.windows
 
     def ran(self) -> Ran:
         """Return all executions."""
-        if len(self._parts) > 1:
-            self._parts = [Ran(*map(np.concatenate, zip(*self._parts)))]
-        return self._parts[0]
+        if len(self.parts) > 1:
+            self.parts = [Ran(*map(np.concatenate, zip(*self.parts)))]
+        return self.parts[0]
 
     def spans(self) -> dict[int, tuple[float, float]]:
         """Return first start and last end of each run of the program, in their order."""
@@ -72,11 +64,11 @@ class Timeline:
         first, last = np.full(len(runs), np.inf), np.full(len(runs), -np.inf)
         np.minimum.at(first, of, ran.start)
         np.maximum.at(last, of, ran.end)
-        found = {}
+        spans = {}
         for run, start, end in zip(runs.tolist(), first.tolist(), last.tolist()):
             window = self.windows.get(run, (start, end))
-            found[run] = min(start, window[0]), max(end, window[1])
-        return dict(sorted(found.items(), key=lambda item: item[1]))
+            spans[run] = min(start, window[0]), max(end, window[1])
+        return dict(sorted(spans.items(), key=lambda item: item[1]))
 
 
 class Events:
@@ -100,13 +92,7 @@ class Events:
         self.planes: dict[str, int] = {}
 
     def read(self, data: memoryview, host: str, programs: Sequence[wire.Program] = ()) -> None:
-        """Add the events of one host's serialized XSpace.
-
-        Args:
-          data: its bytes.
-          host: its name, which tells its devices from those of others.
-          programs: those that it holds; their ids are the host's own.
-        """
+        """Add the events of one host's serialized XSpace; ids of its programs are its own."""
         self._by_id = {_signed(number): p for p in programs for number in p.ids}
         names = [p.name for p in programs]
         self._by_name = {p.name: p for p in programs if names.count(p.name) == 1}
@@ -156,7 +142,7 @@ class Events:
             device = f"CPU {key[2]}" if of_host else plane.name
             timeline = self._timeline(f"{host} {device}", name, int(key[1]))
             codes = self._codes(op[1][rows], plane.texts)
-            timeline.add(Ran(codes, batch.start[rows], batch.end[rows], runs[rows]))
+            timeline.parts.append(Ran(codes, batch.start[rows], batch.end[rows], runs[rows]))
         return len(where)
 
     def _tpu(self, plane: Plane, host: str) -> int:
@@ -189,7 +175,8 @@ class Events:
                     name, number = (match[1], int(match[2])) if match else (name, 0)
                     timeline = self._timeline(f"{host} {plane.name}", name, _signed(number))
                     timeline.windows[run] = start, end
-                    timeline.add(Ran(codes[rows], batch.start[rows], batch.end[rows], at[rows]))
+                    part = Ran(codes[rows], batch.start[rows], batch.end[rows], at[rows])
+                    timeline.parts.append(part)
             seen = np.concatenate(of_line)
         if "Steps" in lines and host not in self.markers:
             self.markers[host] = [
@@ -214,12 +201,12 @@ class Events:
 
     def _codes(self, column: np.ndarray, names: dict[int, str]) -> np.ndarray:
         """Return operations' numbers for the numbers that a plane has for their names, else -1."""
-        known, of = np.unique(column, return_inverse=True)
+        distinct, positions = np.unique(column, return_inverse=True)
         codes = [
             self.numbers.setdefault(names[number], len(self.numbers)) if number in names else -1
-            for number in known.tolist()
+            for number in distinct.tolist()
         ]
-        return np.array(codes, np.int64)[of]
+        return np.array(codes, np.int64)[positions]
 
 
 def _signed(number: int) -> int:

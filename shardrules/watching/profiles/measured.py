@@ -36,13 +36,10 @@ _STEM = re.compile(r"[a-z-]+")
 
 
 class Site(NamedTuple):
-    """The operations by which a profile names one collective.
+    """The operations by which a profile names one collective."""
 
-    ``first`` is the collective, or its start; ``done`` waits for its end, if anything else does.
-    """
-
-    first: str
-    done: str | None
+    first: str  # the collective, or its start
+    done: str | None  # waits for its end
 
 
 def sites(module: hlo.Module, collectives: Iterable[hlo.Collective]) -> dict[str, Site]:
@@ -58,14 +55,14 @@ def sites(module: hlo.Module, collectives: Iterable[hlo.Collective]) -> dict[str
             if instruction.opcode.endswith("-done") and instruction.operands:
                 started = computation.instructions[instruction.operands[0]].name
                 users[started] = instruction.name
-    of = {}
+    result = {}
     for collective in collectives:
         name, inside = collective.name, collective.computation
         while inside in callers:
             caller, around = callers[inside]
             name, inside = caller.name, around.name
-        of[collective.name] = Site(name, users.get(name))
-    return of
+        result[collective.name] = Site(name, users.get(name))
+    return result
 
 
 def covering_nothing(module: hlo.Module, of: Mapping[str, Site]) -> set[str]:
@@ -87,15 +84,8 @@ def covers_nothing(operation: str) -> bool:
 
 
 def steps_of(starts: Sequence[float], markers: Sequence[float]) -> list[int]:
-    """Return the step of each run of a program.
-
-    Devices lag behind the host: where each step has as many runs, they are counted, and only
-    otherwise the clock decides.
-
-    Args:
-      starts: of the runs, in order.
-      markers: when the steps began, in order.
-    """
+    """Return the step of each run of a program, by the starts of runs and steps, in order."""
+    # Devices lag behind the host: the clock decides only where steps differ in their runs.
     if starts and markers and len(starts) % len(markers) == 0:
         return [number * len(markers) // len(starts) for number in range(len(starts))]
     return [max(bisect.bisect_right(markers, start) - 1, 0) for start in starts]
@@ -123,9 +113,9 @@ def executions(
     ran = timeline.ran()
     spans = timeline.spans()
     step = dict(zip(spans, steps_of([start for start, _ in spans.values()], markers)))
-    found = {}
+    result = {}
     for name, site in of.items():
-        first, last = (_rows(ran, numbers.get(of_it or "", -1)) for of_it in site)
+        first, last = (_rows(ran, numbers.get(operation or "", -1)) for operation in site)
         if not len(first):
             continue
         start, end = ran.start[first], ran.end[first]
@@ -136,8 +126,8 @@ def executions(
             steps = steps_of(start.tolist(), markers)
         else:
             steps = [step[run] for run in runs.tolist()]
-        found[name] = Executions(start, end, np.array(steps))
-    return found
+        result[name] = Executions(start, end, np.array(steps))
+    return result
 
 
 def _rows(ran: Any, number: int) -> np.ndarray:
@@ -151,13 +141,7 @@ def measure(
     step_counts: Mapping[str, int],
     covered: Mapping[str, Covered],
 ) -> dict[str, Timing]:
-    """Return what each collective took in a step.
-
-    Args:
-      ran: of one program, its collectives' executions by device and name.
-      step_counts: by device.
-      covered: when else something ran, by device.
-    """
+    """Return what each collective of a program took in a step; all arguments are by device."""
     of_device: dict[str, list[tuple[float, float, float, str]]] = {}
     for device, collectives in ran.items():
         count = max(step_counts[device], 1)
@@ -167,11 +151,11 @@ def measure(
                 for seconds in (end - start, end - start - covered[device].within(start, end))
             )
             of_device.setdefault(name, []).append((took, exposed, len(start) / count, device))
-    found = {}
+    result = {}
     for name, medians in of_device.items():
-        slowest, fastest = max(medians), min(medians)
-        found[name] = Timing(slowest[0], slowest[1], fastest[0], slowest[2], slowest[3], fastest[3])
-    return found
+        (took, exposed, runs, device), fastest = max(medians), min(medians)
+        result[name] = Timing(took, exposed, fastest[0], runs, device, fastest[3])
+    return result
 
 
 class Covered:
@@ -188,6 +172,16 @@ class Covered:
     def within(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
         """Return the covered part of each of some windows."""
         return self._until(end) - self._until(start)
+
+    def drawn(self, begin: float, last: float, most: int) -> tuple[tuple[float, float], ...]:
+        """Return intervals between two times, in seconds after the first; close short gaps."""
+        inside = (self.ends > begin) & (self.starts < last)
+        starts, ends = self.starts[inside], self.ends[inside]
+        if len(starts) > most:
+            cuts = np.sort(np.argsort(starts[1:] - ends[:-1])[-(most - 1) :])
+            starts, ends = starts[np.append(0, cuts + 1)], ends[np.append(cuts, -1)]
+        starts, ends = np.maximum(starts - begin, 0) / 1e9, (np.minimum(ends, last) - begin) / 1e9
+        return tuple(zip(starts.tolist(), ends.tolist()))
 
     def _until(self, time: np.ndarray) -> np.ndarray:
         if not len(self.starts):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,26 +13,18 @@ from shardrules.watching.profiles import wire
 __all__ = ["Batch", "Line", "Plane"]
 
 _BATCH = 1 << 16  # events that are read at once
+_NONE = -1  # no stat's number
 _MOST_PARTS = 1 << 21  # lines of a plane, and names of its events
-# Named so are calls of Python functions, and ends of operations on CPU: each has another event, or
-# none, that says what they do.
-_SILENT = ("$", "end: ")
+_SILENT = ("$", "end: ")  # calls of Python functions, and ends of operations on CPU
 
 
-@dataclasses.dataclass
-class Batch:
-    """Some events of a line.
+class Batch(NamedTuple):
+    """Some events of a line."""
 
-    Attributes:
-      name: each one's number among ``Plane.events``.
-      start, end: in nanoseconds after the origin.
-      stats: from a stat's name to which events have it, and their values; a text's value is its
-        number among ``Plane.texts``.
-    """
-
-    name: np.ndarray
-    start: np.ndarray
+    name: np.ndarray  # numbers of Plane.events
+    start: np.ndarray  # in nanoseconds after the origin
     end: np.ndarray
+    # from a stat's name to which events have it, and the values (of texts, numbers of Plane.texts)
     stats: dict[str, tuple[np.ndarray, np.ndarray]]
 
 
@@ -48,13 +40,8 @@ class Line:
         self.start_ns = held.get(wire.LINE_START, (0, -1))[0]
 
     def batches(self, origin: int, stats: Sequence[str] = ()) -> Iterator[Batch]:
-        """Yield its events, with those stats that are asked for.
-
-        Args:
-          origin: what times are relative to, in nanoseconds: a float of nanoseconds since 1970
-            holds multiples of 256 alone.
-          stats: their names.
-        """
+        """Yield its events, with some of their stats; times are after ``origin``."""
+        # A float of nanoseconds since 1970 could hold multiples of 256 only.
         silent = np.array(sorted(self._plane.silent))
         for at in range(0, len(self._starts), _BATCH):
             starts, ends = (places[at : at + _BATCH] for places in (self._starts, self._ends))
@@ -105,17 +92,15 @@ class Line:
             texts = some.bytes(wire.STAT_TEXT)
             for at, start, end in zip(*(c.tolist() for c in (texts.of, texts.value, texts.end))):
                 value[at] = self._plane.number_of(wire.text(self._plane.data[start:end]))
-        found = {}
+        columns = {}
         for wanted in names:
-            number = self._plane.stats.get(wanted)
-            mask = name == number
-            if number is None or not mask.any():
-                continue
-            has, column = np.zeros(count, bool), np.zeros(count, np.int64)
-            has[of[mask]] = True
-            column[of[mask]] = value[mask]
-            found[wanted] = has, column
-        return found
+            mask = name == self._plane.stats.get(wanted, _NONE)
+            if mask.any():
+                has, column = np.zeros(count, bool), np.zeros(count, np.int64)
+                has[of[mask]] = True
+                column[of[mask]] = value[mask]
+                columns[wanted] = has, column
+        return columns
 
 
 class Plane:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import mmap
 import pathlib
@@ -90,21 +91,16 @@ def read(
     source: str = "",
     **options: Any,
 ) -> Profile:
-    """Read a profile's programs and times, and put each program's judgement beside them.
-
-    Args:
-      path: as for ``profile``.
-      judge: judges a program; what it raises of HloError is noted.
-      folder: as ``hlo`` for ``profile``.
-      dumped: programs that stand in for those of a folder.
-      notes: is added to; the profile shows it.
-      source: what the profile is called; its path if empty.
-      **options: of ``report.content``; ``allow`` is a mapping.
-    """
+    """Read a profile's programs and times, and put each program's judgement beside them."""
+    # ``folder`` or ``dumped`` has HLO that the profile lacks; an HloError of ``judge`` becomes one
+    # of the ``notes``; ``options`` are those of ``report.content``, with ``allow`` as a mapping.
     notes = [] if notes is None else notes
     if folder is None and dumped is None and next(pathlib.Path(path).glob(_KEPT), None) is not None:
         folder = path
-    seen = _events(_files(pathlib.Path(path)))
+    seen = events.Events()
+    for file in _files(pathlib.Path(path)):
+        with _mapped(file) as data:
+            seen.read(data, file.name.removesuffix(".xplane.pb"), list(wire.programs(data)))
     if not seen.timelines:
         raise ProfileError(f"{path}: {_NO_OPERATIONS}")
     if folder is not None:
@@ -112,11 +108,9 @@ def read(
     texts = _texts(seen, dumped, notes)
     if not texts:
         names = ", ".join(sorted({program.name for _, program in seen.timelines}))
-        lacks = (
-            _NO_HLO
-            if dumped is None
-            else f"{dumped.where} holds none with these operations, either"
-        )
+        lacks = _NO_HLO
+        if dumped is not None:
+            lacks = f"{dumped.where} holds none with these operations, either"
         lacks = notes[0] if notes else lacks
         raise ProfileError(f"{path}: no program can be judged ({names}); {lacks}")
     judged = {}
@@ -124,25 +118,23 @@ def read(
         try:
             judged[program] = judge(program, text)
         except HloError as error:
-            notes.append(f"{program.name} is not judged: {_first_line(error)}")
+            notes.append(f"{program.name} is not judged: {str(error).splitlines()[0]}")
     allow = findings.Allowances(options.pop("allow", None))
-    marked, markers = _markers(seen)
-    covered = _covered(seen, judged)
-    step_seconds = max(map(measured.step_seconds, markers.values()))
+    times = _Measured(seen, judged)
     programs = []
     for program, judgement in judged.items():
         if judgement.verdicts:
-            times = _timings(program, judgement, seen, markers, covered, step_seconds)
+            took = times.taken(program, judgement.verdicts)
             content = report.content(
-                judgement, title=program.name, allow=allow, timings=times, **options
+                judgement, title=program.name, allow=allow, timings=took, **options
             )
             programs.append(ProfiledProgram(program.name, content))
     return Profile(
         source=source or str(path),
         programs=tuple(programs),
-        step_count=len(max(markers.values(), key=len)),
-        step_seconds=step_seconds,
-        marked=marked,
+        step_count=max(map(len, times.markers.values())),
+        step_seconds=times.step_seconds,
+        marked=times.marked,
         planes=seen.planes,
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -159,39 +151,36 @@ def of_watched(folder: str, seen: Watched, **options: Any) -> Profile:
     bodies: dict[int, str] = {}
 
     def judge(program: wire.Program, text: str) -> hlo.Judgement:
-        known = watched.get(dumps.body(text))
-        judgement = judge_alone(program, text) if known is None else known.judgement
-        bodies[id(judgement)] = dumps.body(text)
+        body = dumps.body(text)
+        judgement = watched[body].judgement if body in watched else judge_alone(program, text)
+        bodies[id(judgement)] = body
         return judgement
 
     # What --keep wrote beside the profile has the mesh in its text; these programs know theirs.
     none = dumps.Dumps([], "the script")
-    found = read(folder, judge, dumped=none, notes=notes, source="the script", **options)
-    seen.timings = {bodies[id(p.content.judgement)]: p.timings for p in found.programs}
-    return found
+    result = read(folder, judge, dumped=none, notes=notes, source="the script", **options)
+    seen.timings = {bodies[id(p.content.judgement)]: p.timings for p in result.programs}
+    return result
 
 
 def of_judged(
     path: str, judgements: Sequence[hlo.Judgement], **options: Any
 ) -> tuple[Profile, list[timings.Timings | None]]:
-    """Read a profile of programs that are judged already, and what each of them took.
-
-    A program of the profile is the one of its name in which all operations that ran occur.
-    """
-    dumped = dumps.Dumps([(None, one.module) for one in judgements], "FILE")
-    by_text = {one.module.text: one for one in judgements}
+    """Read a profile of programs that are judged already, and what each of them took."""
+    dumped = dumps.Dumps([(None, judgement.module) for judgement in judgements], "FILE")
+    by_text = {judgement.module.text: judgement for judgement in judgements}
 
     def judge(program: wire.Program, text: str) -> hlo.Judgement:
         if text not in by_text:
             raise HloError("none of the files holds it")
         return by_text[text]
 
-    found = read(path, judge, dumped=dumped, **options)
-    if not found.programs:
-        ran = "; ".join(found.notes)
+    result = read(path, judge, dumped=dumped, **options)
+    if not result.programs:
+        ran = "; ".join(result.notes)
         raise ProfileError(f"{path}: no program of the files ran there with a collective; {ran}")
-    times = {p.content.judgement.module.text: p.timings for p in found.programs}
-    return found, [times.get(one.module.text) for one in judgements]
+    times = {p.content.judgement.module.text: p.timings for p in result.programs}
+    return result, [times.get(judgement.module.text) for judgement in judgements]
 
 
 def judging(mesh: Mapping[str, int] | None, registry: Any, notes: list[str]) -> Judge:
@@ -201,14 +190,16 @@ def judging(mesh: Mapping[str, int] | None, registry: Any, notes: list[str]) -> 
     def judge(program: wire.Program, text: str) -> hlo.Judgement:
         module = hlo.parse(text, name=program.name)
         if len(program.shardings) == len(module.entry.parameters):
-            told = annotate.annotated(module, None, list(map(sharding_text, program.shardings)))
-            module = module if told == module.text else hlo.parse(told, name=program.name)
+            shardings = list(map(sharding_text, program.shardings))
+            full_text = annotate.annotated(module, None, shardings)
+            if full_text != module.text:
+                module = hlo.parse(full_text, name=program.name)
         try:
             return hlo.judge(module, mesh=mesh, registry=registry, unpartitioned=True)
         except HloError as error:  # a program of fewer devices, say
             if mesh is None:
                 raise
-            notes.append(f"{program.name} is judged without the mesh: {_first_line(error)}")
+            notes.append(f"{program.name} is judged without the mesh: {str(error).splitlines()[0]}")
             return hlo.judge(module, registry=registry, unpartitioned=True)
 
     return judge
@@ -262,14 +253,6 @@ def _mapped(file: pathlib.Path) -> Iterator[memoryview]:
         ) from error
 
 
-def _events(files: list[pathlib.Path]) -> events.Events:
-    seen = events.Events()
-    for file in files:
-        with _mapped(file) as data:
-            seen.read(data, file.name.removesuffix(".xplane.pb"), list(wire.programs(data)))
-    return seen
-
-
 def _texts(
     seen: events.Events, dumped: dumps.Dumps | None, notes: list[str]
 ) -> dict[wire.Program, str]:
@@ -307,138 +290,115 @@ def _texts(
     return texts
 
 
-def _first_line(error: ShardrulesError) -> str:
-    return str(error).splitlines()[0]
-
-
 # Times.
 
 
-def _markers(seen: events.Events) -> tuple[bool, dict[str, list[tuple[float, float]]]]:
-    """Return whether steps are marked, and when each began and ended, by device.
+class _Measured:
+    """When the programs of a profile ran, and what their collectives took in a step.
 
-    Without markers, the runs of the program that took longest are the steps.
+    Attributes:
+      marked: whether the script marked its steps; else they are the runs of the longest program.
+      markers: when each step began and ended, by device.
+      step_seconds: the median step of the slowest device.
     """
-    hosts = {device: device.partition(" ")[0] for device, _ in seen.timelines}
-    if all(seen.markers.get(host) for host in hosts.values()):
-        return True, {device: sorted(seen.markers[host]) for device, host in hosts.items()}
-    markers: dict[str, list[tuple[float, float]]] = {}
-    for device in hosts:
+
+    def __init__(self, seen: events.Events, judged: Mapping[wire.Program, hlo.Judgement]):
+        self._seen = seen
+        self._sites = {
+            program: measured.sites(judgement.module, [v.collective for v in judgement.verdicts])
+            for program, judgement in judged.items()
+        }
+        hosts = {device: device.partition(" ")[0] for device, _ in seen.timelines}
+        self.marked = all(seen.markers.get(host) for host in hosts.values())
+        self.markers: dict[str, list[tuple[float, float]]] = {
+            device: sorted(seen.markers[host]) if self.marked else self._longest_runs(device)
+            for device, host in hosts.items()
+        }
+        self.step_seconds = max(map(measured.step_seconds, self.markers.values()))
+        self._covered = self._cover(judged)
+
+    def _longest_runs(self, device: str) -> list[tuple[float, float]]:
         runs = [
             list(timeline.spans().values())
-            for (other, _), timeline in seen.timelines.items()
+            for (other, _), timeline in self._seen.timelines.items()
             if other == device
         ]
-        markers[device] = max(runs, key=lambda spans: sum(end - start for start, end in spans))
-    return False, markers
+        return max(runs, key=lambda spans: sum(end - start for start, end in spans))
 
+    def _cover(self, judged: Mapping[wire.Program, hlo.Judgement]) -> dict[str, measured.Covered]:
+        """Return by device when anything ran that hides collectives."""
+        numbers, parts = self._seen.numbers, collections.defaultdict(list)
+        for (device, program), timeline in self._seen.timelines.items():
+            if program in judged:
+                idle = measured.covering_nothing(judged[program].module, self._sites[program])
+            else:
+                idle = set(filter(measured.covers_nothing, numbers))
+            ran = timeline.ran()
+            busy = ~np.isin(ran.operation, [numbers[name] for name in idle if name in numbers])
+            parts[device].append((ran.start[busy], ran.end[busy]))
+        return {
+            device: measured.Covered(*map(np.concatenate, zip(*pairs)))
+            for device, pairs in parts.items()
+        }
 
-def _covered(
-    seen: events.Events, judged: Mapping[wire.Program, hlo.Judgement]
-) -> dict[str, measured.Covered]:
-    """Return by device when anything ran that hides collectives."""
-    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-    for (device, program), timeline in seen.timelines.items():
-        judgement = judged.get(program)
-        if judgement is None:
-            idle = set(filter(measured.covers_nothing, seen.numbers))
-        else:
-            idle = measured.covering_nothing(judgement.module, _sites(judgement))
-        numbers = [seen.numbers[name] for name in idle if name in seen.numbers]
-        ran = timeline.ran()
-        busy = ~np.isin(ran.operation, numbers)
-        parts.setdefault(device, []).append((ran.start[busy], ran.end[busy]))
-    return {
-        device: measured.Covered(*map(np.concatenate, zip(*pairs)))
-        for device, pairs in parts.items()
-    }
+    def taken(self, program: wire.Program, verdicts: Sequence[hlo.Verdict]) -> timings.Timings:
+        """Return what each of a program's verdicts took, and one step of its slowest device."""
+        timelines = {d: line for (d, p), line in self._seen.timelines.items() if p is program}
+        ran = {
+            device: measured.executions(
+                timeline,
+                self._seen.numbers,
+                [start for start, _ in self.markers[device]],
+                self._sites[program],
+            )
+            for device, timeline in timelines.items()
+        }
+        step_counts = {device: len(marks) for device, marks in self.markers.items()}
+        took = measured.measure(ran, step_counts, self._covered)
+        whole: collections.Counter[str] = collections.Counter()
+        for verdict in verdicts:
+            whole[verdict.collective.name] += verdict.bytes
+        each: list[timings.Timing | None] = []
+        for verdict in verdicts:
+            timing, total = took.get(verdict.collective.name), whole[verdict.collective.name]
+            each.append(timing and timing.part(verdict.bytes / total if total else 1.0))
+        numbers: dict[str, int] = {}
+        for number, verdict in enumerate(verdicts):
+            numbers.setdefault(verdict.collective.name, number)
+        drawn = self._drawn(numbers, took, ran, timelines) if took else {}
+        return timings.Timings(self.step_seconds, tuple(each), **drawn)
 
-
-def _sites(judgement: hlo.Judgement) -> dict[str, measured.Site]:
-    collectives = [verdict.collective for verdict in judgement.verdicts]
-    return measured.sites(judgement.module, collectives)
-
-
-def _timings(
-    program: wire.Program,
-    judgement: hlo.Judgement,
-    seen: events.Events,
-    markers: Mapping[str, list[tuple[float, float]]],
-    covered: Mapping[str, measured.Covered],
-    step_seconds: float,
-) -> timings.Timings:
-    """Return what each of a program's verdicts took, and one step of its slowest device."""
-    verdicts, of = judgement.verdicts, _sites(judgement)
-    ran = {
-        device: measured.executions(
-            timeline, seen.numbers, [start for start, _ in markers[device]], of
+    def _drawn(
+        self,
+        numbers: Mapping[str, int],
+        took: Mapping[str, timings.Timing],
+        ran: Mapping[str, Mapping[str, measured.Executions]],
+        timelines: Mapping[str, events.Timeline],
+    ) -> dict[str, Any]:
+        """Return the step of median length of the device that waits longest."""
+        exposed: collections.Counter[str] = collections.Counter()
+        for timing in took.values():
+            exposed[timing.device] += timing.exposed_seconds  # type: ignore[assignment]
+        device = max(exposed, key=lambda name: exposed[name])
+        start, end, steps = map(np.concatenate, zip(*ran[device].values()))
+        seen_steps, at = np.unique(steps, return_inverse=True)
+        order = np.argsort(np.bincount(at, end - start), kind="stable")
+        middle = seen_steps[order[len(seen_steps) // 2]]
+        shown = sorted(
+            (start, end, numbers[name])
+            for name, (starts, ends, steps) in ran[device].items()
+            for start, end in zip(starts[steps == middle].tolist(), ends[steps == middle].tolist())
         )
-        for (device, other), timeline in seen.timelines.items()
-        if other is program
-    }
-    took = measured.measure(ran, {d: len(marks) for d, marks in markers.items()}, covered)
-    whole: dict[str, int] = {}
-    for verdict in verdicts:
-        name = verdict.collective.name
-        whole[name] = whole.get(name, 0) + verdict.bytes
-    each: list[timings.Timing | None] = []
-    for verdict in verdicts:
-        name = verdict.collective.name
-        timing = took.get(name)
-        if timing is not None:
-            share = verdict.bytes / whole[name] if whole[name] else 1.0
-            timing = timing.part(share)
-        each.append(timing)
-    lines = {d: line for (d, other), line in seen.timelines.items() if other is program}
-    drawn = _drawn(verdicts, took, ran, lines, covered) if took else {}
-    return timings.Timings(step_seconds, tuple(each), **drawn)
-
-
-def _drawn(
-    verdicts: Any,
-    took: Mapping[str, timings.Timing],
-    ran: Mapping[str, Mapping[str, measured.Executions]],
-    lines: Mapping[str, events.Timeline],
-    covered: Mapping[str, measured.Covered],
-) -> dict[str, Any]:
-    """Return one step of the device that waits longest: the one in the middle by its length."""
-    exposed: dict[str, float] = {}
-    for timing in took.values():
-        exposed[timing.device] = exposed.get(timing.device, 0.0) + timing.exposed_seconds
-    device = max(exposed, key=lambda name: exposed[name])
-    collectives = ran[device]
-    sums: dict[int, float] = {}
-    for starts, ends, steps in collectives.values():
-        for number, took_ns in zip(steps.tolist(), (ends - starts).tolist()):
-            sums[number] = sums.get(number, 0.0) + took_ns
-    middle = sorted(sums, key=lambda number: sums[number])[len(sums) // 2]
-    numbers: dict[str, int] = {}
-    for number, verdict in enumerate(verdicts):
-        numbers.setdefault(verdict.collective.name, number)
-    shown = sorted(
-        (start, end, numbers[name])
-        for name, (starts, ends, steps) in collectives.items()
-        for start, end in zip(starts[steps == middle].tolist(), ends[steps == middle].tolist())
-    )
-    # Devices lag behind the host, whose markers say how long a step is and not where it begins:
-    # it is drawn from the start of the program's runs to their end, where the runs are known.
-    begin, last = shown[0][0], max(end for _, end, _ in shown)
-    spans = lines[device].spans()
-    if events.UNKNOWN_RUN not in spans:
-        around = [(a, b) for a, b in spans.values() if a < last and b > begin]
-        begin = min([begin, *(a for a, _ in around)])
-        last = max([last, *(b for _, b in around)])
-    cover = covered[device]
-    inside = (cover.ends > begin) & (cover.starts < last)
-    busy = np.stack([cover.starts[inside], cover.ends[inside]], 1)
-    if len(busy) > _BUSY:
-        gaps = busy[1:, 0] - busy[:-1, 1]
-        cuts = np.sort(np.argsort(gaps)[-(_BUSY - 1) :])
-        busy = np.stack([busy[np.append(0, cuts + 1), 0], busy[np.append(cuts, -1), 1]], 1)
-    return {
-        "device": device,
-        "ran": tuple((n, (a - begin) / 1e9, (b - begin) / 1e9) for a, b, n in shown),
-        "busy": tuple(
-            (max(a - begin, 0) / 1e9, (min(b, last) - begin) / 1e9) for a, b in busy.tolist()
-        ),
-    }
+        # Devices lag behind the host, whose markers say how long a step is and not where it begins:
+        # draw from the start of the program's runs to their end, where the runs are known.
+        begin, last = shown[0][0], max(end for _, end, _ in shown)
+        spans = timelines[device].spans()
+        if events.UNKNOWN_RUN not in spans:
+            around = [(a, b) for a, b in spans.values() if a < last and b > begin]
+            begin = min([begin, *(a for a, _ in around)])
+            last = max([last, *(b for _, b in around)])
+        return {
+            "device": device,
+            "ran": tuple((n, (a - begin) / 1e9, (b - begin) / 1e9) for a, b, n in shown),
+            "busy": self._covered[device].drawn(begin, last, _BUSY),
+        }

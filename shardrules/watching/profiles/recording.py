@@ -27,21 +27,17 @@ class Recorder:
     A step is what the script marks with ``jax.profiler.StepTraceAnnotation``, else a call of the
     program with collectives that is called again first. Only the main thread's calls are seen.
 
-    Attributes:
-      left: steps that are still to be recorded.
-      trouble: why nothing is recorded.
-      folder: where the profile is written.
     """
 
     wants_arguments = False
 
     def __init__(self, step_count: int, folder: str):
-        self.left = self._wanted = step_count
-        self.trouble: str = (
+        self.left = self._wanted = step_count  # steps that are still to be recorded
+        self.trouble: str = (  # why nothing is recorded
             "no program with collectives was called three times in the main thread, without any "
             "compilation between the calls"
         )
-        self.folder: str = folder
+        self.folder: str = folder  # where the profile is written
         self._calls: collections.Counter[int] = collections.Counter()
         self._communicating: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._program: Any = None  # whose calls are the steps
@@ -131,11 +127,10 @@ class Recorder:
     def _communicates(self, executable: Any) -> bool:
         if executable not in self._communicating:
             try:
-                modules = executable.xla_executable.hlo_modules()
-                found = any(_COLLECTIVE.search(module.to_string()) for module in modules)
-            except Exception:  # whatever the backend's C API reports
-                found = False
-            self._communicating[executable] = found
+                texts = [m.to_string() for m in executable.xla_executable.hlo_modules()]
+            except Exception:  # the backend's C API may raise anything
+                texts = []
+            self._communicating[executable] = any(map(_COLLECTIVE.search, texts))
         return self._communicating[executable]
 
     def _count(self, results: Any) -> None:
@@ -148,13 +143,12 @@ class Recorder:
         import jax
 
         _wait(results)
-        options: Any = getattr(jax.profiler, "ProfileOptions", None)
-        given = {}
-        if options is not None:
-            given["profiler_options"] = options()
-            given["profiler_options"].python_tracer_level = 0  # Python's calls take time and room
+        options: dict[str, Any] = {}
+        if hasattr(jax.profiler, "ProfileOptions"):
+            options["profiler_options"] = jax.profiler.ProfileOptions()
+            options["profiler_options"].python_tracer_level = 0  # Python's calls take time and room
         try:
-            jax.profiler.start_trace(self.folder, **given)
+            jax.profiler.start_trace(self.folder, **options)
         except Exception as error:  # the script records a profile itself, say
             self.trouble = f"{type(error).__name__}: {error}".splitlines()[0]
             self.left = 0

@@ -87,8 +87,8 @@ class ProfiledProgram:
             if (worth := self.content.ledger.worth(finding)).is_sure
         }
         return tuple(
-            Line(self.name, one, entry, wrong.get(id(one)), timing, saved.get(id(one), 0.0))
-            for one, entry, timing in zip(judgement.verdicts, account.entries, self.timings.of)
+            Line(self.name, v, entry, wrong.get(id(v)), timing, saved.get(id(v), 0.0))
+            for v, entry, timing in zip(judgement.verdicts, account.entries, self.timings.of)
         )
 
 
@@ -118,10 +118,9 @@ class Profile:
     @functools.cached_property
     def lines(self) -> tuple[Line, ...]:
         """List all verdicts: findings first, then by exposed time, the longest first."""
-        every = [line for program in self.programs for line in program.lines]
-        return tuple(
-            sorted(every, key=lambda one: (one.finding is None, -one.exposed_seconds, -one.seconds))
-        )
+        lines = [line for program in self.programs for line in program.lines]
+        lines.sort(key=lambda line: (line.finding is None, -line.exposed_seconds, -line.seconds))
+        return tuple(lines)
 
     @property
     def findings(self) -> tuple[Line, ...]:
@@ -201,20 +200,14 @@ def _table(lines: Sequence[Line], step_seconds: float) -> list[list[str]]:
         ["measured, a step", "of it exposed", "share", "collective", "bytes", "bandwidth", "at"]
     ]
     for line in lines[:_SHOWN_COUNT]:
-        speed = line.bytes_per_s
-        rows.append(
-            [
-                grouping.milliseconds(line.seconds) + grouping.spread(line.timing)
-                if line.timing
-                else "?",
-                grouping.milliseconds(line.exposed_seconds) if line.timing else "?",
-                f"{line.seconds / step_seconds:.1%}" if step_seconds else "?",
-                line.entry.what,
-                grouping.size(line.entry.bytes),
-                "?" if speed is None else f"{grouping.size(speed)}/s",
-                grouping.here(line.entry.source),
-            ]
-        )
+        took = exposed = "?"
+        if line.timing:
+            took = grouping.milliseconds(line.seconds) + grouping.spread(line.timing)
+            exposed = grouping.milliseconds(line.exposed_seconds)
+        share = f"{line.seconds / step_seconds:.1%}" if step_seconds else "?"
+        speed = "?" if line.bytes_per_s is None else f"{grouping.size(line.bytes_per_s)}/s"
+        what, size = line.entry.what, grouping.size(line.entry.bytes)
+        rows.append([took, exposed, share, what, size, speed, grouping.here(line.entry.source)])
     return rows
 
 

@@ -39,16 +39,13 @@ _MOST_PLANES = 1 << 12
 
 
 class Program:
-    """One program of a profile: the module's name, ``jit_step``, and its serialized HloModuleProto.
-
-    Events name it by ``ids``. Each of ``shardings`` is a parameter's serialized OpSharding, which
-    JAX 0.11 and newer print no more.
-    """
+    """One program of a profile, by its name, ``jit_step``, and its serialized HloModuleProto."""
 
     def __init__(self, name: str, ids: Iterable[int], proto: bytes):
         self.name: str = name
-        self.ids: set[int] = set(ids)
+        self.ids: set[int] = set(ids)  # by which events name it
         self.proto: bytes = proto
+        # each parameter's serialized OpSharding, which JAX 0.11 and newer print no more
         self.shardings: list[bytes] = list(map(bytes, messages(memoryview(proto), SHARDINGS)))
 
 
@@ -87,13 +84,7 @@ def _field(data: memoryview, at: int, end: int) -> tuple[int, int, int, int]:
 
 
 def spans(data: memoryview, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield each field of the message ``data[at:end]``: its number, and where its value stands.
-
-    Of a number, the value stands in place of its start, and its end is -1.
-
-    Raises:
-      ProfileError: the bytes are not a message, or end too early.
-    """
+    """Yield each field of a message: its number, start and end; or a number's value, and -1."""
     while at < end:
         number, value, stop, at = _field(data, at, end)
         yield number, value, stop
@@ -116,12 +107,12 @@ def places(
                 starts.append(start)
                 ends.append(at)
                 continue
-        found, start, stop, at = _field(data, at, end)
-        if found == number and stop >= 0:
+        other, start, stop, at = _field(data, at, end)
+        if other == number and stop >= 0:
             starts.append(start)
             ends.append(stop)
         elif len(others) < _MOST_FIELDS:
-            others.append((found, start, stop))
+            others.append((other, start, stop))
     return np.array(starts), np.array(ends), others
 
 
@@ -132,15 +123,12 @@ def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 class Fields(NamedTuple):
-    """One field of each of many messages: of which, its number, and its value.
+    """One field of each of many messages."""
 
-    ``value`` is the number itself, or where bytes start; ``end`` is -1, or where they end.
-    """
-
-    of: np.ndarray
+    of: np.ndarray  # which message
     number: np.ndarray
-    value: np.ndarray
-    end: np.ndarray
+    value: np.ndarray  # a number, or where bytes start
+    end: np.ndarray  # -1, or where bytes end
 
     def numbers(self, *fields: int) -> Fields:
         """Return those of some fields that hold a number."""
@@ -151,9 +139,7 @@ class Fields(NamedTuple):
         return self._chosen((field,), self.end >= 0)
 
     def _chosen(self, fields: tuple[int, ...], mask: np.ndarray) -> Fields:
-        mask = mask & (
-            self.number == fields[0] if len(fields) == 1 else np.isin(self.number, fields)
-        )
+        mask = mask & np.isin(self.number, fields)
         return Fields(*(column[mask] for column in self))
 
 
@@ -209,8 +195,8 @@ def text(data: memoryview) -> str:
 
 def messages(data: memoryview, number: int) -> Iterator[memoryview]:
     """Yield the fields of one number that hold bytes."""
-    for found, start, end in spans(data, 0, len(data)):
-        if found == number and end >= 0:
+    for field, start, end in spans(data, 0, len(data)):
+        if field == number and end >= 0:
             yield data[start:end]
 
 
@@ -240,11 +226,7 @@ def planes(data: memoryview, *names: str) -> Iterator[slice]:
 
 
 def programs(data: memoryview) -> Iterator[Program]:
-    """Yield the programs that a serialized XSpace holds.
-
-    Raises:
-      ProfileError: it is not an XSpace, or is cut off.
-    """
+    """Yield the programs that a serialized XSpace holds."""
     for plane in map(data.__getitem__, planes(data, PROGRAMS)):
         for _, metadata in map(map_entry, messages(plane, EVENT_METADATA)):
             name = "".join(map(text, messages(metadata, METADATA_NAME)))

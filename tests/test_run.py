@@ -199,6 +199,9 @@ def test_pytest_s_report_is_written_for_code_review(tmp_path):
     assert "\n::error file=test_it.py,line=" in shown.stdout
     no_file = run(*flags, "--shardrules-format", "sarif", cwd=tmp_path, before=pytest_)
     assert no_file.returncode == 4 and "pass --shardrules-output=shardrules.sarif" in no_file.stderr
+    for name, why in (("no/out.txt", "make its folder first"), (".", ". is a folder; name a file")):
+        refused = run(*flags, "--shardrules-output", name, cwd=tmp_path, before=pytest_)
+        assert refused.returncode == 4 and why in refused.stderr, refused.stderr
     flags += ["--shardrules-format", "sarif", "--shardrules-output", "out.sarif", "-n", "2"]
     written = run(*flags, cwd=tmp_path, before=pytest_)
     assert written.returncode == 1 and "the report is in out.sarif" in written.stdout

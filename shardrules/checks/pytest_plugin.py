@@ -62,6 +62,10 @@ def pytest_configure(config):
         raise pytest.UsageError(
             "--shardrules-format=sarif writes a file; pass --shardrules-output=shardrules.sarif"
         )
+    if output and os.path.isdir(output):
+        raise pytest.UsageError(f"--shardrules-output={output} is a folder; name a file in it")
+    if output and not os.path.isdir(os.path.dirname(os.path.abspath(output))):
+        raise pytest.UsageError(f"--shardrules-output={output}: make its folder first")
     if formatted or output:
         config.option.shardrules = True
     updates.wanted = forced or config.getoption("--update-budgets")

@@ -1,12 +1,9 @@
 """From a profile alone to verdicts with times: of CPU as it is recorded, of TPU and GPU by XLA's schema."""
 
 import json
-import os
 import pathlib
 import re
 import statistics
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules
 from shardrules import errors, report
+from shardrules.__main__ import main
 from shardrules.costs import timings
 from shardrules.report import drawn
-
-try:
-    from jaxlib._hlo import hlo_module_from_text
-except ImportError:  # to JAX 0.9
-    from jaxlib._jax import hlo_module_from_text
-from shardrules.__main__ import main
-from shardrules.watching.profiles import events, measured, wire
+from shardrules.watching.profiles import events, wire
+from watching.xspaces import ASYNC, field
 
 DATA = pathlib.Path(__file__).parents[1] / "hlo" / "data"
 MESH = {"data": 4, "model": 2}
@@ -241,204 +234,11 @@ def test_an_allowed_finding_stays(recorded, capsys):
     assert "needed, or allowed:" in capsys.readouterr().out
 
 
-# --- TPU and GPU, by XLA's schema ---------------------------------------------------------------
-
-
-def field(number, data):
-    """A field of bytes, as protocol buffers write it."""
-    size, length = len(data), b""
-    while size > 127:
-        length, size = length + bytes([size & 127 | 128]), size >> 7
-    return bytes([number << 3 | 2]) + length + bytes([size]) + data
-
-
-def written(folder, host, text, program, planes, shardings=()):
-    """Write an .xplane.pb: a program's HLO, its parameters' OpShardings, and planes as text."""
-    proto = hlo_module_from_text(text).as_serialized_hlo_module_proto()
-    proto += b"".join(field(14, sharding) for sharding in shardings)
-    stat = field(6, field(1, proto))
-    metadata = field(2, f"{program}(7)".encode()) + field(5, stat)
-    plane = field(2, b"/host:metadata") + field(4, field(2, metadata))
-    times = jax.profiler.ProfileData.text_proto_to_serialized_xspace(planes)
-    path = folder / f"{host}.xplane.pb"
-    path.write_bytes(field(1, plane) + times)
-    return path
-
-
-def plane(name, lines, names, stats=()):
-    """A plane: lines of (event, start, duration, stats) in microseconds, each event by its name."""
-    ids = {event: number for number, event in enumerate(names, 1)}
-    stat_ids = {stat: number for number, stat in enumerate(stats, 1)}
-
-    def event(one):
-        told = "".join(
-            f'stats {{ metadata_id: {stat_ids[k]} str_value: "{v}" }}' for k, v in one[3].items()
-        )
-        return (
-            f"events {{ metadata_id: {ids[one[0]]} offset_ps: {one[1]}000000 "
-            f"duration_ps: {one[2]}000000 {told} }}"
-        )
-
-    text = "".join(
-        f'lines {{ name: "{line}" {" ".join(map(event, events))} }} '
-        for line, events in lines.items()
-    )
-    for key, known in (("event_metadata", ids), ("stat_metadata", stat_ids)):
-        text += "".join(
-            f'{key} {{ key: {n} value {{ id: {n} name: "{name}" }} }} ' for name, n in known.items()
-        )
-    return f'planes {{ name: "{name}" {text} }} '
-
-
-def test_tpus_run_programs_in_one_line_and_operations_in_another(tmp_path):
-    text = (DATA / "tpu_uvw.hlo").read_text()
-    names = re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = .* all-reduce\(", text, re.MULTILINE)
-    module = re.match(r"HloModule ([\w.]+)", text)[1]
-    assert names
-    window = f"{module}(7)"
-    events = [f"%{name} = f32[8] all-reduce(%x), channel_id=1" for name in names]
-    planes = ""
-    for device, slow in ((0, 1), (1, 3)):
-        ops = [
-            (event, 100 * step + 10 * n, 4 * slow, {})
-            for step in range(2)
-            for n, event in enumerate(events)
-        ]
-        runs = [(window, 100 * step, 90, {}) for step in range(2)]
-        planes += plane(
-            f"/device:TPU:{device}", {"XLA Modules": runs, "XLA Ops": ops}, [window, *events]
-        )
-    written(tmp_path, "host0", text, module, planes)
-    found = shardrules.profile(tmp_path, mesh=MESH)
-    assert not found.marked and found.step_count == 2
-    assert found.step_seconds == pytest.approx(95e-6)  # 100 to the second run, which takes 90
-    took, fastest = {}, {}
-    for line in found.lines:
-        name = line.verdict.collective.name
-        took[name] = took.get(name, 0) + line.seconds
-        fastest[name] = fastest.get(name, 0) + line.timing.fastest_seconds
-        assert line.timing.spread and line.timing.fastest_device == "host0 /device:TPU:0"
-    assert took == {name: pytest.approx(12e-6) for name in names}
-    assert fastest == {name: pytest.approx(4e-6) for name in names}
-    assert list(found.planes.values()) == [2 * len(names)] * 2
-
-
-ASYNC = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0}, f32[8]{0})->f32[8]{0}}, num_partitions=2
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(f32[] %a, f32[] %b)
-}
-
-ENTRY %main (p: f32[8], q: f32[8]) -> f32[8] {
-  %p = f32[8]{0} parameter(0), sharding={devices=[2]<=[2]}
-  %q = f32[8]{0} parameter(1), sharding={devices=[2]<=[2]}
-  %all-reduce-start = f32[8]{0} all-reduce-start(f32[8]{0} %p), channel_id=1, replica_groups={{0,1}}, use_global_device_ids=true, to_apply=%add
-  %work = f32[8]{0} multiply(f32[8]{0} %q, f32[8]{0} %q)
-  %all-reduce-done = f32[8]{0} all-reduce-done(f32[8]{0} %all-reduce-start)
-  ROOT %result = f32[8]{0} add(f32[8]{0} %all-reduce-done, f32[8]{0} %work)
-}
-"""
-
-
-def on_gpu(compute_start, compute_duration):
-    """One step in which NCCL's kernel runs from 10 to 40 on a stream of its own."""
-    stats = ("hlo_op", "hlo_module")
-
-    def op(name):
-        return {"hlo_op": name, "hlo_module": "jit_step"}
-
-    return plane(
-        "/device:GPU:0",
-        {
-            "Stream #1": [("nccl", 10, 30, op("all-reduce-start"))],
-            "Stream #2": [("kernel", compute_start, compute_duration, op("work"))],
-        },
-        ["nccl", "kernel"],
-        stats,
-    )
-
-
-@pytest.mark.parametrize(
-    "start, duration, exposed", [(0, 5, 30), (10, 30, 0), (0, 25, 15), (20, 10, 20), (35, 50, 25)]
-)
-def test_what_nothing_else_covers_is_exposed(start, duration, exposed, tmp_path):
-    written(tmp_path, "host", ASYNC, "jit_step", on_gpu(start, duration))
-    (line,) = shardrules.profile(tmp_path).lines
-    assert line.seconds == pytest.approx(30e-6)
-    assert line.exposed_seconds == pytest.approx(exposed * 1e-6, abs=1e-12)
-
-
-def test_on_a_tpu_an_asynchronous_pair_lasts_to_the_end_of_its_done(tmp_path):
-    names = ["%all-reduce-start = f32[8] all-reduce-start(", "%work = f32[8] multiply("]
-    names += ["%all-reduce-done = f32[8] all-reduce-done(", "jit_step(7)"]
-    ops = [(names[0], 0, 1, {}), (names[1], 1, 20, {}), (names[2], 21, 9, {})]
-    lines = {"XLA Modules": [(names[3], 0, 40, {})], "XLA Ops": ops}
-    written(tmp_path, "host", ASYNC, "jit_step", plane("/device:TPU:0", lines, names))
-    (line,) = shardrules.profile(tmp_path).lines
-    assert line.seconds == pytest.approx(30e-6)
-    assert line.exposed_seconds == pytest.approx(10e-6)
-
-
-@pytest.mark.parametrize("command", ["verify", "report"])
-def test_a_profile_without_collectives_says_so(command, tmp_path, capsys):
-    text = re.sub(r"\n +%all-reduce.*", "", ASYNC).replace("%all-reduce-done", "%q")
-    written(tmp_path, "host", text, "jit_step", on_gpu(0, 5))
-    assert main([command, "--profile", str(tmp_path)]) == 0
-    said = capsys.readouterr()
-    assert "0 programs" in said.out
-    assert "no collectives in any program that ran while the profile was recorded" in said.err
-
-
-@pytest.mark.parametrize("shardings, verdict", [((), "unproven"), ((b"", b""), "redundant")])
-def test_shardings_that_stand_beside_the_program_count(shardings, verdict, tmp_path):
-    """JAX 0.11 and newer print none; no bytes are the sharding of what is replicated."""
-    text = re.sub(r", sharding=\{.*?\}$", "", ASYNC, flags=re.MULTILINE)
-    written(tmp_path, "host", text, "jit_step", on_gpu(0, 5), shardings)
-    (line,) = shardrules.profile(tmp_path).lines
-    assert line.verdict.verdict == verdict
-
-
-def test_hosts_are_read_together(tmp_path):
-    for host in ("a", "b"):
-        written(tmp_path, host, ASYNC, "jit_step", on_gpu(0, 5))
-    found = shardrules.profile(tmp_path)
-    assert list(found.planes) == ["a /device:GPU:0", "b /device:GPU:0"]
-    assert "2 hosts" in str(found)
-
-
-def test_hosts_that_end_in_another_second_are_of_one_trace(tmp_path):
-    for host, folder, ended in (("a", "12_00", 1000), ("b", "12_01", 1001), ("a", "11_00", 900)):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        os.utime(written(tmp_path / folder, host, ASYNC, "jit_step", on_gpu(0, 5)), (ended, ended))
-    assert list(shardrules.profile(tmp_path).planes) == ["a /device:GPU:0", "b /device:GPU:0"]
-
-
-def test_a_program_without_its_hlo_is_taken_from_dumps(tmp_path):
-    folder = tmp_path / "profile"
-    folder.mkdir()
-    other = ASYNC.replace("jit_step", "jit_other")
-    written(folder, "host", other, "jit_other", on_gpu(0, 5))
-    with pytest.raises(
-        errors.ProfileError, match=r"no program can be judged \(jit_step\).*enable_hlo_proto"
-    ):
-        shardrules.profile(folder)
-    dump = tmp_path / "dump"
-    dump.mkdir()
-    with pytest.raises(errors.ProfileError, match="holds no HLO text"):
-        shardrules.profile(folder, hlo=dump)
-    before = ASYNC.replace("%work", "%other")  # the same name, without the operation that ran
-    (dump / "module_0001.jit_step.gpu_after_optimizations.txt").write_text(before)
-    with pytest.raises(errors.ProfileError, match="holds none with these operations"):
-        shardrules.profile(folder, hlo=dump)
-    (dump / "module_0002.jit_step.gpu_after_optimizations.txt").write_text(ASYNC)
-    (line,) = shardrules.profile(folder, hlo=dump).lines
-    assert line.seconds == pytest.approx(30e-6)
-    more = ASYNC.replace("multiply", "subtract")
-    (dump / "module_0009.jit_step.gpu_after_optimizations.txt").write_text(more)
-    with pytest.raises(errors.ProfileError, match="holds 2 programs jit_step"):
-        shardrules.profile(folder, hlo=dump)
+def test_a_mesh_that_is_not_given_or_does_not_fit_is_said(recorded):
+    assert "name its axes: --mesh data=4,model=2 (mesh=)" in str(shardrules.profile(recorded))
+    (note,) = shardrules.profile(recorded, mesh={"data": 4}).notes
+    assert " is judged without the mesh (data=4), which does not fit it: " in note
+    assert "not known" not in str(shardrules.profile(recorded, mesh=MESH))
 
 
 @pytest.mark.parametrize(
@@ -460,20 +260,6 @@ def test_what_the_profiler_left_out_is_said(option, value, said, tmp_path, cpu_m
         f(x).block_until_ready()
     with pytest.raises(errors.ProfileError, match=said):
         shardrules.profile(tmp_path)
-
-
-def test_what_another_program_does_on_the_device_covers_a_collective(tmp_path):
-    other = plane(
-        "/device:GPU:0",
-        {"Stream #3": [("nccl", 15, 10, {"hlo_op": "fusion.1", "hlo_module": "jit_other"})]},
-        ["nccl"],
-        ("hlo_op", "hlo_module"),
-    )
-    written(tmp_path, "host", ASYNC, "jit_step", on_gpu(0, 5) + other)
-    found = shardrules.profile(tmp_path)
-    (line,) = found.lines
-    assert line.exposed_seconds == pytest.approx(20e-6)
-    assert any("ran, and is not judged: jit_other" in note for note in found.notes)
 
 
 # --- what can't be read -------------------------------------------------------------------------
@@ -550,142 +336,3 @@ def test_what_would_take_long_is_refused(data, said, tmp_path):
 def test_damaged_messages_are_refused(data):
     with pytest.raises(errors.ProfileError):
         list(wire.fields(memoryview(data)))
-
-
-# --- steps and what is covered ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "starts, markers, steps",
-    [
-        ([5, 15, 25], [0, 10, 20], [0, 1, 2]),
-        ([12, 22, 32], [0, 10, 20], [0, 1, 2]),  # the device lags a step behind the host
-        ([1, 2, 11, 12], [0, 10], [0, 0, 1, 1]),
-        ([1, 11, 12], [0, 10], [0, 1, 1]),
-        ([-1, 11, 12], [0, 10], [0, 1, 1]),
-    ],
-)
-def test_runs_are_counted_before_the_clock_is_asked(starts, markers, steps):
-    assert measured.steps_of(starts, markers) == steps
-
-
-def test_a_collective_in_a_loop_adds_up_in_each_step():
-    timeline = events.Timeline()
-    for run in range(2):
-        start = 100.0 * run + 10 * np.arange(4)
-        timeline.parts.append(events.Ran(np.zeros(4, int), start, start + 1 + run, np.full(4, run)))
-    of = {"all-reduce": measured.Site("all-reduce", None)}
-    ran = {"device": measured.executions(timeline, {"all-reduce": 0}, [0.0, 100.0], of)}
-    nothing = measured.Covered(np.zeros(0), np.zeros(0))
-    took = measured.measure(ran, {"device": 2}, {"device": nothing})
-    assert took["all-reduce"].seconds == pytest.approx((4 + 8) / 2 / 1e9)
-    assert took["all-reduce"].runs == 4
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_what_is_covered_is_counted_once(seed):
-    """Against a count of whole nanoseconds."""
-    random = np.random.default_rng(seed)
-    start = random.integers(0, 60, 8)
-    end = start + random.integers(0, 12, 8)
-    busy = np.zeros(100, bool)
-    for a, b in zip(start, end):
-        busy[a:b] = True
-    first = random.integers(0, 80, 30)
-    last = first + random.integers(0, 20, 30)
-    within = measured.Covered(start.astype(float), end.astype(float)).within(first, last)
-    assert within.tolist() == [busy[a:b].sum() for a, b in zip(first, last)]
-
-
-# --- run --profile, and two profiles ------------------------------------------------------------
-
-SCRIPT = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-f = jax.shard_map(
-    lambda w, x: jnp.tanh(x @ w), mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"),
-    check_vma={check},
-)
-step = jax.jit(lambda w, x: w - jax.grad(lambda w: (f(w, x) ** 2).sum())(w))
-w = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, P()))
-x = np.ones((4, 8), np.float32)
-for number in range({count}):
-    with {around}:
-        w = step(w, x)
-        {more}
-sys.exit({code})
-"""
-
-
-def script(path, check=False, count=8, around="mesh", more="", code=0):
-    path.write_text(SCRIPT.format(check=check, count=count, around=around, more=more, code=code))
-    return path
-
-
-def run(*args):
-    flags = "--xla_force_host_platform_device_count=8"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    return subprocess.run(
-        [sys.executable, "-m", "shardrules", *map(str, args)],
-        capture_output=True,
-        text=True,
-        env=env,
-    )
-
-
-MARKED = 'jax.profiler.StepTraceAnnotation("train", step_num=number)'
-
-
-@pytest.mark.parametrize(
-    "around, more, runs", [("mesh", "", 1), ("mesh", "x + x", 1), (MARKED, "w = step(w, x)", 2)]
-)
-def test_run_records_steps_after_the_warm_up(around, more, runs, tmp_path):
-    path = script(tmp_path / "train.py", around=around, more=more)
-    done = run("run", "--profile", 3, "--format", "json", "--output", "-", path)
-    assert done.returncode == 1, done.stderr
-    data = json.loads(done.stdout)
-    found = data["profile"]
-    (measured_one,) = (one["measured"] for one in data["programs"] if one["measured"])
-    assert measured_one["avoidable_seconds"] == pytest.approx(found["avoidable_seconds"])
-    assert found["steps"]["count"] == 3 and found["steps"]["marked"] == (around == MARKED)
-    (collective,) = found["collectives"]
-    assert collective["what"] == "backward all-reduce(data, model)"  # the mesh is known
-    assert collective["verdict"] == "overwide" and collective["runs"] == runs
-    assert 0 < collective["avoidable_seconds"] < collective["exposed_seconds"]
-
-
-def test_run_says_where_the_script_ends_too_early(tmp_path):
-    done = run("run", "--profile", 3, script(tmp_path / "train.py", count=2, code=3))
-    assert done.returncode == 3
-    assert "--profile recorded nothing: no program with collectives was called" in done.stderr
-    assert "1 overwide" in done.stderr  # the report of its programs stands
-    done = run("run", "--profile", 3, script(tmp_path / "train.py", count=4))
-    assert "the script ended after" in done.stderr and "of --profile's 3 steps" in done.stderr
-    done = run("run", "--profile", "0", tmp_path / "train.py")
-    assert done.returncode == 2 and "write --profile 3" in done.stderr
-
-
-def test_diff_says_what_each_change_saved(tmp_path, capsys):
-    for name, check in (("before", False), ("after", True)):
-        path = script(tmp_path / "train.py", check=check)
-        done = run("run", "--profile", 3, "--keep", tmp_path / name, path)
-        assert "avoidable: " in done.stderr
-    both = [str(tmp_path / name) for name in ("before", "after")]
-    assert main(["diff", *both]) == 1
-    out = capsys.readouterr().out
-    assert " a step by 2 changes of collectives; a step took" in out
-    assert main(["diff", *both, "--format", "json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    changes = {change["what"].partition(" f32")[0]: change for change in found["changes"]}
-    went = changes["backward all-reduce(data, model)"]
-    came = changes["backward all-reduce(data)"]
-    assert (went["status"], came["status"]) == ("went", "came")
-    assert went["saved_seconds"] == went["exposed_seconds"][0] > 0
-    assert came["saved_seconds"] == -came["exposed_seconds"][1] < 0
-    assert main(["diff", both[0], both[0], "--format", "markdown"]) == 0
-    assert "| same |" in capsys.readouterr().out
-    (tmp_path / "one.hlo").write_text(ASYNC)
-    assert main(["diff", both[0], str(tmp_path / "one.hlo")]) == 2
-    assert "one.hlo is not a profile" in capsys.readouterr().err

@@ -199,7 +199,11 @@ def judging(mesh: Mapping[str, int] | None, registry: Any, notes: list[str]) -> 
         except HloError as error:  # a program of fewer devices, say
             if mesh is None:
                 raise
-            notes.append(f"{program.name} is judged without the mesh: {str(error).splitlines()[0]}")
+            given = ", ".join(f"{axis}={size}" for axis, size in dict(mesh).items())
+            notes.append(
+                f"{program.name} is judged without the mesh ({given}), which does not fit it: "
+                f"{str(error).splitlines()[0]}"
+            )
             return hlo.judge(module, registry=registry, unpartitioned=True)
 
     return judge

@@ -148,6 +148,10 @@ class Profile:
 
     def __str__(self) -> str:
         lines = [self.headline, self.about, *(f"note: {note}" for note in self.notes)]
+        if any(program.lines and not program.content.judgement.mesh for program in self.programs):
+            lines.append(
+                "note: the mesh is not known; name its axes: --mesh data=4,model=2 (mesh=)"
+            )
         if not self.lines:
             return "\n".join([*lines, "no collectives in any program that ran"]) + "\n"
         seldom = 0

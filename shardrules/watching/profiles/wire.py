@@ -139,7 +139,7 @@ class Fields(NamedTuple):
         return self._chosen((field,), self.end >= 0)
 
     def _chosen(self, fields: tuple[int, ...], mask: np.ndarray) -> Fields:
-        mask = mask & np.isin(self.number, fields)
+        mask = mask & np.logical_or.reduce([self.number == field for field in fields])
         return Fields(*(column[mask] for column in self))
 
 

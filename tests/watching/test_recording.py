@@ -1,0 +1,102 @@
+"""``run --profile`` records steps of a script, and ``diff`` compares two profiles."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shardrules.__main__ import main
+from watching.xspaces import ASYNC
+
+SCRIPT = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+f = jax.shard_map(
+    lambda w, x: jnp.tanh(x @ w), mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"),
+    check_vma={check},
+)
+step = jax.jit(lambda w, x: w - jax.grad(lambda w: (f(w, x) ** 2).sum())(w))
+w = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, P()))
+x = np.ones((4, 8), np.float32)
+for number in range({count}):
+    with {around}:
+        w = step(w, x)
+        {more}
+sys.exit({code})
+"""
+
+
+def script(path, check=False, count=8, around="mesh", more="", code=0):
+    path.write_text(SCRIPT.format(check=check, count=count, around=around, more=more, code=code))
+    return path
+
+
+def run(*args):
+    flags = "--xla_force_host_platform_device_count=8"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    return subprocess.run(
+        [sys.executable, "-m", "shardrules", *map(str, args)],
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+
+
+MARKED = 'jax.profiler.StepTraceAnnotation("train", step_num=number)'
+
+
+@pytest.mark.parametrize(
+    "around, more, runs", [("mesh", "", 1), ("mesh", "x + x", 1), (MARKED, "w = step(w, x)", 2)]
+)
+def test_run_records_steps_after_the_warm_up(around, more, runs, tmp_path):
+    path = script(tmp_path / "train.py", around=around, more=more)
+    done = run("run", "--profile", 3, "--format", "json", "--output", "-", path)
+    assert done.returncode == 1, done.stderr
+    data = json.loads(done.stdout)
+    found = data["profile"]
+    (measured_one,) = (one["measured"] for one in data["programs"] if one["measured"])
+    assert measured_one["avoidable_seconds"] == pytest.approx(found["avoidable_seconds"])
+    assert found["steps"]["count"] == 3 and found["steps"]["marked"] == (around == MARKED)
+    (collective,) = found["collectives"]
+    assert collective["what"] == "backward all-reduce(data, model)"  # the mesh is known
+    assert collective["verdict"] == "overwide" and collective["runs"] == runs
+    assert 0 < collective["avoidable_seconds"] < collective["exposed_seconds"]
+
+
+def test_run_says_where_the_script_ends_too_early(tmp_path):
+    done = run("run", "--profile", 3, script(tmp_path / "train.py", count=2, code=3))
+    assert done.returncode == 3
+    assert "--profile recorded nothing: no program with collectives was called" in done.stderr
+    assert "1 overwide" in done.stderr  # the report of its programs stands
+    done = run("run", "--profile", 3, script(tmp_path / "train.py", count=4))
+    assert "the script ended after" in done.stderr and "of --profile's 3 steps" in done.stderr
+    done = run("run", "--profile", "0", tmp_path / "train.py")
+    assert done.returncode == 2 and "write --profile 3" in done.stderr
+
+
+def test_diff_says_what_each_change_saved(tmp_path, capsys):
+    for name, check in (("before", False), ("after", True)):
+        path = script(tmp_path / "train.py", check=check)
+        done = run("run", "--profile", 3, "--keep", tmp_path / name, path)
+        assert "avoidable: " in done.stderr
+    both = [str(tmp_path / name) for name in ("before", "after")]
+    assert main(["diff", *both]) == 1
+    out = capsys.readouterr().out
+    assert " a step by 2 changes of collectives; a step took" in out
+    assert main(["diff", *both, "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    changes = {change["what"].partition(" f32")[0]: change for change in found["changes"]}
+    went = changes["backward all-reduce(data, model)"]
+    came = changes["backward all-reduce(data)"]
+    assert (went["status"], came["status"]) == ("went", "came")
+    assert went["saved_seconds"] == went["exposed_seconds"][0] > 0
+    assert came["saved_seconds"] == -came["exposed_seconds"][1] < 0
+    assert main(["diff", both[0], both[0], "--format", "markdown"]) == 0
+    assert "| same |" in capsys.readouterr().out
+    (tmp_path / "one.hlo").write_text(ASYNC)
+    assert main(["diff", both[0], str(tmp_path / "one.hlo")]) == 2
+    assert "one.hlo is not a profile" in capsys.readouterr().err

@@ -340,7 +340,7 @@ def test_allowances_and_strictness():
 def test_what_could_move_less_is_a_finding_where_asked():
     lines = [
         T.parameter(T.BOTH),
-        T.all_reduce("%x", T.ALL),
+        T.all_reduce("%x", T.ALL, extra=', metadata={op_name="jit(f)/shard_map/psum"}'),
         "%zero = f32[] constant(0)",
         "%total = f32[] reduce(%r, %zero), dimensions={0}, to_apply=%add",
     ]

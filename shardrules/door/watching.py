@@ -20,6 +20,9 @@ from shardrules.door.patching import Patches
 from shardrules.door.places import owns
 from shardrules.errors import UnsupportedJaxError
 
+# Called with a sentence for each gradient whose psums move more than with the check off.
+cast_listeners: list[Callable[[str], None]] = []
+
 
 class Argument(NamedTuple):
     """One leaf of a call's arguments."""

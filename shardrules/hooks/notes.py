@@ -51,6 +51,15 @@ class Placement:
     unchecked_bytes: int = 0  # what these cotangents' psums sum with the check off
     exceptions: tuple[str, ...] = ()  # why the fewest bytes are more than that
 
+    def beyond(self, subject: str) -> str:
+        """Say why the subject's psums sum more than with the check off; empty if they don't."""
+        if not self.exceptions:
+            return ""
+        return (
+            f"{subject} sum at least {self.after_bytes:,} B on each device, and "
+            f"{self.unchecked_bytes:,} B with the check off: {'; '.join(self.exceptions)}"
+        )
+
 
 @dataclasses.dataclass(eq=False)
 class Notes:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from shardrules.door import watching
 from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
 from shardrules.errors import ShardrulesError
@@ -185,11 +186,15 @@ class State:
         if notes is not None:
             notes.sums.append(NotedSum(tuple(sorted(axes)), value.shape, value.dtype, at, why))
 
-    def note_placement(self, placement: Placement) -> None:
-        """Record where casts were placed, if the scope has notes."""
+    def note_placement(self, placement: Placement, function: str) -> None:
+        """Record where a function's casts were placed, in the scope's notes or for a watch."""
         notes = self.scope.notes
         if notes is not None:
             notes.placements.append(placement)
+        elif placement.exceptions:
+            subject = f"the psums of the gradient of {function or 'a shard_map'}"
+            for listener in tuple(watching.cast_listeners):
+                listener(placement.beyond(subject))
 
     @contextlib.contextmanager
     def locally(self, **changes: Any):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardrules.arguments import checked
+from shardrules.door.watching import cast_listeners
 from shardrules.errors import ShardrulesError
 from shardrules.watching import compiling
 
@@ -152,6 +153,7 @@ class Watched:
         self.timings: dict[str, Timings] = {}
         self._where = where
         self._programs: list[WatchedProgram] = []
+        self._above_check_off: dict[str, None] = {}  # sentences about gradients
         self._stop: Callable[[], None] | None = None
         self._has_begun = False
 
@@ -159,9 +161,19 @@ class Watched:
         if self._stop is not None:
             raise ShardrulesError("this watch is on already; make another one with watch()")
         self._has_begun = True
-        self._stop = compiling.start(
+        stop = compiling.start(
             lambda noted: self._programs.append(WatchedProgram(noted, self, self._where()))
         )
+
+        def record(sentence: str) -> None:
+            self._above_check_off[sentence] = None
+
+        def stop_both() -> None:
+            cast_listeners.remove(record)
+            stop()
+
+        cast_listeners.append(record)
+        self._stop = stop_both
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -188,6 +200,7 @@ class Watched:
           ShardrulesError: the watch has not begun.
         """
         from shardrules.report import several
+        from shardrules.report.grouping import here
 
         if not self._has_begun:
             raise ShardrulesError(
@@ -222,7 +235,7 @@ class Watched:
             [program.count for program in judges],
             failures,
             len(programs) - judged,
-            notes=[*map(_why_again, _made_again(judges))],
+            notes=[*map(_why_again, _made_again(judges)), *map(here, self._above_check_off)],
         )
 
     @property

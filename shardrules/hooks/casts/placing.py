@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from shardrules.door import watching
 from shardrules.door.jaxprs import equations, gradient_sums, is_differentiated, transposed_sums
 from shardrules.door.patching import Patches
 from shardrules.hooks.casts.cheapest import (
@@ -28,7 +29,7 @@ from shardrules.hooks.casts.exceptions import exceptions
 from shardrules.hooks.casts.linear import Axes, Graph, Sums, Unplaceable, absent_tangents
 from shardrules.hooks.casts.writer import Writer
 from shardrules.hooks.cotangents.linearity import linear_in, sums_of_others
-from shardrules.hooks.notes import Placement
+from shardrules.hooks.notes import PlacedCast, Placement
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import MARK
 
@@ -108,7 +109,7 @@ class CastHooks(Hooks):
         linear = [isinstance(x, tangents) for x in values[len(jaxpr.constvars) :]]
         wanted = [not isinstance(ct, self.door.Zero) for ct in cotangents]
         again = self.state.scope.derivatives_count > 0
-        why, before_bytes = "", 0
+        function, before_bytes = "", 0
 
         def make() -> Graph:
             return Graph(self.door, jaxpr, linear, wanted, self._is_opaque, again)
@@ -120,36 +121,32 @@ class CastHooks(Hooks):
 
         try:
             graph = make()
-            before = cost_as_traced(graph)
-            noted = self.state.scope.notes is not None
-            if not noted and _saves_little(graph, before, least_bytes(graph)):
+            function, before = graph.function, cost_as_traced(graph)
+            off = cost_unchecked(graph)
+            is_explained = self.state.scope.notes is not None
+            is_watched = bool(watching.cast_listeners) and not before.within(off)
+            if not (is_explained or is_watched) and _saves_little(before, least_bytes(graph), off):
                 return jaxpr  # the case of most programs
             graph.settle(self._sums)
             before = cost_as_traced(graph)
             before_bytes = before.bytes
             labels = cheapest(graph)
             after = cost(graph, labels)
-            off = cost_unchecked(graph).bytes
             least = min(before, after) if after.within(before) else before
-            beyond = exceptions(settled, least) if noted else ()
-            worth = after < before and not _saves_little(graph, before, after.bytes)
-            if worth and after.within(before):
+            beyond = exceptions(settled, least) if is_explained or is_watched else ()
+            placed, after_bytes, casts = jaxpr, before_bytes, list[PlacedCast]()
+            is_better = after < before and after.within(before)
+            if is_better and not _saves_little(before, after.bytes, off):
                 writer = Writer(self, graph, labels)
                 placed = writer.jaxpr(jaxpr, (), [atom.aval for atom in jaxpr.outvars])
-                self.state.note_placement(
-                    Placement(
-                        before_bytes, writer.bytes, tuple(writer.casts), asked, "", off, beyond
-                    )
-                )
-                return placed
-            note = Placement(before_bytes, before_bytes, (), asked, "", off, beyond)
-            self.state.note_placement(note)
-            return jaxpr
+                after_bytes, casts = writer.bytes, writer.casts
+            note = Placement(before_bytes, after_bytes, tuple(casts), asked, "", off.bytes, beyond)
         except Exception as error:  # the program as traced is correct, so its casts stay
             text = str(error).splitlines()[0] if str(error) else ""
             why = text if isinstance(error, Unplaceable) else f"{type(error).__name__}: {text}"
-        self.state.note_placement(Placement(before_bytes, before_bytes, (), asked, why))
-        return jaxpr
+            placed, note = jaxpr, Placement(before_bytes, before_bytes, (), asked, why)
+        self.state.note_placement(note, function)
+        return placed
 
     @property
     def _accumulators(self) -> tuple[type, ...]:
@@ -243,9 +240,9 @@ class _TracedBwd:
         self.linear_in = linear_in(self.jaxpr, self.cotangents)  # the axes over which it sums
 
 
-def _saves_little(graph: Graph, before: Cost, least: int) -> bool:
+def _saves_little(before: Cost, least: int, off: Cost) -> bool:
     """Whether moves save no byte, or under 0.1% where the casts cost no more than the check off."""
-    saved, off = before.bytes - least, cost_unchecked(graph)
+    saved = before.bytes - least
     if before.within(off):
         return 1000 * saved < before.bytes or not before.bytes
     return saved <= 0 and before.bytes > off.bytes

@@ -232,13 +232,7 @@ def describe_placement(placement: Placement) -> str:
     """Say how many bytes placing casts saves, with the line for each cast."""
     if placement.why:
         return _wrap(f"the casts stay where JAX puts them: {placement.why}")
-    beyond = ""
-    if placement.exceptions:
-        beyond = _wrap(
-            f"the psums of these cotangents sum at least {placement.after_bytes:,} B on each "
-            f"device, and {placement.unchecked_bytes:,} B with the check off: "
-            f"{'; '.join(placement.exceptions)}"
-        )
+    beyond = _wrap(placement.beyond("the psums of these cotangents"))
     if placement.after_bytes >= placement.before_bytes:
         return beyond
     done = (

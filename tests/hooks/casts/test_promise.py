@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import jax
 import numpy as np
@@ -51,11 +52,20 @@ def test_gradients_of_harder_bodies_are_the_late_ones(seed):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
 
 
-def test_explain_names_an_exception_with_both_figures():
+def test_explain_and_the_report_name_an_exception_with_both_figures():
     body = harder_body(500)
     params, x = body.arguments()
-    text = str(sr.explain(jax.grad(body.split(), argnums=(0, 1)), params, x))
-    text = " ".join(text.split())
-    both = "sum at least 1,024 B on each device, and 768 B with the check off: the operation at"
-    assert both in text
-    assert text.endswith("takes whole cotangents (opaque, or a solve that iterates)")
+    gradient = jax.grad(body.split(), argnums=(0, 1))
+    beyond = (
+        r" sum at least 1,024 B on each device, and 768 B with the check off: the operation at "
+        r"\S*bodies\.py:\d+ takes whole cotangents \(opaque, or a solve that iterates\)"
+    )
+    text = " ".join(str(sr.explain(gradient, params, x)).split())
+    assert re.search(f"the psums of these cotangents{beyond}$", text)
+    with sr.install(), sr.watch() as seen:
+        jax.jit(gradient)(params, x)
+    place = r"tests/hooks/casts/bodies\.py:\d+"
+    assert re.search(f"the psums of the gradient of local at {place}{beyond}", str(seen))
+    with sr.install(), sr.watch() as seen:
+        jax.jit(jax.grad(lambda w: w.sum()))(x)
+    assert "check off" not in str(seen)

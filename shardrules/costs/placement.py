@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardrules import hlo
-from shardrules.costs import sums, walk
+from shardrules.costs import walk
 
 __all__ = ["Constant", "Gathered", "constants", "gathered", "is_pmap"]
 
@@ -122,7 +122,7 @@ def _collective(computation: hlo.Computation, position: int) -> int | None:
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in ("all-gather", "all-reduce"):
             return position
-        moves = opcode in sums.PASS_ON or opcode == "all-gather-done"
+        moves = opcode in walk.PASS_ON or opcode == "all-gather-done"
         if not moves or not instruction.operands:
             return None
         position = instruction.operands[0]

@@ -11,6 +11,7 @@ from shardrules.hlo.proof import loops
 
 __all__ = [
     "NO_WORK",
+    "PASS_ON",
     "Place",
     "applied",
     "executed",
@@ -32,6 +33,11 @@ _T = TypeVar("_T")
 # reductions, sorts and scatters are part of one kernel.
 _CONTROL = ("while", "conditional", "call", "async-start")
 _HOST_SPACE = "S(5)"  # xla::Layout::kHostMemorySpace
+# What passes numbers on, and rounds them at most.
+PASS_ON = frozenset(
+    "bitcast reshape transpose copy convert get-tuple-element all-reduce-done copy-start "
+    "copy-done".split()
+)
 # Opcodes that name values, lie in memory, or wait for others: they launch and move nothing.
 NO_WORK = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier "

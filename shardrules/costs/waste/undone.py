@@ -9,8 +9,8 @@ import numpy as np
 
 from shardrules import hlo
 from shardrules.costs import walk
-from shardrules.costs.waste.shared.loop_flow import UNARY
 from shardrules.costs.waste.shared.program import Hint, Kind, Program, Site
+from shardrules.costs.waste.shared.values import UNARY
 
 __all__ = ["KIND"]
 

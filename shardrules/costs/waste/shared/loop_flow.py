@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from shardrules import hlo
 from shardrules.costs import walk
+from shardrules.costs.waste.shared.values import FLOATS, FUNCTIONS, MOVES, Value
 from shardrules.hlo.proof.collectives import OPCODES
 
-__all__ = ["FUNCTIONS", "UNARY", "Source", "Unread", "unread"]
+__all__ = ["Source", "Unread", "unread"]
 
 # A collective's result: its computation, its position, and its operand's number or range's start.
 Source = tuple[str, int, int]
@@ -55,24 +56,9 @@ _PLAIN = None  # depends on no result
 _NONE: tuple[str, frozenset[Source]] = ("", frozenset())
 _SAME = _Same()
 
-_MOVES = frozenset(
-    "bitcast reshape copy transpose slice reverse broadcast copy-start copy-done all-reduce-done "
-    "all-gather-done optimization-barrier opt-barrier".split()
-)
 _IN_PLACE = frozenset(
     "copy copy-start copy-done bitcast reshape optimization-barrier opt-barrier".split()
 )
-UNARY = frozenset(
-    "abs cbrt ceil convert cosine erf exponential exponential-minus-one floor imag is-finite log "
-    "log-plus-one logistic negate not real reduce-precision round-nearest-afz round-nearest-even "
-    "rsqrt sign sine sqrt tan tanh".split()
-)
-_ELEMENTWISE = UNARY | frozenset(
-    "add and atan2 clamp compare complex divide maximum minimum multiply or power remainder select "
-    "subtract xor".split()
-)
-FUNCTIONS = _ELEMENTWISE | _MOVES | frozenset("iota concatenate pad reduce dot".split())
-_FLOATS = re.compile(r"(bf|f|c)\d")
 
 
 class Unread(NamedTuple):
@@ -186,7 +172,9 @@ def _same(program, loop, outcomes) -> set[int]:
     if start.opcode != "tuple":
         return set()
     count = len(body.instructions[body.root].operands)
-    same = {k for k, o in enumerate(start.operands[:count]) if program.is_constant(around, o)}
+    same = {
+        k for k, o in enumerate(start.operands[:count]) if program.is_constant(Value.at(around, o))
+    }
     while same:
         carry = tuple(_SAME if k in same else _PLAIN for k in range(count))
         returned = _Trip(program, outcomes, frozenset()).evaluate(body, [carry])
@@ -260,7 +248,7 @@ class _Trip:
         same = all(isinstance(o, _Same) for o in operands)
         if not same or instruction.opcode not in FUNCTIONS:
             return _PLAIN
-        moved = instruction.opcode in _MOVES or instruction.opcode == "convert"
+        moved = instruction.opcode in MOVES or instruction.opcode == "convert"
         return _Same(moved and all(o.zero for o in operands))
 
     def _function(self, computation, instruction, operands) -> Any:
@@ -308,7 +296,7 @@ class _Trip:
         if len(carried) != 1:
             return _PLAIN
         (element,) = carried
-        floats = _FLOATS.match(instruction.shape.element_type)
+        floats = FLOATS.match(instruction.shape.element_type)
         if len(operands) == 1 and (opcode in _IN_PLACE or (opcode == "convert" and floats)):
             return element
         rest = [o for o in operands if o is not element]
@@ -409,11 +397,11 @@ def _sources(values: Sequence[Any]) -> _Sources:
 def _linear(module, computation, instruction: hlo.Instruction, operands: Sequence[Any]) -> bool:
     """Tell whether an instruction is linear in the results that it takes."""
     opcode = instruction.opcode
-    floats = _FLOATS.match(instruction.shape.element_type) is not None
+    floats = FLOATS.match(instruction.shape.element_type) is not None
     if opcode == "bitcast":  # to another element type it takes the bits for other numbers
         before = computation.instructions[instruction.operands[0]].shape
         return before.element_type == instruction.shape.element_type
-    if opcode in _MOVES or opcode == "negate":
+    if opcode in MOVES or opcode == "negate":
         return True
     if opcode == "convert":
         return floats

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shardrules import hlo
-from shardrules.costs.waste.shared.loop_flow import UNARY
 from shardrules.costs.waste.shared.program import Program, Site
-from shardrules.costs.waste.shared.values import Use, Value
+from shardrules.costs.waste.shared.values import UNARY, Use, Value
 from shardrules.hlo.known import exact
 from shardrules.hlo.known.ranges import Exact
 

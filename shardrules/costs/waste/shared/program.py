@@ -205,11 +205,6 @@ class Site:
         return self.computation.name, self.position, self.part
 
     @property
-    def result_place(self) -> tuple[hlo.Module, hlo.Computation, Users, int, int]:
-        """Give where its result is, as ``sums`` takes it."""
-        return self.module, self.computation, self.users, self.position, self.operand
-
-    @property
     def source(self) -> int:
         """Give the position of its operand."""
         return self.instruction.operands[self.operand]

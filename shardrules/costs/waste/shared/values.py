@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import NamedTuple
 
 from shardrules import hlo
 from shardrules.costs import walk
-from shardrules.costs.waste.shared import loop_flow
 from shardrules.hlo.proof import loops
 from shardrules.hlo.reader.module import Users
 
-__all__ = ["Loop", "Outside", "Use", "Value", "Values", "unchanged"]
+__all__ = [
+    "ELEMENTWISE",
+    "FLOATS",
+    "FUNCTIONS",
+    "MOVES",
+    "UNARY",
+    "Loop",
+    "Outside",
+    "Use",
+    "Value",
+    "Values",
+    "unchanged",
+]
+
+FLOATS = re.compile(r"(bf|f|c)\d")
+
+MOVES = frozenset(
+    "bitcast reshape copy transpose slice reverse broadcast copy-start copy-done all-reduce-done "
+    "all-gather-done optimization-barrier opt-barrier".split()
+)
+UNARY = frozenset(
+    "abs cbrt ceil convert cosine erf exponential exponential-minus-one floor imag is-finite log "
+    "log-plus-one logistic negate not real reduce-precision round-nearest-afz round-nearest-even "
+    "rsqrt sign sine sqrt tan tanh".split()
+)
+ELEMENTWISE = UNARY | frozenset(
+    "add and atan2 clamp compare complex divide maximum minimum multiply or power remainder select "
+    "subtract xor".split()
+)
+FUNCTIONS = ELEMENTWISE | MOVES | frozenset("iota concatenate pad reduce dot".split())
 
 # Computations from the outermost in, each with the position of the fusion outside that calls it.
 Outside = tuple[tuple[hlo.Computation, int], ...]
@@ -99,26 +128,27 @@ class Values:
             self._users[name] = self.module.computations[name].users()
         return self._users[name]
 
-    def is_constant(self, computation: hlo.Computation, position: int) -> bool:
+    def is_constant(self, value: Value) -> bool:
         """Tell whether a value is made of constants and unfilled buffers alone."""
-        stack, steps = [(computation, position)], 0
+        stack, steps = [value], 0
         while stack and (steps := steps + 1) < 64:
-            where, at = stack.pop()
-            maker = where.instructions[at]
-            opcode = maker.opcode
-            if opcode == "fusion":
-                called = self.module.computations[maker.calls[0]]
-                stack.append((called, called.root))
-            elif opcode == "custom-call":
+            value = self.origin(stack.pop())
+            maker = value.instruction
+            if maker.opcode == "fusion":
+                stack.append(value.inside(self.module.computations[maker.calls[0]]))
+                continue
+            if maker.opcode == "custom-call":
                 if walk.target(maker) != "AllocateBuffer":
                     return False
-            elif opcode == "parameter":
-                if where is computation:
-                    return False
-            elif opcode != "constant" and opcode not in loop_flow.FUNCTIONS:
+            elif maker.opcode != "constant" and maker.opcode not in FUNCTIONS:
                 return False
-            stack += [(where, o) for o in maker.operands]
+            stack += [value.operand(n) for n in range(len(maker.operands))]
         return not stack
+
+    def is_zero(self, value: Value) -> bool:
+        """Tell whether a value is zero in all of its elements."""
+        spread = frozenset("bitcast reshape copy transpose broadcast convert".split())
+        return walk.is_zero(self.made_by(value, spread).instruction)
 
     def uses(
         self,
@@ -162,8 +192,10 @@ class Values:
                     stack += [(outside if c is here else ((c, -1),), n, k) for c, n, k in entered]
                 elif taker.opcode == "dynamic-slice" and at in operands[1:]:
                     ends.append(Use(outside, user, at))  # as an index
-                elif taker.opcode in through or taker.opcode == "get-tuple-element":
+                elif taker.opcode == "get-tuple-element":
                     stack.append((outside, user, 0))
+                elif taker.opcode in through and _keeps_numbers(here.instructions[at], taker):
+                    stack.append((outside, user, part if taker.shape.is_tuple else 0))
                 else:
                     ends.append(Use(outside, user, at))
         return ends
@@ -239,6 +271,13 @@ class Values:
         around = self.module.computations[loop.around]
         start = around.instructions[around.instructions[loop.position].operands[0]]
         return Value.at(around, start.operands[element]) if start.opcode == "tuple" else None
+
+
+def _keeps_numbers(taken: hlo.Instruction, taker: hlo.Instruction) -> bool:
+    """Tell whether a bitcast or a conversion gives the same numbers, rounded at most."""
+    if taker.opcode == "bitcast":  # to another element type it takes their bits for other numbers
+        return taken.shape.element_type == taker.shape.element_type
+    return taker.opcode != "convert" or FLOATS.match(taker.shape.element_type) is not None
 
 
 def unchanged(body: hlo.Computation, position: int) -> int | None:

@@ -1,12 +1,10 @@
-"""Budgets: a program's collectives in a small TOML file that is checked in, reviewed and compared.
+"""Budgets: the collectives of a program in a small TOML file that is reviewed and compared."""
 
-A budget holds no instruction names or line numbers, and its paths are relative, so that it stays
-the same across recompiles and machines.
-"""
+# A budget holds no instruction names or line numbers, and its paths are relative, so that it stays
+# the same across recompiles and machines.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 import tomllib
@@ -22,10 +20,11 @@ _HEAD = (
     "# What a program's collectives may cost; pytest --update-budgets rewrites it.\n"
     "# Bytes are of one execution on one device; [[allow]] is written by hand and kept.\n"
 )
-_ROW = (
-    *("what", "element_type", "source", "sites", "count", "bytes", "wire_bytes"),
-    *("unknown", "unknown_bytes"),
-)
+_TEXTS = ("what", "element_type", "source")
+_COUNTS = ("sites", "count", "bytes", "wire_bytes", "unknown", "unknown_bytes")
+
+
+_ROOT_FILES = ("pyproject.toml", "setup.cfg", "setup.py", ".git")
 
 
 class Budget:
@@ -57,9 +56,7 @@ def root_of(path: pathlib.Path) -> str:
     """Return the project folder that a budget's paths are relative to."""
     folder = path.resolve().parent
     for parent in (folder, *folder.parents):
-        if any(
-            (parent / name).exists() for name in ("pyproject.toml", "setup.cfg", "setup.py", ".git")
-        ):
+        if any((parent / name).exists() for name in _ROOT_FILES):
             return str(parent)
     return str(folder)
 
@@ -76,18 +73,10 @@ def dump(budget: Budget) -> str:
         _HEAD,
         f"version = {VERSION}\nlevel = {_quoted(budget.level)}\nmesh = {_quoted(budget.mesh)}\n",
     ]
-    for (what, element_type, source), totals in sorted(budget.rows.items()):
-        values = {
-            "what": what,
-            "element_type": element_type,
-            "source": source,
-            **dataclasses.asdict(totals),
-        }
-        lines = [
-            f"{key} = {_quoted(values[key]) if isinstance(values[key], str) else values[key]}"
-            for key in _ROW
-            if values[key] not in ("", 0) or key in ("count", "bytes")
-        ]
+    for texts, totals in sorted(budget.rows.items()):
+        counts = {key: getattr(totals, key) for key in _COUNTS}
+        lines = [f"{key} = {_quoted(text)}" for key, text in zip(_TEXTS, texts) if text]
+        lines += [f"{key} = {n}" for key, n in counts.items() if n or key in ("count", "bytes")]
         parts.append("[[collective]]\n" + "\n".join(lines) + "\n")
     parts += [allowed(what, reason) for what, reason in sorted(budget.allow.items())]
     return "\n".join(parts)
@@ -110,32 +99,22 @@ def load(path: pathlib.Path) -> Budget:
         raise _fail(
             path, f"version is {content.get('version')!r}, and this shardrules reads {VERSION}"
         )
-    head = {key: value for key, value in content.items() if key not in _TABLES}
+    head = {k: value for k, value in content.items() if k not in ("collective", "allow")}
     _check(path, "the head", head, {"version": int, "level": str, "mesh": str})
     budget = Budget(head["level"], head["mesh"], {}, _allowances(path, content))
     for where, table in _tables(path, content, "collective"):
-        row = {key: "" if key in _ROW[:3] else 0 for key in _ROW} | table
-        _check(path, where, row, {key: str if key in _ROW[:3] else int for key in _ROW})
-        key = (row["what"], row["element_type"], row["source"])
+        row = dict.fromkeys(_TEXTS, "") | dict.fromkeys(_COUNTS, 0) | table
+        _check(path, where, row, dict.fromkeys(_TEXTS, str) | dict.fromkeys(_COUNTS, int))
+        key = tuple(row[name] for name in _TEXTS)
         if key in budget.rows:
             raise _fail(path, f"{where}: {row['what']!r} at {row['source']!r} is given twice")
-        budget.rows[key] = accounts.Totals(
-            row["sites"],
-            row["count"],
-            row["bytes"],
-            row["wire_bytes"],
-            row["unknown"],
-            unknown_bytes=row["unknown_bytes"],
-        )
+        budget.rows[key] = accounts.Totals(**{name: row[name] for name in _COUNTS})
     return budget
 
 
 def allowances(path: pathlib.Path) -> dict[str, str]:
     """Read the allowances of a budget file, which may hold only these."""
     return _allowances(path, _read(path)) if path.exists() else {}
-
-
-_TABLES = ("collective", "allow")
 
 
 def _fail(path: pathlib.Path, why: str) -> BudgetError:

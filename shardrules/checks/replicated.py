@@ -172,13 +172,10 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
         array_count += 1
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        # The first entry selects args or kwargs, the second the argument.
-        rest = jax.tree_util.keystr(path[2:])
-        first = path[1]
-        name = (
-            f"argument {first.idx}" if hasattr(first, "idx") else f"argument {first.key!r}"
-        ) + rest
-        wrong += _differing(name, leaf)
+        argument = path[1]  # the first entry selects args or kwargs
+        number = argument.idx if hasattr(argument, "idx") else repr(argument.key)
+        difference = _difference(f"argument {number}{jax.tree_util.keystr(path[2:])}", leaf)
+        wrong += [difference] if difference else []
     if not array_count:
         kinds = sorted({type(leaf).__name__ for _, leaf in leaves}) or ["nothing"]
         raise ShardrulesError(
@@ -194,53 +191,44 @@ def check_replicated_inputs(*args: Any, **kwargs: Any) -> None:
         )
 
 
-def _differing(name: str, array: Any) -> list[str]:
+def _difference(name: str, array: Any) -> str:
+    """Say how the shards of one part of an array differ; empty where none do."""
     copies: dict[Any, dict[bytes, list[Any]]] = {}
     for shard in array.addressable_shards:
-        index = tuple((s.start, s.stop) for s in shard.index)
-        data = np.asarray(shard.data)
-        copies.setdefault(index, {}).setdefault(data.tobytes(), []).append(shard)
-    bad = {index: versions for index, versions in copies.items() if len(versions) > 1}
+        versions = copies.setdefault(str(shard.index), {})
+        versions.setdefault(np.asarray(shard.data).tobytes(), []).append(shard)
+    bad = [list(versions.values()) for versions in copies.values() if len(versions) > 1]
     if not bad:
-        return []
-    lines = []
+        return ""
     axes = _axes(array.sharding, bad)
     over = f" over {{{', '.join(axes)}}}" if axes else ""
-    lines.append(
+    size = bad[0][0][0].data.size
+    a, b = (
+        np.frombuffer(np.asarray(shards[0].data).tobytes(), np.uint8).reshape(max(1, size), -1)
+        for shards in bad[0][:2]
+    )
+    ids = [[str(shard.device.id) for shard in shards] for shards in bad[0][:_SHOWN]]
+    lists = [", ".join([*each[:_SHOWN], "..."] if each[_SHOWN:] else each) for each in ids]
+    devices = " | ".join(f"{{{each}}}" for each in lists)
+    return (
         f"  {name}, {array.dtype}{list(array.shape)}: called replicated{over}, "
-        f"sharding {array.sharding}"
+        f"sharding {array.sharding}\n    the data of devices {devices} differ; "
+        f"{(a != b).any(axis=1).sum()} of {size} elements between the first two"
     )
-    versions = next(iter(bad.values()))
-    first, second = (shards[0].data for shards in list(versions.values())[:2])
-    a, b = (np.frombuffer(np.asarray(x).tobytes(), np.uint8) for x in (first, second))
-    width = max(1, a.size // max(1, first.size))
-    count = int((a.reshape(-1, width) != b.reshape(-1, width)).any(axis=1).sum())
-    classes = [
-        ", ".join(str(s.device.id) for s in shards[:_SHOWN])
-        + (", ..." if len(shards) > _SHOWN else "")
-        for shards in versions.values()
-    ]
-    lines.append(
-        "    the data of devices "
-        + " | ".join(f"{{{c}}}" for c in classes[:_SHOWN])
-        + f" differ; {count} of {first.size} elements between the first two"
-    )
-    return ["\n".join(lines)]
 
 
-def _axes(sharding: Any, bad: Mapping[Any, Mapping[bytes, list[Any]]]) -> list[str]:
+def _axes(sharding: Any, bad: Sequence[Sequence[Sequence[Any]]]) -> list[str]:
     """Return the mesh axes along which shards differ; none where the sharding has no mesh."""
     mesh: Any = getattr(sharding, "mesh", None)
-    devices = getattr(mesh, "devices", None)
-    if devices is None:
+    if getattr(mesh, "devices", None) is None:
         return []
-    place = {device: at for at, device in np.ndenumerate(devices)}
+    place = {device: at for at, device in np.ndenumerate(mesh.devices)}
     differing = set()
-    for classes in bad.values():
-        label = {place[s.device]: n for n, shards in enumerate(classes.values()) for s in shards}
-        for at, value in label.items():
+    for versions in bad:
+        version = {place[s.device]: n for n, shards in enumerate(versions) for s in shards}
+        for at, number in version.items():
             for axis, name in enumerate(mesh.axis_names):
                 origin = at[:axis] + (0,) + at[axis + 1 :]
-                if label.get(origin, value) != value:
+                if version.get(origin, number) != number:
                     differing.add(name)
     return [name for name in mesh.axis_names if name in differing]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shardrules import hooks
-from shardrules.arguments import checked
+from shardrules.arguments import checked, shown
 from shardrules.checks.wellformed import check_well_formed
 from shardrules.errors import RuleCheckError, ShardrulesError
 from shardrules.report.grouping import counted
@@ -76,10 +76,14 @@ def check_rule(
         in_specs = tuple(_spec_of(i, leaf) for i, leaf in enumerate(args))
     elif isinstance(in_specs, jax.sharding.PartitionSpec):
         in_specs = (in_specs,) * len(args)
-    elif len(in_specs) != len(args):
+    elif (
+        not isinstance(in_specs, (tuple, list))
+        or len(in_specs) != len(args)
+        or not all(isinstance(spec, jax.sharding.PartitionSpec) for spec in in_specs)
+    ):
         raise ShardrulesError(
-            f"in_specs has {counted(len(in_specs), 'spec')} for "
-            f"{counted(len(args), 'argument')}; give a PartitionSpec for each, or one for all",
+            f"in_specs={shown(in_specs)} does not fit {counted(len(args), 'argument')}; give a "
+            "PartitionSpec for each, or one for all",
             in_specs=in_specs,
         )
     # The check needs the hooks, which apply the rule.

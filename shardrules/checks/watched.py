@@ -1,7 +1,4 @@
-"""``pytest --shardrules``: judges every program that the tests compile, after the last test.
-
-``pytest --shardrules-check``: the tests run with ``install(unchecked="check")``.
-"""
+"""``pytest --shardrules`` and ``--shardrules-check``: what is watched while the tests run."""
 
 from __future__ import annotations
 
@@ -14,10 +11,8 @@ from shardrules.watching import check_off
 
 __all__ = ["PytestCheck", "PytestWatch"]
 
-_KEY, _CHECKED = (
-    "shardrules",
-    "shardrules_checked",
-)  # of what a process of pytest-xdist sends to the one that reports
+# Keys of what a worker of pytest-xdist sends to the process that reports.
+_KEY, _CHECKED = "shardrules", "shardrules_checked"
 
 
 class PytestWatch:
@@ -45,11 +40,11 @@ class PytestWatch:
         if len(self._seen):
             from shardrules.report import several
 
-            found = self._seen.judged()
+            judged = self._seen.judged()
             report = {
-                "text": several.WRITERS[self._format](found),
-                "headline": found.headline,
-                "clean": found.clean,
+                "text": several.WRITERS[self._format](judged),
+                "headline": judged.headline,
+                "clean": judged.clean,
                 "process": "",
             }
             output = getattr(self._config, "workeroutput", None)

@@ -143,7 +143,7 @@ def test_a_kernel_that_computes_something_else(cpu_mesh):
         ),
         (
             lambda mesh: testing.check_rule(jnp.sin, mesh, X, in_specs=(P("data"), P())),
-            "in_specs has 2 specs for 1 argument; give a PartitionSpec for each, or one for all",
+            "does not fit 1 argument; give a PartitionSpec for each, or one for all",
         ),
         (
             lambda mesh: testing.check_rule(

@@ -93,13 +93,8 @@ class SteadyState:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._stack.close()
         self._is_on = False
-        text = str(error)
-        if (
-            error is not None
-            and not isinstance(error, ShardrulesError)
-            and "Disallowed" in text
-            and "transfer" in text
-        ):
+        text = "" if isinstance(error, ShardrulesError) else str(error)
+        if "Disallowed" in text and "transfer" in text:  # JAX's transfer guard
             raise SteadyStateError(
                 "an implicit transfer between host and device inside steady_state: JAX says\n"
                 f"  {text.splitlines()[0]}\n"
@@ -218,19 +213,16 @@ class SteadyState:
         del self._seen[name][:-8]
         if not self._warm:
             return
-        arrays = [a.array for a in arguments]
         kept = [
             n
             for n, a in enumerate(arguments)
-            if a.donated and hasattr(arrays[n], "is_deleted") and not arrays[n].is_deleted()
+            if a.donated and hasattr(a.array, "is_deleted") and not a.array.is_deleted()
         ]
         if kept:
             why = _why_kept(arguments, executable)
+            lines = [f"\n  {arguments[n].path}, {_type(arguments[n])}: {why[n]}" for n in kept]
             raise SteadyStateError(
-                f"{name} did not take the memory of what was donated:"
-                + "".join(
-                    f"\n  {arguments[n].path}, {_type(arguments[n])}: {why[n]}" for n in kept
-                ),
+                f"{name} did not take the memory of what was donated:" + "".join(lines),
                 paths=tuple(arguments[n].path for n in kept),
             )
 
@@ -238,11 +230,11 @@ class SteadyState:
 def _why_kept(arguments: list[watching.Argument], executable: Any) -> list[str]:
     """Return why each argument's memory was not taken, as if it had been donated."""
     rows = [(a.path, a.donated, a.array.aval) for a in arguments]
-    told = compiled.kept_leaves(executable, rows)
+    kept = compiled.kept_leaves(executable, rows)
     text = compiled.executable_text(executable)
-    if told is None or text is None:
+    if kept is None or text is None:
         return ["the program does not say why"] * len(arguments)
-    leaves = donation.read(hlo.parse(text), [donation.Argument(*leaf) for leaf in told])
+    leaves = donation.read(hlo.parse(text), [donation.Argument(*leaf) for leaf in kept])
     words = {
         "pruned": "pruned, since the program never reads it\n    to do: "
         + donation.ADVICE["unused"],
@@ -292,10 +284,10 @@ def _changes(old: list[watching.Argument], new: list[watching.Argument]) -> list
 
 
 def _live() -> collections.Counter:
-    found: collections.Counter = collections.Counter()
+    live: collections.Counter = collections.Counter()
     for kind, size in watching.live_arrays():
-        found[kind, size] += size
-    return found
+        live[kind, size] += size
+    return live
 
 
 def _size(kind: tuple[str, int]) -> int:

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shardrules.hooks.casts.cuts import Cut, Prices
-from shardrules.hooks.casts.labels import NONE, Labels, Limits, parts
-from shardrules.hooks.casts.linear import Axes, Graph
+from shardrules.hooks.casts.labels import Labels, Limits, parts
+from shardrules.hooks.casts.linear import NONE, Axes, Graph
 
 __all__ = ["Cost", "cheapest", "cost", "cost_as_traced", "cost_unchecked", "least_bytes"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from shardrules.hooks.casts.labels import NONE, Labels, Limits, parts
-from shardrules.hooks.casts.linear import Axes, Graph, Step, Value
+from shardrules.hooks.casts.labels import Labels, Limits, parts
+from shardrules.hooks.casts.linear import NONE, Axes, Graph, Step, Value
 from shardrules.hooks.casts.mincut import Network
 
 __all__ = ["Cut", "Prices"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shardrules.hooks.casts.cheapest import Cost, cheapest, cost, cost_unchecked
-from shardrules.hooks.casts.labels import NONE
-from shardrules.hooks.casts.linear import Graph
+from shardrules.hooks.casts.linear import NONE, Graph
 
 __all__ = ["exceptions"]
 

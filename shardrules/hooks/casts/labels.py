@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from shardrules.hooks.casts.linear import Axes, Graph, Step, Value
+from shardrules.hooks.casts.linear import NONE, Axes, Graph, Step, Value
 
-__all__ = ["Labels", "Limits", "NONE", "parts"]
-
-NONE: Axes = frozenset()
+__all__ = ["Labels", "Limits", "parts"]
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, scan_counts
@@ -28,9 +28,11 @@ from shardrules.hooks.types.identities import MARK
 
 __all__ = [
     "Axes",
+    "Bwd",
     "CAST",
     "Graph",
     "IDENTITIES",
+    "NONE",
     "Step",
     "Sums",
     "Unplaceable",
@@ -46,6 +48,7 @@ IDENTITIES = (CAST, MARK)
 REFS = ("get", "swap", "addupdate")
 
 Axes = frozenset[str]
+NONE: Axes = frozenset()
 Sums = Sequence[tuple[int, Axes]]
 Where = tuple[Any, ...]  # indices of the equations (and branches) around a jaxpr
 
@@ -81,6 +84,15 @@ class Residual:
     steps: list[Step] = dataclasses.field(default_factory=list)  # the steps that take it
 
 
+class Bwd(NamedTuple):
+    """What a custom_vjp's bwd and the hooks around it sum."""
+
+    sums: Sums  # the bytes and the axes of each sum
+    moves: Axes  # the axes over which the primals may be cast instead
+    by_itself: Axes | None = NONE  # the axes over which bwd sums; None if it is not linear
+    differentiates: bool = False  # whether it takes derivatives by its residuals
+
+
 @dataclasses.dataclass(eq=False)
 class Step:
     """An operation, and how its operands' types relate to its results'."""
@@ -95,6 +107,7 @@ class Step:
     # The axes over which its operands may be cast instead, which removes the sums over these.
     moves: frozenset[str] = frozenset()
     ties: bool = False  # whether operand and result are one value: a scan's carry and last state
+    bwd: Bwd | None = None  # of a custom_vjp
 
     def fixes(self, axis: str) -> bool:
         """Whether operands and results keep their types over an axis."""
@@ -132,7 +145,6 @@ class Graph:
         self.at: dict[tuple[Where, int], Step] = {}  # an equation's own step
         self.residuals: dict[tuple[Where, Any], Residual] = {}
         self._customs: list[tuple[Step, Any, int]] = []
-        self._by_itself: dict[Step, Axes | None] = {}  # a bwd's own sums; None if not linear
         self.summed: list[tuple[Value, frozenset[str]]] = []  # by psums of the program
         # The casts of the program as traced: operand and result.
         self.casts: list[tuple[Value, Value]] = []
@@ -279,7 +291,7 @@ class Graph:
             self._take_residuals(eqn, inside[:-1], step)
         if name_of(eqn) == "custom_lin":
             self._customs.append((step, eqn, tangents[0].runs))
-            self._custom(step, eqn, tangents[0].runs, *self.most_sums(eqn))
+            self._custom(step, eqn, tangents[0].runs, self.most_sums(eqn))
             return
         if name_of(eqn) in SUMS:
             self.summed += [(value, strings(eqn.params)) for value in outputs]
@@ -306,15 +318,14 @@ class Graph:
                 *(axes for axes, value in zip(types, inputs) if value is None)
             )
 
-    def _custom(self, step: Step, eqn: Any, runs: int, sums: Sums, moves: Axes, by_itself) -> None:
+    def _custom(self, step: Step, eqn: Any, runs: int, bwd: Bwd) -> None:
         varied = frozenset().union(*(self._axes(atom) for atom in (*eqn.invars, *eqn.outvars)))
         every = frozenset(self.door.manual_axes())
-        step.moves = moves
-        self._by_itself[step] = by_itself
-        step.fixed = (every if by_itself is None else varied | by_itself) - moves
-        step.sums = [(count * runs, axes) for count, axes in sums]
+        step.bwd, step.moves = bwd, bwd.moves
+        step.fixed = (every if bwd.by_itself is None else varied | bwd.by_itself) - bwd.moves
+        step.sums = [(count * runs, axes) for count, axes in bwd.sums]
 
-    def most_sums(self, eqn: Any) -> tuple[Sums, Axes, Axes]:
+    def most_sums(self, eqn: Any) -> Bwd:
         """Return the upper bounds: what ``settle`` gets for a bwd that sums nothing by itself."""
         count = eqn.params["num_res"]
         tangents = eqn.invars[count:]
@@ -324,14 +335,12 @@ class Graph:
             for atom, absent in zip(tangents, absent_tangents(eqn))
             if not absent and arriving - self._axes(atom)
         ]
-        return sums, arriving & frozenset().union(*(axes for _, axes in sums)), frozenset()
+        return Bwd(sums, arriving & frozenset().union(*(axes for _, axes in sums)))
 
-    def settle(self, custom: Callable[[Any], tuple[Sums, Axes, Axes | None]]) -> None:
+    def settle(self, custom: Callable[[Any], Bwd]) -> None:
         """Replace the upper bounds of custom_vjps' sums by ``custom``'s, then keep precision."""
-        # ``custom`` takes an equation of a custom_vjp's linear part. It returns the step's ``sums``
-        # and ``moves``, and the axes over which bwd itself sums (None if bwd is not linear).
         for step, eqn, runs in self._customs:
-            self._custom(step, eqn, runs, *custom(eqn))
+            self._custom(step, eqn, runs, custom(eqn))
         keep_precision(self)
 
     def barriers(self) -> str:
@@ -340,12 +349,12 @@ class Graph:
         for step, eqn, _ in self._customs:
             varied = frozenset().union(*map(self._axes, (*eqn.invars, *eqn.outvars)))
             fixed = every if step.fixed is None else step.fixed
-            kept = fixed - (varied - self.most_sums(eqn)[1])
+            kept = fixed - (varied - self.most_sums(eqn).moves)
             if kept:
                 bwd = eqn.params["bwd"]
                 does = (
                     "is not known to be linear in its cotangents"
-                    if self._by_itself[step] is None
+                    if step.bwd and step.bwd.by_itself is None
                     else f"sums over {', '.join(sorted(kept))} by itself"
                 )
                 place = self.door.function_place(bwd)

@@ -26,7 +26,7 @@ from shardrules.hooks.casts.cheapest import (
     least_bytes,
 )
 from shardrules.hooks.casts.exceptions import exceptions
-from shardrules.hooks.casts.linear import Axes, Graph, Sums, Unplaceable, absent_tangents
+from shardrules.hooks.casts.linear import NONE, Axes, Bwd, Graph, Unplaceable, absent_tangents
 from shardrules.hooks.casts.writer import Writer
 from shardrules.hooks.cotangents.linearity import linear_in, sums_of_others
 from shardrules.hooks.notes import PlacedCast, Placement
@@ -156,7 +156,7 @@ class CastHooks(Hooks):
     def _is_opaque(self, eqn: Any) -> bool:
         return self.state.opaque_call_of(eqn.primitive, eqn.params) is not None
 
-    def _sums(self, eqn: Any) -> tuple[Sums, Axes, Axes | None]:
+    def _sums(self, eqn: Any) -> Bwd:
         """Return what the hooks sum of a custom_vjp's cotangents, for ``Graph.settle``."""
         # If bwd itself returns a cotangent that is already summed over an axis, the axis is not
         # among ``moves``: an earlier cast would only add a psum. Over axes over which bwd does not
@@ -164,22 +164,22 @@ class CastHooks(Hooks):
         count = eqn.params["num_res"]
         tangents = eqn.invars[count:]
         arriving = self._varying((*eqn.invars[:count], *eqn.outvars))
-        run = _TracedBwd(self, eqn, frozenset())
+        run = _TracedBwd(self, eqn, NONE)
         indices = [i for i, zero in enumerate(absent_tangents(eqn)) if not zero]
         sums = [
             (math.prod(atom.aval.shape) * atom.aval.dtype.itemsize, run.summed[i])
             for i, atom in zip(indices, tangents)
             if run.summed.get(i)
         ]
-        fixed = frozenset[str]()
-        if any(map(is_differentiated, equations(run.jaxpr))):
+        fixed, differentiates = NONE, any(map(is_differentiated, equations(run.jaxpr)))
+        if differentiates:
             # A gradient by a residual is summed inside of bwd where the residual is invariant.
             # Where the residual is cast, bwd returns a share instead, and the hooks sum it.
             sums += transposed_sums(run.jaxpr)
             try:
                 moved = _TracedBwd(self, eqn, arriving)
             except Exception:  # it can't run on such residuals
-                return sums, frozenset(), run.linear_in
+                return Bwd(sums, NONE, run.linear_in)
             fixed = self._needed_inside(run, moved, [self._varying([atom]) for atom in tangents])
             run = moved
         whole = {  # over these axes bwd returns a cotangent that is already summed
@@ -189,7 +189,8 @@ class CastHooks(Hooks):
             for axis in arriving - self._varying([atom]) - run.summed.get(i, frozenset())
         }
         moves = (arriving & frozenset().union(*run.summed.values())) - whole - fixed
-        return sums, moves, None if run.linear_in is None else run.linear_in | fixed
+        by_itself = None if run.linear_in is None else run.linear_in | fixed
+        return Bwd(sums, moves, by_itself, differentiates)
 
     def _needed_inside(self, run: _TracedBwd, moved: _TracedBwd, primals: list[Axes]) -> Axes:
         """Return the axes of the gradient sums that have to stay inside of a bwd."""

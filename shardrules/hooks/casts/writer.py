@@ -7,7 +7,7 @@ from typing import Any
 
 from shardrules.door.jaxprs import CALLS, name_of, opened, read, scan_counts, variable
 from shardrules.hooks.casts.labels import Labels
-from shardrules.hooks.casts.linear import IDENTITIES, Graph, Step, Unplaceable, Value, Where
+from shardrules.hooks.casts.linear import IDENTITIES, NONE, Graph, Step, Unplaceable, Value, Where
 from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.retyping.retyping import Retyping
@@ -273,9 +273,13 @@ class Body:
             ]
         elif name_of(eqn) == "custom_lin":
             gained = over - step.fixed
-            # A bwd may differentiate with respect to its residuals, so they must vary as the
-            # cotangents do.
-            wants = [self.door.axis_type(atom.aval).varying | gained for atom in eqn.invars]
+            # A bwd that differentiates by its residuals needs them to vary as the cotangents do.
+            # Others take the same residuals as when their sums were counted: no second trace.
+            kept = 0 if step.bwd.differentiates else eqn.params["num_res"]
+            wants = [
+                self.door.axis_type(atom.aval).varying | (NONE if i < kept else gained)
+                for i, atom in enumerate(eqn.invars)
+            ]
             self.writer.bytes += sum(count for count, _ in step.left(gained))
             if gained:
                 changes["bwd"] = self.writer.hooks.state.of(Retyping).bwd(eqn.params["bwd"], gained)

@@ -1,8 +1,8 @@
 """Compare two programs' collectives; exit 1 if any came, went, grew or shrank.
 
-A and B hold compiled HLO text (``compiled.as_text()``, or files of ``--xla_dump_to``, gzip's too);
-- is stdin. Of two profiles that JAX wrote (folders, or .xplane.pb files), the report says what each
-change saved, in milliseconds.
+A and B are compiled HLO text (what compiled.as_text() returns, or files of --xla_dump_to, which
+gzip may have compressed); - is stdin. Of two profiles that JAX wrote (folders, or .xplane.pb
+files), the report says what each change saved, in milliseconds.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Run a script, say which of its shard_maps can have their check on, and run it again with that.
 
-Flags stand before the script; what follows it, or -m MODULE, is its own. Beside each call of a
-shard_map whose check is off (check_vma=False, check_rep=False) the same call and its derivative are
-traced with the check on, under the rules that are there. Then the script runs once more with the
-patch, in a process of its own, with its output dropped, to measure what it sends; no source file
+Flags stand before the script; what follows it, or -m MODULE, is its own. Each call of a shard_map
+whose check is off (check_vma=False, check_rep=False) is traced again with the check on, and so is
+its derivative, under the rules that are registered. Then the script runs once more with the patch,
+in a process of its own, to measure what it sends; its output is dropped, and no source file
 changes. If that run fails or sends more, the script runs once for each site. The table goes to
 stderr, or to a file.
 
-Exit code: the script's own where it is not 0; else 1 if something stands in the way anywhere, 0 if
-all can be switched, or none is off.
+Exit code: the script's own where it is not 0; else 0 if every check that is off can be switched on,
+1 if not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Write the same report as verify, and exit 0 whatever it finds.
 
-FILE holds compiled HLO text (``compiled.as_text()``, or a file of ``--xla_dump_to``, gzip's too),
-or is a folder of --xla_dump_to or a pattern of files; - is stdin. Exit 2 if one can't be judged.
+FILE is compiled HLO text (what compiled.as_text() returns, or a file of --xla_dump_to, which gzip
+may have compressed), a folder of --xla_dump_to, or a pattern of files; - is stdin. Exit 2 if one of
+them can't be judged.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Judge programs' collectives; exit 0 if every one is needed, 1 if there are findings.
 
-FILE holds compiled HLO text (``compiled.as_text()``, or a file of ``--xla_dump_to``, gzip's too),
-or is a folder of --xla_dump_to or a pattern of files; - is stdin. Of several, there is one table,
-the costliest first; exit 2 if one of them can't be judged.
+FILE is compiled HLO text (what compiled.as_text() returns, or a file of --xla_dump_to, which gzip
+may have compressed), a folder of --xla_dump_to, or a pattern of files; - is stdin. Several programs
+get one table, the costliest first. Exit 2 if one of them can't be judged.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from shardrules import hlo
 from shardrules.costs import walk
 from shardrules.hlo.proof import loops
+from shardrules.hlo.reader.module import behind, parameter_element
 
 __all__ = ["Loop", "in_all", "platform", "read"]
 
@@ -215,16 +216,10 @@ def _elements(computation: hlo.Computation, position: int) -> set[int]:
 
 def _element(computation: hlo.Computation, position: int) -> int | None:
     """Give the element of the computation's parameter that a value is, unchanged; else None."""
-    instruction = computation.instructions[position]
-    while instruction.opcode in ("copy", "bitcast") and instruction.operands:
-        instruction = computation.instructions[instruction.operands[0]]
+    instruction = behind(computation, position, ("copy", "bitcast"))
     if instruction.opcode == "parameter" and not instruction.shape.is_tuple:
         return 0
-    if instruction.opcode != "get-tuple-element":
-        return None
-    if computation.instructions[instruction.operands[0]].opcode != "parameter":
-        return None
-    return int(instruction.attribute("index") or 0)
+    return parameter_element(computation, instruction)
 
 
 def _origin(module: hlo.Module, place: walk.Place, number: int) -> str:

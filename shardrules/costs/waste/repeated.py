@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from shardrules import hlo
 from shardrules.costs import walk
 from shardrules.costs.waste.shared.program import Hint, Kind, Site
-from shardrules.costs.waste.shared.values import unchanged
+from shardrules.costs.waste.shared.values import FUNCTIONS, unchanged
+from shardrules.hlo.proof.collectives import KINDS, OPCODES
 
 __all__ = ["KIND"]
 
 # Functions of their operands alone: they give the same on each trip if their operands are the same.
-_PURE = walk.PASS_ON | frozenset(
-    "constant iota broadcast slice dynamic-slice concatenate pad add subtract multiply divide "
-    "negate maximum minimum select compare and or not exponential tanh rsqrt dot fusion tuple "
-    "partition-id replica-id all-gather all-gather-start all-gather-done all-reduce "
-    "all-reduce-start reduce-scatter collective-permute collective-permute-start "
-    "collective-permute-done all-to-all".split()
+_PURE = FUNCTIONS | {f"{opcode}-done" for opcode in KINDS} | OPCODES.keys()
+_PURE |= frozenset(
+    "constant copy-start dynamic-slice fusion tuple get-tuple-element partition-id "
+    "replica-id".split()
 )
 # They may give another value on each trip, or have an effect.
 _IMPURE = frozenset(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,12 +81,16 @@ def judge(
     """
     if isinstance(module, str):
         module = parser.parse(module)
-    mesh = hd.axes_of(mesh)
-    registry = _rules(registry)
+    given_mesh = hd.axes_of(mesh)
+    registry = rule_registry.default if registry is None else registry
+    if isinstance(registry, (str, bytes)) or not callable(getattr(registry, "find", None)):
+        raise errors.HloError(
+            f"registry={shown(registry)} holds no rules; pass a shardrules.Registry",
+            registry=registry,
+        )
     if not unpartitioned:
         partitioned.check(module)
-    given_mesh = mesh
-    mesh = own_mesh if mesh is None else mesh
+    mesh = own_mesh if given_mesh is None else given_mesh
     relations = inputs.devices(module, mesh)
     states = hs.States(relations)
     named = hd.make_mesh(mesh, relations, module.name) if mesh is not None else None
@@ -102,28 +107,13 @@ def judge(
                 judge.check_mesh(values)
             return judgement
     except RecursionError:
-        raise _too_deep(module) from None
-
-
-def _too_deep(module: hm.Module) -> errors.HloError:
-    limit = sys.getrecursionlimit()
-    return errors.HloError(
-        f"module {module.name!r} nests tuples or calls too deep for Python's stack (its limit "
-        f"is {limit} frames, some of them the caller's): call sys.setrecursionlimit("
-        f"{10 * limit}) before.",
-        module=module.name,
-    )
-
-
-def _rules(registry: Any) -> Any:
-    if registry is None:
-        return rule_registry.default
-    if isinstance(registry, (str, bytes)) or not callable(getattr(registry, "find", None)):
+        limit = sys.getrecursionlimit()
         raise errors.HloError(
-            f"registry={shown(registry)} holds no rules; pass a shardrules.Registry",
-            registry=registry,
-        )
-    return registry
+            f"module {module.name!r} nests tuples or calls too deep for Python's stack (its limit "
+            f"is {limit} frames, some of them the caller's): call sys.setrecursionlimit("
+            f"{10 * limit}) before.",
+            module=module.name,
+        ) from None
 
 
 class _Judge:
@@ -151,16 +141,15 @@ class _Judge:
                     instruction.opcode in hc.OPCODES and (computation.name, position) not in steps
                 ):
                     verdicts += self._instruction(computation, position)
-        outputs = self._outputs()
-        opaque = dict.fromkeys(r.blocker for r in self.proof.opaque.values() if r.effects is None)
+        resolutions = self.proof.opaque.values()
         return Judgement(
             self.module,
             tuple(verdicts),
-            outputs,
+            tuple(self._outputs()),
             dict(self.mesh.axes) if self.mesh else None,
             self.relations.partitions,
             self.relations.replicas,
-            tuple(opaque),
+            tuple(dict.fromkeys(r.blocker for r in resolutions if r.effects is None)),
             self.promises,
         )
 
@@ -170,24 +159,19 @@ class _Judge:
         if self.mesh is not None:
             hd.check_order(self.mesh, self.relations, seen, groups)
 
-    def _outputs(self) -> tuple[Output, ...]:
-        outputs: list[Output] = []
+    def _outputs(self) -> Iterator[Output]:
         root = self.module.entry.instructions[self.module.entry.root].shape
         stack: list[tuple[tuple[int, ...], hm.Shape, Any]] = [((), root, self.proof.result)]
         while stack:
             path, shape, value = stack.pop()
             if shape.elements is None:
                 state = self.states[self.proof.values.collapse(value)]
-                outputs.append(Output(path, shape, state, self.relations, self.mesh))
+                yield Output(path, shape, state, self.relations, self.mesh)
                 continue
-            for index in reversed(range(len(shape.elements))):
-                part = (
-                    value[index]
-                    if isinstance(value, tuple) and index < len(value)
-                    else self.proof.values.collapse(value)
-                )
-                stack.append((path + (index,), shape.elements[index], part))
-        return tuple(outputs)
+            if not isinstance(value, tuple) or len(value) < len(shape.elements):
+                value = (self.proof.values.collapse(value),) * len(shape.elements)
+            parts = zip(itertools.count(), shape.elements, value)
+            stack += reversed([((*path, index), part, own) for index, part, own in parts])
 
     def _instruction(self, computation: hm.Computation, position: int) -> list[Verdict]:
         """Judge one collective: operand by operand, range by range."""
@@ -215,22 +199,27 @@ class _Judge:
         verdicts = []
         for number, (value, shape) in enumerate(zip(operands, shapes)):
             piece = self._piece(computation, instruction, number, value, channel)
+            judged = channel
             if piece is not None and reached:
-                own = (number, piece.shape.bytes, piece.shape.element_type)
-                whole = self._part(base, own, position if combined else None)
-                verdicts.append(self._gathered(whole, channel, piece, record.guard))
-                continue
+                value, shape, along = piece.state, piece.shape, str(piece.dimension)
+                judged = dataclasses.replace(
+                    channel, kind="all-gather", reduction="", dimension=along, ordered=True
+                )
             leaves = shape.leaves()
             moved = hc.slice_bytes(instruction, shape) if in_place else shape.bytes
             own = (number, moved, leaves[0].element_type if leaves else "token")
             whole = self._part(base, own, position if combined else None)
-            start, cuts = 0, self._cuts(value, channel, shape)
+            if judged is not channel:
+                whole = dataclasses.replace(
+                    whole, kind=judged.kind, reduction="", dimension=judged.dimension
+                )
+            start, cuts = 0, self._cuts(value, judged, shape)
             for stop, state in cuts:
                 named, part = whole, None
                 if len(cuts) > 1:
                     part = Range(start, stop, ((stop - start) * shape.bits + 7) // 8)
                     named = self._part(whole, own, position, (start, stop))
-                verdicts.append(self._verdict(named, channel, state, record.guard, part, reached))
+                verdicts.append(self._verdict(named, judged, state, record.guard, part, reached))
                 start = stop
         return verdicts
 
@@ -253,18 +242,6 @@ class _Judge:
             return piece
         blockers = self.states[self.proof.values.collapse(value)].blockers
         return piece if set(blockers) <= {*self.states[piece.state].blockers} else None
-
-    def _gathered(
-        self, whole: Collective, channel: hc.Channel, piece: pieces.Piece, guard: int
-    ) -> Verdict:
-        as_gather: dict[str, Any] = {
-            "kind": "all-gather",
-            "reduction": "",
-            "dimension": str(piece.dimension),
-        }
-        channel = dataclasses.replace(channel, ordered=True, **as_gather)
-        whole = dataclasses.replace(whole, **as_gather)
-        return self._verdict(whole, channel, piece.state, guard, None, True)
 
     def _record(self, computation: hm.Computation, position: int) -> tuple[Record, bool]:
         """Give the record of a collective, and whether it covers all its runs."""
@@ -292,11 +269,16 @@ class _Judge:
     def _collective(self, computation, position: int, channel: hc.Channel) -> Collective:
         instruction = computation.instructions[position]
         phase, metadata = self.names.whole(computation, position)
-        run = self.runs.get(computation.name)
+        run = self.runs.get(computation.name, loops.Run(0, None))
+        groups = channel.groups
         mesh = self.mesh or hd.mesh_of(channel.mesh, self.relations)
-        axes = mesh.axes_of(channel.groups) if mesh else None
-        if self.mesh and axes is None and channel.groups.ends is not None:
-            axes = self._pair_axes(channel.groups)
+        axes = mesh.axes_of(groups) if mesh else None
+        if self.mesh and axes is None and groups.ends is not None:
+            # The axes along which a permute moves anything.
+            sizes = [s for _, s in self.mesh.axes]
+            places = zip(*(np.unravel_index(ends, sizes) for ends in groups.ends))
+            moved = zip(self.mesh.names, places)
+            axes = tuple(name for name, (a, b) in moved if (a != b).any())
         return Collective(
             kind=channel.kind,
             opcode=instruction.opcode,
@@ -304,17 +286,17 @@ class _Judge:
             computation=computation.name,
             operand=0,
             axes=axes,
-            connections=channel.groups,
+            connections=groups,
             reduction=channel.reduction,
             operand_bytes=0,
             element_type="",
             phase=phase,
-            loop_depth=run.depth if run else 0,
-            trip_count=run.count if run else None,
+            loop_depth=run.depth,
+            trip_count=run.count,
             op_name=metadata.op_name,
             frames=metadata.frames,
-            at_most=bool(run and run.at_most),
-            each=run.each if run else 1,
+            at_most=run.at_most,
+            each=run.each,
             dimension=channel.dimension,
             in_place=hc.updates_in_place(instruction, channel.kind),
         )
@@ -344,15 +326,6 @@ class _Judge:
         fields["phase"] = phase
         return part
 
-    def _pair_axes(self, groups: hd.Groups) -> tuple[str, ...] | None:
-        if self.mesh is None:
-            return None
-        sizes = [s for _, s in self.mesh.axes]
-        sources, targets = (np.unravel_index(ends, sizes) for ends in groups.ends)
-        return tuple(
-            name for name, a, b in zip(self.mesh.names, sources, targets) if (a != b).any()
-        )
-
     def _verdict(
         self, collective, channel, number: int, guard: int, part: Range | None, reached: bool
     ) -> Verdict:
@@ -367,51 +340,41 @@ class _Judge:
                 name, collective, part, size, reason, needed, rests, tuple(blockers), **fields
             )
 
-        if not self.proof.transfer.uniform(rules.proven, channel):
-            why = why_varying(rules, channel.groups.relation, self.relations, self.mesh)
-            certain = not self.proof.transfer.uniform(rules.optimistic, channel)
+        groups, transfer = channel.groups, self.proof.transfer
+        blocked = "; ".join(map(str, state.blockers))
+        if not transfer.uniform(rules.proven, channel):
+            certain = "may differ" if transfer.uniform(rules.optimistic, channel) else "differs"
+            why = why_varying(rules, groups.relation, self.relations, self.mesh)
             return verdict(
                 "unproven",
-                "it runs under a predicate that "
-                f"{'differs' if certain else 'may differ'} within a group, so it may "
-                f"hang: {why}",
+                f"it runs under a predicate that {certain} within a group, so it may hang: {why}",
                 blockers=rules.blockers,
                 divergent=True,
             )
         if channel.unread:  # its groups may differ from what we read
-            shown = "; ".join(str(b) for b in state.blockers)
-            return verdict("unproven", shown, blockers=state.blockers)
-        proven = self._within(channel.groups, state.proven)
-        optimistic = self._within(channel.groups, state.optimistic)
-        if (
-            proven == channel.groups.relation
-            and reached
-            and (collective.kind != "ragged-all-to-all")
-        ):
-            alone = collective.group_size <= 1
+            return verdict("unproven", blocked, blockers=state.blockers)
+        proven = self._within(groups, state.proven)
+        is_equal, ragged = proven == groups.relation, collective.kind == "ragged-all-to-all"
+        if is_equal and reached and not ragged:
             permute = collective.kind == "collective-permute"
             where = "on each source and its target" if permute else collective.over()
-            return verdict(
-                "redundant",
-                "every group has one member" if alone else f"its operand is proven equal {where}",
-                copies=collective.group_size,
+            alone = collective.group_size <= 1
+            reason = (
+                "every group has one member" if alone else f"its operand is proven equal {where}"
             )
+            return verdict("redundant", reason, copies=collective.group_size)
         if collective.kind in hc.OVERWIDE_KINDS:
             overwide = self._overwide(collective, channel, state, proven)
             if overwide is not None:
                 reason, needed, copies = overwide
                 return verdict("overwide", reason, needed, state.blockers, copies=copies)
-        if optimistic == proven and not (
-            collective.kind == "ragged-all-to-all" and proven == channel.groups.relation
-        ):
-            why = why_varying(state, channel.groups.relation, self.relations, self.mesh)
+        if self._within(groups, state.optimistic) == proven and not (ragged and is_equal):
+            why = why_varying(state, groups.relation, self.relations, self.mesh)
             return verdict("needed", f"not proven equal: {why}")
         if not state.blockers:
-            return verdict(
-                "unproven", f"the proof does not cover equal operands of a {collective.kind}"
-            )
-        shown = "; ".join(str(b) for b in state.blockers)
-        return verdict("unproven", f"on its operand's path: {shown}", blockers=state.blockers)
+            why = f"the proof does not cover equal operands of a {collective.kind}"
+            return verdict("unproven", why)
+        return verdict("unproven", f"on its operand's path: {blocked}", blockers=state.blockers)
 
     def _within(self, groups: hd.Groups, relation: int) -> int:
         key = (id(groups), relation)

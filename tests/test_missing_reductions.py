@@ -160,6 +160,6 @@ def test_text_is_told_what_its_outputs_are(cpu_mesh, tmp_path):
         assert "output[0]" not in text
     assert verify("--outputs={replicated}; {devices=[8]<=[8]}")[0] == 0
     code, text = verify("--outputs={replicated};{replicated};{replicated}")
-    assert code == 2 and "output_shardings has 3 entries, but module 'jit_differing'" in text
+    assert code == 2 and "3 shardings were given for the 2 arrays that module 'jit_differ" in text
     code, text = verify("--outputs=replicated")
     assert code == 2 and "'replicated' is not a sharding; write --outputs='{replicated}'" in text

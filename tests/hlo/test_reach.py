@@ -1,6 +1,5 @@
 """What the proof can tell beyond the plain rules; beside each claim, one that it must not make."""
 
-import pytest
 
 from shardrules import hlo
 
@@ -72,73 +71,6 @@ def test_sums_of_known_integers_by_devices_that_may_not_take_part_are_not_known(
     assert classes(entry, before) == {(0,), (2,), (4,), (6,), (1, 3, 5, 7)}
     (verdict,) = hlo.judge(T.module(entry, before), mesh=T.MESH).verdicts
     assert verdict.divergent
-
-
-SCATTER = (
-    "ROOT %s = {0}[2] reduce-scatter(%w), channel_id=1, "
-    "replica_groups={{{{0,2,4,6}},{{1,3,5,7}}}}, use_global_device_ids=true, "
-    "dimensions={{0}}, to_apply=%{1}"
-)
-
-
-@pytest.mark.parametrize(
-    "kind, sharding, apply, expected",
-    [
-        ("s32", T.DATA, "addi", EVERYWHERE),  # integers add up to one sum in any order
-        # a ring adds each piece up from another member on
-        ("f32", T.DATA, "add", {(0, 1), (2, 3), (4, 5), (6, 7)}),
-        ("f32", T.MODEL, "add", {(0, 2, 4, 6), (1, 3, 5, 7)}),  # equal terms
-        ("s32", T.MODEL, "addi", {(0, 2, 4, 6), (1, 3, 5, 7)}),
-    ],
-)
-def test_equal_pieces_do_not_show_their_position(kind, sharding, apply, expected):
-    entry = (
-        T.parameter(sharding, f"{kind}[2]") + "\n"
-        f"%b = {kind}[4,2]{{1,0}} broadcast(%x), dimensions={{1}}\n"
-        f"%w = {kind}[8]{{0}} bitcast(%b)\n" + SCATTER.format(kind, apply)
-    )
-    assert classes(entry) == expected
-
-
-@pytest.mark.parametrize(
-    "made, equal",
-    [
-        ("%b = s32[2,4]{1,0} broadcast(%x), dimensions={0}\n%w = s32[8]{0} bitcast(%b)", False),
-        ("%b = s32[4,2]{0,1} broadcast(%x), dimensions={1}\n%w = s32[8]{0} bitcast(%b)", False),
-        ("%b = s32[4,2]{0,1} broadcast(%x), dimensions={1}\n%w = s32[8]{0} reshape(%b)", True),
-        (
-            "%b = s32[4,2]{1,0} broadcast(%x), dimensions={1}\n%c = s32[8]{0} bitcast(%b)\n"
-            "%w = s32[8]{0} add(%c, %c)",
-            True,
-        ),
-        (
-            "%b = s32[4,2]{1,0} broadcast(%x), dimensions={1}\n%c = s32[8]{0} bitcast(%b)\n"
-            "%k = s32[8]{0} iota(), iota_dimension=0\n%w = s32[8]{0} add(%c, %k)",
-            False,
-        ),
-        ("%w = s32[8]{0} fusion(%x), kind=kLoop, calls=%tiled", True),
-        ("%w = s32[8]{0} fusion(%x), kind=kLoop, calls=%strange", False),
-    ],
-)
-def test_which_arrays_consist_of_equal_pieces(made, equal):
-    before = """%tiled (p.7: s32[2]) -> s32[8] {
-  %p.7 = s32[2]{0} parameter(0)
-  %b.7 = s32[4,2]{1,0} broadcast(%p.7), dimensions={1}
-  ROOT %w.7 = s32[8]{0} bitcast(%b.7)
-}
-
-%strange (p.8: s32[2]) -> s32[8] {
-  %p.8 = s32[2]{0} parameter(0)
-  %b.8 = s32[4,2]{1,0} broadcast(%p.8), dimensions={1}
-  %r.8 = s32[8]{0} bitcast(%b.8)
-  ROOT %w.8 = s32[8]{0} cumulate(%r.8)
-}
-
-"""
-    entry = (
-        T.parameter("{replicated}", "s32[2]") + "\n" + made + "\n" + SCATTER.format("s32", "addi")
-    )
-    assert (classes(entry, before) == EVERYWHERE) == equal
 
 
 ALL_TO_ALL = (
@@ -244,24 +176,3 @@ def test_collectives_in_such_iterations_count_where_all_of_a_group_go_on():
     )
     assert loop(summed.format(T.OVER_MODEL)) == EVERYWHERE
     assert loop(summed.format(T.OVER_DATA)) != BY_MODEL  # rows leave the loop at different times
-
-
-def test_fusions_in_fusions_are_not_followed_for_ever():
-    """Each of forty fusions adds two calls of the one before it."""
-    before = (
-        "%f0 (p.0: s32[8]) -> s32[8] {\n  %p.0 = s32[8]{0} parameter(0)\n"
-        "  ROOT %a.0 = s32[8]{0} add(%p.0, %p.0)\n}\n\n"
-    )
-    for n in range(1, 40):
-        before += (
-            f"%f{n} (p.{n}: s32[8]) -> s32[8] {{\n  %p.{n} = s32[8]{{0}} parameter(0)\n"
-            f"  %l.{n} = s32[8]{{0}} fusion(%p.{n}), kind=kLoop, calls=%f{n - 1}\n"
-            f"  %r.{n} = s32[8]{{0}} fusion(%p.{n}), kind=kLoop, calls=%f{n - 1}\n"
-            f"  ROOT %a.{n} = s32[8]{{0}} add(%l.{n}, %r.{n})\n}}\n\n"
-        )
-    entry = (
-        T.parameter("{replicated}", "s32[]") + "\n%b = s32[8]{0} broadcast(%x), dimensions={}"
-        "\n%w = s32[8]{0} fusion(%b), kind=kLoop, calls=%f39\n" + SCATTER.format("s32", "addi")
-    )
-    assert classes(entry, before) == {(0, 1), (2, 3), (4, 5), (6, 7)}
-    assert classes(entry.replace("%f39", "%f1"), before) == EVERYWHERE

@@ -168,10 +168,10 @@ class Values:
             exactly = exact.evaluate(instruction, operands, shapes, self.relations.device_count)
             if exactly is not None:
                 return self.computed(*exactly, operands)
-        if opcode == "select" and len(operands) == 3:
-            chosen = self._select(computation, instruction, operands)
-            if chosen is not None:
-                return chosen
+        if opcode == "select" and len(operands) == 3 and isinstance(operands[0], Exact):
+            shape = computation.instructions[instruction.operands[0]].shape
+            if operands[0].splat or not shape.dimensions:
+                return self.choose(operands[0], [operands[2], operands[1]])
         if opcode in ELEMENTWISE:
             if any(isinstance(o, Ranged) for o in operands):
                 return self._elementwise_ranges(computation, instruction, operands)
@@ -215,13 +215,6 @@ class Values:
             self.pieces[key] = None
         else:
             self.pieces[key] = piece._replace(state=self.states.refine(earlier.state, piece.state))
-
-    def _select(self, computation, instruction, operands) -> Any:
-        predicate = operands[0]
-        shape = computation.instructions[instruction.operands[0]].shape
-        if not isinstance(predicate, Exact) or not (predicate.splat or not shape.dimensions):
-            return None
-        return self.choose(predicate, [operands[2], operands[1]])
 
     def choose(self, which: Exact, options: list[Any]) -> Any:
         """Give the value that equals, on each device, the option of that device's number."""

@@ -274,6 +274,50 @@ def read_pairs(text: str, channel: bool, _: bool | None, relations: hd.Relations
     return hd.Groups(devices, sizes, relation, devices.size == relations.device_count, ends), None
 
 
+# XLA for GPUs splits the permutes of pipelines into send and recv, with the pairs in a frontend
+# attribute. Between TPU slices, all communication, even all-reduces, goes as sends through the host
+# to Megascale's runtime. Nothing is proven of received data; the sent bytes count.
+_PAIRS = re.compile(
+    r'_xla_send_recv_source_target_pairs\s*+=\s*+"?(\{\s*+(?:\{[\d,\s]*+\}[\s,]*+)*+\})'
+)
+_TYPE = re.compile(r'_xla_megascale_transfer_type\s*=\s*"?(\w+)')
+
+
+def is_send(instruction: hm.Instruction) -> bool:
+    """Tell whether a send goes to other devices, not to the host as callbacks on TPU do."""
+    if instruction.opcode not in ("send", "send-start"):
+        return False
+    hints = instruction.attribute("frontend_attributes") or ""
+    return instruction.attribute("is_host_transfer") != "true" or "megascale" in hints
+
+
+def send_blocker(instruction: hm.Instruction) -> hs.Blocker:
+    """Give the blocker of a send: the proof does not follow it."""
+    match = _TYPE.search(instruction.attribute("frontend_attributes") or "")
+    kind = f" ({match[1]} by Megascale)" if match else ""
+    return hs.Blocker(
+        f"send {instruction.name!r} to other devices{kind}, which the proof doesn't follow"
+    )
+
+
+def read_send(instruction: hm.Instruction, relations: hd.Relations) -> Channel:
+    """Give a send's channel; without pairs in the text it may reach any device."""
+    number = (instruction.attribute("channel_id") or "").strip()
+    match = _PAIRS.search(instruction.attribute("frontend_attributes") or "")
+    try:
+        if match is None:
+            raise hn.NotationError("a send without pairs")
+        # As for a permute, but channel 0 means no channel (XLA's GetP2PConfigForSendRecv).
+        channel = number.strip("0") != ""
+        groups, _ = read_pairs(match[1], channel, None, relations)
+    except hn.NotationError:
+        count = relations.device_count
+        everyone = make_groups((np.arange(count), np.array([count])), relations)
+        # Incomplete groups, so that no axes are named.
+        groups = dataclasses.replace(everyone, complete=False)
+    return Channel("collective-permute", groups, True, None, "", "no proof of what is received")
+
+
 def _sequence_numbers(labels: np.ndarray, groups: hd.Groups, sort: bool) -> Any:
     """Give groups with the same labels, in order or sorted, the same number."""
     if groups.matrix is not None:

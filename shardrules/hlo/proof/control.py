@@ -236,7 +236,7 @@ def conditional(proof: Proof, computation, position, instruction, operands, guar
         numbers = which.array.reshape(-1)
         if shape.element_type == "pred":
             numbers = np.where(numbers, 0, 1)
-        value = _chosen(proof, computation, instruction, branches, which, numbers, results)
+        value = _chosen(proof, computation, instruction, which, numbers, results)
     else:
         value = results[0]
         for result in results[1:]:
@@ -246,19 +246,22 @@ def conditional(proof: Proof, computation, position, instruction, operands, guar
         return value
     value = list(value)
     for index in range(len(value)):
-        origins = {
-            _origin(computation, o, b, index, proof.module.strange)
-            for b, o in zip(branches, instruction.operands[1:])
-        }
+        origins = set(_origins(proof, computation, instruction, index))
         if len(origins) == 1 and None not in origins:  # all branches return the same value
             first = results[0]
             value[index] = first[index] if isinstance(first, tuple) else value[index]
     return tuple(value)
 
 
-def _chosen(
-    proof: Proof, computation, instruction, branches, which: Exact, numbers, results
-) -> Any:
+def _origins(proof: Proof, computation, instruction, index: int) -> list[Any]:
+    """Say what each branch of a conditional returns at ``index``."""
+    return [
+        _origin(computation, operand, proof.module.computations[name], index, proof.module.strange)
+        for name, operand in zip(instruction.calls, instruction.operands[1:])
+    ]
+
+
+def _chosen(proof: Proof, computation, instruction, which: Exact, numbers, results) -> Any:
     """Give each device the result of its branch; branches that return the same count as one."""
     numbers = np.asarray(numbers).astype(np.int64)
     last = len(results) - 1
@@ -269,17 +272,10 @@ def _chosen(
     elements = []
     for index in range(widths.pop()):
         first: dict[Any, int] = {}
-        same = [
-            first.setdefault(
-                _origin(computation, o, b, index, proof.module.strange) or ("branch", n), n
-            )
-            for n, (b, o) in enumerate(zip(branches, instruction.operands[1:]))
-        ]
-        elements.append(
-            proof.values.choose(
-                Exact(which.state, np.array(same)[numbers], False), [r[index] for r in results]
-            )
-        )
+        origins = _origins(proof, computation, instruction, index)
+        same = [first.setdefault(o or ("branch", n), n) for n, o in enumerate(origins)]
+        number = Exact(which.state, np.array(same)[numbers], False)
+        elements.append(proof.values.choose(number, [r[index] for r in results]))
     return tuple(elements)
 
 

@@ -74,20 +74,10 @@ ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 # Targets that many kernels share: the target alone does not identify a kernel.
 SHARED_TARGETS = frozenset(
-    (
-        "tpu_custom_call",
-        "__gpu$xla.gpu.triton",
-        "triton_kernel_call",
-        "triton_kernel_call_ffi",
-        "mosaic_gpu_v2",
-        "mosaic_gpu",
-        "xla_python_cpu_callback",
-        "xla_ffi_python_cpu_callback",
-        "xla_ffi_partitioned_python_cpu_callback",
-        "xla_python_gpu_callback",
-        "xla_ffi_python_gpu_callback",
-        "xla_ffi_partitioned_python_gpu_callback",
-    )
+    "tpu_custom_call __gpu$xla.gpu.triton triton_kernel_call triton_kernel_call_ffi mosaic_gpu_v2 "
+    "mosaic_gpu xla_python_cpu_callback xla_ffi_python_cpu_callback "
+    "xla_ffi_partitioned_python_cpu_callback xla_python_gpu_callback xla_ffi_python_gpu_callback "
+    "xla_ffi_partitioned_python_gpu_callback".split()
 )
 
 _ATTRIBUTE = re.compile(

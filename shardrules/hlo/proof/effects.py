@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrules.hlo.known import evening, periods, ranges
+from shardrules.hlo.known import ranges
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Exact, Ranged, Started
 from shardrules.hlo.proof import collectives as hc
@@ -57,13 +57,13 @@ def collective(proof: Proof, computation, position, instruction, operands, guard
         record.guard = values.states.refine(record.guard, guard)
     if channel.unread:
         return values.merged(operands)
-    how = _how(proof, computation, instruction, kind, channel, operands)
+    how = _how(instruction, kind, channel)
 
     def moved(state: int) -> int:
         return proof.transfer.state(channel, how, state, guard, what)
 
     result = _result(proof, instruction, channel, operands, guard, moved)
-    if evening.rounds(channel.reduction, instruction.shape):
+    if hs.rounds(channel.reduction, instruction.shape):
         result = values.evened(result)
     if not instruction.opcode.endswith("-start"):
         return result
@@ -101,27 +101,14 @@ def _result(proof: Proof, instruction, channel: hc.Channel, operands, guard: int
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _how(proof: Proof, computation, instruction, kind: str, channel: hc.Channel, operands) -> str:
-    """Say how a collective transforms relations; with equal pieces, positions don't matter."""
+def _how(instruction, kind: str, channel: hc.Channel) -> str:
+    """Say how a collective transforms relations."""
     how = hc.result_how(kind)
     if how != "exchange" or channel.groups.matrix is None:
         return how
     if kind == "all-to-all" and len(instruction.operands) > 1:
         # Each member gets the same value from member m, because m sends one value to all.
         return "join" if len(set(instruction.operands)) == 1 else how
-    if kind == "reduce-scatter" and len(instruction.operands) == 1:
-        places = ranges.read_ints(instruction.attribute("dimensions"))
-        # A ring starts to sum each piece at another member, which changes float results unless
-        # all operands are equal.
-        state = proof.values.states[proof.values.collapse(operands[0])]
-        if not hc.orderless(channel.reduction, instruction) and not proof.transfer.uniform(
-            state.proven, channel
-        ):
-            return how
-        if len(places) == 1 and periods.pieces_equal(
-            proof.module, computation, instruction.operands[0], places[0], channel.groups.size
-        ):
-            return "join"
     return how
 
 
@@ -261,16 +248,9 @@ def _effect(proof: Proof, effect, state: int, resolution, guard: int) -> int:
 
 
 def _mesh_channel(proof: Proof, effect, sizes: dict[str, int]) -> hc.Channel:
-    names = list(sizes)
-    ids = np.arange(proof.values.relations.partitions).reshape([sizes[n] for n in names])
+    relations = proof.values.relations
     # A typed output is equal along the axes that its type does not name.
-    along = [n for n in names if (n in effect.axes) != (effect.kind == "typed")]
-    rest = [i for i, n in enumerate(names) if n not in along]
-    order = [names.index(n) for n in (along if effect.kind == "typed" else effect.axes)]
-    width = math.prod(sizes[names[i]] for i in order)
-    rows = ids.transpose(rest + order).reshape(-1)
-    replicas = np.arange(proof.values.relations.replicas)[:, None]
-    members = (replicas * proof.values.relations.partitions + rows).reshape(-1)
-    lists = members, np.full(members.size // width, width)
-    groups = hc.make_groups(lists, proof.values.relations)
-    return hc.Channel("custom-call", groups, True, None, "")
+    along = [n for n in sizes if (n in effect.axes) != (effect.kind == "typed")]
+    rows = hd.Mesh([("", relations.replicas), *sizes.items()], relations).lines(along)
+    lists = rows.reshape(-1), np.full(len(rows), rows.shape[1])
+    return hc.Channel("custom-call", hc.make_groups(lists, relations), True, None, "")

@@ -13,6 +13,7 @@ import numpy as np
 from shardrules import errors
 from shardrules.hlo.known import ranges
 from shardrules.hlo.known import states as hs
+from shardrules.hlo.proof import collectives as hc
 from shardrules.hlo.proof import customcalls
 from shardrules.hlo.reader import devices as hd
 from shardrules.hlo.reader import module as hm
@@ -29,15 +30,13 @@ _SHARDING_MESH = re.compile(r"sharding=\{+(?=mesh\[')")
 
 def devices(module: hm.Module, mesh: Mapping[str, int] | None) -> hd.Relations:
     """Give the relations over a module's devices."""
-    # Dumps of old versions state neither count. Then use the mesh, or else the largest device id in
-    # the groups and shardings.
     size = None
     if mesh is not None:
         size = math.prod(n for n in dict(mesh).values() if isinstance(n, int))
     partitions, replicas = module.num_partitions or 1, module.replica_count or 1
     stated = module.num_partitions is not None or module.replica_count is not None
-    if not stated:
-        partitions, replicas = _counts_in_text(module, size)
+    if not stated:  # as in dumps of old versions
+        partitions, replicas = _counts_in_text(module) if size is None else (size, 1)
     if partitions * replicas > MAX_DEVICES:
         raise errors.HloError(
             f"module {module.name!r} is for {partitions * replicas} devices, more than the "
@@ -47,38 +46,26 @@ def devices(module: hm.Module, mesh: Mapping[str, int] | None) -> hd.Relations:
     return hd.Relations(partitions, replicas, stated or size is not None)
 
 
-def _counts_in_text(module: hm.Module, mesh_size: int | None) -> tuple[int, int]:
-    partitions = mesh_size or 1
-    replicas = 1
-    if mesh_size is None:
-        for computation in module.computations.values():
-            for i in computation.instructions:
-                key = None
-                if i.opcode.startswith(("all-", "reduce-scatter", "collective-", "ragged-all")):
-                    key = (
-                        "source_target_pairs"
-                        if i.opcode.startswith("collective-permute")
-                        else "replica_groups"
-                    )
-                elif i.opcode == "parameter" and computation.is_entry:
-                    key = "sharding"
-                value = i.attribute(key) if key else None
-                if not value:
-                    continue
+def _counts_in_text(module: hm.Module) -> tuple[int, int]:
+    """Count partitions and replicas by the largest ids in groups and shardings."""
+    counts = {"partitions": 1, "replicas": 1}
+    for computation in module.computations.values():
+        for i in computation.instructions:
+            what, count = "partitions", 1
+            if i.opcode == "parameter" and computation.is_entry:
+                sizes = re.search(r"devices=(\[[\d,]*\])", i.attribute("sharding") or "")
+                count = math.prod(ranges.read_ints(sizes[1])) if sizes else 1
+            elif i.opcode in hc.OPCODES:
+                permute = hc.OPCODES[i.opcode] == "collective-permute"
+                text = i.attribute("source_target_pairs" if permute else "replica_groups")
                 try:
-                    if key == "sharding":
-                        sizes = re.search(r"devices=(\[[\d,]*\])", value)
-                        count = int(np.prod(ranges.read_ints(sizes[1]))) if sizes else 1
-                    else:
-                        (members, _), _ = hn.read_groups(value)
-                        count = int(members.max(initial=0)) + 1
+                    (members, _), _ = hn.read_groups(text or "")
                 except (hn.NotationError, OverflowError):
                     continue
-                if key != "sharding" and i.attribute("channel_id") is None:
-                    replicas = max(replicas, count)
-                else:
-                    partitions = max(partitions, count)
-    return partitions, replicas
+                count = int(members.max(initial=0)) + 1
+                what = "replicas" if i.attribute("channel_id") is None else "partitions"
+            counts[what] = max(counts[what], count)
+    return counts["partitions"], counts["replicas"]
 
 
 def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
@@ -105,9 +92,7 @@ def find_mesh(module: hm.Module, device_count: int) -> dict[str, int] | None:
                 continue
             if mesh_named.devices.size == device_count and mesh_named.is_row_major:
                 named.add(mesh_named.axes)
-    if len(named) == 1:
-        return dict(named.pop())
-    return None
+    return dict(named.pop()) if len(named) == 1 else None
 
 
 def promises(
@@ -146,15 +131,14 @@ def parameter_values(
             given=len(given),
             parameters=len(parameters),
         )
-    read = _Shardings(states)
+    relation = functools.cache(functools.partial(_relation, states.relations))
     values: list[Any] = []
     for number, instruction in enumerate(parameters):
         attributes = {k: instruction.text[a:b] for k, a, b in instruction.attributes()}
         stated = given[number] if given is not None else None
         stated, _, replicas = (stated or "").partition(", parameter_replication=")
         text = attributes.get("sharding") or stated or None
-        metadata = attributes.get("metadata")
-        op_name = module.frames.metadata(metadata).op_name if metadata else ""
+        op_name = module.frames.metadata(attributes.get("metadata", "")).op_name
         what = f"parameter {number}" + (f" ({op_name})" if op_name else "")
         leaves = len(instruction.shape.leaves())
         shared = re.findall(r"true|false", attributes.get("parameter_replication", replicas))
@@ -172,11 +156,14 @@ def parameter_values(
             parts = parts * leaves
         leaf_states = []
         for leaf in range(leaves):
-            name = what if leaves == 1 else f"{what} element {leaf}"
+            cause = hs.Cause(what if leaves == 1 else f"{what} element {leaf}", "is sharded")
             try:
                 if len(parts) != leaves:
                     raise hn.NotationError(f"{len(parts)} shardings for {leaves} arrays")
-                leaf_states.append(read.state(parts[leaf], shared[leaf] == "true", name, sure))
+                read = functools.partial(relation, parts[leaf])
+                leaf_states.append(
+                    _state(states, read, cause, parts[leaf], shared[leaf] == "true", sure)
+                )
             except hn.NotationError as error:
                 why = f"{what} has an unreadable sharding ({error})"
                 leaf_states.append(states.blocked(hs.Blocker(why)))
@@ -184,37 +171,27 @@ def parameter_values(
     return values
 
 
-class _Shardings:
-    """Parameters' shardings as states; each text is read once."""
+def _state(states: hs.States, read, cause: hs.Cause, text: str, shared: bool, sure: bool) -> int:
+    """Give a parameter's state; ``sure``: the program says which replicas hold the same."""
+    relation, within = read(shared), read(True)
+    if relation is None or within is None:
+        how = f"has sharding {text}, which may give each device its own data"
+        return states.source(hd.DISTINCT, cause._replace(how=how))
+    cause = cause._replace(detail=f"as {text}" if within else "between replicas")
+    state = states.source(relation, cause, True)
+    return state if sure else states.changed(state, apart=within)
 
-    def __init__(self, states: hs.States):
-        self._states = states
-        self._relations: dict[tuple[str, bool], int | None] = {}
 
-    def state(self, text: str, shared: bool, name: str, sure: bool) -> int:
-        """Give a parameter's state; ``sure``: the program says which replicas hold the same."""
-        relation, within = (self._relation(text, same) for same in (shared, True))
-        if relation is None or within is None:
-            how = f"has sharding {text}, which may give each device its own data"
-            return self._states.source(hd.DISTINCT, hs.Cause(name, how))
-        detail = f"as {text}" if within else "between replicas"
-        state = self._states.source(relation, hs.Cause(name, "is sharded", detail), True)
-        return state if sure else self._states.changed(state, apart=within)
-
-    def _relation(self, text: str, shared: bool) -> int | None:
-        if (text, shared) not in self._relations:
-            self._relations[text, shared] = self._read(text, shared)
-        return self._relations[text, shared]
-
-    def _read(self, text: str, shared: bool) -> int | None:
-        relations = self._states.relations
-        partitions = relations.partitions
-        tiles = shardings.read_sharding(text, partitions).tiles
-        if tiles is None:
-            return None
-        ids = np.arange(relations.device_count)
-        labels = np.array(tiles)[ids % partitions]
-        return relations.intern(labels if shared else labels + ids // partitions * partitions)
+def _relation(relations: hd.Relations, text: str, shared: bool) -> int | None:
+    """Read a sharding; ``shared``: all replicas hold the same. None if it doesn't say."""
+    tiles = shardings.read_sharding(text, relations.partitions).tiles
+    if tiles is None:
+        return None
+    ids = np.arange(relations.device_count)
+    labels = np.array(tiles)[ids % relations.partitions]
+    return relations.intern(
+        labels if shared else labels + ids // relations.partitions * relations.partitions
+    )
 
 
 def replicated_leaves(shape: hm.Shape, sharding: str | None, partitions: int) -> list[bool]:
@@ -237,25 +214,13 @@ def replicated_leaves(shape: hm.Shape, sharding: str | None, partitions: int) ->
 
 def tree(shape: hm.Shape, leaves: list[int], states: hs.States) -> Any:
     """Build the value of a shape from the states of its arrays, depth first."""
-    if shape.elements is None:
-        return leaves[0]
     iterator = iter(leaves)
 
-    def build(part: hm.Shape) -> Any:
+    def build(part: hm.Shape, depth: int) -> Any:
         if part.elements is None:
             return next(iterator)
-        return tuple([build(e) for e in part.elements])
+        if depth > 100:  # no real parameter nests so deep
+            return functools.reduce(states.refine, [next(iterator) for _ in part.leaves()], 0)
+        return tuple([build(e, depth + 1) for e in part.elements])
 
-    if _depth(shape) > 100:  # no real parameter nests so deep
-        return functools.reduce(states.refine, leaves, 0)
-    return build(shape)
-
-
-def _depth(shape: hm.Shape) -> int:
-    deepest = 0
-    stack = [(shape, 0)]
-    while stack:
-        part, depth = stack.pop()
-        deepest = max(deepest, depth)
-        stack.extend((e, depth + 1) for e in part.elements or ())
-    return deepest
+    return build(shape, 0)

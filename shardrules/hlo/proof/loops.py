@@ -105,9 +105,10 @@ def stated_count(loop: hm.Instruction) -> int | None:
 
 def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | None:
     """Give the trip count that follows from a loop's own counter; None if none does."""
+    condition, body = parts(module, loop)
     if module.strange and _holds_strange(module, loop):
         return None
-    return _Induction(module, loop, *parts(module, loop), start).count()
+    return _Induction(module, loop, condition, body, start).count()
 
 
 def _holds_strange(module: hm.Module, loop: hm.Instruction) -> bool:
@@ -121,6 +122,12 @@ def _holds_strange(module: hm.Module, loop: hm.Instruction) -> bool:
     return False
 
 
+_FLIPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
+# What an operand is: ("element", index of the carry), ("constant", number) or, in a fusion,
+# ("parameter", its number).
+_Side = tuple[str, int]
+
+
 class _Induction:
     """The induction variable of one loop."""
 
@@ -132,67 +139,58 @@ class _Induction:
         self._initial = start
 
     def count(self) -> int | None:
-        comparison = self._compare(self.condition, self.condition.root)
+        comparison = self._operation(self.condition, self.condition.root, ("compare",))
         if comparison is None:
             return None
-        direction, left, right = comparison
-        flip = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
-        if direction not in flip:
+        compare, kind, (left, right) = comparison
+        signed = "UNSIGNED" if kind is None or kind(0).dtype.kind != "i" else "SIGNED"
+        direction = compare.attribute("direction") or ""
+        if compare.attribute("type") not in (None, signed) or direction not in _FLIPPED:
             return None
-        if left[0] != "element":
-            left, right, direction = right, left, flip[direction]
-        if left[0] != "element":
+        if left is None or left[0] != "element":
+            left, right, direction = right, left, _FLIPPED[direction]
+        if left is None or left[0] != "element":
             return None
-        limit = self._value(right)
-        start = self._initial(left[1])
-        position = self._returned(left[1])
-        step = None if position is None else self._added(self.body, position, left[1])
-        if limit is None or start is None or not step:
-            return None
-        trips = _trips(direction, start, limit, step)
+        limit, start, step = self._value(right), self._initial(left[1]), self._step(left)
         carried = self.loop.shape.elements or ()
         kind = exact.dtype(carried[left[1]]) if left[1] < len(carried) else None
-        if trips is None or kind is None or kind == np.bool_:
+        if limit is None or start is None or not step or kind in (None, np.bool_):
             return None
+        trips = _trips(direction, start, limit, step)
         # A counter that wraps around before it stops has another trip count.
         bounds = np.iinfo(kind)
-        return trips if bounds.min <= start + trips * step <= bounds.max else None
+        wraps = trips is None or not bounds.min <= start + trips * step <= bounds.max
+        return None if wraps else trips
 
-    def _compare(self, computation, position):
-        """Find a comparison, also inside a fusion; each side is an element or a constant."""
-        root = hm.behind(computation, position, ("copy", "bitcast"))
+    def _operation(self, computation: hm.Computation, position: int, opcodes):
+        """Find an operation on two numbers, also inside a fusion; give their type and sides."""
+        root = _behind(computation, position)
+        if root is None:
+            return None
         if root.opcode == "fusion" and len(root.calls) == 1:
             inner = self.module.computations[root.calls[0]]
-            comparison = self._compare(inner, inner.root)
-            if comparison is None:
+            operation = self._operation(inner, inner.root, opcodes)
+            if operation is None:
                 return None
-            sides = [self._outer(computation, root.operands, side) for side in comparison[1:]]
-            return None if None in sides else (comparison[0], *sides)
-        if root.opcode != "compare" or len(root.operands) != 2:
+            # An element inside the fusion belongs to its operand, not to the loop's carry.
+            sides = [
+                self._side(computation, root.operands[side[1]])
+                if side and side[0] == "parameter" and side[1] < len(root.operands)
+                else side
+                if side and side[0] == "constant"
+                else None
+                for side in operation[2]
+            ]
+            return (*operation[:2], sides)
+        if root.opcode not in opcodes or len(root.operands) != 2:
             return None
-        sides = [self._side(computation, o) for o in root.operands]
-        own = exact.dtype(computation.instructions[root.operands[0]].shape)
-        signed = "UNSIGNED" if own is None or own(0).dtype.kind != "i" else "SIGNED"
-        if None in sides or root.attribute("type") not in (None, signed):
-            return None
-        return (root.attribute("direction"), *sides)
+        kind = exact.dtype(computation.instructions[root.operands[0]].shape)
+        return root, kind, [self._side(computation, o) for o in root.operands]
 
-    def _outer(self, computation, operands, side):
-        """Translate a side inside a fusion to the computation that holds the fusion."""
-        # An element inside the fusion belongs to the fusion's operand, not to the loop's carry.
-        if side is None or side[0] == "element":
+    def _side(self, computation: hm.Computation, position: int) -> _Side | None:
+        instruction = _behind(computation, position)
+        if instruction is None:
             return None
-        if side[0] != "parameter":
-            return side
-        return self._side(computation, operands[side[1]]) if side[1] < len(operands) else None
-
-    def _side(self, computation, position):
-        instruction = computation.instructions[position]
-        while instruction.opcode in ("copy", "bitcast", "reshape") and instruction.operands:
-            before = computation.instructions[instruction.operands[0]]
-            if before.shape.element_type != instruction.shape.element_type:
-                return None  # the same bits mean another number
-            instruction = before
         if instruction.opcode == "constant":
             number = _constant(instruction)
             return None if number is None else ("constant", number)
@@ -203,53 +201,46 @@ class _Induction:
             return ("parameter", int(instruction.literal))
         return None
 
-    def _value(self, side) -> int | None:
-        if side[0] == "constant":
-            return side[1]
-        if side[0] == "element":
-            # The bound may be in the carry; then the body must not change it.
-            position = self._returned(side[1])
-            if position is not None and self._side(self.body, position) == side:
-                return self._initial(side[1])
+    def _value(self, side: _Side | None) -> int | None:
+        """Give a number that is the same in all iterations."""
+        if side is None or side[0] == "constant":
+            return side and side[1]
+        # It may be in the carry; then the body must not change it.
+        position = self._returned(side)
+        if position is not None and self._side(self.body, position) == side:
+            return self._initial(side[1])
         return None
 
-    def _returned(self, index: int) -> int | None:
-        """Give the position of the body's instruction that returns element ``index``, or None."""
+    def _returned(self, side: _Side) -> int | None:
+        """Give the position of the body's instruction that returns an element, or None."""
         root = self.body.instructions[self.body.root]
-        returns = root.opcode == "tuple" and index < len(root.operands)
-        return root.operands[index] if returns else None
+        returns = side[0] == "element" and root.opcode == "tuple" and side[1] < len(root.operands)
+        return root.operands[side[1]] if returns else None
 
-    def _added(self, computation, position, index) -> int | None:
-        """Give the number that is added to element ``index``; None if that isn't clear."""
-        instruction = computation.instructions[position]
-        side = self._side(computation, position)
-        if side == ("element", index):
-            return 0
-        operands = instruction.operands
-        if instruction.opcode == "fusion" and len(instruction.calls) == 1:
-            inner = self.module.computations[instruction.calls[0]]
-            root = inner.instructions[inner.root]
-            if root.opcode not in ("add", "subtract") or len(root.operands) != 2:
-                return None
-            sides = [
-                self._outer(computation, operands, self._side(inner, o)) for o in root.operands
-            ]
-            opcode = root.opcode
-        elif instruction.opcode in ("add", "subtract") and len(operands) == 2:
-            sides = [self._side(computation, o) for o in operands]
-            opcode = instruction.opcode
-        else:
+    def _step(self, counter: _Side) -> int | None:
+        """Give the number that each iteration adds to the counter; None if that isn't clear."""
+        position = self._returned(counter)
+        if position is None:
             return None
-        if opcode == "add" and sides[1] == ("element", index):
+        operation = self._operation(self.body, position, ("add", "subtract"))
+        if operation is None:
+            return None
+        opcode, sides = operation[0].opcode, operation[2]
+        if opcode == "add" and sides[1] == counter:
             sides.reverse()
-        if sides[0] != ("element", index) or sides[1] is None:
+        number = self._value(sides[1]) if sides[0] == counter else None
+        return -number if number is not None and opcode == "subtract" else number
+
+
+def _behind(computation: hm.Computation, position: int) -> hm.Instruction | None:
+    """Follow a number back through copies; None if its bits come to mean another number."""
+    instruction = computation.instructions[position]
+    while instruction.opcode in ("copy", "bitcast", "reshape") and instruction.operands:
+        before = computation.instructions[instruction.operands[0]]
+        if before.shape.element_type != instruction.shape.element_type:
             return None
-        number = sides[1][1] if sides[1][0] == "constant" else None
-        if number is None and sides[1][0] == "element" and sides[1][1] != index:
-            number = self._value(sides[1])
-        if number is None:
-            return None
-        return number if opcode == "add" else -number
+        instruction = before
+    return instruction
 
 
 def _follow(computation: hm.Computation, position: int, index: int) -> int | None:
@@ -258,18 +249,8 @@ def _follow(computation: hm.Computation, position: int, index: int) -> int | Non
     instruction = hm.behind(computation, position, passed_on)
     if instruction.opcode != "tuple" or not 0 <= index < len(instruction.operands):
         return None
-    element = computation.instructions[instruction.operands[index]]
-    for _ in range(64):
-        if element.opcode in ("copy", "bitcast", "reshape", "copy-done") and element.operands:
-            before = computation.instructions[element.operands[0]]
-            if before.shape.element_type != element.shape.element_type:
-                return None
-            element = before
-        elif element.opcode == "copy-start" and element.operands:
-            element = computation.instructions[element.operands[0]]
-        else:
-            break
-    return _constant(element) if element.opcode == "constant" else None
+    element = _behind(computation, instruction.operands[index])
+    return _constant(element) if element and element.opcode == "constant" else None
 
 
 def _constant(instruction: hm.Instruction) -> int | None:

@@ -82,9 +82,9 @@ class PartNames:
     def __init__(self, module: hm.Module):
         self._module = module
         self._named = "op_name" in module.text
-        self._users: dict[str, list[list[int]]] = {}
-        # By a collective's place: the takers of its elements, and of ranges of its flat array.
-        self._elements: dict[tuple[str, int], dict[str | None, list[int]]] = {}
+        self._users: dict[str, hm.Users] = {}
+        # By a collective's place: it and its -done, and the takers of ranges of its flat array.
+        self._ends: dict[tuple[str, int], list[int]] = {}
         self._cuts: dict[tuple[str, int], _Places] = {}
         self._parts: dict[tuple[str, int], _Places] = {}  # by an operand's place: its parts
 
@@ -151,7 +151,7 @@ class PartNames:
                     queue.append(following)
         return names
 
-    def _users_in(self, computation: hm.Computation) -> list[list[int]]:
+    def _users_in(self, computation: hm.Computation) -> hm.Users:
         if computation.name not in self._users:
             self._users[computation.name] = computation.users()
         return self._users[computation.name]
@@ -159,17 +159,16 @@ class PartNames:
     def _takers(self, computation, position, operand, elements) -> list[int]:
         """List the instructions that extract a part from the result."""
         users, instructions = self._users_in(computation), computation.instructions
-        where = (computation.name, position)  # read all takers once for all parts
+        where = (computation.name, position)
+        if where not in self._ends:
+            ends = self._ends[where] = [position]
+            for end in ends:  # it grows
+                ends += [u for u in users[end] if instructions[u].opcode.endswith("-done")]
         if elements is None:
-            if where not in self._elements:
-                by_index = self._elements.setdefault(where, {})
-                for taker in self._past_done(users, instructions, position):
-                    if instructions[taker].opcode == "get-tuple-element":
-                        index = instructions[taker].attribute("index")
-                        by_index.setdefault(index, []).append(taker)
-            return self._elements[where].get(str(operand), [])
+            takers = [t for end in self._ends[where] for t in users.taking(end, operand)]
+            return [t for t in takers if instructions[t].opcode == "get-tuple-element"]
         if where not in self._cuts:
-            takers = self._past_done(users, instructions, position)
+            takers = [t for end in self._ends[where] for t in users[end]]
             cuts = [(taker, self._slice(instructions[taker])) for taker in takers]
             self._cuts[where] = _Places([(*cut, taker) for taker, cut in cuts if cut is not None])
         return self._cuts[where].overlapping(*elements)
@@ -225,17 +224,6 @@ class PartNames:
             ranges.append((start, start + part.shape.element_count, operand))
             start += part.shape.element_count
         return ranges
-
-    @staticmethod
-    def _past_done(users, instructions, position: int) -> list[int]:
-        takers, queue = [], list(users[position])
-        while queue:
-            user = queue.pop(0)
-            if instructions[user].opcode.endswith("-done"):
-                queue += users[user]
-            else:
-                takers.append(user)
-        return takers
 
     def _slice(self, instruction: hm.Instruction) -> tuple[int, int] | None:
         if (

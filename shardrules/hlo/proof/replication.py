@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrules.hlo.known import evening, exact, ranges
+from shardrules.hlo.known import exact, ranges
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.known.ranges import Exact, Started
 from shardrules.hlo.known.values import ELEMENTWISE, LOCAL, Values
@@ -152,7 +152,7 @@ def _applier(proof: Proof, computation, position, instruction, operands, guard):
     if several and not proof.values.vary_alike(operands[:count]):
         return proof.values.states.evened(state)
     called = [proof.module.computations[name] for name in instruction.calls]
-    if any(evening.rounds(c.instructions[c.root].opcode, instruction.shape) for c in called):
+    if any(hs.rounds(c.instructions[c.root].opcode, instruction.shape) for c in called):
         return proof.values.states.evened(state)
     return state
 
@@ -160,7 +160,7 @@ def _applier(proof: Proof, computation, position, instruction, operands, guard):
 def _evening(proof: Proof, computation, position, instruction, operands, guard):
     """Evaluate an elementwise op that may make different operands equal."""
     value = proof.values.general(computation, instruction, operands)
-    if not value or isinstance(value, Exact) or not evening.cancels(computation, instruction):
+    if not value or isinstance(value, Exact) or not hs.cancels(computation, instruction):
         return value
     return proof.values.evened(value)
 
@@ -227,7 +227,7 @@ def _async_start(proof: Proof, computation, position, instruction, operands, gua
 
 _BY_OPCODE: dict[str, Any] = {
     **dict.fromkeys((*ELEMENTWISE, *LOCAL)),
-    **dict.fromkeys(evening.HANDLED, _evening),
+    **dict.fromkeys(hs.EVENING, _evening),
     "parameter": PARAMETER,
     "iota": _iota,
     "concatenate": _mixed,

@@ -17,15 +17,7 @@ from shardrules.arguments import checked, shown
 from shardrules.hlo.known import pieces, ranges
 from shardrules.hlo.known import states as hs
 from shardrules.hlo.proof import collectives as hc
-from shardrules.hlo.proof import (
-    customcalls,
-    inputs,
-    loops,
-    phases,
-    point_to_point,
-    replication,
-    scatters,
-)
+from shardrules.hlo.proof import customcalls, inputs, loops, phases, replication, scatters
 from shardrules.hlo.proof.evaluation import Proof, Record
 from shardrules.hlo.proof.judgement import (
     ASSUMPTIONS,
@@ -137,7 +129,7 @@ class _Judge:
         steps = customcalls.spread_steps(self.module)
         for computation in self.module.computations.values():
             for position, instruction in enumerate(computation.instructions):
-                if point_to_point.crosses(instruction) or (
+                if hc.is_send(instruction) or (
                     instruction.opcode in hc.OPCODES and (computation.name, position) not in steps
                 ):
                     verdicts += self._instruction(computation, position)
@@ -249,8 +241,8 @@ class _Judge:
         record = self.proof.records.get((computation.name, position))
         blocker = self.proof.reach.unfollowed.get(computation.name)
         if instruction.opcode not in hc.OPCODES:
-            blocker = point_to_point.blocker(instruction)
-            record = Record([], 0, point_to_point.read_channel(instruction, self.relations))
+            blocker = hc.send_blocker(instruction)
+            record = Record([], 0, hc.read_send(instruction, self.relations))
         elif record is None:
             kind = hc.OPCODES[instruction.opcode]
             channel = hc.read_channel(self.module, instruction, kind, self.relations, {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from shardrules.hlo.reader import attributes, ordering, shapes
+from shardrules.hlo.reader import attributes, shapes
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader.attributes import COMMENT, skip, spaced
 
@@ -76,6 +76,14 @@ class Scope:
         self.root = -1  # the place of ROOT, negative until it is read
         # The text is a single instruction: undefined operands are parameters.
         self.alone = alone
+
+    def append(self, name, opcode, shape, operands, inner: str, rest: str = "") -> None:
+        """Add an instruction that the text doesn't hold."""
+        self.index[name] = len(self.instructions)
+        text, place = inner + rest, len(inner)
+        self.instructions.append(
+            hm.Instruction(name, opcode, shape, operands, (), text, 0, (0, place), place, len(text))
+        )
 
 
 class Reader:
@@ -181,7 +189,7 @@ class Reader:
         if not instructions:
             raise self.error(opening, f"computation {name!r} holds no instruction")
         if scope.late:
-            instructions, root = ordering.operands_first(
+            instructions, root = hm.operands_first(
                 self.error, name, instructions, scope.late, scope.index, root
             )
         # Without a ROOT, XLA uses the last instruction.
@@ -322,13 +330,9 @@ class Reader:
         return labels, at + 1
 
     def _free(self, scope: Scope, label: str, shape: hm.Shape, start: int) -> None:
-        number = str(len(scope.numbers))
-        scope.numbers[int(number)] = start
-        scope.index[label] = len(scope.instructions)
-        end = len(number)
-        scope.instructions.append(
-            hm.Instruction(label, "parameter", shape, (), (), number, 0, (0, end), end, end)
-        )
+        number = len(scope.numbers)
+        scope.numbers[number] = start
+        scope.append(label, "parameter", shape, (), str(number))
 
     def _elements(self, scope: Scope, label: str, start: int) -> None:
         """Add a get-tuple-element for ``%tuple#1``, which dumps of JAX 0.12 leave out."""
@@ -346,22 +350,8 @@ class Reader:
                 )
             name = f"{name}#{number}"
             if name not in scope.index:
-                scope.index[name] = len(scope.instructions)
-                text, shape = f", index={number}", elements[int(number)]
-                scope.instructions.append(
-                    hm.Instruction(
-                        name,
-                        "get-tuple-element",
-                        shape,
-                        (place,),
-                        (),
-                        text,
-                        0,
-                        (0, 0),
-                        0,
-                        len(text),
-                    )
-                )
+                shape = elements[int(number)]
+                scope.append(name, "get-tuple-element", shape, (place,), "", f", index={number}")
             place = scope.index[name]
 
     def _literal_end(self, opening: int) -> int:

@@ -20,6 +20,7 @@ _LIST = re.compile(r"\{\s*+(?:\{[\d,\s]*+\}\s*+,?\s*+)*+\}")
 _AS_LISTED = str.maketrans("[]()", "{}{}", " ")
 _INNER = re.compile(r"\{([\d,\s]*)\}")
 _MESH = re.compile(r"mesh\[([^\]]*?)(?:,\s*(device_ids=\(.*?\)\)?))?\]")
+_IDS_AFTER = re.compile(r"\s*,\s*(?=device_ids=)")
 _AXIS = re.compile(r"'((?:[^'\\]|\\.)*)'\s*=\s*(\d+)")
 _DEVICE_IDS = re.compile(
     r"device_ids=\(\s*+(?:\[([\d,\s]*)\]\s*+(?:T\(([\d,\s]*)\))?|([\d,\s]*+))\s*+\)"
@@ -82,30 +83,22 @@ def read_mesh(text: str) -> tuple[TextMesh, int]:
     leftover = _AXIS.sub("", match[1]).replace(",", "").strip()
     if leftover:
         raise NotationError(f"can't read {leftover[:40]!r} in {match[0][:60]!r}")
-    end = match.end()
     sizes = [size for _, size in axes]
     total = math.prod(sizes)
     if total > _MAX_DEVICES or total < 1:
         raise NotationError(f"{match[0][:60]!r} has {total} devices")
-    ids = match[2]
-    if ids is None:
-        after = re.match(r"\s*,\s*(?=device_ids=)", text[end:])
-        if after:
-            outside = _DEVICE_IDS.match(text, end + after.end())
-            if not outside:
-                raise NotationError(f"can't read the device ids in {text[:80]!r}")
-            ids, end = outside[0], outside.end()
-    devices = np.arange(total)
-    if ids is not None:
-        parts = _DEVICE_IDS.match(ids)
+    devices, end = np.arange(total), match.end()
+    after = _IDS_AFTER.match(text, end)
+    if match[2] or after:
+        parts = _DEVICE_IDS.match(text, after.end() if after else match.start(2))
         if not parts:
-            raise NotationError(f"can't read {ids[:60]!r}")
+            raise NotationError(f"can't read the device ids in {text[:80]!r}")
+        end = max(end, parts.end())
         if parts[3] is not None:
             devices = np.array(read_ints(parts[3]), dtype=np.int64)
         else:
-            shape = read_ints(parts[1])
-            order = f"T({parts[2]})" if parts[2] else ""
-            devices = iota_tiles(f"[{total}]<=[{','.join(map(str, shape))}]{order}")
+            shape = ",".join(map(str, read_ints(parts[1])))
+            devices = iota_tiles(f"[{total}]<=[{shape}]" + (f"T({parts[2]})" if parts[2] else ""))
     if sorted(devices.reshape(-1).tolist()) != list(range(total)):
         raise NotationError(f"the device ids in {text[:80]!r} are not 0 to {total - 1}, each once")
     return TextMesh(axes, devices.reshape(sizes)), end

@@ -13,7 +13,7 @@ import re
 
 from shardrules.arguments import checked
 from shardrules.errors import ArgumentError, HloSyntaxError
-from shardrules.hlo.reader import attributes, ordering, shapes
+from shardrules.hlo.reader import attributes, shapes
 from shardrules.hlo.reader import module as hm
 from shardrules.hlo.reader.attributes import skip, spaced
 from shardrules.hlo.reader.instructions import Reader, Scope
@@ -87,7 +87,7 @@ def _made(reader: Reader, source, name, entry, header, tables) -> hm.Module:
         _count(reader, header, "replica_count"),
         header,
         hm.FrameTable(tables),
-        ordering.callees_first(reader.error, reader.computations),
+        hm.callees_first(reader.error, reader.computations),
         reader.strange,
     )
 

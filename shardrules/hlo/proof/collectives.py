@@ -146,10 +146,10 @@ def _connections(
         flat = values.get("use_global_device_ids", ("false", 0))[0].strip() == "true"
     # XLA's text parser accepts any channel_id, its protocol buffers only those above 0
     # (HloInstruction::CreateFromProto). If the two readings differ, neither is certain.
-    readings = [True] if re.fullmatch("0*[1-9][0-9]*", number) else [True, False]
+    clear = not number or re.fullmatch("0*[1-9][0-9]*", number)
     connections: list[_Connections] = []
     refused: hn.NotationError | None = None
-    for channel in readings if number else [False]:
+    for channel in [bool(number)] if clear else [True, False]:
         how = (permute, flat, text, channel)
         try:
             if how not in cache:
@@ -163,11 +163,7 @@ def _connections(
             module.text, place, f"{instruction.opcode} {instruction.name!r}: {refused}"
         )
     doubt = ""
-    if (
-        number
-        and len(readings) > 1
-        and not (len(connections) == 2 and connections[0][0] == connections[1][0])
-    ):
+    if not clear and (len(connections) < 2 or connections[0][0] != connections[1][0]):
         doubt = f"channel_id={number}, which XLA reads in two ways"
     elif not permute and "replica_groups" not in values:  # XLA prints them even if they are empty
         doubt = "no replica_groups: is the text printed without attributes?"

@@ -222,17 +222,9 @@ class Output:
         axes = None
         if mesh:
             # Only axes along which the tile is constant can break the claim.
-            within = promised.reshape([size for _, size in mesh.axes])
-            along = [
-                name
-                for n, (name, _) in enumerate(mesh.axes)
-                if (within == within.take([0], axis=n)).all()
-            ]
-            axes = tuple(a for a in along if a in mesh.varying(relation)) or None
-        groups: dict[int, list[int]] = {}
-        for device, tile in enumerate(promised.tolist()):
-            groups.setdefault(tile, []).append(device)
-        shown = tuple(tuple(g) for g in groups.values() if not self.equal_in([g]))
+            within = mesh.constant_along(promised)
+            axes = tuple(a for a in within if a in mesh.varying(relation)) or None
+        shown = tuple(g for g in _classes(promised) if not self.equal_in([g]))
         return Broken(differs, axes, shown, *self._why(called, axes, differs))
 
     def _why(self, called: int, axes: tuple[str, ...] | None, differs: bool) -> tuple[str, str]:
@@ -261,13 +253,18 @@ class Output:
     @property
     def classes(self) -> tuple[tuple[int, ...], ...]:
         """List the sets of devices that are proven equal."""
-        classes: dict[int, list[int]] = {}
-        for device, label in enumerate(self._labels.tolist()):
-            classes.setdefault(label, []).append(device)
-        return tuple(tuple(v) for v in classes.values())
+        return _classes(self._labels)
 
     def __repr__(self) -> str:
         return f"<Output {self.path} {self.shape}: {self.reason or 'equal everywhere'}>"
+
+
+def _classes(labels: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Group devices by their labels."""
+    classes: dict[int, list[int]] = {}
+    for device, label in enumerate(labels.tolist()):
+        classes.setdefault(label, []).append(device)
+    return tuple(map(tuple, classes.values()))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -242,15 +242,16 @@ class Mesh:
             relation = self._over[key] = self._relations.intern(labels)
         return relation
 
+    def constant_along(self, labels: np.ndarray) -> tuple[str, ...]:
+        """List the axes along which devices' labels stay the same."""
+        grid, axes = labels[self._ids], enumerate(self.names)
+        return tuple(name for i, name in axes if (grid == grid.take([0], axis=i)).all())
+
     def varying(self, relation: int) -> tuple[str, ...]:
         """List the axes over which a value with this relation may vary."""
         if relation not in self._varying:
-            labels = self._relations.labels(relation)[self._ids]
-            self._varying[relation] = tuple(
-                name
-                for i, (name, _) in enumerate(self.axes)
-                if (labels != labels.take([0], axis=i)).any()
-            )
+            same = self.constant_along(self._relations.labels(relation))
+            self._varying[relation] = tuple(name for name in self.names if name not in same)
         return self._varying[relation]
 
     def axes_of(self, groups: Groups) -> tuple[str, ...] | None:
@@ -260,12 +261,8 @@ class Mesh:
     def along(self, relation: int) -> tuple[str, ...] | None:
         """Name the axes along which, and only along which, devices are equal, or None."""
         if relation not in self._names:
-            labels = self._relations.labels(relation)[self._ids]
-            names = tuple(
-                name
-                for i, (name, size) in enumerate(self.axes)
-                if size > 1 and (labels == labels.take([0], axis=i)).all()
-            )
+            varying = self.varying(relation)
+            names = tuple(n for n, size in self.axes if size > 1 and n not in varying)
             exact = self.relation(names) == relation
             self._names[relation] = names if exact else None
         return self._names[relation]

@@ -1,6 +1,5 @@
 """What the proof can tell beyond the plain rules; beside each claim, one that it must not make."""
 
-
 from shardrules import hlo
 
 from . import text as T

@@ -75,21 +75,23 @@ def _listed(door: Any) -> list[Entry]:
     import shardrules
 
     state = hook_state()
-    scope = state.scope
-    options = (
-        f"unknown={scope.policy!r}, prove={scope.prove}, casts={scope.casts!r}, "
-        f"unchecked={scope.unchecked!r}"
-    )
-    decisions = state.of(UncheckedHooks).decisions.values() if scope.active else ()
-    sites = sorted(
-        (f"{os.path.basename(d.file)}:{d.line} ({d.function}) {d.arguments}", d.reason)
-        for d in decisions
-    )
+    scope, options, sites = state.scope, "not installed", {}
+    if scope.active:
+        options = (
+            f"unknown={scope.policy!r}, prove={scope.prove}, casts={scope.casts!r}, "
+            f"unchecked={scope.unchecked!r}"
+        )
+        sites = dict(
+            sorted(
+                (f"{os.path.basename(d.file)}:{d.line} ({d.function}) {d.arguments}", d.reason)
+                for d in state.of(UncheckedHooks).decisions.values()
+            )
+        )
     return [
         Entry("version of", "shardrules", shardrules.__version__),
         Entry("version of", "jax", door.version),
-        Entry("options of", "install", options if scope.active else "not installed"),
-        *(Entry("check of", site, reason or "switched on") for site, reason in dict(sites).items()),
+        Entry("options of", "install", options),
+        *(Entry("check of", site, why or "switched on") for site, why in sites.items()),
         *fingerprint.entries(state.registry),
     ]
 

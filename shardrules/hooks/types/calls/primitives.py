@@ -45,9 +45,9 @@ def _register() -> None:
     )
 
 
-def _bound(avals: Any, opaque: OpaqueCall) -> _Results:
+def _results(avals: Any, annotations: Any = (), opaque: OpaqueCall | None = None) -> _Results:
     results = _Results(avals)
-    results.opaque = opaque
+    results.annotations, results.opaque = annotations, opaque
     return results
 
 
@@ -115,12 +115,11 @@ class PrimitiveHooks(Hooks):
 
     def law(self, primitive: Any, row: Row) -> Law:
         """Return the law of an opaque primitive, JAX's own or a user's."""
-        kind = _USERS if row is USERS else _KINDS[primitive.name]
-        self._kinds[primitive] = kind
-        opaque_call_of = functools.partial(self._opaque_call, kind, primitive)
+        self._kinds[primitive] = _USERS if row is USERS else _KINDS[primitive.name]
+        opaque_call_of = functools.partial(self.opaque_call, primitive)
         return Law(
-            typed=functools.partial(self._typed, kind, primitive),
-            bind=functools.partial(self._bind, kind),
+            typed=functools.partial(self._typed, primitive),
+            bind=self._bind,
             always=True,
             opaque_call_of=opaque_call_of,
             tagged=opaque_call_of,
@@ -162,34 +161,27 @@ class PrimitiveHooks(Hooks):
 
     # The OpaqueCall of a call.
 
-    def opaque_call(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
-        """Return the OpaqueCall of a primitive that counts as a user's."""
-        return self._opaque_call(self._kinds.get(primitive, _USERS), primitive, params)
-
     def carrying(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
         """Return params that carry the OpaqueCall to later abstract evals and lowerings."""
         kind = self._kinds.get(opaque.call.target)
         if kind is None or kind.results not in params:
             return params
-        return {**params, kind.results: _bound(params[kind.results], opaque)}
+        return {**params, kind.results: _results(params[kind.results], opaque=opaque)}
 
     def _result_avals(self, results):
         """Accept annotated results; JAX 0.8.3 to 0.12 fail on an assertion."""
-        if not self.state.active:
+        annotations = tuple(map(self.door.annotation, results)) if self.state.active else ()
+        if not any(annotations):
             return self.door.result_avals(results)
-        annotations = tuple(map(self.door.annotation, results))
         plain = [
             result if annotation is None else self.door.unannotated(result)
             for result, annotation in zip(results, annotations)
         ]
-        avals = self.door.result_avals(plain)
-        if all(annotation is None for annotation in annotations):
-            return avals
-        annotated = _Results(avals)
-        annotated.annotations = annotations
-        return annotated
+        return _results(self.door.result_avals(plain), annotations)
 
-    def _opaque_call(self, kind: _Kind, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
+    def opaque_call(self, primitive: Any, params: dict[str, Any]) -> OpaqueCall:
+        """Return the OpaqueCall of a bind or an equation of an opaque primitive."""
+        kind = self._kinds.get(primitive, _USERS)
         results = params.get(kind.results)
         if isinstance(results, _Results) and results.opaque is not None:
             return results.opaque
@@ -209,8 +201,8 @@ class PrimitiveHooks(Hooks):
 
     # Rewrite and check.
 
-    def _bind(self, kind: _Kind, rest, primitive, trace, args, params):
-        opaque = self._opaque_call(kind, primitive, params)
+    def _bind(self, rest, primitive, trace, args, params):
+        opaque, kind = self.opaque_call(primitive, params), self._kinds[primitive]
         if not opaque.active(self.state):
             return rest(primitive, trace, args, params)
         results = params.get(kind.results)
@@ -241,7 +233,7 @@ class PrimitiveHooks(Hooks):
         """Return the cast operands, and the parameters with the results' types."""
         results = params.get(kind.results)
         avals = [self.door.typeof(x) for x in args]
-        may_answer = opaque.registration is None and self._may_answer(kind, opaque)
+        may_answer = self._may_answer(opaque)
         if may_answer and opaque.governing(self.state).policy == COLLECT:
             # A trace that only collects goes on as if the rule and its casts were there.
             with self.door.unchecked():
@@ -260,10 +252,10 @@ class PrimitiveHooks(Hooks):
         args = self.door.cast_all(trace, args, avals, resolution.inputs)
         if results is not None:
             outputs = typed(self.door, opaque, results, resolution.outputs)
-            params = {**params, kind.results: _bound(outputs, opaque)}
+            params = {**params, kind.results: _results(outputs, opaque=opaque)}
         return args, params
 
-    def _typed(self, kind: _Kind, primitive: Any, evaluate: Callable) -> Callable:
+    def _typed(self, primitive: Any, evaluate: Callable) -> Callable:
         """Return the abstract eval that types the results by the rule."""
 
         def abstract_eval(*avals, **params):
@@ -276,11 +268,10 @@ class PrimitiveHooks(Hooks):
             several = primitive.multiple_results
             if not self.door.checking() or isinstance(outputs, (tuple, list)) != several:
                 return outputs, effects
-            opaque = self._opaque_call(kind, primitive, params)
+            opaque = self.opaque_call(primitive, params)
             listed = tuple(outputs) if several else (outputs,)
             if listed and opaque.active(self.state):
-                wide = self._is_wide(avals, listed)
-                if not (wide and opaque.registration is None and self._may_answer(kind, opaque)):
+                if not (self._may_answer(opaque) and self._is_wide(avals, listed)):
                     inputs = self.door.axis_types(avals)
                     resolution = resolve(self.door, self.state, opaque, inputs, len(listed))
                     listed = typed(self.door, opaque, listed, resolution.outputs)
@@ -296,10 +287,12 @@ class PrimitiveHooks(Hooks):
             axis_type.axes for axis_type in types
         )
 
-    def _may_answer(self, kind: _Kind, opaque: OpaqueCall) -> bool:
-        """Whether a call without a rule may keep its own abstract eval's types, if wide enough."""
+    def _may_answer(self, opaque: OpaqueCall) -> bool:
+        """Whether a call may keep its own abstract eval's types if they are wide enough."""
         # A user's primitive may know about axis types; it then casts its own inputs.
-        return kind.own and opaque.governing(self.state).policy in ("error", COLLECT)
+        if opaque.registration is not None or self._kinds.get(opaque.call.target) is not _USERS:
+            return False
+        return opaque.governing(self.state).policy in ("error", COLLECT)
 
     # A user's primitive that is bound under a rule of a scope. Its lowering, differentiation and
     # batching run later, when the scope has closed. An equation can't hold a scope, since its

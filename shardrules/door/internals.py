@@ -31,7 +31,6 @@ from shardrules.registry.suggestions import is_library
 # tests/core/test_install.py reads its source, and any other JAX is asked.
 _BINDS_BY_PROCESSING = ((0, 9), versions.NEWEST)
 
-
 _INVARIANT = AxisType()
 
 
@@ -47,10 +46,9 @@ class Door:
     def __init__(self, version: str, symbols: dict[str, Any], owners: dict[str, tuple[Any, str]]):
         self.__dict__.update(symbols)
         self.version = version
-        newest = ".".join(map(str, versions.NEWEST))
-        self.untested = f"newer than {newest}, the newest that was tested"
-        if not versions.is_untested(version):
-            self.untested = ""  # why the hooks test themselves, or empty
+        newest, is_new = ".".join(map(str, versions.NEWEST)), versions.is_untested(version)
+        # why the hooks test themselves, or empty
+        self.untested = f"newer than {newest}, the newest that was tested" if is_new else ""
         self.typed = typed = symbols["check_vma"] is not None  # whether axis types are on avals
         self._owners = owners
         self._here = threading.local()
@@ -120,13 +118,11 @@ class Door:
 
     def with_axis_type(self, aval: Any, axis_type: AxisType) -> Any:
         """Return ``aval`` with another axis type, or as it is if it can't carry one."""
-        if self.typed and isinstance(aval, self.AbstractRef):
+        if not self.typed or self.axis_type(aval) == axis_type:
+            return aval
+        if isinstance(aval, self.AbstractRef):
             return aval.update(inner_aval=self.with_axis_type(aval.inner_aval, axis_type))
-        if (
-            not self.typed
-            or not isinstance(aval, self.ShapedArray)
-            or self.axis_type(aval) == axis_type
-        ):
+        if not isinstance(aval, self.ShapedArray):
             return aval
         if aval.sharding.mesh.empty and axis_type.axes:
             # out_shape given as an array: its aval names no mesh (JAX 0.10.2).
@@ -134,20 +130,16 @@ class Door:
         return self._retyped(aval, axis_type)
 
     def _retype(self, aval: Any, axis_type: AxisType) -> Any:
+        have, partial = (
+            self.axis_type(aval),
+            dict(unreduced=axis_type.unreduced, reduced=axis_type.reduced),
+        )
         if self.ManualAxisType is not None:
-            return aval.update(
-                manual_axis_type=self.ManualAxisType(
-                    varying=axis_type.varying,
-                    unreduced=axis_type.unreduced,
-                    reduced=axis_type.reduced,
-                )
-            )
+            mat = self.ManualAxisType(varying=axis_type.varying, **partial)
+            return aval.update(manual_axis_type=mat)
         changes: dict[str, Any] = {"vma": axis_type.varying}
-        have = self.axis_type(aval)
         if (have.unreduced, have.reduced) != (axis_type.unreduced, axis_type.reduced):
-            spec = type(aval.sharding.spec)(
-                *aval.sharding.spec, unreduced=axis_type.unreduced, reduced=axis_type.reduced
-            )
+            spec = type(aval.sharding.spec)(*aval.sharding.spec, **partial)
             changes["sharding"] = aval.sharding.update(spec=spec)
         return aval.update(**changes)
 
@@ -292,13 +284,11 @@ class Door:
 
     def kernel_jaxpr(self, traced: Any) -> tuple[Any, Any]:
         """Return the kernel's jaxpr in what ``trace_kernel`` returned, and all of that."""
-        # JAX to 0.6.2 caches the jaxpr. Two calls of one function would share it, and with it
-        # their annotations and scopes; so each call gets its own copy.
-        index = 0
-        while not hasattr(traced[index], "eqns"):
-            index += 1
+        index = next(i for i, part in enumerate(traced) if hasattr(part, "eqns"))
         jaxpr = traced[index]
         if self._caches_kernels:
+            # JAX to 0.6.2 caches the jaxpr. Two calls of one function would share it, and with it
+            # their annotations and scopes; so each call gets its own copy.
             jaxpr = jaxpr.replace()
             traced = (*traced[:index], jaxpr, *traced[index + 1 :])
         return jaxpr, traced
@@ -308,14 +298,12 @@ class Door:
         # Not a library's line if the user's own code called it.
         for info in (getattr(source_info, "traceback", None), source_info):
             with contextlib.suppress(AttributeError, TypeError):  # to JAX 0.6 it took the info
-                frames = list(self.user_frames(info))
-                own = [frame for frame in frames if not is_library(frame.file_name)]
-                if own:
-                    return f"{own[0].file_name}:{own[0].start_line}"
+                for frame in self.user_frames(info):
+                    if not is_library(frame.file_name):
+                        return f"{frame.file_name}:{frame.start_line}"
                 break
-        text = self.summarize(source_info)
         # As "file:line:column (function)"; no column to JAX 0.4.
-        match = re.match(r"(.+?):(\d+)(:\d+)?( \(|$)", text)
+        match = re.match(r"(.+?):(\d+)(:\d+)?( \(|$)", self.summarize(source_info))
         return f"{match[1]}:{match[2]}" if match else ""
 
     # Loops.
@@ -356,9 +344,9 @@ class Door:
         if not hasattr(like, "call_wrapped"):
             return function
         info = getattr(like, "debug_info", None)
-        if "debug_info" in inspect.signature(self.wrap_init).parameters and info is not None:
-            return self.wrap_init(function, debug_info=info)
-        return self.wrap_init(function)
+        takes_info = "debug_info" in inspect.signature(self.wrap_init).parameters
+        options = {"debug_info": info} if takes_info and info is not None else {}
+        return self.wrap_init(function, **options)
 
     def staged(
         self, function: Any, arrays: Sequence[Any]
@@ -368,8 +356,7 @@ class Door:
         # one. None where no jaxpr is being traced here, for equations of HiJAX, and to JAX 0.6.
         if self.stage_jaxpr is None:
             return None
-        trace = self.trace_here.trace
-        if type(trace) is not self.JaxprTrace:
+        if type(self.trace_here.trace) is not self.JaxprTrace:
             return None
         info = self.debug_info("bwd", function, tuple(arrays), {})
         wrapped = self.wrap_init(function, debug_info=info)

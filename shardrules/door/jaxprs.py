@@ -80,10 +80,9 @@ def opened(value: Any) -> Any:
 
 def name_of(eqn: Any) -> str:
     """Return an equation's primitive's name; from JAX 0.12 a linear one's may be wrapped."""
-    name = eqn.primitive.name
-    return (
-        name.removeprefix("vjp_node[").removesuffix("]") if name.startswith("vjp_node[") else name
-    )
+    name: str = eqn.primitive.name
+    is_wrapped = name.startswith("vjp_node[")
+    return name.removeprefix("vjp_node[").removesuffix("]") if is_wrapped else name
 
 
 def is_inexact(aval: Any) -> bool:
@@ -125,8 +124,7 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """Yield the jaxprs in an equation's parameters."""
     for value in params.values():
         for entry in value if isinstance(value, (tuple, list)) else (value,):
-            inner = opened(entry)
-            if inner is not None:
+            if (inner := opened(entry)) is not None:
                 yield inner
 
 

@@ -117,10 +117,9 @@ class Funnel(Hooks):
 
     def row(self, primitive: Any) -> Row:
         """Return a primitive's row of the table."""
-        row = self._rows.get(primitive)
-        if row is None:
-            row = self._rows[primitive] = self._row(primitive)
-        return row
+        if primitive not in self._rows:
+            self._rows[primitive] = self._row(primitive)
+        return self._rows[primitive]
 
     def _row(self, primitive: Any) -> Row:
         if is_users(self.door, primitive):
@@ -222,32 +221,20 @@ class Funnel(Hooks):
 
         @functools.wraps(original)
         def lower(ctx, description, platform_rules, default_rule, effects, *operands, **params):
-            try:
-                tagged = tagged_by[ctx.primitive]
-            except KeyError:
-                tagged = self._meet_lowered(ctx.primitive)
+            primitive, rules = ctx.primitive, (description, platform_rules, default_rule, effects)
+            if primitive not in tagged_by:  # JAX lowers more than equations
+                is_one = isinstance(primitive, self.door.Primitive)
+                tagged_by[primitive] = self.law_of(primitive).tagged if is_one else None
+            tagged = tagged_by[primitive]
             # pallas_call's own rule chooses between platforms by this function, too.
             opaque = None if tagged is None or here.lowering is ctx else tagged(params)
             if opaque is None or not opaque.active(self.state):
-                return original(
-                    ctx, description, platform_rules, default_rule, effects, *operands, **params
-                )
+                return original(ctx, *rules, *operands, **params)
 
             def rule(ctx, *operands, **params):
-                before, here.lowering = here.lowering, ctx
-                try:
-                    return original(
-                        ctx, description, platform_rules, default_rule, effects, *operands, **params
-                    )
-                finally:
-                    here.lowering = before
+                with self.state.locally(lowering=ctx):
+                    return original(ctx, *rules, *operands, **params)
 
             return lower_opaque(self.door, self.state, rule, opaque, ctx, *operands, **params)
 
         return lower
-
-    def _meet_lowered(self, primitive):
-        """Return what finds a primitive's OpaqueCall at lowering; called once for each."""
-        is_one = isinstance(primitive, self.door.Primitive)  # JAX lowers more than equations
-        self._tagged[primitive] = self.law_of(primitive).tagged if is_one else None
-        return self._tagged[primitive]

@@ -212,9 +212,7 @@ class PrimitiveHooks(Hooks):
             params = {**params, kind.results: tuple(results)}
         else:
             params = self.unchecked(opaque, params)
-        here = self.state.here
-        before, here.outer = here.outer, (primitive, opaque)
-        try:
+        with self.state.locally(outer=(primitive, opaque)):
             if kind.own and opaque.scope is not None and _is_lent(opaque):
                 # To JAX 0.4.35 the operands say in which trace.
                 enter = self.door.set_current_trace or contextlib.nullcontext
@@ -222,8 +220,6 @@ class PrimitiveHooks(Hooks):
                 with enter(trace):
                     return type(carrier).bind(carrier, *args, **params)
             return rest(primitive, trace, args, params)
-        finally:
-            here.outer = before
 
     def unchecked(self, opaque: OpaqueCall, params: dict[str, Any]) -> dict[str, Any]:
         """Return the parameters of a call that is bound where avals carry no types."""

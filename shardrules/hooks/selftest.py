@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from shardrules.door.jaxprs import SUMS, equations, named_axes
 from shardrules.hooks.sharded import mesh_without_devices, shard_map, varying
 from shardrules.hooks.state import Scope, State
+from shardrules.registry.axistypes import show_axes
 from shardrules.registry.builtin import no_communication
 
 
@@ -127,7 +128,7 @@ def _difference(body: Body) -> str:
     x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 4), (2, 4)))
     jax.eval_shape(mapped, x, w)
     if results[0] != frozenset(body.axes.split()):
-        have, want = (f"{{{', '.join(sorted(axes))}}}" for axes in (results[0], body.axes.split()))
+        have, want = (show_axes(frozenset(axes)) for axes in (results[0], body.axes.split()))
         return f"its result varies over {have}, where it must vary over {want}"
     if body.sums is None:
         return ""

@@ -275,17 +275,15 @@ class _Call(HigherOrderOp):
                 zeros = tuple(Mark(zero, cast) for zero in zeros)
             if zeros not in jaxprs:
                 jaxpr, *rest = callable_of(thunk)(*zeros)
-                if len(rest) == 2:  # a custom_jvp's; a custom_vjp's takes the primals only
-                    tangents = [primal for primal, zero in zip(types, zeros) if not zero]
-                    jaxpr = retyping.jaxpr(jaxpr, [*types, *tangents], what)
+                is_jvp = len(rest) == 2  # a custom_vjp's takes the primals only
+                tangents = [t for t, zero in zip(types, zeros) if is_jvp and not zero]
+                jaxpr = retyping.jaxpr(jaxpr, [*types, *tangents], what)
+                if is_jvp:
                     results, out_zeros = retyping.results(jaxpr), rest[1]
                     primals, tangents = results[: len(out_zeros)], results[len(out_zeros) :]
                     wants = [p.varying for p, zero in zip(primals, out_zeros) if not zero]
-                    jaxpr = self.door.cast_outputs(
-                        jaxpr, [*primals, *map(widened, tangents, wants)]
-                    )
-                else:
-                    jaxpr = retyping.jaxpr(jaxpr, types, what)
+                    results = [*primals, *map(widened, tangents, wants)]
+                    jaxpr = self.door.cast_outputs(jaxpr, results)
                 jaxprs[zeros] = (jaxpr, *rest)
             return jaxprs[zeros]
 

@@ -77,31 +77,28 @@ class ReplayHooks(Hooks):
         if self.state.here.gradients is not None and any(map(gradient_sums, inner_jaxprs(params))):
             self.state.record_gradient()  # a jit took it, traced before
         fitted = self._fitted(primitive, trace, args, params)
-        if fitted is None:
-            results = rest(primitive, trace, args, params)
-            if self.state.here.contradictions:
-                # JAX binds some of these to a function instead of its jaxpr; those have none.
-                called = opened(params.get(CALLS.get(primitive.name, "")))
-                if called is not None:
-                    note_called(self.state, called, results)
-            return results
-        types, changes = fitted
-        with self.door.set_current_trace(trace):
-            return type(primitive).bind(
-                primitive, *self.door.cast_arrays(args, types), **{**params, **changes}
-            )
+        if fitted is not None:
+            types, changes = fitted
+            with self.door.set_current_trace(trace):
+                args = self.door.cast_arrays(args, types)
+                return type(primitive).bind(primitive, *args, **{**params, **changes})
+        results = rest(primitive, trace, args, params)
+        if self.state.here.contradictions:
+            # JAX binds some of these to a function instead of its jaxpr; those have none.
+            called = opened(params.get(CALLS.get(primitive.name, "")))
+            if called is not None:
+                note_called(self.state, called, results)
+        return results
 
     def _refused(self, primitive, trace, args, params, error):
         """Bind; if JAX refuses, cast where it would cast by itself and bind again."""
         # Programs that JAX accepts never get here: they pay nothing and stay the same.
-        if not (self.acts and self._casts_by_itself()):
+        # JAX 0.10 has an option against casts by its functions.
+        casts = self.door.auto_pcast is None or bool(self.door.auto_pcast.value)
+        if not (self.acts and casts):
             raise error
         with self.door.set_current_trace(trace):
             return self._again(primitive, args, params, error)
-
-    def _casts_by_itself(self) -> bool:
-        """Whether JAX's functions cast their operands; JAX 0.10 has an option against it."""
-        return self.door.auto_pcast is None or bool(self.door.auto_pcast.value)
 
     def _managed(self):
         """Return how an equation's context is entered: with the current mesh if it had none."""
@@ -185,22 +182,19 @@ class ReplayHooks(Hooks):
         if op is None:
             return None
         have = [*self.door.axis_types(avals)]
-        types = [
-            want if self.door.can_cast(aval) else own
-            for want, own, aval in zip(op.wanted(have), have, avals)
-        ]
+        arrays = map(self.door.can_cast, avals)
+        types = [w if is_array else t for w, t, is_array in zip(op.wanted(have), have, arrays)]
         what, over = self._decides(primitive, avals, params)
         if what is not None:
             jaxprs = params.get("branches") or (params["body_jaxpr"], params["cond_jaxpr"])
             self.divergent.check(trace, over, jaxprs, what)
-        retyped = None
-        if what is not None or types != op.traced:
-            retyped = op.retyped(types, what)
-        if retyped is not None:
-            if what is not None:
-                self.state.of(TypeNoteHooks).note(f"{primitive.name}, as {what} varies,", over)
-            return retyped.operands, retyped.changes
-        return None if types == have else (types, {})
+        fits = what is None and types == op.traced
+        retyped = None if fits else op.retyped(types, what)
+        if retyped is None:
+            return None if types == have else (types, {})
+        if what is not None:
+            self.state.of(TypeNoteHooks).note(f"{primitive.name}, as {what} varies,", over)
+        return retyped.operands, retyped.changes
 
     def _decides(self, primitive, avals, params) -> tuple[str | None, frozenset[str]]:
         """Return what devices decide differently here, if anything, and along which axes."""

@@ -15,7 +15,7 @@ import functools
 from typing import Any
 
 from shardrules.door.internals import Door
-from shardrules.door.jaxprs import inner_jaxprs, is_inexact
+from shardrules.door.jaxprs import inner_jaxprs, is_inexact, named_axes
 from shardrules.door.patching import Patches
 from shardrules.errors import RuleError
 from shardrules.hooks.cotangents.bwd import Bwd
@@ -41,7 +41,7 @@ class _Run:
     args: tuple[Any, ...]  # its arguments
     axes: frozenset[str]  # the mesh's
     parts: CustomVjpInfo  # of its custom_vjp
-    primals: tuple[AxisType, ...] = ()  # the axis types of its primals
+    primals: tuple[AxisType, ...]  # the axis types of its primals
     # the axis types of its arguments' leaves, the cotangents of the outputs last
     entering: tuple[AxisType, ...] = ()
     arriving: int = 0  # how many cotangents of outputs it takes; 0 before bwd is entered
@@ -161,8 +161,7 @@ class SetHooks(Hooks):
             return set()
         if params["axis_index_groups"] is None:
             return rep
-        axes = params["axes"]
-        return set(rep) - set(axes if isinstance(axes, tuple) else (axes,))
+        return set(rep) - named_axes(params)
 
     def rewrite(self, primitive, original, mesh, in_rep, /, *args, **params):
         """Cast the operands as the rule says, bind, and return the outputs' replication."""
@@ -316,14 +315,12 @@ class SetHooks(Hooks):
         running = self.state.here.running
         # Only once: bwd may differentiate something whose own bwd runs inside it.
         if running and not running[-1].returned and not running[-1].arriving:
-            import jax
+            from jax.tree_util import tree_leaves
 
             run = running[-1]
-            run.parts = parts
-            run.entering = tuple(
-                AxisType(_varying(run.axes, leaf)) for leaf in jax.tree_util.tree_leaves(args)
-            )
-            run.arriving = len(jax.tree_util.tree_leaves(args[-1]))
+            run.parts, run.arriving = parts, len(tree_leaves(args[-1]))
+            axes = (_varying(run.axes, leaf) for leaf in tree_leaves(args))
+            run.entering = tuple(map(AxisType, axes))
 
     def _match_replication(self, src, dst, x):
         """Sum a cotangent that varies where its primal doesn't, unless it is whole already."""

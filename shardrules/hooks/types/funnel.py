@@ -168,7 +168,7 @@ class Funnel(Hooks):
             except (TypeError, ValueError) as error:
                 return funnel._refused(self, trace, args, params, error)
 
-        def by_args(self, trace, args, params):
+        def by_args(self, trace, args, params):  # to JAX 0.8
             try:
                 cast, bind, always = bound[self]
             except KeyError:
@@ -178,10 +178,7 @@ class Funnel(Hooks):
                 args = args if changed is None else changed
             if bind is not None and (always or check.value):
                 return bind(self, trace, args, params)
-            try:
-                return original(self, trace, args, params)
-            except (TypeError, ValueError) as error:
-                return funnel._refused(self, trace, args, params, error)
+            return rest(self, trace, args, params)
 
         takes_avals = "avals" in inspect.signature(original).parameters
 

@@ -6,7 +6,6 @@ The rows of ``laws.py`` say who may drop axes, who adds them, and why.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,22 +35,19 @@ class LostAxesHooks(Hooks):
     def _binder(self, original):
         hooks = self
 
-        def by_avals(self, trace, args, avals, params, /):  # JAX 0.9 to 0.12
-            outputs = original(self, trace, args, avals, params)
-            return hooks._retyped(trace, args, params, outputs)
+        def bind(self, trace, args, *rest):
+            *avals, params = rest
+            outputs = original(self, trace, args, *rest)
+            if params.get("check_vma", True) or not hooks.acts:
+                return outputs
+            return hooks._retyped(trace, args if avals else args[1:], outputs)  # to 0.8: (fun, *)
 
-        def by_args(self, trace, fun_and_args, params):
-            outputs = original(self, trace, fun_and_args, params)
-            return hooks._retyped(trace, fun_and_args[1:], params, outputs)
+        return bind
 
-        return by_avals if "avals" in inspect.signature(original).parameters else by_args
-
-    def _retyped(self, trace, args, params, outputs):
+    def _retyped(self, trace, args, outputs):
         """Let an unchecked inner shard_map's results vary as its operands do."""
         # JAX (0.6.2 to 0.12) drops the types of the outer shard_map there.
         door = self.door
-        if params.get("check_vma", True) or not self.acts:
-            return outputs
         over = union(door.axis_types(map(door.typeof, args)))
         order = tuple(a for a in door.manual_axes() if a in over)
 
@@ -154,9 +150,8 @@ class LostAxesHooks(Hooks):
 
 def _dropped(row: Row, params: dict[str, Any]) -> frozenset[str]:
     """Return the axes that a collective may drop: all that it names, none within groups."""
-    if not row.drops or params.get("axis_index_groups") is not None:
-        return frozenset()
-    return _named(params)
+    drops = row.drops and params.get("axis_index_groups") is None
+    return _named(params) if drops else frozenset()
 
 
 def _named(params: dict[str, Any]) -> frozenset[str]:

@@ -253,7 +253,7 @@ class Door:
         wide = [
             i
             for i, (atom, want) in enumerate(zip(atoms, wants))
-            if self.can_cast(atom.aval) and self.axis_type(atom.aval) != want
+            if self.axis_type(atom.aval) != want and self.can_cast(atom.aval)
         ]
         atoms = [*atoms]
         if not wide:

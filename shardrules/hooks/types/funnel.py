@@ -229,8 +229,11 @@ class Funnel(Hooks):
                 return original(ctx, *rules, *operands, **params)
 
             def rule(ctx, *operands, **params):
-                with self.state.locally(lowering=ctx):
+                before, here.lowering = here.lowering, ctx
+                try:
                     return original(ctx, *rules, *operands, **params)
+                finally:
+                    here.lowering = before
 
             return lower_opaque(self.door, self.state, rule, opaque, ctx, *operands, **params)
 

@@ -345,8 +345,6 @@ class MeshKernelHooks(Hooks):
         return abstract_eval
 
     def _plain(self, aval: Any) -> Any:
-        if isinstance(aval, self.door.AbstractRef):
-            return aval.update(inner_aval=self._plain(aval.inner_aval))
         return self.door.with_axis_type(aval, AxisType())
 
     def _resolve(self, primitive: Any, params: dict[str, Any], kernel: MeshKernel, avals):

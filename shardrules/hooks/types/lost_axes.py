@@ -6,6 +6,7 @@ The rows of ``laws.py`` say who may drop axes, who adds them, and why.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,19 +36,22 @@ class LostAxesHooks(Hooks):
     def _binder(self, original):
         hooks = self
 
-        def bind(self, trace, args, *rest):
-            *avals, params = rest
-            outputs = original(self, trace, args, *rest)
-            if params.get("check_vma", True) or not hooks.acts:
-                return outputs
-            return hooks._retyped(trace, args if avals else args[1:], outputs)  # to 0.8: (fun, *)
+        def by_avals(self, trace, args, avals, params, /):  # JAX 0.9 to 0.12
+            outputs = original(self, trace, args, avals, params)
+            return hooks._retyped(trace, args, params, outputs)
 
-        return bind
+        def by_args(self, trace, fun_and_args, params):
+            outputs = original(self, trace, fun_and_args, params)
+            return hooks._retyped(trace, fun_and_args[1:], params, outputs)
 
-    def _retyped(self, trace, args, outputs):
+        return by_avals if "avals" in inspect.signature(original).parameters else by_args
+
+    def _retyped(self, trace, args, params, outputs):
         """Let an unchecked inner shard_map's results vary as its operands do."""
         # JAX (0.6.2 to 0.12) drops the types of the outer shard_map there.
         door = self.door
+        if params.get("check_vma", True) or not self.acts:
+            return outputs
         over = union(door.axis_types(map(door.typeof, args)))
         order = tuple(a for a in door.manual_axes() if a in over)
 

@@ -271,7 +271,7 @@ def test_what_can_t_be_read_is_kept_as_it_is(tmp_path):
     class Program:
         name, text = "jit_step", "HloModule jit_step\n%not HLO"
 
-        def told(self):
+        def annotated_text(self):
             return shardrules.hlo.parse(self.text).text
 
     command._keep([Program()], tmp_path)

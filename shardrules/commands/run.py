@@ -198,7 +198,7 @@ def _keep(seen: Watched, folder: pathlib.Path) -> None:
         name = re.sub(r"[^\w.-]", "_", program.name)[:100]
         try:
             try:
-                text = program.told()
+                text = program.annotated_text()
             except HloError:  # keep unreadable text for a bug report
                 text = program.text
         except ShardrulesError:

@@ -63,7 +63,7 @@ class WatchedProgram:
             return shapes
         return [f"{shape} a device, sharded {how}" for shape, how in zip(shapes, shardings)]
 
-    def told(self) -> str:
+    def annotated_text(self) -> str:
         """Return its compiled HLO, with mesh and shardings where ``hlo.judge`` reads them.
 
         Raises:

@@ -151,5 +151,5 @@ def test_what_a_pmap_calls_equal_and_does_not_reduce():
         f(w, x)
     kinds = [o.kind for p in seen for o in outputs.find(p.judgement)]
     assert kinds == ["differs"] * len(expected)
-    (text,) = (p.told() for p in seen if outputs.find(p.judgement))
+    (text,) = (p.annotated_text() for p in seen if outputs.find(p.judgement))
     assert len(outputs.find(hlo.judge(text))) in (0, len(expected))  # 0.4.28 tells no outputs

@@ -18,16 +18,17 @@ _FAULTS = "races, memory that is read before it is written, or reads out of boun
 def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, values: Any) -> None:
     """Raise on races, uninitialized memory and reads out of bounds, in JAX's TPU interpreter."""
     import jax
+    import numpy as np
 
     try:
         jaxpr, f, args = jax.make_jaxpr(run)(*blocks).jaxpr, run, blocks
     except NameError:  # the kernel names mesh axes
         jaxpr, f, args = jax.make_jaxpr(whole)(*values).jaxpr, whole, values
     kernels = dict(_kernels(jaxpr))
-    unseen = [name for name, why in kernels.items() if why]
-    if len(unseen) == len(kernels):
-        if unseen:
-            _warn(unseen, "JAX's TPU interpreter doesn't run kernels for GPUs")
+    for_gpus = [name for name, is_for_gpus in kernels.items() if is_for_gpus]
+    if for_gpus:
+        _warn(for_gpus, "JAX's TPU interpreter doesn't run kernels for GPUs")
+    if len(for_gpus) == len(kernels):
         return
     results: dict[str, list] = {}
     fills: tuple[Literal["nan", "zero"], ...] = ("nan", "zero")
@@ -56,14 +57,6 @@ def check_well_formed(run: Callable, blocks: Sequence[Any], whole: Callable, val
                 "again, and order the cores by semaphores.",
                 kernels=tuple(kernels),
             )
-    _compare(results, kernels)
-    if unseen:
-        _warn(unseen, "JAX's TPU interpreter doesn't run kernels for GPUs")
-
-
-def _compare(results: Mapping[str, list], kernels) -> None:
-    import numpy as np
-
     for number, (a, b) in enumerate(zip(results["nan"], results["zero"])):
         a, b = map(np.ascontiguousarray, (a, b))
         differ = (a.view(np.uint8) != b.view(np.uint8)).sum()

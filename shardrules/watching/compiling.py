@@ -1,14 +1,13 @@
-"""Record every program that JAX compiles or takes from one of its caches.
+"""Record every program that JAX compiles or takes from one of its caches."""
 
-Every route to a program in JAX (jit, pmap, ``lower().compile()``, eager operations, in any thread)
-ends in the ``compile`` method of a computation of ``door.places.COMPILER``, which also returns
-programs from JAX's caches in memory and on disk. We replace that method while a watch is on. If JAX
-is not imported yet, the replacement waits for the import: a program may still set environment
-variables that JAX reads then.
-"""
+# Every route to a program in JAX (jit, pmap, lower().compile(), eager operations, any thread)
+# ends in the compile method of a computation of door.places.COMPILER, also where a cache in
+# memory or on disk holds it. We replace that method while a watch is on, once JAX is imported: a
+# program may still set environment variables that JAX reads then.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import weakref
@@ -41,12 +40,7 @@ _traced: weakref.WeakKeyDictionary[Any, _Traced] = weakref.WeakKeyDictionary()
 
 
 class Noted:
-    """One program, with what its text does not say; it does not keep the executable.
-
-    Attributes:
-      name: JAX's name for the program, ``jit_step``.
-      failure: why there is no HLO, empty if there is.
-    """
+    """One program, with what its text does not say; it does not keep the executable."""
 
     def __init__(self, executable: Any, traced: _Traced):
         self._paths = traced.paths
@@ -75,10 +69,8 @@ class Noted:
         if mesh_shape is None:
             shapes = {tuple(dict(mesh.shape).items()) for mesh in self._meshes}
             mesh_shape = dict(shapes.pop()) if len(shapes) == 1 else None
-        size = 1
-        for length in (mesh_shape or {}).values():
-            size *= length
-        return mesh_shape if mesh_shape and size == device_count else None
+        fits = mesh_shape and math.prod(mesh_shape.values()) == device_count
+        return mesh_shape if fits else None
 
     def parameter_shardings(self) -> list[tuple[tuple[int, ...], str]] | None:
         """Return shape on one device and HLO sharding of each parameter, None if unknown."""
@@ -92,21 +84,20 @@ class Noted:
             return frozenset()
         from shardrules.hooks.install import state
 
-        audits: dict[str, list[bool]] = {}
+        proven: dict[str, bool] = {}
         for params in self._kernels:
             audit = state().registry.audit("pallas_call", params, 0)
             name, _ = kernel_name(params)
-            audits.setdefault(name, []).append(audit is not None and audit.proven)
-        return frozenset(name for name, proven in audits.items() if all(proven))
+            proven[name] = proven.get(name, True) and audit is not None and audit.proven
+        return frozenset(name for name in proven if proven[name])
 
     def output_shardings(self, shapes: list[str]) -> list[tuple[str, str] | None] | None:
         """Return path and HLO sharding of each output of these HLO shapes, None if unknown."""
         if self._outputs is None:
             return None
-        paths = self._paths
-        if paths is None or len(paths) != len(self._outputs):
-            single = len(self._outputs) == 1
-            paths = tuple("" if single else f"[{n}]" for n in range(len(self._outputs)))
+        paths, count = self._paths, len(self._outputs)
+        if paths is None or len(paths) != count:
+            paths = ("",) if count == 1 else tuple(f"[{n}]" for n in range(count))
         return compiled.promised(list(zip(paths, self._outputs)), shapes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -118,13 +119,15 @@ class WatchedProgram:
             timings=timings,
         )
         proven = self._noted.proven_kernels()
-        advised = [
-            dataclasses.replace(finding, advice=findings.advice(finding.verdict, proven))
-            if finding.kind == "unproven"
-            else finding
-            for finding in content.findings
-        ]
-        return dataclasses.replace(content, findings=tuple(advised))
+
+        def advised(finding: findings.Finding) -> findings.Finding:
+            advice = findings.advice(finding.verdict, proven)
+            return dataclasses.replace(finding, advice=advice)
+
+        return dataclasses.replace(
+            content,
+            findings=tuple(advised(f) if f.kind == "unproven" else f for f in content.findings),
+        )
 
     def __repr__(self) -> str:
         return f"<WatchedProgram {self.name}>"
@@ -211,13 +214,12 @@ class Watched:
         judges: list[WatchedProgram] = []
         failures: list[tuple[str, str]] = []
         programs = tuple(self)
-        for program in programs:
-            program.count = 1
         judged = 0
-        try:
+        with contextlib.suppress(KeyboardInterrupt):  # report the programs judged so far
             for number, program in enumerate(programs):
                 if progress is not None:
                     progress(number, len(programs))
+                program.count = 1
                 try:
                     first = by_text.setdefault(program.text, program)
                     if first is program:
@@ -228,8 +230,6 @@ class Watched:
                 except ShardrulesError as error:
                     failures.append((program.name, str(error)))
                 judged = number + 1
-        except KeyboardInterrupt:
-            pass  # report the programs judged so far
         return several.gather(
             [program.content for program in judges],
             [program.count for program in judges],

@@ -96,7 +96,7 @@ def _unequal(output: hlo.Output, path: str, broken: Broken, carried: str) -> Une
     shown = " ".join("{" + ",".join(map(str, g)) + "}" for g in broken.groups[:_SHOWN])
     over, advice = (
         f"equal on devices {shown}",
-        "reduce it before it is returned, or give it the out_specs that it has",
+        "reduce it before it is returned, or give it the out_specs (a pmap's out_axes) that it has",
     )
     if broken.axes:
         over = f"replicated over {{{', '.join(broken.axes)}}}"

@@ -103,7 +103,7 @@ def test_text_needs_the_outputs_shardings():
     assert (
         "  the output, f32[8]: called equal on devices {0,1,2,3,4,5,6,7}, not proven equal\n"
     ) in str(caught.value)
-    assert "to do: reduce it before it is returned, or give it the out_specs that it has" in str(
+    assert "to do: reduce it before it is returned, or give it the out_specs (a pmap's out" in str(
         caught.value
     )
     with pytest.raises(

@@ -66,11 +66,12 @@ def held_by(function: Any) -> Iterator[tuple[str, Any]]:
 
 def innermost(function: Any) -> Any:
     """Return the function that has a source line, inside partial, wraps and declarations."""
-    seen: set[int] = set()
-    while id(function) not in seen:
-        seen.add(id(function))
+    for _ in range(100):  # __wrapped__ may lead back to itself
         is_partial = isinstance(function, functools.partial)
-        function = function.func if is_partial else getattr(function, "__wrapped__", function)
+        inner = function.func if is_partial else getattr(function, "__wrapped__", function)
+        if inner is function:
+            break
+        function = inner
     return function
 
 

@@ -191,6 +191,9 @@ AVERAGED = {
     "divided before": (lambda x: total(x / 4), lambda g: g),
     "times a fraction": (lambda x: total(x) * 0.25, lambda g: g),
     "by a count": (lambda x: total(x) / lax.psum(jnp.ones(()), "data"), lambda g: g),
+    "in steps": (lambda x: total(x) / 2 / 2, lambda g: g),
+    "over elements too": (lambda x: total(jnp.stack([x, x]).sum()) / 8, lambda g: g),
+    "of a negated": (lambda x: -total(-x) / 4, lambda g: g),
     "square of a mean": (lambda x: mean(x) ** 2, lambda g: 2 * g),
     "rounded": (lambda x: jnp.round(mean(x)), lambda g: g),
     "jit": (jax.jit(mean), jax.jit(lambda g: g)),
@@ -294,6 +297,38 @@ def test_the_largest_value_hands_its_cotangent_to_one_device(extreme, cpu_mesh):
     assert gradient(body(one), cpu_mesh) == {lax.pmax: 15, lax.pmin: 3}[extreme]
     with pytest.raises(errors.CotangentError, match="the forward keeps the largest or smallest"):
         gradient(body(op_of(fwd, lambda is_top, g: (g,))), cpu_mesh)
+
+
+GATHERED = {
+    "one value": lambda x, gather: gather(x.mean(), "data").mean(),
+    "tiled": lambda x, gather: gather(x, "data", tiled=True).mean(),
+    "mean of means": lambda x, gather: gather(x, "data").mean(0).mean(),
+}
+
+
+@versions.where(versions.gathers_invariant)
+@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize("divisor", [8, 4, 2, 1])
+def test_a_mean_of_gathered_values(name, divisor, cpu_mesh):
+    """With any smaller divisor, each device would get all devices' cotangents."""
+    forward = lambda x: GATHERED[name](x, versions.all_gather_invariant())  # noqa: E731
+    op = op_of(lambda x: (forward(x), None), lambda _, g: (jnp.broadcast_to(g / divisor, (2,)),))
+    body = lambda w, x: op(w * x)  # noqa: E731
+    if divisor == 8:
+        assert gradient(body, cpu_mesh) == gradient(lambda w, x: forward(w * x), cpu_mesh)
+        return
+    with pytest.raises(errors.CotangentError, match="the forward averages that primal"):
+        gradient(body, cpu_mesh)
+
+
+@typed
+def test_a_bwd_that_gathers_and_sums(cpu_mesh):
+    """Of equal cotangents, the sum counts each of them once for each device."""
+    body = lambda bwd: with_loss(lambda loss, _: of_an_identity(total, bwd)(loss), lambda x: x)  # noqa: E731
+    each = lambda g: lax.all_gather(g, "data")  # noqa: E731
+    assert gradient(body(lambda g: each(g).mean()), cpu_mesh) == X.sum()
+    with pytest.raises(errors.CotangentError, match="by the sum of what is gathered over {data}"):
+        gradient(body(lambda g: each(g).sum()), cpu_mesh)
 
 
 # What the error says to type.
@@ -449,6 +484,9 @@ MEANS = {
     "by a clipped count": lambda g: total(g) / jnp.clip(jnp.maximum(counted(), 1.0), 1.0),
     "by a count without a gradient": lambda g: total(g) / lax.stop_gradient(counted()),
     "by a count of elements": lambda g: total(g) / total(jnp.ones(2).sum() / 2),
+    "in steps": lambda g: total(g) / 2 / 2,
+    "of a negated": lambda g: -total(-g) / 4,
+    "over elements too": lambda g: total(jnp.stack([g, g]).sum()) / 8,
     "by a count in a jit": jax.jit(lambda g: total(g) / counted()),
     "by a count that a jit takes": lambda g: jax.jit(lambda g, n: total(g) / n)(g, counted()),
     "by a count in a loop": lambda g: lax.scan(

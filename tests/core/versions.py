@@ -168,6 +168,16 @@ def types_values() -> bool:
     return hasattr(jax.lax, "pvary") or hasattr(jax.lax, "pcast")
 
 
+def all_gather_invariant():
+    """Return the all_gather whose result is invariant, or None: JAX 0.6.0 and older have none."""
+    return getattr(importlib.import_module("jax._src.lax.parallel"), "all_gather_invariant", None)
+
+
+def gathers_invariant() -> bool:
+    """Whether there is an all_gather whose result is invariant."""
+    return all_gather_invariant() is not None
+
+
 def annotates_outputs() -> bool:
     """Whether a ShapeDtypeStruct can say over which axes an output varies: not on JAX 0.6.0."""
     return (

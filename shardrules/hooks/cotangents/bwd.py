@@ -168,7 +168,7 @@ class Bwd:
         # Such a sum is right only where the forward itself sums equal values over the axis.
         arriving = frozenset().union(*map(_axes, self._arriving))
         dropped = _axes(ct.want) - arriving
-        if not any(self._communicates(self._trace.jaxpr, self.mesh_axes, reductions=True)):
+        if not any(self._communicates(self._trace.jaxpr, self.mesh_axes)):
             return
         # JAX accepts a cotangent that varies as its primal does. It may be right where no kernel
         # made an output invariant over the axis (a forward of several reductions). Where a kernel
@@ -187,14 +187,23 @@ class Bwd:
             # A mean of equal values changes nothing. But where the forward divides by the number
             # of devices, this is a psum (right with the check off) and that division's transpose.
             again = origins.scalings(sizes) - self._forward.scalings(sizes)
-            if reduction.is_mean(*sizes) and again >= 0:
+            if not reduction.divisors.isdisjoint(sizes) and again >= 0:
                 continue  # pmean
+            if reduction.is_mean(*sizes) and self._explains(origins, sizes):
+                continue  # a mean in steps, or over elements too
             summed, averaged = self._forward.equals()
             equal -= summed
             if equal <= averaged and origins.divisions(sizes):
                 continue  # the forward's pmean, differentiated
             if equal:
                 raise self.refusals.summed(ct, equal, reduction.text, self._forward.dropping(equal))
+
+    def _explains(self, origins: Origins, sizes: set[int | None]) -> bool:
+        """Whether all divisions of the forward are divisions of a bwd too, outside of its means."""
+        if self._forward.jaxpr is None:
+            return False
+        forward = self._forward.origins
+        return forward.products.isdisjoint(sizes) or _divides(forward.scale, origins.scale)
 
     def _check_whole(self, ct: Cotangent) -> None:
         """Raise if each device would receive the sum of all devices' cotangents of one output."""

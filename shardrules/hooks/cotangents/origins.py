@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from shardrules.door.internals import Door
@@ -26,19 +26,22 @@ from shardrules.door.jaxprs import (
     opened,
     scan_counts,
 )
+from shardrules.hooks.cotangents.divisors import (
+    SAME_VALUES,
+    Number,
+    divided_by,
+    divisors_of,
+    maker_of,
+    product_of,
+    products_of,
+    size_ratio,
+)
 from shardrules.registry.axistypes import show_axes
-
-_Number = Callable[[Any], "float | None"]  # from an atom to the number that all its elements hold
 
 __all__ = ["NOWHERE", "Origin", "Origins", "Reduction", "size_of"]
 
-# Equations that change the shape, type or dtype of their operand, but not its values.
-_SAME_VALUES = CASTS | set(
-    "broadcast_in_dim convert_element_type reshape squeeze stop_gradient".split()
-)
-
 # Equations whose results hold a number if all of their operands hold it.
-_SAME_NUMBER = _SAME_VALUES | {"transpose", "copy", "slice", "rev", "select_n", "pmax", "pmin"}
+_SAME_NUMBER = SAME_VALUES | {"transpose", "copy", "slice", "rev", "select_n", "pmax", "pmin"}
 
 # Equations whose results are zero if all operands are, and if one operand is.
 _OF_ZEROS = frozenset("neg add add_any sub cumsum".split())
@@ -75,6 +78,8 @@ class Origin:
     crossed: frozenset[tuple[int, str]] = frozenset()
     # the number that all its elements hold, if known; it then depends on no input
     number: float | None = None
+    # the mesh axes whose devices' values it holds side by side, each with what was gathered
+    gathered: frozenset[tuple[frozenset[str], Origin]] = frozenset()
 
     def __or__(self, other: Origin) -> Origin:
         if other is self or (other is NOWHERE and self.number is None):
@@ -86,6 +91,7 @@ class Origin:
             self.gradients | other.gradients,
             self.crossed | other.crossed,
             self.number if self.number == other.number else None,
+            self.gathered | other.gathered,
         )
 
     def along(self, axes: frozenset[str]) -> Origin:
@@ -106,6 +112,12 @@ class Origin:
         axes, sums = self.axes - axes, self.sums | axes
         return dataclasses.replace(self, axes=axes, sums=sums, gradients=gradients)
 
+    def gathering(self, axes: frozenset[str]) -> Origin:
+        """Note that it holds the values of all devices along ``axes``."""
+        values = (axes, dataclasses.replace(self, gathered=frozenset()))
+        equal = self.moved(axes).equal(axes)
+        return dataclasses.replace(equal, gathered=self.gathered | {values})
+
     def crossing(self, axes: frozenset[str]) -> Origin:
         """Note that a collective brought its inputs along ``axes``."""
         pairs = frozenset((at, axis) for at in self.inputs for axis in axes)
@@ -122,7 +134,9 @@ class Reduction:
     text: str  # the equation, for messages
     axes: frozenset[str]  # the axes that it sums over
     origin: Origin  # of what is summed
-    divisors: frozenset[float] = frozenset()  # known numbers that divide the operand or the sum
+    # known numbers that divide the operand or the sum, and the products of some of them
+    divisors: frozenset[float] = frozenset()
+    products: frozenset[float] = frozenset()
 
     @property
     def differing(self) -> frozenset[str]:
@@ -130,8 +144,8 @@ class Reduction:
         return self.axes & self.origin.axes
 
     def is_mean(self, *sizes: float | None) -> bool:
-        """Whether it is divided by one of these numbers of devices."""
-        return not self.divisors.isdisjoint(sizes)
+        """Whether it is divided by one of these numbers of devices, at once or in steps."""
+        return not self.products.isdisjoint(sizes)
 
 
 class Origins:
@@ -170,19 +184,25 @@ class Origins:
 
     def scalings(self, by: Collection[float | None], elements: bool = False) -> int:
         """Count the divisions that are not part of a mean over devices (nor over ``elements``)."""
-        count = self.divisions(by) - sum(sum_.is_mean(*by) for sum_ in self.reductions)
+        means = sum(not sum_.divisors.isdisjoint(by) for sum_ in self.reductions)
+        count = self.divisions(by) - means
         return count - elements * sum(divisor in by for divisor in self._means.values())
+
+    @property
+    def products(self) -> frozenset[float]:
+        """The products of some known divisors that are not part of a mean over elements."""
+        return products_of([by for at, by in self._divisors.items() if at not in self._means])
 
     @property
     def mean_size(self) -> float:
         """The product of the numbers of elements that are averaged on one device."""
-        return _product(self._means.values())
+        return product_of(self._means.values())
 
     @property
     def scale(self) -> float:
         """The product of the known divisors that are not part of a mean."""
         sizes = [size_of(s.axes) or 1 for s in self.reductions if s.is_mean(size_of(s.axes))]
-        return _product(self._divisors.values()) / (self.mean_size * _product(sizes))
+        return product_of(self._divisors.values()) / (self.mean_size * product_of(sizes))
 
     def _jaxpr(self, jaxpr: Any, inputs: Sequence[Origin], place: tuple) -> list[Origin]:
         env = dict(zip(jaxpr.constvars, map(self._constant, jaxpr.constvars)))
@@ -221,21 +241,27 @@ class Origins:
                 self._note_divisors(jaxpr, lambda atom: read(atom).number, place)
                 return [read(atom) for atom in jaxpr.outvars]
 
-    def _note_divisors(self, jaxpr: Any, number: _Number, place: tuple) -> None:
+    def _note_divisors(self, jaxpr: Any, number: Number, place: tuple) -> None:
         for eqn in jaxpr.eqns:
             here = (*place, id(eqn))
-            self._divisors[here] = _divides_by(eqn, number)
+            self._divisors[here] = divided_by(eqn, number)
             if eqn.primitive.name == "div":
-                made = _made(jaxpr, eqn.invars[0])
+                made = maker_of(jaxpr, eqn.invars[0])
                 if made is not None and made.primitive.name == "reduce_sum":
-                    self._means[here] = self._divisors[here]
+                    gathered = self._reductions.get((*place, id(made), 0))
+                    devices = size_of(gathered.axes) if gathered is not None else None
+                    self._means[here] = self._divisors[here] / (devices or 1)
             for i, operand in enumerate(eqn.invars):
                 reduction = self._reductions.get((*here, i))
                 if reduction is not None:
                     result = eqn.outvars[min(i, len(eqn.outvars) - 1)]
-                    divisors = _divisors(jaxpr, number, operand, result)
-                    reduction = dataclasses.replace(reduction, divisors=divisors)
-                    self._reductions[(*here, i)] = reduction
+                    factors = divisors_of(jaxpr, number, operand, result)
+                    if eqn.primitive.name == "reduce_sum":  # of gathered values, and elements
+                        elements = size_ratio(eqn) * (size_of(reduction.axes) or 1)
+                        factors.insert(0, elements)
+                    self._reductions[(*here, i)] = dataclasses.replace(
+                        reduction, divisors=frozenset(factors), products=products_of(factors)
+                    )
 
     def _constant(self, var: Any) -> Origin:
         """Return the origin of a closed-over value; it may differ if its aval names no axes."""
@@ -272,6 +298,12 @@ class Origins:
         over = named_axes(params)
         if over:
             return self._collective(jaxpr, eqn, operands, joined, over, place)
+        if name == "reduce_sum" and joined.gathered:
+            over = frozenset().union(*(axes for axes, _ in joined.gathered))
+            text = f"the sum of what is gathered over {show_axes(over)}"
+            values = _union([origin for _, origin in joined.gathered])
+            self._reductions[(*place, 0)] = Reduction(text, over, values)
+            joined = dataclasses.replace(joined, gathered=frozenset())
         # An equation may add axes, such as a random draw that differs by device.
         entering = frozenset().union(*(self.door.axis_type(a.aval).axes for a in eqn.invars))
         return [
@@ -295,7 +327,7 @@ class Origins:
             joined = joined.crossing(over)
         whole = eqn.params.get("axis_index_groups") is None and not scatters
         if whole and "all_gather" in name:  # equal, even if its type varies
-            return [joined.moved(over).equal(over)] * len(eqn.outvars)
+            return [joined.gathering(over)] * len(eqn.outvars)
         if whole and name in ("pmax", "pmin"):
             return [origin.equal(over) for origin in operands]
         if whole and "psum" in name:
@@ -345,61 +377,6 @@ class Origins:
             if wider == carry:
                 return carry
             carry = wider
-
-
-def _divisors(jaxpr: Any, number: _Number, operand: Any, result: Any) -> frozenset[float]:
-    """Return the known numbers that divide a sum's operand, or all uses of its result."""
-    divisors: set[float] = set()
-    made = _made(jaxpr, operand)
-    while made is not None and (divisor := _divides_by(made, number)) != 1:
-        divisors.add(divisor)
-        made = _made(jaxpr, next(atom for atom in made.invars if number(atom) is None))
-    names, variables = {result}, lambda atoms: {a for a in atoms if not hasattr(a, "val")}
-    while names.isdisjoint(variables(jaxpr.outvars)):
-        uses: set[float] = set()
-        divided: set[Any] = set()
-        for eqn in jaxpr.eqns:
-            if names.isdisjoint(variables(eqn.invars)):
-                continue
-            if eqn.primitive.name in _SAME_VALUES:
-                names.update(eqn.outvars)
-            else:
-                uses.add(_divides_by(eqn, number))
-                divided.update(eqn.outvars)
-        if len(uses) != 1 or 1 in uses or not names.isdisjoint(variables(jaxpr.outvars)):
-            break
-        divisors |= uses
-        names = divided
-    return frozenset(divisors)
-
-
-def _made(jaxpr: Any, atom: Any) -> Any:
-    """Return the equation that computed an atom's values, before reshapes; None for an input."""
-    for eqn in reversed(jaxpr.eqns):
-        if any(atom is var for var in eqn.outvars):
-            if eqn.primitive.name not in _SAME_VALUES:
-                return eqn
-            atom = eqn.invars[eqn.outvars.index(atom)]
-    return None
-
-
-def _divides_by(eqn: Any, number: _Number) -> float:
-    """Return the known number by which an equation divides its other operand, or 1."""
-    if eqn.primitive.name not in ("div", "mul"):
-        return 1
-    first, second = map(number, eqn.invars)
-    if (first is None) == (second is None):
-        return 1
-    if eqn.primitive.name == "div":
-        return second or 1
-    factor = first if second is None else second
-    divisor = 1 / factor if factor else 1
-    whole = round(divisor)  # 1 / 3 is not exact in float32
-    return whole if math.isclose(divisor, whole, rel_tol=1e-6) else divisor
-
-
-def _product(divisors: Iterable[float]) -> float:
-    return math.prod(divisor for divisor in divisors if divisor > 1)
 
 
 def _union(origins: Sequence[Origin]) -> Origin:

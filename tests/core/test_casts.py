@@ -94,6 +94,28 @@ def test_a_weight_is_summed_once(body, cpu_mesh):
         assert summed_bytes(cheapest) == summed_bytes(late)
 
 
+@versions.where(versions.types_values)
+def test_a_saved_pullback_takes_its_own_types(cpu_mesh):
+    """A cast that moved before it made its cotangents vary over axes that it was not taken with."""
+    body = lambda w, x: jnp.sin(w) * jnp.tanh(x)  # noqa: E731
+    op = jax.custom_vjp(body)
+    op.defvjp(lambda w, x: jax.vjp(body, w, x), lambda pullback, g: pullback(g))
+
+    def loss(op, w, x):
+        wide = op(w, jnp.tile(x, 64)) * (1.0 + jax.lax.axis_index("model"))
+        return lax.psum(wide.sum(), ("data", "model"))
+
+    def grad(op):
+        f = versions.shard_map(
+            lambda w, x: loss(op, w, x), mesh=cpu_mesh, in_specs=(P(), P("data")), out_specs=P()
+        )
+        return jax.jit(jax.grad(f, argnums=(0, 1)))(W[0, 0], X[:, 0])
+
+    with sr.install(casts="cheapest"):
+        for got, want in zip(grad(op), grad(body)):
+            np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def differentiated(w, x):
     """A product in a loop whose bwd differentiates, and so sums w's cotangent itself."""
 

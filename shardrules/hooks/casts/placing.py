@@ -176,10 +176,12 @@ class CastHooks(Hooks):
             # A gradient by a residual is summed inside of bwd where the residual is invariant.
             # Where the residual is cast, bwd returns a share instead, and the hooks sum it.
             sums += transposed_sums(run.jaxpr)
+            every = frozenset(self.door.manual_axes())
             try:
                 moved = _TracedBwd(self, eqn, arriving)
-            except Exception:  # it can't run on such residuals
-                return Bwd(sums, NONE, run.linear_in)
+                _TracedBwd(self, eqn, every, every)
+            except Exception:  # a pullback that fwd saved takes cotangents of its own types alone
+                return Bwd(sums, NONE, None)
             fixed = self._needed_inside(run, moved, [self._varying([atom]) for atom in tangents])
             run = moved
         whole = {  # over these axes bwd returns a cotangent that is already summed
@@ -211,17 +213,18 @@ class CastHooks(Hooks):
 
 
 class _TracedBwd:
-    """The bwd of a custom_vjp's linear part, traced with residuals that are cast over ``axes``."""
+    """The bwd of a custom_vjp's linear part, traced with residuals and cotangents that are cast."""
 
-    def __init__(self, hooks: CastHooks, eqn: Any, axes: Axes):
+    def __init__(self, hooks: CastHooks, eqn: Any, residuals: Axes, cotangents: Axes = NONE):
         door, count = hooks.door, eqn.params["num_res"]
+        avals = [(atom.aval, residuals) for atom in eqn.invars[:count]]
+        avals += [(door.cotangent_aval(var.aval), cotangents) for var in eqn.outvars]
         avals = [
-            door.with_axis_type(atom.aval, door.axis_type(atom.aval).vary(*axes))
-            if door.can_cast(atom.aval)
-            else atom.aval
-            for atom in eqn.invars[:count]
+            door.with_axis_type(aval, door.axis_type(aval).vary(*axes))
+            if door.can_cast(aval)
+            else aval
+            for aval, axes in avals
         ]
-        avals += [door.cotangent_aval(var.aval) for var in eqn.outvars]
         self.zeros: list[bool] = []  # of each cotangent that bwd returns
 
         def run(*flat):

@@ -26,13 +26,15 @@ _ZERO, _FIXED, _LINEAR, _UNKNOWN = "zero", "fixed", "linear", "unknown"
 _KNOWN = frozenset({_ZERO, _FIXED})
 
 # JAX's primitives that are linear in all operands of a float type together, whose other operands
-# are positions; in one operand while the other is fixed; and in the first one.
+# are positions; collectives that are, too; those that are linear in one operand while the other is
+# fixed; and in the first one.
 _TOGETHER = frozenset(
     "add_any sub add neg reduce_sum broadcast_in_dim reshape transpose squeeze expand_dims slice "
     "concatenate copy copy_p rev cumsum real imag reduce_precision pad split stack unstack tile "
     "dynamic_update_slice scatter scatter-add reduce_window_sum roll repeat name "
     "with_memory_space_constraint sharding_constraint layout_constraint".split()
 )
+_MOVES = frozenset("ppermute all_gather all_gather_invariant all_to_all reduce_scatter".split())
 _BILINEAR = frozenset("mul dot_general conv_general_dilated".split())
 _IN_FIRST = frozenset("div dynamic_slice gather".split())
 _MORE_CALLS = {
@@ -48,8 +50,8 @@ _COPIES = frozenset("dma_start dma_wait".split())
 def linear_in(jaxpr: Any, inputs: Sequence[Any], kernels: bool = False) -> frozenset[str] | None:
     """Return the mesh axes that a jaxpr sums over if it is linear in ``inputs``, else None.
 
-    Over these axes, the sum of the devices' results is not one device's result for the sum. Kernels
-    are read if ``kernels``; else those of the inputs make it unknown.
+    Over these axes, the sum of the devices' results is not one device's result for the sum. With
+    ``kernels``, Pallas kernels are read, and collectives may move the inputs.
     """
     run = _Run(kernels)
     results = run.jaxpr(jaxpr, [_LINEAR if v in inputs else _FIXED for v in jaxpr.invars])
@@ -192,7 +194,11 @@ class _Run:
             return given[0] if all(kinds) else _UNKNOWN
         if name == "select_n":
             return _join(given[1:]) if given[0] in _KNOWN else _UNKNOWN
-        if name in SUMS and eqn.params.get("axis_index_groups") is None:
+        if (
+            name in SUMS
+            and not eqn.params.get("axis_index_groups")
+            or (self.kernels and name in _MOVES)
+        ):
             self.summed |= strings(eqn.params)
             return _join(given)
         if name in _TOGETHER or name in CASTS:

@@ -142,6 +142,16 @@ def test_an_output_that_is_an_inputs_memory():
         assert linear_in(jaxpr, jaxpr.invars[1:], kernels=True) == expected
 
 
+def test_collectives_may_move_the_inputs():
+    def ring(r, t):
+        step = lambda _, c: lax.ppermute(c, "i", [(0, 1), (1, 0)]) * r  # noqa: E731
+        return lax.all_gather(lax.fori_loop(0, 2, step, t), "i")
+
+    jaxpr = jax.make_jaxpr(ring, axis_env=[("i", 2)])(SHAPE, SHAPE).jaxpr
+    assert linear_in(jaxpr, jaxpr.invars[1:], kernels=True) == {"i"}
+    assert linear_in(jaxpr, jaxpr.invars[1:]) is None
+
+
 def test_scratch_memory_and_copies():
     from jax.experimental.pallas import tpu as pltpu
 

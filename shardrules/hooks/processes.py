@@ -75,23 +75,22 @@ def _listed(door: Any) -> list[Entry]:
     import shardrules
 
     state = hook_state()
-    scope, options, sites = state.scope, "not installed", {}
+    scope, options = state.scope, "not installed"
+    sites: dict[str, set[str]] = {}  # several bodies may be mapped at one place
     if scope.active:
         options = (
             f"unknown={scope.policy!r}, prove={scope.prove}, casts={scope.casts!r}, "
             f"unchecked={scope.unchecked!r}"
         )
-        sites = dict(
-            sorted(
-                (f"{os.path.basename(d.file)}:{d.line} ({d.function}) {d.arguments}", d.reason)
-                for d in state.of(UncheckedHooks).decisions.values()
-            )
-        )
+        for decision in state.of(UncheckedHooks).decisions.values():
+            place = f"{os.path.basename(decision.file)}:{decision.line} ({decision.function})"
+            check = f"off ({decision.reason})" if decision.reason else "on"
+            sites.setdefault(f"{place} {decision.arguments}".strip(), set()).add(check)
     return [
         Entry("version of", "shardrules", shardrules.__version__),
         Entry("version of", "jax", door.version),
         Entry("options of", "install", options),
-        *(Entry("check of", site, why or "switched on") for site, why in sites.items()),
+        *(Entry("check of", site, ", ".join(sorted(sites[site]))) for site in sorted(sites)),
         *fingerprint.entries(state.registry),
     ]
 

@@ -108,6 +108,28 @@ def scopes(process):
     return sr.rules({"scoped": (sr.no_communication, sr.per_device("data"))[process]})
 
 
+def traced(*gradients):
+    """Trace shard_maps whose check is off, and whose bodies take gradients or not."""
+    handle = sr.install(unchecked="check")
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    for takes in gradients:
+
+        def part(x, takes=takes):
+            return jax.grad(lambda x: (x * x).sum())(x) if takes else 2 * x
+
+        f = lambda x: shard_map(part, mesh, P("data"), P("data"), check=False)(x)  # noqa: B023, E731
+        jax.make_jaxpr(f)(X)
+    return handle
+
+
+def decisions(process):
+    return traced(process == 1)
+
+
+def decisions_of_two_bodies(process):
+    return traced(*([True] if process else [True, False]))
+
+
 def run_scenes(process):
     """Return, for each scene, what was raised."""
     from shardrules.registry.table import default
@@ -121,6 +143,8 @@ def run_scenes(process):
         functions_of_one_name,
         options,
         scopes,
+        decisions,
+        decisions_of_two_bodies,
     )
     for scene in scenes:
         before = dict(default._entries)

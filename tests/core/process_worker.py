@@ -135,7 +135,7 @@ def run_scenes(process):
     from shardrules.registry.table import default
 
     raised = {}
-    scenes = (
+    scenes = [
         the_same,
         two_rules,
         in_another_order,
@@ -143,9 +143,9 @@ def run_scenes(process):
         functions_of_one_name,
         options,
         scopes,
-        decisions,
-        decisions_of_two_bodies,
-    )
+    ]
+    if hasattr(jax.lax, "pvary") or hasattr(jax.lax, "pcast"):  # "check" needs values with types
+        scenes += [decisions, decisions_of_two_bodies]
     for scene in scenes:
         before = dict(default._entries)
         context = scene(process)

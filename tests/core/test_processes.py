@@ -95,20 +95,34 @@ SAID = {
     "scopes": ["rule in scope 1 'scoped' is per_device('data'), at ", "and no_communication"],
 }
 
+NAMES = {
+    "two_rules": "b",
+    "in_another_order": "a",
+    "in_one_only": "alone",
+    "functions_of_one_name": "function",
+    "options": "install",
+    "decisions": "sharded.py",
+    "decisions_of_two_bodies": "sharded.py",
+    "scopes": "scoped",
+}
+
 
 def test_a_difference_is_named_in_every_process(both):
     assert [one["raised"].pop("the_same") for one in both] == [None, None]
     assert both[0]["raised"] == both[1]["raised"]
-    assert sorted(both[0]["raised"]) == sorted(SAID)
-    for scene, parts in SAID.items():
-        message, _, processes = both[0]["raised"][scene]
+    said = {
+        scene: parts
+        for scene, parts in SAID.items()
+        if versions.types_values() or "decisions" not in scene
+    }
+    assert sorted(both[0]["raised"]) == sorted(said)
+    for scene, parts in said.items():
+        message, names, processes = both[0]["raised"][scene]
         assert all(part in message for part in parts), message
         assert "register the same rules in the same order in every process" in message
         assert processes == [1]
-    names = [both[0]["raised"][scene][1] for scene in SAID]
-    assert [name.partition(":")[0] for (name,) in names] == (
-        "b a alone function install sharded.py sharded.py scoped".split()
-    )
+        (name,) = names
+        assert name.partition(":")[0] == NAMES[scene]
 
 
 def test_one_that_dies_and_one_that_never_calls_are_an_error_in_time(tmp_path):

@@ -1,5 +1,7 @@
 """``install(unchecked="check")``: shard_maps that say check_vma=False, switched on where equal."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ pytestmark = versions.where(versions.types_values)
 X = np.random.RandomState(0).rand(8, 16).astype(np.float32)
 W = np.random.RandomState(1).rand(2, 16).astype(np.float32)
 AXES = ("data", "model")
+SPECS = (P("data"), P())
 
 
 @pytest.fixture(autouse=True)
@@ -283,6 +286,13 @@ def test_a_program_that_is_left(cpu_mesh, name):
     assert not site.switched and site.reason.startswith(reason), site
 
 
+def with_bwd(f):
+    """Return f with a bwd that calls it again."""
+    op = jax.custom_vjp(f)
+    op.defvjp(lambda x: (f(x), x), lambda x, g: jax.vjp(f, x)[1](g))
+    return op
+
+
 # Programs around a shard_map.
 AROUND = {
     "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])),
@@ -298,6 +308,12 @@ AROUND = {
     ),
     "while": lambda f: lambda x: jax.lax.fori_loop(0, 3, lambda _, c: f(c), x),
     "cond": lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, lambda x: x, x),
+    "custom_vjp": lambda f: with_bwd(f),
+    "scan of remat": lambda f: (
+        lambda x: jax.lax.scan(jax.checkpoint(lambda c, _: (f(c), None)), x, None, length=2)[0]
+    ),
+    "vmap of jit": lambda f: lambda x: jax.vmap(jax.jit(f))(jnp.stack([x, 2 * x])),
+    "remat of donated": lambda f: jax.checkpoint(lambda x: jax.jit(f, donate_argnums=0)(2 * x)),
 }
 
 
@@ -408,6 +424,31 @@ def test_a_library_with_a_cache_of_its_own(cpu_mesh):
     (site,) = both(f, X)  # traced before the hooks are there, with them, and again after
     assert site.switched
     assert "check_vma=True" not in str(jax.make_jaxpr(f)(X)) and touched() == ()
+
+
+@functools.lru_cache
+def layer_of(mesh):
+    """Return the one layer of a mesh, as libraries keep it."""
+    return jax.jit(lambda x, w: off(lambda x, w: double(x) * w[0], mesh, SPECS, P("data"))(x, w))
+
+
+def test_a_function_that_a_library_made_and_traced_before_install(cpu_mesh):
+    layer_of.cache_clear()
+    layer = layer_of(cpu_mesh)
+    plain = str(jax.make_jaxpr(layer)(X, W))
+    layer(X, W)  # traced and compiled
+    with shardrules.install(unchecked="check") as handle:
+        assert layer_of(cpu_mesh) is layer
+        assert "check_vma=True" in str(jax.make_jaxpr(layer)(X, W))
+    (site,) = handle.unchecked()
+    assert site.switched and str(jax.make_jaxpr(layer)(X, W)) == plain
+    assert all(site.switched for site in both(layer_of(cpu_mesh), X, W))
+
+
+def test_a_shard_map_made_before_install_is_left_and_not_listed(cpu_mesh):
+    made = jax.jit(shard_map(double, cpu_mesh, P("data"), P("data"), check=False))
+    plain, text, sites = traced(made, X)
+    assert plain == text and sites == ()
 
 
 def test_one_look_for_each_site_and_program(cpu_mesh, monkeypatch):

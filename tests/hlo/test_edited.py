@@ -65,8 +65,15 @@ def test_what_is_applied_has_to_be_a_function_of_its_operands(made):
     assert "applies computation 'less_by_device', which is not a deterministic" in found.reason
 
 
-@pytest.mark.parametrize("apply, expected", [("add", "redundant"), ("add_by_device", "unproven")])
-@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter"])
+@pytest.mark.parametrize(
+    "kind, apply, expected",
+    [
+        ("all-reduce", "add", ["redundant", "redundant"]),
+        ("reduce-scatter", "add", ["redundant", "needed"]),  # each position has its own piece
+        ("all-reduce", "add_by_device", ["unproven", "unproven"]),
+        ("reduce-scatter", "add_by_device", ["unproven", "unproven"]),
+    ],
+)
 def test_a_reduction_has_to_be_a_function_of_its_operands(kind, apply, expected):
     shape = "f32[8]" if kind == "all-reduce" else "f32[4]"
     extra = "" if kind == "all-reduce" else ", dimensions={0}"
@@ -75,8 +82,8 @@ def test_a_reduction_has_to_be_a_function_of_its_operands(kind, apply, expected)
         "%z = f32[] constant(0)\n%zeros = f32[8] broadcast(%z), dimensions={}\n"
         f"{first.replace('all-reduce', kind)}\n{T.all_reduce('%made', shape=shape)}"
     )
-    assert [v.verdict for v in found.verdicts] == [expected] * 2
-    if expected == "unproven":
+    assert [v.verdict for v in found.verdicts] == expected
+    if apply == "add_by_device":
         assert "has a reduction by computation 'add_by_device'" in found.verdicts[1].reason
 
 

@@ -70,10 +70,10 @@ def bitcasts_keep_the_order(monkeypatch):
 
 
 def broadcasts_do_not_transpose(monkeypatch):
-    original = exact._evaluate
+    original = exact.evaluate
 
-    def evaluate(instruction, operands, shapes):
-        found = original(instruction, operands, shapes)
+    def evaluate(instruction, operands, shapes, device_count):
+        found = original(instruction, operands, shapes, device_count)
         if instruction.opcode != "broadcast" or found is None or found[1]:
             return found
         sizes = [1] * len(instruction.shape.dimensions)
@@ -82,7 +82,7 @@ def broadcasts_do_not_transpose(monkeypatch):
         rows = operands[0].array.reshape([-1, *sizes])
         return np.broadcast_to(rows, (rows.shape[0], *instruction.shape.dimensions)), False
 
-    monkeypatch.setattr(exact, "_evaluate", evaluate)
+    monkeypatch.setattr(exact, "evaluate", evaluate)
 
 
 def wide_indices_wrap(monkeypatch):
@@ -110,14 +110,18 @@ def attributes_end_at_metadata(monkeypatch):
 
 
 def a_fusions_tuple_is_the_carry(monkeypatch):
-    original = loops._Induction._outer
+    original = loops._Induction._operation
 
-    def outer(self, computation, operands, side):
-        return (
-            side if side and side[0] == "element" else original(self, computation, operands, side)
-        )
+    def operation(self, computation, position, opcodes):
+        outer = original(self, computation, position, opcodes)
+        root = loops._behind(computation, position)
+        if outer is None or root.opcode != "fusion":
+            return outer
+        inner = self.module.computations[root.calls[0]]
+        sides = zip(outer[2], original(self, inner, inner.root, opcodes)[2])
+        return (*outer[:2], [s if s and s[0] == "element" else o for o, s in sides])
 
-    monkeypatch.setattr(loops._Induction, "_outer", outer)
+    monkeypatch.setattr(loops._Induction, "_operation", operation)
 
 
 def an_empty_buffer_is_equal(monkeypatch):

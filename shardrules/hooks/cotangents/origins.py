@@ -342,10 +342,10 @@ class Origins:
         rule = None if opaque.registration is None else opaque.registration.rule
         if rule is None:
             return joined.crossing(self.mesh_axes).moved(self.mesh_axes)
-        effects, over = rule.effects(count), frozenset(rule.named_axes)
+        effects, over = rule.effects(count) or (), frozenset(rule.named_axes)
         decided = effects and not any(effect.kind in ("unknown", "typed") for effect in effects)
-        axes = (effect.axes for effect in effects)
-        along = frozenset().union(*axes) if decided else self.mesh_axes
+        axes = [effect.axes for effect in effects] if decided else [self.mesh_axes]
+        along = frozenset().union(*axes)
         joined = joined.crossing(along)
         if any(word in rule.name for word in ("all_reduce", "reduce_scatter")):
             text = f"{opaque.call}, whose rule is {rule!r}"

@@ -236,20 +236,20 @@ class _Unchecked:
 
     def _decided(self, args: tuple, scope: Scope) -> Any:
         """Call it with its check on if that is equal and moves no more bytes, else as written."""
-        alone = "in a shard_map" if self.door.manual_axes() else ""
+        why = "in a shard_map" if self.door.manual_axes() else ""
         if self.door.at_top():
-            alone = "called outside of tracing"
-        if alone:
-            self._note((self.site, alone), self.site.decided(alone))
-        elif self._decide(args, scope).switched:
+            why = "called outside of tracing"
+        if not why and self._decide(args, scope).switched:
             try:
                 with self.state.enter(dataclasses.replace(scope, unchecked="on")):
                     return self.on()(*args)
             except Exception as error:  # although the first trace passed
                 why = f"another trace was refused: {retrace.first_line(error)}"
-                self._note((self.site, why), self.site.decided(why))
         with self.state.enter(dataclasses.replace(scope, unchecked="off")):
-            return self.off(*args)
+            result = self.off(*args)  # if this raises too, the error is the program's own
+        if why:
+            self._note((self.site, why), self.site.decided(why))
+        return result
 
     def _note(self, key: Any, decision: UncheckedSite) -> UncheckedSite:
         decision = self.hooks.decisions.setdefault(key, decision)

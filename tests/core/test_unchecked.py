@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import shardrules
@@ -470,6 +471,25 @@ def test_one_look_for_each_site_and_program(cpu_mesh, monkeypatch):
         for scale in (4, 5):  # another body at the same place
             jax.make_jaxpr(off(lambda x: scale * x, cpu_mesh, P("data"), P("data")))(X)  # noqa: B023
     assert len(looks) == 4 and len(handle.unchecked()) == 4
+
+
+def test_a_derivative_that_fails_either_way_is_not_listed(cpu_mesh):
+    def double_in_scratch(x_ref, o_ref, scratch_ref):
+        scratch_ref[...] = 2 * x_ref[...]
+        o_ref[...] = scratch_ref[...]
+
+    def body(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        scratch = [pltpu.VMEM(x.shape, x.dtype)]
+        return pl.pallas_call(double_in_scratch, shape, scratch_shapes=scratch, interpret=True)(x)
+
+    f = off(body, cpu_mesh, P("data"), P("data"))
+    with shardrules.install(unchecked="check") as handle:
+        jax.make_jaxpr(f)(X)
+        with pytest.raises((AssertionError, NotImplementedError)):  # the kernel has no derivative
+            jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(X)
+    (site,) = handle.unchecked()
+    assert site.switched
 
 
 def test_check_stays_in_force(cpu_mesh):

@@ -21,7 +21,7 @@ import sys
 from typing import Any
 
 from shardrules.arguments import checked
-from shardrules.door.stubs import allow
+from shardrules.door.stubs import allow, stubs_are_known
 from shardrules.errors import AotError
 
 __all__ = ["gpu", "gpu_names", "missing_plugin", "tpu"]
@@ -68,11 +68,11 @@ def gpu(name: str, device_count: int, *, stubs: bool = False) -> tuple[Any, ...]
         with XLA's description of another GPU.
       device_count: how many GPUs; more than 8 are spread over hosts of 8.
       stubs: also compile programs that call FFI targets whose library is not loaded here. From then
-        on, running such a target in this process raises an error.
+        on, running such a target in this process raises an error. JAX 0.8 and newer.
 
     Raises:
       AotError: if JAX's CUDA plugin is not installed (the message holds the pip command), the
-        GPU is unknown, or the count can't be laid out.
+        GPU is unknown, the count can't be laid out, or this JAX is too old for ``stubs``.
     """
     path = _TARGETS / f"{name}.txtpb"
     if not path.is_file():
@@ -91,6 +91,11 @@ def gpu(name: str, device_count: int, *, stubs: bool = False) -> tuple[Any, ...]
             device_count=device_count,
         )
     _require("gpu")
+    if stubs and not stubs_are_known():
+        raise AotError(
+            f"stubs=True needs JAX 0.8 or newer; this is {importlib.metadata.version('jax')}. Load "
+            "the library that holds the FFI targets"
+        )
     host_count = -(-device_count // _DEVICES_PER_HOST)
     devices = _describe(
         "cuda",

@@ -118,6 +118,15 @@ def test_a_program_with_a_foreign_ffi_target_compiles_and_is_judged():
     assert done.stdout.count("'redundant'") == 3, done.stdout + done.stderr
 
 
+@pytest.mark.gpu
+def test_stubs_are_refused_where_xla_would_not_take_them(monkeypatch):
+    import jax
+
+    monkeypatch.setattr(jax, "__version__", "0.7.2")
+    with pytest.raises(AotError, match="stubs=True needs JAX 0.8 or newer"):
+        aot.gpu("h100", 4, stubs=True)
+
+
 def test_a_stub_raises_when_it_runs():
     import jax
     import numpy as np

@@ -141,7 +141,8 @@ def _compare(job: Any, mine: list[Entry], timeout_s: float) -> None:
         "the processes of this job hold different rules; they would trace different programs, and "
         "hang in the first collective that one of them does not have:\n" + "\n".join(lines) + "\n"
         "register the same rules in the same order in every process, outside of any "
-        "`if jax.process_index() == 0`, before what is traced",
+        "`if jax.process_index() == 0`, before what is traced; if a shard_map is listed, trace "
+        "it with the same arguments in every process",
         names=tuple(dict.fromkeys(names)),
         processes=tuple(process for _, processes in rest for process in processes),
     )

@@ -273,6 +273,18 @@ JITS = {
 }
 
 
+# From JAX 0.12 XLA names these gathers by the argument that they move alone: nothing tells then that
+# the source asks for them.
+UNNAMED = {
+    ("tpu", "repeated"),
+    ("tpu", "reduce instead"),
+    ("tpu", "left apart"),
+    ("gpu", "repeated"),
+    ("gpu", "reduce instead"),
+    ("gpu", "narrow first"),
+}
+
+
 @pytest.mark.parametrize("kind", JITS)
 def test_a_jit_with_shardings(platform, kind):
     before, after, args, out, platforms = JITS[kind]
@@ -284,7 +296,8 @@ def test_a_jit_with_shardings(platform, kind):
             jax.jit(body, out_shardings=NamedSharding(mesh, spec))
             for body, spec in zip((before, after), outs)
         )
-        if name not in platforms:
+        is_unnamed = jax.__version_info__ >= (0, 12) and (name, kind) in UNNAMED
+        if name not in platforms or is_unnamed:
             assert hints(f, given) == []
             return
         found = hints(f, given)

@@ -37,7 +37,10 @@ def _find(site: Site) -> Hint | None:
         return None
     if len(site.instruction.operands) > 1 and site.collective.kind == "all-to-all":
         return None
-    narrower = _one_hot(site) or _widened(site) or _narrowed(site)
+    one_hot = _one_hot(site)
+    if one_hot is not None and not site.in_shard_map:
+        return None  # of indices and their one-hot array, XLA's partitioner moves which it likes
+    narrower = one_hot or _widened(site) or _narrowed(site)
     if narrower is None or narrower.bytes >= site.entry.bytes:
         return None
     if _NARROW_FLOAT.match(narrower.element_type) and site.program.platform is None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from costs.blocks import grouped
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -14,24 +15,6 @@ import shardrules as sr
 from shardrules import testing
 
 EXPERTS, WIDTH, HIDDEN, ROWS, TOP = 4, 8, 16, 32, 2
-
-
-@jax.custom_vjp
-def grouped(rows, weights, sizes):
-    """A grouped matmul: each group of rows by the matrix of its expert."""
-    return lax.ragged_dot(rows, weights, sizes)
-
-
-def _grouped_bwd(kept, g):
-    rows, weights, sizes = kept
-    ends = jnp.cumsum(sizes)
-    groups = (jnp.arange(rows.shape[0])[:, None] >= ends[None]).sum(1)
-    member = (groups[:, None] == jnp.arange(weights.shape[0])).astype(rows.dtype)
-    back = lax.ragged_dot(g, weights.swapaxes(1, 2), sizes)
-    return back, jnp.einsum("te,tk,tn->ekn", member, rows, g), None
-
-
-grouped.defvjp(lambda *args: (grouped(*args), args), _grouped_bwd)
 
 
 def routed(params, x):

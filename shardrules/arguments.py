@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 
 from shardrules.errors import ArgumentError
 
-__all__ = ["checked", "shown"]
-
 _T = TypeVar("_T", bound=Callable[..., Any])
 
 

@@ -14,8 +14,6 @@ from shardrules.errors import HloError, HloSyntaxError, NotInstalledError, Shard
 from shardrules.hlo.reader import files
 from shardrules.registry.table import Registry
 
-__all__ = ["Program", "judge", "judge_logical", "judged", "read", "read_file", "read_text"]
-
 _STABLEHLO = re.compile(r"\s*(?:#\w+ = [^\n]*\n\s*)*module\b[^\n]*(?:@|attributes|\{)")
 
 

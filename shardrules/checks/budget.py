@@ -13,8 +13,6 @@ from typing import Any
 from shardrules.costs import accounts, comparing
 from shardrules.errors import BudgetError
 
-__all__ = ["Budget", "allowances", "allowed", "dump", "load", "of", "root_of"]
-
 VERSION = 1
 _HEAD = (
     "# What a program's collectives may cost; pytest --update-budgets rewrites it.\n"

@@ -11,8 +11,6 @@ from shardrules.arguments import checked
 from shardrules.costs import accounts
 from shardrules.errors import ShardrulesError
 
-__all__ = ["Expected", "at_most", "exactly", "for_platforms", "pick", "platform_name"]
-
 PLATFORMS = ("cpu", "gpu", "tpu")
 _NAMES = {**{p: p for p in PLATFORMS}, "cuda": "gpu", "rocm": "gpu"}  # with JAX's names
 _NUMBERS = ("count", "bytes", "wire_bytes", "sites")

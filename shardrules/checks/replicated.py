@@ -17,8 +17,6 @@ from shardrules.errors import ReplicationAssertionError, ShardrulesError
 from shardrules.hlo.reader import notations
 from shardrules.registry.table import Registry
 
-__all__ = ["assert_outputs_replicated", "check_replicated_inputs"]
-
 _SHOWN = 8  # device groups that a message lists
 
 

@@ -20,8 +20,6 @@ from shardrules.checks.wellformed import check_well_formed
 from shardrules.errors import RuleCheckError, ShardrulesError
 from shardrules.report.grouping import counted
 
-__all__ = ["check_rule"]
-
 
 @checked
 def check_rule(

@@ -12,8 +12,6 @@ from shardrules.hooks.install import held, install
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.unchecked import UncheckedSite, costliest
 
-__all__ = ["assert_same_unchecked"]
-
 
 @checked
 def assert_same_unchecked(f: Callable[..., Any], *args: Any) -> tuple[UncheckedSite, ...]:

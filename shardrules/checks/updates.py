@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 
-__all__ = ["kept", "settle", "wait", "wanted", "write", "written"]
-
 wanted: bool = False
 written: list[str] = []
 kept: list[str] = []  # left unchanged, since their tests failed

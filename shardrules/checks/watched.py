@@ -9,8 +9,6 @@ from typing import Any
 
 from shardrules.watching import check_off
 
-__all__ = ["PytestCheck", "PytestWatch"]
-
 # Keys of what a worker of pytest-xdist sends to the process that reports.
 _KEY, _CHECKED = "shardrules", "shardrules_checked"
 

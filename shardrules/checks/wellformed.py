@@ -10,8 +10,6 @@ from shardrules.door.interpreter import interpreted
 from shardrules.door.jaxprs import KERNELS, equations, kernel_name
 from shardrules.errors import RuleCheckError, UnsupportedJaxError
 
-__all__ = ["check_well_formed"]
-
 _FAULTS = "races, memory that is read before it is written, or reads out of bounds"
 
 

@@ -24,8 +24,6 @@ from shardrules import hlo
 from shardrules.errors import ShardrulesError
 from shardrules.hlo.proof.collectives import KINDS
 
-__all__ = ["Account", "CONVENTION", "Entry", "PHASES", "Selector", "Totals", "of", "wire_bytes"]
-
 PHASES = ("forward", "backward", "recompute", "mixed", "unknown")
 CONVENTION = (
     "bytes are a device's operands; wire bytes are what a device sends by ring "

@@ -14,8 +14,6 @@ from shardrules import hlo
 from shardrules.arguments import checked
 from shardrules.registry.suggestions import pattern
 
-__all__ = ["advice", "operation"]
-
 # Of equal values these give the value.
 _IDEMPOTENT = ("maximum", "minimum", "and", "or")
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from shardrules.costs.accounts import Entry, Totals
 
-__all__ = ["Change", "common_names", "compare", "each", "grouped", "key_of", "relative_file"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Change:

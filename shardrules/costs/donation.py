@@ -15,8 +15,6 @@ from typing import NamedTuple
 from shardrules import hlo
 from shardrules.errors import HloError
 
-__all__ = ["ADVICE", "Argument", "Leaf", "Result", "read"]
-
 # Each status of a donated leaf that is not "aliased", and what to type next.
 ADVICE = {
     "dtype": "return it in the argument's dtype, or don't donate it",

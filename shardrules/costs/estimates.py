@@ -34,8 +34,6 @@ from shardrules.errors import ShardrulesError
 if TYPE_CHECKING:  # flags are read of TARGETS before a script imports NumPy
     from shardrules import hlo
 
-__all__ = ["TARGETS", "Target", "latency", "seconds", "target", "transfer"]
-
 _FILE = pathlib.Path(__file__).parents[1] / "targets" / "links.toml"
 
 

@@ -17,8 +17,6 @@ from shardrules.costs import walk
 from shardrules.hlo.proof import loops
 from shardrules.hlo.reader.module import behind, parameter_element
 
-__all__ = ["Loop", "in_all", "platform", "read"]
-
 _LIBRARY = ("__cublas", "__cudnn", "__cub", "__cusolver", "__cufft")
 
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from shardrules import hlo
 from shardrules.costs import walk
 
-__all__ = ["Access", "HostBuffer", "read"]
-
 
 class Access(NamedTuple):
     """One store to a host buffer, or one load from it.

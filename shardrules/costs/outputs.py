@@ -15,8 +15,6 @@ from shardrules.errors import HloError
 from shardrules.hlo.proof.judgement import Broken
 from shardrules.hlo.reader import notations, shardings
 
-__all__ = ["Unequal", "find", "name", "tiles"]
-
 _SHOWN = 8  # device groups that are listed
 
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from shardrules import hlo
 from shardrules.costs import walk
 
-__all__ = ["Constant", "Gathered", "constants", "gathered", "is_pmap"]
-
 _PMAP_AXIS = "_internal_pmap_axis_name"
 
 

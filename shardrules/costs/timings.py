@@ -9,8 +9,6 @@ from typing import NamedTuple
 from shardrules import hlo
 from shardrules.costs import accounts
 
-__all__ = ["Timing", "Timings", "avoidable"]
-
 
 class Timing(NamedTuple):
     """The time that one collective took in a step.

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from shardrules import hlo
 from shardrules.costs import walk
 
-__all__ = ["Transfer", "read"]
-
 # JAX's targets of callbacks (jax/_src/callback.py and interpreters/mlir.py, 0.4.28 to 0.12): on CPU
 # and GPU as a custom call, of the FFI from 0.5 on; a TPU sends and receives instead.
 CALLBACK = re.compile(r"xla_(ffi_)?(partitioned_)?python_\w*callback")

@@ -9,24 +9,6 @@ from typing import NamedTuple, TypeVar
 from shardrules import hlo
 from shardrules.hlo.proof import loops
 
-__all__ = [
-    "NO_WORK",
-    "PASS_ON",
-    "Place",
-    "applied",
-    "executed",
-    "host_buffer",
-    "is_zero",
-    "moved",
-    "parameters",
-    "reached",
-    "result_leaves",
-    "source",
-    "target",
-    "where",
-    "written",
-]
-
 _T = TypeVar("_T")
 
 # Instructions that run a computation's instructions one by one. The computations of fusions,

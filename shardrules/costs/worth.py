@@ -11,8 +11,6 @@ from shardrules.costs.findings import Finding
 from shardrules.costs.waste import Hint
 from shardrules.costs.waste.shared.program import SMALL
 
-__all__ = ["Ledger", "Worth"]
-
 _FOLDED = 0.01  # of what the program moves: findings that save less together are one line
 
 

@@ -17,21 +17,6 @@ from typing import Any
 
 from shardrules.door.jaxprs import CASTS, KERNELS, SUMS, equations, inner_jaxprs, name_of, opened
 
-__all__ = [
-    "Output",
-    "Sum",
-    "computed",
-    "first_line",
-    "outputs",
-    "quiet",
-    "sent_bytes",
-    "state_kept",
-    "summed_bytes",
-    "sums",
-    "traced",
-    "words",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Output:

@@ -25,8 +25,6 @@ from shardrules.hooks import retrace
 from shardrules.hooks.notes import Notes
 from shardrules.hooks.state import COLLECT, Hooks, Scope, State
 
-__all__ = ["Call", "Missing", "Site", "UncheckedHooks", "UncheckedSite", "costliest", "why_left"]
-
 _CHECKS = ("check_vma", "check_rep")
 
 

@@ -24,8 +24,6 @@ from shardrules.hooks.types.identities import mark, uncast
 from shardrules.registry.axistypes import one_by_one, show_axes
 from shardrules.registry.binding import caller_place
 
-__all__ = ["already_summed", "checking_claims", "place_casts", "vary"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # The lines whose ``vary`` needs no warning: it cast something, or the warning was given.

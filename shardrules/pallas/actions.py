@@ -7,8 +7,6 @@ from typing import Any
 from shardrules.pallas.allowlist import RACE
 from shardrules.pallas.walk import Frame, Walk, mesh_axes
 
-__all__ = ["ACTIONS"]
-
 _FIXED_ORDER = ("add", "and", "or", "xor", "max", "min", "umax", "umin")
 _NO_ORDER = "sums of floating-point numbers in no fixed order differ by rounding between devices"
 

@@ -8,8 +8,6 @@ several JAX versions (``debug_barrier_p``: 0.10, ``debug_barrier``: 0.12).
 
 from __future__ import annotations
 
-__all__ = ["LOCAL", "MEETING", "PURE", "RACE", "REFUSED", "REMOTE_TRANSFORMS", "TRANSFORMS"]
-
 
 def _family(family: str, names: str) -> frozenset[str]:
     return frozenset(f"{family}:{name}" for name in names.split())

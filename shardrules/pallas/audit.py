@@ -19,8 +19,6 @@ from shardrules.pallas.actions import ACTIONS
 from shardrules.pallas.walk import Blocker, Frame, Walk, is_semaphore, mesh_axes, place_of
 from shardrules.registry.table import PROVEN
 
-__all__ = ["Audit", "audit_call", "prove"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Audit:

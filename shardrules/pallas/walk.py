@@ -12,8 +12,6 @@ import numpy as np
 from shardrules.door.audit_names import AuditNames
 from shardrules.pallas.allowlist import LOCAL, MEETING, PURE, REFUSED, REMOTE_TRANSFORMS, TRANSFORMS
 
-__all__ = ["Blocker", "Frame", "Walk", "is_semaphore", "mesh_axes", "place_of"]
-
 _MOST_EQUATIONS = 200_000  # bounds the work, since nested jaxprs are read at each use
 
 

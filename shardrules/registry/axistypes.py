@@ -14,17 +14,6 @@ from typing import Any
 from shardrules.arguments import shown
 from shardrules.errors import RuleError
 
-__all__ = [
-    "AxisType",
-    "Effect",
-    "Resolution",
-    "RuleContext",
-    "format_effects",
-    "parse_effects",
-    "one_by_one",
-    "show_axes",
-]
-
 
 def _named(axes: Any, call: str = "") -> frozenset[str]:
     """Return an axis or several as a set; ``call`` is how to pass them, for the message."""

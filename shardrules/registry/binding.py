@@ -18,8 +18,6 @@ from shardrules.errors import RegistrationError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-__all__ = ["Binding", "Declared", "binding_of", "caller_place", "declare", "declared"]
-
 # This process's declarations, by the function's name and its rule's text. A line that runs again
 # adds none.
 _declared: dict[tuple[str, str], Binding] = {}

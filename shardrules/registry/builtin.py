@@ -11,20 +11,6 @@ from shardrules.registry.axistypes import AxisType, Effect, RuleContext, one_by_
 from shardrules.registry.axistypes import show_axes as _axes
 from shardrules.registry.rule import AnyRule, Rule, as_rule
 
-__all__ = [
-    "all_gather",
-    "all_gather_invariant",
-    "all_reduce",
-    "all_to_all",
-    "linear",
-    "no_communication",
-    "outputs",
-    "per_device",
-    "permute",
-    "reduce_scatter",
-    "unreduced",
-]
-
 
 def _same(effect: Effect) -> Callable[[int], tuple[Effect, ...]]:
     return lambda output_count: (effect,) * output_count

@@ -14,8 +14,6 @@ from shardrules.registry.axistypes import AxisType
 from shardrules.registry.rule import Rule
 from shardrules.registry.table import Registration, Registry
 
-__all__ = ["Entry", "differences", "digest", "entries", "written"]
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from shardrules.arguments import checked
 from shardrules.registry.rule import Rule
 
-__all__ = ["PROVEN", "Overlay", "Registration", "is_redeclaration", "matches_op_name", "normalise"]
-
 # The meaning of the status ``audited``. A kernel is well formed if its operands determine its
 # result on one device; check_rule tests that, an audit does not.
 PROVEN = "proven to depend on its operands alone, if it is well formed"

@@ -18,9 +18,6 @@ from shardrules.registry.axistypes import AxisType, Effect, Resolution, RuleCont
 from shardrules.registry.axistypes import show_axes as _axes
 from shardrules.registry.binding import declare
 
-__all__ = ["AnyRule", "Rule", "as_rule"]
-
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

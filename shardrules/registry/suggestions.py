@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from shardrules.registry.registration import normalise
 
-__all__ = ["is_library", "lines", "module_at", "pattern", "registered"]
-
 _STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"))
 
 

@@ -11,8 +11,6 @@ from shardrules.hooks.install import Handle, held, install, state
 from shardrules.hooks.unchecked import Call, UncheckedHooks
 from shardrules.watching.importing import WhenImported
 
-__all__ = ["start", "switching"]
-
 _lock = threading.RLock()
 
 

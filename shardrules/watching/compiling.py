@@ -21,8 +21,6 @@ from shardrules.door.places import COMPILER, compilers, leave_out_frames
 from shardrules.errors import ShardrulesError
 from shardrules.watching.importing import WhenImported
 
-__all__ = ["Noted", "process", "start"]
-
 _lock = threading.RLock()
 _patches = Patches()
 _watchers: list[Callable[[Any, Any], None]] = []

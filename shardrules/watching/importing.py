@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["WhenImported"]
-
 
 class WhenImported:
     """Calls ``action`` with each named module, now or after its import."""

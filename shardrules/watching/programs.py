@@ -18,8 +18,6 @@ if TYPE_CHECKING:  # these import NumPy, whose environment a watched script may 
     from shardrules.costs.timings import Timings
     from shardrules.report import several
 
-__all__ = ["Watched", "WatchedProgram", "watch"]
-
 
 class WatchedProgram:
     """One program that was compiled, or taken from a cache, while ``watch`` was on.

@@ -11,8 +11,6 @@ from shardrules.costs import donation, transfers
 from shardrules.errors import CostAssertionError, ShardrulesError
 from shardrules.report.grouping import counted
 
-__all__ = ["assert_donated", "assert_no_host_transfers"]
-
 
 @checked
 def assert_donated(

@@ -10,8 +10,6 @@ from shardrules.checks.expectations import platform_name
 from shardrules.costs import launches
 from shardrules.errors import CostAssertionError, ShardrulesError
 
-__all__ = ["assert_loop"]
-
 _BOUND = (
     "make the bound a Python number (static_argnums of jax.jit); if it must vary, run chunks of a "
     "static length"

@@ -13,8 +13,6 @@ from shardrules.costs import placement
 from shardrules.errors import CostAssertionError, ShardrulesError
 from shardrules.report.grouping import counted
 
-__all__ = ["assert_no_large_constants", "assert_output_sharding"]
-
 
 @checked
 def assert_no_large_constants(

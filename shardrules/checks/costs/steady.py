@@ -18,8 +18,6 @@ from shardrules.door import compiled, watching
 from shardrules.errors import ShardrulesError, SteadyStateError
 from shardrules.registry.suggestions import is_library
 
-__all__ = ["SteadyState", "steady_state"]
-
 _OWN = str(pathlib.Path(__file__).parents[2]) + os.sep
 _FIELDS = ("shape", "dtype", "weak_type", "sharding")
 

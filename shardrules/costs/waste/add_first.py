@@ -6,8 +6,6 @@ from shardrules.costs.advice import operation
 from shardrules.costs.waste.shared.program import WITHIN_SHARDS, Hint, Kind, Site, line
 from shardrules.costs.waste.shared.values import Use, Value
 
-__all__ = ["KIND"]
-
 _MOVES = frozenset("bitcast reshape transpose copy all-reduce-done".split())
 
 # The gradient of an embedding that is used twice: its rows are looked up, and it is multiplied by.

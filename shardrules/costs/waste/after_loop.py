@@ -5,8 +5,6 @@ from __future__ import annotations
 from shardrules.costs.waste.shared.loop_flow import Unread
 from shardrules.costs.waste.shared.program import SMALL, WITHIN_SHARDS, Hint, Kind, Site, line
 
-__all__ = ["KIND"]
-
 _NAME = "after the loop"
 _NOTE = " (equal up to rounding)"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shardrules.costs.waste.shared.program import Hint, Kind, Program, Site
 
-__all__ = ["KIND"]
-
 _WHOLE = frozenset("bitcast reshape copy transpose copy-start copy-done".split())
 
 

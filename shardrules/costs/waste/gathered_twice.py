@@ -6,8 +6,6 @@ from shardrules.costs.advice import operation
 from shardrules.costs.waste.shared.program import Hint, Kind, Program, Site
 from shardrules.costs.waste.shared.values import Value
 
-__all__ = ["KIND"]
-
 _MOVES = frozenset(
     "bitcast reshape copy transpose copy-done copy-start optimization-barrier opt-barrier".split()
 )

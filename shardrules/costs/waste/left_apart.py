@@ -5,8 +5,6 @@ from __future__ import annotations
 from shardrules.costs.waste.shared.program import SMALL, Hint, Kind, Site
 from shardrules.hlo.proof.collectives import OPCODES
 
-__all__ = ["KIND"]
-
 _KINDS = ("all-reduce", "all-gather", "collective-permute", "all-to-all")
 
 

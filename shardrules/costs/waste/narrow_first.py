@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from shardrules.costs.waste.shared.program import Hint, Kind, Site
 
-__all__ = ["KIND"]
-
 # These move elements and change none: a conversion may stand on either side.
 _KINDS = ("all-gather", "collective-permute", "all-to-all")
 _MOVES = frozenset(

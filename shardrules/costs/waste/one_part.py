@@ -6,8 +6,6 @@ from shardrules.costs import accounts
 from shardrules.costs.waste.shared import parts
 from shardrules.costs.waste.shared.program import Hint, Kind, Site
 
-__all__ = ["KIND"]
-
 
 def _find(site: Site) -> Hint | None:
     entry, size = site.entry, site.collective.group_size

@@ -6,8 +6,6 @@ from shardrules.costs import accounts
 from shardrules.costs.waste.shared import parts
 from shardrules.costs.waste.shared.program import Hint, Kind, Site
 
-__all__ = ["KIND"]
-
 # XLA for TPUs turns a smaller reduce-scatter into an all-reduce (JAX 0.10.2: 64 KiB, not 1 MiB).
 _LEAST_ON_TPU = 2**20
 

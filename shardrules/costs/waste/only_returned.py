@@ -5,8 +5,6 @@ from __future__ import annotations
 from shardrules import hlo
 from shardrules.costs.waste.shared.program import Hint, Kind, Site
 
-__all__ = ["KIND"]
-
 _THROUGH = frozenset("copy bitcast get-tuple-element all-gather-done".split())
 
 

@@ -11,8 +11,6 @@ from shardrules.costs import walk
 from shardrules.costs.waste.shared.program import Hint, Kind, Site, line
 from shardrules.costs.waste.shared.values import Value
 
-__all__ = ["KIND"]
-
 
 def _find(site: Site) -> Hint | None:
     entry = site.entry

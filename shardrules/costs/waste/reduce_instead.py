@@ -10,8 +10,6 @@ from shardrules.costs.waste.shared import parts
 from shardrules.costs.waste.shared.program import Hint, Kind, Site
 from shardrules.costs.waste.shared.values import Use, Value
 
-__all__ = ["KIND"]
-
 _NAMES = {"add": "psum", "maximum": "pmax", "minimum": "pmin"}
 
 

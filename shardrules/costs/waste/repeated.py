@@ -10,8 +10,6 @@ from shardrules.costs.waste.shared.program import Hint, Kind, Site
 from shardrules.costs.waste.shared.values import FUNCTIONS, unchanged
 from shardrules.hlo.proof.collectives import KINDS, OPCODES
 
-__all__ = ["KIND"]
-
 # Functions of their operands alone: they give the same on each trip if their operands are the same.
 _PURE = FUNCTIONS | {f"{opcode}-done" for opcode in KINDS} | OPCODES.keys()
 _PURE |= frozenset(

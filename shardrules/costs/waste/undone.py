@@ -12,8 +12,6 @@ from shardrules.costs import walk
 from shardrules.costs.waste.shared.program import Hint, Kind, Program, Site
 from shardrules.costs.waste.shared.values import UNARY
 
-__all__ = ["KIND"]
-
 _MOST = 2**24  # elements, of all devices of a group, that are evaluated
 
 

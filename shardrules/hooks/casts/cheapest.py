@@ -19,8 +19,6 @@ from shardrules.hooks.casts.cuts import Cut, Prices
 from shardrules.hooks.casts.labels import Labels, Limits, parts
 from shardrules.hooks.casts.linear import NONE, Axes, Graph
 
-__all__ = ["Cost", "cheapest", "cost", "cost_as_traced", "cost_unchecked", "least_bytes"]
-
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Cost:

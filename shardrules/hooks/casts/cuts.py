@@ -9,8 +9,6 @@ from shardrules.hooks.casts.labels import Labels, Limits, parts
 from shardrules.hooks.casts.linear import NONE, Axes, Graph, Step, Value
 from shardrules.hooks.casts.mincut import Network
 
-__all__ = ["Cut", "Prices"]
-
 _SCALE = 1 << 40  # among choices of equal bytes, fewer psums win
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from shardrules.hooks.casts.cheapest import Cost, cheapest, cost, cost_unchecked
 from shardrules.hooks.casts.linear import NONE, Graph
 
-__all__ = ["exceptions"]
-
 
 def _allow_rounding(graph: Graph) -> str:
     values = [value for value in graph.values.values() if value.stays or value.narrow]

@@ -8,8 +8,6 @@ from typing import Any
 
 from shardrules.hooks.casts.linear import NONE, Axes, Graph, Step, Value
 
-__all__ = ["Labels", "Limits", "parts"]
-
 
 @dataclasses.dataclass
 class Labels:

@@ -26,21 +26,6 @@ from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.retyping.retyping import transposed_by_jax
 from shardrules.hooks.types.identities import MARK
 
-__all__ = [
-    "Axes",
-    "Bwd",
-    "CAST",
-    "Graph",
-    "IDENTITIES",
-    "NONE",
-    "Step",
-    "Sums",
-    "Unplaceable",
-    "Value",
-    "Where",
-    "absent_tangents",
-]
-
 # The primitives that return their operand with another type: the cast to varying, and the mark.
 CAST = "pvary"
 IDENTITIES = (CAST, MARK)

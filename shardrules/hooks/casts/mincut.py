@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import collections
 
-__all__ = ["INFINITE", "Network"]
-
 INFINITE = 1 << 100  # integers don't overflow here; no sum of bytes comes near it
 
 

@@ -33,8 +33,6 @@ from shardrules.hooks.notes import PlacedCast, Placement
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import MARK
 
-__all__ = ["CastHooks"]
-
 
 class CastHooks(Hooks):
     """The hooks at the linearization of functions and at the transposition of linear programs."""

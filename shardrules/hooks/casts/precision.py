@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["keep_precision", "narrower"]
-
 
 def keep_precision(graph: Any) -> None:
     """Allow casts only where the sum is at least as precise as in the program as traced."""

@@ -15,8 +15,6 @@ from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.identities import uncast
 from shardrules.registry.axistypes import AxisType
 
-__all__ = ["Writer"]
-
 
 class Writer:
     """Rewrites a program with casts where the labels say."""

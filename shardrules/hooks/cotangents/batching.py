@@ -9,8 +9,6 @@ from shardrules.door.patching import Patches
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, State
 
-__all__ = ["BatchedVjpHooks"]
-
 
 class BatchedVjpHooks(Hooks):
     """The hooks on a custom_vjp under ``vmap(..., spmd_axis_name=...)``."""

@@ -23,8 +23,6 @@ from shardrules.hooks.state import COLLECT
 from shardrules.registry.axistypes import AxisType, Effect, show_axes
 from shardrules.registry.suggestions import is_library
 
-__all__ = ["Bwd"]
-
 # Parts of the names of JAX's primitives, and of rules, that sum over mesh axes.
 _REDUCTIONS = ("psum", "reduce_scatter")
 _REDUCING_RULES = ("all_reduce", "reduce_scatter")

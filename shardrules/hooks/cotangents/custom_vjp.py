@@ -25,8 +25,6 @@ from shardrules.hooks.cotangents.widened import WidenedFwd
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks, Scope, State
 
-__all__ = ["CustomVjpHooks", "FlatBwd", "Run"]
-
 
 @dataclasses.dataclass(frozen=True)
 class FlatBwd:

@@ -8,17 +8,6 @@ from typing import Any
 
 from shardrules.door.jaxprs import CASTS
 
-__all__ = [
-    "Number",
-    "SAME_VALUES",
-    "divided_by",
-    "divisors_of",
-    "maker_of",
-    "product_of",
-    "products_of",
-    "size_ratio",
-]
-
 Number = Callable[[Any], "float | None"]  # from an atom to the number that all its elements hold
 
 # Equations that change the shape, type or dtype of their operand, but not its values.

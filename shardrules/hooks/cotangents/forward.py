@@ -15,8 +15,6 @@ from shardrules.door.jaxprs import widened
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks
 
-__all__ = ["ForwardHooks"]
-
 
 class ForwardHooks(Hooks):
     """The hooks of forward mode and of ``jet``, where a primal meets its tangents."""

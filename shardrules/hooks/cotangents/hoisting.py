@@ -13,8 +13,6 @@ from shardrules.door.internals import Door
 from shardrules.door.jaxprs import SUMS, TO_VARYING, is_inexact, named_axes
 from shardrules.hooks.cotangents.traced import Trace
 
-__all__ = ["Shares"]
-
 # Primitives that are linear in the first operand, in either operand, in all operands together.
 _FIRST = frozenset(
     "broadcast_in_dim copy copy_p div expand_dims neg reduce_sum reshape rev slice squeeze "

@@ -19,8 +19,6 @@ from shardrules.door.jaxprs import (
     scan_counts,
 )
 
-__all__ = ["linear_in", "sums_of_others", "strings"]
-
 # How a value depends on the inputs: it is zero, it doesn't, linearly, or in an unknown way.
 _ZERO, _FIXED, _LINEAR, _UNKNOWN = "zero", "fixed", "linear", "unknown"
 _KNOWN = frozenset({_ZERO, _FIXED})

@@ -38,8 +38,6 @@ from shardrules.hooks.cotangents.divisors import (
 )
 from shardrules.registry.axistypes import show_axes
 
-__all__ = ["NOWHERE", "Origin", "Origins", "Reduction", "size_of"]
-
 # Equations whose results hold a number if all of their operands hold it.
 _SAME_NUMBER = SAME_VALUES | {"transpose", "copy", "slice", "rev", "select_n", "pmax", "pmin"}
 

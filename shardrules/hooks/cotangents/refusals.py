@@ -11,8 +11,6 @@ from shardrules.hooks.cotangents.traced import CustomVjpInfo
 from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.suggestions import is_library
 
-__all__ = ["BOTH_USES", "Cotangent", "Refusals", "quoted"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Cotangent:

@@ -15,8 +15,6 @@ from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.linearity import linear_in
 from shardrules.hooks.cotangents.origins import size_of
 
-__all__ = ["doubt"]
-
 
 def doubt(bwd: Bwd, cotangents: Any) -> str:
     """Say why its gradients may differ from those with the check off; empty if they are equal."""

@@ -13,8 +13,6 @@ from shardrules.door.jaxprs import CASTS, equations, named_axes
 from shardrules.hooks.cotangents.origins import Origin, Origins, Reduction, size_of
 from shardrules.registry.axistypes import AxisType
 
-__all__ = ["Forward", "CustomVjpInfo", "Trace"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CustomVjpInfo:

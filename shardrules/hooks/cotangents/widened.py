@@ -13,8 +13,6 @@ from typing import Any
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import widened
 
-__all__ = ["WidenedFwd"]
-
 
 class WidenedFwd:
     """A custom_vjp's fwd, and its trees for each set of axes that its primals were cast to."""

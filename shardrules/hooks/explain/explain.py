@@ -44,8 +44,6 @@ from shardrules.hooks.types.calls.opaque import confirm, to_paste
 from shardrules.registry.axistypes import show_axes
 from shardrules.registry.suggestions import is_library
 
-__all__ = ["explain", "missing_rules", "scan_calls"]
-
 
 @checked
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -13,18 +13,6 @@ from shardrules.hooks.unchecked import UncheckedSite
 from shardrules.registry.axistypes import AxisType, show_axes
 from shardrules.registry.table import PROVEN
 
-__all__ = [
-    "ExplainedCall",
-    "ExplainedCast",
-    "ExplainedSum",
-    "Explanation",
-    "MissingRule",
-    "MissingRules",
-    "describe_placement",
-    "name_of",
-    "short",
-]
-
 WRITTEN = "written in the program, or by JAX for one of its operations"  # the reason for a psum
 _COLUMNS = 100  # of the text; longer names and paths stay whole
 

@@ -10,8 +10,6 @@ from shardrules.door import internals
 from shardrules.door.jaxprs import inner_jaxprs
 from shardrules.errors import ShardrulesError
 
-__all__ = ["NamedValue", "named_values"]
-
 
 class NamedValue(NamedTuple):
     """One ``checkpoint_name`` of a program."""

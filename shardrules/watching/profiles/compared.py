@@ -12,8 +12,6 @@ from shardrules.costs.accounts import Entry
 from shardrules.report.grouping import counted, duration
 from shardrules.watching.profiles.shown import Profile
 
-__all__ = ["WRITERS", "Compared", "TimedChange", "compare"]
-
 _SAME = "same"
 
 

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from shardrules import hlo
 from shardrules.errors import HloError, ProfileError
 
-__all__ = ["Dumps", "body"]
-
 _FILES = ("*after_optimizations.txt", "*after_optimizations.txt.gz", "*.hlo", "*.hlo.gz")
 _NUMBER = re.compile(r"module_0*(\d+)\.")  # XLA's number of the module; on CPU the program's id
 _FRAME = re.compile(r" stack_frame_id=\d+")  # in tables that each copy of a text has anew

@@ -21,8 +21,6 @@ import numpy as np
 from shardrules.watching.profiles import wire
 from shardrules.watching.profiles.planes import Batch, Line, Plane
 
-__all__ = ["UNKNOWN_RUN", "Events", "Ran", "Timeline"]
-
 UNKNOWN_RUN = np.iinfo(np.int64).min
 _DEVICE = re.compile(r"/device:(TPU|GPU):\d+")
 _OPERATION = re.compile(r"%?([^\s=]+)(?: = |$)")  # %all-reduce.1 = f32[8] all-reduce(...

@@ -16,19 +16,6 @@ from shardrules.costs.timings import Timing
 from shardrules.hlo.proof.collectives import KINDS
 from shardrules.watching.profiles.events import UNKNOWN_RUN, Timeline
 
-__all__ = [
-    "Covered",
-    "Executions",
-    "Site",
-    "covers_nothing",
-    "covering_nothing",
-    "executions",
-    "measure",
-    "sites",
-    "step_seconds",
-    "steps_of",
-]
-
 # These run other operations, which have events of their own.
 _CONTAINERS = ("while", "conditional", "call")
 _INSIDE = ("fusion", "async-start", "call")  # an event of theirs is that of what they call

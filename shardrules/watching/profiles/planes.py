@@ -10,8 +10,6 @@ import numpy as np
 from shardrules.errors import ProfileError
 from shardrules.watching.profiles import wire
 
-__all__ = ["Batch", "Line", "Plane"]
-
 _BATCH = 1 << 16  # events that are read at once
 _NONE = -1  # no stat's number
 _MOST_PARTS = 1 << 21  # lines of a plane, and names of its events

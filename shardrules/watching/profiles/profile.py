@@ -22,8 +22,6 @@ from shardrules.watching.profiles.shown import Profile, ProfiledProgram
 if TYPE_CHECKING:
     from shardrules.watching.programs import Watched, WatchedProgram
 
-__all__ = ["is_profile", "judging", "of_judged", "of_watched", "profile", "read"]
-
 _FILES = "*.xplane.pb"
 _KEPT = "*.hlo"  # programs that run --keep wrote beside the profile
 _HOW = "run some steps inside of `with jax.profiler.trace(DIR):`"

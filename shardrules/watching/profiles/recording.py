@@ -15,8 +15,6 @@ from shardrules.errors import UnsupportedJaxError
 from shardrules.hlo.proof.collectives import KINDS
 from shardrules.watching import compiling
 
-__all__ = ["Recorder"]
-
 _CALLS = 2  # of a program since the last compilation, after which the script has warmed up
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
 

@@ -15,8 +15,6 @@ from shardrules.costs.timings import Timing, Timings
 from shardrules.report import grouping
 from shardrules.report.grouping import counted
 
-__all__ = ["Line", "Profile", "ProfiledProgram"]
-
 _SHOWN_COUNT = 30  # rows of needed collectives
 
 

@@ -16,8 +16,6 @@ import numpy as np
 
 from shardrules.errors import ProfileError
 
-__all__ = ["Fields", "Program", "fields", "fields_of_many", "places", "planes", "programs", "spans"]
-
 # From what is read to its field's number.
 PLANES = 1  # XSpace.planes
 PLANE_NAME, LINES, EVENT_METADATA, STAT_METADATA = 2, 3, 4, 5  # XPlane

@@ -17,8 +17,6 @@ from shardrules.costs import walk
 from shardrules.costs.waste.shared.values import FLOATS, FUNCTIONS, MOVES, Value
 from shardrules.hlo.proof.collectives import OPCODES
 
-__all__ = ["Source", "Unread", "unread"]
-
 # A collective's result: its computation, its position, and its operand's number or range's start.
 Source = tuple[str, int, int]
 _Sources = frozenset[Source]

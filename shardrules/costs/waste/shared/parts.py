@@ -13,8 +13,6 @@ from shardrules.costs.waste.shared.values import UNARY, Use, Value
 from shardrules.hlo.known import exact
 from shardrules.hlo.known.ranges import Exact
 
-__all__ = ["Part", "array_uses", "read"]
-
 _DONE = frozenset("get-tuple-element all-reduce-done all-gather-done".split())
 _COPIES = _DONE | frozenset("copy copy-start copy-done optimization-barrier opt-barrier".split())
 

@@ -16,8 +16,6 @@ from shardrules.costs.waste.shared.values import Value, Values
 from shardrules.hlo.proof import loops
 from shardrules.hlo.reader.module import Users
 
-__all__ = ["SMALL", "WITHIN_SHARDS", "Hint", "Kind", "Program", "Site", "line"]
-
 _T = TypeVar("_T")
 
 # Up to these bytes a run takes about as long as its round trip: 5 us for an all-reduce at 100 GB/s.

@@ -11,20 +11,6 @@ from shardrules.costs import walk
 from shardrules.hlo.proof import loops
 from shardrules.hlo.reader.module import Users
 
-__all__ = [
-    "ELEMENTWISE",
-    "FLOATS",
-    "FUNCTIONS",
-    "MOVES",
-    "UNARY",
-    "Loop",
-    "Outside",
-    "Use",
-    "Value",
-    "Values",
-    "unchanged",
-]
-
 FLOATS = re.compile(r"(bf|f|c)\d")
 
 MOVES = frozenset(

@@ -37,9 +37,12 @@ ARROWS = {
     "hooks.retrace": {"door"},
     "hooks.unchecked": set("door hooks.notes hooks.state hooks.retrace".split()),
     "hooks.selftest": set("door registry hooks.sharded hooks.state".split()),
+    "hooks.order": set(
+        "hooks.state hooks.types hooks.retyping hooks.cotangents hooks.casts hooks.sets "
+        "hooks.unchecked".split()
+    ),
     "hooks.install": set(
-        "arguments door errors registry hooks.state hooks.types hooks.retyping hooks.cotangents "
-        "hooks.casts hooks.sets hooks.selftest hooks.unchecked".split()
+        "arguments door errors registry hooks.state hooks.order hooks.selftest hooks.unchecked".split()
     ),
     "hooks.explain": set(
         "arguments door errors registry hooks.notes hooks.state hooks.types hooks.unchecked hooks.install".split()

@@ -26,7 +26,7 @@ from house import (
 
 import shardrules
 from shardrules import errors
-from shardrules.hooks.install import SETS, TYPES
+from shardrules.hooks.order import SETS, TYPES
 from shardrules.hooks.state import Hooks
 from shardrules.hooks.types.funnel import Funnel
 

@@ -17,57 +17,10 @@ from shardrules.door.patching import Patches
 from shardrules.door.places import leave_out_frames
 from shardrules.errors import ShardrulesError, UntestedJaxWarning
 from shardrules.hooks import selftest
-from shardrules.hooks.casts.placing import CastHooks
-from shardrules.hooks.cotangents.batching import BatchedVjpHooks
-from shardrules.hooks.cotangents.custom_vjp import CustomVjpHooks
-from shardrules.hooks.cotangents.forward import ForwardHooks
-from shardrules.hooks.retyping.replay import ReplayHooks
-from shardrules.hooks.retyping.retyping import Retyping
-from shardrules.hooks.sets.rep import SetHooks, SetPrimitiveHooks, SetVjpHooks
-from shardrules.hooks.state import CASTS, POLICIES, UNCHECKED, Hooks, Scope, State
-from shardrules.hooks.types.calls.mesh_kernels import MeshKernelHooks
-from shardrules.hooks.types.calls.pallas_call import PallasHooks
-from shardrules.hooks.types.calls.primitives import PrimitiveHooks
-from shardrules.hooks.types.control import ControlHooks
-from shardrules.hooks.types.funnel import Funnel
-from shardrules.hooks.types.hijax import HijaxHooks
-from shardrules.hooks.types.lost_axes import LostAxesHooks
-from shardrules.hooks.types.redundant_casts import RedundantCastHooks
-from shardrules.hooks.types.refs import RefHooks
-from shardrules.hooks.types.type_notes import TypeNoteHooks
+from shardrules.hooks.state import CASTS, POLICIES, UNCHECKED, Scope, State
 from shardrules.hooks.unchecked import UncheckedHooks, UncheckedSite, costliest
 from shardrules.registry.binding import Binding, Declared
 from shardrules.registry.table import default
-
-# All hooks, in the order of installation. If two of them replace the same function of JAX, the
-# later hook calls the earlier one's. A class gets the hooks before it by ``state.of``.
-TYPES: tuple[type[Hooks], ...] = (  # JAX 0.6 and newer: avals carry axis types
-    Funnel,
-    TypeNoteHooks,
-    PallasHooks,
-    CustomVjpHooks,
-    ForwardHooks,
-    LostAxesHooks,
-    HijaxHooks,
-    PrimitiveHooks,
-    RedundantCastHooks,
-    Retyping,
-    BatchedVjpHooks,
-    ReplayHooks,
-    ControlHooks,
-    MeshKernelHooks,
-    RefHooks,
-    CastHooks,
-    UncheckedHooks,
-)
-SETS: tuple[type[Hooks], ...] = (  # JAX 0.5.3 and older: replication sets beside values
-    Funnel,
-    PallasHooks,
-    SetVjpHooks,
-    SetPrimitiveHooks,
-    SetHooks,
-    UncheckedHooks,
-)
 
 _lock = threading.RLock()
 _state = State(default)
@@ -224,6 +177,9 @@ def _hold(holder: Any) -> None:
     with _lock:
         if not _holders:
             door = internals.load()
+            # Only now, since these modules import jax.
+            from shardrules.hooks.order import SETS, TYPES
+
             is_first = not _state.hooks
             try:
                 if is_first:

@@ -257,7 +257,7 @@ class State:
 
 
 class Hooks:
-    """Hooks on one part of JAX; ``install.TYPES`` and ``install.SETS`` list them all."""
+    """Hooks on one part of JAX; ``order.TYPES`` and ``order.SETS`` list them all."""
 
     laws: tuple[str, ...] = ()  # the laws that these hooks apply
 

@@ -219,7 +219,7 @@ def test_what_stands_instead_of_a_function_takes_what_that_took():
 
 def test_a_parameter_of_another_name_is_noticed():
     message = mistaken_signatures(
-        "from shardrules.hooks.install import CustomVjpHooks; CustomVjpHooks._flatten_primal = "
+        "from shardrules.hooks.order import CustomVjpHooks; CustomVjpHooks._flatten_primal = "
         "lambda hooks, function: None"
     )
     assert message.startswith("_flatten_fun_nokwargs (")

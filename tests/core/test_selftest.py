@@ -42,9 +42,9 @@ def test_hooks_that_do_not_act_are_noticed():
     printed = run_alone("""
         import importlib
         import shardrules
-        from shardrules.hooks import selftest
+        from shardrules.hooks import order, selftest
         install = importlib.import_module("shardrules.hooks.install")
-        for kind in install.TYPES:
+        for kind in order.TYPES:
             original, kind.install = kind.install, lambda self, patches: None
             install.state().hooks.clear()
             with shardrules.install():

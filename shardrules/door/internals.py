@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules.door import versions
+from shardrules.door.audit_names import Primitives
 from shardrules.door.jaxprs import opened, read
 from shardrules.door.lookup import find, is_cached, look, unsupported
 from shardrules.door.symbols import SYMBOLS
@@ -282,6 +283,11 @@ class Door:
 
     # Kernels.
 
+    @functools.cached_property
+    def primitives(self) -> Primitives:
+        """From each primitive to the part of JAX that defines it, and its name."""
+        return Primitives(self.Primitive)
+
     def kernel_jaxpr(self, traced: Any) -> tuple[Any, Any]:
         """Return the kernel's jaxpr in what ``trace_kernel`` returned, and all of that."""
         index = next(i for i, part in enumerate(traced) if hasattr(part, "eqns"))
@@ -293,13 +299,13 @@ class Door:
             traced = (*traced[:index], jaxpr, *traced[index + 1 :])
         return jaxpr, traced
 
-    def source_line(self, source_info: Any) -> str:
+    def source_line(self, source_info: Any, of_libraries: bool = False) -> str:
         """Return the user's ``file:line`` of an equation; empty if JAX keeps none."""
-        # Not a library's line if the user's own code called it.
+        # Not a library's line if the user's own code called it, unless ``of_libraries``.
         for info in (getattr(source_info, "traceback", None), source_info):
             with contextlib.suppress(AttributeError, TypeError):  # to JAX 0.6 it took the info
                 for frame in self.user_frames(info):
-                    if not is_library(frame.file_name):
+                    if of_libraries or not is_library(frame.file_name):
                         return f"{frame.file_name}:{frame.start_line}"
                 break
         # As "file:line:column (function)"; no column to JAX 0.4.

@@ -113,7 +113,7 @@ def callable_of(function: Any) -> Callable:
 def named_axes(params: dict[str, Any]) -> frozenset[str]:
     """Return the mesh axes that a cast's or a collective's parameters name."""
     named: set[str] = set()
-    for key in ("axes", "axis_name", "axis"):
+    for key in ("axes", "axis_name", "axis", "collective_axes"):
         value = params.get(key)
         values = value if isinstance(value, (tuple, list, set, frozenset)) else (value,)
         named.update(v for v in values if isinstance(v, str))

@@ -8,27 +8,23 @@ covers its outputs, doesn't race with itself); ``check_rule`` tests that in JAX'
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from shardrules.door.audit_names import load_audit
-from shardrules.errors import UnsupportedJaxError
+from shardrules.door import internals
+from shardrules.door.jaxprs import kernel_name
 from shardrules.pallas.actions import ACTIONS
-from shardrules.pallas.walk import Blocker, Frame, Walk, is_semaphore, mesh_axes, place_of
+from shardrules.pallas.walk import Blocker, Walk, mesh_axes, semaphore_dtype
 from shardrules.registry.table import PROVEN
 
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """The result of an audit."""
-
     blockers: tuple[Blocker, ...] = ()  # why the kernel is not proven; empty if it is
 
     @property
     def proven(self) -> bool:
-        """Whether the outputs depend on this device's operands alone, if it is well formed."""
         return not self.blockers
 
     @property
@@ -40,112 +36,64 @@ class Audit:
         return "not proven:\n  " + "\n  ".join(map(str, self.blockers)) if self.blockers else PROVEN
 
 
-def audit_call(name: str, params: dict[str, Any], operand_count: int) -> Audit:
-    """Audit each kernel of a ``pallas_call``, ``mpmd_map`` or ``core_map``; results are cached."""
-    mapping = None
-    aliases: tuple[tuple[int, int], ...] = ()
-    if name == "pallas_call":
-        jaxprs, mapping = [params["jaxpr"]], params["grid_mapping"]
-        inputs = mapping.num_index_operands + mapping.num_inputs
-        outputs = mapping.num_outputs
-        aliases = tuple(params.get("input_output_aliases", ()))
+def prove(primitive: str, params: dict[str, Any], operand_count: int) -> Audit | None:
+    """Audit each kernel of a call; None if it holds none that can be read in this JAX."""
+    mapping: Any = params.get("grid_mapping")
+    if primitive == "pallas_call" and hasattr(mapping, "num_inputs"):  # not on JAX 0.4.28
+        jaxprs = [params["jaxpr"]]
+        refs_count = mapping.num_index_operands + mapping.num_inputs + mapping.num_outputs
         meshes = [params["mesh"]] if params.get("mesh") is not None else []
-    elif name == "mpmd_map":
+    elif primitive == "mpmd_map":
         jaxprs, meshes = params["jaxprs"], params["meshes"]
-        inputs, outputs = operand_count, len(params["out_avals"])
-        aliases = tuple(dict(params["input_output_aliases"]).items())
-    elif name == "core_map":
+        refs_count = operand_count + len(params["out_avals"])
+    elif primitive == "core_map":
         jaxprs, meshes = [params["jaxpr"]], [params["mesh"]]
-        inputs, outputs = len(params["jaxpr"].invars), 0
+        refs_count = len(params["jaxpr"].invars)
     else:
-        raise ValueError(
-            f"the audit reads pallas_call, mpmd_map and core_map, not {name!r}; "
-            "pass the primitive of a Pallas kernel"
-        )
+        return None
     axes = tuple(axis for mesh in meshes for axis in mesh_axes(mesh))
-    key = (inputs, outputs, aliases, axes, id(mapping))
-    audits = [
-        _cached(
-            jaxpr,
-            key,
-            mapping,
-            functools.partial(_audit, jaxpr, mapping, inputs, outputs, aliases, axes),
-        )
-        for jaxpr in jaxprs
-    ]
+    audits = [_audit(jaxpr, mapping, refs_count, axes) for jaxpr in jaxprs]
     return Audit(tuple(dict.fromkeys(blocker for audit in audits for blocker in audit.blockers)))
 
 
-def prove(primitive: str, params: dict[str, Any], operand_count: int) -> Audit | None:
-    """Audit a call; None if it holds no kernel that the audit can read in this JAX."""
-    if primitive not in ("pallas_call", "mpmd_map", "core_map"):
-        return None
-    # The grid mapping of JAX 0.4.28 doesn't say which operands are inputs.
-    if primitive == "pallas_call" and not hasattr(params["grid_mapping"], "num_inputs"):
-        return None
-    try:
-        return audit_call(primitive, params, operand_count)
-    except UnsupportedJaxError:  # its kernels can be declared, but not proven
-        return None
+# The entry of an audit keeps the grid mapping alive, so that no other one gets its id.
+_CACHE: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, Audit]]] = weakref.WeakKeyDictionary()
 
 
-def _audit(
-    jaxpr: Any,
-    mapping: Any,
-    inputs: int,
-    outputs: int,
-    aliases: Sequence[tuple[int, int]],
-    axes: Iterable[str],
-) -> Audit:
-    names = load_audit()
-    grid_names = getattr(mapping, "grid_names", None) or ()
-    grid_axes = [name for name in grid_names if isinstance(name, str)]
-    walk = Walk(names, axes, grid_axes, place_of(jaxpr), ACTIONS)
-    try:
-        _walk(walk, jaxpr, mapping, inputs, outputs, aliases)
-    except Exception as error:  # noqa: BLE001 - a jaxpr of an unknown form is not proven
-        text = f"the audit can't read its jaxpr ({type(error).__name__}: {error}); please report it"
-        return Audit((Blocker("the kernel", text, walk.kernel_place),))
-    return Audit(tuple(dict.fromkeys(walk.blockers)))
+def _audit(jaxpr: Any, mapping: Any, refs_count: int, axes: tuple[str, ...]) -> Audit:
+    kept = _CACHE.setdefault(jaxpr, {})
+    key = refs_count, axes, id(mapping)
+    if key not in kept:
+        place = kernel_name({"jaxpr": jaxpr})[1] or "unknown place"
+        grid_names = getattr(mapping, "grid_names", None) or ()
+        grid_axes = [name for name in grid_names if isinstance(name, str)]
+        walk = Walk(internals.load(), axes, grid_axes, place, ACTIONS)
+        blockers = walk.blockers
+        try:
+            reasons = list(_reasons(walk, jaxpr, mapping, refs_count))
+        except Exception as error:  # noqa: BLE001 - a jaxpr of an unknown form is not proven
+            what = f"({type(error).__name__}: {error})"
+            blockers, reasons = [], [f"the audit can't read its jaxpr {what}; please report it"]
+        whole = [Blocker("the kernel", reason, place) for reason in reasons]
+        kept[key] = mapping, Audit(tuple(dict.fromkeys((*whole, *blockers))))
+    return kept[key][1]
 
 
-def _walk(walk: Walk, jaxpr, mapping, inputs, outputs, aliases) -> None:
-    scratch = len(jaxpr.invars) - inputs - outputs
-    if mapping is not None and scratch != mapping.num_scratch_operands:
+def _reasons(walk: Walk, jaxpr: Any, mapping: Any, refs_count: int) -> Iterable[str]:
+    """Walk over a kernel and its index maps; yield why it is not proven as a whole."""
+    scratch_count = len(jaxpr.invars) - refs_count
+    if mapping is not None and scratch_count != mapping.num_scratch_operands:
         raise ValueError(
-            f"the kernel takes {len(jaxpr.invars)} refs, its grid mapping holds {inputs} operands, "
-            f"{outputs} outputs and {mapping.num_scratch_operands} scratch buffers"
+            f"the kernel takes {len(jaxpr.invars)} refs, its grid mapping holds {refs_count} "
+            f"operands and outputs and {mapping.num_scratch_operands} scratch buffers"
         )
     if getattr(jaxpr, "is_high", False):  # hijax: the jaxpr does not show what get and swap do
-        reason = "it has values of types that the user defined, whose code is not in the jaxpr"
-        walk.blockers.append(Blocker("the kernel", reason, walk.kernel_place))
-    variables = [*jaxpr.constvars, *jaxpr.invars]
-    for number, var in enumerate(variables[: len(variables) - scratch]):
-        if walk.is_ref(var) and is_semaphore(var.aval):
-            label = f"operand or output {number}"
-            reason = f"{label} is a semaphore, which other kernels can signal too"
-            walk.blockers.append(Blocker("the kernel", reason, walk.kernel_place))
-    buffers = {var: walk.buffer() for var in variables if walk.is_ref(var)}
-    for source, output in aliases:  # they are the same memory
-        shared, out = jaxpr.invars[source], jaxpr.invars[inputs + output]
-        if shared in buffers and out in buffers:
-            buffers[out] = buffers[shared]
-    walk.run(Frame(jaxpr, buffers))
-    walk.finish()
+        yield "it has values of types that the user defined, whose code is not in the jaxpr"
+    refs = [*jaxpr.constvars, *jaxpr.invars[:refs_count]]
+    for number, var in enumerate(refs):
+        if semaphore_dtype(var.aval):
+            yield f"operand or output {number} is a semaphore, which other kernels can signal too"
+    walk.run(jaxpr)
     for block in getattr(mapping, "block_mappings", ()):
-        closed = block.index_map_jaxpr
-        walk.run(Frame(getattr(closed, "jaxpr", closed), {}))
-
-
-_CACHE: weakref.WeakKeyDictionary[Any, list] = weakref.WeakKeyDictionary()
-
-
-def _cached(jaxpr: Any, key: tuple, mapping: Any, compute: Callable[[], Audit]) -> Audit:
-    # The entry keeps the grid mapping alive, so that no other one gets its id.
-    entries = _CACHE.setdefault(jaxpr, [])
-    for cached_key, _, audit in entries:
-        if key == cached_key:
-            return audit
-    audit = compute()
-    entries.append((key, mapping, audit))
-    return audit
+        walk.seeded = False
+        walk.run(block.index_map_jaxpr)

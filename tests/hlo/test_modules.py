@@ -110,18 +110,16 @@ def attributes_end_at_metadata(monkeypatch):
 
 
 def a_fusions_tuple_is_the_carry(monkeypatch):
-    original = loops._Induction._operation
+    original = loops._Counter._side
 
-    def operation(self, computation, position, opcodes):
-        outer = original(self, computation, position, opcodes)
-        root = loops._behind(computation, position)
-        if outer is None or root.opcode != "fusion":
-            return outer
-        inner = self.module.computations[root.calls[0]]
-        sides = zip(outer[2], original(self, inner, inner.root, opcodes)[2])
-        return (*outer[:2], [s if s and s[0] == "element" else o for o, s in sides])
+    def side(self, computation, position, around=None):
+        place = loops._behind(self._module, computation, position, around)
+        index = place and hm.parameter_element(*place[:2])
+        if index is None:
+            return original(self, computation, position, around)
+        return "element", index
 
-    monkeypatch.setattr(loops._Induction, "_operation", operation)
+    monkeypatch.setattr(loops._Counter, "_side", side)
 
 
 def an_empty_buffer_is_equal(monkeypatch):

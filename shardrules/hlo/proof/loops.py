@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -91,9 +92,15 @@ def trip_count(module: hm.Module, computation: hm.Computation, loop: hm.Instruct
     stated = stated_count(loop)
     if stated is not None:
         return stated
-    if len(loop.operands) != 1:
-        return None
-    return counted(module, loop, lambda index: _follow(computation, loop.operands[0], index))
+
+    def start(index: int) -> int | None:
+        passed_on = ("copy", "optimization-barrier", "opt-barrier")
+        carry = hm.behind(computation, loop.operands[0], passed_on)
+        if carry.opcode != "tuple" or index >= len(carry.operands):
+            return None
+        return _constant(_behind(module, computation, carry.operands[index]))
+
+    return counted(module, loop, start) if len(loop.operands) == 1 else None
 
 
 def stated_count(loop: hm.Instruction) -> int | None:
@@ -105,10 +112,10 @@ def stated_count(loop: hm.Instruction) -> int | None:
 
 def counted(module: hm.Module, loop: hm.Instruction, start: _Start) -> int | None:
     """Give the trip count that follows from a loop's own counter; None if none does."""
-    condition, body = parts(module, loop)
+    counter = _Counter(module, loop, start)  # checks the loop
     if module.strange and _holds_strange(module, loop):
         return None
-    return _Induction(module, loop, condition, body, start).count()
+    return counter.trips()
 
 
 def _holds_strange(module: hm.Module, loop: hm.Instruction) -> bool:
@@ -123,23 +130,24 @@ def _holds_strange(module: hm.Module, loop: hm.Instruction) -> bool:
 
 
 _FLIPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
-# What an operand is: ("element", index of the carry), ("constant", number) or, in a fusion,
-# ("parameter", its number).
+# What an operand is: ("element", index of the carry) or ("constant", number).
 _Side = tuple[str, int]
+# An instruction with the computation that holds it and the fusions around that, innermost first:
+# ``(computation, fusion, fusions around that)``.
+_Place = tuple[hm.Computation, hm.Instruction, Any]
 
 
-class _Induction:
-    """The induction variable of one loop."""
+class _Counter:
+    """The element of a loop's carry that its condition compares with a limit."""
 
-    def __init__(self, module, loop, condition, body, start):
-        self.module = module
-        self.loop = loop
-        self.condition = condition
-        self.body = body
-        self._initial = start
+    def __init__(self, module: hm.Module, loop: hm.Instruction, start: _Start):
+        self._module = module
+        self._carried = loop.shape.elements or ()
+        self._condition, self._body = parts(module, loop)
+        self._start = start
 
-    def count(self) -> int | None:
-        comparison = self._operation(self.condition, self.condition.root, ("compare",))
+    def trips(self) -> int | None:
+        comparison = self._operation(self._condition, self._condition.root, ("compare",))
         if comparison is None:
             return None
         compare, kind, (left, right) = comparison
@@ -149,11 +157,10 @@ class _Induction:
             return None
         if left is None or left[0] != "element":
             left, right, direction = right, left, _FLIPPED[direction]
-        if left is None or left[0] != "element":
+        if left is None or left[0] != "element" or left[1] >= len(self._carried):
             return None
-        limit, start, step = self._value(right), self._initial(left[1]), self._step(left)
-        carried = self.loop.shape.elements or ()
-        kind = exact.dtype(carried[left[1]]) if left[1] < len(carried) else None
+        limit, start, step = self._fixed(right), self._start(left[1]), self._step(left)
+        kind = exact.dtype(self._carried[left[1]])
         if limit is None or start is None or not step or kind in (None, np.bool_):
             return None
         trips = _trips(direction, start, limit, step)
@@ -163,100 +170,80 @@ class _Induction:
         return None if wraps else trips
 
     def _operation(self, computation: hm.Computation, position: int, opcodes):
-        """Find an operation on two numbers, also inside a fusion; give their type and sides."""
-        root = _behind(computation, position)
-        if root is None:
+        """Find an operation on two numbers; give it with their type and sides."""
+        place = _behind(self._module, computation, position)
+        if place is None or place[1].opcode not in opcodes or len(place[1].operands) != 2:
             return None
-        if root.opcode == "fusion" and len(root.calls) == 1:
-            inner = self.module.computations[root.calls[0]]
-            operation = self._operation(inner, inner.root, opcodes)
-            if operation is None:
-                return None
-            # An element inside the fusion belongs to its operand, not to the loop's carry.
-            sides = [
-                self._side(computation, root.operands[side[1]])
-                if side and side[0] == "parameter" and side[1] < len(root.operands)
-                else side
-                if side and side[0] == "constant"
-                else None
-                for side in operation[2]
-            ]
-            return (*operation[:2], sides)
-        if root.opcode not in opcodes or len(root.operands) != 2:
-            return None
-        kind = exact.dtype(computation.instructions[root.operands[0]].shape)
-        return root, kind, [self._side(computation, o) for o in root.operands]
+        within, operation, around = place
+        kind = exact.dtype(within.instructions[operation.operands[0]].shape)
+        return operation, kind, [self._side(within, o, around) for o in operation.operands]
 
-    def _side(self, computation: hm.Computation, position: int) -> _Side | None:
-        instruction = _behind(computation, position)
-        if instruction is None:
-            return None
-        if instruction.opcode == "constant":
-            number = _constant(instruction)
-            return None if number is None else ("constant", number)
-        index = hm.parameter_element(computation, instruction)
-        if index is not None:
-            return ("element", index)
-        if instruction.opcode == "parameter":
-            return ("parameter", int(instruction.literal))
-        return None
+    def _side(self, computation: hm.Computation, position: int, around: Any = None) -> _Side | None:
+        place = _behind(self._module, computation, position, around)
+        number = _constant(place)
+        if number is not None:
+            return "constant", number
+        # An element inside a fusion belongs to its operand, not to the loop's carry.
+        index = hm.parameter_element(*place[:2]) if place and not place[2] else None
+        return None if index is None else ("element", index)
 
-    def _value(self, side: _Side | None) -> int | None:
+    def _fixed(self, side: _Side | None) -> int | None:
         """Give a number that is the same in all iterations."""
         if side is None or side[0] == "constant":
             return side and side[1]
         # It may be in the carry; then the body must not change it.
-        position = self._returned(side)
-        if position is not None and self._side(self.body, position) == side:
-            return self._initial(side[1])
-        return None
+        position = self._returned(side[1])
+        unchanged = position is not None and self._side(self._body, position) == side
+        return self._start(side[1]) if unchanged else None
 
-    def _returned(self, side: _Side) -> int | None:
-        """Give the position of the body's instruction that returns an element, or None."""
-        root = self.body.instructions[self.body.root]
-        returns = side[0] == "element" and root.opcode == "tuple" and side[1] < len(root.operands)
-        return root.operands[side[1]] if returns else None
+    def _returned(self, index: int) -> int | None:
+        root = self._body.instructions[self._body.root]
+        inside = root.opcode == "tuple" and index < len(root.operands)
+        return root.operands[index] if inside else None
 
     def _step(self, counter: _Side) -> int | None:
         """Give the number that each iteration adds to the counter; None if that isn't clear."""
-        position = self._returned(counter)
+        position = self._returned(counter[1])
         if position is None:
             return None
-        operation = self._operation(self.body, position, ("add", "subtract"))
+        operation = self._operation(self._body, position, ("add", "subtract"))
         if operation is None:
             return None
         opcode, sides = operation[0].opcode, operation[2]
         if opcode == "add" and sides[1] == counter:
             sides.reverse()
-        number = self._value(sides[1]) if sides[0] == counter else None
+        number = self._fixed(sides[1]) if sides[0] == counter else None
         return -number if number is not None and opcode == "subtract" else number
 
 
-def _behind(computation: hm.Computation, position: int) -> hm.Instruction | None:
-    """Follow a number back through copies; None if its bits come to mean another number."""
-    instruction = computation.instructions[position]
-    while instruction.opcode in ("copy", "bitcast", "reshape") and instruction.operands:
-        before = computation.instructions[instruction.operands[0]]
-        if before.shape.element_type != instruction.shape.element_type:
-            return None
-        instruction = before
-    return instruction
+def _behind(
+    module: hm.Module, computation: hm.Computation, position: int, around: Any = None
+) -> _Place | None:
+    """Follow a number back through copies and fusions; None if its bits get another meaning."""
+    while True:
+        instruction = computation.instructions[position]
+        if instruction.opcode in ("copy", "bitcast", "reshape") and instruction.operands:
+            (position,) = instruction.operands[:1]
+            before = computation.instructions[position].shape
+            if before.element_type != instruction.shape.element_type:
+                return None
+        elif instruction.opcode == "fusion" and len(instruction.calls) == 1:
+            around = computation, instruction, around
+            computation = module.computations[instruction.calls[0]]
+            position = computation.root
+        elif instruction.opcode == "parameter" and around is not None:
+            computation, fusion, around = around
+            if int(instruction.literal) >= len(fusion.operands):
+                return None
+            position = fusion.operands[int(instruction.literal)]
+        else:
+            return computation, instruction, around
 
 
-def _follow(computation: hm.Computation, position: int, index: int) -> int | None:
-    """Give the constant at ``index`` of a tuple, or None."""
-    passed_on = ("copy", "optimization-barrier", "opt-barrier")
-    instruction = hm.behind(computation, position, passed_on)
-    if instruction.opcode != "tuple" or not 0 <= index < len(instruction.operands):
+def _constant(place: _Place | None) -> int | None:
+    if place is None or place[1].opcode != "constant" or place[1].shape.element_count != 1:
         return None
-    element = _behind(computation, instruction.operands[index])
-    return _constant(element) if element and element.opcode == "constant" else None
-
-
-def _constant(instruction: hm.Instruction) -> int | None:
-    if instruction.shape.element_count != 1:
-        return None
-    rows = exact.literal(instruction.literal, instruction.shape)
+    rows = exact.literal(place[1].literal, place[1].shape)
     return None if rows is None else int(rows.reshape(-1)[0])
 
 

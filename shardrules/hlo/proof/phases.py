@@ -9,12 +9,12 @@ majority of their bytes.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 from shardrules.hlo.reader import module as hm
 
@@ -57,133 +57,101 @@ def _majority(names: Iterable[_Weighed]) -> tuple[str, hm.Metadata]:
     return "mixed", first[phase]
 
 
-class _Places:
-    """Positions of instructions, each for a range of a flat array's elements."""
-
-    def __init__(self, ranges: list[tuple[int, int, int]]):
-        self._ranges = sorted(ranges)
-        # The furthest end so far: an earlier range may reach into a later one.
-        self._reach = [*itertools.accumulate((end for _, end, _ in self._ranges), max)]
-
-    def overlapping(self, first: int, end: int) -> list[int]:
-        """List the positions of the ranges that share elements with this one."""
-        at = bisect.bisect_left(self._ranges, (end,)) - 1
-        positions = []
-        while at >= 0 and self._reach[at] > first:
-            if self._ranges[at][1] > first:
-                positions.append(self._ranges[at][2])
-            at -= 1
-        return positions[::-1]
-
-
 class PartNames:
-    """The phases and names of a module's collectives, and of the parts of combined ones."""
+    """The phases and names of a computation's collectives, and of the parts of combined ones."""
 
-    def __init__(self, module: hm.Module):
+    def __init__(self, module: hm.Module, computation: hm.Computation):
         self._module = module
+        self._computation = computation
+        self._instructions = computation.instructions
         self._named = "op_name" in module.text
-        self._users: dict[str, hm.Users] = {}
-        # By a collective's place: it and its -done, and the takers of ranges of its flat array.
-        self._ends: dict[tuple[str, int], list[int]] = {}
-        self._cuts: dict[tuple[str, int], _Places] = {}
-        self._parts: dict[tuple[str, int], _Places] = {}  # by an operand's place: its parts
+        # By a collective's position, it and its -done, and the takers of ranges of its flat array;
+        # by an operand's, what was packed into it.
+        self._ends: dict[int, list[int]] = {}
+        self._cuts: dict[int, _Ranges] = {}
+        self._packed: dict[int, _Ranges] = {}
 
-    def whole(self, computation: hm.Computation, position: int) -> tuple[str, hm.Metadata]:
+    @functools.cached_property
+    def _users(self) -> hm.Users:
+        return self._computation.users()
+
+    def whole(self, position: int) -> tuple[str, hm.Metadata]:
         """Return the phase and the metadata of a collective that is not combined."""
-        metadata = self._module.metadata(computation.instructions[position])
+        metadata = self._module.metadata(self._instructions[position])
         if metadata.op_name:
             return phase_of(metadata.op_name), metadata
-        made_of = computation.instructions[position].operands
-        return self._around(computation, made_of, [position])
+        return self._around(self._instructions[position].operands, [position])
 
     def part(
-        self,
-        computation: hm.Computation,
-        position: int,
-        operand: int,
-        elements: tuple[int, int] | None = None,
+        self, position: int, operand: int, elements: tuple[int, int] | None = None
     ) -> tuple[str, hm.Metadata]:
         """Return the phase and the metadata of one part; op_name is empty if it has none."""
-        takers = self._takers(computation, position, operand, elements)
-        names = self._own(computation, takers)
+        takers = self._takers(position, operand, elements)
+        names = self._own(takers)
         if names:
             return _majority(names)
-        made_of = [computation.instructions[position].operands[operand]]
+        whole, made_of = self._instructions[position].operands[operand], None
         if elements is not None:
-            made_of = self._packed(computation, made_of[0], elements)
-        return self._around(computation, made_of, takers)
+            if whole not in self._packed:
+                self._packed[whole] = _ranges(self._concatenated(whole))
+            made_of = _overlapping(self._packed[whole], *elements)
+        return self._around(made_of or [whole], takers)
 
-    def _around(
-        self, computation: hm.Computation, made_of: Sequence[int], takers: Sequence[int]
-    ) -> tuple[str, hm.Metadata]:
+    def _around(self, made_of: Sequence[int], takers: Sequence[int]) -> tuple[str, hm.Metadata]:
         """Return phase and source of the nearest named instructions, operands before users."""
         if not self._named:
             return "unknown", hm.Metadata()
-        instructions, users = computation.instructions, self._users_in(computation)
-        names = self._nearest(
-            computation, made_of, lambda position: instructions[position].operands
-        )
+        names = self._nearest(made_of, lambda place: self._instructions[place].operands)
         if not names:
-            after = [user for taker in takers for user in users[taker]]
-            names = self._nearest(computation, after, users.__getitem__)
-        if not names:
-            return "unknown", hm.Metadata()
-        phase, metadata = _majority(names)
+            after = [user for taker in takers for user in self._users[taker]]
+            names = self._nearest(after, self._users.__getitem__)
+        phase, metadata = _majority(names) if names else ("unknown", hm.Metadata())
         return phase, metadata._replace(op_name="")
 
-    def _nearest(
-        self, computation: hm.Computation, start: Sequence[int], on: Callable[[int], Sequence[int]]
-    ) -> list[_Weighed]:
+    def _nearest(self, start: Sequence[int], on: Callable[[int], Sequence[int]]) -> list[_Weighed]:
         """List the first name on each path from some instructions."""
         names, queue = [], collections.deque(start)
         seen = set(start)
         while queue and len(seen) < _NEAR:
             position = queue.popleft()
-            instruction = computation.instructions[position]
+            instruction = self._instructions[position]
             metadata = self._module.metadata(instruction)
             # A parameter's name is that of the argument, which says nothing of the phase.
             if metadata.op_name and instruction.opcode != "parameter":
                 names.append((metadata, instruction.shape.bytes))
                 continue
-            for following in on(position):
-                if following not in seen:
-                    seen.add(following)
-                    queue.append(following)
+            fresh = [p for p in dict.fromkeys(on(position)) if p not in seen]
+            seen.update(fresh)
+            queue.extend(fresh)
         return names
 
-    def _users_in(self, computation: hm.Computation) -> hm.Users:
-        if computation.name not in self._users:
-            self._users[computation.name] = computation.users()
-        return self._users[computation.name]
-
-    def _takers(self, computation, position, operand, elements) -> list[int]:
+    def _takers(self, position: int, operand: int, elements) -> list[int]:
         """List the instructions that extract a part from the result."""
-        users, instructions = self._users_in(computation), computation.instructions
-        where = (computation.name, position)
-        if where not in self._ends:
-            ends = self._ends[where] = [position]
+        instructions, users = self._instructions, self._users
+        if position not in self._ends:
+            ends = self._ends[position] = [position]
             for end in ends:  # it grows
                 ends += [u for u in users[end] if instructions[u].opcode.endswith("-done")]
+        ends = self._ends[position]
         if elements is None:
-            takers = [t for end in self._ends[where] for t in users.taking(end, operand)]
+            takers = [t for end in ends for t in users.taking(end, operand)]
             return [t for t in takers if instructions[t].opcode == "get-tuple-element"]
-        if where not in self._cuts:
-            takers = [t for end in self._ends[where] for t in users[end]]
-            cuts = [(taker, self._slice(instructions[taker])) for taker in takers]
-            self._cuts[where] = _Places([(*cut, taker) for taker, cut in cuts if cut is not None])
-        return self._cuts[where].overlapping(*elements)
+        if position not in self._cuts:
+            cuts = [(self._slice(instructions[t]), t) for end in ends for t in users[end]]
+            self._cuts[position] = _ranges([(*cut, taker) for cut, taker in cuts if cut])
+        return _overlapping(self._cuts[position], *elements)
 
-    def _own(self, computation: hm.Computation, takers: Sequence[int]) -> list[_Weighed]:
-        names, users = [], self._users_in(computation)
+    def _own(self, takers: Sequence[int]) -> list[_Weighed]:
+        names = []
         for position in takers:
             for _ in range(16):
-                instruction = computation.instructions[position]
+                instruction = self._instructions[position]
                 metadata = self._module.metadata(instruction)
                 if metadata.op_name:
                     names.append((metadata, instruction.shape.bytes))
                     break
-                following = users[position]
-                if len(following) != 1 or not self._is_form(computation.instructions[following[0]]):
+                following = self._users[position]
+                if len(following) != 1 or not self._is_form(self._instructions[following[0]]):
                     break
                 (position,) = following
         return names
@@ -191,24 +159,12 @@ class PartNames:
     def _is_form(self, instruction: hm.Instruction) -> bool:
         if instruction.opcode != "fusion":
             return instruction.opcode in _SAME
-        inside = [
-            i for name in instruction.calls for i in self._module.computations[name].instructions
-        ]
-        return all(i.opcode in _FORMS for i in inside)
+        inside = [self._module.computations[name].instructions for name in instruction.calls]
+        return all(i.opcode in _FORMS for instructions in inside for i in instructions)
 
-    def _packed(
-        self, computation: hm.Computation, position: int, elements: tuple[int, int]
-    ) -> list[int]:
-        where = (computation.name, position)
-        if where not in self._parts:
-            self._parts[where] = _Places(self._concatenated(computation, position))
-        return self._parts[where].overlapping(*elements) or [position]
-
-    def _concatenated(
-        self, computation: hm.Computation, position: int
-    ) -> list[tuple[int, int, int]]:
-        outer = inner = computation.instructions[position]
-        within = computation
+    def _concatenated(self, position: int) -> list[tuple[int, int, int]]:
+        outer = inner = self._instructions[position]
+        within = self._computation
         if outer.opcode == "fusion" and len(outer.calls) == 1:
             within = self._module.computations[outer.calls[0]]
             inner = within.instructions[within.root]
@@ -217,7 +173,7 @@ class PartNames:
         ranges, start = [], 0
         for operand in inner.operands:
             part = within.instructions[operand]
-            if within is not computation:
+            if within is not self._computation:
                 if part.opcode != "parameter" or int(part.literal) >= len(outer.operands):
                     return []
                 operand = outer.operands[int(part.literal)]
@@ -226,18 +182,26 @@ class PartNames:
         return ranges
 
     def _slice(self, instruction: hm.Instruction) -> tuple[int, int] | None:
-        if (
-            instruction.opcode == "fusion"
-            and len(instruction.operands) == len(instruction.calls) == 1
+        if instruction.opcode == "fusion" and len(instruction.operands) == 1 == len(
+            instruction.calls
         ):
             inner = self._module.computations[instruction.calls[0]]
             instruction = hm.behind(inner, inner.root, ("bitcast", "reshape", "copy"))
-            if (
-                instruction.opcode != "slice"
-                or inner.instructions[instruction.operands[0]].opcode != "parameter"
-            ):
+            if "parameter" not in [inner.instructions[o].opcode for o in instruction.operands]:
                 return None
-        if instruction.opcode != "slice":
-            return None
-        match = _SLICE.fullmatch((instruction.attribute("slice") or "").replace(" ", ""))
+        text = instruction.attribute("slice") if instruction.opcode == "slice" else None
+        match = _SLICE.fullmatch((text or "").replace(" ", ""))
         return (int(match[1]), int(match[2])) if match else None
+
+
+# A row for each range of a flat array's elements: start, end, and an instruction's position.
+_Ranges = np.ndarray
+
+
+def _ranges(rows: list[tuple[int, int, int]]) -> _Ranges:
+    return np.array(sorted(rows), np.int64).reshape(-1, 3)
+
+
+def _overlapping(ranges: _Ranges, start: int, end: int) -> list[int]:
+    """List the positions of the ranges that share elements with this one."""
+    return ranges[(ranges[:, 0] < end) & (ranges[:, 1] > start), 2].tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import sys
@@ -118,7 +119,7 @@ class _Judge:
         self.mesh = mesh
         self.scatters = scatters.find(proof)
         self.runs = loops.executions(module)
-        self.names = phases.PartNames(module)
+        self.names = functools.cache(lambda c: phases.PartNames(module, module.computations[c]))
         self.channels: dict[str, hc.Channel] = {}
         # By id(groups) and a relation; the proof keeps the groups alive.
         self._widths: dict[tuple[int, int], int | None] = {}
@@ -175,43 +176,41 @@ class _Judge:
         if scatter is not None:
             channel = scatter.channel
             computation, position = scatter.computation, scatter.position
-        kind = channel.kind
         self.channels[instruction.name] = channel
-        in_place = hc.updates_in_place(instruction, kind)
-        if in_place or kind == "ragged-all-to-all" or instruction.opcode not in hc.OPCODES:
+        in_place = hc.updates_in_place(instruction, channel.kind)
+        # In a permute in place, the start of the moved slice may differ as well as its data.
+        together = in_place or channel.kind == "ragged-all-to-all"
+        if together or instruction.opcode not in hc.OPCODES:
             shapes = shapes[:1]  # the rest are the target, offsets, sizes or a token
         operands = record.operands
-        # In a permute in place, the start of the moved slice may differ as well as its data.
-        together = in_place or kind == "ragged-all-to-all"
-        if together or kind == "all-to-all" and len(operands) > 1:
-            merged = self.proof.values.collapse(tuple(operands))
-            operands, together = [merged] * len(shapes), True
-        combined = len(instruction.operands) > 1 and not together
-        base = self._collective(computation, position, channel)
+        if together or channel.kind == "all-to-all" and len(operands) > 1:
+            operands, together = [self.proof.values.collapse(tuple(operands))] * len(shapes), True
+        base = self._fields(computation, position, channel)
         verdicts = []
         for number, (value, shape) in enumerate(zip(operands, shapes)):
-            piece = self._piece(computation, instruction, number, value, channel)
             judged = channel
+            how: dict[str, Any] = {}
+            piece = self._piece(computation, instruction, number, value, channel)
             if piece is not None and reached:
-                value, shape, along = piece.state, piece.shape, str(piece.dimension)
-                judged = dataclasses.replace(
-                    channel, kind="all-gather", reduction="", dimension=along, ordered=True
-                )
+                value, shape = piece.state, piece.shape
+                how = {"kind": "all-gather", "reduction": "", "dimension": str(piece.dimension)}
+                judged = dataclasses.replace(channel, ordered=True, **how)
             leaves = shape.leaves()
             moved = hc.slice_bytes(instruction, shape) if in_place else shape.bytes
-            own = (number, moved, leaves[0].element_type if leaves else "token")
-            whole = self._part(base, own, position if combined else None)
-            if judged is not channel:
-                whole = dataclasses.replace(
-                    whole, kind=judged.kind, reduction="", dimension=judged.dimension
-                )
+            kind = leaves[0].element_type if leaves else "token"
+            fields = base | {"operand": number, "operand_bytes": moved, "element_type": kind} | how
+            if len(instruction.operands) > 1 and not together:
+                fields |= self._named(fields, position)
             start, cuts = 0, self._cuts(value, judged, shape)
             for stop, state in cuts:
-                named, part = whole, None
+                named, part = fields, None
                 if len(cuts) > 1:
                     part = Range(start, stop, ((stop - start) * shape.bits + 7) // 8)
-                    named = self._part(whole, own, position, (start, stop))
-                verdicts.append(self._verdict(named, judged, state, record.guard, part, reached))
+                    named = fields | self._named(fields, position, (start, stop))
+                collective = Collective(**named)
+                verdicts.append(
+                    self._verdict(collective, judged, state, record.guard, part, reached)
+                )
                 start = stop
         return verdicts
 
@@ -258,9 +257,10 @@ class _Judge:
         operands = [state] * len(instruction.operands)
         return Record(operands, record.guard, record.channel), False
 
-    def _collective(self, computation, position: int, channel: hc.Channel) -> Collective:
+    def _fields(self, computation, position: int, channel: hc.Channel) -> dict[str, Any]:
+        """Give the fields of a Collective that are the same for all operands."""
         instruction = computation.instructions[position]
-        phase, metadata = self.names.whole(computation, position)
+        phase, metadata = self.names(computation.name).whole(position)
         run = self.runs.get(computation.name, loops.Run(0, None))
         groups = channel.groups
         mesh = self.mesh or hd.mesh_of(channel.mesh, self.relations)
@@ -271,52 +271,33 @@ class _Judge:
             places = zip(*(np.unravel_index(ends, sizes) for ends in groups.ends))
             moved = zip(self.mesh.names, places)
             axes = tuple(name for name, (a, b) in moved if (a != b).any())
-        return Collective(
-            kind=channel.kind,
-            opcode=instruction.opcode,
-            name=instruction.name,
-            computation=computation.name,
-            operand=0,
-            axes=axes,
-            connections=groups,
-            reduction=channel.reduction,
-            operand_bytes=0,
-            element_type="",
-            phase=phase,
-            loop_depth=run.depth,
-            trip_count=run.count,
-            op_name=metadata.op_name,
-            frames=metadata.frames,
-            at_most=run.at_most,
-            each=run.each,
-            dimension=channel.dimension,
-            in_place=hc.updates_in_place(instruction, channel.kind),
-        )
+        return {
+            "kind": channel.kind,
+            "opcode": instruction.opcode,
+            "name": instruction.name,
+            "computation": computation.name,
+            "axes": axes,
+            "connections": groups,
+            "reduction": channel.reduction,
+            "phase": phase,
+            "loop_depth": run.depth,
+            "trip_count": run.count,
+            "op_name": metadata.op_name,
+            "frames": metadata.frames,
+            "at_most": run.at_most,
+            "each": run.each,
+            "dimension": channel.dimension,
+            "in_place": hc.updates_in_place(instruction, channel.kind),
+        }
 
-    def _part(
-        self,
-        base: Collective,
-        own: tuple[int, int, str],
-        position: int | None,
-        elements: tuple[int, int] | None = None,
-    ) -> Collective:
-        """Copy a collective for one of its operands, or for a range of one."""
-        part = object.__new__(Collective)  # dataclasses.replace takes ten times as long
-        fields = part.__dict__
-        fields.update(base.__dict__)
-        fields["operand"], fields["operand_bytes"], fields["element_type"] = own
-        if position is None:
-            return part
-        computation = self.module.computations[base.computation]
-        phase, metadata = self.names.part(computation, position, own[0], elements)
+    def _named(self, fields, position: int, elements: tuple[int, int] | None = None):
+        """Give the phase and the source of one operand, or of a range of it."""
+        names = self.names(fields["computation"])
+        phase, metadata = names.part(position, fields["operand"], elements)
+        own = {"phase": phase, "frames": metadata.frames or fields["frames"]}
         if metadata.op_name:
-            fields["op_name"], fields["frames"] = metadata.op_name, metadata.frames or base.frames
-        elif elements is not None and base.op_name:  # it is not combined
-            return part
-        elif metadata.frames:
-            fields["frames"] = metadata.frames
-        fields["phase"] = phase
-        return part
+            return own | {"op_name": metadata.op_name}
+        return {} if elements is not None and fields["op_name"] else own  # {}: it isn't combined
 
     def _verdict(
         self, collective, channel, number: int, guard: int, part: Range | None, reached: bool

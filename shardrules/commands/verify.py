@@ -101,13 +101,13 @@ def _of_profile(
     """Judge the programs of a profile."""
     from shardrules.watching.profiles import profile
 
-    registry, notes = rules.Rules(arguments), list[str]()
+    registry = rules.Rules(arguments)
     if arguments.outputs is not None:
         raise ShardrulesError(
             "--outputs is about the outputs of a FILE; with --profile, name that FILE too"
         )
-    judge = profile.judging(reading.mesh_of(arguments.mesh), registry, notes)
-    measured = profile.read(arguments.profile, judge, notes=notes, allow=allow, **options)
+    mesh = reading.mesh_of(arguments.mesh)
+    measured = profile.read(arguments.profile, mesh=mesh, registry=registry, allow=allow, **options)
     for line in registry.unused([program.content.judgement for program in measured.programs]):
         flags.say(line)
     if not measured.programs:

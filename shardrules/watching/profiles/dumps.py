@@ -21,17 +21,14 @@ def body(text: str) -> str:
 
 
 class Dumps:
-    """The modules that files hold, with XLA's number of each; ``where`` the files are."""
+    """The modules that files hold, with XLA's number of each."""
 
     def __init__(self, modules: Iterable[tuple[int | None, hlo.Module]], where: str):
         self.where = where
-        self._modules: dict[str, list[tuple[int | None, hlo.Module]]] = {}
-        for number, module in modules:
-            self._modules.setdefault(module.name, []).append((number, module))
+        self._modules = list(modules)
 
     @classmethod
     def of_folder(cls, folder: pathlib.Path) -> Dumps:
-        """Read a folder of ``--xla_dump_to`` or ``run --keep``."""
         from shardrules import program
 
         if not folder.is_dir():
@@ -53,16 +50,16 @@ class Dumps:
             modules.append((int(match[1]) if match else None, module))
         return cls(modules, str(folder))
 
-    def text(self, name: str, ids: Iterable[int], operations: Iterable[str]) -> str | None:
+    def text(self, name: str, number: int, operations: Iterable[str]) -> str | None:
         """Return the text of the one program that has this name and all operations that ran."""
         ran = set(operations)
         fitting = [
-            (number, module.text)
-            for number, module in self._modules.get(name, ())
-            if ran <= {i.name for c in module.computations.values() for i in c.instructions}
+            (of_file, module.text)
+            for of_file, module in self._modules
+            if module.name == name
+            and ran <= {i.name for c in module.computations.values() for i in c.instructions}
         ]
-        # Of several, the one whose number is an id that the profile gives the program.
-        numbered = [text for number, text in fitting if number in set(ids)]
+        numbered = [text for of_file, text in fitting if of_file == number]
         texts = numbered or [text for _, text in fitting]
         if len({body(text) for text in texts}) > 1:
             raise ProfileError(

@@ -12,16 +12,17 @@ xla/tsl/profiler/utils/xplane_schema.cc):
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardrules.watching.profiles import wire
-from shardrules.watching.profiles.planes import Batch, Line, Plane
 
 UNKNOWN_RUN = np.iinfo(np.int64).min
+_HOST = "/host:CPU"
 _DEVICE = re.compile(r"/device:(TPU|GPU):\d+")
 _OPERATION = re.compile(r"%?([^\s=]+)(?: = |$)")  # %all-reduce.1 = f32[8] all-reduce(...
 _STEP = "step_num"  # of jax.profiler.StepTraceAnnotation
@@ -44,13 +45,7 @@ class Timeline:
         self.parts: list[Ran] = []
         self.windows: dict[int, tuple[float, float]] = {}
 
-    def merge(self, other: Timeline) -> None:
-        """Add those of the same program compiled a second time."""
-        self.parts += other.parts
-        self.windows |= other.windows
-
     def ran(self) -> Ran:
-        """Return all executions."""
         if len(self.parts) > 1:
             self.parts = [Ran(*map(np.concatenate, zip(*self.parts)))]
         return self.parts[0]
@@ -81,26 +76,26 @@ class Events:
 
     def __init__(self) -> None:
         self._origin: int | None = None
-        self._by_id: dict[int, wire.Program] = {}
-        self._by_name: dict[str, wire.Program] = {}
-        self._others: dict[tuple[str, int], wire.Program] = {}
+        self._programs: list[wire.Program] = []  # of the host that is read
         self.timelines: dict[tuple[str, wire.Program], Timeline] = {}
         self.numbers: dict[str, int] = {}
         self.markers: dict[str, list[tuple[float, float]]] = {}
         self.planes: dict[str, int] = {}
 
-    def read(self, data: memoryview, host: str, programs: Sequence[wire.Program] = ()) -> None:
-        """Add the events of one host's serialized XSpace; ids of its programs are its own."""
-        self._by_id = {_signed(number): p for p in programs for number in p.ids}
-        names = [p.name for p in programs]
-        self._by_name = {p.name: p for p in programs if names.count(p.name) == 1}
-        self._others = {}
-        for place in wire.planes(data):
-            plane = Plane(data, place)
+    def read(self, data: memoryview, host: str) -> None:
+        """Add the events of one host's serialized XSpace."""
+        planes = wire.planes(data)
+        self._programs = [
+            program
+            for plane in planes
+            if plane.name == wire.PROGRAMS
+            for program in plane.programs()
+        ]
+        for plane in planes:
             device = _DEVICE.fullmatch(plane.name)
             if device and device[1] == "TPU":
                 count = self._tpu(plane, host)
-            elif device or plane.name == "/host:CPU":
+            elif device or plane.name == _HOST:
                 count = sum(
                     self._by_stats(plane, batch, host)
                     for line in plane.lines()
@@ -122,44 +117,48 @@ class Events:
             for number in np.unique(timeline.ran().operation).tolist()
         }
 
-    def _by_stats(self, plane: Plane, batch: Batch, host: str) -> int:
+    def merge(self, into: dict[wire.Program, wire.Program]) -> None:
+        """Count what ran of one program as another one's."""
+        for (device, program), timeline in list(self.timelines.items()):
+            if (other := into.get(program, program)) is not program:
+                del self.timelines[device, program]
+                merged = self.timelines.setdefault((device, other), Timeline())
+                merged.parts += timeline.parts
+                merged.windows |= timeline.windows
+
+    def _by_stats(self, plane: wire.Plane, batch: wire.Batch, host: str) -> int:
         nothing = np.zeros(len(batch.name), bool), np.zeros(len(batch.name), np.int64)
         op, module, number, run, ordinal, step = (batch.stats.get(name, nothing) for name in _STATS)
-        of_host = plane.name == "/host:CPU"
+        of_host = plane.name == _HOST
         if of_host:
             marks = np.flatnonzero(step[0] & ~op[0])
-            self.markers.setdefault(host, []).extend(
-                zip(batch.start[marks].tolist(), batch.end[marks].tolist())
-            )
+            self.markers.setdefault(host, []).extend(_times(batch, marks))
         where = np.flatnonzero(op[0])
         runs = np.where(run[0], run[1], UNKNOWN_RUN)
         keys = np.stack([module[1], number[1], ordinal[1]], 1)[where]
         for key in np.unique(keys, axis=0):
             rows = where[(keys == key).all(1)]
-            name = plane.texts.get(int(key[0]), "")
             device = f"CPU {key[2]}" if of_host else plane.name
-            timeline = self._timeline(f"{host} {device}", name, int(key[1]))
+            program = self._program(plane.texts.get(int(key[0]), ""), int(key[1]))
             codes = self._codes(op[1][rows], plane.texts)
+            timeline = self._timeline(f"{host} {device}", program)
             timeline.parts.append(Ran(codes, batch.start[rows], batch.end[rows], runs[rows]))
         return len(where)
 
-    def _tpu(self, plane: Plane, host: str) -> int:
+    def _tpu(self, plane: wire.Plane, host: str) -> int:
         lines = {line.name: line for line in plane.lines()}
-        runs: list[tuple[float, float, str]] = []
-        for batch in self._batches(lines.get("XLA Modules")):
-            titles = (plane.events.get(n, "") for n in batch.name.tolist())
-            runs += zip(batch.start.tolist(), batch.end.tolist(), titles)
-        runs.sort()
+        runs = sorted(
+            (*times, plane.events.get(number, ""))
+            for batch in self._batches(lines.get("XLA Modules"))
+            for times, number in zip(_times(batch), batch.name.tolist())
+        )
         starts = np.array([start for start, _, _ in runs])
+        matches = {event: _OPERATION.match(name) for event, name in plane.events.items()}
+        names = {event: match[1] for event, match in matches.items() if match}
         count, seen = 0, np.array([], np.int64)
         for line_name in ("XLA Ops", "Async XLA Ops"):
             of_line = [seen]
             for batch in self._batches(lines.get(line_name)):
-                names = {}
-                for event in np.unique(batch.name).tolist():
-                    match = _OPERATION.match(plane.events.get(event, ""))
-                    if match:
-                        names[event] = match[1]
                 codes = self._codes(batch.name, names)
                 at = np.searchsorted(starts, batch.start, side="right") - 1
                 # The second line tells again of what the first one holds.
@@ -168,33 +167,36 @@ class Events:
                 count += int(kept.sum())
                 for run in np.unique(at[kept]).tolist():
                     rows = np.flatnonzero(kept & (at == run))
-                    start, end, name = runs[run]
-                    match = wire.PROGRAM_NAME.fullmatch(name)
-                    name, number = (match[1], int(match[2])) if match else (name, 0)
-                    timeline = self._timeline(f"{host} {plane.name}", name, _signed(number))
+                    start, end, title = runs[run]
+                    program = self._program(*wire.read_title(title))
+                    timeline = self._timeline(f"{host} {plane.name}", program)
                     timeline.windows[run] = start, end
-                    part = Ran(codes[rows], batch.start[rows], batch.end[rows], at[rows])
-                    timeline.parts.append(part)
+                    timeline.parts.append(
+                        Ran(codes[rows], batch.start[rows], batch.end[rows], at[rows])
+                    )
             seen = np.concatenate(of_line)
         if "Steps" in lines and host not in self.markers:
-            self.markers[host] = [
-                mark
-                for batch in self._batches(lines["Steps"])
-                for mark in zip(batch.start.tolist(), batch.end.tolist())
-            ]
+            marks = map(_times, self._batches(lines["Steps"]))
+            self.markers[host] = list(itertools.chain.from_iterable(marks))
         return count
 
-    def _batches(self, line: Line | None, stats: Sequence[str] = ()) -> Iterator[Batch]:
+    def _batches(self, line: wire.Line | None, stats: Sequence[str] = ()) -> Iterator[wire.Batch]:
         """Yield a line's events, with times after the first line's start."""
         if line is not None:
             if self._origin is None:
                 self._origin = line.start_ns
             yield from line.batches(self._origin, stats)
 
-    def _timeline(self, device: str, name: str, number: int) -> Timeline:
-        program = self._by_id.get(number) or self._by_name.get(name)
-        if program is None or program.name != name:
-            program = self._others.setdefault((name, number), wire.Program(name, [number], b""))
+    def _program(self, name: str, number: int) -> wire.Program:
+        """Return the host's program of a name and an id, else its only one of that name."""
+        named = [program for program in self._programs if program.name == name]
+        fitting = [p for p in named if number == p.number][-1:] or [p for p in named if p.proto]
+        if len(fitting) != 1:
+            fitting = [wire.Program(name, number, b"")]
+            self._programs += fitting
+        return fitting[0]
+
+    def _timeline(self, device: str, program: wire.Program) -> Timeline:
         return self.timelines.setdefault((device, program), Timeline())
 
     def _codes(self, column: np.ndarray, names: dict[int, str]) -> np.ndarray:
@@ -207,6 +209,6 @@ class Events:
         return np.array(codes, np.int64)[positions]
 
 
-def _signed(number: int) -> int:
-    """Return the 64 bits of an unsigned number as a signed one, as columns hold them."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+def _times(batch: wire.Batch, rows: Any = slice(None)) -> list[tuple[float, float]]:
+    """Return start and end of some events, of all by default."""
+    return list(zip(batch.start[rows].tolist(), batch.end[rows].tolist()))

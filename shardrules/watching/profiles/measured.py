@@ -3,23 +3,130 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import itertools
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardrules import hlo
-from shardrules.costs.timings import Timing
+from shardrules.costs.timings import Timing, Timings
 from shardrules.hlo.proof.collectives import KINDS
-from shardrules.watching.profiles.events import UNKNOWN_RUN, Timeline
+from shardrules.watching.profiles.events import UNKNOWN_RUN, Events, Timeline
+from shardrules.watching.profiles.wire import Program
 
 # These run other operations, which have events of their own.
 _CONTAINERS = ("while", "conditional", "call")
 _INSIDE = ("fusion", "async-start", "call")  # an event of theirs is that of what they call
-_STEM = re.compile(r"[a-z-]+")
+_BUSY = 2000  # intervals that are drawn; shorter gaps are closed first
+
+
+class Times:
+    """When the programs of a profile ran, and what their collectives took in a step.
+
+    Attributes:
+      marked: whether the script marked its steps; else they are the runs of the longest program.
+      markers: when each step began and ended, by device.
+      step_seconds: the median step of the slowest device.
+    """
+
+    def __init__(self, seen: Events, judged: Mapping[Program, hlo.Judgement]):
+        self._seen = seen
+        self._sites = {program: sites(judgement) for program, judgement in judged.items()}
+        hosts = {device: device.partition(" ")[0] for device, _ in seen.timelines}
+        self.marked = all(seen.markers.get(host) for host in hosts.values())
+        self.markers = {
+            device: sorted(seen.markers[host]) if self.marked else self._longest_runs(device)
+            for device, host in hosts.items()
+        }
+        self.step_seconds = max(map(_step_seconds, self.markers.values()))
+        self._covered = self._cover(judged)
+
+    def _longest_runs(self, device: str) -> list[tuple[float, float]]:
+        runs = [
+            list(timeline.spans().values())
+            for (other, _), timeline in self._seen.timelines.items()
+            if other == device
+        ]
+        return max(runs, key=lambda spans: sum(end - start for start, end in spans))
+
+    def _cover(self, judged: Mapping[Program, hlo.Judgement]) -> dict[str, Covered]:
+        """Return by device when anything ran that hides collectives."""
+        numbers, parts = self._seen.numbers, collections.defaultdict(list)
+        for (device, program), timeline in self._seen.timelines.items():
+            if program in judged:
+                idle = _covering_nothing(judged[program].module, self._sites[program])
+            else:
+                idle = set(filter(_covers_nothing, numbers))
+            ran = timeline.ran()
+            busy = ~np.isin(ran.operation, [numbers[name] for name in idle if name in numbers])
+            parts[device].append((ran.start[busy], ran.end[busy]))
+        return {
+            device: Covered(*map(np.concatenate, zip(*pairs))) for device, pairs in parts.items()
+        }
+
+    def taken(self, program: Program, verdicts: Sequence[hlo.Verdict]) -> Timings:
+        """Return what each of a program's verdicts took, and one step of its slowest device."""
+        names = [verdict.collective.name for verdict in verdicts]
+        timelines = {d: line for (d, p), line in self._seen.timelines.items() if p is program}
+        ran = {
+            device: executions(
+                timeline,
+                self._seen.numbers,
+                [start for start, _ in self.markers[device]],
+                self._sites[program],
+            )
+            for device, timeline in timelines.items()
+        }
+        step_counts = {device: len(marks) for device, marks in self.markers.items()}
+        took = measure(ran, step_counts, self._covered)
+        whole: collections.Counter[str] = collections.Counter()
+        for name, verdict in zip(names, verdicts):
+            whole[name] += verdict.bytes
+        each = tuple(
+            timing and timing.part(verdict.bytes / whole[name] if whole[name] else 1.0)
+            for name, verdict in zip(names, verdicts)
+            for timing in [took.get(name)]
+        )
+        if not took:
+            return Timings(self.step_seconds, each)
+        exposed: collections.Counter[str] = collections.Counter()
+        for timing in took.values():
+            exposed[timing.device] += timing.exposed_seconds  # type: ignore[assignment]
+        device = max(exposed, key=lambda name: exposed[name])
+        numbers = {name: names.index(name) for name in names}
+        shown, busy = self._drawn(device, numbers, ran[device], timelines[device].spans())
+        return Timings(self.step_seconds, each, device, shown, busy)
+
+    def _drawn(
+        self,
+        device: str,
+        numbers: Mapping[str, int],
+        ran: Mapping[str, Executions],
+        spans: Mapping[int, tuple[float, float]],
+    ) -> tuple[tuple[tuple[int, float, float], ...], tuple[tuple[float, float], ...]]:
+        """Return what ran in a device's step of median length, and when it ran anything else."""
+        start, end, steps = map(np.concatenate, zip(*ran.values()))
+        seen_steps, at = np.unique(steps, return_inverse=True)
+        order = np.argsort(np.bincount(at, end - start), kind="stable")
+        middle = seen_steps[order[len(seen_steps) // 2]]
+        shown = sorted(
+            (start, end, numbers[name])
+            for name, (starts, ends, steps) in ran.items()
+            for start, end in zip(starts[steps == middle].tolist(), ends[steps == middle].tolist())
+        )
+        # Devices lag behind the host, whose markers say how long a step is and not where it begins:
+        # draw from the start of the program's runs to their end, where the runs are known.
+        begin, last = shown[0][0], max(end for _, end, _ in shown)
+        if UNKNOWN_RUN not in spans:
+            around = [(a, b) for a, b in spans.values() if a < last and b > begin]
+            begin = min([begin, *(a for a, _ in around)])
+            last = max([last, *(b for _, b in around)])
+        in_seconds = tuple((n, (a - begin) / 1e9, (b - begin) / 1e9) for a, b, n in shown)
+        return in_seconds, self._covered[device].drawn(begin, last, _BUSY)
 
 
 class Site(NamedTuple):
@@ -29,11 +136,11 @@ class Site(NamedTuple):
     done: str | None  # waits for its end
 
 
-def sites(module: hlo.Module, collectives: Iterable[hlo.Collective]) -> dict[str, Site]:
+def sites(judgement: hlo.Judgement) -> dict[str, Site]:
     """Return, by a collective's name, the operations that a profile has events of."""
     callers: dict[str, Any] = {}
     users: dict[str, str] = {}
-    for computation in module.computations.values():
+    for computation in judgement.module.computations.values():
         for position in computation.calling:
             caller = computation.instructions[position]
             if caller.opcode in _INSIDE:
@@ -43,7 +150,7 @@ def sites(module: hlo.Module, collectives: Iterable[hlo.Collective]) -> dict[str
                 started = computation.instructions[instruction.operands[0]].name
                 users[started] = instruction.name
     result = {}
-    for collective in collectives:
+    for collective in (verdict.collective for verdict in judgement.verdicts):
         name, inside = collective.name, collective.computation
         while inside in callers:
             caller, around = callers[inside]
@@ -52,7 +159,7 @@ def sites(module: hlo.Module, collectives: Iterable[hlo.Collective]) -> dict[str
     return result
 
 
-def covering_nothing(module: hlo.Module, of: Mapping[str, Site]) -> set[str]:
+def _covering_nothing(module: hlo.Module, of: Mapping[str, Site]) -> set[str]:
     """Return the operations that hide no collective: loops and branches, starts and ends."""
     names = {
         instruction.name
@@ -63,10 +170,9 @@ def covering_nothing(module: hlo.Module, of: Mapping[str, Site]) -> set[str]:
     return names | {site.first for site in of.values()}
 
 
-def covers_nothing(operation: str) -> bool:
+def _covers_nothing(operation: str) -> bool:
     """Tell by its name alone whether an operation hides no collective."""
-    match = _STEM.match(operation)
-    stem = match[0] if match else ""
+    stem = re.split(r"[^a-z-]", operation, maxsplit=1)[0]
     return stem in (*_CONTAINERS, *KINDS) or stem.endswith(("-start", "-done"))
 
 
@@ -78,7 +184,7 @@ def steps_of(starts: Sequence[float], markers: Sequence[float]) -> list[int]:
     return [max(bisect.bisect_right(markers, start) - 1, 0) for start in starts]
 
 
-def step_seconds(markers: Sequence[tuple[float, float]]) -> float:
+def _step_seconds(markers: Sequence[tuple[float, float]]) -> float:
     """Return the median time from a step's start to the next one's; of the last, to its end."""
     starts = [start for start, _ in markers]
     took = [after - before for before, after in itertools.pairwise(starts)]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import mmap
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from shardrules import hlo, report
 from shardrules.arguments import checked
@@ -36,10 +33,6 @@ _NO_OPERATIONS = (
     f"whole steps end before the trace does (block_until_ready): {_HOW}"
 )
 _TOGETHER = 10  # seconds within which hosts write the files of one trace
-_BUSY = 2000  # intervals that are drawn; shorter gaps are closed first
-
-# From a program and its HLO text to its judgement.
-Judge = Callable[[wire.Program, str], hlo.Judgement]
 
 
 @checked
@@ -74,35 +67,33 @@ def profile(
       >>> print(shardrules.profile("/tmp/trace"))  # doctest: +SKIP
       avoidable: 3.1 ms of 41.0 ms a step (7.6%)
     """
-    notes: list[str] = []
-    judge = judging(mesh, registry, notes)
-    return read(path, judge, folder=hlo, notes=notes, strict=strict, allow=allow)
+    dumped = None if hlo is None else dumps.Dumps.of_folder(pathlib.Path(hlo))
+    return read(path, mesh=mesh, registry=registry, dumped=dumped, strict=strict, allow=allow)
 
 
 def read(
     path: str | pathlib.Path,
-    judge: Judge,
     *,
-    folder: str | pathlib.Path | None = None,
+    mesh: Mapping[str, int] | None = None,
+    registry: Any = None,
+    known: Callable[[str], hlo.Judgement | None] = lambda text: None,
     dumped: dumps.Dumps | None = None,
-    notes: list[str] | None = None,
     source: str = "",
+    allow: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Profile:
     """Read a profile's programs and times, and put each program's judgement beside them."""
-    # ``folder`` or ``dumped`` has HLO that the profile lacks; an HloError of ``judge`` becomes one
-    # of the ``notes``; ``options`` are those of ``report.content``, with ``allow`` as a mapping.
-    notes = [] if notes is None else notes
-    if folder is None and dumped is None and next(pathlib.Path(path).glob(_KEPT), None) is not None:
-        folder = path
+    # ``known`` gives the judgement that a text has already; ``dumped`` has HLO that the profile
+    # lacks; an HloError becomes one of the notes; ``options`` are those of ``report.content``.
     seen = events.Events()
     for file in _files(pathlib.Path(path)):
         with _mapped(file) as data:
-            seen.read(data, file.name.removesuffix(".xplane.pb"), list(wire.programs(data)))
+            seen.read(data, file.name.removesuffix(".xplane.pb"))
     if not seen.timelines:
         raise ProfileError(f"{path}: {_NO_OPERATIONS}")
-    if folder is not None:
-        dumped = dumps.Dumps.of_folder(pathlib.Path(folder))
+    if dumped is None and next(pathlib.Path(path).glob(_KEPT), None) is not None:
+        dumped = dumps.Dumps.of_folder(pathlib.Path(path))
+    notes: list[str] = []
     texts = _texts(seen, dumped, notes)
     if not texts:
         names = ", ".join(sorted({program.name for _, program in seen.timelines}))
@@ -114,17 +105,17 @@ def read(
     judged = {}
     for program, text in texts.items():
         try:
-            judged[program] = judge(program, text)
+            judged[program] = known(text) or _judged(program, text, mesh, registry, notes)
         except HloError as error:
             notes.append(f"{program.name} is not judged: {str(error).splitlines()[0]}")
-    allow = findings.Allowances(options.pop("allow", None))
-    times = _Measured(seen, judged)
+    allowances = findings.Allowances(allow)
+    times = measured.Times(seen, judged)
     programs = []
     for program, judgement in judged.items():
         if judgement.verdicts:
             took = times.taken(program, judgement.verdicts)
             content = report.content(
-                judgement, title=program.name, allow=allow, timings=took, **options
+                judgement, title=program.name, allow=allowances, timings=took, **options
             )
             programs.append(ProfiledProgram(program.name, content))
     return Profile(
@@ -144,20 +135,17 @@ def of_watched(folder: str, seen: Watched, **options: Any) -> Profile:
     for program in seen:
         with contextlib.suppress(ShardrulesError):
             watched.setdefault(dumps.body(program.text), program)
-    notes: list[str] = []
-    judge_alone = judging(None, seen.registry, notes)
-    bodies: dict[int, str] = {}
 
-    def judge(program: wire.Program, text: str) -> hlo.Judgement:
-        body = dumps.body(text)
-        judgement = watched[body].judgement if body in watched else judge_alone(program, text)
-        bodies[id(judgement)] = body
-        return judgement
+    def known(text: str) -> hlo.Judgement | None:
+        program = watched.get(dumps.body(text))
+        return None if program is None else program.judgement
 
     # What --keep wrote beside the profile has the mesh in its text; these programs know theirs.
     none = dumps.Dumps([], "the script")
-    result = read(folder, judge, dumped=none, notes=notes, source="the script", **options)
-    seen.timings = {bodies[id(p.content.judgement)]: p.timings for p in result.programs}
+    result = read(
+        folder, registry=seen.registry, known=known, dumped=none, source="the script", **options
+    )
+    seen.timings = {dumps.body(p.content.judgement.module.text): p.timings for p in result.programs}
     return result
 
 
@@ -165,15 +153,15 @@ def of_judged(
     path: str, judgements: Sequence[hlo.Judgement], **options: Any
 ) -> tuple[Profile, list[timings.Timings | None]]:
     """Read a profile of programs that are judged already, and what each of them took."""
-    dumped = dumps.Dumps([(None, judgement.module) for judgement in judgements], "FILE")
     by_text = {judgement.module.text: judgement for judgement in judgements}
 
-    def judge(program: wire.Program, text: str) -> hlo.Judgement:
+    def known(text: str) -> hlo.Judgement:
         if text not in by_text:
             raise HloError("none of the files holds it")
         return by_text[text]
 
-    result = read(path, judge, dumped=dumped, **options)
+    dumped = dumps.Dumps([(None, judgement.module) for judgement in judgements], "FILE")
+    result = read(path, known=known, dumped=dumped, **options)
     if not result.programs:
         ran = "; ".join(result.notes)
         raise ProfileError(f"{path}: no program of the files ran there with a collective; {ran}")
@@ -181,30 +169,32 @@ def of_judged(
     return result, [times.get(judgement.module.text) for judgement in judgements]
 
 
-def judging(mesh: Mapping[str, int] | None, registry: Any, notes: list[str]) -> Judge:
-    """Make what judges a profile's programs alone, as well as the profile knows them."""
+def _judged(
+    program: wire.Program,
+    text: str,
+    mesh: Mapping[str, int] | None,
+    registry: Any,
+    notes: list[str],
+) -> hlo.Judgement:
+    """Judge a program as well as the profile alone knows it."""
     from shardrules.door.compiled import sharding_text
 
-    def judge(program: wire.Program, text: str) -> hlo.Judgement:
-        module = hlo.parse(text, name=program.name)
-        if len(program.shardings) == len(module.entry.parameters):
-            shardings = list(map(sharding_text, program.shardings))
-            full_text = annotate.annotated(module, None, shardings)
-            if full_text != module.text:
-                module = hlo.parse(full_text, name=program.name)
-        try:
-            return hlo.judge(module, mesh=mesh, registry=registry, unpartitioned=True)
-        except HloError as error:  # a program of fewer devices, say
-            if mesh is None:
-                raise
-            given = ", ".join(f"{axis}={size}" for axis, size in dict(mesh).items())
-            notes.append(
-                f"{program.name} is judged without the mesh ({given}), which does not fit it: "
-                f"{str(error).splitlines()[0]}"
-            )
-            return hlo.judge(module, registry=registry, unpartitioned=True)
-
-    return judge
+    module = hlo.parse(text, name=program.name)
+    if len(program.shardings) == len(module.entry.parameters):
+        shardings = list(map(sharding_text, program.shardings))
+        full_text = annotate.annotated(module, None, shardings)
+        module = module if full_text == text else hlo.parse(full_text, name=program.name)
+    try:
+        return hlo.judge(module, mesh=mesh, registry=registry, unpartitioned=True)
+    except HloError as error:  # a program of fewer devices, say
+        if mesh is None:
+            raise
+        given = ", ".join(f"{axis}={size}" for axis, size in dict(mesh).items())
+        notes.append(
+            f"{program.name} is judged without the mesh ({given}), which does not fit it: "
+            f"{str(error).splitlines()[0]}"
+        )
+        return hlo.judge(module, registry=registry, unpartitioned=True)
 
 
 # Files.
@@ -264,12 +254,12 @@ def _texts(
     texts: dict[wire.Program, str] = {}
     first: dict[tuple[str, str], wire.Program] = {}
     kept: dict[wire.Program, wire.Program] = {}
-    lacking = []
+    lacking: set[str] = set()
     for program in dict.fromkeys(program for _, program in seen.timelines):
         text = None
         try:
             if dumped is not None:  # it may say more than the profile: run --keep writes the mesh
-                text = dumped.text(program.name, program.ids, seen.operations(program))
+                text = dumped.text(program.name, program.number, seen.operations(program))
         except ProfileError as error:
             notes += [] if program.proto else [str(error)]
         try:
@@ -278,129 +268,11 @@ def _texts(
         except ProfileError as error:
             notes.append(str(error))
         if text is None:
-            lacking.append(program)
+            lacking.add(program.name)
         else:
             kept[program] = first.setdefault((program.name, dumps.body(text)), program)
             texts.setdefault(kept[program], text)
-    for (device, program), timeline in list(seen.timelines.items()):
-        if kept.get(program, program) is not program:
-            del seen.timelines[device, program]
-            seen.timelines.setdefault((device, kept[program]), events.Timeline()).merge(timeline)
+    seen.merge(kept)
     if lacking and texts:
-        names = ", ".join(sorted({program.name for program in lacking}))
-        notes.append(f"ran, and is not judged: {names}; {_NO_HLO}")
+        notes.append(f"ran, and is not judged: {', '.join(sorted(lacking))}; {_NO_HLO}")
     return texts
-
-
-# Times.
-
-
-class _Measured:
-    """When the programs of a profile ran, and what their collectives took in a step.
-
-    Attributes:
-      marked: whether the script marked its steps; else they are the runs of the longest program.
-      markers: when each step began and ended, by device.
-      step_seconds: the median step of the slowest device.
-    """
-
-    def __init__(self, seen: events.Events, judged: Mapping[wire.Program, hlo.Judgement]):
-        self._seen = seen
-        self._sites = {
-            program: measured.sites(judgement.module, [v.collective for v in judgement.verdicts])
-            for program, judgement in judged.items()
-        }
-        hosts = {device: device.partition(" ")[0] for device, _ in seen.timelines}
-        self.marked = all(seen.markers.get(host) for host in hosts.values())
-        self.markers: dict[str, list[tuple[float, float]]] = {
-            device: sorted(seen.markers[host]) if self.marked else self._longest_runs(device)
-            for device, host in hosts.items()
-        }
-        self.step_seconds = max(map(measured.step_seconds, self.markers.values()))
-        self._covered = self._cover(judged)
-
-    def _longest_runs(self, device: str) -> list[tuple[float, float]]:
-        runs = [
-            list(timeline.spans().values())
-            for (other, _), timeline in self._seen.timelines.items()
-            if other == device
-        ]
-        return max(runs, key=lambda spans: sum(end - start for start, end in spans))
-
-    def _cover(self, judged: Mapping[wire.Program, hlo.Judgement]) -> dict[str, measured.Covered]:
-        """Return by device when anything ran that hides collectives."""
-        numbers, parts = self._seen.numbers, collections.defaultdict(list)
-        for (device, program), timeline in self._seen.timelines.items():
-            if program in judged:
-                idle = measured.covering_nothing(judged[program].module, self._sites[program])
-            else:
-                idle = set(filter(measured.covers_nothing, numbers))
-            ran = timeline.ran()
-            busy = ~np.isin(ran.operation, [numbers[name] for name in idle if name in numbers])
-            parts[device].append((ran.start[busy], ran.end[busy]))
-        return {
-            device: measured.Covered(*map(np.concatenate, zip(*pairs)))
-            for device, pairs in parts.items()
-        }
-
-    def taken(self, program: wire.Program, verdicts: Sequence[hlo.Verdict]) -> timings.Timings:
-        """Return what each of a program's verdicts took, and one step of its slowest device."""
-        timelines = {d: line for (d, p), line in self._seen.timelines.items() if p is program}
-        ran = {
-            device: measured.executions(
-                timeline,
-                self._seen.numbers,
-                [start for start, _ in self.markers[device]],
-                self._sites[program],
-            )
-            for device, timeline in timelines.items()
-        }
-        step_counts = {device: len(marks) for device, marks in self.markers.items()}
-        took = measured.measure(ran, step_counts, self._covered)
-        whole: collections.Counter[str] = collections.Counter()
-        for verdict in verdicts:
-            whole[verdict.collective.name] += verdict.bytes
-        each: list[timings.Timing | None] = []
-        for verdict in verdicts:
-            timing, total = took.get(verdict.collective.name), whole[verdict.collective.name]
-            each.append(timing and timing.part(verdict.bytes / total if total else 1.0))
-        numbers: dict[str, int] = {}
-        for number, verdict in enumerate(verdicts):
-            numbers.setdefault(verdict.collective.name, number)
-        drawn = self._drawn(numbers, took, ran, timelines) if took else {}
-        return timings.Timings(self.step_seconds, tuple(each), **drawn)
-
-    def _drawn(
-        self,
-        numbers: Mapping[str, int],
-        took: Mapping[str, timings.Timing],
-        ran: Mapping[str, Mapping[str, measured.Executions]],
-        timelines: Mapping[str, events.Timeline],
-    ) -> dict[str, Any]:
-        """Return the step of median length of the device that waits longest."""
-        exposed: collections.Counter[str] = collections.Counter()
-        for timing in took.values():
-            exposed[timing.device] += timing.exposed_seconds  # type: ignore[assignment]
-        device = max(exposed, key=lambda name: exposed[name])
-        start, end, steps = map(np.concatenate, zip(*ran[device].values()))
-        seen_steps, at = np.unique(steps, return_inverse=True)
-        order = np.argsort(np.bincount(at, end - start), kind="stable")
-        middle = seen_steps[order[len(seen_steps) // 2]]
-        shown = sorted(
-            (start, end, numbers[name])
-            for name, (starts, ends, steps) in ran[device].items()
-            for start, end in zip(starts[steps == middle].tolist(), ends[steps == middle].tolist())
-        )
-        # Devices lag behind the host, whose markers say how long a step is and not where it begins:
-        # draw from the start of the program's runs to their end, where the runs are known.
-        begin, last = shown[0][0], max(end for _, end, _ in shown)
-        spans = timelines[device].spans()
-        if events.UNKNOWN_RUN not in spans:
-            around = [(a, b) for a, b in spans.values() if a < last and b > begin]
-            begin = min([begin, *(a for a, _ in around)])
-            last = max([last, *(b for _, b in around)])
-        return {
-            "device": device,
-            "ran": tuple((n, (a - begin) / 1e9, (b - begin) / 1e9) for a, b, n in shown),
-            "busy": self._covered[device].drawn(begin, last, _BUSY),
-        }

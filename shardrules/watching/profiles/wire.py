@@ -2,14 +2,14 @@
 
 The schema is XLA's: ``XSpace`` and its parts of xla/tsl/profiler/protobuf/xplane.proto, and
 ``HloProto`` of xla/service/hlo.proto. xprof ships classes for them, and installs TensorBoard's
-server with these.
+server with these. Events are read many at a time, as columns.
 """
 
 from __future__ import annotations
 
 import array
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ PLANES = 1  # XSpace.planes
 PLANE_NAME, LINES, EVENT_METADATA, STAT_METADATA = 2, 3, 4, 5  # XPlane
 MAP_KEY, MAP_VALUE = 1, 2  # of a map's entry
 METADATA_NAME, METADATA_STATS = 2, 5  # XEventMetadata, and XStatMetadata.name
-LINE_NAME, LINE_START, LINE_EVENTS, LINE_DISPLAY_NAME = 2, 3, 4, 11  # XLine
+LINE_NAME, LINE_START, LINE_EVENTS = 2, 3, 4  # XLine
 EVENT_NAME, EVENT_OFFSET, EVENT_DURATION, EVENT_STATS = 1, 2, 3, 4  # XEvent
 STAT_NAME, STAT_TEXT, STAT_BYTES = 1, 5, 6  # XStat
 STAT_NUMBERS = (3, 4, 7)  # XStat: unsigned, signed, and the text's number in the plane's table
@@ -29,22 +29,17 @@ HLO_MODULE = 1  # HloProto
 SHARDINGS = 14  # HloModuleProto.spmd_parameters_shardings
 
 PROGRAMS = "/host:metadata"  # the plane whose events' metadata are programs
-PROGRAM_NAME = re.compile(r"(.*)\((\d+)\)")  # jit_step(8): the module's name, its program id
+_TITLE = re.compile(r"(.*)\((\d+)\)")
+_SILENT = ("$", "end: ")  # calls of Python functions, and ends of operations on CPU
 _VARINT_BYTES = 10  # at most
 _FIXED = {1: 8, 5: 4}  # wire types of numbers of a fixed size, to their bytes
 _MOST_FIELDS = 256  # of an event; those that profilers write have about ten
 _MOST_PLANES = 1 << 12
+_MOST_PARTS = 1 << 21  # lines of a plane, and names of its events
+_BATCH = 1 << 16  # events that are read at once
 
 
-class Program:
-    """One program of a profile, by its name, ``jit_step``, and its serialized HloModuleProto."""
-
-    def __init__(self, name: str, ids: Iterable[int], proto: bytes):
-        self.name: str = name
-        self.ids: set[int] = set(ids)  # by which events name it
-        self.proto: bytes = proto
-        # each parameter's serialized OpSharding, which JAX 0.11 and newer print no more
-        self.shardings: list[bytes] = list(map(bytes, messages(memoryview(proto), SHARDINGS)))
+# One message.
 
 
 def _varint(data: memoryview, at: int, end: int) -> tuple[int, int]:
@@ -63,13 +58,13 @@ def _varint(data: memoryview, at: int, end: int) -> tuple[int, int]:
     raise ProfileError(f"byte {at} of {end} ends in a number")
 
 
-def _field(data: memoryview, at: int, end: int) -> tuple[int, int, int, int]:
-    """Read a field: its number, its value as ``spans`` yields it, and where the next one begins."""
+def _field(data: memoryview, at: int, end: int) -> tuple[int, int | memoryview, int]:
+    """Read a field: its number, its value, and where the next one begins."""
     key, at = _varint(data, at, end)
     number, kind = key >> 3, key & 7
     if kind == 0:
         value, at = _varint(data, at, end)
-        return number, value, -1, at
+        return number, value, at
     if kind == 2:
         size, at = _varint(data, at, end)
     else:
@@ -78,82 +73,66 @@ def _field(data: memoryview, at: int, end: int) -> tuple[int, int, int, int]:
         raise ProfileError(f"no field begins at byte {at} of {end}")
     if size > end - at:
         raise ProfileError(f"a field of {size} bytes stands {end - at} bytes before the end")
-    return number, at, at + size, at + size
-
-
-def spans(data: memoryview, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield each field of a message: its number, start and end; or a number's value, and -1."""
-    while at < end:
-        number, value, stop, at = _field(data, at, end)
-        yield number, value, stop
-
-
-def places(
-    data: memoryview, at: int, end: int, number: int
-) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int, int]]]:
-    """Return starts and ends of a field that a message holds many of, and a few of the others."""
-    key = number << 3 | 2
-    starts, ends = array.array("q"), array.array("q")
-    others: list[tuple[int, int, int]] = []
-    while at < end:
-        if data[at] == key and end - at > 3:  # quickly over sizes of one or two bytes
-            size, start = data[at + 1], at + 2
-            if size > 127:
-                size, start = size & 127 | data[start] << 7, start + 1
-            if size < 1 << 14 and size <= end - start:
-                at = start + size
-                starts.append(start)
-                ends.append(at)
-                continue
-        other, start, stop, at = _field(data, at, end)
-        if other == number and stop >= 0:
-            starts.append(start)
-            ends.append(stop)
-        elif len(others) < _MOST_FIELDS:
-            others.append((other, start, stop))
-    return np.array(starts), np.array(ends), others
+    return number, data[at : at + size], at + size
 
 
 def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """Yield the number and the value of each field of a message."""
-    for number, start, end in spans(data, 0, len(data)):
-        yield number, start if end < 0 else data[start:end]
+    at, end = 0, len(data)
+    while at < end:
+        number, value, at = _field(data, at, end)
+        yield number, value
 
 
-class Fields(NamedTuple):
-    """One field of each of many messages."""
+def messages(data: memoryview, number: int, *inner: int) -> Iterator[memoryview]:
+    """Yield the fields of one number that hold bytes, or those of numbers inside of them."""
+    for field, value in fields(data):
+        if field == number and not isinstance(value, int):
+            yield from messages(value, *inner) if inner else (value,)
+
+
+def text(data: bytes | memoryview) -> str:
+    return bytes(data).decode("utf-8", "replace")
+
+
+# Many messages.
+
+
+class Table(NamedTuple):
+    """The fields of many messages: all first ones, all second ones, ..."""
 
     of: np.ndarray  # which message
     number: np.ndarray
     value: np.ndarray  # a number, or where bytes start
     end: np.ndarray  # -1, or where bytes end
 
-    def numbers(self, *fields: int) -> Fields:
-        """Return those of some fields that hold a number."""
-        return self._chosen(fields, self.end < 0)
+    def column(self, count: int, *numbers: int) -> np.ndarray:
+        """Return the number that each of ``count`` messages holds in one of some fields, or 0."""
+        column = np.zeros(count, np.int64)
+        chosen = np.isin(self.number, numbers) & (self.end < 0)
+        column[self.of[chosen]] = self.value[chosen]
+        return column
 
-    def bytes(self, field: int) -> Fields:
-        """Return those of a field that hold bytes."""
-        return self._chosen((field,), self.end >= 0)
-
-    def _chosen(self, fields: tuple[int, ...], mask: np.ndarray) -> Fields:
-        mask = mask & np.logical_or.reduce([self.number == field for field in fields])
-        return Fields(*(column[mask] for column in self))
+    def bytes(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return messages, starts and ends of a field that holds bytes."""
+        chosen = (self.number == number) & (self.end >= 0)
+        return self.of[chosen], self.value[chosen], self.end[chosen]
 
 
-def fields_of_many(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Iterator[Fields]:
-    """Yield the first fields of many messages ``data[start:end]``, then their second ones, ..."""
+def table(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Table:
+    """Read the fields of many messages ``data[start:end]``."""
     of, at = np.arange(len(starts)), starts
+    parts = [Table(*np.zeros((4, 0), np.int64))]
     for _ in range(_MOST_FIELDS + 1):
         inside = at < ends[of]
         of, at = of[inside], at[inside]
         if not len(of):
-            return
+            return Table(*map(np.concatenate, zip(*parts)))
         end = ends[of]
-        key, at = varints(data, at, end)
+        key, at = _varints(data, at, end)
         kind = key & 7
         fixed = np.select([kind == wire for wire in _FIXED], list(_FIXED.values()), 0)
-        value, after = varints(data, at, np.where(fixed > 0, at, end))
+        value, after = _varints(data, at, np.where(fixed > 0, at, end))
         is_bytes = kind == 2
         size = np.where(is_bytes, value, fixed)
         after = np.where(fixed > 0, at, after)
@@ -161,15 +140,14 @@ def fields_of_many(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> It
             raise ProfileError("an event of it ends in a number")
         if np.any((kind > 5) | (kind == 3) | (kind == 4) | (size < 0) | (size > end - after)):
             raise ProfileError("an event of it has a field that is none, or that is cut off")
-        number = kind == 0
-        yield Fields(
-            of, key >> 3, np.where(number, value, after), np.where(number, -1, after + size)
-        )
+        is_number = kind == 0
+        value, stop = np.where(is_number, value, after), np.where(is_number, -1, after + size)
+        parts.append(Table(of, key >> 3, value, stop))
         at = after + size
     raise ProfileError(f"an event of it has more than {_MOST_FIELDS} fields")
 
 
-def varints(data: np.ndarray, at: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _varints(data: np.ndarray, at: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Read a number at each of many places before its end; where that comes first, nothing."""
     value = np.zeros(len(at), np.int64)
     at = at.copy()
@@ -186,51 +164,163 @@ def varints(data: np.ndarray, at: np.ndarray, end: np.ndarray) -> tuple[np.ndarr
     raise ProfileError("an event of it ends in a number")
 
 
-def text(data: memoryview) -> str:
-    """Decode a string."""
-    return bytes(data).decode("utf-8", "replace")
+# A profile's planes, lines and programs.
 
 
-def messages(data: memoryview, number: int) -> Iterator[memoryview]:
-    """Yield the fields of one number that hold bytes."""
-    for field, start, end in spans(data, 0, len(data)):
-        if field == number and end >= 0:
-            yield data[start:end]
+class Program:
+    """One program of a profile, by its name, ``jit_step``, and its serialized HloModuleProto."""
+
+    def __init__(self, name: str, number: int, proto: bytes):
+        self.name = name
+        self.number = number  # by which events name it, 0 if there is none
+        self.proto = proto
+        # each parameter's serialized OpSharding, which JAX 0.11 and newer print no more
+        self.shardings = list(map(bytes, messages(memoryview(proto), SHARDINGS)))
 
 
-def map_entry(entry: memoryview) -> tuple[int, memoryview]:
-    """Return key and value of an entry of a map."""
-    key, value = 0, memoryview(b"")
-    for number, held in fields(entry):
-        if number == MAP_KEY and isinstance(held, int):
-            key = held
-        elif number == MAP_VALUE and not isinstance(held, int):
-            value = held
-    return key, value
+def read_title(title: str) -> tuple[str, int]:
+    """Return name and number of a program, ``jit_step(8)``; 0 where it gives none."""
+    match = _TITLE.fullmatch(title)
+    # Events hold the 64 bits of an unsigned number as a signed one.
+    return (match[1], (int(match[2]) + (1 << 63)) % (1 << 64) - (1 << 63)) if match else (title, 0)
 
 
-def planes(data: memoryview, *names: str) -> Iterator[slice]:
-    """Yield where the planes stand that have one of some names, or any without them."""
-    count = 0
-    for number, start, end in spans(data, 0, len(data)):
-        if number != PLANES or end < 0:
-            continue
-        count += 1
-        if count > _MOST_PLANES:
+def planes(data: memoryview) -> list[Plane]:
+    """Return the planes of a serialized XSpace."""
+    result = []
+    for count, plane in enumerate(messages(data, PLANES)):
+        if count >= _MOST_PLANES:
             raise ProfileError(f"it has more than {_MOST_PLANES} planes")
-        name = text(next(messages(data[start:end], PLANE_NAME), memoryview(b"")))
-        if not names or name in names:
-            yield slice(start, end)
+        result.append(Plane(plane))
+    return result
 
 
-def programs(data: memoryview) -> Iterator[Program]:
-    """Yield the programs that a serialized XSpace holds."""
-    for plane in map(data.__getitem__, planes(data, PROGRAMS)):
-        for _, metadata in map(map_entry, messages(plane, EVENT_METADATA)):
-            name = "".join(map(text, messages(metadata, METADATA_NAME)))
-            match = PROGRAM_NAME.fullmatch(name)
-            for stat in messages(metadata, METADATA_STATS):
-                for proto in messages(stat, STAT_BYTES):
-                    for module in messages(proto, HLO_MODULE):
-                        ids = [int(match[2])] if match else []
-                        yield Program(match[1] if match else name, ids, bytes(module))
+class Plane:
+    """One plane: a device, or the host.
+
+    Attributes:
+      name: ``/device:TPU:0``, say.
+      events: from numbers to events' names.
+      texts: from numbers to stats' names, and to texts that are stats' values.
+      stats: from a stat's name to its number.
+      silent: numbers of events whose stats are not read.
+    """
+
+    def __init__(self, data: memoryview):
+        self.name = ""
+        self.events: dict[int, str] = {}
+        self.texts: dict[int, str] = {}
+        self._lines: list[memoryview] = []
+        self._metadata: list[tuple[str, memoryview]] = []  # of events, by their names
+        self._added: dict[str, int] = {}
+        names = {EVENT_METADATA: self.events, STAT_METADATA: self.texts}
+        for count, (number, part) in enumerate(fields(data)):
+            if count > _MOST_PARTS:
+                raise ProfileError(f"the plane {self.name!r} has more than {_MOST_PARTS} parts")
+            if isinstance(part, int):
+                continue
+            if number == PLANE_NAME:
+                self.name = text(part)
+            elif number == LINES:
+                self._lines.append(part)
+            elif number in names:
+                entry = dict(fields(part))
+                key, value = entry.get(MAP_KEY, 0), entry.get(MAP_VALUE, memoryview(b""))
+                if isinstance(key, int) and not isinstance(value, int):
+                    name = text(next(messages(value, METADATA_NAME), b""))
+                    names[number][key] = name
+                    self._metadata += [(name, value)] if number == EVENT_METADATA else []
+        self.stats = {name: number for number, name in self.texts.items()}
+        self.silent = [n for n, name in self.events.items() if name.startswith(_SILENT)]
+
+    def programs(self) -> Iterator[Program]:
+        """Yield the programs that the plane ``PROGRAMS`` holds."""
+        for name, metadata in self._metadata:
+            for module in messages(metadata, METADATA_STATS, STAT_BYTES, HLO_MODULE):
+                yield Program(*read_title(name), bytes(module))
+
+    def number_of(self, text: str) -> int:
+        """Give a text that stands in an event itself a number of ``texts``, below zero."""
+        number = self._added.setdefault(text, -1 - len(self._added))
+        self.texts[number] = text
+        return number
+
+    def lines(self) -> Iterator[Line]:
+        return (Line(self, data) for data in self._lines)
+
+
+class Batch(NamedTuple):
+    """Some events of a line."""
+
+    name: np.ndarray  # numbers of Plane.events
+    start: np.ndarray  # in nanoseconds after the origin
+    end: np.ndarray
+    # from a stat's name to which events have it, and the values (of texts, numbers of Plane.texts)
+    stats: dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+class Line:
+    """One line of a plane: a device's queue, or a thread of the host; it began at ``start_ns``."""
+
+    def __init__(self, plane: Plane, data: memoryview):
+        self._plane = plane
+        self._bytes = np.frombuffer(data, np.uint8)
+        self._starts, self._ends, others = _events(data)
+        name, start = others.get(LINE_NAME, b""), others.get(LINE_START, 0)
+        self.name = "" if isinstance(name, int) else text(name)
+        self.start_ns = start if isinstance(start, int) else 0
+
+    def batches(self, origin: int, stats: Sequence[str] = ()) -> Iterator[Batch]:
+        """Yield its events, with some of their stats; times are after ``origin``."""
+        # A float of nanoseconds since 1970 could hold multiples of 256 only.
+        for at in range(0, len(self._starts), _BATCH):
+            starts, ends = (places[at : at + _BATCH] for places in (self._starts, self._ends))
+            read, count = table(self._bytes, starts, ends), len(starts)
+            name = read.column(count, EVENT_NAME)
+            start = self.start_ns - origin + read.column(count, EVENT_OFFSET) / 1e3
+            end = start + read.column(count, EVENT_DURATION) / 1e3
+            yield Batch(name, start, end, self._stats(name, read, stats) if stats else {})
+
+    def _stats(
+        self, event: np.ndarray, read: Table, names: Sequence[str]
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        of, starts, ends = read.bytes(EVENT_STATS)
+        heard = ~np.isin(event, self._plane.silent)[of]
+        of, starts, ends = of[heard], starts[heard], ends[heard]
+        stats = table(self._bytes, starts, ends)
+        name, value = stats.column(len(of), STAT_NAME), stats.column(len(of), *STAT_NUMBERS)
+        for at, start, end in zip(*(column.tolist() for column in stats.bytes(STAT_TEXT))):
+            value[at] = self._plane.number_of(text(self._bytes[start:end].data))
+        columns = {}
+        for wanted in names:
+            chosen = name == self._plane.stats.get(wanted, -1)
+            if chosen.any():
+                has, column = np.zeros(len(event), bool), np.zeros(len(event), np.int64)
+                has[of[chosen]] = True
+                column[of[chosen]] = value[chosen]
+                columns[wanted] = has, column
+        return columns
+
+
+def _events(data: memoryview) -> tuple[np.ndarray, np.ndarray, dict[int, int | memoryview]]:
+    """Return starts and ends of a line's events, and its other fields by their numbers."""
+    key, at, last = LINE_EVENTS << 3 | 2, 0, len(data)
+    starts, ends = array.array("q"), array.array("q")
+    others: dict[int, int | memoryview] = {}
+    while at < last:
+        if data[at] == key and last - at > 3:  # quickly over sizes of one or two bytes
+            size, start = data[at + 1], at + 2
+            if size > 127:
+                size, start = size & 127 | data[start] << 7, start + 1
+            if size < 1 << 14 and size <= last - start:
+                at = start + size
+                starts.append(start)
+                ends.append(at)
+                continue
+        number, value, at = _field(data, at, last)
+        if number == LINE_EVENTS and not isinstance(value, int):
+            starts.append(at - len(value))
+            ends.append(at)
+        else:
+            others[number] = value
+    return np.array(starts), np.array(ends), others

@@ -13,7 +13,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from shardrules.door import compiled
 from shardrules.door.patching import Patches
@@ -39,10 +39,10 @@ class Argument(NamedTuple):
     donated: bool  # whether it was declared donated
 
 
-class Listener(Protocol):
+class Listener:
     """Called on the thread that watches; arguments are listed where a listener wants them."""
 
-    wants_arguments: bool
+    wants_arguments = False
 
     def called(self, name: str, arguments: list[Argument], is_jax_s: bool) -> None:
         """Note that a compiled function is about to run, a user's or JAX's own."""

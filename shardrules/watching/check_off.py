@@ -15,11 +15,11 @@ _lock = threading.RLock()
 
 
 def start(
-    listener: Callable[[Call], None], before: Callable[[], object] | None = None
+    listener: Callable[[Call], None], before: Callable[[], object] = lambda: None
 ) -> Callable[[], None]:
     """Report each unchecked shard_map call to ``listener`` once per argument signature."""
     # Call ``before`` before the first report. The returned function stops the reports.
-    pending = [] if before is None else [before]
+    pending = [before]
     hold = contextlib.ExitStack()
 
     def record(retrace: Callable[[], list[Call]], failed: Callable[[str], Call]) -> None:
@@ -42,12 +42,8 @@ def start(
 
     imported = WhenImported(("jax",), patch)
     imported.start()
-
-    def stop() -> None:
-        imported.stop()
-        hold.close()
-
-    return stop
+    hold.callback(imported.stop)
+    return hold.close
 
 
 @contextlib.contextmanager

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardrules.door import compiled, watching
-from shardrules.door.jaxprs import kernel_name
+from shardrules.door.jaxprs import equations, kernel_name, opened
 from shardrules.door.patching import Patches
 from shardrules.door.places import COMPILER, compilers, leave_out_frames
 from shardrules.errors import ShardrulesError
+from shardrules.hooks.retrace import first_line
 from shardrules.watching.importing import WhenImported
 
 _lock = threading.RLock()
@@ -41,10 +42,8 @@ class Noted:
     """One program, with what its text does not say; it does not keep the executable."""
 
     def __init__(self, executable: Any, traced: _Traced):
-        self._paths = traced.paths
+        self._traced = traced
         self._avals, self._inputs, self._outputs = compiled.placements(executable)
-        self._meshes = traced.meshes
-        self._kernels = traced.kernels
         self.name = "a program"
         self.failure = ""
         try:
@@ -52,10 +51,9 @@ class Noted:
             self.name = str(self._module.name)
         except Exception as error:  # the backend's C API may raise anything; or there are several
             self._module = None
-            self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.failure = first_line(error)
 
     def text(self) -> str:
-        """Return its compiled HLO."""
         if self._module is None:
             raise ShardrulesError(f"{self.name} does not give its HLO ({self.failure})")
         return self._module.to_string()
@@ -65,7 +63,7 @@ class Noted:
         # The shardings of arguments and results name the mesh, else the shard_maps do.
         mesh_shape = compiled.mesh_shape([self._inputs, self._outputs])
         if mesh_shape is None:
-            shapes = {tuple(dict(mesh.shape).items()) for mesh in self._meshes}
+            shapes = {tuple(dict(mesh.shape).items()) for mesh in self._traced.meshes}
             mesh_shape = dict(shapes.pop()) if len(shapes) == 1 else None
         fits = mesh_shape and math.prod(mesh_shape.values()) == device_count
         return mesh_shape if fits else None
@@ -78,12 +76,12 @@ class Noted:
 
     def proven_kernels(self) -> frozenset[str]:
         """Return the names of Pallas kernels all of whose jaxprs prove no communication."""
-        if not self._kernels:
+        if not self._traced.kernels:
             return frozenset()
         from shardrules.hooks.install import state
 
         proven: dict[str, bool] = {}
-        for params in self._kernels:
+        for params in self._traced.kernels:
             audit = state().registry.audit("pallas_call", params, 0)
             name, _ = kernel_name(params)
             proven[name] = proven.get(name, True) and audit is not None and audit.proven
@@ -93,17 +91,10 @@ class Noted:
         """Return path and HLO sharding of each output of these HLO shapes, None if unknown."""
         if self._outputs is None:
             return None
-        paths, count = self._paths, len(self._outputs)
+        paths, count = self._traced.paths, len(self._outputs)
         if paths is None or len(paths) != count:
             paths = ("",) if count == 1 else tuple(f"[{n}]" for n in range(count))
         return compiled.promised(list(zip(paths, self._outputs)), shapes)
-
-
-def process() -> tuple[int, int]:
-    """Return this process's index and the job's process count; JAX must be initialized."""
-    import jax
-
-    return jax.process_index(), jax.process_count()
 
 
 def start(note: Callable[[Noted], None]) -> Callable[[], None]:
@@ -155,30 +146,16 @@ def _compile(original: Any, self: Any, *args, **kwargs) -> Any:
 def _lower(original: Any, closed_jaxpr: Any, *args, **kwargs) -> Any:
     computation = original(closed_jaxpr, *args, **kwargs)
     if _watchers:
+        inside = list(equations(opened(closed_jaxpr)))
+        meshes, kernels = (
+            [eqn.params for eqn in inside if eqn.primitive.name == name]
+            for name in ("shard_map", "pallas_call")
+        )
         with _lock:
-            traced = _Traced([], compiled.result_paths(closed_jaxpr), [])
-            _walk(closed_jaxpr, traced, set())
-            _traced[computation] = traced
+            _traced[computation] = _Traced(
+                [params["mesh"] for params in meshes], compiled.result_paths(closed_jaxpr), kernels
+            )
     return computation
-
-
-def _walk(jaxpr: Any, traced: _Traced, seen: set[int], in_shard_map: bool = False) -> None:
-    """Record the outermost shard_maps' meshes and the Pallas calls of a jaxpr and those in it."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    if id(jaxpr) in seen:
-        return
-    seen.add(id(jaxpr))
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name == "pallas_call":
-            traced.kernels.append(equation.params)
-            continue
-        if name == "shard_map" and not in_shard_map:
-            traced.meshes.append(equation.params["mesh"])
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    _walk(inner, traced, seen, in_shard_map or name == "shard_map")
 
 
 _imported = WhenImported((COMPILER,), _install)

@@ -15,7 +15,6 @@ class WhenImported:
         self._action = action
 
     def start(self) -> None:
-        """Call the action for imported modules, and wait for the others."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)  # type: ignore[arg-type]
         for name in self._names:
@@ -23,7 +22,6 @@ class WhenImported:
                 self._action(sys.modules[name])
 
     def stop(self) -> None:
-        """Stop waiting for imports."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
 
@@ -55,7 +53,6 @@ class _Loader:
         self._loaded = loaded
 
     def exec_module(self, module: Any) -> None:
-        """Run the module's code, then call ``loaded``."""
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         self._loaded(module)

@@ -37,15 +37,10 @@ class WatchedProgram:
 
     @property
     def text(self) -> str:
-        """Return its compiled HLO.
-
-        Raises:
-          ShardrulesError: its backend does not return it.
-        """
+        """Return its compiled HLO; raises a ShardrulesError if its backend does not return it."""
         return self._noted.text()
 
     def _parsed(self) -> tuple[hlo.Module, dict[str, int] | None, list[str] | None]:
-        """Return its parsed module, with the mesh and parameter shardings from JAX."""
         from shardrules import hlo, program
 
         module = hlo.parse(self.text, name=self.name)
@@ -78,11 +73,7 @@ class WatchedProgram:
 
     @functools.cached_property
     def judgement(self) -> hlo.Judgement:
-        """Judge each of its collectives, under the rules of the default registry.
-
-        Raises:
-          ShardrulesError: its backend does not return its HLO, or it can't be read.
-        """
+        """Judge each of its collectives; raises as ``annotated_text``."""
         from shardrules import hlo, program
 
         module, mesh, shardings = self._parsed()
@@ -97,11 +88,7 @@ class WatchedProgram:
 
     @functools.cached_property
     def content(self) -> report.Content:
-        """Collect the content of its report.
-
-        Raises:
-          ShardrulesError: its backend does not return its HLO, or it can't be read.
-        """
+        """Collect the content of its report; raises as ``annotated_text``."""
         from shardrules import report
         from shardrules.costs import findings
         from shardrules.watching.profiles import dumps
@@ -117,15 +104,13 @@ class WatchedProgram:
             timings=timings,
         )
         proven = self._noted.proven_kernels()
-
-        def advised(finding: findings.Finding) -> findings.Finding:
-            advice = findings.advice(finding.verdict, proven)
-            return dataclasses.replace(finding, advice=advice)
-
-        return dataclasses.replace(
-            content,
-            findings=tuple(advised(f) if f.kind == "unproven" else f for f in content.findings),
+        advised = tuple(
+            dataclasses.replace(f, advice=findings.advice(f.verdict, proven))
+            if f.kind == "unproven"
+            else f
+            for f in content.findings
         )
+        return dataclasses.replace(content, findings=advised)
 
     def __repr__(self) -> str:
         return f"<WatchedProgram {self.name}>"
@@ -233,17 +218,19 @@ class Watched:
             [program.count for program in judges],
             failures,
             len(programs) - judged,
-            notes=[*map(_why_again, _made_again(judges)), *map(here, self._above_check_off)],
+            notes=[*_made_again(judges), *map(here, self._above_check_off)],
         )
 
     @property
     def process(self) -> tuple[int, int]:
         """Return the index of this process and the number of the job's processes."""
-        return compiling.process()
+        import jax
+
+        return jax.process_index(), jax.process_count()
 
     @property
     def clean(self) -> bool:
-        """Return whether every program can be judged and none has a finding."""
+        """Tell whether every program can be judged and none has a finding."""
         return self.judged().clean
 
     def __str__(self) -> str:
@@ -255,19 +242,18 @@ class Watched:
         return f"<Watched: {len(self)} programs>"
 
 
-def _made_again(programs: list[WatchedProgram]) -> Iterator[list[WatchedProgram]]:
-    """Yield the programs with collectives whose name was compiled more than once."""
+def _made_again(programs: list[WatchedProgram]) -> Iterator[str]:
+    """Say of each program with collectives that was compiled more than once why it was."""
     by_name: dict[str, list[WatchedProgram]] = {}
     for program in programs:
         if program.content.account.entries:
             by_name.setdefault(program.name, []).append(program)
     for made in by_name.values():
         if len(made) > 1 or made[0].count > 1:
-            yield made
+            yield _why_again(made)
 
 
 def _why_again(programs: list[WatchedProgram]) -> str:
-    """Say what differs between the arguments of programs of one name."""
     times = sum(program.count for program in programs)
     made, first = f"{programs[0].name} was compiled {times} times", programs[0].arguments
     for other in programs[1:]:

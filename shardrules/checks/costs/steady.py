@@ -59,7 +59,7 @@ def steady_state(*, warmup_count: int = 0, growth_bytes: int = 0) -> SteadyState
     return SteadyState(warmup_count, growth_bytes)
 
 
-class SteadyState:
+class SteadyState(watching.Listener):
     """What ``steady_state`` returns: a context manager with ``tick``."""
 
     wants_arguments = True
@@ -73,7 +73,7 @@ class SteadyState:
         self._ticks = 0
         self._seen: dict[str, list[list[watching.Argument]]] = {}
         self._current: list[tuple[str, list[watching.Argument], contextlib.ExitStack]] = []
-        self._live: collections.Counter[str] | None = None
+        self._live: collections.Counter[tuple[str, int]] | None = None
         self._stack = contextlib.ExitStack()
         self._is_on = False
 
@@ -125,18 +125,18 @@ class SteadyState:
             live = _live()
         grown = self._grown(live)
         if self._live is not None and grown > self._growth_bytes:
-            came = {kind: n - self._live[kind] for kind, n in live.items() if n > self._live[kind]}
+            came = live - self._live
             raise SteadyStateError(
                 f"live arrays grew by {grown} B in iteration {self._ticks}: "
-                + ", ".join(f"{n // _size(kind)} more {kind[0]}" for kind, n in came.items())
+                + ", ".join(f"{n // max(size, 1)} more {what}" for (what, size), n in came.items())
                 + "\n  to do: keep no array of each iteration (a list of losses, say); read it "
                 "with jax.device_get, or keep a running sum",
                 bytes=grown,
             )
         self._live = live
 
-    def _grown(self, live: collections.Counter[Any]) -> int:
-        return 0 if self._live is None else sum(live.values()) - sum(self._live.values())
+    def _grown(self, live: collections.Counter[tuple[str, int]]) -> int:
+        return 0 if self._live is None else live.total() - self._live.total()
 
     def _guard(self) -> None:
         import jax
@@ -144,19 +144,16 @@ class SteadyState:
         self._stack.enter_context(jax.transfer_guard_host_to_device("disallow"))
         self._stack.enter_context(jax.transfer_guard_device_to_host("disallow"))
 
-    # -- what the thread does -----------------------------------------------------------------
-
     def called(self, name: str, arguments: list[watching.Argument], is_jax_s: bool) -> None:
-        """See ``watching.Listener``."""
         import jax
 
         host = [a for a in arguments if not a.sharding]
         arrays = [a for a in host if not is_jax_s or a.shape != "[]"]
         if self._warm and arrays:
-            place = _line()
-            what = f"an operation ({name}){place}" if is_jax_s else f"{name}{place}"
+            what = f"an operation ({name})" if is_jax_s else name
             raise SteadyStateError(
-                f"{what} is called with values of the host, each of which is copied to the device:"
+                f"{what}{_line()} is called with values of the host, each of which is copied to "
+                "the device:"
                 + "".join(f"\n  {a.path}: {_host_type(a)}" for a in arrays)
                 + "\n  to do: jax.device_put them, before the loop if they don't change",
                 paths=tuple(a.path for a in arrays),
@@ -167,14 +164,12 @@ class SteadyState:
         self._current.append((name, arguments, stack))
 
     def failed(self) -> None:
-        """See ``watching.Listener``."""
         self._current.pop()[-1].close()
 
     def compiling(self, name: str) -> None:
-        """See ``watching.Listener``."""
         if not self._warm:
             return
-        called, arguments = self._current[-1][:2] if self._current else ("", [])
+        called, arguments, _ = self._current[-1] if self._current else ("", [], None)
         before = self._seen.get(called)
         if not called:
             why = "\n  to do: compile it before the loop"
@@ -192,7 +187,6 @@ class SteadyState:
         raise SteadyStateError(f"{name} is compiled inside steady_state{_line()}:{why}", name=name)
 
     def reading(self, array: Any, how: str) -> None:
-        """See ``watching.Listener``."""
         if self._warm:
             what = f"{array.dtype}[{','.join(map(str, array.shape))}]"
             raise SteadyStateError(
@@ -204,7 +198,6 @@ class SteadyState:
     def returned(
         self, name: str, arguments: list[watching.Argument], executable: Any, results: Any
     ) -> None:
-        """See ``watching.Listener``."""
         self._current.pop()[-1].close()
         # The arrays themselves would live on here.
         self._seen.setdefault(name, []).append([a._replace(array=None) for a in arguments])
@@ -257,11 +250,8 @@ def _line() -> str:
 
 
 def _host_type(argument: watching.Argument) -> str:
-    """Write the type of a value of Python or NumPy."""
-    value = argument.array
-    if isinstance(value, (bool, int, float, complex)):
-        return type(value).__name__
-    return f"numpy {_type(argument)}"
+    is_python_s = isinstance(argument.array, (bool, int, float, complex))
+    return type(argument.array).__name__ if is_python_s else f"numpy {_type(argument)}"
 
 
 def _type(argument: watching.Argument) -> str:
@@ -281,12 +271,8 @@ def _changes(old: list[watching.Argument], new: list[watching.Argument]) -> list
     ]
 
 
-def _live() -> collections.Counter:
-    live: collections.Counter = collections.Counter()
+def _live() -> collections.Counter[tuple[str, int]]:
+    live: collections.Counter[tuple[str, int]] = collections.Counter()
     for kind, size in watching.live_arrays():
         live[kind, size] += size
     return live
-
-
-def _size(kind: tuple[str, int]) -> int:
-    return max(kind[1], 1)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from shardrules import report
 from shardrules.costs import comparing
-from shardrules.costs.accounts import Entry
+from shardrules.report.blocks import Block
 from shardrules.report.grouping import counted, duration
+from shardrules.report.text import as_markdown
 from shardrules.watching.profiles.shown import Profile
 
 _SAME = "same"
@@ -30,7 +31,6 @@ class TimedChange(comparing.Change):
 
     @property
     def saved_seconds(self) -> float:
-        """Give the exposed seconds a step that the change saved."""
         return self.exposed_seconds[0] - self.exposed_seconds[1]
 
 
@@ -44,12 +44,10 @@ class Compared:
 
     @property
     def changed(self) -> list[TimedChange]:
-        """List what came, went or has other bytes."""
         return [change for change in self.changes if change.status != _SAME]
 
     @property
     def headline(self) -> str:
-        """Say in one line what it comes to."""
         took = [duration(profile.step_seconds) for profile in (self.before, self.after)]
         avoidable = [duration(p.avoidable_seconds) for p in (self.before, self.after)]
         saved = sum(change.saved_seconds for change in self.changed)
@@ -64,24 +62,19 @@ def compare(before: Profile, after: Profile) -> Compared:
     """Match the collectives of two profiles as ``comparing.compare`` matches those of programs."""
     entries = [[line.entry for line in profile.lines] for profile in (before, after)]
     names = comparing.common_names(*entries)
-
-    def key(entry: Entry) -> tuple[str, ...]:
-        return comparing.key_of(entry, groups=True, names=names)
-
-    totals = [comparing.grouped(each, groups=True, names=names) for each in entries]
     times: dict[tuple[str, ...], list[float]] = {}
     for number, profile in enumerate((before, after)):
         for line in profile.lines:
-            sums = times.setdefault(key(line.entry), [0.0] * 4)
+            key = comparing.key_of(line.entry, groups=True, names=names)
+            sums = times.setdefault(key, [0.0] * 4)
             sums[number] += line.seconds
             sums[2 + number] += line.exposed_seconds
+    totals = [comparing.grouped(each, groups=True, names=names) for each in entries]
     changes = []
-    for name, change in comparing.each(*totals):
-        was, now, exposed_was, exposed_now = times[name]
-        timed = TimedChange(
-            **vars(change), seconds=(was, now), exposed_seconds=(exposed_was, exposed_now)
-        )
-        changes.append(timed)
+    for key, change in comparing.each(*totals):
+        was, now, exposed_was, exposed_now = times[key]
+        exposed = exposed_was, exposed_now
+        changes.append(TimedChange(**vars(change), seconds=(was, now), exposed_seconds=exposed))
     changes.sort(key=lambda change: (change.status == _SAME, -abs(change.saved_seconds)))
     return Compared(before, after, tuple(changes))
 
@@ -111,15 +104,9 @@ def _plain(compared: Compared) -> str:
 
 
 def _markdown(compared: Compared) -> str:
-    lines = [
-        f"# {compared.before.source} and {compared.after.source}",
-        "",
-        f"{compared.headline}.",
-        "",
-    ]
-    rows = [_COLUMNS, ("---",) * len(_COLUMNS), *_rows(compared)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    title = f"# {compared.before.source} and {compared.after.source}"
+    table = as_markdown([Block("", columns=_COLUMNS, rows=_rows(compared))])
+    return "\n".join([title, "", f"{compared.headline}.", "", *table]).rstrip() + "\n"
 
 
 def _json(compared: Compared) -> str:

@@ -13,21 +13,19 @@ from shardrules.door import watching
 from shardrules.door.patching import Patches
 from shardrules.errors import UnsupportedJaxError
 from shardrules.hlo.proof.collectives import KINDS
+from shardrules.hooks.retrace import first_line
 from shardrules.watching import compiling
 
 _CALLS = 2  # of a program since the last compilation, after which the script has warmed up
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
 
 
-class Recorder:
+class Recorder(watching.Listener):
     """Starts JAX's profiler when a script has warmed up, and ends it some steps later.
 
     A step is what the script marks with ``jax.profiler.StepTraceAnnotation``, else a call of the
     program with collectives that is called again first. Only the main thread's calls are seen.
-
     """
-
-    wants_arguments = False
 
     def __init__(self, step_count: int, folder: str):
         self.left = self._wanted = step_count  # steps that are still to be recorded
@@ -55,7 +53,13 @@ class Recorder:
     def end(self) -> None:
         """End recording, if it is on, and look at the script no longer."""
         if self._recording:
-            self._stop()
+            import jax
+
+            self._recording = False
+            try:
+                jax.profiler.stop_trace()
+            except Exception as error:  # the script ended it itself
+                self.trouble = first_line(error)
             if self.left == self._wanted:
                 self.trouble = "the script ended before a step did"
         while self._stops:
@@ -80,24 +84,13 @@ class Recorder:
             by = watching.around(wrapper, getattr(marker, name))
             self._patches.attribute(marker, name, by)
 
-    def called(self, name: str, arguments: list[watching.Argument], is_jax_s: bool) -> None:
-        """See ``watching.Listener``."""
-
-    def failed(self) -> None:
-        """See ``watching.Listener``."""
-
-    def reading(self, array: Any, how: str) -> None:
-        """See ``watching.Listener``."""
-
     def compiling(self, name: str) -> None:
-        """See ``watching.Listener``."""
         if not self._recording:
             self._calls.clear()
 
     def returned(
         self, name: str, arguments: list[watching.Argument], executable: Any, results: Any
     ) -> None:
-        """See ``watching.Listener``."""
         if not self.left or executable is None or not self._communicates(executable):
             return
         self._calls[id(executable)] += 1
@@ -148,19 +141,10 @@ class Recorder:
         try:
             jax.profiler.start_trace(self.folder, **options)
         except Exception as error:  # the script records a profile itself, say
-            self.trouble = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.trouble = first_line(error)
             self.left = 0
             return
         self._recording, self.trouble = True, ""
-
-    def _stop(self) -> None:
-        import jax
-
-        self._recording = False
-        try:
-            jax.profiler.stop_trace()
-        except Exception as error:  # the script ended it itself
-            self.trouble = f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _wait(results: Any) -> None:

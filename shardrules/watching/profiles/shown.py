@@ -10,7 +10,6 @@ from typing import Any
 
 from shardrules import hlo, report
 from shardrules.costs import accounts, findings
-from shardrules.costs.findings import Finding
 from shardrules.costs.timings import Timing, Timings
 from shardrules.report import grouping
 from shardrules.report.grouping import counted
@@ -40,12 +39,10 @@ class Line:
 
     @property
     def seconds(self) -> float:
-        """Give the seconds a step."""
         return self.timing.seconds if self.timing else 0.0
 
     @property
     def exposed_seconds(self) -> float:
-        """Give the seconds a step in which nothing else ran."""
         return self.timing.exposed_seconds if self.timing else 0.0
 
     @property
@@ -70,24 +67,20 @@ class ProfiledProgram:
 
     @property
     def timings(self) -> Timings:
-        """Give what each of its verdicts took."""
         assert self.content.timings is not None
         return self.content.timings
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """List its verdicts with their times."""
         judgement, account = self.content.judgement, self.content.account
         wrong = {id(finding.verdict): finding for finding in self.content.findings}
-        saved = {
-            number: worth.exposed_seconds
-            for number, finding in wrong.items()
-            if (worth := self.content.ledger.worth(finding)).is_sure
-        }
-        return tuple(
-            Line(self.name, v, entry, wrong.get(id(v)), timing, saved.get(id(v), 0.0))
-            for v, entry, timing in zip(judgement.verdicts, account.entries, self.timings.of)
-        )
+        lines = []
+        for verdict, entry, timing in zip(judgement.verdicts, account.entries, self.timings.of):
+            finding, saved = wrong.get(id(verdict)), 0.0
+            if finding is not None and (worth := self.content.ledger.worth(finding)).is_sure:
+                saved = worth.exposed_seconds
+            lines.append(Line(self.name, verdict, entry, finding, timing, saved))
+        return tuple(lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +115,6 @@ class Profile:
 
     @property
     def findings(self) -> tuple[Line, ...]:
-        """List what is not shown to be needed."""
         return tuple(line for line in self.lines if line.finding is not None)
 
     @property
@@ -132,12 +124,10 @@ class Profile:
 
     @property
     def headline(self) -> str:
-        """Say in one line what it comes to."""
         return grouping.of_step(self.avoidable_seconds, self.step_seconds)
 
     @property
     def about(self) -> str:
-        """Say what was read, in one line."""
         steps = "marked by the profile" if self.marked else "runs of the longest program"
         hosts = len({plane.partition(" ")[0] for plane in self.planes})
         planes = (f"{name.partition(' ')[2]} ({n} events)" for name, n in self.planes.items())
@@ -152,8 +142,10 @@ class Profile:
             )
         if not self.lines:
             return "\n".join([*lines, "no collectives in any program that ran"]) + "\n"
+        groups = [(p, same) for p in self.programs for same in findings.alike(p.content.findings)]
+        groups.sort(key=lambda pair: -pair[0].content.ledger.exposed_seconds(pair[1]))
         seldom = 0
-        for program, same in self._alike():
+        for program, same in groups:
             timing = program.content.ledger.timing(same)
             if timing is not None and not timing.seconds:
                 seldom += len(same)
@@ -161,10 +153,8 @@ class Profile:
                 took = grouping.took(timing, self.step_seconds) + grouping.spread(timing)
                 lines += ["", f"{took} ({program.name})", report.describe_finding(*same)]
         if seldom:
-            lines += [
-                "",
-                f"and {counted(seldom, 'finding')} that ran in fewer than half of the steps",
-            ]
+            what = counted(seldom, "finding")
+            lines += ["", f"and {what} that ran in fewer than half of the steps"]
         needed = [line for line in self.lines if line.finding is None]
         if needed:
             lines += ["", "needed, or allowed:", report.table(_table(needed, self.step_seconds))]
@@ -172,20 +162,10 @@ class Profile:
                 lines.append(f"and {len(needed) - _SHOWN_COUNT} more, which took less")
         return "\n".join(lines) + "\n"
 
-    def _alike(self) -> list[tuple[ProfiledProgram, tuple[Finding, ...]]]:
-        """Put findings of a program together that are alike, those longest exposed first."""
-        groups = [(p, same) for p in self.programs for same in findings.alike(p.content.findings)]
-        return sorted(groups, key=lambda pair: -pair[0].content.ledger.exposed_seconds(pair[1]))
-
     def as_dict(self) -> dict[str, Any]:
-        """Give all of it as JSON's types."""
         return {
             "source": self.source,
-            "steps": {
-                "count": self.step_count,
-                "seconds": self.step_seconds,
-                "marked": self.marked,
-            },
+            "steps": dict(count=self.step_count, seconds=self.step_seconds, marked=self.marked),
             "avoidable_seconds": self.avoidable_seconds,
             "planes": dict(self.planes),
             "notes": list(self.notes),
@@ -193,14 +173,12 @@ class Profile:
         }
 
     def as_json(self) -> str:
-        """Write all of it as JSON."""
         return json.dumps(self.as_dict(), indent=2)
 
 
 def _table(lines: Sequence[Line], step_seconds: float) -> list[list[str]]:
-    rows = [
-        ["measured, a step", "of it exposed", "share", "collective", "bytes", "bandwidth", "at"]
-    ]
+    names = ("measured, a step", "of it exposed", "share", "collective", "bytes", "bandwidth", "at")
+    rows = [list(names)]
     for line in lines[:_SHOWN_COUNT]:
         took = exposed = "?"
         if line.timing:

@@ -53,7 +53,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import shardrules  # noqa: E402
 from shardrules import testing  # noqa: E402
-from shardrules.hooks.casts import placing, precision  # noqa: E402
+from shardrules.hooks.casts import linear, placing  # noqa: E402
 from shardrules.hooks.casts.cheapest import cost, cost_as_traced  # noqa: E402
 
 _RANDOM = flags.DEFINE_integer("random", 0, "random bodies to trace", lower_bound=0)
@@ -346,7 +346,7 @@ def random_bodies(count, seed):
         above = [arm for arm in ("off", "late") if not within(found["cheapest"], found[arm])]
         if above:
             # Nothing is summed after a narrowing that the late cast has behind it.
-            with mock.patch.object(precision, "narrower", lambda *_, **__: []):
+            with mock.patch.object(linear.Graph, "narrower", lambda *_, **__: []):
                 anywhere = summed(lowered(make, args, "cheapest", fresh=False)[0])
             if above == ["off"] and within(anywhere, found["off"]):
                 total["above off for precision"] += 1

@@ -15,8 +15,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from shardrules.hooks.casts.cuts import Cut, Prices
-from shardrules.hooks.casts.labels import Labels, Limits, parts
+from shardrules.hooks.casts.cuts import Cut, Labels, Limits, Prices, mixed
 from shardrules.hooks.casts.linear import NONE, Axes, Graph
 
 
@@ -37,30 +36,24 @@ def cheapest(graph: Graph) -> Labels:
     # The fewest bytes summed are not always the fewest on the wire. So labels that cost no more
     # than JAX's late casts, and no more than with the check off, come first.
     limits = Limits(graph)
-    axes = limits.axes
-    if not axes:
+    if not limits.axes:
         return limits.low
     late, off = cost_as_traced(graph), cost_unchecked(graph)
     bound = Cost(min(late.bytes, off.bytes), min(late.wire_bytes, off.wire_bytes))
     fewest = least_bytes(graph, limits)
-    tried: list[Labels] = []
-    for labels in _candidates(limits, axes):
-        tried.append(labels)
+    tried: list[tuple[bool, Cost, Labels]] = []
+    for labels in _candidates(limits):
         costs = cost(graph, labels)
         if costs.bytes == fewest and costs.within(bound):
             return labels
-
-    def rank(labels: Labels) -> tuple[bool, Cost]:
-        costs = cost(graph, labels)
-        return not costs.within(bound), costs
-
-    return min(tried, key=rank)
+        tried.append((not costs.within(bound), costs, labels))
+    return min(tried, key=lambda each: each[:2])[2]
 
 
-def _candidates(limits: Limits, axes: list[str]) -> Iterator[Labels]:
+def _candidates(limits: Limits) -> Iterator[Labels]:
     """Yield locally cheapest labels from several starts; the most promising come first."""
-    graph, every = limits.graph, limits.every
-    whole = Prices(graph, every)
+    graph, axes = limits.graph, limits.axes
+    every = frozenset(graph.door.manual_axes())
     orders = [axes] if len(axes) == 1 else list(itertools.permutations(axes))
     starts: list[Labels] = []
     for order in orders:
@@ -73,37 +66,36 @@ def _candidates(limits: Limits, axes: list[str]) -> Iterator[Labels]:
     if len(axes) == 1:
         return
     best = min(starts, key=lambda labels: cost(graph, labels))
+    whole, on_the_wire = Prices(graph, every), Prices(graph, every, wire=True)
     for start in (best, limits.low, limits.high):
-        yield _descend(limits, start, axes, whole)
-    on_the_wire = Prices(graph, every, wire=True)
+        yield _descend(limits, start, whole)
     for start in (best, limits.low):
-        yield _descend(limits, start, axes, on_the_wire)
+        yield _descend(limits, start, on_the_wire)
 
 
-def _descend(limits: Limits, labels: Labels, axes: list[str], prices: Prices) -> Labels:
+def _descend(limits: Limits, labels: Labels, prices: Prices) -> Labels:
     """Improve the labels until no cut over any group of axes makes them cheaper."""
-    now = _total(limits.graph, labels, prices)
+    count = len(limits.axes)
     groups = [
         frozenset(group)
-        for count in (len(axes), *range(1, len(axes)))
-        for group in itertools.combinations(axes, count)
+        for size in (count, *range(1, count))
+        for group in itertools.combinations(limits.axes, size)
     ]
-    improved = True
+
+    def total(labels: Labels) -> int:
+        sums = _sums(limits.graph, labels)
+        return sum(prices.of(None, count, runs, (axes,))[0] for count, axes, runs in sums)
+
+    now, improved = total(labels), True
     while improved:
         improved = False
         for group in groups:
-            for both in (False,) if len(group) == 1 else (False, True):
-                new = _cut(limits, labels, group, prices, both)
-                then = _total(limits.graph, new, prices)
+            for from_here in (False,) if len(group) == 1 else (False, True):
+                new = _cut(limits, labels, group, prices, from_here)
+                then = total(new)
                 if then < now:
                     labels, now, improved = new, then, True
     return labels
-
-
-def _total(graph: Graph, labels: Labels, prices: Prices) -> int:
-    return sum(
-        prices.of(None, count, runs, (axes,))[0] for count, axes, runs in _sums(graph, labels)
-    )
 
 
 def _cut(
@@ -112,12 +104,11 @@ def _cut(
     """Return the cheapest choice of each label's least or most over ``axes``, taken together."""
     # Over a single axis this is the optimum. ``from_here`` chooses between the present labels and
     # the most, then between the result and the least.
+    high = mixed(labels, axes, limits.high)
     if from_here:
-        above = labels.with_axes(axes, limits.high)
-        labels = Cut(limits, labels, above, prices).labels()
-        return Cut(limits, labels.with_axes(axes, limits.low), labels, prices).labels()
-    low, high = labels.with_axes(axes, limits.low), labels.with_axes(axes, limits.high)
-    return Cut(limits, low, high, prices).labels()
+        high = Cut(limits, labels, high, prices).labels()
+        labels = high
+    return Cut(limits, mixed(labels, axes, limits.low), high, prices).labels()
 
 
 def least_bytes(graph: Graph, limits: Limits | None = None) -> int:
@@ -128,17 +119,17 @@ def least_bytes(graph: Graph, limits: Limits | None = None) -> int:
     limits = Limits(graph) if limits is None else limits
     sure: dict[Any, int] = {}  # what every choice sums
     for value in limits.values:
-        if value.live and limits.low.used[value] - limits.high.made[value]:
+        if value.live and limits.low[value.use] - limits.high[value]:
             sure[value] = value.cast_bytes
     for step in graph.steps:
         for own, (count, axes) in enumerate(step.sums):
-            if axes - (limits.high.steps[step] & step.moves):
+            if axes - (limits.high[step] & step.moves):
                 sure[step, own] = count
     total, left = sum(sure.values()), dict.fromkeys(sure, 0)
     for axis in limits.axes:
         over = frozenset({axis})
         low, high = (
-            Labels(*({key: label & over for key, label in own.items()} for own in parts(labels)))
+            {key: label & over for key, label in labels.items()}
             for labels in (limits.low, limits.high)
         )
         cut = Cut(limits, low, high, Prices(graph, over, left=left))
@@ -155,16 +146,15 @@ def least_bytes(graph: Graph, limits: Limits | None = None) -> int:
 def _sums(graph: Graph, labels: Labels) -> Iterator[tuple[int, Axes, int]]:
     """Yield the bytes, the axes and the runs of each psum under these labels."""
     for value in graph.values.values():
-        axes = labels.used[value] - labels.made[value]
+        axes = labels[value.use] - labels[value]
         if axes:
             yield (value.cast_bytes if value.live else 0), axes, value.runs
     for step in graph.steps:
-        for count, axes in step.left(labels.steps[step]):
+        for count, axes in step.left(labels[step]):
             yield count, axes, 1
     for residual in graph.residuals.values():
-        over = NONE.union(*(labels.steps[step] for step in residual.steps))
-        if over - residual.varying:
-            yield residual.cast_bytes, over - residual.varying, 1
+        if axes := residual.casts(labels):
+            yield residual.cast_bytes, axes, 1
 
 
 def cost(graph: Graph, labels: Labels) -> Cost:

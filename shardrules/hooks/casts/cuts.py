@@ -1,29 +1,106 @@
-"""A minimum cut between two labels for each tangent, and what a cut pays."""
+"""The least and the most that the labels of a linear program can be, and a minimum cut between two.
+
+A label is the axes over which something varies: a ``Value`` has one where it is made and another
+where it is used (by its ``use``), a ``Step`` has one. A use that needs fewer axes reads the value
+before the cast.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from shardrules.hooks.casts.labels import Labels, Limits, parts
-from shardrules.hooks.casts.linear import NONE, Axes, Graph, Step, Value
+from shardrules.hooks.casts.linear import NONE, Axes, Graph, Residual, Step, Value
 from shardrules.hooks.casts.mincut import Network
+
+Labels = dict[Any, Axes]
 
 _SCALE = 1 << 40  # among choices of equal bytes, fewer psums win
 
 
-class _Factors(dict[Axes, int]):
-    """Maps the axes of a psum to its cost per byte."""
+def mixed(labels: Labels, axes: Axes, other: Labels) -> Labels:
+    """Return labels, with ``axes`` taken from ``other``."""
+    return {key: (label - axes) | (other[key] & axes) for key, label in labels.items()}
 
-    def __init__(self, graph: Graph, wire: bool):
-        super().__init__({NONE: 0})
-        self._graph, self._wire = graph, wire
 
-    def __missing__(self, axes: Axes) -> int:
-        count = self._graph.device_count
-        every = count(frozenset(self._graph.door.manual_axes()))
-        factor = 2 * (count(axes) - 1) * (every // count(axes)) if self._wire else 1
-        return self.setdefault(axes, factor)
+class Limits:
+    """The least and the most that each label can be; ValueError if no labels suit the program."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.values = list(graph.values.values())
+        self._every = frozenset(graph.door.manual_axes())
+        self.rules = list(self._rules())
+        low, high = self._starts()
+        self.low, self.high = self._settled(low, grow=True), self._settled(high, grow=False)
+        if any(label - high[key] for key, label in low.items()):
+            raise ValueError("no casts suit the program")
+        # The labels that are not settled yet, and what their choice has a price for.
+        self.free = [key for key, label in low.items() if label != high[key]]
+        free = set(self.free)
+        self.free_values = [v for v in self.values if v in free or v.use in free]
+        self.free_steps = [step for step in graph.steps if step in free]
+        self.rules = [rule for rule in self.rules if free.issuperset(rule[:2])]
+        some = NONE.union(*(high[key] - low[key] for key in self.free))
+        self.axes = [axis for axis in graph.door.manual_axes() if axis in some]
+
+    def _free(self, step: Step) -> Axes:
+        return NONE if step.fixed is None else self._every - step.fixed
+
+    def _rules(self) -> Iterator[tuple[Any, Any, Axes]]:
+        """Yield a label, one that varies over its axes too, and the axes for which that holds."""
+        for value in self.values:
+            yield value, value.use, self._every
+            # A tangent that is used as varying over these axes has to be made varying over them.
+            yield value.use, value, value.narrow if value.castable else self._every
+        for step in self.graph.steps:
+            free = self._free(step)
+            for value in step.inputs:
+                yield step, value if step.ties else value.use, free
+                # What was not invariant as traced can't come back.
+                yield value, step, free if step.ties else free & value.varying
+            for value in step.outputs:
+                yield step, value, free - step.moves
+                yield value, step, free - step.moves
+
+    def _starts(self) -> tuple[Labels, Labels]:
+        """Return the least and the most that each label can be by itself."""
+        keys = [*self.values, *(value.use for value in self.values), *self.graph.steps]
+        low, high = dict.fromkeys(keys, NONE), dict.fromkeys(keys, self._every)
+        for value in self.values:
+            high[value.use] -= value.stays
+        for value in self.graph.inputs:
+            low[value] = high[value] = value.varying
+        for value in self.graph.ends:
+            low[value.use] |= value.varying
+        for step in self.graph.steps:
+            high[step] = self._free(step)
+            low[step] = step.needed & high[step]
+            fixed = self._every - high[step]
+            for value in step.inputs:
+                low[value.use] |= value.varying & fixed
+            for value in step.outputs:
+                low[value] |= value.varying & (fixed | step.moves)
+                high[value] &= value.varying | (high[step] - step.moves)
+        return low, high
+
+    def _settled(self, labels: Labels, grow: bool) -> Labels:
+        """Let labels grow, or shrink, until all rules hold."""
+        links: dict[Any, list[tuple[Any, Axes]]] = {}
+        for first, then, over in self.rules:
+            changed, other = (first, then) if grow else (then, first)
+            links.setdefault(changed, []).append((other, over))
+        queue = list(labels)
+        while queue:
+            changed = queue.pop()
+            for other, over in links.get(changed, ()):
+                label = labels[changed]
+                new = labels[other] | (label & over) if grow else labels[other] - (over - label)
+                if new != labels[other]:
+                    labels[other] = new
+                    queue.append(other)
+        return labels
 
 
 class Prices:
@@ -33,15 +110,22 @@ class Prices:
     # bound: the bytes that are still unpaid. Without it, fewer psums win among equal bytes.
 
     def __init__(self, graph: Graph, counted: Axes, wire: bool = False, left: Any = None):
-        self.counted, self.factors = counted, _Factors(graph, wire)
-        self.left = {} if left is None else left
-        self.scale, self.tie = (1, 0) if left is not None else (_SCALE, 1)
+        self._left = {} if left is None else left
+        self._scale, self._tie = (1, 0) if left is not None else (_SCALE, 1)
+        every = graph.device_count(frozenset(graph.door.manual_axes()))
+
+        @functools.cache
+        def factor(axes: Axes) -> int:  # the cost per byte
+            n = graph.device_count(axes & counted)
+            return 2 * (n - 1) * (every // n) if wire else int(not axes.isdisjoint(counted))
+
+        self._factor = factor
 
     def of(self, key: Any, size_bytes: int, runs: int, sets: Iterable[Axes]) -> list[int]:
         """Return the price of a psum of that many bytes over each set of axes."""
-        size = self.left[key] if key in self.left else size_bytes * self.scale
-        factors = [self.factors[axes & self.counted] for axes in sets]
-        return [factor * size + runs * self.tie if factor else 0 for factor in factors]
+        size = self._left[key] if key in self._left else size_bytes * self._scale
+        factors = map(self._factor, sets)
+        return [factor * size + runs * self._tie if factor else 0 for factor in factors]
 
 
 class Cut:
@@ -50,42 +134,38 @@ class Cut:
     # Both choices suit the program, and no label of ``high`` is smaller than that of ``low``.
 
     def __init__(self, limits: Limits, low: Labels, high: Labels, prices: Prices):
-        self.limits, self.low, self.high, self.prices = limits, low, high, prices
+        self._low, self._high, self._prices = low, high, prices
         self.net = Network()
         self.always = 0  # what every choice pays
         # For each tangent, residual, or sum of a step: what every choice pays, and its edges.
         self.paid: list[tuple[Any, int, list[int]]] = []
-        self._nodes = [
-            {key: self.net.node() for key in free if own[key] != others[key]}
-            for free, own, others in zip(limits.free, parts(low), parts(high))
-        ]
-        for value in limits.free[1]:
+        nodes = {key: self.net.node() for key in limits.free if low[key] != high[key]}
+        self._nodes = nodes
+        for value in limits.free_values:
             self._value(value)
-        for step in limits.free[2]:
+        for step in limits.free_steps:
             self._sums(step)
-        for tail, head, over in limits.rules:
-            self._rule(tail, head, over)
-        self._residuals()
+        for first, then, over in limits.rules:
+            if first in nodes and then in nodes and (high[first] & over) - low[then]:
+                self.net.edge(nodes[then], nodes[first])
+        for residual in limits.graph.residuals.values():
+            self._residual(residual)
 
     def labels(self) -> Labels:
         """Return the cheapest choice; among equals, the one with the latest casts."""
         varies = self.net.sink_side()
-        return Labels(
-            *(
-                {**low, **{key: high[key] for key, node in nodes.items() if node in varies}}
-                for low, high, nodes in zip(parts(self.low), parts(self.high), self._nodes)
-            )
-        )
+        chosen = (key for key, node in self._nodes.items() if node in varies)
+        return {**self._low, **{key: self._high[key] for key in chosen}}
 
     def _pay(self, key: Any, always: int, edges: list[tuple[int, int, int]]) -> None:
         self.always += always
         self.paid.append((key, always, [self.net.edge(*edge) for edge in edges if edge[2] > 0]))
 
     def _value(self, value: Value) -> None:
-        makes, uses = self._nodes[0].get(value), self._nodes[1].get(value)
-        made = self.low.made[value], self.high.made[value]
-        used = self.low.used[value], self.high.used[value]
-        both, late, early, none = self.prices.of(
+        makes, uses = self._nodes.get(value), self._nodes.get(value.use)
+        made = self._low[value], self._high[value]
+        used = self._low[value.use], self._high[value.use]
+        both, late, early, none = self._prices.of(
             value,
             value.cast_bytes if value.live else 0,
             value.runs,
@@ -102,35 +182,20 @@ class Cut:
             least = min(both, none, early) if possible else min(both, none)
             edges = [(makes, sink, both - least), (source, uses, none - least)]
             self._pay(value, least, [*edges, (makes, uses, late + least - both - none)])
-            if not possible:
-                self.net.edge(uses, makes)
-
-    def _rule(self, first: tuple[int, Any], then: tuple[int, Any], over: Axes) -> None:
-        """Make ``then`` vary over those axes in ``over`` that ``first`` varies over."""
-        head, tail = self._nodes[first[0]].get(first[1]), self._nodes[then[0]].get(then[1])
-        if tail is None or head is None:
-            return
-        high = parts(self.high)[first[0]][first[1]]
-        if (high & over) - parts(self.low)[then[0]][then[1]]:
-            self.net.edge(tail, head)
 
     def _sums(self, step: Step) -> None:
-        node = self._nodes[2].get(step)
-        labels = self.low.steps[step] & step.moves, self.high.steps[step] & step.moves
+        node = self._nodes.get(step)
+        labels = self._low[step] & step.moves, self._high[step] & step.moves
         for own, (count, axes) in enumerate(step.sums):
-            low, high = self.prices.of((step, own), count, 1, [axes - label for label in labels])
+            low, high = self._prices.of((step, own), count, 1, [axes - label for label in labels])
             edge = [] if node is None else [(node, self.net.sink, low - high)]
             self._pay((step, own), high, edge)
 
-    def _residuals(self) -> None:
-        for residual in self.limits.graph.residuals.values():
-            over = [
-                NONE.union(*(labels.steps[step] for step in residual.steps)) - residual.varying
-                for labels in (self.low, self.high)
-            ]
-            low, high = self.prices.of(residual, residual.cast_bytes, 1, over)
-            cast = self.net.node()
-            self._pay(residual, low, [(self.net.source, cast, high - low)])
-            for step in residual.steps:
-                if step in self._nodes[2]:
-                    self.net.edge(cast, self._nodes[2][step])
+    def _residual(self, residual: Residual) -> None:
+        over = [residual.casts(labels) for labels in (self._low, self._high)]
+        low, high = self._prices.of(residual, residual.cast_bytes, 1, over)
+        cast = self.net.node()
+        self._pay(residual, low, [(self.net.source, cast, high - low)])
+        for step in residual.steps:
+            if step in self._nodes:
+                self.net.edge(cast, self._nodes[step])

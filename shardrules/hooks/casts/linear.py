@@ -18,9 +18,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CALLS, SUMS, is_inexact, name_of, opened, scan_counts
-from shardrules.hooks.casts.precision import keep_precision
 from shardrules.hooks.cotangents.linearity import linear_in, strings
 from shardrules.hooks.notes import PlacedCast
 from shardrules.hooks.retyping.retyping import transposed_by_jax
@@ -44,8 +45,6 @@ class Unplaceable(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """A tangent."""
-
     aval: Any  # in the program as traced
     varying: frozenset[str]  # the mesh axes over which it varies there
     runs: int  # how often one execution of the program makes it
@@ -58,6 +57,15 @@ class Value:
     stays: frozenset[str] = frozenset()
     # The axes over which it must not be cast, since what is cast earlier is more precise.
     narrow: frozenset[str] = frozenset()
+    use: object = dataclasses.field(default_factory=object)  # where it is used, as a key of labels
+
+    @property
+    def precision(self) -> tuple[int, int]:
+        """The bits of the mantissa and of the exponent."""
+        if not is_inexact(self.aval):  # float0
+            return 0, 0
+        kind = jax.numpy.finfo(self.aval.dtype)
+        return kind.nmant, kind.nexp
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,6 +75,10 @@ class Residual:
     varying: frozenset[str]  # the mesh axes over which it varies
     cast_bytes: int  # the cost of casting it: its bytes times its runs
     steps: list[Step] = dataclasses.field(default_factory=list)  # the steps that take it
+
+    def casts(self, labels: dict[Any, Axes]) -> Axes:
+        """Return the axes over which it is cast if the steps have these labels."""
+        return NONE.union(*(labels[step] for step in self.steps)) - self.varying
 
 
 class Bwd(NamedTuple):
@@ -117,14 +129,12 @@ class Graph:
         opaque: Callable[[Any], bool],  # whether an equation is an opaque call
         again: bool = False,  # whether the transpose is differentiated in reverse mode
     ):
-        from jax import lax
-
         self.door = door
         self.opaque = opaque
         self.again = again
         info = getattr(jaxpr, "debug_info", None)
         self.function: str = getattr(info, "func_src_info", None) or ""
-        self._sizes = {axis: lax.psum(1, axis) for axis in door.manual_axes()}
+        self._sizes = {axis: jax.lax.psum(1, axis) for axis in door.manual_axes()}
         self.values: dict[tuple[Where, Any], Value] = {}
         self.steps: list[Step] = []
         self.at: dict[tuple[Where, int], Step] = {}  # an equation's own step
@@ -139,15 +149,20 @@ class Graph:
         self._live([value for value, used in zip(ends, wanted) if value is not None and used])
 
     def device_count(self, axes: frozenset[str]) -> int:
-        """Return the number of devices along mesh axes."""
         return math.prod(self._sizes[axis] for axis in axes)
 
     # From the program to the graph.
 
-    def placed(self, value: Value, axes: frozenset[str]) -> PlacedCast:
-        """Describe a cast of a value."""
-        name = f"{value.aval.dtype}[{','.join(map(str, value.aval.shape))}]"
-        return PlacedCast(value.at, name, tuple(sorted(axes)), value.runs, self.function)
+    def placed(self, labels: dict[Any, Axes]) -> list[PlacedCast]:
+        """Return the casts that labels need of the tangents whose cotangents are not zero."""
+        casts = []
+        for value in self.values.values():
+            axes = labels[value.use] - labels[value]
+            if axes and value.live:
+                name = f"{value.aval.dtype}[{','.join(map(str, value.aval.shape))}]"
+                cast = PlacedCast(value.at, name, tuple(sorted(axes)), value.runs, self.function)
+                casts.append(cast)
+        return casts
 
     def _value(self, where: Where, var: Any, runs: int, castable: bool, at: str = "") -> Value:
         aval = var.aval
@@ -326,7 +341,42 @@ class Graph:
         """Replace the upper bounds of custom_vjps' sums by ``custom``'s, then keep precision."""
         for step, eqn, runs in self._customs:
             self._custom(step, eqn, runs, custom(eqn))
-        keep_precision(self)
+        # Suppose a bf16 tangent becomes float32 and is then cast. The cast must not move to the
+        # bf16 tangent, nor to what that is made of: the shares would be rounded to bf16 before they
+        # are summed. Nor may the cast of a float32 tangent move to a bf16 tangent made of it.
+        for axis in self.door.manual_axes():
+            sites = [
+                value
+                for value, made in self.casts
+                if value.live and axis in made.varying - value.varying
+            ]
+            sites += [v for step in self.steps if axis in step.moves for v in step.inputs]
+            for value in self.narrower(axis, sites, before=True):
+                value.stays |= {axis}
+            for value in self.narrower(axis, sites, before=False):
+                value.narrow |= {axis}
+
+    def narrower(self, axis: str, sites: Sequence[Value], before: bool) -> list[Value]:
+        """Return the tangents before, or after, the sites that are less precise than these."""
+        # Before the sites follow only invariant tangents, after them only varying ones: beyond a
+        # psum over the axis, tangents have casts of their own.
+        links: dict[Value, list[Value]] = {}
+        for step in self.steps:
+            ends = (step.outputs, step.inputs) if before else (step.inputs, step.outputs)
+            for value in ends[0]:
+                links.setdefault(value, []).extend(ends[1])
+        less_precise: list[Value] = []
+        queue = [(value, value.precision) for value in sites]
+        seen = set(queue)
+        while queue:
+            value, of_site = queue.pop()
+            if any(bits < needed for bits, needed in zip(value.precision, of_site)):
+                less_precise.append(value)
+            for linked in links.get(value, ()):
+                if (linked, of_site) not in seen and (axis in linked.varying) != before:
+                    seen.add((linked, of_site))
+                    queue.append((linked, of_site))
+        return less_precise
 
     def barriers(self) -> str:
         """Describe a bwd that needs whole cotangents; empty if none does."""
@@ -378,7 +428,6 @@ class Graph:
         return self.door.axis_type(atom.aval).varying
 
     def _live(self, ends: list[Value]) -> None:
-        """Mark live tangents."""
         makers: dict[Value, list[Step]] = {}
         for step in self.steps:
             for value in step.outputs:

@@ -22,7 +22,6 @@ class Network:
         self.source, self.sink = self.node(), self.node()
 
     def node(self) -> int:
-        """Add a node."""
         self._edges.append([])
         return len(self._edges) - 1
 
@@ -36,7 +35,6 @@ class Network:
         return number
 
     def sent(self, edge: int) -> int:
-        """Return what flows over an edge."""
         return self._left[edge ^ 1]
 
     def flow(self) -> int:

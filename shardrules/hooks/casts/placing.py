@@ -35,10 +35,7 @@ from shardrules.hooks.types.identities import MARK
 
 
 class CastHooks(Hooks):
-    """The hooks at the linearization of functions and at the transposition of linear programs."""
-
     def install(self, patches: Patches) -> None:
-        """Replace JAX's functions that linearize a function and that transpose a jaxpr."""
         patches.attribute(*self.door.owner("linearize"), self._linearize)
         for key in ("older_backward_pass", "backward_pass", "backward_pass3"):
             if getattr(self.door, key) is not None:
@@ -137,7 +134,7 @@ class CastHooks(Hooks):
             if is_better and not _saves_little(before, after.bytes, off):
                 writer = Writer(self, graph, labels)
                 placed = writer.jaxpr(jaxpr, (), [atom.aval for atom in jaxpr.outvars])
-                after_bytes, casts = writer.bytes, writer.casts
+                after_bytes, casts = after.bytes, graph.placed(labels)
             note = Placement(before_bytes, after_bytes, tuple(casts), asked, "", off.bytes, beyond)
         except Exception as error:  # the program as traced is correct, so its casts stay
             text = str(error).splitlines()[0] if str(error) else ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from shardrules.door.jaxprs import CALLS, name_of, opened, read, scan_counts, variable
-from shardrules.hooks.casts.labels import Labels
-from shardrules.hooks.casts.linear import IDENTITIES, NONE, Graph, Step, Unplaceable, Value, Where
-from shardrules.hooks.notes import PlacedCast
+from shardrules.hooks.casts.cuts import Labels
+from shardrules.hooks.casts.linear import IDENTITIES, Axes, Graph, Step, Unplaceable, Value, Where
 from shardrules.hooks.retyping.higher_order import HigherOrderOp
 from shardrules.hooks.retyping.retyping import Retyping
 from shardrules.hooks.state import Hooks
@@ -17,194 +19,145 @@ from shardrules.registry.axistypes import AxisType
 
 
 class Writer:
-    """Rewrites a program with casts where the labels say."""
-
     def __init__(self, hooks: Hooks, graph: Graph, labels: Labels):
-        self.hooks = hooks
         self.door = hooks.door
+        self.retyping = hooks.state.of(Retyping)
         self.graph = graph
         self.labels = labels
-        self.bytes = 0  # what the cotangents' psums sum on each device after the rewrite
-        self.casts: list[PlacedCast] = []  # of tangents whose cotangents are not zero
-        self._written: dict[Any, tuple[Any, int, list[Any]]] = {}
-        self._under: dict[Where, list[Value]] = {}
-        self._steps_under: dict[Where, list[Step]] = {}
+        self._written: dict[Any, Any] = {}
+        # For each place, the tangents in and under it, and the labels that decide how to write it.
+        self._values: dict[Where, list[Value]] = collections.defaultdict(list)
+        self._keys: dict[Where, list[Any]] = collections.defaultdict(list)
         for (where, _), value in graph.values.items():
             for depth in range(len(where) + 1):
-                self._under.setdefault(where[:depth], []).append(value)
+                self._values[where[:depth]].append(value)
+                self._keys[where[:depth]] += value, value.use
         for where, step in graph.at.items():
             for depth in range(len(where)):
-                self._steps_under.setdefault(where[:depth], []).append(step)
+                self._keys[where[:depth]].append(step)
 
     def aval(self, value: Value) -> Any:
-        """Return a tangent's aval in the rewritten program."""
-        return self._retype(value.aval, self.labels.made[value])
-
-    def _retype(self, aval: Any, axes: frozenset[str]) -> Any:
-        have = self.door.axis_type(aval)
-        return self.door.with_axis_type(aval, AxisType(axes, have.unreduced, have.reduced))
+        have = self.door.axis_type(value.aval)
+        new = AxisType(self.labels[value], have.unreduced, have.reduced)
+        return self.door.with_axis_type(value.aval, new)
 
     def jaxpr(self, jaxpr: Any, where: Where, ends: Sequence[Any]) -> Any:
         """Return a jaxpr of the program, rewritten so that its outputs have the avals ``ends``."""
-        inner = opened(jaxpr)
         # A jaxpr that is called in two places stays a single object if its labels agree.
-        under = self._under.get(where, ())
-        key = (
-            id(jaxpr),
-            tuple((self.labels.made[v], self.labels.used[v], v.live) for v in under),
-            tuple(self.labels.steps[step] for step in self._steps_under.get(where, ())),
-            tuple(map(self.door.axis_type, ends)),
-            tuple(value.runs for value in under[:1]),
-        )
-        if key not in self._written:
-            before = self.bytes, len(self.casts)
-            new = self._write(jaxpr, inner, where, ends)
-            if where and all(self.labels.made[value] == value.varying for value in under):
-                if all(
-                    self.door.axis_type(a.aval) == self.door.axis_type(b)
-                    for a, b in zip(inner.outvars, ends)
-                ):
-                    new = jaxpr  # its casts stay where they are
-            self._written[key] = new, self.bytes - before[0], self.casts[before[1] :]
-            return new
-        new, size_bytes, casts = self._written[key]
-        self.bytes += size_bytes
-        self.casts += casts
-        return new
-
-    def _write(self, jaxpr: Any, inner: Any, where: Where, ends: Sequence[Any]) -> Any:
-        body = Body(self, inner, where)
+        types = self.door.axis_types(ends)
+        key = id(jaxpr), types, *(self.labels[key] for key in self._keys[where])
+        if key in self._written:
+            return self._written[key]
+        inner = opened(jaxpr)
+        body = Body(self, where)
         invars = [body.renew(var) for var in inner.invars]
         for index, eqn in enumerate(inner.eqns):
             body.write(eqn, index)
         outvars = [
-            body.read(atom, self.door.axis_type(end).varying, None)
-            for atom, end in zip(inner.outvars, ends)
+            body.read(atom, end.varying, self.door.current_source())
+            for atom, end in zip(inner.outvars, types)
         ]
         new = inner.replace(
             invars=invars, eqns=body.eqns, outvars=outvars, debug_info=inner.debug_info
         )
-        return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
-
-    def note(self, value: Value, axes: frozenset[str]) -> None:
-        """Record a cast of a tangent, if its cotangent is summed."""
-        if value.live:
-            self.bytes += value.cast_bytes
-            self.casts.append(self.graph.placed(value, axes))
+        new = new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+        if where and all(self.labels[value] == value.varying for value in self._values[where]):
+            if self.door.axis_types(atom.aval for atom in inner.outvars) == types:
+                new = jaxpr  # its casts stay where they are
+        self._written[key] = new
+        return new
 
 
 class Body:
-    """A jaxpr that is being rewritten; ``inner`` is the original, ``where`` its place."""
+    """A jaxpr that is being rewritten; ``where`` is its place."""
 
-    def __init__(self, writer: Writer, inner: Any, where: Where):
+    def __init__(self, writer: Writer, where: Where):
         self.writer = writer
         self.door = writer.door
         self.graph = writer.graph
         self.labels = writer.labels
-        self.inner = inner
         self.where = where
         self.env: dict[Any, Any] = {}
-        self.cast: dict[tuple[Any, frozenset[str]], Any] = {}
+        self.cast: dict[tuple[Any, Axes], Any] = {}
         self.eqns: list[Any] = []
 
     def value(self, atom: Any) -> Value | None:
         return None if hasattr(atom, "val") else self.graph.values.get((self.where, atom))
 
     def renew(self, var: Any) -> Any:
-        """Return the variable that replaces ``var`` in the rewritten program."""
         value = self.value(var)
         if value is None or self.writer.aval(value) is var.aval:
             return var
         self.env[var] = variable(var, self.writer.aval(value))
         return self.env[var]
 
-    def read(self, atom: Any, want: frozenset[str] | None, eqn: Any) -> Any:
+    def read(self, atom: Any, want: Axes | None, source: Any) -> Any:
         """Return an atom that varies over ``want``; None means no particular type."""
         # A tangent is cast once, to all the axes that any use needs. A use that needs fewer axes
         # un-casts the result, so that all cotangents share one psum.
-        value = self.value(atom)
-        now = atom if hasattr(atom, "val") else self.env.get(atom, atom)
-        if want is None or not self.door.can_cast(atom.aval):
-            return now
+        value, now = self.value(atom), read(self.env, atom)
         have = self.door.axis_type(now.aval).varying
-        if have == want:
+        if want is None or want == have or not self.door.can_cast(atom.aval):
             return now
         if hasattr(atom, "val"):
-            return self._cast(now, want, eqn)
+            return self._cast(now, want, source)
         if (atom, want) not in self.cast:
-            used = have if value is None else self.labels.used[value]
-            if value is None:
-                if have - want:
-                    raise Unplaceable("a residual varies where its result does not")
-                made = self._cast(now, want, eqn)
-            elif want - have and used != want:
-                made = self._uncast(self.read(atom, used, eqn), want, eqn)
-            elif want - have:
-                self.writer.note(value, want - have)
-                made = self._cast(now, want, eqn)
-            else:
-                made = self._uncast(now, want, eqn)
-            self.cast[atom, want] = made
+            if value is None and have - want:
+                raise Unplaceable("a residual varies where its result does not")
+            used = want if value is None else self.labels[value.use]
+            if want - have and used != want:
+                now = self.read(atom, used, source)
+            self.cast[atom, want] = self._cast(now, want, source)
         return self.cast[atom, want]
 
-    def _cast(self, atom: Any, want: frozenset[str], eqn: Any) -> Any:
+    def _cast(self, atom: Any, want: Axes, source: Any) -> Any:
+        """Append equations that cast an atom, or un-cast it."""
         have = self.door.axis_type(atom.aval)
-        wide = have.vary(*(want - have.varying))
-        made = self._bind(lambda x: self.door.cast(x, wide), atom, eqn)
-        left = wide.varying - want
-        return self._uncast(made, want, eqn) if left else made
+        wide = have.vary(*want)
+        order = tuple(a for a in self.door.manual_axes() if a in wide.varying - want)
 
-    def _uncast(self, atom: Any, want: frozenset[str], eqn: Any) -> Any:
-        left = self.door.axis_type(atom.aval).varying - want
-        order = tuple(a for a in self.door.manual_axes() if a in left)
-        return self._bind(lambda x: uncast(x, order), atom, eqn)
+        def cast(x):
+            x = self.door.cast(x, wide)
+            return uncast(x, order) if order else x
 
-    def _bind(self, function, atom: Any, eqn: Any) -> Any:
-        import jax
-
-        jaxpr = jax.make_jaxpr(
-            lambda x: function(self.door.cast(x, self.door.axis_type(atom.aval)))
-        )(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)).jaxpr
-        # The first cast only gives the argument the atom's type: it is left out.
-        atoms: dict[Any, Any] = {jaxpr.invars[0]: atom}
-        info = self.door.current_source() if eqn is None else eqn.source_info
-        kind = self.door.axis_type(atom.aval)
-        for inner_eqn in jaxpr.eqns:
-            (out,), operand = inner_eqn.outvars, atoms[inner_eqn.invars[0]]
-            if operand is atom and self.door.axis_type(out.aval) == kind:
-                atoms[out] = atom
-                continue
-            new = variable(out, out.aval)
-            self.eqns.append(inner_eqn.replace(invars=[operand], outvars=[new], source_info=info))
-            atoms[out] = new
-        return atoms[jaxpr.outvars[0]]
+        jaxpr = jax.make_jaxpr(cast)(atom.aval).jaxpr
+        env = {jaxpr.invars[0]: atom}
+        self.eqns += [
+            eqn.replace(invars=[read(env, a) for a in eqn.invars], source_info=source)
+            for eqn in jaxpr.eqns
+        ]
+        return read(env, jaxpr.outvars[0])
 
     # Equations.
 
     def write(self, eqn: Any, index: int) -> None:
-        """Write the equations that replace ``eqn``."""
-        tangents = [self.value(atom) for atom in (*eqn.invars, *eqn.outvars)]
-        if all(value is None for value in tangents):
+        """Append the equations that replace ``eqn``."""
+        name, inside = name_of(eqn), (*self.where, index)
+        if all(self.value(atom) is None for atom in (*eqn.invars, *eqn.outvars)):
             self.eqns.append(eqn)
-            return
-        name = name_of(eqn)
-        if name in IDENTITIES:
+        elif name in IDENTITIES:
             (out,) = eqn.outvars
-            self.env[out] = self.read(eqn.invars[0], self._made(out), eqn)
-            return
-        inside = (*self.where, index)
-        if name in CALLS:
-            self._call(eqn, CALLS[name], inside)
+            self.env[out] = self.read(eqn.invars[0], self._made(out), eqn.source_info)
+        elif name in CALLS:
+            self._calls(eqn, CALLS[name], [inside], [var.aval for var in eqn.outvars])
         elif name == "scan":
-            self._scan(eqn, inside)
+            # The carry of a body is a tangent if the scan's result is one, and the reverse.
+            constants, carries = scan_counts(eqn.params)
+            before = opened(eqn.params["jaxpr"]).invars[constants : constants + carries]
+            ends = [var.aval for var in eqn.outvars]
+            for i, var in enumerate(before):
+                value = self.graph.values.get((inside, var))
+                ends[i] = ends[i] if value is None else self.writer.aval(value)
+            self._calls(eqn, "jaxpr", [inside], ends)
         elif name == "cond":
-            self._cond(eqn, inside)
+            places = [(*inside, i) for i in range(len(eqn.params["branches"]))]
+            self._calls(eqn, "branches", places, [var.aval for var in eqn.outvars])
         else:
             self._operation(eqn, self.graph.at[inside])
 
-    def _made(self, var: Any) -> frozenset[str] | None:
+    def _made(self, var: Any) -> Axes | None:
         value = self.value(var)
-        return None if value is None else self.labels.made[value]
+        return None if value is None else self.labels[value]
 
     def _aval(self, var: Any) -> Any:
         value = self.value(var)
@@ -222,81 +175,45 @@ class Body:
             eqn.replace(invars=operands, outvars=outvars, params=params, effects=effects)
         )
 
-    def _inner(self, jaxpr: Any, inside: Where, ends: list[Any]) -> tuple[Any, list[Any]]:
-        """Return the rewritten jaxpr of a call, and the axes over which its inputs must vary."""
-        made = [
-            None if value is None else self.labels.made[value]
-            for value in (self.graph.values.get((inside, var)) for var in opened(jaxpr).invars)
+    def _calls(self, eqn: Any, key: str, places: list[Where], ends: list[Any]) -> None:
+        """Write an equation that calls the jaxprs at these places."""
+        ends = [
+            end if value is None else self.writer.aval(value)
+            for end, value in zip(ends, map(self.value, eqn.outvars))
         ]
-        return self.writer.jaxpr(jaxpr, inside, ends), made
+        jaxprs = eqn.params[key] if key == "branches" else (eqn.params[key],)
+        made = [self.graph.values.get((places[0], var)) for var in opened(jaxprs[0]).invars]
+        chooses = len(eqn.invars) - len(made)  # 1 for a cond, whose first operand is the predicate
+        operands = list(eqn.invars[:chooses])
+        for atom, value in zip(eqn.invars[chooses:], made):
+            want = None if value is None else self.labels[value]
+            operands.append(self.read(atom, want, eqn.source_info))
+        new = tuple(self.writer.jaxpr(jaxpr, at, ends) for jaxpr, at in zip(jaxprs, places))
+        self._done(eqn, operands, **{key: new if key == "branches" else new[0]})
 
-    def _call(self, eqn: Any, key: str, inside: Where) -> None:
-        ends = [self._aval(var) for var in eqn.outvars]
-        inner, made = self._inner(eqn.params[key], inside, ends)
-        operands = [self.read(atom, want, eqn) for atom, want in zip(eqn.invars, made)]
-        self._done(eqn, operands, **{key: inner})
-
-    def _scan(self, eqn: Any, inside: Where) -> None:
-        jaxpr = eqn.params["jaxpr"]
-        constants, carries = scan_counts(eqn.params)
-        inner = opened(jaxpr)
-        before = inner.invars[constants : constants + carries]
-        ends = []
-        for i, var in enumerate(eqn.outvars):
-            value = self.value(var)
-            if value is None and i < carries:
-                value = self.graph.values.get((inside, before[i]))
-            ends.append(var.aval if value is None else self.writer.aval(value))
-        new, made = self._inner(jaxpr, inside, ends)
-        operands = [self.read(atom, want, eqn) for atom, want in zip(eqn.invars, made)]
-        self._done(eqn, operands, jaxpr=new)
-
-    def _cond(self, eqn: Any, inside: Where) -> None:
-        ends = [self._aval(var) for var in eqn.outvars]
-        branches, made = [], [None] * (len(eqn.invars) - 1)
-        for i, branch in enumerate(eqn.params["branches"]):
-            new, wants = self._inner(branch, (*inside, i), ends)
-            branches.append(new)
-            made = wants
-        operands = [self.read(atom, want, eqn) for atom, want in zip(eqn.invars[1:], made)]
-        self._done(eqn, [eqn.invars[0], *operands], branches=tuple(branches))
-
-    def _operation(self, eqn: Any, step: Any) -> None:
-        over = self.labels.steps[step]
+    def _operation(self, eqn: Any, step: Step) -> None:
+        over, types = self.labels[step], self.door.axis_types(atom.aval for atom in eqn.invars)
+        wants: list[Axes | None] = [type_.varying for type_ in types]
         changes = {}
         if step.fixed is None:
-            wants = [
-                None if self.value(atom) is None else self.door.axis_type(atom.aval).varying
-                for atom in eqn.invars
-            ]
+            wants = [None if self.value(a) is None else w for a, w in zip(eqn.invars, wants)]
         elif name_of(eqn) == "custom_lin":
             gained = over - step.fixed
             # A bwd that differentiates by its residuals needs them to vary as the cotangents do.
             # Others take the same residuals as when their sums were counted: no second trace.
-            kept = 0 if step.bwd.differentiates else eqn.params["num_res"]
-            wants = [
-                self.door.axis_type(atom.aval).varying | (NONE if i < kept else gained)
-                for i, atom in enumerate(eqn.invars)
-            ]
-            self.writer.bytes += sum(count for count, _ in step.left(gained))
+            kept = 0 if step.bwd and step.bwd.differentiates else eqn.params["num_res"]
+            wants[kept:] = [type_.varying | gained for type_ in types[kept:]]
             if gained:
-                changes["bwd"] = self.writer.hooks.state.of(Retyping).bwd(eqn.params["bwd"], gained)
+                changes["bwd"] = self.writer.retyping.bwd(eqn.params["bwd"], gained)
                 changes["out_avals"] = [self._aval(var) for var in eqn.outvars]
         else:
             free = over - step.fixed
-            wants = [
-                free | (self.door.axis_type(atom.aval).varying & step.fixed) for atom in eqn.invars
-            ]
-        operands = [self.read(atom, want, eqn) for atom, want in zip(eqn.invars, wants)]
+            wants = [free | (type_.varying & step.fixed) for type_ in types]
+        operands = [self.read(a, want, eqn.source_info) for a, want in zip(eqn.invars, wants)]
         if name_of(eqn) == "custom_linear_solve" and step.fixed is not None:
-            changes = self._retyped(eqn, operands)
+            avals = [atom.aval for atom in eqn.invars]
+            call = HigherOrderOp.of(self.writer.retyping, eqn.primitive, eqn.params, avals)
+            assert call is not None
+            retyped = call.retyped([self.door.axis_type(atom.aval) for atom in operands], None)
+            changes = {} if retyped is None else retyped.changes
         self._done(eqn, operands, **changes)
-
-    def _retyped(self, eqn: Any, operands: list[Any]) -> dict[str, Any]:
-        """Return the parameters of a call that change with the types of these operands."""
-        retyping = self.writer.hooks.state.of(Retyping)
-        avals = [atom.aval for atom in eqn.invars]
-        call = HigherOrderOp.of(retyping, eqn.primitive, eqn.params, avals)
-        assert call is not None
-        retyped = call.retyped([self.door.axis_type(atom.aval) for atom in operands], None)
-        return {} if retyped is None else retyped.changes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+import jax
+
 from shardrules.door.internals import Door
 from shardrules.door.patching import Patches
 from shardrules.hooks.retyping.retyping import Retyping
@@ -22,7 +24,6 @@ class BatchedVjpHooks(Hooks):
         self.retyping = state.of(Retyping)
 
     def install(self, patches: Patches) -> None:
-        """Replace the functions that see the primals and the batched bwd."""
         trace = self.door.BatchTrace
         self._process = trace.process_custom_vjp_call
         process = lambda *args, **kwargs: self._see(*args, **kwargs)  # noqa: E731
@@ -70,8 +71,6 @@ class BatchedVjpHooks(Hooks):
         )
 
     def _sum(self, cotangents, primals, axes, out_dim_dests):
-        import jax
-
         if not self.door.checking():
             return cotangents
         if cotangents and isinstance(cotangents[0], (list, tuple)):  # with logs, from JAX 0.11

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+
 from shardrules.door.jaxprs import CASTS, equations, inner_jaxprs, named_axes
 from shardrules.errors import AxisError, CotangentError
 from shardrules.hooks.cotangents.hoisting import Shares
@@ -46,31 +48,22 @@ class Bwd:
 
     @functools.cached_property
     def mesh_axes(self) -> frozenset[str]:
-        """The manual mesh axes."""
         return frozenset(self.door.manual_axes())
 
     @functools.cached_property
     def entering(self) -> Sequence[AxisType]:
         """The axis type of each leaf of the arguments; the cotangents' come last."""
-        import jax
-
         return [self._type(leaf) for leaf in jax.tree_util.tree_leaves(self.args)]
 
     @functools.cached_property
     def first(self) -> int:
-        """The position of the first cotangent among the leaves of the arguments."""
-        import jax
-
         return len(self.entering) - len(jax.tree_util.tree_leaves(self.args[-1]))
 
     @functools.cached_property
     def primals(self) -> Sequence[AxisType]:
-        """The axis type of each primal."""
         return [self.door.axis_type(aval) for aval in self.parts.in_avals]
 
     def _type(self, leaf: Any) -> AxisType:
-        import jax
-
         if isinstance(leaf, self.door.SymbolicZero):
             return self.door.axis_type(leaf.aval)
         is_array = isinstance(leaf, jax.Array)
@@ -81,7 +74,6 @@ class Bwd:
         return self.entering[self.first :]
 
     def cotangents(self) -> Any:
-        """Run bwd's jaxpr."""
         # The checks read the same jaxpr. Tracing bwd's kernels twice would double the time of the
         # backward pass.
         try:
@@ -285,8 +277,6 @@ class Bwd:
 
     @functools.cached_property
     def _trace(self) -> Trace:
-        import jax
-
         kept = self.hooks.state.here.bwds
         leaves, structure = jax.tree_util.tree_flatten(self.args)
         if kept is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
@@ -337,7 +327,6 @@ class Bwd:
         return origins
 
     def _leaves(self, origin: Origin) -> set[int]:
-        """Return the leaves of the arguments that an origin's inputs are."""
         return {self._trace.dynamic[i] for i in origin.inputs}
 
     def _origin(self, path, declared: str = "") -> Origin:
@@ -375,7 +364,6 @@ class Bwd:
         return axes & gradients | equal & sums
 
     def _sliced(self, path):
-        """Return the part of the jaxpr that one cotangent depends on."""
         trace = self._trace
         used = [p == path for p in trace.paths]
         if path not in trace.returned:  # a bwd that returns another structure each time

@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import is_inexact, widened
 from shardrules.door.patching import Patches
@@ -43,8 +45,6 @@ Stage = Callable[[FlatBwd, Run], Any]  # calls the run with that bwd, or with an
 
 
 class CustomVjpHooks(Hooks):
-    """The hooks of ``jax.custom_vjp``."""
-
     def __init__(self, door: Door, state: State):
         super().__init__(door, state)
         # JAX passes a function that returns the trees from fwd to bwd. It is the key here; the
@@ -52,7 +52,6 @@ class CustomVjpHooks(Hooks):
         self._forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
-        """Replace the three functions that flatten a custom_vjp's functions."""
         patches.attribute(*self.door.owner("flatten_primal"), self._flatten_primal)
         patches.attribute(*self.door.owner("flatten_fwd"), self._flatten_fwd)
         patches.attribute(*self.door.owner("flatten_bwd"), self._flatten_bwd)
@@ -65,8 +64,6 @@ class CustomVjpHooks(Hooks):
         perturbed: list[bool] = []
 
         def see(*args):
-            import jax
-
             leaves = jax.tree_util.tree_leaves(args)
             kind = jax.custom_derivatives.CustomVJPPrimal
             perturbed[:] = [leaf.perturbed for leaf in leaves if isinstance(leaf, kind)]
@@ -110,7 +107,6 @@ class CustomVjpHooks(Hooks):
         return self.door.wrapped(lambda *args: run(self.stages, bwd, args), flat)
 
     def parts(self, bwd: FlatBwd) -> CustomVjpInfo:
-        """Return the custom_vjp that a bwd belongs to."""
         fwd, gradients, perturbed = self._forwards.get(bwd.trees, (None, (), ()))
         name, place = self.door.function_name(bwd.fun), self.door.function_place(bwd.fun)
         tree, avals = bwd.in_tree, bwd.in_avals
@@ -159,8 +155,6 @@ class CustomVjpHooks(Hooks):
         """Run a bwd, and replace each cotangent that is a full sum by this device's share."""
         # A bwd that was written for an invariant primal may reduce its cotangent. The primal is now
         # cast before the branch, and the cast's psum adds up what the devices return.
-        import jax
-
         if by_cast:
             avals = tuple(self._wider(aval, by_cast) for aval in parts.in_avals)
             parts = dataclasses.replace(parts, fwd_avals=avals)
@@ -206,8 +200,6 @@ class CustomVjpHooks(Hooks):
             return self._match(run, parts, cotangents)
 
     def _match(self, bwd, parts, cotangents):
-        import jax
-
         def match(path, index, value):
             if getattr(value, "dtype", None) == jax.dtypes.float0:
                 return value
@@ -221,8 +213,6 @@ class CustomVjpHooks(Hooks):
         return parts.each(cotangents, match)
 
     def _cotangent(self, path, index, value, primal, bwd):
-        import jax
-
         door = self.door
         ct = Cotangent(path, index, door.axis_type(door.typeof(value)), door.cotangent_type(primal))
         bwd.check(ct)

@@ -54,7 +54,6 @@ def _scaled_by(eqn: Any, number: Number) -> float:
 
 
 def size_ratio(eqn: Any) -> float:
-    """Return how many times fewer elements the result of an equation has, as a divisor."""
     return max(eqn.outvars[0].aval.size, 1) / max(eqn.invars[0].aval.size, 1)
 
 
@@ -84,12 +83,10 @@ def divided_by(eqn: Any, number: Number) -> float:
 
 
 def product_of(divisors: Iterable[float]) -> float:
-    """Return the product of the divisors that are larger than one."""
     return math.prod(divisor for divisor in divisors if divisor > 1)
 
 
 def products_of(factors: Iterable[float]) -> frozenset[float]:
-    """Return the products of some of the factors."""
     products = {1.0}
     for factor in [factor for factor in factors if factor != 1][:_MOST_FACTORS]:
         products |= {round(factor * product, 6) for product in products}

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from shardrules.door.jaxprs import widened
 from shardrules.door.patching import Patches
 from shardrules.hooks.state import Hooks
 
 
 class ForwardHooks(Hooks):
-    """The hooks of forward mode and of ``jet``, where a primal meets its tangents."""
-
     def install(self, patches: Patches) -> None:
-        """Replace the constructors of JVP and jet tracers."""
         door = self.door
         patches.attribute(*door.owner("jvp_tracer"), self._jvp_tracer)
         patches.attribute(door.JetTracer, "__init__", self._jet_tracer(door.JetTracer.__init__))
@@ -56,8 +55,6 @@ class ForwardHooks(Hooks):
 
     def _type(self, value: Any) -> Any:
         """Return the axis type of a value; None for a symbolic zero, a ref or a float0."""
-        import jax
-
         if isinstance(value, self.door.Zero):
             return None
         try:

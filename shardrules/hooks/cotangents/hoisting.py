@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import SUMS, TO_VARYING, is_inexact, named_axes
 from shardrules.hooks.cotangents.traced import Trace
@@ -57,8 +59,6 @@ class Shares:
         return sum(sums) == 1 if name in _EITHER else name in _TOGETHER and any(sums)
 
     def _share(self, atom: Any) -> Any:
-        import jax
-
         eqn = self._made[atom]
         if eqn.primitive.name in SUMS:
             summed = self._whole(eqn.invars[eqn.outvars.index(atom)])
@@ -84,9 +84,6 @@ class Shares:
         return [self.door.cast(x, type_.vary(*union)) for x, type_ in zip(operands, types)]
 
     def _whole(self, atom: Any) -> Any:
-        """Evaluate a value as bwd computes it."""
-        import jax
-
         if hasattr(atom, "val"):
             return jax.numpy.asarray(atom.val, atom.aval.dtype)
         needed, eqns = {atom}, []

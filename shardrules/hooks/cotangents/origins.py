@@ -13,6 +13,8 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import jax
+
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import (
     CASTS,
@@ -62,8 +64,6 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The origin of one value."""
-
     inputs: frozenset[int] = frozenset()  # the positions of the jaxpr's inputs on which it depends
     # the mesh axes along which devices may hold different values of it
     axes: frozenset[str] = frozenset()
@@ -93,15 +93,12 @@ class Origin:
         )
 
     def along(self, axes: frozenset[str]) -> Origin:
-        """Add axes along which it differs."""
         return self if axes <= self.axes else dataclasses.replace(self, axes=self.axes | axes)
 
     def moved(self, axes: frozenset[str]) -> Origin:
-        """Add axes along which it comes from other devices."""
         return dataclasses.replace(self, axes=self.axes | axes, sums=self.sums | axes)
 
     def equal(self, axes: frozenset[str]) -> Origin:
-        """Remove axes along which it is equal."""
         return dataclasses.replace(self, axes=self.axes - axes)
 
     def summed(self, axes: frozenset[str], in_gradient: bool = False) -> Origin:
@@ -173,7 +170,6 @@ class Origins:
 
     @property
     def reductions(self) -> list[Reduction]:
-        """Each operand that is summed over mesh axes."""
         return list(self._reductions.values())
 
     def divisions(self, by: Collection[float | None]) -> int:
@@ -262,7 +258,6 @@ class Origins:
                     )
 
     def _constant(self, var: Any) -> Origin:
-        """Return the origin of a closed-over value; it may differ if its aval names no axes."""
         axes = self.door.axes_of(var.aval)
         return Origin(axes=self.mesh_axes if axes is None else axes)
 
@@ -424,8 +419,6 @@ def _number(eqn: Any, operands: Sequence[Origin]) -> float | None:
 
 def size_of(axes: frozenset[str]) -> int | None:
     """Return the number of devices along mesh axes; None if an axis is not in scope."""
-    import jax
-
     try:
         return jax.lax.psum(1, tuple(sorted(axes)))
     except NameError:

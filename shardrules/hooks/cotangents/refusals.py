@@ -14,8 +14,6 @@ from shardrules.registry.suggestions import is_library
 
 @dataclasses.dataclass(frozen=True)
 class Cotangent:
-    """One cotangent that a bwd returns."""
-
     path: Any  # its pytree path
     index: int  # of its primal, among the flattened ones
     have: AxisType  # its axis type
@@ -41,8 +39,6 @@ BOTH_USES = "Where the same function must sum equal copies of such a primal, as 
 
 
 class Refusals:
-    """The errors about one bwd's cotangents."""
-
     def __init__(self, door: Door, parts: CustomVjpInfo):
         self.door = door
         self.parts = parts
@@ -191,5 +187,4 @@ class Refusals:
 
 
 def quoted(axes: frozenset[str]) -> str:
-    """Return the names of mesh axes as Python writes them."""
     return ", ".join(map(repr, sorted(axes)))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from shardrules.door.jaxprs import equations, is_inexact
 from shardrules.hooks.cotangents.bwd import Bwd
 from shardrules.hooks.cotangents.linearity import linear_in
@@ -18,8 +20,6 @@ from shardrules.hooks.cotangents.origins import size_of
 
 def doubt(bwd: Bwd, cotangents: Any) -> str:
     """Say why its gradients may differ from those with the check off; empty if they are equal."""
-    import jax
-
     door, name = bwd.door, bwd.parts.name
     leaves = jax.tree_util.tree_leaves(bwd.args[-1])
     live = [

@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import jax
+
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import CASTS, equations, named_axes
 from shardrules.hooks.cotangents.origins import Origin, Origins, Reduction, size_of
@@ -16,8 +18,6 @@ from shardrules.registry.axistypes import AxisType
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CustomVjpInfo:
-    """The custom_vjp that a bwd belongs to."""
-
     name: str  # the bwd's, for messages
     fwd: Any  # the custom_vjp's fwd, as JAX wraps it
     gradients: Sequence[None]  # not empty once its fwd took a gradient
@@ -30,8 +30,6 @@ class CustomVjpInfo:
 
     def each(self, cotangents: Any, function: Callable[[Any, int, Any], Any]) -> Any:
         """Map a function of (path, index of the primal, cotangent) over the cotangents."""
-        import jax
-
         tree, is_none = jax.tree_util, lambda x: x is None
         if isinstance(cotangents, list):
             cotangents = tuple(cotangents)
@@ -68,8 +66,6 @@ class Trace:
     """A bwd's jaxpr, which runs in place of the bwd."""
 
     def __init__(self, door: Door, bwd, args):
-        import jax
-
         tree = jax.tree_util
         leaves, structure = tree.tree_flatten(args)
         self.dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -104,18 +100,12 @@ class Trace:
         self._put = lambda arrays: jitted(*arrays)  # not traced again
 
     def of(self, args: Any) -> Trace:
-        """Return the same for other arguments of the same types."""
-        import jax
-
         other = copy.copy(self)
         leaves = jax.tree_util.tree_leaves(args)
         other.arrays = [leaves[i] for i in self.dynamic]
         return other
 
     def run(self) -> Any:
-        """Return the cotangents, as bwd would."""
-        import jax
-
         arrays = iter(self._put(self.arrays))
         return jax.tree_util.tree_unflatten(
             self._structure, [next(arrays) if leaf is None else leaf for leaf in self._constant]
@@ -144,8 +134,6 @@ class Forward:
     @functools.cached_property
     def jaxpr(self) -> Any:
         """The jaxpr from its primals to its outputs and residuals, or None."""
-        import jax
-
         door, parts = self.door, self.parts
         if parts.fwd is None:
             return None
@@ -204,7 +192,6 @@ class Forward:
         return None
 
     def sums(self, primal: int) -> list[Reduction]:
-        """Return the sums that depend on a primal."""
         return [sum_ for sum_ in self.origins.reductions if primal in sum_.origin.inputs]
 
     def saved_scale(self, output_count: int) -> float:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from shardrules.door.internals import Door
 from shardrules.door.jaxprs import widened
 
@@ -58,8 +60,6 @@ class WidenedFwd:
         """Give the primal's outputs the types of fwd's outputs, which JAX compares with them."""
 
         def out_type():
-            import jax
-
             tree, avals, *rest = primal()
             if self._axes:
                 leaves = jax.tree_util.tree_leaves(self._returned[0])

@@ -177,8 +177,6 @@ def _traced(f: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where an equation is."""
-
     stack: str = ""  # the name stacks of the equations around it
     at: str = ""  # its source line, or ``within`` and the source line of an equation around it
     checked: bool | None = None  # whether the check is on; None outside shard_map

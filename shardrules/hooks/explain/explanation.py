@@ -167,7 +167,6 @@ class MissingRules:
 
 
 def name_of(primitive: str, kernel: str) -> str:
-    """Return the name of a kernel in messages."""
     return str(Call(primitive, kernel))
 
 

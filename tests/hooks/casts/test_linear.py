@@ -60,7 +60,8 @@ def test_a_cast_in_a_loop_costs_its_runs_and_a_carry_is_one_value(cpu_mesh, hook
     made = graph(f, cpu_mesh)
     ((given, result),) = [pair for pair in made.casts if pair[0].runs > 1]
     assert given.runs == 3 and given.cast_bytes == 3 * 16
-    placed = made.placed(given, DATA)
+    labels = dict.fromkeys([key for v in made.values.values() for key in (v, v.use)], NONE)
+    (placed,) = made.placed({**labels, given.use: DATA})
     assert (placed.value, placed.axes, placed.runs) == ("float32[4]", ("data",), 3)
     ties = [step for step in made.steps if step.ties]
     assert len(ties) == 1 and ties[0].outputs[0].runs == 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from shardrules.arguments import checked
 from shardrules.door import internals
-from shardrules.door.jaxprs import inner_jaxprs
+from shardrules.door.jaxprs import inner_jaxprs, scan_counts
 from shardrules.errors import ShardrulesError
 
 
@@ -24,19 +24,10 @@ class NamedValue(NamedTuple):
     source: str  # ``file:line``, empty if JAX keeps none
 
 
-class _Frame(NamedTuple):
-    """A jaxpr, the equation that calls it, its outer frame, and how often it runs."""
-
-    jaxpr: Any
-    equation: Any
-    outer: Any
-    times: int
-    recomputing: bool
-
-
 # Equations whose result is the same residual as their operand. A new name makes a new one.
 _SAME = ("copy", "copy_p", "device_put", "optimization_barrier", "reduce_precision", "pvary")
 _ORDER = ("offloaded", "saved", "recomputed", "not a residual")
+_NONE: frozenset[tuple[int, bool]] = frozenset()
 
 
 @checked
@@ -59,62 +50,86 @@ def named_values(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Named
             "arguments"
         )
     if hasattr(f, "trace"):  # from JAX 0.4.31; it handles static arguments
-        closed = f.trace(*args, **kwargs).jaxpr
+        jaxpr = f.trace(*args, **kwargs).jaxpr.jaxpr
     else:
-        closed = jax.make_jaxpr(f)(*args, **kwargs)
-    top = _Frame(closed.jaxpr, None, None, 1, False)
-    frames = list(_frames(top))
-    if not any(_is_backward(e) for frame in frames for e in frame.jaxpr.eqns):
+        jaxpr = jax.make_jaxpr(f)(*args, **kwargs).jaxpr
+    walk = _Walk()
+    walk.read(jaxpr, [_NONE] * len(jaxpr.invars), 1, False)
+    if not walk.has_backward:
         raise ShardrulesError(
             f"{getattr(f, '__name__', 'the program')} holds no backward pass of a jax.checkpoint, "
             "so no policy decides on names; pass the function that takes the gradient, and wrap "
             "its blocks in jax.checkpoint(block, policy=...)"
         )
-    line = internals.load().source_line
     values: dict[tuple[str, str], NamedValue] = {}
-    for frame in frames:
-        for equation in frame.jaxpr.eqns:
-            if equation.primitive.name != "name":
-                continue
-            aval = equation.outvars[0].aval
-            value = NamedValue(
-                equation.params["name"],
-                "recomputed" if frame.recomputing else _status(frame, equation.outvars[0]),
-                f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
-                aval.size * aval.dtype.itemsize * frame.times,
-                _returned(frame, equation.outvars[0]),
-                line(equation.source_info),
-            )
-            # A recomputed value is in the forward pass too, where it is not a residual.
-            key = (value.name, value.source)
-            if key not in values or _ORDER.index(value.status) < _ORDER.index(values[key].status):
-                values[key] = value
+    for at, value in enumerate(walk.values):
+        if value.status != "recomputed" and (at, True) in walk.kept:
+            value = value._replace(status="offloaded")
+        elif value.status != "recomputed" and (at, False) in walk.kept:
+            value = value._replace(status="saved")
+        # A recomputed value is in the forward pass too, where it is not a residual.
+        key = (value.name, value.source)
+        if key not in values or _ORDER.index(value.status) < _ORDER.index(values[key].status):
+            values[key] = value
     return list(values.values())
 
 
-def _is_backward(equation: Any) -> bool:
-    """Whether an equation recomputes in a backward pass (``remat2``, ``checkpoint``)."""
-    return bool(equation.params.get("differentiated")) and "policy" in equation.params
+class _Walk:
+    """Follows each named value, and copies of it, to the backward passes that recompute."""
 
+    def __init__(self):
+        self.line = internals.load().source_line
+        self.has_backward = False
+        self.values: list[NamedValue] = []
+        # The named values that enter such a pass, by their position, and whether by the host.
+        self.kept: set[tuple[int, bool]] = set()
 
-def _frames(frame: _Frame) -> Iterator[_Frame]:
-    yield frame
-    for equation in frame.jaxpr.eqns:
-        times = (
-            frame.times * equation.params.get("length", 1) if _is_scan(equation) else frame.times
-        )
-        for jaxpr in inner_jaxprs(equation.params):
-            yield from _frames(
-                _Frame(jaxpr, equation, frame, times, frame.recomputing or _is_backward(equation))
+    def read(self, jaxpr: Any, given: Sequence[Any], times: int, recomputing: bool) -> list[Any]:
+        """Read a jaxpr; return which named values each of its outputs is a copy of."""
+        env = dict(zip(jaxpr.invars, given))
+
+        def copied(atom):
+            return _NONE if hasattr(atom, "val") else env.get(atom, _NONE)
+
+        for eqn in jaxpr.eqns:
+            name, operands = eqn.primitive.name, [copied(atom) for atom in eqn.invars]
+            # As ``remat2`` and ``checkpoint``.
+            is_backward = bool(eqn.params.get("differentiated")) and "policy" in eqn.params
+            if is_backward:
+                self.has_backward = True
+                self.kept.update(*operands)
+            if name == "name":
+                env[eqn.outvars[0]] = frozenset({(len(self.values), False)})
+                is_output = any(out is eqn.outvars[0] for out in jaxpr.outvars)
+                self._name(eqn, is_output, times, recomputing)
+            elif name in _SAME:
+                if _to_host(eqn):
+                    operands = [frozenset((at, True) for at, _ in values) for values in operands]
+                env.update(zip(eqn.outvars, operands))
+            runs, carried = times, 0
+            if name == "scan":
+                # We don't follow a carry: it is the next trip's input, without a name.
+                runs, carried = times * eqn.params["length"], scan_counts(eqn.params)[1]
+            for inner in inner_jaxprs(eqn.params):
+                # Operands that a jaxpr doesn't take come first.
+                given = [*[_NONE] * len(inner.invars), *operands][-len(inner.invars) :]
+                results = self.read(inner, given, runs, recomputing or is_backward)
+                for var, values in list(zip(eqn.outvars, results))[carried:]:
+                    env[var] = copied(var) | values
+        return [copied(atom) for atom in jaxpr.outvars]
+
+    def _name(self, eqn: Any, is_output: bool, times: int, recomputing: bool) -> None:
+        aval = eqn.outvars[0].aval
+        self.values.append(
+            NamedValue(
+                eqn.params["name"],
+                "recomputed" if recomputing else "not a residual",
+                f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
+                aval.size * aval.dtype.itemsize * times,
+                is_output,
+                self.line(eqn.source_info),
             )
-
-
-def _is_scan(equation: Any) -> bool:
-    return equation.primitive.name == "scan"
-
-
-def _is_same(equation: Any) -> bool:
-    return equation.primitive.name in _SAME and not _to_host(equation)
+        )
 
 
 def _to_host(equation: Any) -> bool:
@@ -122,56 +137,3 @@ def _to_host(equation: Any) -> bool:
     params = equation.params
     where = params.get("devices", params.get("device"))
     return equation.primitive.name == "device_put" and "host" in str(where).lower()
-
-
-def _status(frame: _Frame, variable: Any) -> str:
-    if any(
-        _reaches(frame, equation.outvars[0], set())
-        for equation in _readers(frame, variable)
-        if _to_host(equation)
-    ):
-        return "offloaded"
-    return "saved" if _reaches(frame, variable, set()) else "not a residual"
-
-
-def _readers(frame: _Frame, variable: Any) -> Iterator[Any]:
-    """Yield the equations that read a variable, or a copy of it."""
-    for equation in frame.jaxpr.eqns:
-        if any(operand is variable for operand in equation.invars):
-            yield equation
-            if _is_same(equation):
-                yield from _readers(frame, equation.outvars[0])
-
-
-def _returned(frame: _Frame, variable: Any) -> bool:
-    return any(out is variable for out in frame.jaxpr.outvars)
-
-
-def _reaches(frame: _Frame, variable: Any, seen: set[int]) -> bool:
-    """Whether a value, or a copy of it, enters a backward pass that recomputes."""
-    # We don't follow a loop's carry: the value is then the next trip's input, without a name.
-    if id(variable) in seen:
-        return False
-    seen.add(id(variable))
-    for equation in frame.jaxpr.eqns:
-        for position, operand in enumerate(equation.invars):
-            if operand is not variable:
-                continue
-            if _is_backward(equation):
-                return True
-            if _is_same(equation) and _reaches(frame, equation.outvars[position], seen):
-                return True
-            for jaxpr in inner_jaxprs(equation.params):
-                before = len(equation.invars) - len(jaxpr.invars)
-                if 0 <= position - before < len(jaxpr.invars):
-                    inside = _Frame(jaxpr, equation, frame, 1, frame.recomputing)
-                    if _reaches(inside, jaxpr.invars[position - before], seen):
-                        return True
-    if frame.outer is None:
-        return False
-    carried = frame.equation.params.get("num_carry", 0) if _is_scan(frame.equation) else 0
-    return any(
-        _reaches(frame.outer, frame.equation.outvars[position], seen)
-        for position, out in enumerate(frame.jaxpr.outvars)
-        if out is variable and carried <= position < len(frame.equation.outvars)
-    )

@@ -162,6 +162,7 @@ if internals.load().typed:  # to others a gradient in the body is one device's
             np.testing.assert_allclose(program(W, X), whole(scanned), rtol=1e-4, atol=1e-6)
         assert summed_bytes(cheapest) == W.nbytes < summed_bytes(late)
 
+    @versions.where(versions.differentiates_what_varies)
     @pytest.mark.parametrize("coefficient", [False, True])
     def test_a_bwd_that_needs_a_sum_keeps_it(coefficient, cpu_mesh):
         """w's cotangent could be summed earlier, but then w would vary, and the sum be a share."""

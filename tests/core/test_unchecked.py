@@ -1,6 +1,7 @@
 """``install(unchecked="check")``: shard_maps that say check_vma=False, switched on where equal."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,15 @@ def reader(x):
     return pl.pallas_call(reader_kernel, shape, interpret=True)(x)
 
 
+def program_text(jaxpr):
+    """Write a program without what differs by run, and by JAX version.
+
+    JAX 0.6.0 has check_rep, and prints what wraps a bwd.
+    """
+    text = re.sub(r" at 0x\w+|<function .*>|\n+ *\d+ *: \w+ +\(.*\)|\n+(?= *Core:)", "", str(jaxpr))
+    return text.replace("check_rep", "check_vma")
+
+
 def off(f, mesh, in_specs, out_specs):
     """Return a function that asks for the shard_map when it is called, as libraries do."""
     return lambda *args: shard_map(f, mesh, in_specs, out_specs, check=False)(*args)
@@ -98,13 +108,13 @@ def test_a_kernels_defensive_psum_goes(cpu_mesh):
 
 def test_leave_is_the_default_and_nothing_stays(cpu_mesh):
     def traced():
-        return str(jax.make_jaxpr(off(double, cpu_mesh, P("data"), P("data")))(X))
+        return program_text(jax.make_jaxpr(off(double, cpu_mesh, P("data"), P("data")))(X))
 
     before = traced()
     with shardrules.install(unchecked="check"):
         made = shard_map(double, cpu_mesh, P("data"), P("data"), check=False)
         assert "check_vma=False" in before and "check_vma=True" in traced()
-    assert str(jax.make_jaxpr(made)(X)) == before and touched() == ()
+    assert program_text(jax.make_jaxpr(made)(X)) == before and touched() == ()
     with shardrules.install() as handle:
         assert traced() == before
     assert handle.unchecked() == ()
@@ -335,9 +345,9 @@ def test_a_shard_map_inside_of_a_transformation(cpu_mesh, name, in_it):
 
 def traced(f, *args, **options):
     """Return the program of f, with and without, and what became of its shard_maps."""
-    plain = str(jax.make_jaxpr(f)(*args))
+    plain = program_text(jax.make_jaxpr(f)(*args))
     with shardrules.install(unchecked="check", **options) as handle:
-        text = str(jax.make_jaxpr(f)(*args))
+        text = program_text(jax.make_jaxpr(f)(*args))
     return plain, text, handle.unchecked()
 
 
@@ -360,6 +370,7 @@ def test_what_pmap_makes_is_left_and_not_listed():
     assert plain == text and sites == ()
 
 
+@versions.where(versions.has("jax", "shard_map"))
 def test_a_shard_map_in_one_that_is_left_is_left(cpu_mesh):
     def nested(function, x):
         some = {"axis_names": {"model"}, "check_vma": False}
@@ -375,7 +386,7 @@ def test_a_shard_map_in_one_that_is_left_is_left(cpu_mesh):
     for check, out, count in ((True, P("data"), 1), (False, P(), 2), (False, P("data"), 2)):
         f = around(check, out)
         with shardrules.install():
-            plain = str(jax.make_jaxpr(f)(X))
+            plain = program_text(jax.make_jaxpr(f)(X))
         _, text, sites = traced(f, X)
         assert plain == text and [site.switched for site in sites] == [False] * count
     reasons = {
@@ -386,6 +397,7 @@ def test_a_shard_map_in_one_that_is_left_is_left(cpu_mesh):
     both(around(False), X)
 
 
+@versions.where(versions.has("jax", "shard_map"))
 def test_a_mesh_of_which_an_axis_is_automatic(cpu_mesh):
     some = {"axis_names": {"data"}, "check_vma": False, "mesh": cpu_mesh}
 
@@ -424,7 +436,7 @@ def test_a_library_with_a_cache_of_its_own(cpu_mesh):
 
     (site,) = both(f, X)  # traced before the hooks are there, with them, and again after
     assert site.switched
-    assert "check_vma=True" not in str(jax.make_jaxpr(f)(X)) and touched() == ()
+    assert "check_vma=True" not in program_text(jax.make_jaxpr(f)(X)) and touched() == ()
 
 
 @functools.lru_cache
@@ -436,13 +448,13 @@ def layer_of(mesh):
 def test_a_function_that_a_library_made_and_traced_before_install(cpu_mesh):
     layer_of.cache_clear()
     layer = layer_of(cpu_mesh)
-    plain = str(jax.make_jaxpr(layer)(X, W))
+    plain = program_text(jax.make_jaxpr(layer)(X, W))
     layer(X, W)  # traced and compiled
     with shardrules.install(unchecked="check") as handle:
         assert layer_of(cpu_mesh) is layer
-        assert "check_vma=True" in str(jax.make_jaxpr(layer)(X, W))
+        assert "check_vma=True" in program_text(jax.make_jaxpr(layer)(X, W))
     (site,) = handle.unchecked()
-    assert site.switched and str(jax.make_jaxpr(layer)(X, W)) == plain
+    assert site.switched and program_text(jax.make_jaxpr(layer)(X, W)) == plain
     assert all(site.switched for site in both(layer_of(cpu_mesh), X, W))
 
 
@@ -463,9 +475,9 @@ def test_one_look_for_each_site_and_program(cpu_mesh, monkeypatch):
         return x
 
     with shardrules.install(unchecked="check") as handle:
-        first = str(jax.make_jaxpr(f)(X))
+        first = program_text(jax.make_jaxpr(f)(X))
         jax.clear_caches()
-        assert str(jax.make_jaxpr(f)(X)) == first and len(looks) == 1
+        assert program_text(jax.make_jaxpr(f)(X)) == first and len(looks) == 1
         jax.make_jaxpr(f)(X[:4])
         assert len(looks) == 2
         for scale in (4, 5):  # another body at the same place
@@ -495,9 +507,9 @@ def test_a_derivative_that_fails_either_way_is_not_listed(cpu_mesh):
 def test_check_stays_in_force(cpu_mesh):
     f = off(double, cpu_mesh, P("data"), P("data"))
     with shardrules.install(unchecked="check"), shardrules.install():
-        assert "check_vma=True" in str(jax.make_jaxpr(f)(X))
+        assert "check_vma=True" in program_text(jax.make_jaxpr(f)(X))
     with shardrules.install():
-        assert "check_vma=False" in str(jax.make_jaxpr(f)(X))
+        assert "check_vma=False" in program_text(jax.make_jaxpr(f)(X))
     with pytest.raises(shardrules.errors.ShardrulesError, match="unchecked='on'.*'leave', 'check'"):
         shardrules.install(unchecked="on")
 

@@ -1,14 +1,14 @@
 """Mutations of real modules: the reader gives a Module or an HloSyntaxError, and nothing else.
 
-python -m tests.hlo.fuzz 5000 [first_seed]
+python tests/seeds.py fuzz 5000 [first_seed [processes]]
 """
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import random
 import signal
-import sys
 import time
 
 from shardrules import errors, hlo
@@ -64,6 +64,7 @@ _TOKENS = [
 ]
 
 
+@functools.cache
 def sources() -> list[str]:
     """List the modules that are mutated: real ones, and some in every form that people write."""
     texts = [path.read_text() for path in sorted(DATA.glob("*.hlo"))]
@@ -156,27 +157,14 @@ def _check(text: str) -> str | None:
     return f"took {taken:.1f} s" if taken > LIMIT_S else None
 
 
-def run(count: int, first: int = 0) -> list[tuple[int, str]]:
-    """Check mutations; list the seeds of those that went wrong, and how."""
-    found = []
-    texts = sources()
-    for seed in range(first, first + count):
-        rng = random.Random(seed)
-        problem = check(mutate(rng, rng.choice(texts)))
-        if problem:
-            found.append((seed, problem))
-    return found
+def outcome(seed: int) -> dict[str, str]:
+    """Return what is wrong with one mutation, for tests/seeds.py."""
+    rng = random.Random(seed)
+    problem = check(mutate(rng, rng.choice(sources())))
+    return {"note": problem} if problem else {}
 
 
-def main(argv: list[str]) -> int:
-    """Run as a program: 0 if nothing went wrong."""
-    count = int(argv[1]) if len(argv) > 1 else 5000
-    found = run(count, int(argv[2]) if len(argv) > 2 else 0)
-    for seed, problem in found[:20]:
-        print(f"  seed {seed}: {problem}")
-    print(f"{count} mutations: {len(found)} wrong")
-    return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+def summary(outcomes) -> tuple[str, bool]:
+    """Say how many went wrong."""
+    wrong = sum(map(bool, outcomes.values()))
+    return f"{len(outcomes)} mutations: {wrong} wrong", not wrong

@@ -7,48 +7,27 @@ reach. A draw is wide: its integer argument, which decides branches and trip cou
 times, from below, among and above the axis indices. Drawn once, it takes the same branches on all
 three draws in one of about forty pairs, which then agree by chance; that share is given too.
 
-    python -m tests.hlo.oracle 2000 [first_seed [processes]]
+    python tests/seeds.py oracle 2000 [first_seed [processes]]
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import random
-import subprocess
-import sys
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    ).strip()
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from seeds import CHEAPLY
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax import lax  # noqa: E402
-from jax.sharding import (
-    Mesh,  # noqa: E402
-    NamedSharding,  # noqa: E402
-)
-from jax.sharding import PartitionSpec as P  # noqa: E402
-
-from shardrules import hlo  # noqa: E402
+from shardrules import hlo
 
 MESHES = [{"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 8}, {"a": 1, "b": 8}]
 SIZE = 8  # elements of every float array; each axis size divides it
 DRAWS, INTEGERS = 3, 4
-
-# Most of a program's time is LLVM's; these make it a quarter. One program in eight is compiled as
-# users' are: with the fusions that XLA's emitters ask for.
-CHEAPLY = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
 
 
 @dataclasses.dataclass
@@ -337,6 +316,7 @@ def run_program(seed: int) -> Outcome:
     arguments = [
         jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(generator.inputs(0), specs)
     ]
+    # One in eight as users' are: with the fusions that XLA's emitters ask for.
     options = CHEAPLY if seed % 8 else None
     compiled = program.lower(*arguments).compile(compiler_options=options)
     text = compiled.as_text()
@@ -368,71 +348,22 @@ def run_program(seed: int) -> Outcome:
     return outcome
 
 
-def run(count: int, first: int = 0, verbose: bool = False):
-    """Run programs; give the wrong claims, and three counts of pairs: equal on all draws, equal on
-    draws of one integer each, proven equal."""
-    wrong, equal, narrow, proven = [], 0, 0, 0
-    for seed in range(first, first + count):
-        outcome = run_program(seed)
-        wrong += outcome.wrong
-        equal += outcome.equal_count
-        narrow += outcome.narrow_count
-        proven += outcome.proven_count
-        if seed % 25 == 24:
-            jax.clear_caches()
-        if verbose and (seed + 1 - first) % 200 == 0:
-            print(
-                f"{seed + 1 - first} programs, {len(wrong)} wrong claims, "
-                f"{proven / max(equal, 1):.1%} of the equal pairs proven",
-                flush=True,
-            )
-    return wrong, equal, narrow, proven
+def outcome(seed: int):
+    """Return one program's outcome for tests/seeds.py."""
+    ran = run_program(seed)
+    counts = {"equal": ran.equal_count, "narrow": ran.narrow_count, "proven": ran.proven_count}
+    pairs = [f"output {n}: devices {i} and {j}" for _, n, i, j in ran.wrong]
+    return {**counts, "wrong": pairs} | ({"note": "; ".join(pairs[:20])} if pairs else {})
 
 
-def _run_beside(count: int, first: int, processes: int):
-    """Run programs in several processes; give what ``run`` gives."""
-    share = -(-count // processes)
-    spans = [(min(share, count - k * share), first + k * share) for k in range(processes)]
-    code = (
-        "import json, sys; from tests.hlo import oracle; "
-        "print(json.dumps(oracle.run(int(sys.argv[1]), int(sys.argv[2]))))"
+def summary(outcomes):
+    """Say what programs showed; well if no claim was wrong and at least 94% is proven."""
+    ran = [o for o in outcomes.values() if "lost" not in o]
+    equal, narrow, proven = (sum(o[n] for o in ran) for n in ("equal", "narrow", "proven"))
+    wrong, share = sum(len(o["wrong"]) for o in ran), proven / max(equal, 1)
+    text = (
+        f"{len(outcomes)} programs, {len(outcomes) - len(ran)} lost: {wrong} unsound claims; of "
+        f"the pairs of devices that are equal on {DRAWS} random draws {share:.1%} are proven equal "
+        f"(of those equal on {DRAWS} draws of one integer each {proven / max(narrow, 1):.1%})"
     )
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(n), str(start)], stdout=subprocess.PIPE, text=True
-        )
-        for n, start in spans
-        if n > 0
-    ]
-    wrong, counts = [], [0, 0, 0]
-    for process in running:
-        answer = process.communicate()[0]
-        if process.returncode:
-            raise RuntimeError(f"an oracle process ended with {process.returncode}")
-        claims, *own = json.loads(answer.strip().splitlines()[-1])
-        wrong += [tuple(c) for c in claims]
-        counts = [a + b for a, b in zip(counts, own)]
-    return (wrong, *counts)
-
-
-def main(argv: list[str]) -> int:
-    """Run as a program: 0 if no claim was wrong and at least 94% is proven."""
-    count = int(argv[1]) if len(argv) > 1 else 100
-    first = int(argv[2]) if len(argv) > 2 else 0
-    processes = int(argv[3]) if len(argv) > 3 else 1
-    wrong, equal, narrow, proven = (
-        run(count, first, verbose=True) if processes == 1 else _run_beside(count, first, processes)
-    )
-    share = proven / max(equal, 1)
-    print(
-        f"{count} programs: {len(wrong)} unsound claims; of the pairs of devices that are equal "
-        f"on {DRAWS} random draws {share:.1%} are proven equal (of those equal on {DRAWS} draws "
-        f"of one integer each {proven / max(narrow, 1):.1%})"
-    )
-    for claim in wrong[:20]:
-        print("  seed %d, output %d: devices %d and %d" % claim)
-    return 1 if wrong or share < 0.94 else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    return text, not wrong and len(ran) == len(outcomes) and share >= 0.94

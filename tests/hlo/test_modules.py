@@ -39,22 +39,6 @@ def test_coverage_tells_what_is_missing():
     assert "index" in attributes and opcodes
 
 
-def test_a_module_that_ends_its_process_is_refused(monkeypatch):
-    """Its neighbours are run all the same."""
-    code = """
-import os, signal, sys
-from tests.hlo.modules import run
-def execute(seed):
-    if seed == 7: os.kill(os.getpid(), signal.SIGFPE)
-    return seed
-run.execute, run.hold = execute, lambda seed: run.Outcome([(seed, "said")] * (seed == 8))
-run.run(int(sys.argv[1]), int(sys.argv[2]), print)
-"""
-    monkeypatch.setattr(run._Beside, "CODE", code)
-    wrong, sums = run.run_beside(5, 5, 2)
-    assert wrong == [(8, "said")] and sums["refused"] == 1
-
-
 def elided_constants_are_one(monkeypatch):
     original = control._origin
 

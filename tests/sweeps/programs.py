@@ -8,36 +8,24 @@ whatever a custom_vjp, a kernel or a type says.
 
 A value that is typed invariant must be equal there on all devices, each value and gradient equal.
 
-    python -m tests.sweeps.programs 2000 [first_seed [processes]]
+    python tests/seeds.py programs 2000 [first_seed [processes]]
 
-runs them in other processes, since a program whose devices wait for each other ends its process,
-and prints how many were ``right``, ``refused`` (by an error of shardrules), refused in plain JAX,
-too (``jax``), ``wrong``, ``died`` or ``stuck``.
+prints how many were ``right``, ``refused`` (by an error of shardrules), refused in plain JAX, too
+(``jax``), ``wrong``, ``died`` or ``lost`` (a program whose devices wait for each other ends its
+process).
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import json
-import os
-import pathlib
-import queue
-import subprocess
-import sys
-import threading
-
-if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    ).strip()
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from seeds import CHEAPLY
 
 import shardrules as sr
 from shardrules import hooks
@@ -48,14 +36,6 @@ from .machines import Mapped, OnDevices, size_of
 from .operations import AXES, DEVICES, N
 
 lax = jax.lax
-
-# Half of a program's time is LLVM's without these.
-CHEAPLY = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
 
 
 def inputs(program):
@@ -270,98 +250,14 @@ def show(block, indent=0):
             show(one, indent + 4)
 
 
-class Worker:
-    """Programs in a process of their own; a line for each that begins and each that ends.
-
-    Args:
-      first: the first seed.
-      count: how many.
-      limit: seconds for one program.
-    """
-
-    def __init__(self, first: int, count: int, limit: float = 240):
-        self.seeds = range(first, first + count)
-        self.limit = limit
-
-    def outcomes(self):
-        """Yield each program's outcome."""
-        todo = self.seeds
-        while todo:
-            for outcome in self._of_one_process(todo):
-                yield outcome
-                todo = range(outcome.seed + 1, todo.stop)
-
-    def _of_one_process(self, todo):
-        """Yield outcomes until all are there, or one program ends the process or doesn't end."""
-        root = pathlib.Path(__file__).resolve().parents[2]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.sweeps.programs", "--one-process"]
-            + [str(len(todo)), str(todo.start)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
-        )
-        lines: queue.Queue = queue.Queue()
-
-        def read():
-            for line in process.stdout:
-                lines.put(line)
-            lines.put(None)
-
-        threading.Thread(target=read, daemon=True).start()
-        seed = todo.start
-        try:
-            while seed < todo.stop:
-                line = lines.get(timeout=self.limit)
-                if line is None:
-                    break
-                outcome = Outcome(**json.loads(line))
-                yield outcome
-                seed = outcome.seed + 1
-        except queue.Empty:
-            pass
-        finally:
-            process.kill()
-            ended = process.wait()
-        if seed < todo.stop:
-            yield Outcome(seed, "stuck", f"exit code {ended}")
+def outcome(seed: int):
+    """Return one program's outcome for tests/seeds.py."""
+    became = judge(seed)
+    note = {"note": f"{became.what}: {became.why}"} if became.what != "right" else {}
+    return {"what": became.what, **note}
 
 
-def sweep(count: int, first: int, jobs: int = 1):
-    """Return the outcome of each program of ``count`` seeds."""
-    share = -(-count // jobs)
-    found: list[list[Outcome]] = [[] for _ in range(jobs)]
-
-    def work(number):
-        start = number * share
-        for outcome in Worker(first + start, min(share, count - start)).outcomes():
-            found[number].append(outcome)
-            if outcome.what != "right":
-                print(f"seed {outcome.seed}: {outcome.what}: {outcome.why}", flush=True)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(jobs)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    return [outcome for one in found for outcome in one]
-
-
-def main(arguments):
-    if arguments[:1] == ["--one-process"]:
-        count, first = map(int, arguments[1:])
-        for seed in range(first, first + count):
-            print(json.dumps(dataclasses.asdict(judge(seed))), flush=True)
-            if seed % 50 == 49:
-                jax.clear_caches()
-        return 0
-    count, first, jobs = (list(map(int, arguments)) + [20, 0, 1][len(arguments) :])[:3]
-    totals = collections.Counter(one.what for one in sweep(count, first, jobs))
-    print(json.dumps(totals))
-    return totals["wrong"] + totals["died"] + totals["stuck"]
-
-
-if __name__ == "__main__":
-    sys.exit(1 if main(sys.argv[1:]) else 0)
+def summary(outcomes):
+    """Count what became of programs; well if none was wrong or died."""
+    totals = collections.Counter(one.get("what", "lost") for one in outcomes.values())
+    return str(dict(totals)), totals.keys() <= {"right", "refused", "jax"}

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    ).strip()
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxlib import _hlo, _jax
+from seeds import CHEAPLY
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jaxlib import _hlo, _jax  # noqa: E402
+from shardrules import errors, hlo
 
-from shardrules import errors, hlo  # noqa: E402
-
-from .forms import DEVICES, join  # noqa: E402
-from .generate import Generator  # noqa: E402
+from . import coverage
+from .forms import DEVICES, join
+from .generate import Generator
 
 DRAWS = 2
 _TYPES = {"pred": np.bool_, "f32": np.float32, "bf16": jnp.bfloat16}
@@ -47,11 +39,7 @@ def compile_text(text: str):
     build.num_replicas, build.num_partitions = DEVICES, 1
     build.device_assignment = assignment
     options.env_option_overrides = [
-        ("xla_backend_optimization_level", 0),
-        ("xla_llvm_disable_expensive_passes", True),
-        # The time that a module takes is LLVM's; these make it a quarter.
-        ("xla_cpu_use_fusion_emitters", False),
-        ("xla_cpu_parallel_codegen_split_count", 1),
+        *CHEAPLY.items(),
         # It joins a slice of a slice whose start is beyond its end into one that isn't clamped in
         # between (jaxlib 0.10.2), so that what runs is not what the text says.
         ("xla_disable_hlo_passes", "algsimp"),
@@ -166,74 +154,41 @@ def hold(truth: Truth) -> Outcome:
     return outcome
 
 
-def run(count: int, first: int = 0, tell=None):
-    """Run modules; give the false claims, and sums by name.
-
-    Args:
-      tell: called after each module with what is known so far.
-    """
-    wrong: list = []
-    sums = dict.fromkeys(("probed", "equal", "proven", "collectives", "redundant", "refused"), 0)
-    for seed in range(first, first + count):
-        try:
-            outcome = hold(execute(seed))
-        except _jax.JaxRuntimeError:  # what XLA's CPU compiler doesn't take shows nothing
-            sums["refused"] += 1
-        except errors.HloError as error:
-            wrong.append((seed, f"refused: {error}"))
-        else:
-            wrong += outcome.wrong
-            for field in dataclasses.fields(outcome)[1:]:
-                sums[field.name] += getattr(outcome, field.name)
-        if tell:
-            tell(json.dumps([seed + 1 - first, wrong, sums]), flush=True)
-    return wrong, sums
+def outcome(seed: int):
+    """Return one module's outcome for tests/seeds.py."""
+    try:
+        held = hold(execute(seed))
+    except _jax.JaxRuntimeError:  # what XLA's CPU compiler doesn't take shows nothing
+        return {"refused": 1}
+    except errors.HloError as error:
+        held = Outcome([(seed, f"refused: {error}")])
+    counts = {field.name: getattr(held, field.name) for field in dataclasses.fields(held)[1:]}
+    wrong = [what for _, what in held.wrong]
+    return {**counts, "wrong": wrong} | ({"note": "; ".join(wrong)} if wrong else {})
 
 
-class _Beside:
-    """A process that runs modules, and another from the next one on where XLA ends it.
-
-    XLA's own folding of constants traps on some modules (jaxlib 0.10.2, one of about a thousand).
-    """
-
-    CODE = (
-        "import sys; from tests.hlo.modules import run; "
-        "run.run(int(sys.argv[1]), int(sys.argv[2]), print)"
+def summary(outcomes):
+    """Say what modules showed; well if no claim was false and all that the proof reads ran."""
+    # XLA's own folding of constants traps on some modules (jaxlib 0.10.2, one of about a thousand).
+    sums = dict.fromkeys(("probed", "collectives", "redundant", "proven", "equal"), 0)
+    wrong = 0
+    for one in outcomes.values():
+        wrong += len(one.get("wrong", ()))
+        for name in sums:
+            sums[name] += one.get(name, 0)
+    refused = sum("refused" in one or one.get("lost", 0) < 0 for one in outcomes.values())
+    stopped = sum(one.get("lost", -1) >= 0 for one in outcomes.values())
+    opcodes, attributes, report = coverage.missing(
+        Generator(seed).judged() for seed in list(outcomes)[:1000]
     )
-
-    def __init__(self, count: int, first: int):
-        self.count, self.first = count, first
-        self.start()
-
-    def start(self):
-        command = [sys.executable, "-c", self.CODE, str(self.count), str(self.first)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-    def outcomes(self):
-        """Give the false claims and sums of each process."""
-        while self.count:
-            lines = self.process.communicate()[0].strip().splitlines()
-            done, claims, sums = json.loads(lines[-1]) if lines else (0, [], {"refused": 0})
-            self.count, self.first = self.count - done, self.first + done
-            if self.count:
-                code = self.process.returncode
-                print(f"module {self.first}: its process ended with {code}", file=sys.stderr)
-                if code >= 0:
-                    raise RuntimeError(f"module {self.first}: its process ended with {code}")
-                sums["refused"] += 1
-                self.count, self.first = self.count - 1, self.first + 1
-                self.start()
-            yield claims, sums
-
-
-def run_beside(count: int, first: int, processes: int):
-    """Run modules in several processes; give what ``run`` gives."""
-    share = -(-count // processes)
-    running = [_Beside(min(share, count - done), first + done) for done in range(0, count, share)]
-    wrong: list = []
-    sums: dict[str, int] = {}
-    for one in running:
-        for claims, own in one.outcomes():
-            wrong += [tuple(c) for c in claims]
-            sums = {key: sums.get(key, 0) + own.get(key, 0) for key in {**sums, **own}}
-    return wrong, sums
+    lines = [
+        f"{len(outcomes)} modules, {sums['probed']} probed values, {sums['collectives']} verdicts "
+        f"({sums['redundant']} redundant): {wrong} false claims; {sums['proven']} of "
+        f"{sums['equal']} pairs of devices that are equal are proven equal; XLA's CPU compiler "
+        f"refused {refused}",
+        f"generated: {report}",
+    ]
+    for what, names in (("opcodes", opcodes), ("attributes", attributes)):
+        lines += [f"  {what} that were not: {', '.join(names)}"] if names else []
+    is_well = not (wrong or stopped or opcodes or attributes) and 50 * refused <= len(outcomes)
+    return "\n".join(lines), is_well
